@@ -1,13 +1,13 @@
 """Sync-free optimizers: the host never reads the device to decide about a step.
 
-`step(found_inf=...)` decides on the device whether the step counts, the number of steps lives
-there, and so does whatever a schedule changes. With `LossScale` a whole mixed-precision step is one
-graph without a gap in it, and no number in it changes from step to step and with it the graph.
+`step(found_inf=...)` decides on the device whether the step counts. The step count and all
+scheduled values are also on the device. With `LossScale`, a whole mixed-precision step is one graph
+without a gap. No number in it changes from step to step, so the graph stays the same.
 
-    sgd adam lion muon          the formulas; LAMB and AdamW are with Adam
-    adafactor schedule_free
-    eight_bit                   Adam and AdamW with moments of eight bits
-    shampoo soap                formulas with matrices that are decomposed beside the training
+    sgd adam lion muon          formulas; LAMB and AdamW are in adam
+    adafactor schedule_free     formulas
+    eight_bit                   Adam and AdamW with 8-bit moments
+    shampoo soap                formulas with matrix decompositions, computed beside the training
     roots background            when the results are used; the thread that computes them
     factors                     which matrices a tensor has
     base                        parameter groups, state dictionaries, the step

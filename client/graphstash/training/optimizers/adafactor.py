@@ -1,6 +1,6 @@
-"""Adafactor: steps scaled by the gradient's mean square, of which rows and columns are kept.
+"""Adafactor: steps scaled by the gradient's mean square, stored as means of rows and columns.
 
-With G the gradient (negated to maximize), t the number of steps with this one, RMS the root of a
+G is the gradient (negated to maximize), t the number of steps including this one, RMS the root of a
 tensor's mean square, and W a parameter of two or more dimensions:
 
     b <- t^beta2_decay
@@ -11,18 +11,19 @@ tensor's mean square, and W a parameter of two or more dimensions:
     W <- W - lr * weight_decay * W
     W <- W - max(eps2, RMS(W)) * min(lr, 1 / sqrt(t)) / max(1, RMS(U) / d) * U
 
-RMS(W) is that of before the step. What has fewer dimensions has a V of its own shape, which is kept
-(variance) and gets b * G^2. A matrix of A rows and B columns has A + B numbers of state, where
-Adam has 2 A B.
+RMS(W) is computed before the step. For a parameter with fewer dimensions, V has the parameter's
+shape, is stored as `variance`, and is updated with b * G^2. A matrix of A rows and B columns has A
++ B numbers of state; Adam has 2 A B.
 
 Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018, arXiv
-1804.04235. The same as `torch.optim.Adafactor`, which says where it differs from the paper, but for
-three cases where torch's parameters become NaN. A G whose squares overflow changes nothing. Where a
-row of G is zero and the square of eps1 underflows, the row keeps its parameters. If RMS(W) is not
-finite, because W holds infinity, it counts as eps2. With the default
-lr, 0.01, step lengths are those of Hugging Face's Adafactor with its defaults,
-`relative_step` and `scale_parameter`; that one adds eps1 to G^2 instead. There is no form with
-steps of a fixed length, which Hugging Face's Trainer uses (both options False).
+1804.04235. The same as `torch.optim.Adafactor`, whose documentation lists the differences from the
+paper, except for three cases in which torch's parameters become NaN. If squares of G overflow,
+nothing changes. If a row of G is zero and the square of eps1 underflows, the row keeps its
+parameters. If RMS(W) is not finite because W holds infinity, it counts as eps2.
+
+With the default lr, 0.01, step lengths equal those of Hugging Face's Adafactor with its defaults,
+`relative_step` and `scale_parameter`, except that Hugging Face adds eps1 to G^2. Steps of a fixed
+length, which Hugging Face's Trainer uses (both options False), are not supported.
 """
 
 import math
@@ -60,7 +61,7 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
     parameters: list[Tensor] = []
     slots: list[list[Tensor]] = [[] for _ in old.slots]
     for inputs in zip(old.parameters, old.gradients, *old.slots, strict=True):
-        # In the type of the numbers: squares of float16 soon leave its range.
+        # Compute in the type of the scalars: squares of float16 overflow easily.
         value, gradient, *before = (each.to(lr.dtype) for each in inputs)
         if maximize:
             gradient = -gradient
@@ -86,13 +87,12 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
 
 
 def _mean_square(tensor: Tensor, dim: int) -> Tensor:
-    """Over one dimension, which stays with size 1; makes no tensor of all squares."""
+    """Reduce one dimension to size 1, without a tensor of all squares."""
     norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim, keepdim=True)
     return norm.square() / tensor.shape[dim]
 
 
 def _rms(tensor: Tensor) -> Tensor:
-    """[]."""
     norm: Tensor = torch.linalg.vector_norm(tensor)
     return norm / math.sqrt(max(1, tensor.numel()))
 
@@ -102,15 +102,15 @@ class Adafactor(SyncFreeOptimizer):
 
     Args:
         params: parameters or groups of them, as for torch.optim.
-        lr: the longest step, relative to the parameter's RMS, and the factor of the weight decay,
+        lr: upper bound of a step relative to the parameter's RMS, and factor of the weight decay,
             >= 0.
-        beta2_decay: the exponent by which the newest gradient's share of the mean square falls,
-            <= 0.
-        eps: eps1, the least root of a mean square, >= 0, or None for the parameter's machine
-            epsilon; and eps2, the least RMS that a parameter counts with, >= 0. Part of the graph.
-        d: an update whose RMS is larger is scaled down to it, >= 1; part of the graph.
-        weight_decay: beside the gradient, >= 0.
-        maximize: go up instead of down.
+        beta2_decay: exponent with which the newest gradient's share of the mean square falls, <= 0.
+        eps: eps1, lower bound for the root of a mean square, >= 0, or None for the machine epsilon
+            of the parameter's type; and eps2, lower bound for the parameter's RMS, >= 0. Part of
+            the graph.
+        d: an update with a larger RMS is scaled down to it, >= 1; part of the graph.
+        weight_decay: decoupled weight decay, >= 0.
+        maximize: maximize the loss instead of minimizing it.
         options: see `TorchOptions`. There is no fused kernel.
 
     Raises:

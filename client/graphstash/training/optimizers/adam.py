@@ -1,6 +1,6 @@
 """Adam, AdamW and LAMB: steps scaled by running means of the gradient and of its square.
 
-With g the gradient (negated to maximize) and t the number of steps with this one:
+g is the gradient (negated to maximize), and t the number of steps including this one:
 
     Adam    g <- g + weight_decay * p
     AdamW   p <- p - lr * weight_decay * p
@@ -12,14 +12,14 @@ With g the gradient (negated to maximize) and t the number of steps with this on
 The same as `torch.optim.Adam` and `AdamW` (Kingma and Ba, 2015, arXiv 1412.6980; Loshchilov and
 Hutter, 2019, arXiv 1711.05101; amsgrad: Reddi et al., 2018, arXiv 1904.09237).
 
-LAMB, for large batches, makes each step as long as a share of the parameter that it changes. With m
-and v as above and norms over one parameter tensor:
+LAMB, for large batches, makes a parameter's step proportional to the parameter's norm. With m and v
+as above and norms over one parameter tensor:
 
     r <- m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * p
     p <- p - lr * |p| / |r| * r             the ratio is 1 if |p| or |r| is 0 or not finite
 
-You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020,
-arXiv 1904.00962, algorithm 2 with phi(z) = z. There is no LAMB in torch.optim.
+You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020, arXiv
+1904.00962, algorithm 2 with phi(z) = z. torch.optim has no LAMB.
 """
 
 from collections.abc import Sequence
@@ -48,10 +48,10 @@ __all__ = ["LAMB", "Adam", "AdamW", "adam_formula", "fused_adam"]
 
 
 class Moments:
-    """The means after one more gradient, and what removes their bias towards zero.
+    """The running means after this gradient, and the corrections of their bias towards zero.
 
     Attributes:
-        mean, square: one tensor per parameter.
+        mean, square: One tensor per parameter.
         correction1, correction2: [], 1 - beta^t.
     """
 
@@ -68,8 +68,8 @@ class Moments:
                 torch._foreach_mul(torch._foreach_mul(gradients, gradients), rest2),
             )
         )
-        # 1 - beta^t in float32 would lose half of its digits at the start. On a bad first step t is
-        # 0 and so are the corrections; the quotients are not used.
+        # 1 - beta^t in float32 loses half of its digits in early steps. On a bad first step, t and
+        # the corrections are 0; the quotients are then not used.
         self.correction1 = -torch.expm1(step * log1)
         self.correction2 = -torch.expm1(step * log2)
 
@@ -77,7 +77,7 @@ class Moments:
 def adam_formula(
     old: Split, step: Tensor, options: Options
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Adam's and AdamW's; options are eps, amsgrad, maximize, and whether decay is decoupled."""
+    """The formula of Adam and AdamW; options are eps, amsgrad, maximize, and decoupled decay."""
     eps, amsgrad, maximize, decoupled = options
     lr, weight_decay = old.scalars[:2]
     parameters = old.parameters
@@ -100,7 +100,7 @@ def adam_formula(
 
 
 def fused_adam(group: Group, cohort: Cohort, *, decoupled: bool) -> Kernel:
-    """Torch's kernel for Adam, or for AdamW if the decay is decoupled, with its arguments."""
+    """Return torch's kernel with its arguments: AdamW's if the decay is decoupled, else Adam's."""
     beta1, beta2 = group["betas"]
     amsgrad = group.get("amsgrad", False)
     return partial(
@@ -128,7 +128,7 @@ class Adam(SyncFreeOptimizer):
         eps: added to the denominator, >= 0; part of the graph.
         weight_decay: L2 penalty, >= 0.
         amsgrad: divide by the largest mean square so far.
-        maximize: go up instead of down.
+        maximize: maximize the loss instead of minimizing it.
         options: see `TorchOptions`.
 
     Raises:
@@ -151,7 +151,7 @@ class Adam(SyncFreeOptimizer):
         maximize: bool = False,
         **options: Unpack[TorchOptions],
     ) -> None:
-        # What torch calls the difference between the two in its state dictionaries.
+        # torch's state dictionaries tell Adam from AdamW by this key.
         defaults = {**options_in(locals()), "decoupled_weight_decay": self._decoupled}
         super().__init__(params, defaults, **options)
 
@@ -166,9 +166,10 @@ class Adam(SyncFreeOptimizer):
 
 
 class AdamW(Adam):
-    """Sync-free `torch.optim.AdamW`: as `Adam`, with weight decay beside the gradient.
+    """Sync-free `torch.optim.AdamW`: as `Adam`, with decoupled weight decay.
 
-    Args and errors as for `Adam`; weight_decay is 0.01 when nothing else is said, as in torch.
+    Takes the arguments of `Adam` and raises the same errors. weight_decay defaults to 0.01, as in
+    torch.
     """
 
     _decoupled = True
@@ -214,7 +215,10 @@ def _lamb(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], lis
 
 
 def _trust(p_norm: Tensor, r_norm: Tensor) -> Tensor:
-    """Infinity in one element of a parameter must not reach the others by its norm."""
+    """Return the ratio of norms, or 1 if one of them is 0 or not finite.
+
+    Otherwise one infinite element of a parameter would reach all its elements through the norm.
+    """
     is_ratio = (p_norm > 0) & (r_norm > 0) & p_norm.isfinite() & r_norm.isfinite()
     return torch.where(is_ratio, p_norm / r_norm, 1.0)
 
@@ -231,13 +235,13 @@ class LAMB(SyncFreeOptimizer):
     """Sync-free LAMB; the formula is in the module's docstring.
 
     Args:
-        params: parameters or groups of them, as for torch.optim. Biases and norms usually get a
-            group of their own with weight_decay 0.
+        params: parameters or groups of them, as for torch.optim. Biases and norms usually get their
+            own group with weight_decay 0.
         lr: learning rate, >= 0.
         betas: decay of the running means of the gradient and of its square, in [0, 1).
         eps: added to the denominator, >= 0; part of the graph.
-        weight_decay: >= 0.
-        maximize: go up instead of down.
+        weight_decay: factor of the parameter in the direction of the step, >= 0.
+        maximize: maximize the loss instead of minimizing it.
         options: see `TorchOptions`; there is no fused kernel.
 
     Raises:

@@ -1,8 +1,8 @@
 """Background: computes roots in a thread, and holds them until a parameter takes them.
 
-The thread may read the device. What it raises is raised where the roots are taken; a matrix that
-cannot be decomposed is no error, but an answer. Threads do not survive a fork: the child computes
-from the same snapshots what its parent's thread had not finished.
+The thread may read the device. An error in the thread is raised when the roots are taken. A matrix
+that cannot be decomposed is a result, not an error. Threads do not survive a fork: the child
+recomputes unfinished roots from the same snapshots.
 """
 
 import os
@@ -20,37 +20,37 @@ from graphstash.training.threads import DeviceFuture, ExecutorClosed, WorkerPool
 __all__ = ["Background", "Compute", "Pending", "Roots", "Snapshot", "nothing_pending"]
 
 _UNLIMITED: Final = 2**31
-"""A parameter waits for one computation at a time, so the queue is no longer than the model."""
+"""Queue capacity: each parameter has at most one pending computation."""
 
 
 class Roots(NamedTuple):
-    """What a computation gives; `flat` is None if it was not made, or has failed."""
+    """The result of a computation; `flat` is None if it was not made or has failed."""
 
     flat: Tensor | None = None
-    """As `Factors` has them."""
+    """Flat matrices, see `Factors`."""
     order: Tensor | None = None
-    """Where the directions of new bases were in the old ones."""
+    """Positions of the new bases' directions in the old bases."""
     has_failed: bool = False
 
 
 class Snapshot(NamedTuple):
-    """What a computation reads; nobody changes it meanwhile."""
+    """The inputs of a computation; they do not change while it runs."""
 
     factors: Factors
     statistics: Tensor
     roots: Tensor
-    """The old ones."""
+    """The old roots."""
     is_first: bool
-    """Whether there are no old ones yet."""
+    """Whether there are no old roots yet."""
     found_inf: Tensor | None
-    """[], of the step that the statistics are of."""
+    """[], of the step that made the statistics."""
 
 
 Compute = Callable[[Snapshot], Roots]
 
 
 class _Kind(IntEnum):
-    """What `Pending.plain` holds."""
+    """The content of `Pending.plain`."""
 
     NONE = 0
     NOTHING = 1
@@ -60,12 +60,12 @@ class _Kind(IntEnum):
 
 
 class Pending:
-    """Roots that a parameter waits for. Copied, pickled or saved, they are waited for first.
+    """Roots that a parameter waits for. Copying, pickling or saving them waits for them first.
 
     Args:
-        due: the call that is to use them.
-        here: gives them without the thread.
-        future: of the thread; None: only `here` is asked.
+        due: Call that has to use the roots.
+        here: Computes the roots in the calling thread.
+        future: Result of the thread. None: call `here`.
     """
 
     def __init__(
@@ -76,32 +76,32 @@ class Pending:
         self._future = future
 
     def is_here(self) -> bool:
-        """Whether `roots` need not wait."""
+        """Whether `roots` returns without waiting."""
         return self._future is None or self._future.done()
 
     def roots(self) -> Roots:
-        """Waits for them; raises what computing them raised."""
+        """Wait for the roots and return them, or raise what the computation raised."""
         if self._future is None:
             return self._here()
         try:
             roots = self._future.result()
-        except ExecutorClosed:  # the thread is the parent process's
+        except ExecutorClosed:  # the thread belongs to the parent process
             roots = self._here()
         self._here, self._future = partial(Roots, *roots), None
         return roots
 
     def plain(self, nothing: Tensor, calls: int) -> Tensor:
-        """For a state dictionary: one tensor, whose shape says nothing of what is in it.
+        """Return one tensor for a state dictionary, whose shape is independent of its content.
 
-        A distributed checkpoint keeps neither what a new optimizer lacks nor another shape.
+        A distributed checkpoint drops entries that a new optimizer lacks or has in another shape.
 
         Args:
-            nothing: what `nothing_pending` gives.
-            calls: the number of the last call.
+            nothing: Result of `nothing_pending`.
+            calls: Number of the last call.
 
         Returns:
-            [2 + numel + rows]: a `_Kind`; in how many calls they are due; the roots; their order.
-            Zeros stand for what there is not.
+            [2 + numel + rows]: a `_Kind`; calls until the roots are due; the roots; their order.
+                Missing parts are zeros.
         """
         flat, order, has_failed = self.roots()
         kind = _Kind.FAILED if has_failed else _Kind.NOTHING
@@ -114,7 +114,7 @@ class Pending:
 
     @classmethod
     def from_plain(cls, plain: Tensor, calls: int, factors: Factors) -> Self | None:
-        """The contrary of `plain`; None if nothing is waited for."""
+        """Return the inverse of `plain`; None if no roots are pending."""
         kind, wait = (int(number) for number in plain[:2].tolist())
         if kind == _Kind.NONE:
             return None
@@ -131,19 +131,19 @@ class Pending:
 
 
 def nothing_pending(factors: Factors, like: Tensor) -> Tensor:
-    """`Pending.plain` of a parameter that waits for nothing."""
+    """Return `Pending.plain` of a parameter without pending roots."""
     return like.new_zeros(2 + factors.numel + factors.rows)
 
 
 class Background:
-    """A thread of this process, which begins with the first computation."""
+    """A thread of this process, started by the first computation."""
 
     def __init__(self) -> None:
         self._pool: WorkerPool | None = None
         self._pid = os.getpid()
 
     def submit(self, compute: Compute, snapshot: Snapshot, *, due: int) -> Pending:
-        """Begins to compute."""
+        """Begin a computation."""
         if self._pool is None or self._pid != os.getpid():
             self._pool = WorkerPool("roots", workers=1, capacity=_UNLIMITED)
             self._pid = os.getpid()
@@ -152,14 +152,14 @@ class Background:
         return Pending(due, call, self._pool.submit(call))
 
     def close(self) -> None:
-        """Waits for what is being computed, and ends the thread."""
+        """Wait for running computations, and end the thread."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
 
 
 def _recorded(device: torch.device) -> "torch.cuda.Event | None":
-    """Happens when the device has made the snapshot."""
+    """Return an event for the completion of the snapshot on the device."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -180,7 +180,7 @@ def _computed(compute: Compute, snapshot: Snapshot, made: "torch.cuda.Event | No
 
 
 def _finite(compute: Compute, snapshot: Snapshot) -> Roots:
-    """Computes nothing of a bad step, whose statistics are those of the step before."""
+    """Compute roots, except for a bad step, whose statistics are those of the step before."""
     if snapshot.found_inf is not None and bool(snapshot.found_inf != 0):
         return Roots()
     try:

@@ -1,12 +1,12 @@
-"""SyncFreeOptimizer: what the optimizers share.
+"""SyncFreeOptimizer: the base class of all optimizers of this package.
 
-An optimizer has a pure formula for the new values of parameters and state. It is computed for all
-parameters at once (one recorded operation on torch_xla, multi-tensor kernels elsewhere), and the
-device decides whether its result counts: with `bad = found_inf != 0`,
+An optimizer defines a pure formula for the new values of parameters and state. The formula is
+computed for all parameters at once: as one recorded operation on torch_xla, and with multi-tensor
+kernels elsewhere. The device decides whether the result counts. With `bad = found_inf != 0`,
 
     value <- where(bad, value, new value)        for parameters, every state tensor, and the step
 
-This is a selection and not a product with a mask, because NaN * 0 is NaN.
+This selects instead of multiplying by a mask, because NaN * 0 is NaN.
 """
 
 import inspect
@@ -58,17 +58,17 @@ __all__ = [
 ]
 
 Options = tuple[Any, ...]
-"""What of an optimizer's settings is part of the graph."""
+"""The settings of an optimizer that are part of the graph."""
 
 Group = Mapping[str, Any]
-"""A parameter group: its options and, mostly, its `params`."""
+"""A parameter group: its options and usually its `params`."""
 
 Kernel = Callable[..., object]
-"""One of torch's own kernels with its arguments, but for found_inf and grad_scale."""
+"""One of torch's own kernels, with all arguments except found_inf and grad_scale."""
 
 
 class Layout(NamedTuple):
-    """What the shape of an update depends on."""
+    """Everything that determines the graph of an update."""
 
     options: Options
     select: bool
@@ -81,7 +81,7 @@ class Layout(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The inputs of an update; every list beside `scalars` has one tensor per parameter."""
+    """The inputs of an update. All lists except `scalars` have one tensor per parameter."""
 
     scalars: list[Tensor]  # each []
     gradients: list[Tensor]
@@ -94,14 +94,14 @@ class Split(NamedTuple):
 
 
 Formula = Callable[[Split, Tensor, Options], tuple[list[Tensor], list[list[Tensor]]]]
-"""`formula(old, step, options)` gives new parameters and slots; step is 1 in the first update."""
+"""`formula(old, step, options)` returns new parameters and slots; step is 1 in the first update."""
 
 
 def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]]:
-    """Makes a formula into a function of one list that leaves everything alone on a bad step.
+    """Turn a formula into a function of one list that changes nothing on a bad step.
 
-    The list has the inputs in the order of `Split`, and the loss scale by which the gradients are
-    still to be divided as its last element, if there is one. The result is step, parameters, slots.
+    The list has the inputs in the order of `Split`. If the gradients are still scaled, the loss
+    scale is its last element. The function returns step, parameters and slots.
     """
 
     def update(inputs: list[Tensor], layout: Layout) -> list[Tensor]:
@@ -110,7 +110,7 @@ def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]
         step = old.step + (1.0 if good is None else good.to(old.step.dtype))
         if layout.master:
             *slots, kept = old.slots
-            # State may be older than the first step that counts, and the parameters changed since.
+            # The parameters may have changed between the creation of state and the first good step.
             master = [
                 torch.where(step == 1, new.float(), wide)
                 for new, wide in zip(old.parameters, kept, strict=True)
@@ -126,7 +126,7 @@ def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]
         after = parameters + [tensor for slot in slots for tensor in slot]
         if good is not None:
             after = [torch.where(good, new, kept) for new, kept in zip(after, before, strict=True)]
-        # A number in a wider type than a parameter's makes a parameter of shape [] wider, too.
+        # A scalar of a wider type also widens a parameter of shape [].
         after = [new.to(kept.dtype) for new, kept in zip(after, before, strict=True)]
         return [step, *after]
 
@@ -134,9 +134,9 @@ def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """float16 as float32: an eps of 1e-8 is 0 in float16, and 0 / 0 would be NaN.
+    """Widen float16 to float32: an eps of 1e-8 is 0 in float16, and 0 / 0 would be NaN.
 
-    Small moments are 0 where they are kept all the same; `master_weights` keeps them in float32.
+    Small moments still underflow to 0 in float16; `master_weights` keeps them in float32.
     """
     return tensor.float() if tensor.dtype == torch.float16 else tensor
 
@@ -157,19 +157,19 @@ def _split(inputs: list[Tensor], layout: Layout) -> Split:
 
 
 class TorchOptions(TypedDict, total=False):
-    """Keyword arguments that every optimizer takes, most of them those of torch.optim.
+    """Keyword arguments that every optimizer takes. Most are those of torch.optim.
 
     Attributes:
-        master_weights: keep bfloat16 or float16 parameters and their moments in float32 as well, so
-            that changes that are too small for them add up. In torch.optim's state dictionaries
-            there is no such thing.
-        fused: False: never use torch's fused kernels on plain torch, where they are exact and fast.
-        foreach: accepted and without effect: all parameters are updated at once.
-        capturable: accepted and without effect: a step can always be captured.
-        differentiable: only False: a step cannot be differentiated.
-        amp_scaling: whether torch.amp.GradScaler and Lightning leave the division by the loss scale
-            and the decision to skip to `step`; True by default. False: they do it themselves and
-            read the device. Lightning clips gradients only then.
+        master_weights: Also keep bfloat16 or float16 parameters and their moments in float32, so
+            that changes below half precision add up. torch.optim state dicts do not contain them.
+        fused: False: never use torch's fused kernels. Otherwise they are used on plain torch if
+            they are exact.
+        foreach: Accepted without effect: all parameters are updated at once.
+        capturable: Accepted without effect: a step can always be captured.
+        differentiable: Only False: a step cannot be differentiated.
+        amp_scaling: True (default): torch.amp.GradScaler and Lightning leave the division by the
+            loss scale and the decision to skip to `step`. False: they do both themselves and read
+            the device. Lightning can clip gradients only with False.
     """
 
     master_weights: bool
@@ -188,15 +188,15 @@ _IN_GROUPS: Final = frozenset(
         *("initial_lr", "base_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
     )
 )
-"""What a group may hold beside options: its parameters, and what schedules of torch keep there."""
+"""Keys that a group may have besides options: its parameters, and values of torch's schedules."""
 
 
 def can_be_squared(gradient: Tensor) -> Tensor:
-    """[], bool, on the device: whether squares of the gradient, and sums of them, stay finite.
+    """Return [], bool, on the device: whether squares of the gradient and sums of them are finite.
 
-    Statistics that are made of others would be infinite, and NaN from the next step on. The sum of
-    all squares bounds every product of two elements. Each parameter is looked at by itself: it gets
-    the same bits whatever it is updated together with.
+    Otherwise the statistics overflow to inf and become NaN at the next step. The sum of all squares
+    bounds every product of two elements. Each parameter is checked alone, so that its bits do not
+    depend on which parameters are updated with it.
     """
     norm: Tensor = torch.linalg.vector_norm(gradient)
     return torch.isfinite(norm.square())
@@ -217,19 +217,15 @@ def decayed(
 
 
 def options_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a constructor was given for the options of its groups.
-
-    Args:
-        arguments: its `locals()`.
-    """
+    """Return a constructor's arguments that are options of its groups, given its `locals()`."""
     return {name: each for name, each in arguments.items() if name not in _NO_OPTIONS}
 
 
 def at_least(group: Group, least: float, *names: str) -> None:
-    """Refuses options of a group that are NaN or below `least`.
+    """Reject options of a group that are NaN or below `least`.
 
     Raises:
-        ValueError: says which.
+        ValueError: an option is out of range; names it.
     """
     for name in names:
         value = group[name]
@@ -238,10 +234,10 @@ def at_least(group: Group, least: float, *names: str) -> None:
 
 
 def so_many(group: Group, count: int, name: str) -> None:
-    """Refuses an option of a group that is not a tuple or a list of so many.
+    """Reject an option of a group that is not a tuple or a list of `count` elements.
 
     Raises:
-        ValueError: says what it is.
+        ValueError: the option is something else; shows its value.
     """
     value = group[name]
     if not _is_sequence(value) or len(value) != count:
@@ -251,19 +247,20 @@ def so_many(group: Group, count: int, name: str) -> None:
 class SyncFreeOptimizer(Optimizer):
     """Base of the sync-free optimizers; see the module's docstring.
 
-    State and parameter groups have torch's names, so state dictionaries can be exchanged with the
-    optimizer of the same name in `torch.optim`, both ways. Use `torch.optim.lr_scheduler` as usual:
-    a changed value is uploaded before the next step, and no graph changes.
+    State and parameter groups have torch's names. State dictionaries can therefore be exchanged
+    with the optimizer of the same name in `torch.optim`, in both directions. Use
+    `torch.optim.lr_scheduler` as usual: a changed value is uploaded before the next step, and no
+    graph changes.
 
-    On plain torch these are for real floating-point parameters with dense gradients, like the
-    multi-tensor forms of `torch.optim`.
+    On plain torch, parameters must be real floating-point tensors with dense gradients, as for the
+    multi-tensor implementations of `torch.optim`.
     """
 
     works_on_host: ClassVar[bool] = False
-    """Whether a step does work on the host that no graph of it has."""
+    """Whether a step does work on the host that is not part of its graph."""
     _operation: ClassVar[TracedOp]
     _has_own_types: ClassVar[bool] = False
-    """State tensors may be of other types than their parameters."""
+    """Whether state tensors may have other types than their parameters."""
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], **options: Unpack[TorchOptions]
@@ -284,7 +281,7 @@ class SyncFreeOptimizer(Optimizer):
             raise ValueError(f"{name} cannot be differentiable; use torch.optim for that")
         if known["foreach"] and known["fused"]:
             raise ValueError("fused and foreach cannot both be True")
-        # torch's own optimizers look these up in a state dictionary that they are given.
+        # torch's optimizers look these up in a state dictionary that they load.
         super().__init__(params, defaults | known)
         self._scalars = DeviceScalars()
         self._checked_kernels: dict[Hashable, bool] = {}
@@ -292,15 +289,15 @@ class SyncFreeOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """How torch.amp.GradScaler knows not to read found_inf itself."""
+        """Tells torch.amp.GradScaler not to read found_inf itself."""
         return bool(self.defaults.get("amp_scaling", True))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, as in torch.optim.
+        """Add parameters, as in torch.optim.
 
         Raises:
-            ValueError: an option of the group is unknown, out of its range, or not for such
-                parameters.
+            ValueError: an option of the group is unknown, out of its range, or not allowed for
+                these parameters.
         """
         if unknown := param_group.keys() - self.defaults.keys() - _IN_GROUPS:
             raise ValueError(
@@ -314,17 +311,16 @@ class SyncFreeOptimizer(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        if hasattr(self, "_scalars"):  # else the first ones, on the way into torch's __init__
+        if hasattr(self, "_scalars"):  # false while torch's __init__ adds the first groups
             self._begin_early(self.param_groups[-1:])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a pickled optimizer; torch also calls it when it loads a state dictionary."""
+        """Restore a pickled optimizer. torch also calls it when it loads a state dictionary."""
         self.__dict__.setdefault("_scalars", DeviceScalars())
         self.__dict__.setdefault("_checked_kernels", {})
         super().__setstate__(state)
 
     def _check_parameters(self, group: Group) -> None:
-        """Raises ValueError where a group's options are not for parameters such as its own."""
         dtypes = {parameter.dtype for parameter in group["params"]}
         if group["master_weights"] and not dtypes <= {torch.bfloat16, torch.float16}:
             raise ValueError(
@@ -332,20 +328,20 @@ class SyncFreeOptimizer(Optimizer):
                 f"with master_weights=False (got {', '.join(map(str, dtypes))})"
             )
 
-    # What a formula says of itself.
+    # Declarations of a formula, which subclasses override.
 
     _nonnegative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "eps")
     """Options that must be at least 0."""
     _numbers: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "betas")
-    """Options that may change from step to step, in the formula's order. Of betas, the formula gets
-    both, 1 less both, and both logarithms."""
+    """Options that may change from step to step, in the formula's order. For each beta, the formula
+    gets beta, 1 - beta and log(beta), betas first.
+    """
     _constants: ClassVar[tuple[str, ...]] = ("eps", "maximize")
     """Options that are part of the graph, in the formula's order."""
     _moments: ClassVar[tuple[str, ...]]
-    """State tensors that every parameter has beside `step`."""
+    """State tensors that every parameter has besides `step`."""
 
     def _check(self, group: Group) -> None:
-        """Raises ValueError where a value of a group is out of its range."""
         at_least(group, 0, *self._nonnegative)
         if "betas" in group:
             so_many(group, 2, "betas")
@@ -357,37 +353,36 @@ class SyncFreeOptimizer(Optimizer):
                 raise ValueError(f"betas[{number}] must be at least 0 and below 1 (got {beta})")
 
     def _scheduled(self, group: Group) -> dict[str, float | Tensor]:
-        """The values of a group that may change from step to step, in the formula's order."""
+        """Return the values that may change from step to step, in the formula's order."""
         values = {name: group[name] for name in self._numbers}
         betas = values.pop("betas", ())
         values |= {f"beta{number}": beta for number, beta in enumerate(betas, 1)}
-        # Computed here, in the host's double precision.
+        # The host computes these in double precision.
         values |= {f"1 - beta{number}": 1 - beta for number, beta in enumerate(betas, 1)}
         logs = [math.log(beta) if beta else -math.inf for beta in betas]
         return values | {f"log beta{number}": log for number, log in enumerate(logs, 1)}
 
     def _options(self, group: Group) -> Options:
-        """The values of a group that are part of the graph."""
         return tuple(group[name] for name in self._constants)
 
     def _slots(self, group: Group) -> tuple[str, ...]:
-        """The names of the state tensors that every parameter of the group has beside `step`."""
+        """Return the names of each parameter's state tensors besides `step`."""
         del group
         return self._moments
 
     def _slots_of(self, group: Group, parameter: Tensor) -> tuple[str, ...]:
-        """Those of one parameter, where its shape decides about them."""
+        """Return the names for one parameter; override it if they depend on the shape."""
         del parameter
         return self._slots(group)
 
     def _beginning(self, group: Group, parameter: Tensor, name: str) -> Tensor:
-        """A state tensor before the first step."""
+        """Return a state tensor as it is before the first step."""
         del name
         dtype = torch.float32 if group["master_weights"] else None
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
 
     def _fused_kernel(self, group: Group, cohort: Cohort) -> Kernel | None:
-        """Torch's own kernel with its arguments; None if there is none for these options."""
+        """Return torch's own kernel with its arguments, or None if these options have none."""
         del group, cohort
         return None
 
@@ -400,17 +395,17 @@ class SyncFreeOptimizer(Optimizer):
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
     ) -> Any:
-        """Updates the parameters, unless `found_inf` says that the gradients cannot be used.
+        """Update the parameters, unless `found_inf` marks the gradients as unusable.
 
         Args:
-            closure: computes the loss again, as in torch.optim.
-            found_inf: tensor with one element on the parameters' device; 0: update, anything else:
-                leave parameters, state and step count as they are, to the bit. None: update. Which
-                of the two it is on torch_xla is part of the graph, its value is not. Adafactor,
-                Shampoo and SOAP leave a parameter and its state as they are, too, where squares of
-                its gradient overflow; such a step counts.
-            grad_scale: [], on the parameters' device: divide the gradients by it first. None: they
-                are not scaled.
+            closure: Recomputes the loss, as in torch.optim.
+            found_inf: Tensor with one element on the parameters' device. 0: update. Other values:
+                leave parameters, state and step count unchanged, to the bit. None: update. On
+                torch_xla, its presence is part of the graph, its value is not. Adafactor, Shampoo
+                and SOAP also leave a parameter and its state unchanged if squares of its gradient
+                overflow; such a step still counts.
+            grad_scale: [], on the parameters' device: divide the gradients by it first. None: the
+                gradients are not scaled.
 
         Returns:
             The closure's result, or None.
@@ -424,7 +419,7 @@ class SyncFreeOptimizer(Optimizer):
         if closure is not None:
             with torch.set_grad_enabled(True):
                 loss = closure()
-        if found_inf is None:  # torch.amp.GradScaler says it by attributes
+        if found_inf is None:  # torch.amp.GradScaler passes both as attributes
             found_inf = getattr(self, "found_inf", None)
             grad_scale = getattr(self, "grad_scale", None)
         self.update(dict(enumerate(self.param_groups)), found_inf, grad_scale)
@@ -436,12 +431,12 @@ class SyncFreeOptimizer(Optimizer):
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
     ) -> None:
-        """Makes a step for some of the parameters; `step` is one for all. Call it under `no_grad`.
+        """Make a step for some of the parameters. Call it under `no_grad`.
 
         Args:
-            groups: by the number of a group: its options, and which of its parameters to update.
-            found_inf: as in `step`.
-            grad_scale: as in `step`.
+            groups: By the number of a group: its options, and the parameters to update.
+            found_inf: As in `step`.
+            grad_scale: As in `step`.
         """
         if found_inf is not None:
             found_inf = _checked(found_inf)
@@ -459,16 +454,16 @@ class SyncFreeOptimizer(Optimizer):
             self._update_cohort(index, group, cohort)
 
     def refresh(self) -> None:
-        """Uploads what the host has changed since the last step (learning rate, momentum, ...).
+        """Upload what the host has changed since the last step, such as the learning rate.
 
-        `step` does so by itself. Who runs a step without calling it, as a traced step does, calls
-        this before. The tensors stay the same objects.
+        `step` calls it. Code that runs a step in another way, such as a traced step, must call it
+        first. The tensors stay the same objects.
         """
         for index, group in enumerate(self.param_groups):
             self._scalars.refresh(index, self._scheduled(group))
 
     def device_tensors(self) -> Iterator[Tensor]:
-        """Everything on the device that a step reads or changes, besides the parameters."""
+        """Yield all device tensors that a step reads or changes, except the parameters."""
         seen = set()
         for state in self.state.values():
             for value in state.values():
@@ -505,7 +500,7 @@ class SyncFreeOptimizer(Optimizer):
     def _kernel(
         self, group: Group, scheduled: Mapping[str, float | Tensor], cohort: Cohort
     ) -> Kernel | None:
-        """Torch's kernel with its arguments, if there is one and it was shown to be exact."""
+        """Return torch's kernel with its arguments if it exists and is exact."""
         kernel = None if group["fused"] is False else self._fused_kernel(group, cohort)
         exact = kernel is not None and self._is_kernel_exact(group, scheduled, cohort)
         return kernel if exact else None
@@ -516,7 +511,7 @@ class SyncFreeOptimizer(Optimizer):
         cohort.step += 1.0 if found_inf is None else (found_inf == 0).to(cohort.step.dtype)
         bad = None if found_inf is None else (found_inf != 0).float()
         kernel(grad_scale=cohort.grad_scale, found_inf=bad)
-        # Torch's kernels do not (2.7 to 2.15); autograd would use new values for old ones.
+        # torch's kernels (2.7 to 2.15) do not; autograd would use new values instead of saved ones.
         increment_version(cohort.parameters)
 
     def _update_by_formula(self, group: Group, cohort: Cohort, scalars: Sequence[Tensor]) -> None:
@@ -540,7 +535,6 @@ class SyncFreeOptimizer(Optimizer):
     def _is_kernel_exact(
         self, group: Group, scheduled: Mapping[str, float | Tensor], cohort: Cohort
     ) -> bool:
-        """Whether torch's kernel was shown to compute the formula; tried once for each case."""
         case = (
             *(cohort.device, cohort.parameters[0].dtype, len(cohort.slots)),
             *(cohort.found_inf is not None, cohort.grad_scale is not None),
@@ -565,11 +559,11 @@ class SyncFreeOptimizer(Optimizer):
         return self._checked_kernels[case]
 
     def _begin_early(self, groups: Iterable[Group]) -> None:
-        """Puts parameters and new state on torch_xla at rest before the first step.
+        """Materialize parameters and new state on torch_xla before the first step.
 
-        torch_xla orders what a graph gives by the age of its tensors. State that is younger than
-        the first loss and the first gradients would make the first step's graph another one than
-        the second's, and double what a cold start compiles.
+        torch_xla orders the results of a graph by the age of its tensors. If the state were younger
+        than the first loss and gradients, the first step's graph would differ from the second's. A
+        cold start would then compile twice as much.
         """
         resting: list[Tensor] = []
         for group in groups:
@@ -586,7 +580,8 @@ class SyncFreeOptimizer(Optimizer):
     # State dictionaries.
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: each parameter that was updated has a step of its own, on the host.
+        """Return a state dictionary as torch's: each updated parameter has its own step, on the
+        host.
 
         Reads the device.
         """
@@ -595,7 +590,7 @@ class SyncFreeOptimizer(Optimizer):
         states = {}
         for key, state in state_dict["state"].items():
             step = state.get("step")
-            if step is None:  # not of our making
+            if step is None:  # this class did not create the state
                 states[key] = state
                 continue
             if id(step) not in on_host:
@@ -606,13 +601,13 @@ class SyncFreeOptimizer(Optimizer):
         return state_dict | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dictionary of this class or of torch's class of the same name.
+        """Load a state dictionary of this class or of torch's class of the same name.
 
-        Options that it lacks stay as they are.
+        Options that it lacks keep their values.
 
         Raises:
-            ConfigError: it is that of another optimizer; nothing was changed.
-            ValueError: it is that of other groups; nothing was changed.
+            ConfigError: the state is of another optimizer; nothing was changed.
+            ValueError: the state is of other groups; nothing was changed.
         """
         kept = [dict(group) for group in self.param_groups]
         for group, saved_group in zip(kept, state_dict["param_groups"], strict=False):
@@ -639,7 +634,7 @@ class SyncFreeOptimizer(Optimizer):
                     adopted += self._adopt(group, parameter, state, steps)
             counts += steps.values()
         materialize(adopted)
-        settle(counts)  # the youngest, as in state that begins
+        settle(counts)  # last, because counts are also the youngest tensors of new state
         self._begin_early(self.param_groups)
 
     def _adopt(
@@ -649,7 +644,7 @@ class SyncFreeOptimizer(Optimizer):
         state: dict[str, Any],
         steps: dict[tuple[Place, float], Tensor],
     ) -> list[Tensor]:
-        """Makes loaded state ours: no memory shared with where it came from, equal steps shared."""
+        """Copy loaded state that shares memory with its source, and share equal steps."""
         new = self._new_state(group)
         names = new.names(parameter)
         count = float(state.get("step", self._step_of(state)))
@@ -668,9 +663,8 @@ class SyncFreeOptimizer(Optimizer):
         return [state[name] for name in names]
 
     def _check_loaded(self, group: Group, saved: Group, states: Sequence[Group]) -> None:
-        """Raises ConfigError where a saved group cannot be loaded into one of this optimizer.
-
-        `states` are those of the saved group's parameters, empty where there was none.
+        """Raise ConfigError if a saved group does not fit; `states` are empty for new
+        parameters.
         """
         name = type(self).__name__
         remedy = "load only the model, and begin with new state"
@@ -711,9 +705,8 @@ class SyncFreeOptimizer(Optimizer):
                 )
 
     def _other_makers(self, saved: Mapping[str, Any]) -> list[str]:
-        """The optimizers that a saved group fits best, unless this is one of them.
-
-        Equal names of state tensors say little: half of all optimizers have an `exp_avg`.
+        """Return the optimizers that fit a saved group best, or none if this class is among them.
+        Equal names of state tensors prove little: half of all optimizers have an `exp_avg`.
         """
         fitting = [
             (len(names), maker) for maker, names in _options_of_makers() if names <= {*saved}
@@ -723,30 +716,29 @@ class SyncFreeOptimizer(Optimizer):
         if makers & {each.__name__ for each in type(self).__mro__}:
             return []
         if len(self.defaults) >= most and self.defaults.keys() <= saved.keys():
-            return []  # an optimizer of the user's own, with options of one that it resembles
+            return []  # the user's own optimizer, with options of one that it resembles
         if _DECOUPLED in saved and {"Adam", "AdamW"} <= makers:
             makers.remove("Adam" if saved[_DECOUPLED] else "AdamW")
         return sorted(makers)
 
     def _has_moments(self, group: Group, parameter: Tensor, saved: Collection[str]) -> bool:
-        """Whether saved tensors of these names are enough to go on.
-
-        That of amsgrad need not be there: it may have been turned on since the last step.
+        """Return whether these saved tensors are enough to continue. amsgrad's tensor may be
+        missing, as amsgrad may have been turned on since the last step.
         """
         return {*self._slots_of(group, parameter)} - {"max_exp_avg_sq"} <= {*saved}
 
     def _step_of(self, state: Mapping[str, Any]) -> float:
-        """The step count that state without one stands for."""
+        """Return the step count to assume for state without one."""
         del state
         return 0.0
 
 
 _DECOUPLED: Final = "decoupled_weight_decay"
-"""By which torch tells AdamW from Adam, and which other optimizers have as well."""
+"""Tells AdamW from Adam in torch's state dictionaries; other optimizers also have it."""
 
 
 def _options_of_makers() -> Iterator[tuple[str, set[str]]]:
-    """Optimizers of this package and of torch.optim by name, with the options that each saves."""
+    """Yield the optimizers of this package and of torch.optim, with the options that each saves."""
     theirs = [each for each in vars(optim).values() if isinstance(each, type)]
     for maker in [*_makers_below(SyncFreeOptimizer), *theirs]:
         if issubclass(maker, Optimizer) and maker is not Optimizer:
@@ -778,7 +770,7 @@ def _checked(found_inf: Tensor) -> Tensor:
 
 
 def _own_copy(value: Tensor) -> Tensor:
-    if value.device.type == "xla":  # a clone would be a graph to compile
+    if value.device.type == "xla":  # a clone would compile a graph
         return upload([value.cpu()], value.device)[0]
     return value.clone(memory_format=torch.preserve_format)
 
@@ -800,9 +792,9 @@ class _Scalar:
 class DeviceScalars:
     """Named numbers of an optimizer's groups, on the devices of its parameters.
 
-    As a Python number in a graph, a learning rate is a constant of it, or an upload by every
-    parameter that uses it. Here each number is a tensor of its own that is uploaded when the host
-    has changed it.
+    A learning rate that is a Python number becomes a constant of the graph, or an upload for every
+    parameter that uses it. Here each number is a tensor, which is uploaded when the host has
+    changed it.
     """
 
     def __init__(self) -> None:
@@ -815,9 +807,9 @@ class DeviceScalars:
         device: torch.device,
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """The tensors of `values`, uploaded where they are new or have changed.
+        """Return the tensors of `values`, uploading those that are new or have changed.
 
-        A group always has the same names; their values are numbers, or tensors on the host.
+        A group always has the same names. Values are numbers, or tensors on the host.
 
         Raises:
             ValueError: a value is a tensor on a device.
@@ -831,7 +823,7 @@ class DeviceScalars:
         return self._update(self._scalars[place], values)
 
     def refresh(self, group: int, values: Mapping[str, float | Tensor]) -> None:
-        """Uploads those of a group's numbers that have changed since they were last got."""
+        """Upload the numbers of a group that have changed since the last call of `get`."""
         for (of_group, _, _), scalars in self._scalars.items():
             if of_group == group:
                 self._update(scalars, values)

@@ -1,12 +1,12 @@
 """Cohorts: parameters that are updated together, and whether torch's kernels suit them.
 
-Parameters that have always been updated together share one step tensor; a parameter that had no
-gradient for a while gets a step of its own, as in `torch.optim`.
+Parameters that have always been updated together share one step tensor. A parameter that had no
+gradient in a step gets its own step tensor, as in `torch.optim`.
 
-A fused kernel is not trusted by its name: `torch._fused_sgd_` on CPU skips the store of every
-bfloat16 and float16 parameter of 16 elements or more (torch 2.4 to 2.13, pytorch/pytorch#191763),
-so that a model trains without an error and without changing. Before a kernel is used, it updates
-scratch tensors on this machine, which are compared with the formula's result.
+A fused kernel must prove that it is correct. `torch._fused_sgd_` on CPU does not store bfloat16 and
+float16 parameters of 16 elements or more (torch 2.4 to 2.13, pytorch/pytorch#191763). A model then
+trains without an error and without changing. Before the first use, a kernel updates scratch tensors
+on this machine, and the result is compared with the formula's.
 """
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -31,40 +31,40 @@ __all__ = [
 ]
 
 Place = tuple[torch.device, torch.dtype, tuple[str, ...]]
-"""Parameters that share a step have the same device, dtype and names of state tensors."""
+"""Parameters with equal device, dtype and names of state tensors may share a step."""
 
 MASTER: Final = "master"
-"""The state tensor that a half-precision parameter is a rounded copy of."""
+"""The float32 state tensor of which a half-precision parameter is a rounded copy."""
 
 States = MutableMapping[Tensor, dict[str, Any]]
-"""By parameter: its state tensors by name; an optimizer's `state`."""
+"""State tensors by parameter and name; an optimizer's `state`."""
 
 
 class NewState(NamedTuple):
-    """What state the parameters of a group get."""
+    """The state that the parameters of a group get."""
 
     names: Callable[[Tensor], tuple[str, ...]]
-    """Of a parameter's state tensors beside `step`."""
+    """Returns the names of a parameter's state tensors besides `step`."""
     beginning: Callable[[Tensor, str], Tensor]
-    """One of them before the first step."""
+    """Returns a state tensor as it is before the first step."""
 
 
 @dataclass(slots=True)
 class Cohort:
-    """Parameters of one group, device and dtype that share a step, with what belongs to them.
+    """Parameters of one group, device and dtype that share a step, with their gradients and state.
 
-    Of DTensors, all are this process's shards.
+    DTensors are replaced by this process's shards.
     """
 
     step: Tensor  # [], float32
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     slots: list[list[Tensor]] = field(default_factory=list)
-    """For each kind of state, the parameters' tensors."""
-    found_inf: Tensor | None = None  # [], float32: of the step that is being made
+    """One list for each kind of state, with one tensor per parameter."""
+    found_inf: Tensor | None = None  # [], float32: of the current step
     grad_scale: Tensor | None = None  # [], float32
     sums: Sums = field(default_factory=Sums)
-    """Over the processes that share the parameters."""
+    """Sums over the processes that share the parameters."""
 
     @property
     def device(self) -> torch.device:
@@ -73,17 +73,17 @@ class Cohort:
 
     @property
     def wide(self) -> torch.dtype:
-        """The type in which numbers from the host take part."""
+        """The type of numbers from the host."""
         return torch.float64 if self.parameters[0].dtype == torch.float64 else torch.float32
 
     def part(self, states: States) -> None:
-        """Gives the parameters a step of their own."""
+        """Give these parameters their own step tensor."""
         self.step = self.step.clone()
         for parameter in self.parameters:
             states[parameter]["step"] = self.step
 
     def take_shards(self) -> None:
-        """Replaces DTensors by their shards."""
+        """Replace DTensors by their shards."""
         if any(map(is_sharded, self.parameters)):
             self.sums = Sums(self.parameters)
             pairs = zip(self.gradients, self.parameters, strict=True)
@@ -92,15 +92,15 @@ class Cohort:
             self.slots = [list(map(local, slot)) for slot in self.slots]
 
     def by_layout(self) -> tuple["Cohort | None", "Cohort | None"]:
-        """The parameters that torch's own fused kernels may update, and the others.
+        """Split into parameters that torch's fused kernels may update, and all others.
 
-        They compute at once, with numbers (betas, momentum) from the host; in what is only recorded
-        for later these would be frozen. On a CPU they go over memory from a tensor's first element
-        on, as if all of a parameter's tensors were laid out alike and without gaps, and do not look
-        (torch 2.7); on CUDA they refuse others. All want one type, but a model may be converted in
-        part, and a gradient may be wider (`grad_dtype`); and one shape, or they write past the end
-        of state that was that of a smaller parameter. Each parameter is looked at by itself: it
-        gets the same bits whatever it is updated together with.
+        The kernels run at once, with numbers (betas, momentum) from the host. A recording would
+        freeze these numbers. On a CPU, the kernels (torch 2.7) assume that all tensors of a
+        parameter have the same layout without gaps, and do not check it; on CUDA they raise an
+        error. They also need one type, but a model may be converted in part, and a gradient may be
+        wider (`grad_dtype`). They need one shape, or they write past the end of state of a smaller
+        parameter. Each parameter is checked alone, so that its bits do not depend on which
+        parameters are updated with it.
         """
         if not self.allows_fused_kernels():
             return None, self
@@ -113,7 +113,7 @@ class Cohort:
         if not numbers[True]:
             return None, self
         others = self._of(numbers[False])
-        others.step = self.step.clone()  # both count this step, and only one of them is kept
+        others.step = self.step.clone()  # both parts count this step; only one result is kept
         return self._of(numbers[True]), others
 
     def _of(self, numbers: Sequence[int]) -> "Cohort":
@@ -129,15 +129,15 @@ class Cohort:
         )
 
     def suits_kernels(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a parameter, its gradient and its state have one type, shape and layout."""
+        """Return whether the tensors of a parameter have one type, shape and layout."""
         dtype, shape = self.parameters[0].dtype, tensors[0].shape
-        for tensor in tensors:  # any() takes longer
+        for tensor in tensors:  # faster than any()
             if tensor.dtype is not dtype or tensor.shape != shape:
                 return False
         return _are_laid_out_alike(tensors)
 
     def allows_fused_kernels(self) -> bool:
-        """Whether a kernel may be called now."""
+        """Return whether a kernel may be called now."""
         device = self.device.type
         if device not in {"cpu", "cuda"} or torch.compiler.is_compiling() or formula_only.get():
             return False
@@ -154,7 +154,7 @@ def _are_laid_out_alike(tensors: Sequence[Tensor]) -> bool:
 def cohorts_of(
     parameters: Iterable[Tensor], states: States, new: NewState, newborn: list[Tensor]
 ) -> Iterable[Cohort]:
-    """The parameters of a group that have a gradient, by step; `newborn` gets new state tensors."""
+    """Group parameters with a gradient by step. Append new state tensors to `newborn`."""
     cohorts: dict[int, Cohort] = {}
     waiting: set[int] = set()  # steps that a parameter without a gradient shares
     steps: dict[Place, Tensor] = {}
@@ -192,10 +192,10 @@ def begin(
     steps: dict[Place, Tensor],
     newborn: list[Tensor],
 ) -> dict[str, Any]:
-    """Makes what is missing of a parameter's state, which `newborn` gets too.
+    """Create the missing state of a parameter, and append it to `newborn`.
 
-    Options may ask for another state tensor later on; it joins the others. If there are none, as
-    when SGD gets a momentum, the parameter starts again. Parameters that begin together share
+    If changed options need another state tensor, the tensor joins the others. If the parameter has
+    none, as when SGD gets a momentum, it starts from step 0. Parameters that begin together share
     `steps`.
 
     Raises:
@@ -219,7 +219,7 @@ def begin(
 
 
 def place_of(parameter: Tensor, names: tuple[str, ...]) -> Place:
-    """Equal for parameters that share a step if they begin together."""
+    """Return a key that is equal for parameters that share a step if they begin together."""
     return parameter.device, parameter.dtype, names
 
 
@@ -242,10 +242,10 @@ _TOLERANCE: Final = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4
 
 
 def computes_the_same(kernel: Update, formula: Update, like: Cohort) -> bool:
-    """Whether two steps with the kernel end where two steps with the formula do, but for rounding.
+    """Return whether two steps with the kernel give the formula's result, except for rounding.
 
-    `like` has the device, the dtype and the number of state tensors to try. With `found_inf`, a
-    third step with a bad one must then change no bit.
+    `like` has the device, the dtype and the number of state tensors to test. With `found_inf`, a
+    third step that is bad must not change a bit.
     """
     fused, expected = _scratch(like), _scratch(like)
     for number in (1, 2):
@@ -275,7 +275,7 @@ def _scratch(like: Cohort) -> Cohort:
 
 
 def _values(like: Tensor, seed: int) -> Tensor:
-    """Numbers of both signs, none of them near zero, in the layout of another tensor."""
+    """Return numbers of both signs and not near zero, in the layout of another tensor."""
     index = torch.arange(like.numel(), device=like.device).reshape(like.shape)
     values = (0.5 + 0.125 * ((index * 5 + seed) % 7)) * (1 - 2 * ((index + seed) % 2))
     return torch.empty_like(like).copy_(values)

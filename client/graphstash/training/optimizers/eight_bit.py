@@ -1,14 +1,14 @@
-"""Adam and AdamW with moments of eight bits.
+"""Adam and AdamW with 8-bit moments.
 
-Each element of a moment is kept as one byte, a place in a table of 256 numbers up to 1
-(`exp_avg_codes`), and each 256 elements share a number in float32 which these are multiplied by
-(`exp_avg_scale`): 2.03 bytes per element for two moments, where float32 takes 8. A step reads the
-moments, is Adam's in float32, and rounds the new moments, one parameter after the other. Parameters
-of fewer than 4096 elements, or of a number that 256 does not divide, have ordinary moments.
+Each element of a moment is stored as one byte (`exp_avg_codes`), an index into a table of 256
+numbers up to 1. 256 consecutive elements share a float32 factor (`exp_avg_scale`). Two moments take
+2.03 bytes per element, instead of 8 in float32. A step reads the moments, computes Adam in float32,
+and rounds the new moments, one parameter after the other. Parameters have ordinary moments if their
+number of elements is below 4096 or not a multiple of 256.
 
-Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022, arXiv 2110.02861. Table and
-rounding are torchao's, and so are the sizes: the same as `torchao.optim.Adam8bit` and `AdamW8bit`,
-whose state dictionaries load here, as do those of Adam and AdamW.
+Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022, arXiv 2110.02861. Table,
+rounding and sizes are those of torchao, so the results equal `torchao.optim.Adam8bit` and
+`AdamW8bit`. Their state dictionaries load here, as do those of Adam and AdamW.
 """
 
 from collections.abc import Collection
@@ -31,7 +31,7 @@ _BLOCK: Final = 256
 _LEAST: Final = 4096
 _PARTS: Final = ("codes", "scale")
 _SIGNED: Final = (True, False)
-"""Whether exp_avg and exp_avg_sq have negative elements."""
+"""Whether exp_avg and exp_avg_sq can be negative."""
 
 
 def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -70,7 +70,7 @@ def _read(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
 
 
 def _rounded(moment: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes of the moment's shape, and the scale of every block."""
+    """Return codes of the moment's shape, and the scale of each block."""
     within, scale = _torchao().scale_tensor(moment.float().contiguous(), _BLOCK)
     table = _table(moment.device, signed=signed)
     return _torchao().quantize_8bit_with_qmap(within, table), scale
@@ -79,7 +79,7 @@ def _rounded(moment: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 @cache
 def _table(device: torch.device, *, signed: bool) -> Tensor:
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # in which torchao divides the range
+    torch.set_default_dtype(torch.float32)  # torchao computes the table in the default type
     try:
         table = torch.tensor(_torchao().create_dynamic_map(signed))
     finally:
@@ -91,8 +91,8 @@ def _table(device: torch.device, *, signed: bool) -> Tensor:
 def _torchao() -> Any:
     import torch._inductor.config as inductor
 
-    # torchao 0.12 sets a pass of its own there (for linear layers of eight and four bits), which
-    # has no name for torch's cache of compiled graphs: torch would cache none in this process.
+    # torchao 0.12 sets this pass (for 8-bit and 4-bit linear layers). The pass has no key for
+    # torch's cache of compiled graphs, so torch would cache no graph in this process.
     passes = inductor.post_grad_custom_post_pass
     try:
         from torchao.optim import quant_utils
@@ -112,9 +112,9 @@ def _is_rounded(parameter: Tensor) -> bool:
 
 
 class Adam8bit(Adam):
-    """`Adam` with moments of eight bits; see the module's docstring.
+    """`Adam` with 8-bit moments; see the module's docstring.
 
-    Needs the extra `torchao`. Args as for `Adam`, without amsgrad. There is no fused kernel.
+    Needs the extra `torchao`. Takes the arguments of `Adam`, without amsgrad. Has no fused kernel.
 
     Raises:
         ConfigError: torchao cannot be imported.
@@ -156,7 +156,7 @@ class Adam8bit(Adam):
         return None
 
     def _has_moments(self, group: Group, parameter: Tensor, saved: Collection[str]) -> bool:
-        # Those of torchao, or not rounded, have the names of Adam's.
+        # torchao's moments and unrounded moments have Adam's names.
         return {*self._slots(group)} <= {*saved} or super()._has_moments(group, parameter, saved)
 
     def _adopt(
@@ -164,7 +164,7 @@ class Adam8bit(Adam):
     ) -> list[Tensor]:
         if _is_rounded(parameter):
             for name, signed in zip(self._slots(group), _SIGNED, strict=True):
-                if (moment := state.pop(name, None)) is not None:  # of torchao, or not rounded
+                if (moment := state.pop(name, None)) is not None:  # torchao's, or unrounded
                     parts = (
                         (moment.codes, moment.scale)
                         if hasattr(moment, "codes")
@@ -175,7 +175,7 @@ class Adam8bit(Adam):
 
 
 class AdamW8bit(Adam8bit, AdamW):
-    """`AdamW` with moments of eight bits; see the module's docstring.
+    """`AdamW` with 8-bit moments; see the module's docstring.
 
-    Needs the extra `torchao`. Args as for `AdamW`, errors as for `Adam8bit`.
+    Needs the extra `torchao`. Takes the arguments of `AdamW`, and raises as `Adam8bit` does.
     """

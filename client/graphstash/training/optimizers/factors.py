@@ -1,13 +1,13 @@
 """Factors: the square matrices that precondition a tensor, one for each of its dimensions.
 
-The statistics of a gradient G of shape [d1, ..., dn] are n matrices: along dimension i, [di, di],
-the product of G with itself over all other dimensions. Preconditioning multiplies G by n matrices
-of the same shapes, one along each dimension. Those of one tensor lie side by side in a flat tensor,
-so that a parameter has one state tensor for each kind.
+The statistics of a gradient G of shape [d1, ..., dn] are n matrices. The matrix of dimension i has
+the shape [di, di]: it is the product of G with itself over all other dimensions. Preconditioning
+multiplies G along each dimension by a matrix of the same shape. The matrices of one tensor are
+stored in one flat tensor, so that a parameter has one state tensor for each kind.
 
-Dimensions that are too large for a matrix of their own are split into blocks with matrices of their
-own, or left alone; small neighbors may be merged into one. Both as in Anil et al., "Scalable Second
-Order Optimization for Deep Learning", 2020, arXiv 2002.09018.
+Dimensions that are too large are split into blocks with their own matrices, or have no matrix.
+Small neighboring dimensions may be merged. Both follow Anil et al., "Scalable Second Order
+Optimization for Deep Learning", 2020, arXiv 2002.09018.
 """
 
 import math
@@ -23,26 +23,26 @@ __all__ = ["Blocking", "Factors", "factors_of"]
 
 
 class Blocking(NamedTuple):
-    """How tensors are cut up."""
+    """How tensors are split into blocks."""
 
     max_dim: int
-    """Largest matrix."""
+    """Rows of the largest matrix."""
     splits: bool
-    """Whether larger dimensions are split; else they have no matrix."""
+    """Whether larger dimensions are split; otherwise they have no matrix."""
     merges: bool
-    """Whether neighboring dimensions become one while their product is at most `max_dim`."""
+    """Whether neighboring dimensions are merged up to a product of `max_dim`."""
     one_dimensional: bool
-    """Whether tensors of one dimension have a matrix at all."""
+    """Whether tensors of one dimension have a matrix."""
 
 
 class Factors:
     """The matrices of tensors of one shape.
 
     Attributes:
-        shape: of the tensor after merging.
-        dimensions: those of a block that have a matrix.
-        numel: how many numbers all matrices have together; 0 if there is none.
-        rows: how many rows they have together.
+        shape: Shape of the tensor after merging.
+        dimensions: Dimensions of a block that have a matrix.
+        numel: Elements of all matrices together; 0 if there is no matrix.
+        rows: Rows of all matrices together.
     """
 
     def __init__(self, shape: Sequence[int], blocking: Blocking) -> None:
@@ -67,21 +67,21 @@ class Factors:
         self.rows = sum(map(sum, self._sizes))
 
     def matrices(self, flat: Tensor) -> list[list[Tensor | None]]:
-        """By block and dimension: the matrix, a view of `flat`, or None where there is none."""
+        """Return views of `flat` by block and dimension; None where there is no matrix."""
         parts = iter(torch.split(flat, self._lengths))
         return [
-            [part.view(size, size) if size else None for size, part in zip(sizes, parts)]  # noqa: B905 - goes on with the next block
+            [part.view(size, size) if size else None for size, part in zip(sizes, parts)]  # noqa: B905 - `parts` continues with the next block
             for sizes in self._sizes
         ]
 
     def identity(self, like: Tensor) -> Tensor:
-        """Flat matrices that change nothing, on the device and of the dtype of a tensor."""
+        """Return flat identity matrices, with the device and dtype of `like`."""
         sizes = [size for sizes in self._sizes for size in sizes]
         eyes = [torch.eye(size, dtype=like.dtype, device=like.device).flatten() for size in sizes]
         return torch.cat(eyes) if eyes else like.new_zeros(0)
 
     def statistics(self, gradient: Tensor) -> Tensor:
-        """Flat products of each block with itself over all dimensions but one."""
+        """Return flat products of each block with itself over all dimensions but one."""
         products = []
         for part, sizes in zip(self._parts(gradient), self._sizes, strict=True):
             for dimension, size in enumerate(sizes):
@@ -91,13 +91,13 @@ class Factors:
         return torch.cat(products)
 
     def apply(self, flat: Tensor, tensor: Tensor, *, transposed: bool = False) -> Tensor:
-        """A tensor multiplied along each dimension by its matrix, or by the matrix transposed."""
+        """Multiply a tensor along each dimension by its matrix, or by the transposed matrix."""
         if not self.numel:
             return tensor
         results = []
         for part, matrices in zip(self._parts(tensor), self.matrices(flat), strict=True):
             turned = part
-            for matrix in matrices:  # each puts the dimension that it takes from the front last
+            for matrix in matrices:  # each pass takes the first dimension and puts it last
                 turned = (
                     turned.movedim(0, -1)
                     if matrix is None
@@ -118,7 +118,7 @@ class Factors:
 
 @lru_cache(maxsize=4096)
 def factors_of(shape: torch.Size, blocking: Blocking) -> Factors:
-    """The `Factors` of a shape; the same object every time."""
+    """Return the `Factors` of a shape, always the same object."""
     return Factors(shape, blocking)
 
 

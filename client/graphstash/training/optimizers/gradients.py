@@ -1,8 +1,8 @@
 """Gradients between backward and update: loss scaling and clipping, without reading the device.
 
-`LossScale` keeps small half-precision gradients from vanishing. A scaled loss gives scaled
-gradients. If one of them overflows, the step is skipped and the scale shrinks; after enough good
-steps in a row it grows. All of it is decided on the device:
+`LossScale` keeps small half-precision gradients from vanishing: a scaled loss gives scaled
+gradients. If a gradient overflows, the step is skipped and the scale shrinks. After enough good
+steps in a row, it grows. The device makes all decisions:
 
     found_inf   1 if any gradient is infinite or NaN
     scale       <- scale * backoff_factor                          if found_inf
@@ -10,11 +10,11 @@ steps in a row it grows. All of it is decided on the device:
                    scale                                           otherwise
 
 Dynamic loss scaling as in Micikevicius et al., "Mixed Precision Training", 2018, arXiv 1710.03740,
-with the rule and the names of `torch.amp.GradScaler`, which reads found_inf on the host before each
-step of an optimizer that does not take it.
+with the rule and the names of `torch.amp.GradScaler`. GradScaler reads found_inf on the host before
+each step, unless the optimizer takes found_inf.
 
-Clipping is torch's own `clip_grad_norm_` and `clip_grad_value_`, which read nothing either, and on
-torch_xla the same as one recorded operation.
+Clipping uses torch's `clip_grad_norm_` and `clip_grad_value_`, which do not read the device either.
+On torch_xla it is the same computation as one recorded operation.
 """
 
 import math
@@ -35,13 +35,13 @@ __all__ = ["LossScale", "clip_grad_norm_", "clip_grad_value_"]
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scales all gradients down together if their global 2-norm is above `max_norm`.
+    """Scale all gradients by the same factor, so that their global 2-norm is at most `max_norm`.
 
-    With a loss scale, call it after `unscale_`. A gradient that is not finite makes the norm and
-    with it every gradient so; such a step does not count anyway.
+    With a loss scale, call it after `unscale_`. If one gradient is not finite, the norm and all
+    gradients become non-finite; such a step does not count anyway.
 
     Args:
-        parameters: those without a gradient are passed over.
+        parameters: Parameters; those without a gradient are skipped.
         max_norm: > 0; on torch_xla a constant of the graph.
 
     Returns:
@@ -69,10 +69,10 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-    """Limits every element of every gradient to [-clip_value, clip_value]; NaN stays NaN.
+    """Limit every element of every gradient to [-clip_value, clip_value]; NaN stays NaN.
 
     Args:
-        parameters: those without a gradient are passed over.
+        parameters: Parameters; those without a gradient are skipped.
         clip_value: > 0; on torch_xla a constant of the graph.
 
     Raises:
@@ -95,7 +95,7 @@ _Key = tuple[float, Shapes]
 def _scaled_to_norm(gradients: list[Tensor], key: _Key) -> list[Tensor]:
     max_norm, _ = key
     norm = torch.linalg.vector_norm(torch.stack([g.norm().float() for g in gradients]))
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # 1e-6: as torch.nn.utils has it
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # 1e-6 as in torch.nn.utils
     return [norm, *(g * factor for g in gradients)]
 
 
@@ -109,19 +109,19 @@ _clip_value = TracedOp("clip_value", _limited)
 
 
 class LossScale:
-    """Has the interface of `torch.amp.GradScaler`; never reads the device.
+    """A loss scale with the interface of `torch.amp.GradScaler` that never reads the device.
 
         scale.scale(loss).backward()
-        scale.unscale_(optimizer)            # if gradients are clipped or looked at
+        scale.unscale_(optimizer)            # only to clip or inspect gradients
         scale.step(optimizer)                # a sync-free optimizer
         scale.update()
 
     Args:
-        initial: first scale, > 0.
-        growth_factor: > 1.
-        backoff_factor: in (0, 1).
-        growth_interval: good steps in a row before the scale grows, >= 1.
-        enabled: False: nothing is scaled and every step is made, as without a loss scale.
+        initial: First scale, > 0.
+        growth_factor: Factor when the scale grows, > 1.
+        backoff_factor: Factor when the scale shrinks, in (0, 1).
+        growth_interval: Good steps in a row before the scale grows, >= 1.
+        enabled: False: scale nothing and make every step, as without a loss scale.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -155,11 +155,11 @@ class LossScale:
         self._stepped: set[int] = set()  # optimizers, between step and update
 
     def is_enabled(self) -> bool:
-        """Whether it scales anything."""
+        """Whether losses and gradients are scaled."""
         return self._is_enabled
 
     def to(self, device: torch.device | str) -> "LossScale":
-        """Puts the scale on a device; `scale` does so with the loss's device by itself."""
+        """Create the scale on a device, unless it has one. `scale` uses the loss's device."""
         if self._scale is None or self._good_steps is None:
             self._scale, self._good_steps = upload(self._first_values(), torch.device(device))
         return self
@@ -169,7 +169,7 @@ class LossScale:
         """The scale, [], float32, on the device.
 
         Raises:
-            RuntimeError: it is on no device yet.
+            RuntimeError: the scale is not on a device yet.
         """
         if self._scale is None:
             raise RuntimeError(
@@ -182,12 +182,12 @@ class LossScale:
     @overload
     def scale(self, loss: Iterable[Any]) -> Any: ...
     def scale(self, loss: Tensor | Iterable[Any]) -> Any:
-        """The loss times the scale, in at least float32; its backward gives scaled gradients.
+        """Return the loss times the scale, in float32 or wider; backward gives scaled gradients.
 
-        A list or a tuple of losses, or of such lists, gives the same of scaled ones.
+        For a list or tuple, which may be nested, return a list or tuple of scaled losses.
 
         Raises:
-            TypeError: what is to be scaled is neither a tensor nor an iterable of tensors.
+            TypeError: the argument is neither a tensor nor an iterable of tensors.
         """
         if not self._is_enabled:
             return loss
@@ -202,15 +202,16 @@ class LossScale:
         return wide * self.value
 
     def unscale_(self, optimizer: Optimizer) -> Tensor:
-        """Divides the optimizer's gradients by the scale.
+        """Divide the optimizer's gradients by the scale.
 
         Returns:
-            found_inf: [], float32, on the device: 1 if any of them is infinite or NaN, else 0;
-                on the host where the loss scale is not enabled.
+            found_inf: [], float32, on the device: 1 if a gradient is infinite or NaN, else 0. A
+                disabled loss scale returns 0 on the host.
 
         Raises:
-            RuntimeError: they have been unscaled since the last update, or there are none.
-            ValueError: they are float16: unscaled, they would vanish after all. Or
+            RuntimeError: the gradients were already unscaled since the last update, or there are
+                none.
+            ValueError: gradients are float16, in which they would vanish when unscaled; or
                 FullyShardedDataParallel holds the parameters.
         """
         if not self._is_enabled:
@@ -230,17 +231,17 @@ class LossScale:
         return found_inf
 
     def step(self, optimizer: Optimizer) -> Tensor:
-        """Unscales unless `unscale_` did, and steps unless a gradient is infinite or NaN.
+        """Unscale unless `unscale_` did, and step unless a gradient is infinite or NaN.
 
         Args:
-            optimizer: one of this package, or another whose `step` takes `found_inf`.
+            optimizer: An optimizer of this package, or another whose `step` takes `found_inf`.
 
         Returns:
-            found_inf: [], float32, on the device: 1 if the step was skipped, else 0; on
-                the host where the loss scale is not enabled.
+            found_inf: [], float32, on the device: 1 if the step was skipped, else 0. A disabled
+                loss scale returns 0 on the host.
 
         Raises:
-            RuntimeError: it was stepped since the last update, or has no gradients.
+            RuntimeError: the optimizer was stepped since the last update, or has no gradients.
             ValueError: gradients are float16, or FullyShardedDataParallel holds the parameters.
         """
         if not self._is_enabled:
@@ -254,7 +255,7 @@ class LossScale:
                 found_inf = self.unscale_(optimizer)
             optimizer.step(found_inf=found_inf)  # type: ignore[call-overload]
         else:
-            # The optimizer divides by the scale on its way; the gradients are read once less.
+            # The optimizer also divides by the scale, which saves one pass over the gradients.
             found_inf = self._check(optimizer)
             optimizer.step(found_inf=found_inf, grad_scale=self.value)
             self._found_inf[id(optimizer)] = found_inf
@@ -262,11 +263,11 @@ class LossScale:
         return found_inf
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adjusts the scale after the step of every optimizer.
+        """Adjust the scale after every optimizer has stepped.
 
         Args:
-            new_scale: the next scale, > 0 and finite, instead of the rule; counting the good steps
-                goes on. A tensor with one element stays where it is.
+            new_scale: Next scale, > 0 and finite, to replace the rule's. The count of good steps
+                continues. A tensor with one element is not read by the host.
 
         Raises:
             RuntimeError: nothing was unscaled since the last update, and there is no new scale.
@@ -313,22 +314,22 @@ class LossScale:
             return shards.maximum(_check_here(gradients, torch.ones_like(self.value)))
 
     def get_scale(self) -> float:
-        """The scale as a number; 1 if it is not enabled. Reads the device."""
+        """Return the scale as a number, or 1 if disabled. Reads the device."""
         if not self._is_enabled:
             return 1.0
         return self._start[0] if self._scale is None else float(self._scale)
 
     def device_tensors(self) -> Iterator[Tensor]:
-        """What a step reads and changes."""
+        """Yield the device tensors that a step reads and changes."""
         return (tensor for tensor in (self._scale, self._good_steps) if tensor is not None)
 
     def refresh(self) -> None:
-        """Forgets a step that was interrupted before `update`."""
+        """Forget a step that was interrupted before `update`."""
         self._found_inf.clear()
         self._stepped.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of `torch.amp.GradScaler`: empty if it is not enabled. Reads the device."""
+        """Return the state as `torch.amp.GradScaler` does; empty if disabled. Reads the device."""
         if not self._is_enabled:
             return {}
         good_steps = self._start[1] if self._good_steps is None else int(self._good_steps)
@@ -341,10 +342,10 @@ class LossScale:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state dictionary of this class or of `torch.amp.GradScaler`.
+        """Load a state dictionary of this class or of `torch.amp.GradScaler`.
 
         Raises:
-            RuntimeError: it is that of a loss scale that was not enabled.
+            RuntimeError: the state is of a disabled loss scale.
         """
         if not self._is_enabled:
             return
@@ -356,7 +357,7 @@ class LossScale:
         self._start = (float(state_dict["scale"]), int(state_dict["_growth_tracker"]))
         if self._scale is None or self._good_steps is None:
             return
-        # The tensors stay the same objects: a traced step knows them.
+        # A traced step refers to these tensors, so they must stay the same objects.
         with torch.no_grad():
             assign(
                 [self._scale, self._good_steps], upload(self._first_values(), self._scale.device)
@@ -391,8 +392,8 @@ def _gradients(optimizer: Optimizer) -> tuple[list[Tensor], Sums]:
 
 
 def _check_here(gradients: list[Tensor], factor: Tensor) -> Tensor:
-    """Multiplies gradients by `factor` and tells whether one was not finite; torch's kernel."""
-    if torch.compiler.is_compiling():  # torch.compile does not know the kernel
+    """Multiply gradients by `factor` with torch's kernel, and return whether one was not finite."""
+    if torch.compiler.is_compiling():  # torch.compile does not support the kernel
         found_inf = _any_nonfinite(gradients, None)[0]
         torch._foreach_mul_(gradients, factor)
         return found_inf
@@ -417,7 +418,7 @@ def _checked_and_unscaled(inputs: list[Tensor], key: object) -> list[Tensor]:
 
 
 def _adjusted(inputs: list[Tensor], key: tuple[float, float, int]) -> list[Tensor]:
-    """The scale's rule, as torch's kernel has it; it stops before infinity."""
+    """Apply the scale's rule as torch's kernel does; the scale does not grow to infinity."""
     growth_factor, backoff_factor, growth_interval = key
     scale, good_steps, found_inf = inputs
     bad = found_inf != 0

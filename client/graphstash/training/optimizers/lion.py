@@ -1,14 +1,14 @@
-"""Lion: steps of one length in every element, in the direction of a running mean's sign.
+"""Lion: steps of equal length in every element, by the sign of a running mean.
 
-With g the gradient (negated to maximize):
+g is the gradient (negated to maximize):
 
     p <- p - lr * weight_decay * p
     p <- p - lr * sign(beta1 * m + (1 - beta1) * g)
     m <- beta2 * m + (1 - beta2) * g                   exp_avg
 
 Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, arXiv 2302.06675, algorithm 2.
-It keeps half the state of Adam. The authors advise a learning rate 3 to 10 times smaller than
-AdamW's, and a weight decay that is larger by the same factor. There is no Lion in torch.optim.
+Lion has half the state of Adam. The authors advise a learning rate 3 to 10 times smaller than
+AdamW's, and a weight decay that is larger by the same factor. torch.optim has no Lion.
 """
 
 from collections.abc import Mapping
@@ -49,10 +49,10 @@ class Lion(SyncFreeOptimizer):
     Args:
         params: parameters or groups of them, as for torch.optim.
         lr: learning rate, >= 0: the length of a step in every element.
-        betas: decay of the running mean in the direction of this step, and of what is kept of it,
+        betas: decay of the running mean in the direction of a step, and in the mean that is kept,
             in [0, 1).
-        weight_decay: beside the gradient, as in AdamW, >= 0.
-        maximize: go up instead of down.
+        weight_decay: decoupled weight decay as in AdamW, >= 0.
+        maximize: maximize the loss instead of minimizing it.
         options: see `TorchOptions`. There is no fused kernel.
 
     Raises:

@@ -1,6 +1,6 @@
 """Muon: steps of a matrix whose singular values are all about one; AdamW for everything else.
 
-With G the gradient of a matrix (negated to maximize), of A rows and B columns:
+G is the gradient of a matrix (negated to maximize) of A rows and B columns:
 
     M <- momentum * M + (1 - momentum) * G                     momentum_buffer
     U <- momentum * M + (1 - momentum) * G  if nesterov, else M
@@ -9,12 +9,13 @@ With G the gradient of a matrix (negated to maximize), of A rows and B columns:
     W <- W - lr * ratio * X                 ratio is sqrt(max(1, A / B)), or 0.2 * sqrt(max(A, B))
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024
-(kellerjordan.github.io/posts/muon); the second ratio is that of Liu et al., "Muon is Scalable for
-LLM Training", 2025, arXiv 2502.16982, with which AdamW's learning rates fit. The iteration runs in
-bfloat16, as in `torch.optim.Muon` of torch 2.9, whose state dictionaries load here. What has more
-dimensions, such as the filters of a convolution, is a matrix of its first one and all others.
+(kellerjordan.github.io/posts/muon). The second ratio is that of Liu et al., "Muon is Scalable for
+LLM Training", 2025, arXiv 2502.16982; with it, AdamW's learning rates fit. The iteration runs in
+bfloat16, as in `torch.optim.Muon` of torch 2.9, whose state dictionaries load here. A tensor with
+more dimensions, such as a convolution's filters, is a matrix of its first dimension by all others.
 
-Its authors leave embeddings, the last layer, and what is no matrix to AdamW: `muon_groups` does so.
+Muon's authors update embeddings, the last layer, and all parameters that are not matrices with
+AdamW. `muon_groups` makes such groups.
 """
 
 import math
@@ -45,7 +46,7 @@ __all__ = ["Muon", "muon_groups"]
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _LEAST_NORM: Final = 1e-7
 _CYCLED: Final = "max_momentum"
-"""What a schedule of torch that cycles the momentum keeps in a group."""
+"""Key in a group with torch's schedules that cycle the momentum."""
 _RATIOS: Final[Mapping[str, Callable[[int, int], float]]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / max(1, columns))),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -78,11 +79,10 @@ def _muon(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], lis
 def _orthogonal(
     matrix: Tensor, coefficients: tuple[float, float, float], iterations: int
 ) -> Tensor:
-    """[A, B] in bfloat16 with the singular vectors of `matrix` and singular values about one."""
     a, b, c = coefficients
     x = matrix.to(torch.bfloat16)
     is_tall = x.shape[0] > x.shape[1]
-    x = x.T if is_tall else x  # X X^T is the smaller of the two products then
+    x = x.T if is_tall else x  # makes X X^T the smaller of the two products
     x = x / x.norm().clamp(min=_LEAST_NORM)
     for _ in range(iterations):
         gram = x @ x.T
@@ -91,10 +91,9 @@ def _orthogonal(
 
 
 def _sum(beta: float, addend: Tensor, alpha: float, left: Tensor, right: Tensor) -> Tensor:
-    """Gives beta * addend + alpha * (left @ right); all are matrices in bfloat16.
+    """Return beta * addend + alpha * (left @ right) for matrices in bfloat16.
 
-    torch_xla has no addmm with factors: it would compute on the host, and fail in what is only
-    recorded.
+    torch_xla has no addmm with factors: it would compute on the host, and fail while recording.
     """
     if left.device.type == "xla":
         return beta * addend + alpha * (left @ right)
@@ -104,24 +103,24 @@ def _sum(beta: float, addend: Tensor, alpha: float, left: Tensor, right: Tensor)
 class Muon(SyncFreeOptimizer):
     """Sync-free Muon; the formula is in the module's docstring.
 
-    Groups with `use_muon=True`, which is the default, hold matrices; groups with False are updated
-    as by `AdamW`, with `betas` and `eps`. `muon_groups` makes both from a model. A scale of the
-    gradients changes no step of a matrix but by rounding.
+    Groups with `use_muon=True`, the default, hold matrices. Groups with False are updated as by
+    `AdamW`, with `betas` and `eps`. `muon_groups` makes both groups from a model. Scaling the
+    gradients changes a matrix's step only by rounding.
 
     Args:
         params: parameters or groups of them.
-        lr: learning rate, >= 0. With adjust_lr_fn="original", matrices usually need about 0.02 and
-            AdamW's groups an `lr` of their own.
-        weight_decay: beside the gradient, >= 0.
+        lr: learning rate, >= 0. With adjust_lr_fn="original", matrices usually need about 0.02, and
+            AdamW's groups need their own `lr`.
+        weight_decay: decoupled weight decay, >= 0.
         momentum: decay of the running mean of the gradient, in [0, 1). OneCycleLR and CyclicLR
-            cycle it, and the first of `betas` in AdamW's groups.
+            cycle it, and in AdamW's groups the first of `betas`.
         nesterov: step in the direction of the mean after one more step with the same gradient.
         adjust_lr_fn: "match_rms_adamw": steps as long as AdamW's, so that one learning rate fits
-            both kinds of groups; "original", which is what torch takes None for.
+            both kinds of groups. "original" is what None means in torch.
         ns_coefficients: a, b and c of the iteration; part of the graph.
-        ns_steps: how often it is repeated, 1 to 99; part of the graph.
-        betas, eps: of the groups that AdamW updates.
-        maximize: go up instead of down.
+        ns_steps: number of iterations, 1 to 99; part of the graph.
+        betas, eps: for the groups that AdamW updates.
+        maximize: maximize the loss instead of minimizing it.
         options: see `TorchOptions`. There is no fused kernel for matrices.
 
     Raises:
@@ -202,13 +201,13 @@ class Muon(SyncFreeOptimizer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """As the other optimizers'; `momentum` is what a schedule has made of it."""
+        """Return a state dict with each group's momentum as a schedule has set it."""
         state_dict = super().state_dict()
         groups = [group | {"momentum": _momentum(group)} for group in state_dict["param_groups"]]
         return state_dict | {"param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the other optimizers'; also of torch.optim.Muon, in the middle of a schedule."""
+        """Load a state dict, including one of torch.optim.Muon in the middle of a schedule."""
         super().load_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if _CYCLED in saved and "betas" not in saved:
@@ -235,8 +234,8 @@ class Muon(SyncFreeOptimizer):
 def _momentum(group: Group) -> float:
     """Return the momentum of a group of matrices.
 
-    OneCycleLR and CyclicLR write betas if an optimizer has betas, and not momentum: here the first
-    of the betas is AdamW's, so in a group of matrices only such a schedule changes it.
+    OneCycleLR and CyclicLR write betas instead of momentum if an optimizer has betas. Here the
+    first beta is AdamW's, so only these schedules change it in a group of matrices.
     """
     is_cycled = group["use_muon"] and _CYCLED in group
     return float(group["betas"][0] if is_cycled else group["momentum"])
@@ -245,16 +244,15 @@ def _momentum(group: Group) -> float:
 def muon_groups(
     model: nn.Module, *, adamw: Iterable[nn.Module], **adamw_options: Any
 ) -> list[dict[str, Any]]:
-    """The parameters of a model in two groups for `Muon`: hidden matrices, and the rest.
+    """Split the parameters of a model into two groups for `Muon`: hidden matrices, and the rest.
 
-    The rest, which AdamW updates, are embeddings, the modules in `adamw`, and all parameters with
-    fewer than two dimensions. A matrix that is tied to one of these is among them, too. Parameters
-    that need no gradient are left out.
+    AdamW updates the rest: embeddings, the modules in `adamw`, parameters with fewer than two
+    dimensions, and matrices tied to one of these. Parameters that need no gradient are left out.
 
     Args:
-        model: its parameters are listed once each, in their order.
-        adamw: modules of the model whose matrices are not hidden ones: above all its last layer.
-        adamw_options: of AdamW's group, such as `lr` and `weight_decay`.
+        model: the model; each parameter is listed once, in the model's order.
+        adamw: modules whose matrices are not hidden, above all the last layer.
+        adamw_options: options of AdamW's group, such as `lr` and `weight_decay`.
 
     Raises:
         ValueError: a module of `adamw` is not part of the model.

@@ -1,9 +1,10 @@
-"""PreparedUpdate: an update by torch's kernels that is made again and again, with less host work.
+"""PreparedUpdate: repeats an update by torch's kernels with less work on the host.
 
-Between two layers of a large model nothing of the interpreter is left in the processor's cache:
-what takes 25 microseconds in a loop by itself takes ten times as long there. So what stays the same
-from step to step is kept: which tensors, which kernel, whether it is exact. Whatever has changed is
-seen before anything is updated; `SyncFreeOptimizer.update` has to do it then.
+Between two layers of a large model, the interpreter is no longer in the CPU's cache. Work that
+takes 25 microseconds in a loop takes ten times as long there. A PreparedUpdate therefore keeps what
+stays the same from step to step: the tensors, the kernel, and whether it is exact. It checks for
+changes before it updates anything. After a change, `SyncFreeOptimizer.update` has to make the
+update.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,44 +22,42 @@ from graphstash.training.sharding import is_sharded
 __all__ = ["PreparedUpdate", "prepared"]
 
 Options = Mapping[int, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
-"""By the number of a group: what it has beside its parameters."""
+"""By the number of a group: its options."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """A cohort of one group, and the kernel for the options that it had last."""
+    """A cohort of one group, and the kernel for the group's last options."""
 
     group: int
     cohort: Cohort
     names: tuple[str, ...]
-    """Of each parameter's state tensors beside `step`."""
     options: Mapping[str, Any] | None = None
     kernel: Callable[..., object] | None = None
 
 
 class PreparedUpdate:
-    """See the module's docstring; `prepared` makes it."""
+    """An update that can be repeated; `prepared` creates it."""
 
     def __init__(self, optimizer: SyncFreeOptimizer, parts: list[_Part]) -> None:
         self._optimizer = optimizer
         self._parts = parts
 
     def __call__(self, options: Options) -> bool:
-        """Makes the update with each group's options; False: it has to be made otherwise.
-
-        Call it under `no_grad`.
+        """Update with each group's options, under `no_grad`. Return False, and change nothing, if
+        `SyncFreeOptimizer.update` has to make the update.
         """
         try:
             if not self._takes_gradients(options):
                 return False
             for part in self._parts:
-                self._optimizer._update_fused(part.kernel, part.cohort)  # type: ignore[arg-type] # it is ready
+                self._optimizer._update_fused(part.kernel, part.cohort)  # type: ignore[arg-type] # checked above
             return True
         finally:
             self._leave_gradients()
 
     def is_possible(self, options: Options) -> bool:
-        """Whether the update could be made now; changes nothing."""
+        """Return whether the update could be made now; changes nothing."""
         try:
             return self._takes_gradients(options)
         finally:
@@ -69,10 +68,10 @@ class PreparedUpdate:
 
     def _leave_gradients(self) -> None:
         for part in self._parts:
-            part.cohort.gradients.clear()  # what is kept must not keep them
+            part.cohort.gradients.clear()  # or this object would keep them in memory
 
     def _is_ready(self, part: _Part, group: Mapping[str, Any]) -> bool:
-        """Whether state and gradients are as they were; takes the gradients."""
+        """Return whether state and gradients are unchanged, and store the gradients."""
         cohort = part.cohort
         rows = zip(cohort.parameters, *cohort.slots, strict=True)
         for parameter, *slots in rows:
@@ -102,17 +101,11 @@ class PreparedUpdate:
 def prepared(
     optimizer: SyncFreeOptimizer, groups: Mapping[int, Mapping[str, Any]]
 ) -> PreparedUpdate | None:
-    """What repeats an update that was just made.
-
-    Args:
-        optimizer: has made it.
-        groups: as `SyncFreeOptimizer.update` was given them.
-
-    Returns:
-        None: torch's kernels alone do not make all of it.
+    """Return an object that repeats the update just made, or None if it needs more than torch's
+    kernels. `groups` are those passed to `SyncFreeOptimizer.update`.
     """
     if type(optimizer)._update_cohort is not SyncFreeOptimizer._update_cohort:
-        return None  # it does more
+        return None  # a subclass does more than call kernels
     parts = []
     for index, group in groups.items():
         if any(parameter.grad is None or is_sharded(parameter) for parameter in group["params"]):
@@ -126,7 +119,7 @@ def prepared(
 
 
 def _has_changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    # Tensors and lists may change in place; to compare tensors would read the device.
+    # Tensors and lists may change in place. Comparing tensors would read the device.
     return any(
         isinstance(value, Tensor | list) or isinstance(old.get(name), Tensor) or value != old[name]
         for name, value in new.items()

@@ -1,22 +1,24 @@
-"""RootsOptimizer: preconditions with roots that a thread computes while training goes on.
+"""RootsOptimizer: preconditions gradients with roots that a thread computes beside the training.
 
-Shampoo and SOAP keep statistics of the gradients, [d, d] matrices, and multiply gradients by what
-is computed from them now and then: inverse roots, or bases of eigenvectors, "roots" here. That
-takes many times as long as the rest of a step, and reads the device. So with `delay` k > 0:
+Shampoo and SOAP keep statistics of the gradients in [d, d] matrices. From time to time they compute
+"roots" from these: inverse roots, or bases of eigenvectors, to multiply gradients by. This takes
+many times as long as the rest of a step, and reads the device. With `delay` k > 0:
 
-    call c          statistics are copied; the thread begins to compute
+    call c          copies the statistics; the thread begins to compute
     calls c+1 ...   use the old roots
-    call c+k        begins with the new ones, and waits for them if they are not there yet
+    call c+k        begins with the new roots, and waits for them if they are not ready
 
-The first roots are waited for: there are no others. With k = 0 all are.
+A call waits for its roots if k is 0. It also waits for the first roots, as there are no older ones.
 
-Calls are counted on the host, for each parameter by itself, so that nobody has to read the device.
-Which of them were bad is known there only; like a schedule of learning rates, this one counts bad
-ones, too. Of a bad step nothing is computed. Roots that are there before call c+k are used at once,
-unless `deterministic` is set: then equal runs are equal to the bit. With k of 0 or 1 they always
-are; and a job of several processes is always deterministic, so that their parameters stay equal.
+The host counts the calls of each parameter, so that no step reads the device. Only the device
+stores which calls were bad steps. The counter therefore includes bad steps, as learning-rate
+schedules do. A bad step's statistics are not used to compute roots.
 
-A state dictionary has the roots that a parameter waits for, and the call that they are due in.
+Roots that are ready before call c+k are used at once, unless `deterministic` is set. With
+`deterministic`, equal runs give equal bits; with k of 0 or 1 they always do. A job of several
+processes is always deterministic, so that the parameters of its processes stay equal.
+
+A state dictionary contains the roots that a parameter waits for, and the call that uses them.
 """
 
 import logging
@@ -48,20 +50,21 @@ _log = logging.getLogger("graphstash")
 class RootsOptimizer(SyncFreeOptimizer):
     """Base of the optimizers with roots; see the module's docstring.
 
-    Beside the slots, a parameter's state has `statistics` and `roots` (flat, as `Factors` has
-    them), `calls` (since the first roots; -1 before), and `pending` (None while nothing waits).
+    Besides the slots, a parameter's state has `statistics` and `roots` (flat, see `Factors`),
+    `calls` (since the first roots; -1 before), and `pending` (None if no roots are pending).
 
     Attributes:
-        failed_roots: how many computations gave no finite result; the old roots were kept.
+        failed_roots: number of computations without a finite result, after which the old roots
+            stayed.
     """
 
     works_on_host = True
     _accumulates_first: ClassVar[bool]
-    """Whether a step's roots are of statistics that its own gradient is part of."""
+    """Whether a step adds its gradient to the statistics before it uses the roots."""
     _splits: ClassVar[bool]
-    """Whether dimensions that are too large are cut up; else they are left alone."""
+    """Whether dimensions that are too large are split; otherwise they have no matrix."""
     _own_option: ClassVar[str]
-    """One that no other optimizer has."""
+    """An option that no other optimizer has."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], **options: Any) -> None:
         self._background = Background()
@@ -69,30 +72,30 @@ class RootsOptimizer(SyncFreeOptimizer):
         super().__init__(params, defaults, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a pickled optimizer; torch also calls it when it loads a state dictionary."""
+        """Restore a pickled optimizer. torch also calls it when it loads a state dictionary."""
         self.__dict__.setdefault("_background", Background())
         self.__dict__.setdefault("failed_roots", 0)
         super().__setstate__(state)
 
     def close(self) -> None:
-        """Waits for what is being computed and ends the thread; a later step starts another.
+        """Wait for running computations and end the thread; a later step starts another.
 
-        A thread that is not closed ends with the optimizer, or with the process.
+        Without `close`, the thread ends with the optimizer or the process.
         """
         self._background.close()
 
-    # What an optimizer says of itself.
+    # Declarations of an optimizer, which subclasses override.
 
     def _statistics_beta(self, group: Group) -> float:
-        """The decay of the statistics; 1: they are a sum."""
+        """Return the decay of the statistics; 1: they are a sum."""
         raise NotImplementedError
 
     def _compute(self, group: Group) -> Compute:
-        """What the thread calls; it does not know the optimizer."""
+        """Return the function that the thread calls. It has no reference to the optimizer."""
         raise NotImplementedError
 
     def _replace(self, state: dict[str, Any], factors: Factors, roots: Roots) -> None:
-        """Takes new roots into a parameter's state."""
+        """Copy new roots to a parameter's state."""
         del factors
         state["roots"].copy_(roots.flat)
 
@@ -102,7 +105,6 @@ class RootsOptimizer(SyncFreeOptimizer):
         return (*super()._options(group), self._blocking(group))
 
     def _blocking(self, group: Group) -> Blocking:
-        """How the group's tensors are cut up."""
         return Blocking(
             group["max_preconditioner_dim"],
             splits=self._splits,
@@ -162,7 +164,7 @@ class RootsOptimizer(SyncFreeOptimizer):
         super()._update_by_formula(group, cohort, [*scalars, *roots])
 
     def _begin_call(self, group: Group, parameter: Tensor) -> None:
-        """Counts the call, and takes the roots that it is to begin with."""
+        """Count the call, and take pending roots that this call has to use."""
         state = self.state[parameter]
         if "roots" not in state:
             wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -180,7 +182,7 @@ class RootsOptimizer(SyncFreeOptimizer):
             self._take(group, parameter)
 
     def _accumulate(self, group: Group, cohort: Cohort) -> None:
-        """Adds gradients to their statistics, and begins with the roots that are due."""
+        """Add gradients to their statistics, and begin to compute roots when they are due."""
         good = None if cohort.found_inf is None else cohort.found_inf == 0
         beta = self._statistics_beta(group)
         for parameter, gradient in zip(cohort.parameters, cohort.gradients, strict=True):
@@ -207,7 +209,7 @@ class RootsOptimizer(SyncFreeOptimizer):
         snapshot = Snapshot(
             self._factors(group, parameter),
             statistics=state["statistics"].clone(),
-            roots=state["roots"],  # which change when this is over
+            roots=state["roots"],  # change only after this computation
             is_first=is_first,
             found_inf=None if found_inf is None else found_inf.clone(),
         )
@@ -217,13 +219,13 @@ class RootsOptimizer(SyncFreeOptimizer):
             self._take(group, parameter)
 
     def _take(self, group: Group, parameter: Tensor) -> None:
-        """Waits for the roots of a parameter, and uses them from now on."""
+        """Wait for the pending roots of a parameter, and use them from now on."""
         state = self.state[parameter]
         pending, state["pending"] = state["pending"], None
         roots = pending.roots()
         if roots.flat is not None:
             for tensor in (roots.flat, roots.order):
-                if tensor is not None and tensor.is_cuda:  # memory of the thread's stream
+                if tensor is not None and tensor.is_cuda:  # allocated on the thread's stream
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
             self._replace(state, self._factors(group, parameter), roots)
             state["calls"] = max(state["calls"], 0)
@@ -243,7 +245,9 @@ class RootsOptimizer(SyncFreeOptimizer):
     # State dictionaries.
 
     def state_dict(self) -> dict[str, Any]:
-        """As the other optimizers'; waits for what is being computed. Reads the device."""
+        """Wait for pending roots, and return a state dictionary that includes them. Reads the
+        device.
+        """
         state_dict = super().state_dict()
         states = dict(state_dict["state"])
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
@@ -255,11 +259,11 @@ class RootsOptimizer(SyncFreeOptimizer):
         return state_dict | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dictionary of this class; what is being computed is dropped.
+        """Load a state dictionary of this class, and drop running computations.
 
         Raises:
-            ConfigError: it is another optimizer's; nothing was changed.
-            ValueError: it is that of other groups; nothing was changed.
+            ConfigError: the state is of another optimizer; nothing was changed.
+            ValueError: the state is of other groups; nothing was changed.
         """
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -268,7 +272,7 @@ class RootsOptimizer(SyncFreeOptimizer):
         for number, parameter, group in zip(saved, ours, groups, strict=True):
             given = state_dict["state"].get(number, {})
             state = self.state[parameter] if given else {}
-            # Torch has given them the parameter's type, and shares memory where it can.
+            # torch has cast these to the parameter's type, and shares memory if it can.
             for name in given.keys() & {"statistics", "roots"}:
                 state[name] = given[name].to(parameter.device, copy=True)
             if "pending" in given:
@@ -284,11 +288,12 @@ def _plain(state: Mapping[str, Any], factors: Factors) -> Tensor:
 
 
 def _aligned(gradient: Tensor) -> Tensor:
-    """Products of matrices round by their place in memory, which in DDP's buckets is another."""
+    """Copy an unaligned gradient. Matrix products round differently at other memory alignments, and
+    in DDP's buckets the alignment differs.
+    """
     return gradient.clone() if gradient.data_ptr() % 64 else gradient
 
 
 def _has_replicas() -> bool:
-    """Whether other processes train the same parameters."""
     is_distributed = distributed.is_available() and distributed.is_initialized()
     return is_distributed and distributed.get_world_size() > 1

@@ -1,7 +1,7 @@
-"""Schedule-Free AdamW: an average of the iterates takes the place of a falling learning rate.
+"""Schedule-Free AdamW: an average of the iterates replaces a falling learning rate.
 
-With g the gradient (negated to maximize) at y, which the parameters are in training, and t the
-number of steps with this one:
+g is the gradient (negated to maximize) at y, the value of the parameters in training. t is the
+number of steps including this one:
 
     a <- lr * min(1, t / warmup_steps)
     v <- beta2 * v + (1 - beta2) * g^2                                   exp_avg_sq
@@ -11,14 +11,14 @@ number of steps with this one:
     y <- y + c * (z - y) + a * (beta1 * (1 - c) - 1) * u
     z <- z - a * u                                                       z; y before the first step
 
-What is learned is x, the average of all z with the weights w. It is where the model is evaluated,
-and follows from y = beta1 * x + (1 - beta1) * z:
+The result of the training is x, the average of all z with the weights w. The model is evaluated at
+x, which follows from y = beta1 * x + (1 - beta1) * z:
 
-    eval()     puts x into the parameters and y aside
-    train()    puts y back, to the bit: an evaluation changes nothing of the training
+    eval()     saves y and writes x to the parameters
+    train()    restores y, to the bit: an evaluation does not change the training
 
-Defazio et al., "The Road Less Scheduled", 2024, arXiv 2405.15682. A parameter counts the steps that
-it had a gradient in; in the authors' implementation a group counts all.
+Defazio et al., "The Road Less Scheduled", 2024, arXiv 2405.15682. Each parameter counts the steps
+in which it had a gradient; in the authors' implementation, a group counts all steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,9 +44,9 @@ from graphstash.training.sharding import is_sharded
 __all__ = ["ScheduleFreeAdamW"]
 
 _ASIDE: Final = "y"
-"""The state tensor that a parameter has only while x is in it."""
+"""State tensor that a parameter has only while x is in it."""
 _SWITCHED: Final = "averages"
-"""What a saved group says of how many have it. In a group in use it is only a place for that."""
+"""Key in a saved group: how many of its parameters hold x. In a live group it is a placeholder."""
 
 
 def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -56,7 +56,7 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
     if warmup_steps:
         lr = lr * (step / warmup_steps).clamp(max=1.0)
     gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
-    # On torch_xla state is older than the first step, and the parameters may have changed since.
+    # On torch_xla, parameters may change between the creation of state and the first step.
     points = [
         torch.where(step == 1, y, z) for y, z in zip(old.parameters, old.slots[0], strict=True)
     ]
@@ -69,14 +69,14 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
         torch._foreach_sqrt(torch._foreach_div(squares, correction)), eps
     )
     update = decayed(torch._foreach_div(gradients, denominator), old.parameters, weight_decay)
-    # The sum is kept in units of the newest weight: equal ones are then counted without rounding.
+    # The sum is stored in units of the newest weight: equal weights then add up without rounding.
     before = torch.stack(old.slots[3])
     largest = torch.maximum(before, lr)
     counts = (largest > 0) | (weight_lr_power == 0)
     older = torch.where(largest > 0, before / largest, 0.0).pow(weight_lr_power)
     total = torch.stack(old.slots[2]) * older * ((step - 1) / step).pow(r) + counts
-    share = torch.where(total > 0, total.reciprocal(), 0.0)  # [parameters], as are these all
-    # Where both are infinite, their difference would be NaN.
+    share = torch.where(total > 0, total.reciprocal(), 0.0)  # [parameters], like those above
+    # If both are infinite, their difference would be NaN.
     distances = [
         torch.where(z == y, 0.0, z - y) for z, y in zip(points, old.parameters, strict=True)
     ]
@@ -90,26 +90,26 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
 class ScheduleFreeAdamW(SyncFreeOptimizer):
     """Sync-free Schedule-Free AdamW; the formula is in the module's docstring.
 
-    Call `eval()` where you call the model's, before an evaluation and before you save the model for
-    use, and `train()` before the next step. `graphstash.training.train` does so around evaluations.
-    A model and its optimizer that are saved together go on exactly, saved in either mode; in
-    `eval()` the state has one tensor more. torch.distributed.checkpoint loads only what the new
-    optimizer has, too: save in `train()` with it.
+    Call `eval()` together with the model's, before an evaluation and before you save the model for
+    use. Call `train()` before the next step. `graphstash.training.train` does both around
+    evaluations. A model and its optimizer that are saved together continue exactly, saved in either
+    mode. In `eval()`, the state has one more tensor. torch.distributed.checkpoint loads only what
+    the new optimizer has: with it, save in `train()`.
 
     A model with batch norm needs statistics for x: before an evaluation, run some batches with the
     optimizer in `eval()` and the model in `train()`.
 
     Args:
         params: parameters or groups of them, as for torch.optim.
-        lr: learning rate, >= 0, about 1 to 10 times AdamW's; leave it constant.
-        betas: how far y is from z towards x, in (0, 1), and the decay of the running mean of the
-            gradient's square, in [0, 1).
+        lr: learning rate, >= 0, about 1 to 10 times AdamW's; keep it constant.
+        betas: weight of x in y, in (0, 1), and decay of the running mean of the gradient's square,
+            in [0, 1).
         eps: added to the denominator, >= 0; part of the graph.
-        weight_decay: beside the gradient, >= 0.
-        warmup_steps: in which the learning rate rises from 0, >= 0; part of the graph.
+        weight_decay: factor of y in the direction of the step, >= 0.
+        warmup_steps: steps in which the learning rate rises from 0, >= 0; part of the graph.
         r: exponent of the step in the weights of the average, >= 0; part of the graph.
-        weight_lr_power: exponent of the learning rate in them, >= 0; part of the graph.
-        maximize: go up instead of down.
+        weight_lr_power: exponent of the learning rate in these weights, >= 0; part of the graph.
+        maximize: maximize the loss instead of minimizing it.
         options: see `TorchOptions`. There is no fused kernel.
 
     Raises:
@@ -140,9 +140,9 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Puts the averages into the parameters, for evaluations and for use; may be repeated."""
+        """Write the averages to the parameters, to evaluate or use them; may be repeated."""
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
-            hook(self)  # forward fusion makes the updates that wait, as before a state dictionary
+            hook(self)  # forward fusion makes pending updates, as before a state dictionary
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state.get(parameter, {})
@@ -154,12 +154,12 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
 
     @torch.no_grad()
     def train(self) -> None:
-        """Puts back, to the bit, what `eval` has put aside; may be repeated."""
+        """Restore, to the bit, what `eval` has saved; may be repeated."""
         switched = {p: state for p, state in self.state.items() if _ASIDE in state}
         for parameter, state in switched.items():
             assign([parameter], [state[_ASIDE]])
         self._settle()
-        for state in switched.values():  # now: who is interrupted before can call this again
+        for state in switched.values():  # last, so that train() can be repeated after an interrupt
             del state[_ASIDE]
 
     def step(
@@ -168,10 +168,10 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
     ) -> Any:
-        """As in the other optimizers.
+        """Make a step as in the other optimizers.
 
         Raises:
-            RuntimeError: the parameters are the averages; and what the others raise.
+            RuntimeError: the parameters are the averages; and errors of the other optimizers.
             ValueError: OneCycleLR or CyclicLR cycles `betas`.
         """
         if any("max_momentum" in group for group in self.param_groups):
@@ -187,9 +187,9 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
         return super().step(closure, found_inf, grad_scale)
 
     def _settle(self) -> None:
-        """The next step's graph on torch_xla is to have nothing of the switch."""
+        """Materialize switched tensors, to keep the switch out of the next graph on torch_xla."""
         switched = [(p, state[_ASIDE]) for p, state in self.state.items() if _ASIDE in state]
-        # A number would get another place among the graph's results, and is at rest already.
+        # Scalars are already materialized. Doing it again would reorder the graph's results.
         materialize([tensor for pair in switched for tensor in pair if tensor.dim()])
 
     def _check(self, group: Group) -> None:
@@ -222,7 +222,7 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """As the other optimizers'; its groups say how many parameters are averages."""
+        """Return a state dict whose groups also say how many parameters hold averages."""
         state_dict = super().state_dict()
         groups = [
             group
@@ -238,9 +238,9 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
 
 
 def _average(parameter: Tensor, state: Mapping[str, Tensor], beta1: float) -> Tensor:
-    """x, as one parameter holds it; before the first step the parameter's own value."""
+    """Return x in the parameter's type; before the first step, the parameter's value."""
     y = state.get(MASTER, parameter)
     z = state["z"]
-    moves = (state["step"] > 0) & (z != y)  # where both are infinite, x is
+    moves = (state["step"] > 0) & (z != y)  # if both are infinite, x is infinite
     average = torch.where(moves, y.lerp(z, 1 - 1 / beta1), y)
     return average.to(parameter.dtype)

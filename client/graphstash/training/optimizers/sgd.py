@@ -1,6 +1,6 @@
 """SGD: stochastic gradient descent with momentum.
 
-With g the gradient (negated to maximize) and t the number of steps with this one:
+g is the gradient (negated to maximize), and t the number of steps including this one:
 
     g <- g + weight_decay * p
     b <- g                                        if t = 1
@@ -9,8 +9,8 @@ With g the gradient (negated to maximize) and t the number of steps with this on
     p <- p - lr * g
 
 The same as `torch.optim.SGD` (Sutskever et al., "On the importance of initialization and momentum
-in deep learning", 2013, as torch writes it); the buffer begins with the first step that counts, be
-it the first or not.
+in deep learning", 2013, in torch's form). The buffer starts with the first step that counts, even
+if earlier steps were bad.
 """
 
 import math
@@ -65,11 +65,11 @@ class SGD(SyncFreeOptimizer):
     Args:
         params: parameters or groups of them, as for torch.optim.
         lr: learning rate, >= 0.
-        momentum: >= 0; 0 keeps no buffer.
-        dampening: of the gradient that enters the buffer.
+        momentum: decay of the buffer, >= 0; 0 keeps no buffer.
+        dampening: share of the gradient that does not enter the buffer.
         weight_decay: L2 penalty, >= 0.
-        nesterov: needs a momentum and no dampening.
-        maximize: go up instead of down.
+        nesterov: use Nesterov's momentum; needs a momentum and no dampening.
+        maximize: maximize the loss instead of minimizing it.
         options: see `TorchOptions`.
 
     Raises:
@@ -109,19 +109,19 @@ class SGD(SyncFreeOptimizer):
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def _has_moments(self, group: Group, parameter: Tensor, saved: Collection[str]) -> bool:
-        # With nothing saved, the momentum may have been turned on since the last step.
+        # If nothing is saved, momentum may have been turned on since the last step.
         return not saved or super()._has_moments(group, parameter, saved)
 
     def _fused_kernel(self, group: Group, cohort: Cohort) -> Kernel | None:
         if cohort.slots and group["dampening"] != 0:
-            return None  # the kernel must be told from the host which step is the first
+            return None  # the kernel needs the host to mark the first step
         names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
         return partial(
             torch._fused_sgd_,
             cohort.parameters,
             cohort.gradients,
             cohort.slots[0] if cohort.slots else [],
-            # A buffer of zeros: momentum * 0 + g is what the first step asks for.
+            # With a buffer of zeros, momentum * 0 + g is the first step.
             is_first_step=False,
             **{name: group[name] for name in names},
         )

@@ -1,25 +1,27 @@
 """Shampoo: gradients multiplied along each dimension by inverse roots of their second moments.
 
-With G the gradient of shape [d1, ..., dn] (negated to maximize), and for each dimension i the
-product G Gᵀ over all others, [di, di]:
+G is the gradient of shape [d1, ..., dn] (negated to maximize). For each dimension i, G Gᵀ is the
+product over all other dimensions, [di, di]:
 
     S_i <- beta2 * S_i + (1 - beta2) * G Gᵀ             statistics; S_i + G Gᵀ if beta2 is 1
     R_i <- (S_i + eps * I)^(-1 / 2n)                    roots, every `precondition_frequency` calls
     D   <- G multiplied along each dimension by R_i
-    D   <- D * |G| / |D|                                if graft, of the whole tensor
+    D   <- D * |G| / |D|                                if graft, over the whole tensor
     B   <- beta1 * B + D                                momentum_buffer
     p   <- p - lr * weight_decay * p
     p   <- p - lr * (beta1 * B + D  if nesterov, else B)
 
-Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization", 2018, arXiv 1802.09568, with
-the blocks, the merging and the grafting (of the length of SGD's step) of Anil et al., "Scalable
-Second Order Optimization for Deep Learning", 2020, arXiv 2002.09018; eps is added when a root is
-computed, as in Shi et al., "A Distributed Data-Parallel PyTorch Implementation of the Distributed
-Shampoo Optimizer", 2023, arXiv 2309.06497. With precondition_frequency=1, delay=0, betas=(0, 1) and
-no grafting, merging or blocks it is pytorch-optimizer's `Shampoo`; with them, its `ScalableShampoo`
-with `use_svd=True`. With a larger frequency, the steps in which roots are computed may differ.
+Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization", 2018, arXiv 1802.09568.
+Blocks, merging and grafting (of the length of SGD's step) follow Anil et al., "Scalable Second
+Order Optimization for Deep Learning", 2020, arXiv 2002.09018. eps is added when a root is computed,
+as in Shi et al., "A Distributed Data-Parallel PyTorch Implementation of the Distributed Shampoo
+Optimizer", 2023, arXiv 2309.06497.
 
-The roots are computed by a background thread; `roots` says when they are used.
+With precondition_frequency=1, delay=0 and betas=(0, 1), this is pytorch-optimizer's `Shampoo`
+without grafting, merging and blocks, and its `ScalableShampoo` with `use_svd=True` with them. With
+a larger frequency, the steps in which roots are computed may differ.
+
+A background thread computes the roots; `roots` says when they are used.
 """
 
 from functools import partial
@@ -68,14 +70,14 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
 
 
 def _inverse_roots(eps: float, snapshot: Snapshot) -> Roots:
-    """(S + eps * I)^(-1 / 2n) of all matrices S."""
+    """Return (S + eps * I)^(-1 / 2n) for all matrices S."""
     factors = snapshot.factors
     roots = []
     for matrices in factors.matrices(snapshot.statistics):
         for matrix in matrices:
             if matrix is not None:
                 values, vectors = torch.linalg.eigh(matrix)
-                # Rounding makes eigenvalues of 0 negative.
+                # Rounding can make an eigenvalue of 0 negative.
                 powers = (values.clamp(min=0) + eps).pow(-1 / (2 * len(factors.dimensions)))
                 roots.append(((vectors * powers) @ vectors.T).flatten())
     return Roots(torch.cat(roots))
@@ -84,25 +86,25 @@ def _inverse_roots(eps: float, snapshot: Snapshot) -> Roots:
 class Shampoo(RootsOptimizer):
     """Sync-free Shampoo; the formula is in the module's docstring.
 
-    Statistics and roots take as much memory as d1² + ... + dn² numbers each, in float32 or wider.
+    Statistics and roots each store d1² + ... + dn² numbers per parameter, in float32 or wider.
 
     Args:
         params: parameters or groups of them, as for torch.optim; not on torch_xla, not sharded.
         lr: learning rate, >= 0; with `graft` that of SGD with momentum.
         betas: decay of the momentum, in [0, 1), and of the statistics, in [0, 1]. 1: their sum.
         eps: added to the eigenvalues of the statistics, > 0.
-        weight_decay: beside the gradient, >= 0.
+        weight_decay: decoupled weight decay, >= 0.
         nesterov: step in the direction of the momentum after one more such step.
         graft: make each tensor's step as long as SGD's.
-        precondition_frequency: compute roots in each so many calls of `step`, 1 or more.
-        delay: use them so many calls later, 0 to precondition_frequency; 0: wait for them.
-        deterministic: never use them earlier, so that equal runs are equal to the bit; with a delay
-            of 0 or 1, or several processes, they always are.
+        precondition_frequency: calls of `step` between two computations of roots, 1 or more.
+        delay: calls until roots are used, 0 to precondition_frequency; 0: wait for them.
+        deterministic: never use roots earlier, so that equal runs give equal bits. With a delay of
+            0 or 1, or several processes, they always do.
         max_preconditioner_dim: split larger dimensions into blocks of this size.
-        merge_dims: treat neighboring dimensions as one while their product is no larger than that,
-            such as those of a convolution's filters.
-        precondition_1d: precondition vectors, too.
-        maximize: go up instead of down.
+        merge_dims: merge neighboring dimensions, such as those of a convolution's filters, up to a
+            product of max_preconditioner_dim.
+        precondition_1d: also precondition vectors.
+        maximize: maximize the loss instead of minimizing it.
         options: see `TorchOptions`. There is no fused kernel.
 
     Raises:

@@ -1,8 +1,8 @@
 """SOAP: Adam in the basis of the eigenvectors of Shampoo's statistics.
 
-With G the gradient of shape [d1, ..., dn] (negated to maximize), and for each dimension i the
-product G Gᵀ over all others, [di, di]; "turned" is multiplied along each dimension by Q_i, and back
-by its transpose:
+G is the gradient of shape [d1, ..., dn] (negated to maximize). For each dimension i, G Gᵀ is the
+product over all other dimensions, [di, di]. A "turned" tensor is multiplied by Q_i along each
+dimension; "turned back" multiplies by the transposed Q_i:
 
     M <- beta1 * M + (1 - beta1) * G                         exp_avg
     V <- beta2 * V + (1 - beta2) * (G turned)^2              exp_avg_sq
@@ -12,12 +12,13 @@ by its transpose:
     S_i <- beta3 * S_i + (1 - beta3) * G Gᵀ                  statistics
     Q_i <- orthogonal part (QR) of S_i Q_i                   roots, every `precondition_frequency`
 
-The first step only begins: S_i are those of its gradient, Q_i their eigenvectors, and t is 1 in the
-second. Before each QR, the columns of Q_i and with them V are sorted by how much of S_i they hold.
+The first step only initializes: S_i are the statistics of its gradient, and Q_i their eigenvectors.
+In the second step, t is 1. Before each QR, the columns of Q_i, and V with them, are sorted by their
+share of S_i.
 
 Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024, arXiv 2409.11321. The same
-as `SOAP` of pytorch-optimizer. The bases are computed by a background thread; `roots` says when
-they are used. As a step needs them only when the next one begins, a delay of 1 changes nothing.
+as `SOAP` of pytorch-optimizer. A background thread computes the bases; `roots` says when they are
+used. A step needs them only when the next step begins, so a delay of 1 changes nothing.
 """
 
 from typing import Any, Unpack
@@ -67,7 +68,7 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
 
 
 def _basis(snapshot: Snapshot) -> Roots:
-    """Bases of eigenvectors: computed, or improved by one power iteration."""
+    """Return bases of eigenvectors, or improve the old bases by one power iteration."""
     factors = snapshot.factors
     (matrices,) = factors.matrices(snapshot.statistics)
     (old,) = factors.matrices(snapshot.roots)
@@ -87,7 +88,7 @@ def _basis(snapshot: Snapshot) -> Roots:
 
 
 def _sorted(tensor: Tensor, factors: Factors, order: Tensor) -> Tensor:
-    """A tensor that was turned by old bases, with its directions in the order of the new ones."""
+    """Reorder a tensor turned by old bases to the directions of the new bases."""
     result = tensor.reshape(factors.shape)
     orders = torch.split(order, [factors.shape[dimension] for dimension in factors.dimensions])
     for dimension, which in zip(factors.dimensions, orders, strict=True):
@@ -98,25 +99,25 @@ def _sorted(tensor: Tensor, factors: Factors, order: Tensor) -> Tensor:
 class SOAP(RootsOptimizer):
     """Sync-free SOAP; the formula is in the module's docstring.
 
-    Statistics and bases take as much memory as d1² + ... + dn² numbers each, in float32 or wider.
+    Statistics and bases each store d1² + ... + dn² numbers per parameter, in float32 or wider.
 
     Args:
         params: parameters or groups of them, as for torch.optim; not on torch_xla, not sharded.
         lr: learning rate, >= 0; about that of AdamW.
         betas: decay of the running means of the gradient and of its square, in [0, 1).
         eps: added to the denominator, >= 0.
-        weight_decay: beside the gradient, >= 0.
+        weight_decay: decoupled weight decay, >= 0.
         shampoo_beta: decay of the statistics, in [0, 1); None: betas[1].
-        precondition_frequency: compute bases in each so many calls of `step`, 1 or more.
-        delay: use them so many calls later, 0 to precondition_frequency; 0: wait for them. 1 gives
+        precondition_frequency: calls of `step` between two computations of bases, 1 or more.
+        delay: calls until bases are used, 0 to precondition_frequency; 0: wait for them. 1 gives
             the same bits as 0.
-        deterministic: never use them earlier, so that equal runs are equal to the bit; with a delay
-            of 0 or 1, or several processes, they always are.
+        deterministic: never use bases earlier, so that equal runs give equal bits. With a delay of
+            0 or 1, or several processes, they always do.
         max_preconditioner_dim: larger dimensions are not turned.
-        merge_dims: treat neighboring dimensions as one while their product is no larger than that,
-            such as those of a convolution's filters.
-        precondition_1d: turn vectors, too; others are updated as by Adam.
-        maximize: go up instead of down.
+        merge_dims: merge neighboring dimensions, such as those of a convolution's filters, up to a
+            product of max_preconditioner_dim.
+        precondition_1d: also turn vectors; otherwise they are updated as by Adam.
+        maximize: maximize the loss instead of minimizing it.
         options: see `TorchOptions`. There is no fused kernel.
 
     Raises:
