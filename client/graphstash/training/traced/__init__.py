@@ -5,28 +5,28 @@
         loss = step(*batch)
 
 `train_step(*batch)` is forward, backward and optimizer; it reads nothing from the device. In a lazy
-step most of the host's time goes into recording again what was recorded the step before. The traced
-step records a few real steps, makes sure that they are the same graph over the same arguments, and
-from then on runs that graph: no Python of the step, one execution, no compile.
+step, the host spends most of its time recording the same operations as in the step before. The
+traced step records a few real steps, and checks that they are the same graph over the same
+arguments. From then on it runs that graph: one execution, no compile, and no Python of the step.
 
-What that means for `train_step`:
+Rules for `train_step`:
 
-* Everything that changes from step to step is a tensor: in `state`, in the batch, or the random
-  seed. A Python number that changes with every step is noticed, named, and refused. One that
-  changes rarely is noticed if it is an option of an optimizer, `training` or `requires_grad` of a
-  module, or part of the batch. Any other, and a tensor that is neither in `state` nor in the batch,
-  keeps the value that it had, and other effects of the Python code, such as a counter, do not
-  happen: call `retrace()`.
-* Results come without their autograd graph. A batch is on the device, and is not changed.
-* Between steps everything may be read and changed as usual. Views of the state other than
-  `detach()`, `.data` and `state_dict()` keep the value they had.
+* Everything that changes from step to step must be a tensor: in `state`, in the batch, or the
+  random seed. A Python number that changes with every step is detected, named, and refused.
+* A Python number that changes rarely is detected if it is an option of an optimizer, `training` or
+  `requires_grad` of a module, or part of the batch. Any other number keeps its old value, and so
+  does a tensor outside of `state` and the batch. Other effects of the Python code, such as a
+  counter, do not happen. Call `retrace()` after such a change.
+* Results come without their autograd graph. A batch must be on the device and stay unchanged.
+* Between steps, everything may be read and changed as usual. Views of the state other than
+  `detach()`, `.data` and `state_dict()` keep their old values.
 
-What cannot be frozen runs lazily, with a warning that says why: results are always correct.
+A step that cannot be frozen runs lazily, with a warning that says why. Results are always correct.
 
-    step        the state of a step, and what every form has in common
+    step        the state of a step, and what all implementations share
     xla         torch_xla: when to record, to refuse, and to run the frozen step
     recorder    one recorded step as a graph, and whether two are the same
-    bindings    torch_xla's functions behind it
+    bindings    the functions of torch_xla that this needs
     torch_graph plain torch: torch.compile, CUDA graphs
 """
 
@@ -44,19 +44,19 @@ R = TypeVar("R")
 def traced_step(
     function: Callable[..., R], state: Sequence[StateElement], *, donate: bool | None = None
 ) -> TracedStep[R]:
-    """Makes a training step that is traced once.
+    """Return a training step that is traced once.
 
     Args:
-        function: one whole training step; gives a tensor, or tuples, lists and dictionaries of
+        function: One whole training step. Returns a tensor, or tuples, lists and dictionaries of
             tensors, None and Python constants.
-        state: everything that the step changes, or that changes between steps: modules, optimizers,
+        state: Everything that the step changes, or that changes between steps: modules, optimizers,
             objects with `device_tensors()` and `refresh()`, tensors. All on one device.
-        donate: let the graph write new state over the old, so that none of it exists twice. None:
-            yes, but not on a CPU, where that is slower.
+        donate: Let the graph overwrite old state, so that it is in memory only once. None: True,
+            except on a CPU, where donation is slower.
 
     Raises:
         ValueError: the state has no tensor.
-        TypeError: an element of the state is none of these.
+        TypeError: an element of the state has another type.
     """
     elements = State(state)
     tensors = elements.tensors()

@@ -1,6 +1,6 @@
-"""Bindings: the functions of torch_xla that a traced step stands on.
+"""Bindings: the functions of torch_xla that a traced step uses.
 
-They have no public names; torch_xla's own dynamo bridge is built from the same.
+They are not public; torch_xla's own dynamo bridge uses the same functions.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ _FUNCTIONALIZE: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionali
 
 
 def unusable() -> str | None:
-    """Why steps cannot be traced in this process; None if they can."""
+    """Return why steps cannot be traced in this process, or None if they can."""
     missing = [name for name in _NEEDED if not hasattr(torch_xla._XLAC, name)]
     if missing:
         return f"torch_xla {torch_xla.__version__} has no {', '.join(missing)}"
@@ -62,49 +62,49 @@ def unusable() -> str | None:
 
 
 def inner(tensor: Tensor) -> Tensor:
-    """The tensor below functionalization, as it is now; the next change may replace it."""
+    """Return the tensor below functionalization; the next change may replace it."""
     unwrapped: Tensor = torch._from_functional_tensor(tensor)
     return unwrapped
 
 
 def write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Assigns `values`, below functionalization, to `targets`; their detach() aliases follow."""
-    # One call for all; below functionalization a copy of the same shape and dtype computes nothing.
+    """Assign `values`, below functionalization, to `targets`; their detach() aliases follow."""
+    # Below functionalization, copying the same shape and dtype computes nothing. One call for all.
     if targets:
         torch._foreach_copy_([torch._from_functional_tensor(t) for t in targets], list(values))
 
 
 def outer(tensor: Tensor) -> Tensor:
-    """The tensor as Python knows it, above functionalization."""
+    """Return the tensor above functionalization, as Python uses it."""
     wrapped: Tensor = torch._to_functional_tensor(tensor)
     return wrapped
 
 
 def without_functionalization() -> AbstractContextManager[Any]:
-    """New tensors come as they are below functionalization, which is cheaper."""
+    """Create tensors below functionalization, which is cheaper."""
     guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_FUNCTIONALIZE)
     return guard
 
 
 def handle(tensor: Tensor) -> tuple[str, Tensor]:
-    """The identity of a computed tensor's device data, and a tensor that keeps that data alive."""
+    """Return the identity of a computed tensor's device data, and a tensor that keeps it alive."""
     (data,) = XLA._get_tensors_xla_device_data_node([tensor])[1]
     return XLA._unique_id_for_ir_and_data(data), data
 
 
 class Ownership:
-    """Keeps device data to the tensors that may overwrite it.
+    """Makes sure that no other tensor shares device data that a step overwrites.
 
-    torch_xla's `copy_` copies nothing: both tensors mean the same data from then on. Were one of
-    them donated, the other would lose its value. (A clone is given data of its own as soon as
-    anything is computed.)
+    torch_xla's `copy_` does not copy: afterwards both tensors refer to the same data. If one of
+    them were donated, the other would lose its value. A clone gets its own data as soon as anything
+    is computed.
     """
 
     def __init__(self) -> None:
         self._copies: int | None = None
 
     def ensure(self, tensors: Sequence[Tensor], device: str) -> None:
-        """Gives `tensors` data of their own if anything was copied since the last `settle`."""
+        """Give `tensors` their own data if anything was copied since the last `settle`."""
         if XLA._xla_counter_value("xla::copy") == self._copies:
             return
         clones = [inner(tensor.detach().clone()) for tensor in tensors]
@@ -113,15 +113,15 @@ class Ownership:
         self.settle()
 
     def settle(self) -> None:
-        """Takes note that everything copied up to now has data of its own."""
+        """Record that everything copied until now has its own data."""
         self._copies = XLA._xla_counter_value("xla::copy")
 
 
 class Seeds:
-    """The random seed of each step: the same numbers as the lazy step gets, in the same order.
+    """The random seed of each step: the same numbers as in lazy steps, in the same order.
 
-    A lazy step derives its random numbers from the device's seed, and its end moves the seed on.
-    What was drawn since, outside of the step, moved the running seed; the step starts from that.
+    A lazy step derives its random numbers from the device's seed, and advances the seed at its end.
+    Random numbers drawn between steps advance the running seed, and the step starts from that.
     """
 
     def __init__(self, device: str) -> None:
@@ -129,9 +129,9 @@ class Seeds:
         self._base = 0
 
     def take(self) -> Tensor:
-        """The seed of the step that begins now, on the device."""
+        """Return the seed of the step that begins now, on the device."""
         running = XLA._xla_get_rng_seed(self._device)
-        seed: Tensor = XLA._get_base_seed_as_tensor(self._device)  # and runs from its base
+        seed: Tensor = XLA._get_base_seed_as_tensor(self._device)  # resets the running seed
         self._base = XLA._xla_get_rng_seed(self._device)
         if running != self._base:
             XLA._xla_set_rng_seed(running, self._device)
@@ -139,10 +139,10 @@ class Seeds:
         return seed
 
     def skip(self) -> None:
-        """Begins a step that draws nothing."""
+        """Begin a step without random numbers."""
         self._base = XLA._xla_get_rng_seed(self._device)
 
     def advance(self) -> None:
-        """Ends a step, as torch::lazy::LazyGraphExecutor::DeviceContextArena::MarkStep does."""
+        """End a step, as torch::lazy::LazyGraphExecutor::DeviceContextArena::MarkStep does."""
         following = (1012031 + self._base * 7012063) % 2**64
         XLA._xla_set_rng_seed(following, self._device)

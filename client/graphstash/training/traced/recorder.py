@@ -1,13 +1,13 @@
 """Recorder: runs one step as usual, and makes a graph of what torch_xla recorded of it.
 
-Everything on the device is computed beforehand, so what the step leaves uncomputed is its work.
-The recorded step runs through the cache of torch_xla's dynamo bridge, as all later ones will: its
-graph is the one that they use, so recording twice compiles once.
+Everything on the device is computed beforehand, so what the step leaves uncomputed is its work. The
+recorded step runs through the cache of torch_xla's dynamo bridge. All later steps use the same
+graph, so recording twice compiles once.
 
-roots      what the step computed: changed state, gradients, results; the graph's outputs
-arguments  the device data below them; each is a tensor of the state, a gradient, one of the
-           batch, the random seed, or frozen: a number that Python gave to the device, or a
-           tensor that the function had from elsewhere
+roots      tensors that the step computed: changed state, gradients, results; the graph's outputs
+arguments  the device data that the roots depend on. Each is a tensor of the state, a gradient, a
+           tensor of the batch, the random seed, or frozen: a number that Python gave to the
+           device, or a tensor that the function had from elsewhere
 """
 
 import gc
@@ -36,7 +36,7 @@ Place = tuple[str, Any]
 
 
 class CannotFreezeError(Exception):
-    """This step did something that running its graph again would not do; says what."""
+    """The step has an effect that running its graph again would not have; names it."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Record:
     graph: bytes  # torch_xla's hash of it
     arguments: tuple[Place, ...]
     targets: tuple[Place, ...]  # what the first outputs overwrite: state, then gradients
-    new_grads: tuple[tuple[int, int], ...]  # (parameter, output): a gradient born in this step
+    new_grads: tuple[tuple[int, int], ...]  # (parameter, output): gradients new in this step
     cleared: tuple[int, ...]  # parameters whose gradient becomes None
     results: tuple[Place, ...]
     nesting: Any  # of the results
@@ -54,7 +54,7 @@ class Record:
     roots: list[Tensor]
 
     def release(self) -> None:
-        """Keeps of the step's data only what later steps are compared with."""
+        """Release the step's data, except what later steps are compared with."""
         self.roots = []
         for position, (kind, _) in enumerate(self.arguments):
             if kind != "frozen":
@@ -62,14 +62,14 @@ class Record:
 
 
 def show(tensor: Tensor) -> str:
-    """A number on the host as it is, anything else by its dtype and shape."""
+    """Return a number on the host as text; of other tensors, dtype and shape."""
     if tensor.numel() == 1 and tensor.device.type == "cpu":
         return f"{tensor.item():.9g}"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 class Recorder:
-    """Records the next step; one object for one step."""
+    """Records one step."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Recorder:
         self._options = state.options()
         self._grads = [p.grad for p in state.parameters]
         self._places: dict[str, Place] = {}
-        self._alive: list[Tensor] = []  # device data is known by its address
+        self._alive: list[Tensor] = []  # or an address in `_places` could be reused
         self._twice = False
         self._addresses = [self._place(t, ("state", i)) for i, t in enumerate(self.tensors)]
         for i, gradient in enumerate(self._grads):
@@ -106,13 +106,13 @@ class Recorder:
         self._before = [bindings.inner(t).detach() for t in self.tensors]
 
     def run(self, function: Callable[..., Any], batch: Sequence[Any]) -> Any:
-        """Runs the step; its result is not computed yet."""
+        """Run the step, and return its result, which is not computed yet."""
         self._executions = executions()
         self._reads = Reads()
         with self._reads:
             result = detached(function(*batch))
-        # Looking at an alias also lets functionalization forget the intermediates of changes in
-        # place. An alias that does not follow shows that the tensor was given other data.
+        # Reading an alias also makes functionalization drop the intermediates of in-place changes.
+        # An alias that does not follow shows that the tensor was given other data.
         self._moved = [
             i
             for i, (tensor, alias) in enumerate(zip(self.tensors, self._aliases, strict=True))
@@ -123,10 +123,10 @@ class Recorder:
         return result
 
     def record(self) -> Record:
-        """Looks at what the step has left behind, and compiles it.
+        """Compile what the step has left uncomputed.
 
         Raises:
-            CannotFreezeError: it cannot become a graph; nothing has happened to it.
+            CannotFreezeError: the step cannot become a graph; its tensors are unchanged.
         """
         self._check()
         roots, targets = self._changed_state()
@@ -162,18 +162,18 @@ class Recorder:
         )
 
     def execute(self, record: Record) -> None:
-        """Runs the recorded step, and gives everything that it left uncomputed its value."""
+        """Run the recorded step, which computes everything that it left uncomputed."""
         with bindings.without_functionalization():
             outputs = XLA._run_cached_graph(record.graph, record.values)
-        for index in self._moved:  # back, so that aliases from before the step follow
+        for index in self._moved:  # restore, so that aliases from before the step follow
             self.tensors[index].data = bindings.outer(self._before[index])
         bindings.write(record.roots, outputs)
         record.release()
-        self._alive.clear()  # what was donated is gone; nothing may look at it
+        self._alive.clear()  # donated data is gone and must not be read
         self._before.clear()
 
     def end(self) -> None:
-        """Ends the step; whatever is still uncomputed is computed now."""
+        """End the step, and compute what is still uncomputed."""
         torch_xla.sync()
         self._seeds.advance()
         if self._ownership is not None:
@@ -275,9 +275,9 @@ class Recorder:
 
 
 def difference(old: Record, new: Record) -> str | None:
-    """Says in what two consecutive steps differ; None: in nothing that a graph depends on.
+    """Return how two consecutive steps differ, or None if their graphs are the same.
 
-    Reads the frozen values from the device: numbers, and tensors that were created again.
+    Reads frozen values from the device: numbers, and tensors that were created again.
     """
     if old.graph != new.graph:
         return (
@@ -309,7 +309,7 @@ def _different(before: Tensor, after: Tensor) -> tuple[str, str] | None:
         return None
     first, second = XLA._xla_get_cpu_tensors([before, after])
     if first.numel() == 1 == second.numel():
-        # By their bits: NaN is the same as NaN, and 0 is not -0.
+        # Compare bits: NaN equals NaN, and 0 differs from -0.
         same = first.numpy().tobytes() == second.numpy().tobytes()
         return None if same else (f"{first.item():.9g}", f"{second.item():.9g}")
     if first.shape == second.shape and torch.equal(first, second):
@@ -333,7 +333,7 @@ _READS: Final = frozenset(
 
 
 class Reads(TorchFunctionMode):
-    """While entered, keeps the place of the first read by this thread; what runs stays the same."""
+    """While entered, stores the place of this thread's first device read; changes no result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ def _reads(func: Any, args: tuple[Any, ...], result: Any) -> bool:
 
 
 def _caller() -> str:
-    """The innermost line that is neither torch's nor ours."""
+    """Return the innermost line outside of torch and this package."""
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(inside):
@@ -365,13 +365,15 @@ def _caller() -> str:
 
 
 def executions() -> int:
-    """How many graphs torch_xla has looked up in its cache, which it does to execute one."""
+    """Return how many graphs torch_xla has looked up in its cache, as it does before each
+    execution.
+    """
     counts = (XLA._xla_counter_value(name) for name in ("CachedCompile", "UncachedCompile"))
     return sum(count or 0 for count in counts)
 
 
 def leftovers(device: str, roots: Sequence[Tensor]) -> str | None:
-    """Describes the uncomputed tensors that are not among `roots`; None if there are none."""
+    """Describe uncomputed tensors that are not among `roots`; None if there are none."""
     if _count(device) == len(roots):
         return None
     gc.collect()

@@ -1,7 +1,7 @@
-"""TracedStep and State: what all forms of a traced step have in common.
+"""TracedStep and State: what all implementations of a traced step share.
 
-A traced step runs a graph without running the Python that made it. What that Python would have seen
-must therefore be either in tensors, which the graph takes as arguments, or compared before a step.
+A traced step runs a graph without the Python that created it. All inputs of that Python must be
+tensors, which the graph takes as arguments, or be compared before a step.
 """
 
 import logging
@@ -28,16 +28,16 @@ __all__ = [
 
 @runtime_checkable
 class DeviceState(Protocol):
-    """Something that keeps numbers on the device and lets the host change some of them."""
+    """An object that keeps numbers on the device and lets the host change some of them."""
 
     def device_tensors(self) -> Iterable[Tensor]:
-        """The tensors that live on the device and may change from step to step."""
+        """Return the device tensors that may change from step to step."""
         ...
 
     def refresh(self) -> None:
-        """Uploads what the host has changed, such as a new learning rate.
+        """Upload what the host has changed, such as a new learning rate.
 
-        Called before every step. The tensors stay the same objects.
+        Called before every step. The tensors must stay the same objects.
         """
         ...
 
@@ -50,12 +50,11 @@ StateElement = nn.Module | Optimizer | DeviceState | Tensor
 class State:
     """The state of a step.
 
-    Args:
-        elements: a module stands for its parameters, their gradients and its buffers; an optimizer
-            for its state tensors and the gradients of its parameters.
+    A module stands for its parameters, their gradients and its buffers. An optimizer stands for its
+    state tensors and the gradients of its parameters.
 
     Raises:
-        TypeError: an element is none of these.
+        TypeError: an element has another type.
     """
 
     def __init__(self, elements: Sequence[StateElement]) -> None:
@@ -72,7 +71,7 @@ class State:
         self.scan()
 
     def scan(self) -> None:
-        """Looks for modules and parameters again."""
+        """Update the lists of modules and parameters."""
         modules = [m for e in self._elements if isinstance(e, nn.Module) for m in e.modules()]
         parameters = [p for m in modules for p in m._parameters.values() if p is not None]
         for optimizer in self.optimizers:
@@ -82,20 +81,20 @@ class State:
         self.parameters: list[Tensor] = list(_distinct(parameters))
 
     def has_begun(self) -> bool:
-        """Whether every optimizer has state: it has made a step, or was loaded."""
+        """Return whether every optimizer has state, from a step or from loading."""
         return all(optimizer.state for optimizer in self.optimizers)
 
     def refresh(self) -> None:
-        """Uploads what the host has changed."""
+        """Upload what the host has changed."""
         for element in self._refreshed:
             element.refresh()
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the state but the gradients, each once."""
+        """Return every tensor of the state except the gradients, each once."""
         return list(_distinct(tensor for e in self._elements for tensor in _tensors_of(e)))
 
     def structure(self) -> Hashable:
-        """What of the host's state decides which graph a step is."""
+        """Return the host's state that determines which graph a step is."""
         return (
             tuple([module.training for module in self._modules]),
             tuple([p.requires_grad for p in self.parameters]),
@@ -103,10 +102,10 @@ class State:
         )
 
     def values(self) -> Hashable:
-        """What of the host's state a graph may have taken in as a constant.
+        """Return the host's state that a graph may contain as constants.
 
-        The options of ordinary optimizers, and which objects hold their state: both change when a
-        schedule or `load_state_dict` does.
+        This is the options of ordinary optimizers, and which objects hold their state. They change
+        with a schedule and with `load_state_dict`.
         """
         return (
             tuple([id(optimizer.state) for optimizer in self.optimizers]),
@@ -114,7 +113,7 @@ class State:
         )
 
     def options(self) -> Hashable:
-        """The options of all optimizers, those that upload them as well."""
+        """Return the options of all optimizers, including those that upload them."""
         return tuple([_options(g) for optimizer in self.optimizers for g in optimizer.param_groups])
 
 
@@ -155,7 +154,7 @@ Mode = Literal["recording", "traced", "lazy"]
 R = TypeVar("R")
 
 STRUCTURES: Final = 8
-"""So many structures of a batch (and of the model's flags) get a graph of their own."""
+"""Maximum number of graphs: one for each structure of a batch and of the model's flags."""
 
 _CONSTANTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -163,12 +162,12 @@ _log = logging.getLogger("graphstash")
 
 
 class TracedStep(ABC, Generic[R]):
-    """A training step that is called as its function is; made by `traced_step`.
+    """A training step that is called like its function; made by `traced_step`.
 
     Attributes:
-        mode: "recording": the function runs and is recorded; "traced": a graph runs in its place;
-            "lazy": the function runs, as without tracing. Of the last call.
-        reason: why the step is, or its last call was, lazy; None otherwise.
+        mode: What the last call did. "recording": the function ran and was recorded; "traced": a
+            graph ran instead; "lazy": the function ran without tracing.
+        reason: Why the step, or its last call, was lazy; otherwise None.
     """
 
     def __init__(self, function: Callable[..., R], state: State) -> None:
@@ -181,15 +180,15 @@ class TracedStep(ABC, Generic[R]):
 
     @abstractmethod
     def __call__(self, *batch: Any) -> R:
-        """One training step: what `function(*batch)` does and gives, without its autograd graph."""
+        """Make one training step: `function(*batch)`, with a result without autograd graph."""
 
     @abstractmethod
     def retrace(self) -> None:
-        """Forgets the graphs: the next steps run the function again.
+        """Forget the graphs: the next steps run the function again.
 
-        For changes that a graph cannot see: a Python value that the function uses, a tensor outside
-        of `state` and the batch, a parameter that was replaced by another object. Also gives a step
-        that was refused another chance.
+        Call it after changes that a graph cannot detect: to a Python value that the function uses,
+        to a tensor outside of `state` and the batch, or to which object is a parameter. It also
+        lets a refused step try again.
         """
 
     def _restart(self) -> None:
@@ -202,7 +201,7 @@ class TracedStep(ABC, Generic[R]):
                 self._refuse(f"{type(optimizer).__name__} computes a part of its steps on the host")
 
     def _refuse(self, reason: str) -> None:
-        """From now on every call runs the function."""
+        """Run the function in every later call."""
         self._refused = True
         self._be_lazy(reason)
 
@@ -215,18 +214,18 @@ class TracedStep(ABC, Generic[R]):
 
 
 class UnsupportedBatchError(Exception):
-    """A part of the batch is neither a tensor nor a constant; says which."""
+    """A part of the batch is neither a tensor nor a constant; names its type."""
 
 
 def flatten_batch(batch: Sequence[Any]) -> tuple[list[Tensor], Hashable]:
-    """Takes a batch apart.
+    """Split a batch into tensors and layout.
 
     Returns:
-        Its tensors; and all that a graph must know of it: their shapes, dtypes and devices, which
-        of them are the same object, the values of everything else, and how it is nested.
+        The tensors, and everything else that a graph depends on: their shapes, dtypes and devices,
+            which of them are the same object, all other values, and the nesting.
 
     Raises:
-        UnsupportedBatchError: something is neither a tensor, nor a tuple, list or dictionary of
+        UnsupportedBatchError: an element is neither a tensor, nor a tuple, list or dictionary of
             tensors, nor a Python constant.
     """
     tensors: list[Tensor] = []
@@ -257,7 +256,7 @@ def _take_apart(item: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def detached(result: R) -> R:
-    """The result without its autograd graph, which would keep every activation alive."""
+    """Return the result without its autograd graph, which would keep every activation alive."""
     cut: R = pytree.tree_map_only(
         Tensor, lambda tensor: tensor.detach() if tensor.requires_grad else tensor, result
     )

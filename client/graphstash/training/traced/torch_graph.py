@@ -1,13 +1,13 @@
 """TorchStep and CudaGraphStep: the traced step on plain torch.
 
-On a CPU the function goes through `torch.compile`, which splits it at `backward()`; forward,
-backward and optimizer become one program each. torch.compile guards every Python value that it
-used, so nothing has to be refused; only the compiler itself may be missing or fail.
+On a CPU, `torch.compile` compiles the function and splits it at `backward()`. Forward, backward and
+optimizer become one program each. torch.compile guards every Python value that it used, so no step
+is refused, unless the compiler is missing or fails.
 
-On CUDA the whole step is captured as one CUDA graph
+On CUDA, the whole step is captured as one CUDA graph
 (https://pytorch.org/docs/2.7/notes/cuda.html#whole-network-capture). A captured graph runs no
-Python and guards nothing; as on torch_xla there is one for each structure of a batch and of the
-host's state, as far as `State` sees it.
+Python and guards nothing. As on torch_xla, there is one graph for each structure of a batch and of
+the host's state, as far as `State` detects it.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -32,14 +32,14 @@ __all__ = ["plain_torch_step"]
 
 
 class Snapshot:
-    """Keeps a state with its gradients and the CPU's random state, for as long as the attempt.
+    """A copy of a state, its gradients and the CPU's random state, while an attempt runs.
 
     Args:
-        state: of the step.
-        values: copy what the tensors hold; not needed where nothing is executed.
+        state: State of the step.
+        values: Whether to copy the tensors' values; not needed if nothing is executed.
 
     Raises:
-        FusionError: updates are made elsewhere, by `fuse`.
+        FusionError: `fuse` makes the updates outside of the optimizer.
     """
 
     def __init__(self, state: State, *, values: bool = True) -> None:
@@ -55,7 +55,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts everything back; tensors stay the same objects, new optimizer state is dropped."""
+        """Restore everything. Tensors stay the same objects; new optimizer state is dropped."""
         for tensor, value in self._values:
             tensor.copy_(value)
         for parameter, gradient in self._grads:
@@ -74,20 +74,20 @@ _WARM_UP: Final = 3
 """Steps before a capture, as torch recommends."""
 
 _WARM_UP_OF_DDP: Final = 11
-"""DDP rebuilds and times its buckets in the first ones (the same page)."""
+"""DDP rebuilds and times its buckets in the first steps (the page above)."""
 
 
 def plain_torch_step(
     function: Callable[..., R], state: State, *, device: torch.device
 ) -> TracedStep[R]:
-    """The form for a device of plain torch."""
+    """Return the implementation for a device of plain torch."""
     if device.type == "cuda":
         return CudaGraphStep(function, state, device=device)
     return TorchStep(function, state)
 
 
 class TorchStep(TracedStep[R]):
-    """Compiles the function; runs it as it is if that fails, from the state before the attempt."""
+    """Compiles the function. If that fails, restores the state and runs the function uncompiled."""
 
     def __init__(self, function: Callable[..., R], state: State) -> None:
         super().__init__(function, state)
@@ -95,17 +95,17 @@ class TorchStep(TracedStep[R]):
         self.retrace()
 
     def retrace(self) -> None:
-        """Forgets the compiled programs."""
+        """Forget the compiled programs."""
         self._restart()
         self._begun = self._state.has_begun()
         self._seen: set[Hashable] = set()
         self._compiled: Callable[..., R] = torch.compile(self._function)
 
     def __call__(self, *batch: Any) -> R:
-        """Runs one step."""
+        """Run one step."""
         self._state.refresh()
         if self._refused or not self._begun:
-            self._begun = True  # the first step makes what later ones find: not to be compiled
+            self._begun = True  # not compiled: later steps find the state that it creates
             return detached(self._function(*batch))
         try:
             structure: Hashable = (flatten_batch(batch)[1], self._state.structure())
@@ -118,7 +118,7 @@ class TorchStep(TracedStep[R]):
         before = Snapshot(self._state)
         try:
             result = self._run(*batch)
-        except Exception as error:  # noqa: BLE001 - the function's own will be raised again below
+        except Exception as error:  # noqa: BLE001 - the function's own error is raised again below
             before.restore()
             self._state.refresh()
             result = self._function(*batch)
@@ -129,9 +129,9 @@ class TorchStep(TracedStep[R]):
         return detached(result)
 
     def _run(self, *batch: Any) -> R:
-        """Runs the compiled step, whose backward is compiled already, and not to be traced again.
+        """Run the compiled step, with a backward that torch.compile does not trace again.
 
-        torch.compile leaves the function at `backward()`, and would then trace whatever Python runs
+        torch.compile leaves the function at `backward()`. It would then trace the Python that runs
         there: the code that Inductor has generated.
         """
         original = torch.autograd.backward
@@ -145,13 +145,13 @@ class TorchStep(TracedStep[R]):
 class CudaGraphStep(TracedStep[R]):
     """Captures the step as a CUDA graph.
 
-    Written after torch's documentation, and tested with a double on a CPU that keeps CUDA's rules;
-    it has not run on a GPU.
+    Written after torch's documentation, and tested on a CPU with a double that follows CUDA's
+    rules. It has not run on a GPU.
 
-    Optimizers have to be capturable: those of graphstash.training are, and compute every step by
-    their formula here, captured or not, so that a run that resumes makes the same bits. Those of
-    torch.optim are with `capturable=True`. Nothing in the function may wait for the device: CUDA
-    refuses to capture that, and then the step runs as it is. DDP has to be made on a side stream:
+    Optimizers have to be capturable. Those of graphstash.training are, and always compute by their
+    formula here, captured or not, so that a resumed run gives the same bits. Those of torch.optim
+    are with `capturable=True`. The function must not wait for the device: CUDA refuses to capture
+    that, and the step then runs uncaptured. DDP has to be created on a side stream;
     `train(traced=True)` does so.
     """
 
@@ -161,18 +161,18 @@ class CudaGraphStep(TracedStep[R]):
         self.retrace()
 
     def retrace(self) -> None:
-        """Forgets the graphs."""
+        """Forget the graphs."""
         self._restart()
         self._steps: dict[Hashable, int] = {}
         self._captures: dict[Hashable, _Capture] = {}
         self._side = torch.cuda.Stream(self._device)
-        # One graph runs at a time, so all can have their memory in one place.
+        # Only one graph runs at a time, so all graphs can share memory.
         self._pool = torch.cuda.graph_pool_handle()
         in_ddp = distributed.is_available() and distributed.is_initialized()
         self._warm_up_steps = _WARM_UP_OF_DDP if in_ddp else _WARM_UP
 
     def __call__(self, *batch: Any) -> R:
-        """Runs one step."""
+        """Run one step."""
         self._state.refresh()
         if self._refused:
             return self._run(*batch)
@@ -197,7 +197,7 @@ class CudaGraphStep(TracedStep[R]):
             before = Snapshot(self._state, values=False)  # a capture only records
             try:
                 capture = _Capture(self._run, batch, tensors, self._pool)
-            except Exception as error:  # noqa: BLE001 - the function's own will be raised again below
+            except Exception as error:  # noqa: BLE001 - the function's own error is raised again below
                 before.restore()
                 self._state.refresh()
                 self._refuse(f"CUDA graph capture failed: {_cause(error)}")
@@ -215,7 +215,7 @@ class CudaGraphStep(TracedStep[R]):
             formula_only.reset(token)
 
     def _warm_up(self, batch: Sequence[Any]) -> R:
-        """An ordinary step, on a stream of its own as capturing wants it."""
+        """Run an ordinary step on a side stream, as capturing requires."""
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
@@ -225,7 +225,7 @@ class CudaGraphStep(TracedStep[R]):
 
 
 class _Capture:
-    """One captured step with the memory that it reads batches from and writes results to."""
+    """One captured step, with its memory for batches and results."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class _Capture:
         static = iter(self._inputs)
         leaves = [next(static) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._graph = torch.cuda.CUDAGraph()
-        # Threads that upload batches use CUDA meanwhile; only this one's calls can spoil a capture.
+        # Other threads use CUDA to upload batches. Only this thread may invalidate the capture.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._result = function(*pytree.tree_unflatten(leaves, nesting))
 
@@ -250,7 +250,7 @@ class _Capture:
 
 
 def _cause(error: Exception) -> str:
-    """What was raised first, on one line: torch wraps it, and begins with its own name."""
+    """Return the original error on one line. torch wraps it and puts its own name first."""
     cause = getattr(error, "inner_exception", None) or error
     text = " ".join(str(cause).split("\n\n")[0].split())
     return f"{type(cause).__name__}: {text[:_CAUSE_LENGTH]}"

@@ -1,8 +1,8 @@
 """XlaStep: the traced step on torch_xla; decides when to record, to run a graph, and to refuse.
 
-The first step creates the optimizer's state and runs as usual. The next two are recorded, and if
-they are the same graph over the same arguments, every later step runs that graph (`Program`). That
-makes two graphs to compile in all, as without tracing.
+The first step creates the optimizer's state and runs as usual. The next two are recorded. If they
+are the same graph over the same arguments, every later step runs that graph (`Program`). Two graphs
+are therefore compiled, as without tracing.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -29,11 +29,11 @@ __all__ = ["XlaStep"]
 
 
 class Program:
-    """Runs a recorded step again: on new batches, over the state as it is then.
+    """Runs a recorded step on new batches and on the current state.
 
-    What a step costs the host is here, so everything that can be computed in advance is. `tensors`
-    are the state's, in the order of the record. `values` of the host's state are part of the
-    graph, and the caller compares them. Without `ownership` nothing is donated.
+    This class determines what a step costs the host, so it computes as much as possible in advance.
+    `tensors` are the state's, in the order of the record. `values` are the host's state in the
+    graph; the caller compares them. Without `ownership`, nothing is donated.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Program:
         self._grad_targets = [i for kind, i in record.targets if kind == "grad"]
 
     def __call__(self, batch: Sequence[Tensor]) -> Any:
-        """Runs the step on the batch's tensors."""
+        """Run the step on the batch's tensors."""
         parameters = self._parameters
         arguments = self._arguments.copy()
         for at, index in self._from_batch:
@@ -77,8 +77,8 @@ class Program:
             seeds.skip()
         else:
             arguments[self._seed_at] = seeds.take()
-        # Changes through an alias reach a tensor when it is looked at; then all that was recorded
-        # since the last step is computed, for it may need what this step overwrites.
+        # Checking a tensor applies changes made through its aliases. Then compute everything
+        # recorded since the last step, which may need values that this step overwrites.
         XLA._check_tensor_need_materialization(arguments)
         XLA._xla_sync_live_tensors(self._device, [], wait=False)
         targets = self._state_targets
@@ -115,11 +115,11 @@ class Program:
 R = TypeVar("R")
 
 _PATIENCE: Final = 3
-"""So many steps in a row may fail to be recorded, or differ from the one before."""
+"""Consecutive steps that may fail to be recorded, or differ from the step before."""
 
 
 class XlaStep(TracedStep[R]):
-    """See `traced_step`."""
+    """The traced step on torch_xla; see `traced_step`."""
 
     def __init__(
         self, function: Callable[..., R], state: State, *, device: torch.device, donate: bool
@@ -130,7 +130,7 @@ class XlaStep(TracedStep[R]):
         self.retrace()
 
     def retrace(self) -> None:
-        """Forgets the graphs."""
+        """Forget the graphs."""
         self._restart()
         self._failures = 0
         self._programs: dict[Hashable, Program] = {}
@@ -139,7 +139,7 @@ class XlaStep(TracedStep[R]):
             self._refuse(why)
 
     def __call__(self, *batch: Any) -> R:
-        """Runs one step."""
+        """Run one step."""
         self._state.refresh()
         if self._refused:
             return self._run_lazily(batch)
