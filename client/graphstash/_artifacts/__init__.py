@@ -1,3 +1,3 @@
-"""Artifacts as a program sees them: verified payloads, from this host's disk or the server."""
+"""Verified artifact payloads, from this host's disk or from the server."""
 
 __all__: list[str] = []

@@ -1,12 +1,12 @@
-"""Bundle: artifacts in one file, for hosts that no network connects with a server.
+"""Bundle: artifacts in one tar file, for hosts without a network to the server.
 
-    manifest-<its SHA-256>.jsonl    a line about the bundle, then one for each artifact, by key
+    manifest-<its SHA-256>.jsonl    one line about the bundle, then one per artifact, sorted by key
     blobs/<SHA-256>                 the envelopes, in the same order
 
-It is a tar file, each byte of which follows from its manifest and its blobs: who exports the same
-artifacts twice gets the same file. So a reader does not interpret what others may have written into
-a tar file. It computes the header that has to stand in each place and compares all 512 bytes: a
-link, a path, another order, an entry too many or too few, all are not what has to stand there.
+The manifest and the blobs determine every byte of the file, so that two exports of the same
+artifacts are identical. A reader therefore never interprets an untrusted tar header. It computes
+the expected header at each position and compares all 512 bytes. This rejects links, paths, another
+order, and missing or extra entries.
 """
 
 import hashlib
@@ -46,14 +46,17 @@ _BLOCK: Final = tarfile.BLOCKSIZE
 _COPY_BYTES: Final = 1024**2
 
 _MAX_LINE_BYTES: Final = 256 * 1024
-"""Of one artifact in the manifest: its metadata have 16 KiB at most and its description has 32 K
-characters, some of which take six bytes in JSON."""
+"""Maximum bytes of one manifest line.
+
+An artifact has at most 16 KiB of metadata and a description of 32 K characters. Some characters
+take six bytes in JSON.
+"""
 
 _MANIFEST: Final = re.compile(r"manifest-([0-9a-f]{64})\.jsonl")
 
 
 class BundleHead(RequestModel):
-    """The first line of a manifest."""
+    """First line of a manifest."""
 
     graphstash_bundle: Literal[1] = 1
     namespace: Namespace = Field(description="where the artifacts were; what signatures name")
@@ -61,7 +64,7 @@ class BundleHead(RequestModel):
 
 
 class BundleEntry(RequestModel):
-    """One artifact, as a line of the manifest has it."""
+    """One artifact: a line of the manifest."""
 
     key: ArtifactKey
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of the blob")
@@ -71,22 +74,22 @@ class BundleEntry(RequestModel):
 
     @property
     def order(self) -> tuple[str, str, str]:
-        """By what the lines are sorted."""
+        """Sort key of the manifest's lines."""
         return self.key.fingerprint, self.key.kind.value, self.key.device_type
 
     @property
     def digest(self) -> Digest:
-        """Of the blob."""
+        """Digest of the blob."""
         return Digest(self.sha256, self.size_bytes)
 
     @property
     def name(self) -> str:
-        """Of the blob in the tar file."""
+        """Name of the blob in the tar file."""
         return f"blobs/{self.sha256}"
 
     @property
     def proof(self) -> Provenance:
-        """Why the artifact may be used, and what it saves."""
+        """Signature of the artifact, and the compile time that a hit saves."""
         if self.metadata is None:
             return Provenance()
         return Provenance(
@@ -95,7 +98,7 @@ class BundleEntry(RequestModel):
 
 
 class Found(NamedTuple):
-    """An artifact of a bundle: what its manifest says, and its blob."""
+    """An artifact of a bundle: its manifest line and its blob."""
 
     number: int
     entry: BundleEntry
@@ -106,18 +109,18 @@ _Line = TypeVar("_Line", BundleHead, BundleEntry)
 
 
 class Bundle:
-    """An open bundle; a context manager. Its parts are read with constant memory.
+    """An open bundle, used as a context manager. Reads its parts in constant memory.
 
     Args:
-        path: a file that nobody else can change while it is read.
+        path: a file that no other user can change while it is read.
 
     Attributes:
-        namespace: where its artifacts were.
-        artifacts: how many it has, as its manifest says.
-        size_bytes: of the file.
+        namespace: namespace that the artifacts come from.
+        artifacts: number of artifacts that the manifest announces.
+        size_bytes: size of the file.
 
     Raises:
-        BundleError: on construction: the file cannot be used, or does not begin with a manifest.
+        BundleError: the constructor cannot use the file, or it does not start with a manifest.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,11 +149,13 @@ class Bundle:
         self._file.close()
 
     def entries(self) -> Iterator[Found]:
-        """Every artifact, each compared with what has to stand there; the bytes of the blobs are
-        not (`check_blob`). Unless it comes to its end, the bundle is not what it should be.
+        """Yield every artifact, after checking its place in the file.
+
+        The checks do not cover the bytes of the blobs: see `check_blob`. The bundle is valid only
+        if the iteration reaches its end.
 
         Raises:
-            BundleError: says which entry is not as the manifest says.
+            BundleError: an entry differs from the manifest. The message names the entry.
         """
         at = self._manifest.end + _padding(self._manifest.size_bytes)
         lines, before, number = self._lines(), ("", "", ""), 0
@@ -224,7 +229,7 @@ class Bundle:
 
 
 class Part(io.RawIOBase):
-    """Some bytes of a file as a file of its own; several parts are read independently."""
+    """A range of a file as a read-only file. Several parts can be read independently."""
 
     def __init__(self, file: IO[bytes], start: int, size_bytes: int) -> None:
         self._file, self._start, self._at = file, start, 0
@@ -232,7 +237,7 @@ class Part(io.RawIOBase):
 
     @property
     def end(self) -> int:
-        """The place of the byte after it, in the whole file."""
+        """Offset in the whole file of the first byte after this part."""
         return self._start + self.size_bytes
 
     def readable(self) -> bool:
@@ -262,22 +267,24 @@ def check_blob(
     signatures: Signatures,
     max_bytes: int,
 ) -> int:
-    """Verifies an artifact as a job does before it uses one, but for the compiler: digest,
-    signature, key, and that the payload unpacks to what the envelope says.
+    """Verify an artifact as a job does before it passes the artifact to the compiler.
+
+    The checks cover the digest, the signature, the key, and that the payload unpacks to the size
+    and hash in the envelope.
 
     Args:
-        entry: what it is said to be.
-        blob: its bytes; at their beginning afterwards.
-        namespace: that its signature names.
-        signatures: of this host's settings.
-        max_bytes: largest payload that is accepted.
+        entry: the expected artifact.
+        blob: the blob's bytes. The file is rewound afterwards.
+        namespace: namespace that the signature must name.
+        signatures: signature checks of this host.
+        max_bytes: maximum size of the payload.
 
     Returns:
-        The size of its payload.
+        The size of the payload.
 
     Raises:
-        VerificationError: it must not be used.
-        OSError: it cannot be read.
+        VerificationError: the artifact must not be used.
+        OSError: the blob cannot be read.
     """
     found = digest_of(blob, entry.size_bytes)
     if found != entry.digest:
@@ -311,22 +318,22 @@ def write_bundle(
     blob_of: Callable[[BundleEntry], Path],
     written: Callable[[int], None],
 ) -> int:
-    """Writes a bundle; it appears whole or not at all, and only its owner can read it.
+    """Write a bundle atomically. Only its owner can read it.
 
     Args:
-        path: takes the place of an older file.
-        namespace: where the artifacts were.
-        lines: `line_of` each of them, in their order.
-        artifacts: how many those are.
-        blob_of: the file of an artifact's blob.
-        written: is called with the number of bytes after each piece.
+        path: path of the bundle. An existing file is replaced.
+        namespace: namespace of the artifacts.
+        lines: `line_of` each artifact, in the order of the manifest.
+        artifacts: number of lines.
+        blob_of: returns the file of an artifact's blob.
+        written: called with the number of bytes after each chunk.
 
     Returns:
         The size of the file.
 
     Raises:
-        BundleError: a blob is not what its entry says.
-        OSError: it cannot be written.
+        BundleError: a blob does not match its entry.
+        OSError: writing fails.
     """
     head = line_of(BundleHead(namespace=namespace, artifacts=artifacts))
     sha256, size = hashlib.sha256(head), len(head)
@@ -358,7 +365,7 @@ def write_bundle(
 
 
 def line_of(each: BundleHead | BundleEntry) -> bytes:
-    """A record as a line of a manifest."""
+    """Return a record as a line of a manifest."""
     return each.model_dump_json(exclude_defaults=False).encode() + b"\n"
 
 
@@ -377,7 +384,7 @@ def _copy(
 
 
 def _parsed(model: type[_Line], line: bytes, what: str) -> _Line:
-    """Reads a line that has exactly the form in which it is written."""
+    """Parse a line, and reject every form except the one that `line_of` writes."""
     if len(line) > _MAX_LINE_BYTES:
         raise BundleError(f"{what} has more than {_MAX_LINE_BYTES} bytes")
     try:
@@ -407,13 +414,13 @@ def _padding(size_bytes: int) -> int:
 
 
 def _whole_size(content_bytes: int) -> int:
-    """Of a file with its end: two empty blocks, and what fills a record."""
+    """Return the size with the tar file's end: two empty blocks, and padding to a full record."""
     least = content_bytes + 2 * _BLOCK
     return least + -least % tarfile.RECORDSIZE
 
 
 def _told(header: bytes) -> str:
-    """What stands in a place, for people."""
+    """Describe a header for an error message."""
     if len(header) < _BLOCK:
         return "the end of the file"
     if not any(header):

@@ -1,13 +1,14 @@
-"""Envelope: what an artifact's blob looks like inside.
+"""Envelope: the format of an artifact's blob.
 
-    head       see graphstash_schema.envelope: magic, and a JSON header
+    head       magic and a JSON header: see graphstash_schema.envelope
     the rest   the payload, zstd-compressed
 
-The key stands inside the bytes, so that a sound blob served under another key is told from the one
-that was asked for: compilers run whatever they are given (a torch_xla executable of another graph
-with equal shapes gives silently wrong numbers). The payload's own size bounds its decompression,
-and it is checked before anybody reads it: by its SHA-256; or by the checksum of its frame, where
-the SHA-256 of the blob has shown already that every byte is the publisher's.
+The envelope contains the key, so that a reader detects a valid blob that is served under a wrong
+key. Compilers load any artifact they are given: a torch_xla executable of another graph with equal
+shapes silently computes wrong numbers.
+
+The header's payload size bounds decompression. The payload is verified before use, by its SHA-256.
+If the SHA-256 of the blob has already proven every byte, the checksum of the zstd frame is enough.
 """
 
 import hashlib
@@ -30,32 +31,37 @@ __all__ = ["Nowhere", "Sealed", "Unsealed", "seal", "unseal"]
 _CHUNK_BYTES: Final = 1024**2
 
 _PIECE_BYTES: Final = 256 * 1024
-"""What is decompressed at once: it is still in the processor's cache when it is written."""
+"""Bytes to decompress at once. The piece is still in the processor's cache when it is written."""
 
 _MAX_WINDOW_LOG: Final = 27
-"""The largest window that is accepted, 128 MiB, as earlier envelopes have: it is in memory."""
+"""Maximum accepted window, 128 MiB, as in earlier envelopes. The window is held in memory."""
 
 _LONG_WINDOW_LOG: Final = 24
-"""A TPU executable of 40 MB shrinks to 3.2 MB in a window of 16 MiB, and no further in 128; in one
-of 4 MiB to 5.4 MB."""
+"""Window of 16 MiB. It shrinks a TPU executable of 40 MB to 3.2 MB.
+
+A window of 128 MiB shrinks it no further. A window of 4 MiB shrinks it to 5.4 MB.
+"""
 
 _SHORT_WINDOW_LOG: Final = 20
 _WORTHWHILE: Final = 0.9
-"""Where the long window saves less than a tenth, readers are spared its memory."""
+"""If the long window saves less than a tenth, use the short one to spare readers memory."""
 
 _AT_ONCE: Final = 12
-"""A blob that is so much smaller than its payload is decompressed without a window."""
+"""Ratio of payload to blob from which a reader decompresses at once, without a window."""
 
 _END: Final = struct.pack("<II", 0x184D2A50, 0)
-"""An empty skippable frame (RFC 8878, section 3.1.2), put behind that of a payload: where the
-checksum was cut off, this is taken for it and does not match."""
+"""An empty skippable frame (RFC 8878, section 3.1.2) to append to the payload's frame.
+
+If the frame's checksum was cut off, the decoder reads these bytes as the checksum, and they do not
+match.
+"""
 
 _Update: TypeAlias = Callable[[memoryview], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A payload in its envelope.
+    """A sealed payload: the digest and sizes of its envelope.
 
     Attributes:
         sha256: hex digest of the whole file.
@@ -70,11 +76,11 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Unsealed:
-    """What an envelope held.
+    """Content of an envelope.
 
     Attributes:
         raw_size_bytes: size of the payload.
-        compile_seconds: what its compilation took, as publishers of 0.1.0 say here; 0 of others.
+        compile_seconds: compile time, if a publisher of release 0.1.0 stored it here. Otherwise 0.
     """
 
     raw_size_bytes: int
@@ -82,14 +88,14 @@ class Unsealed:
 
 
 def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
-    """Writes `payload` into an envelope; a file is read in constant memory.
+    """Write `payload` into an envelope. A file is read in constant memory.
 
-    The envelope depends on the payload and its key only, so that two publishers of one executable
-    send the same bytes.
+    The envelope depends only on the payload and the key, so that two publishers of one executable
+    upload the same bytes.
 
     Raises:
-        OSError: when a file cannot be read or written, or the payload changes meanwhile: what was
-            published first stays, so a blob that nobody can open must not be.
+        OSError: a file cannot be read or written, or the payload changes meanwhile. The first
+            published blob stays, so an unreadable blob must never be published.
     """
     with _opened(payload) as source:
         read = _Hashing(source)
@@ -103,7 +109,7 @@ def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
             "fingerprint": key.fingerprint,
             "raw_size": raw_size,
             "raw_sha256": raw_sha256,
-            "compile_seconds": 0,  # readers of 0.1.0 look for it here, not in the metadata
+            "compile_seconds": 0,  # 0.1.0 reads it here instead of in the metadata
         }
     ).encode()
     lead = ENVELOPE_MAGIC + struct.pack(">I", len(header)) + header
@@ -129,7 +135,7 @@ def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
 
     sealed = write(_LONG_WINDOW_LOG)
     if raw_size <= 1 << _SHORT_WINDOW_LOG or sealed.size_bytes * _AT_ONCE <= raw_size:
-        return sealed  # a reader makes no window that is larger than its payload
+        return sealed  # a reader's window is never larger than the payload
     shorter = write(_SHORT_WINDOW_LOG)
     is_enough = shorter.size_bytes * _WORTHWHILE <= sealed.size_bytes
     return shorter if is_enough else write(_LONG_WINDOW_LOG)
@@ -145,24 +151,23 @@ def unseal(
     is_proven: Callable[[], bool] = lambda: False,
     admit: Callable[[int], None] | None = None,
 ) -> Unsealed:
-    """Checks an envelope against the key that was asked for and writes its payload.
+    """Check an envelope against the requested key, and write its payload.
 
-    What was written must not be used unless this function returns: it may raise at the last byte.
+    The written bytes are valid only if this function returns: it may raise at the last byte.
 
     Args:
-        envelope: the blob, positioned at its beginning.
-        key: what was asked for.
-        into: gets the payload.
-        max_bytes: largest payload that is accepted.
-        size_bytes: of the blob, if known: a small one is decompressed at once.
-        is_proven: whether the blob's digest is known to be right, asked after `admit`. Then the
-            checksum of the frame is enough, which tells what a decompressor or memory has done.
-        admit: called with the payload's size, which bounds its decompression, before a byte is
-            decompressed; what it raises passes through.
+        envelope: the blob, positioned at its start.
+        key: the requested key.
+        into: receives the payload.
+        max_bytes: maximum size of the payload.
+        size_bytes: size of the blob, if known. A small blob is decompressed at once.
+        is_proven: returns whether the blob's digest is proven, called after `admit`. The frame's
+            checksum is then enough, because it detects errors of the decompressor or of memory.
+        admit: called with the payload's size before decompression. Its exceptions propagate.
 
     Raises:
-        VerificationError: another key, a damaged envelope, or a payload that is not what its
-            header says.
+        VerificationError: the key is wrong, the envelope is damaged, or the payload does not match
+            the header.
     """
     try:
         header = read_envelope_head(envelope.read)
@@ -172,7 +177,7 @@ def unseal(
         named = (header["kind"], header["device_type"], header["fingerprint"])
         raw_size = int(header["raw_size"])
         raw_sha256 = str(header["raw_sha256"])
-        # In this order, what is not a number becomes 0.
+        # This order of arguments turns NaN into 0.
         compile_seconds = min(max(0.0, float(header["compile_seconds"])), MAX_COMPILE_SECONDS)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise VerificationError(Reason.CORRUPT, f"envelope header: {error!r}") from None
@@ -206,7 +211,7 @@ def _unpack(
     size_bytes: int | None,
     is_proven: bool,
 ) -> bool:
-    """Decompresses a frame; says whether it held the bytes that the header names."""
+    """Decompress a frame, and return whether it contains the bytes that the header names."""
     memory = into if isinstance(into, io.BytesIO) else None
     most = max(_PIECE_BYTES, raw_size // _AT_ONCE if memory else 0)
     is_whole = size_bytes is not None and size_bytes <= most
@@ -220,7 +225,7 @@ def _unpack(
     update = raw_hash.update if is_hashed else _do_nothing
     with decompressor.stream_reader(source, read_size=_PIECE_BYTES, closefd=False) as reader:
         if memory is not None and raw_size > 0:
-            # Where zstd sees the whole frame and has room for its content, it makes no window.
+            # zstd needs no window if it has the whole frame and room for the whole content.
             piece = raw_size if is_whole else _PIECE_BYTES
             size = _unpack_in_place(reader, memory, raw_size, piece, update)
         else:
@@ -235,7 +240,7 @@ def _unpack_in_place(
     piece_bytes: int,
     update: _Update,
 ) -> int:
-    """Into a buffer of the payload's size: one that grows leaves copies of itself in memory."""
+    """Decompress into a buffer of the final size: a growing buffer leaves copies in memory."""
     start = into.tell()
     into.seek(start + raw_size - 1)
     into.write(b"\0")
@@ -269,7 +274,7 @@ def _opened(payload: Path | bytes) -> IO[bytes]:
 
 
 class _Hashing:
-    """Reads a file and hashes what passes by."""
+    """Reads a file and hashes the bytes."""
 
     def __init__(self, source: IO[bytes]) -> None:
         self._source = source
@@ -288,7 +293,7 @@ class _Hashing:
 
 
 class Nowhere(io.RawIOBase, BinaryIO):
-    """Takes bytes and forgets them: verification without a second copy."""
+    """Discards written bytes, to verify a payload without storing it."""
 
     def writable(self) -> bool:
         return True
@@ -301,7 +306,7 @@ class Nowhere(io.RawIOBase, BinaryIO):
 
 
 class _Joined:
-    """What was read of a frame already, the rest of its file, and the end."""
+    """The bytes of a frame that were already read, the rest of its file, and `_END`."""
 
     def __init__(self, lead: bytes, file: IO[bytes]) -> None:
         self._parts: list[IO[bytes]] = [io.BytesIO(lead), file, io.BytesIO(_END)]
@@ -315,7 +320,7 @@ class _Joined:
 
 
 def _compressed(source: "_Hashing", raw_size: int, window_log: int) -> Iterator[bytes]:
-    # The window never needs to be larger than the content.
+    # Limit the window to the size of the content.
     parameters = zstandard.ZstdCompressionParameters.from_level(
         3,
         source_size=raw_size,

@@ -1,9 +1,9 @@
-"""Prefetch: brings artifacts to this host's disk before they are needed, out of the way of what is.
+"""Prefetch: download artifacts to this host's disk before the job needs them, at low priority.
 
-It has connections of its own, so that a slow one of them holds nothing up, and trouble that it
-meets does not stop what the job asks for. Where the job downloads something meanwhile, a prefetch
-that has begun pauses between two pieces; one that the job wants itself goes on, and the job takes
-what comes of it. What does not verify is left to the job, which meets and counts it if it wants it.
+Prefetching uses its own connections and circuit breaker, so that slow or failed prefetches do not
+affect the job's calls. While the job downloads an artifact, a running prefetch pauses between two
+chunks. If the job needs an artifact that is being prefetched, the prefetch continues and the job
+uses its result. An artifact that fails verification counts only when the job requests it.
 """
 
 import logging
@@ -27,32 +27,31 @@ __all__ = ["Outcome", "Prefetch"]
 _log = logging.getLogger("graphstash")
 
 Outcome: TypeAlias = Fetched | CacheError | None
-"""What became of one artifact: it is on this host; nobody can say, or it does not verify; nobody
-has it."""
+"""Outcome for one artifact: on this host; an error or a failed verification; or a miss."""
 
 _WORKERS: Final = 8
-"""Downloads at once: round trips overlap, and a server serves other jobs as well."""
+"""Parallel downloads: round trips overlap, and the server keeps capacity for other jobs."""
 
 _LEAST_BYTES: Final = 4096
-"""What any request costs, counted in bytes."""
+"""Cost of a request, as a number of bytes."""
 
 _LOOK_SECONDS: Final = 0.2
-"""How often it looks whether it is still wanted."""
+"""Seconds between checks of `is_stopped`."""
 
 _PAUSE_SECONDS: Final = 0.02
 _MAX_PAUSE_SECONDS: Final = 2.0
-"""What one download pauses in all: a server does not keep one open for ever."""
+"""Maximum seconds that one download pauses in total: servers time out an idle download."""
 
 
 class Prefetch:
-    """Downloads artifacts side by side.
+    """Downloads artifacts in parallel.
 
     Args:
-        stash: whose disk gets them; stays the caller's.
-        limit_bytes: most bytes to download. What is in other namespaces than the first is of no
-            known size: the downloads that run when it is reached are finished.
-        is_stopped: asked again and again; when it is true, nothing more is downloaded.
-        done: called for each that was tried, in the thread that did.
+        stash: cache whose disk receives the artifacts. The caller closes it.
+        limit_bytes: maximum bytes to download. Sizes are known only for the first namespace, so
+            downloads in progress at the limit are finished.
+        is_stopped: polled repeatedly. If true, no further artifact is downloaded.
+        done: called for each artifact, in the thread that downloaded it.
     """
 
     def __init__(
@@ -65,25 +64,26 @@ class Prefetch:
     ) -> None:
         self._stash = stash
         self._limit_bytes = limit_bytes
-        self._fetched_bytes = 0  # under the lock
+        self._fetched_bytes = 0  # guarded by _counting
         self._counting = threading.Lock()
         self._is_stopped = is_stopped
         self._done = done
         self.server = ServerClient(stash.config)
 
     def fetch_best(self, keys: Iterable[ArtifactKey]) -> None:
-        """Downloads what is absent on this host, the most valuable first.
+        """Download the artifacts that this host lacks, the most valuable first.
 
         Raises:
-            CacheError: the server does not say what it has.
+            CacheError: the server does not answer the look-up.
         """
         self.fetch(self._in_order(keys))
 
     def fetch(self, wanted: Sequence[ArtifactKey]) -> None:
-        """Downloads all in this order, after a look whether this host has them, sound; returns when
-        they are here, or enough.
+        """Download the artifacts in this order, except those that this host has and that verify.
+
+        Returns when all downloads are done or `is_stopped` returns true.
         """
-        # Threads that do not keep the process from ending.
+        # Use daemon threads, which do not delay the end of the process.
         workers = BoundedExecutor("graphstash-fetch", workers=_WORKERS, capacity=len(wanted))
         for key in wanted:
             workers.submit(partial(self._fetch, key))
@@ -92,11 +92,11 @@ class Prefetch:
         workers.close()
 
     def close(self) -> None:
-        """Closes its connections."""
+        """Close the connections."""
         self.server.close()
 
     def _in_order(self, keys: Iterable[ArtifactKey]) -> Sequence[ArtifactKey]:
-        """What is absent here and on the server, within the limit; by seconds saved per byte."""
+        """Return the artifacts to download, by saved seconds per byte, within the limit."""
         absent = [key for key in keys if not self._stash.is_on_this_host(key)]
         if not absent:
             return ()
@@ -106,7 +106,7 @@ class Prefetch:
             if info.size_bytes <= left:
                 left -= info.size_bytes
                 chosen.append(info.key)
-        if len(self._stash.config.readable) > 1:  # where the others are nobody has said
+        if len(self._stash.config.readable) > 1:  # the look-up covered one namespace only
             known = {info.key for info in found}
             chosen += [key for key in absent if key not in known]
         return chosen
@@ -134,7 +134,7 @@ class Prefetch:
         self._done(key, outcome)
 
     def _pacing(self) -> Callable[[], None]:
-        """Called between two pieces of one download."""
+        """Return a function that pauses one download between two chunks."""
         left = _MAX_PAUSE_SECONDS
 
         def pause() -> None:

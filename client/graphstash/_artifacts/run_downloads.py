@@ -1,8 +1,8 @@
-"""RunDownloads: what this run has brought to this host's disk: hits count where bytes came from.
+"""RunDownloads: artifacts that this run downloaded, so that hits count by their source.
 
-The processes of a run share a disk: what one of them has downloaded, the others find there. Each
-notes its downloads in one file per run, `<local tier>/records/<run>/downloads`, a line for each.
-The file is for statistics alone: nothing depends on it, and whatever is wrong with it is ignored.
+The processes of a run share a disk, so a process finds what another process has downloaded. Each
+process appends its downloads to one file per run, `<local tier>/records/<run>/downloads`, one line
+each. The file serves statistics only, so errors in it are ignored.
 """
 
 import os
@@ -17,17 +17,20 @@ from graphstash_schema import ArtifactKey
 __all__ = ["RunDownloads", "Source"]
 
 Source: TypeAlias = Literal["server", "prefetched", "host"]
-"""Where bytes came from: downloaded by this run when they were needed, downloaded by this run
-before that, or on this host for another reason: an earlier run left them, or this one made them."""
+"""Source of a hit's bytes.
+
+server: this run downloaded them on demand. prefetched: this run downloaded them in advance. host:
+an earlier run left them on this host, or this run compiled them.
+"""
 
 _MAX_BYTES: Final = 4 * 1024**2
 
 
 class RunDownloads:
-    """Knows which artifacts this run has downloaded; safe for many threads.
+    """Records which artifacts this run has downloaded. Thread-safe.
 
     Args:
-        folder: of the run, made when absent, and held; None where this process is alone.
+        folder: folder of the run, which is created and held. None if this process shares nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -35,12 +38,12 @@ class RunDownloads:
         held = None if folder is None else run_folder.hold(folder)
         if held is not None:
             letting_go = weakref.finalize(self, os.close, held)
-            letting_go.atexit = False  # the kernel does it when the process has ended
+            letting_go.atexit = False  # the kernel closes it at process exit
         self._known: dict[str, Source] = {}
         self._read_bytes = 0
 
     def add(self, key: ArtifactKey, source: Literal["server", "prefetched"]) -> None:
-        """Notes a download of this process."""
+        """Record a download of this process."""
         self._known[str(key)] = source
         if self._folder is None:
             return
@@ -53,7 +56,7 @@ class RunDownloads:
                 os.close(descriptor)
 
     def claim(self, name: str) -> bool:
-        """Whether this is the first process of the run that claims something."""
+        """Return whether this process is the first of the run to claim a name."""
         if self._folder is None:
             return True
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -61,18 +64,18 @@ class RunDownloads:
             os.close(os.open(self._folder / name, flags, 0o600))
         except FileExistsError:
             return False
-        except OSError:  # it does so for itself
+        except OSError:  # unusable folder: every process acts as the first
             return True
         return True
 
     def release(self, name: str) -> None:
-        """Takes a claim of this process back."""
+        """Release a claim of this process."""
         if self._folder is not None:
             with suppress(OSError):
                 (self._folder / name).unlink()
 
     def source_of(self, key: ArtifactKey) -> Source:
-        """Where the bytes came from that are on this host's disk."""
+        """Return the source of the bytes that are on this host's disk."""
         known = self._known.get(str(key))
         if known is None and self._folder is not None:
             self._read(self._folder / "downloads")
@@ -80,7 +83,7 @@ class RunDownloads:
         return known or "host"
 
     def _read(self, path: Path) -> None:
-        """Reads what others have added since the last time."""
+        """Read the lines that other processes have appended since the last call."""
         with suppress(OSError, ValueError):
             start = self._read_bytes
             if path.stat().st_size in (start, 0):
@@ -89,7 +92,7 @@ class RunDownloads:
                 file.seek(start)
                 added = file.read(_MAX_BYTES)
             whole = added[: added.rfind(b"\n") + 1]
-            self._read_bytes = start + len(whole)  # two threads may have read the same
+            self._read_bytes = start + len(whole)  # harmless if two threads read the same lines
             for line in whole.decode("ascii").splitlines():
                 key, _, source = line.partition(" ")
                 if source in ("server", "prefetched"):

@@ -1,8 +1,8 @@
-"""The folder of a run, `<local tier>/records/<run>`, which stays while a process of the run lives.
+"""Folder of a run, `<local tier>/records/<run>`, which exists while a process of the run lives.
 
-Every process holds a lock there until it ends, however it ends: the kernel lets go of it. A number
-of a process would say less, because containers and hosts that share a disk count each for itself.
-Between two processes of a run nobody holds its folder.
+Every process holds a file lock in the folder, which the kernel releases when the process ends for
+any reason. Process ids would not work, because containers and hosts that share a disk number
+processes independently. If a run has no live process for a moment, its folder is not held.
 """
 
 import fcntl
@@ -19,20 +19,20 @@ _LOCK: Final = "lock"
 
 _TRIES: Final = 5
 _RETRY_SECONDS: Final = 0.02
-"""Whoever removes a folder holds its lock for a moment."""
+"""Seconds to retry: a process that removes a folder holds the lock only briefly."""
 
 
 def hold(folder: Path) -> int | None:
-    """Makes a folder when it is absent, and keeps others from removing it.
+    """Create a folder if it is absent, and keep other processes from removing it.
 
     Returns:
-        The descriptor to close in the end; None where nothing can be held.
+        The descriptor to close at the end, or None if the folder cannot be held.
     """
     for _ in range(_TRIES):
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             descriptor = _open(folder, os.O_CREAT)
-        except FileNotFoundError:  # removed in between
+        except FileNotFoundError:  # another process removed the folder meanwhile
             continue
         except OSError:
             return None
@@ -42,14 +42,14 @@ def hold(folder: Path) -> int | None:
                 return descriptor
         except BlockingIOError:
             sleep(_RETRY_SECONDS)
-        except OSError:  # the file system knows no locks
+        except OSError:  # the file system does not support locks
             return descriptor
         os.close(descriptor)
     return None
 
 
 def remove_unless_held(folder: Path) -> None:
-    """Removes a folder, unless some process still holds it."""
+    """Remove a folder unless a process holds it."""
     with ExitStack() as stack:
         try:
             descriptor = _open(folder)
@@ -57,7 +57,7 @@ def remove_unless_held(folder: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        except OSError:  # there is no lock, or the file system knows none
+        except OSError:  # no lock file, or no support for locks
             pass
         shutil.rmtree(folder, ignore_errors=True)
 

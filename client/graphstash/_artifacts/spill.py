@@ -1,7 +1,7 @@
-"""SpillFile: a temporary file that goes on elsewhere when its disk refuses.
+"""SpillFile: a temporary file that continues elsewhere when its disk fails.
 
-A full disk must not turn a hit into a compilation: what does not fit into the local tier continues
-in the directory for temporary files, or else in memory.
+A full disk must not turn a hit into a compilation. If an artifact does not fit into the local tier,
+the file continues in the directory for temporary files, or else in memory.
 """
 
 import contextlib
@@ -16,22 +16,22 @@ from typing import Any, BinaryIO, Final, Self
 __all__ = ["SpillFile"]
 
 _MAX_MEMORY_BYTES: Final = 1024**3
-"""What may go to memory: a job needs its own."""
+"""Maximum bytes in memory, which the job needs."""
 
 _COPY_BYTES: Final = 1024**2
 
 
 class SpillFile(io.RawIOBase, BinaryIO):
-    """A file to write and read; unbuffered, so that what does not fit is known at once.
+    """A file for writing and reading. It is unbuffered, so that a full disk is detected at once.
 
     Attributes:
-        trouble: why it is not in its directory; None while it is.
+        trouble: why the file is not in its directory. None while it is there.
 
     Args:
-        directory: where it begins; a file of it is removed by whoever made it.
+        directory: first place of the file. The creator removes the file there.
 
     Raises:
-        OSError: of a write, when memory is the last resort and would be too much.
+        OSError: a write would exceed the limit for memory, the last resort.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,11 +49,11 @@ class SpillFile(io.RawIOBase, BinaryIO):
 
     @property
     def name(self) -> str:
-        """Its path; empty when it has none."""
+        """Path of the file, or "" if it has moved out of its directory."""
         return "" if self.trouble else str(self._path)
 
     def write(self, data: Any) -> int:
-        """Writes all of the data, unlike other unbuffered files."""
+        """Write all of the data, unlike other unbuffered files."""
         left = memoryview(data).cast("B")
         size = left.nbytes
         while left:
@@ -66,14 +66,14 @@ class SpillFile(io.RawIOBase, BinaryIO):
         return size
 
     def _move(self, error: OSError) -> None:
-        """Goes on in the next place that takes what is written so far."""
+        """Continue in the next place that accepts the data written so far."""
         self.trouble = self.trouble or error
         written = self.tell()
         while True:
             other = self._next(error)
             try:
                 if not self._others and written > _MAX_MEMORY_BYTES:
-                    raise OSError(errno.EFBIG, "too large for memory")  # noqa: TRY301 - as below
+                    raise OSError(errno.EFBIG, "too large for memory")  # noqa: TRY301 - handled below
                 self._file.seek(0)
                 _copy(self._file, other, written)
             except OSError as failure:
@@ -92,7 +92,7 @@ class SpillFile(io.RawIOBase, BinaryIO):
         raise error
 
     def remove(self) -> None:
-        """Removes it from its directory, unless it was renamed; it stays open."""
+        """Remove the file from its directory, unless it was renamed. It stays open."""
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
@@ -133,7 +133,7 @@ def _copy(source: io.FileIO, target: io.FileIO, size: int) -> None:
     while size and (part := source.read(min(size, _COPY_BYTES))):
         size -= len(part)
         left = memoryview(part)
-        while left:  # one write may take a part only, before the next one fails
+        while left:  # a write may be partial, before the next write fails
             left = left[target.write(left) or 0 :]
 
 
