@@ -1,3 +1,3 @@
-"""The HTTP calls: they parse, call a service and answer; nothing else."""
+"""HTTP calls. Each call only parses the request, calls a service and renders the response."""
 
 __all__: list[str] = []

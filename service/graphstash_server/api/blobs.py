@@ -1,6 +1,6 @@
-"""BlobResponse: sends an artifact in constant memory, and never a wrong number of bytes.
+"""BlobResponse: send an artifact in constant memory, and never a wrong number of bytes.
 
-Two ways to send a blob:
+There are two ways to send a blob:
 
     pathsend   the ASGI server reads the file (extension `http.response.pathsend`)
     chunks     this process reads the store and sends piece by piece
@@ -19,22 +19,22 @@ from graphstash_server.reading.reads import ReadAnswer
 __all__ = ["BlobResponse"]
 
 _WATCHED_BYTES = 8 * 1024**2
-"""A longer body ends when the caller closes the connection; a shorter one is sent before that is
-noticed."""
+"""Size above which the response stops if the caller closes the connection. A shorter body is sent
+before that is detected."""
 
 _EMPTY: Final = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 class BlobResponse(Response):
-    """The artifact was opened before the first header: deleting it meanwhile cannot cut the body.
+    """The body of an artifact. It is opened before the headers, so a deletion cannot cut it.
 
-    When the blob is shorter than it was, the exception reaches the server, which cuts the
-    connection; with Content-Length sent the caller cannot take what it got for the whole.
+    If the blob is shorter than before, the exception reaches the server, which cuts the connection.
+    The caller detects the missing bytes by Content-Length.
     """
 
     def __init__(self, answer: ReadAnswer, *, sent: Callable[[int], None]) -> None:
-        """Take over the reader of an answer and close it; call `sent` at the end with the number of
-        bytes sent.
+        """Take over the reader of an answer and close it. At the end, call `sent` with the number
+        of bytes sent.
         """
         made, _, reader = answer
         assert reader is not None  # noqa: S101 - other answers need no `BlobResponse`
@@ -47,7 +47,7 @@ class BlobResponse(Response):
         self.init_headers(made.headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends headers and bytes."""
+        """Send headers and bytes."""
         reader = self._reader
         size_bytes = self._stop - self._start
         can_send_files = "http.response.pathsend" in scope.get("extensions", {})

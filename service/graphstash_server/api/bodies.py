@@ -27,29 +27,30 @@ __all__ = ["ListOfKeys", "body_chunks", "read_keys", "read_model"]
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_JSON_BYTES = 32 * 1024
-"""Of a body that names no keys: a token with all its grants has about 13 KiB, in any spacing."""
+"""Maximum bytes of a body without keys. A token with all its grants has about 13 KiB in any
+spacing."""
 
 _MAX_KEY_BYTES = 512
-"""Of one key in JSON: the longest one has 300, and may be indented."""
+"""Maximum bytes of one key in JSON. The longest has 300 bytes, plus indentation."""
 
 _MIN_BYTES_PER_SECOND = 8 * 1024
-"""Slowest body on average: the speed of a telephone modem, far below any network on which a cache
-is worth using."""
+"""Minimum average rate of a body: the speed of a telephone modem, far below a network on which a
+cache is useful."""
 
 
 async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator[bytes]:
-    """The body as it arrives.
+    """Yield the body as it arrives.
 
-    Only the time spent waiting for the caller counts, not the time that storing its bytes takes.
-    `idle_seconds` is the longest time without a byte, and the head start before the average rate
-    is checked.
+    Only the time spent waiting for the caller counts, not the time to store its bytes.
+    `idle_seconds` is the longest wait for a byte, and the grace period before the average rate
+    applies.
 
     Raises:
-        ServerError: 408 when nothing arrived for too long, or too little altogether; 400 when the
-            caller closed the connection.
+        ServerError: 408 if no bytes or too few arrived in time, 400 if the caller closed the
+            connection.
     """
     now = asyncio.get_running_loop().time
-    allowed_seconds = idle_seconds  # that may still be spent waiting; bytes earn more
+    allowed_seconds = idle_seconds  # remaining wait; each byte extends it
     while True:
         began = now()
         try:
@@ -87,21 +88,20 @@ async def read_model(
     max_bytes: int = _MAX_JSON_BYTES,
     way_out: str = "",
 ) -> M:
-    """Reads a JSON body of bounded size, then reauthorizes the call. An empty body is an empty
-    object.
+    """Read a JSON body of bounded size, then reauthorize the call. An empty body counts as `{}`.
 
-    The parser would build every value of a body, and every error in it, before it fails: that costs
-    a thousand times what reading it costs. So the values are counted first.
+    The parser builds every value of a body, and every error in it, before it fails. That costs a
+    thousand times as much as reading the body, so the values are counted first.
 
     Args:
-        call: whose body is read.
-        model: what it must be.
-        max_keys: the most keys in it, where it is a list of keys.
-        max_bytes: the most bytes of any other.
-        way_out: says what the limit on keys is, and what to do instead.
+        call: call whose body is read.
+        model: model of the body.
+        max_keys: maximum number of keys, if the body is a list of keys.
+        max_bytes: maximum size of any other body.
+        way_out: names the limit on keys, and what to do instead.
 
     Raises:
-        ServerError: 413, 408 or 400; what `Call.reauthorize` raises.
+        ServerError: 413, 408 or 400, and the errors of `Call.reauthorize`.
     """
     most_bytes = max_bytes if max_keys is None else max_keys * _MAX_KEY_BYTES
     raw = await _read_json(call, max_bytes=most_bytes, max_keys=max_keys, way_out=way_out)
@@ -113,16 +113,14 @@ class ListOfKeys(Protocol):
 
     @property
     def keys(self) -> Sequence[ArtifactKey]:
-        """In the order of the body."""
+        """The keys, in the order of the body."""
 
 
 async def read_keys(
     call: NamespaceCall, model: type[BaseModel], *, max_keys: int, way_out: str
 ) -> list[StoredKey]:
-    """Reads a body that is a `ListOfKeys` as `read_model` does, in a third of its time.
-
-    A list that is as it should be needs no model of each key. Of any other one the model says what
-    is wrong.
+    """Read a body that is a `ListOfKeys` like `read_model`, in a third of the time. A valid list is
+    parsed without a model per key. For an invalid body, the model reports the error.
     """
     most_bytes = max_keys * _MAX_KEY_BYTES
     raw = await _read_json(call, max_bytes=most_bytes, max_keys=max_keys, way_out=way_out)
@@ -134,7 +132,7 @@ async def read_keys(
 
 
 def _plain_keys(raw: bytes, where: Namespace, *, max_keys: int) -> list[StoredKey] | None:
-    """The keys; None for a body that the model has to look at."""
+    """Return the keys, or None if the model must examine the body."""
     kinds, device_types = _KINDS, _DeviceTypes()
     try:
         body = from_json(raw)
@@ -153,10 +151,10 @@ def _plain_keys(raw: bytes, where: Namespace, *, max_keys: int) -> list[StoredKe
 
 
 class _DeviceTypes(dict[str, DeviceType]):
-    """The device types of one body, mostly one for all keys."""
+    """The device types of one body, usually one for all keys."""
 
     def __missing__(self, text: str) -> DeviceType:
-        """Checks one that is new."""
+        """Validate a new device type."""
         self[text] = device_type = DeviceType(text)
         return device_type
 
@@ -190,9 +188,9 @@ def _parsed(raw: bytes, model: type[M]) -> M:
 
 
 def _count_keys(raw: bytearray) -> int:
-    """How many keys a list of keys has; of any other JSON, as many as have so many values.
+    """Return the number of keys in a list of keys, or an equivalent number for other JSON.
 
-    Every value but the first follows one of three characters. A body of n keys has 4n + 1 of them,
-    for each of its words allows none.
+    Every value except the first follows one of three characters. A body of n keys has 4n + 1 of
+    these characters, because its words contain none.
     """
     return (sum(map(raw.count, (b",", b"{", b"["))) + 2) // 4

@@ -1,14 +1,13 @@
-"""Calls: how a call is declared, and who may make it.
+"""Calls: declare API calls, and who may make them.
 
-A declaration says the path, who may make the call, and what comes back. From it follow the check of
-the caller, which comes before everything else, and the call's OpenAPI description. What a caller
-may not read is answered as if it did not exist, so that asking reveals nothing.
+A declaration names the path, the required right and the responses. The caller check, which precedes
+everything else, and the OpenAPI description follow from it. A response for data that the caller may
+not read equals the one for data that does not exist, so it reveals nothing.
 
-A handler gets a `Call` and reads path, headers and body itself: the words check their own form, and
-FastAPI's parameters and dependencies would cost a third of a small hit. A body may take hours to
-arrive, and a lease a minute to be granted. A token that was revoked meanwhile must not count, so a
-handler calls `Call.reauthorize` at the end of either, or passes the call to `bodies.read_model`,
-which does.
+A handler gets a `Call` and reads path, headers and body itself. The words validate their own form,
+and FastAPI's parameters and dependencies would cost a third of a small hit. A body may take hours
+to arrive, and a lease a minute to be granted. The token may be revoked meanwhile. So a handler
+calls `Call.reauthorize` after either, or uses `bodies.read_model`, which does.
 """
 
 import ipaddress
@@ -64,12 +63,12 @@ __all__ = [
 ]
 
 KEY: Final = "{kind}/{device_type}/{fingerprint}"
-"""The path segments of an artifact key."""
+"""Path segments of an artifact key."""
 
 NO_STORE: Final = {"Cache-Control": "no-store"}
 
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/openapi.json"})
-"""Paths that need no token, because they reveal nothing of what is stored."""
+"""Paths without authentication, because they reveal nothing about stored data."""
 
 SECURITY_SCHEMES: Final[dict[str, Any]] = {
     "token": {
@@ -86,7 +85,7 @@ _WAYS: Final = {Scope.READ: "read", Scope.WRITE: "write to", Scope.ADMIN: "admin
 
 @dataclass(slots=True)
 class Call:
-    """What a handler is given: a request whose caller may make it."""
+    """A request whose caller is authorized, as passed to a handler."""
 
     request: Request
     context: ProcessContext
@@ -95,7 +94,7 @@ class Call:
 
     @property
     def actor(self) -> Actor:
-        """The caller, as the audit log names them."""
+        """The caller, for the audit log."""
         state = self.request.scope["state"]
         return Actor(
             self.principal.name,
@@ -105,19 +104,19 @@ class Call:
         )
 
     async def reauthorize(self) -> None:
-        """Raises unless the caller may still make the call.
+        """Check again that the caller may make the call.
 
         Await it at the end of a body or of a wait. It does not count against the namespace's rate.
 
         Raises:
-            ServerError: as when the call began, but for 429.
+            ServerError: as at the start of the call, except 429.
         """
         await self._check(self.request)
 
 
 @dataclass(slots=True)
 class NamespaceCall(Call):
-    """A call in a namespace, with the namespace's policy when the call began."""
+    """A call in a namespace, with the namespace's policy at the start of the call."""
 
     namespace: Namespace
     policy: NamespacePolicy
@@ -129,11 +128,11 @@ C_co = TypeVar("C_co", bound=Call, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Right(Generic[C_co]):
-    """What a caller needs to make a call.
+    """The right that a caller needs to make a call.
 
     Attributes:
-        admit: returns the call; raises when its caller may not make it.
-        refusals: the codes of the errors that it raises.
+        admit: returns the call, or raises if its caller may not make it.
+        refusals: error codes that `admit` raises.
     """
 
     admit: Callable[[Request], Awaitable[C_co]]
@@ -146,13 +145,13 @@ def in_namespace(
     absent: Callable[[Request], ServerError] | None = None,
     named: Callable[[Request], str] = lambda request: str(request.path_params["namespace"]),
 ) -> Right[NamespaceCall]:
-    """The right to do something in a namespace; a call counts against the namespace's rate.
+    """Return the right to act in a namespace. A call counts against the namespace's rate.
 
     Args:
-        scope: what the call needs.
-        absent: the answer to a caller who may not even read there, which is exactly what the call
-            answers when nothing exists. By default a sentence for calls without such an answer.
-        named: reads the namespace of a request; it is not checked before the caller is known.
+        scope: scope that the call needs.
+        absent: error for a caller without read access, equal to the call's error if nothing exists.
+            Default: a sentence for calls without such an error.
+        named: reads the namespace of a request, which is validated only after authentication.
     """
 
     async def check(request: Request) -> NamespaceCall:
@@ -217,23 +216,23 @@ ANYBODY: Final = Right(_anybody, ())
 """No authentication is needed."""
 
 KNOWN: Final = Right(_known, (ErrorCode.UNAUTHENTICATED, ErrorCode.UNAVAILABLE))
-"""The caller must be authenticated; any grant will do."""
+"""The caller must be authenticated. Any grant suffices."""
 
 ADMINISTRATOR: Final = Right(_administrator, (*KNOWN.refusals, ErrorCode.FORBIDDEN))
-"""The caller must administer the server."""
+"""The caller must be an administrator of the server."""
 
 
 async def principal_of(request: Request, context: ProcessContext) -> Principal:
-    """Who makes a request, by its Authorization header or by the owner's own socket.
+    """Return the caller of a request, by its Authorization header or the owner's socket.
 
     Raises:
-        ServerError: 401 for a token that is not valid now, and for two of them.
+        ServerError: 401 if the token is invalid, or if there are two.
     """
     if context.access.is_open:
         return OPEN_ACCESS
     headers = request.scope["headers"]
     shown = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
-    if len(shown) > 1:  # a proxy in between might go by the other one
+    if len(shown) > 1:  # a proxy in between might use the other one
         raise ServerError(
             ErrorCode.UNAUTHENTICATED, "the request has two Authorization headers: send one"
         )
@@ -243,10 +242,10 @@ async def principal_of(request: Request, context: ProcessContext) -> Principal:
 
 
 def _address(request: Request) -> str:
-    """Where a request came from, for the audit log.
+    """Return the origin of a request for the audit log.
 
-    A proxy such as docker/nginx names its client in X-Forwarded-For. Anybody can send that header:
-    the address of who did stands beside it.
+    A proxy such as docker/nginx names its client in X-Forwarded-For. Any caller can send that
+    header, so the peer's address is logged with it.
     """
     peer = request.client.host if request.client else "own socket"
     named = request.headers.get("x-forwarded-for", "").rpartition(",")[2].strip()
@@ -265,7 +264,7 @@ def _unauthenticated() -> ServerError:
 
 
 def nothing_there(where: Namespace) -> ServerError:
-    """The answer to a caller who may not read a namespace, or asks for one that does not exist."""
+    """Return the error for a namespace that does not exist or that the caller may not read."""
     return ServerError(
         ErrorCode.NOT_FOUND,
         f"the namespace {where} does not exist, or the caller may not read it: set "
@@ -312,7 +311,7 @@ _IN_PATH: Final[dict[str, tuple[dict[str, Any], ErrorCode | None]]] = {
     "process": (_formed(RunName), ErrorCode.INVALID_NAME),
     "id": ({"type": "string"}, None),
 }
-"""Schema of every word of a path, and the error code of a malformed one."""
+"""Schema of each word of a path, and the error code if it is malformed."""
 
 
 class Calls(APIRouter):
@@ -331,19 +330,19 @@ class Calls(APIRouter):
         query: Sequence[dict[str, Any]] = (),
         tags: Sequence[str] = (),
     ) -> Callable[[Callable[[C], Awaitable[Response]]], Callable[[C], Awaitable[Response]]]:
-        """Declares a call; its handler is decorated.
+        """Return a decorator that declares a handler as a call.
 
         Args:
-            method: of HTTP.
-            path: after the prefix of these calls.
-            needs: the right that the caller needs.
-            answers: OpenAPI's description of the answers.
-            refuses: the error codes of the call itself. Those of `needs`, of the words of the path
-                and of reading a body are added.
-            body: the model of a JSON body, which the handler reads with `read_model`.
+            method: HTTP method.
+            path: path after the prefix of these calls.
+            needs: right that the caller needs.
+            answers: OpenAPI description of the responses.
+            refuses: error codes of the call itself. Those of `needs`, of the path's words and of
+                reading a body are added.
+            body: model of a JSON body, which the handler reads with `read_model`.
             takes_bytes: whether the body is an artifact.
-            query: OpenAPI's description of the query's parameters.
-            tags: in addition to those of these calls.
+            query: OpenAPI description of the query parameters.
+            tags: tags in addition to those of these calls.
         """
         words = re.findall(r"{(\w+)}", path)
         codes = {*refuses, *needs.refusals}
@@ -389,19 +388,19 @@ class Calls(APIRouter):
 
 
 def key_of(request: Request) -> StoredKey:
-    """The whole key of the path.
+    """Return the complete key in the path.
 
     Raises:
-        InvalidValueError: for the first segment that is malformed.
+        InvalidValueError: a segment is malformed.
     """
     return StoredKey.parse(**request.path_params)
 
 
 def manifest_of(request: Request) -> ManifestName:
-    """The name of the manifest in the path.
+    """Return the manifest name in the path.
 
     Raises:
-        InvalidValueError: when it is malformed.
+        InvalidValueError: the name is malformed.
     """
     return ManifestName(request.path_params["name"])
 
@@ -413,7 +412,7 @@ def json_answer(
     headers: Mapping[str, str] = NO_STORE,
     exclude_none: bool = False,
 ) -> Response:
-    """A model as the body of an answer that no cache may keep."""
+    """Return a response with a model as its body, which caches must not store."""
     return Response(
         model.model_dump_json(exclude_none=exclude_none),
         status_code=status_code,
@@ -423,6 +422,6 @@ def json_answer(
 
 
 async def until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Returns when the caller has closed the connection."""
+    """Return when the caller closes the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""What artifacts were made of, and what is near to one that is missed."""
+"""Descriptions of artifacts, and the nearest artifacts to a missed one."""
 
 from typing import Final
 
@@ -38,7 +38,7 @@ _REFUSALS: Final = (
     refuses=[*_REFUSALS, ErrorCode.READ_ONLY],
 )
 async def describe_artifacts(call: NamespaceCall) -> Response:
-    """Says what artifacts were made of, so that later misses can be explained."""
+    """Store what artifacts were made of, so that the server can explain later misses."""
     check_writable(call.namespace, call.policy)
     wanted = await read_model(call, DescribeRequest, max_bytes=MAX_DESCRIBE_BYTES)
     for each in wanted.artifacts:
@@ -56,7 +56,7 @@ async def describe_artifacts(call: NamespaceCall) -> Response:
     refuses=_REFUSALS,
 )
 async def explain_miss(call: NamespaceCall) -> Response:
-    """The nearest artifacts in all namespaces that the caller may read, and how they differ."""
+    """Return the nearest artifacts in all readable namespaces, and how they differ."""
     wanted = await read_model(call, Description, max_bytes=8 * MAX_PARTS_CHARACTERS)
     _check(wanted)
     readable, is_partial = await _readable(call)
@@ -75,8 +75,8 @@ def _check(description: Description) -> None:
 
 
 async def _readable(call: NamespaceCall) -> tuple[list[Namespace], bool]:
-    """Namespaces that the caller may read, the one of the call first, `MAX_NAMESPACES` at most; and
-    whether there are more.
+    """Return at most `MAX_NAMESPACES` namespaces that the caller may read, the call's namespace
+    first. Also return whether there are more.
     """
     readable = [call.namespace]
     for name in await call.context.policies.namespaces():

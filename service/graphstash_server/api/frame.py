@@ -1,7 +1,7 @@
-"""RequestFrame: the outermost frame of every request, in plain ASGI.
+"""RequestFrame: the outermost layer of every request, in plain ASGI.
 
-It gives the request an id, refuses requests that no call could understand, adds the headers that
-all answers have, and turns an unexpected exception into an answer without internals.
+It assigns the request ID, refuses requests that no call could parse, and adds the common response
+headers. It turns an unexpected exception into a response without internals.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ __all__ = [
 _LOGGER = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES: Final = 64 * 1024
-"""Of all request headers together: four times the largest metadata header."""
+"""Maximum bytes of all request headers: four times the largest metadata header."""
 
 _MAX_TARGET_BYTES = 8 * 1024
-"""Of path and query: the longest path of a call has less than 500 bytes."""
+"""Maximum bytes of path and query. The longest path of a call has less than 500 bytes."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _ID_NAME = HEADER_REQUEST_ID.lower().encode()
@@ -57,7 +57,7 @@ _WATCHED = frozenset({_PROTOCOL_NAME, b"host", b"origin", b"transfer-encoding"})
 _READING = frozenset({"GET", "HEAD"})
 
 _SAFETY = (
-    # An answer is data. Should a browser show one, nothing in it runs, loads, sends or is framed.
+    # Responses are data. If a browser displays one, nothing in it may run, load, send or be framed.
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
@@ -69,26 +69,28 @@ _DATA_POLICY = (
 )
 _OVER_TLS = (b"strict-transport-security", b"max-age=31536000")
 _OF_PAGES = frozenset({b"content-security-policy", b"referrer-policy"})
-"""Headers of which pages bring their own."""
+"""Headers that pages set themselves."""
 
 _FORMS = frozenset({"/sign-in", "/sign-out"})
-"""What a page may send. They change nothing but a browser's session, and compare the Origin
+"""Paths of the pages' forms. They change only a browser's session, and check the Origin
 themselves."""
 
 
 def request_ids() -> Callable[[], bytes]:
-    """Random for the process and counted within it: random bytes for each cost as much as a hit."""
+    """Return a generator of request IDs: a random part per process, and a counter. Random bytes per
+    request would cost as much as a hit.
+    """
     process = secrets.token_hex(8)
     numbers = itertools.count(1)
 
     def new_id() -> bytes:
-        return f"{process}-{next(numbers):08x}".encode()  # so that equal answers are equally long
+        return f"{process}-{next(numbers):08x}".encode()  # equal responses have equal lengths
 
     return new_id
 
 
 class RequestFrame:
-    """ASGI middleware; other scopes than HTTP pass through."""
+    """ASGI middleware. Scopes other than HTTP pass through."""
 
     def __init__(self, app: ASGIApp, *, counters: Counters) -> None:
         self._app = app
@@ -96,7 +98,7 @@ class RequestFrame:
         self._new_request_id = request_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -141,13 +143,13 @@ class RequestFrame:
         except Exception:
             _LOGGER.exception("%s %s failed (%s)", scope["method"], scope["path"], logged_id(state))
             if is_started:
-                raise  # cuts the connection, so that what was sent does not look complete
+                raise  # cuts the connection, so that the sent part does not look complete
             failure = internal_failure(request_id.decode())
             await problem_response(request_id.decode(), failure)(scope, receive, send_framed)
 
 
 def callers_request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The caller's id if it is well-formed: the answer has it, so that both logs do."""
+    """Return the caller's request ID if well-formed. The response repeats it for the logs."""
     for name, value in headers:
         if name == _ID_NAME and _REQUEST_ID.fullmatch(value):
             return bytes(value)
@@ -155,7 +157,7 @@ def callers_request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def frame_headers(scheme: str, request_id: bytes) -> list[tuple[bytes, bytes]]:
-    """What every answer has, but for what a page says otherwise."""
+    """Return the headers of every response. A page may override some."""
     headers = [(_PROTOCOL_NAME, _PROTOCOL), (_ID_NAME, request_id), *_SAFETY, _DATA_POLICY]
     if scheme == "https":
         headers.append(_OVER_TLS)
@@ -163,19 +165,19 @@ def frame_headers(scheme: str, request_id: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def shutting_down() -> ServerError:
-    """The answer to a request that the end of the server has cut short."""
+    """Return the error for a request that the shutdown cut short."""
     return ServerError(ErrorCode.UNAVAILABLE, "the server is shutting down; retry")
 
 
 def internal_failure(request_id: str) -> ServerError:
-    """The answer to a request that met an unexpected exception, which is in the log."""
+    """Return the error for an unexpected exception, which is in the log."""
     return ServerError(
         ErrorCode.INTERNAL, f"the server failed; see its log for request {request_id}"
     )
 
 
 def _refusal(scope: Scope) -> ServerError | None:
-    """Why no call gets to see the request; None when one does."""
+    """Return why no call gets the request, or None."""
     size_bytes = 0
     watched = {}
     hosts = 0
@@ -185,7 +187,7 @@ def _refusal(scope: Scope) -> ServerError | None:
             watched[name] = value
             hosts += name == b"host"
     if (refusal := scope["state"].get("refusal")) is not None:
-        assert isinstance(refusal, ServerError)  # noqa: S101 - the connection found one
+        assert isinstance(refusal, ServerError)  # noqa: S101 - set by the connection
         return refusal
     if size_bytes > MAX_HEADER_BYTES:
         return ServerError(
@@ -197,7 +199,7 @@ def _refusal(scope: Scope) -> ServerError | None:
 
 
 def _target_refusal(scope: Scope) -> ServerError | None:
-    """Refuses a path that is too long, or that others may read as another one."""
+    """Refuse a path that is too long, or that another program may read differently."""
     raw: bytes = scope.get("raw_path") or b""
     size_bytes = len(raw) + len(scope["query_string"])
     if size_bytes > _MAX_TARGET_BYTES:
@@ -215,13 +217,13 @@ def _target_refusal(scope: Scope) -> ServerError | None:
 
 
 def _header_refusal(scope: Scope, given: dict[bytes, bytes], *, hosts: int) -> ServerError | None:
-    """Refuses headers that would be read in two ways, or that only a browser sends."""
+    """Refuse headers that are ambiguous, or that only a browser sends."""
     if hosts != 1 and (hosts or scope["http_version"] == "1.1"):
         return ServerError(
             ErrorCode.INVALID_REQUEST, f"there are {hosts} Host headers: expected 1 (RFC 9112)"
         )
     if b"transfer-encoding" in given:
-        # Two ways to say where a body ends are one too many: requests are smuggled between them.
+        # With two ways to mark the end of a body, requests can be smuggled between them.
         return ServerError(
             ErrorCode.LENGTH_REQUIRED, "send Content-Length instead of Transfer-Encoding"
         )

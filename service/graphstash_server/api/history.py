@@ -24,7 +24,7 @@ Time = Annotated[
 
 
 class _HistoryQuery(WireModel):
-    """Which points are wanted."""
+    """The requested points."""
 
     since: Time | None = Field(
         default=None,
@@ -48,7 +48,7 @@ class _HistoryQuery(WireModel):
     refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_NAMESPACE],
 )
 async def get_history(call: Call) -> Response:
-    """What was served and saved by hour or by day, in the namespaces that the caller may read."""
+    """Return what was served and saved by hour or by day, in all readable namespaces."""
     wanted = read_query(call, _HistoryQuery)
     history = await call.context.history.read(
         since=wanted.since,
@@ -61,7 +61,7 @@ async def get_history(call: Call) -> Response:
 
 
 async def _readable(call: Call, wanted: Namespace | None) -> list[str] | None:
-    """The namespaces that are asked for and that the caller may read; None for all there are."""
+    """Return the requested namespaces that the caller may read, or None for all."""
     if call.principal.may_see_totals:
         return None if wanted is None else [wanted]
     names = await call.context.policies.namespaces() if wanted is None else [wanted]

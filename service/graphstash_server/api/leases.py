@@ -1,4 +1,4 @@
-"""POST, PUT and DELETE of a lease: ask for it, keep it, end it."""
+"""POST, PUT and DELETE of a lease: request, renew and release it."""
 
 import asyncio
 from typing import Final
@@ -51,9 +51,8 @@ _STATUS: Final = {LeaseState.GRANTED: 201, LeaseState.READY: 200, LeaseState.HEL
     refuses=[ErrorCode.READ_ONLY, ErrorCode.TOO_MANY_LEASES],
 )
 async def acquire_lease(call: NamespaceCall) -> Response:
-    """Asks for the right to compile; `Prefer: wait=<seconds>` waits for it or for the artifact.
-
-    Where nothing can be published, jobs would only wait for each other in turn: 403.
+    """Request the right to compile. `Prefer: wait=<seconds>` waits for it or the artifact. In a
+    read-only namespace the server responds 403, because jobs would only wait for each other.
     """
     request, leases = call.request, call.context.leases
     key = key_of(request)
@@ -68,7 +67,7 @@ async def acquire_lease(call: NamespaceCall) -> Response:
         gone.cancel()
     try:
         await call.reauthorize()
-    except ServerError:  # a caller who may not have the lease must not keep others from it
+    except ServerError:  # a caller that may not hold the lease must not keep it from others
         if reply.token is not None:
             await leases.release(key, token=reply.token)
         raise
@@ -89,7 +88,7 @@ async def acquire_lease(call: NamespaceCall) -> Response:
     refuses=[ErrorCode.LEASE_LOST],
 )
 async def renew_lease(call: NamespaceCall) -> Response:
-    """Extends a lease; 410 when another job may have it by now."""
+    """Extend a lease. Returns 410 if another job may hold it by now."""
     key = key_of(call.request)
     wanted = await read_model(call, LeaseRequest)
     reply = await call.context.leases.renew(key, token=_token(call.request), request=wanted)
@@ -105,7 +104,7 @@ async def renew_lease(call: NamespaceCall) -> Response:
     refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.LEASE_LOST],
 )
 async def release_lease(call: NamespaceCall) -> Response:
-    """Ends a lease: after `published` the artifact is there, after `failed` a waiter compiles."""
+    """End a lease. After `published` the artifact is stored, after `failed` a waiter compiles."""
     key = key_of(call.request)
     _check_outcome(call.request)
     await call.context.leases.release(key, token=_token(call.request))
@@ -113,7 +112,7 @@ async def release_lease(call: NamespaceCall) -> Response:
 
 
 def _check_outcome(request: Request) -> None:
-    """Protocol 1 requires it, but nothing depends on it: waiters look for themselves."""
+    """Check the parameter, which protocol 1 requires although nothing depends on it."""
     outcome = request.query_params.get("outcome")
     if outcome not in set(LeaseOutcome):
         raise ServerError(

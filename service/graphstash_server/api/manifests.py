@@ -28,7 +28,7 @@ _PATH: Final = "/{namespace}/manifests/{name}"
 
 
 def _absent_there(request: Request) -> ServerError:
-    """The answer for a manifest that the caller may not read: as if it did not exist."""
+    """Return the error for a manifest that the caller may not read, as if it did not exist."""
     return _absent(Namespace(request.path_params["namespace"]), manifest_of(request))
 
 
@@ -39,7 +39,7 @@ def _absent_there(request: Request) -> ServerError:
     answers={200: {"model": Manifest}},
 )
 async def get_manifest(call: NamespaceCall) -> Response:
-    """The artifacts that a job used, most recently used first."""
+    """Return the artifacts that a job used, most recently used first."""
     where, name = call.namespace, manifest_of(call.request)
     entries = await call.context.manifests.get(where, name)
     if not entries:
@@ -59,7 +59,7 @@ async def get_manifest(call: NamespaceCall) -> Response:
     refuses=[ErrorCode.READ_ONLY, ErrorCode.TOO_MANY_KEYS, ErrorCode.INSUFFICIENT_STORAGE],
 )
 async def put_manifest(call: NamespaceCall) -> Response:
-    """Merges what one run used; never replaces what others used."""
+    """Merge the artifacts that one run used. Never replaces those of other runs."""
     where, name = call.namespace, manifest_of(call.request)
     check_writable(where, call.policy)
     keys = await read_keys(
@@ -75,11 +75,11 @@ async def put_manifest(call: NamespaceCall) -> Response:
 
 
 def _answer(name: ManifestName, entries: Sequence[StoredEntry], status_code: int = 200) -> Response:
-    """A `Manifest`. What it has was checked when it was stored, and no word has a character that
-    JSON escapes; a model of each entry takes twenty times as long.
+    """Build the JSON of a `Manifest` as text. Its values were validated when stored, and no word
+    contains a character that JSON escapes. A model per entry would take twenty times as long.
     """
     times = {entry.used_at for entry in entries}
-    as_json = {each: to_json(each).decode() for each in times}  # a time is that of a whole run
+    as_json = {each: to_json(each).decode() for each in times}  # all entries of a run share a time
     listed = ",".join(
         [
             f'{{"key":{{"kind":"{kind}","device_type":"{device_type}",'

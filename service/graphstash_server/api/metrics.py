@@ -16,7 +16,7 @@ router = Calls(tags=["administration"])
 _TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 _PROXIED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
-"""With one of these a request came through a proxy, whoever made it."""
+"""Headers that show that a request came through a proxy."""
 
 
 @router.call(
@@ -34,13 +34,13 @@ _PROXIED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
     ],
 )
 async def get_metrics(call: Call) -> Response:
-    """What this host and its database have counted; GRAPHSTASH_METRICS says for whom."""
+    """Return the counters of this host and its database. GRAPHSTASH_METRICS sets the readers."""
     await _check(call)
     return Response(await call.context.exposition.read(), headers=NO_STORE, media_type=_TEXT)
 
 
 async def _check(call: Call) -> None:
-    """Raises unless the caller may read them."""
+    """Raise unless the caller may read the metrics."""
     allowed = call.context.settings.metrics
     if allowed == "off":
         raise ServerError(

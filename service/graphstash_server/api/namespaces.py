@@ -39,7 +39,7 @@ _PATH: Final = "/namespaces/{namespace}"
     answers={200: {"model": NamespaceList}},
 )
 async def list_namespaces(call: Call) -> Response:
-    """Every namespace that has a policy of its own."""
+    """Return every namespace with its own policy."""
     return json_answer(NamespaceList(namespaces=tuple(await call.context.policies.list_all())))
 
 
@@ -50,7 +50,7 @@ async def list_namespaces(call: Call) -> Response:
     answers={200: {"model": NamespaceInfo}},
 )
 async def get_namespace(call: NamespaceCall) -> Response:
-    """The policy of a namespace, for its administrators; 404 when it has none of its own."""
+    """Return the policy of a namespace to its administrators, or 404 if it has none."""
     info = await call.context.policies.find(call.namespace)
     if info is None:
         raise _no_policy(call.namespace)
@@ -66,7 +66,7 @@ async def get_namespace(call: NamespaceCall) -> Response:
     refuses=[ErrorCode.INSUFFICIENT_STORAGE],
 )
 async def put_namespace(call: Call) -> Response:
-    """Replaces the policy of a namespace; fields that are left out get their default."""
+    """Replace the policy of a namespace. Omitted fields get their default."""
     where = Namespace(call.request.path_params["namespace"])
     policy = await read_model(call, NamespacePolicy)
     return json_answer(await call.context.policies.put(where, policy, call.actor))
@@ -80,7 +80,7 @@ async def put_namespace(call: Call) -> Response:
     refuses=[ErrorCode.NOT_FOUND, ErrorCode.INSUFFICIENT_STORAGE],
 )
 async def delete_namespace(call: Call) -> Response:
-    """Removes a namespace's policy, so that the defaults apply; its artifacts stay."""
+    """Remove a namespace's policy, so that the defaults apply. Its artifacts stay."""
     where = Namespace(call.request.path_params["namespace"])
     if not await call.context.policies.remove(where, call.actor):
         raise _no_policy(where)

@@ -1,4 +1,4 @@
-"""Problem documents: every refusal leaves the server in this form (RFC 9457)."""
+"""Problem documents (RFC 9457), the form of every refusal."""
 
 import logging
 import math
@@ -32,7 +32,7 @@ _LOGGER = logging.getLogger(__name__)
 def problem_response(
     request_id: str, error: ServerError, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """The answer to a refused request. No cache may keep it."""
+    """Return the response to a refused request. No cache may store it."""
     problem = Problem.of(
         error.code,
         error.detail,
@@ -50,7 +50,7 @@ def problem_response(
 
 
 def refusals(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
-    """The problem documents of a call, as its OpenAPI description lists them."""
+    """Return the problem documents of a call for its OpenAPI description."""
     by_status: dict[int | str, dict[str, Any]] = {}
     for code in codes:
         described = by_status.setdefault(
@@ -70,7 +70,7 @@ _PROBLEM_SCHEMA = "#/components/schemas/Problem"
 
 
 def invalid_body(error: ValidationError) -> ServerError:
-    """Names the first thing that is wrong with a body or a parameter."""
+    """Build an error that names the first invalid part of a body or parameter."""
     if (count := error.error_count()) > _MAX_ERRORS:
         return ServerError(
             ErrorCode.INVALID_REQUEST,
@@ -93,24 +93,24 @@ def invalid_body(error: ValidationError) -> ServerError:
 _SHOWN = 120
 
 _MAX_ERRORS = 100
-"""Whoever makes more errors gets none of them by name: pydantic describes all of them or none."""
+"""Number of errors above which none is named, because pydantic describes all or none."""
 
 _CHALLENGE = 'Bearer realm="graphstash"'
 
 _RETRY_SECONDS = "2"
-"""A database or a store needs about as long to restart, and the job compiles meanwhile."""
+"""Seconds after which to retry. A database or store needs about as long to restart, and the job
+compiles meanwhile."""
 
 
 def logged_id(state: Mapping[str, Any]) -> str:
-    """A request in the log: the server's own id, and the caller's where there is one."""
+    """Return the request's ID for the log: the server's ID, and the caller's if it differs."""
     own, answered = state["server_request_id"], state["request_id"]
     return str(own) if own == answered else f"{own}, the caller's {answered}"
 
 
 def add_problem_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Registers a handler for each kind of error; the frame handles unexpected ones.
-
-    `routes` are all calls: a 405 lists the methods of those on its path.
+    """Register a handler for each kind of error. The frame handles unexpected errors. `routes` are
+    all calls. A 405 response lists the methods on its path.
     """
     app.add_exception_handler(ServerError, _on_error)
     app.add_exception_handler(InvalidValueError, _on_error)
@@ -127,7 +127,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 def _on_http_error(
     routes: Sequence[BaseRoute],
 ) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """What the router raises: no such path, or no such method on it."""
+    """Handle the router's errors: unknown path, or unknown method."""
 
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101 - registered for it
@@ -148,7 +148,7 @@ def _on_http_error(
 
 
 def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> str:
-    """The methods of every call on this path; the router only knows those of the first one."""
+    """Return the methods of all calls on this path. The router reports only those of the first."""
     allowed: set[str] = set()
     for route in routes:
         match, _ = route.matches(request.scope)
@@ -160,7 +160,7 @@ def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> str:
 def _answer(
     request: Request, error: ServerError, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """Closes the connection where the rest of the body would be read as the next request."""
+    """Build the response. Close the connection if the body's rest could look like a request."""
     headers = dict(headers or {})
     if "expect" in request.headers or error.code is ErrorCode.UPLOAD_TIMEOUT:
         headers["Connection"] = "close"
@@ -174,7 +174,7 @@ def _answer(
 def refusal_response(
     request_id: str, error: ServerError, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """The problem document with the headers that belong to its code, after those given."""
+    """Return the problem document with the headers of its error code, after `headers`."""
     headers = dict(headers or {})
     if error.retry_after_seconds is not None:
         headers["Retry-After"] = str(max(math.ceil(error.retry_after_seconds), 1))
@@ -188,12 +188,14 @@ def refusal_response(
 
 
 def are_refusals_logged() -> bool:
-    """Whether `log_refusal` writes a line about what is the caller's business."""
+    """Return whether `log_refusal` also logs refusals that only concern the caller."""
     return _LOGGER.isEnabledFor(logging.DEBUG)
 
 
 def log_refusal(error: ServerError, *, method: str, path: str, state: Mapping[str, Any]) -> None:
-    """A refusal is the caller's business, unless the server itself failed."""
+    """Log a refusal at DEBUG, because it concerns only the caller. Log a server failure as
+    ERROR.
+    """
     level = logging.ERROR if error.code is ErrorCode.INTERNAL else logging.DEBUG
     if _LOGGER.isEnabledFor(level):
         said = (method, path, error, logged_id(state))

@@ -1,4 +1,4 @@
-"""Reports of wrong artifacts, what is withheld because of them, and its release."""
+"""Reports of wrong artifacts, the list of withheld artifacts, and their release."""
 
 from typing import Final
 
@@ -51,7 +51,7 @@ _ADMIN_THERE: Final = in_namespace(
 
 
 async def _admit_administrator(request: Request) -> Call:
-    """Admits administrators of the namespace in the query, or of the server without one."""
+    """Admit administrators of the namespace in the query, or of the server if there is none."""
     is_one = "namespace" in request.query_params
     return await (_ADMIN_THERE if is_one else ADMINISTRATOR).admit(request)
 
@@ -66,11 +66,11 @@ async def _admit_administrator(request: Request) -> Call:
     refuses=_REFUSALS,
 )
 async def report_artifact(call: NamespaceCall) -> Response:
-    """Reports an artifact as wrong: it may be withheld until an administrator decides.
+    """Report an artifact as wrong. The server may withhold it until an administrator decides.
 
-    The report of a caller who may write withholds the artifact if the server finds it wrong, too
-    (no envelope, or that of another key), or if another writer reported it before. That of an
-    administrator of the namespace always does; those of other callers are counted.
+    A report of a writer withholds the artifact in two cases: the server also finds it wrong (no
+    envelope, or one of another key), or another writer reported it before. A namespace
+    administrator's report always withholds it. Reports of other callers are counted.
     """
     where = call.namespace
     report = await read_model(call, ReportRequest)
@@ -96,7 +96,7 @@ async def report_artifact(call: NamespaceCall) -> Response:
     refuses=_REFUSALS,
 )
 async def release_artifact(call: NamespaceCall) -> Response:
-    """Serves a withheld artifact again; 404 when it is not withheld. DELETE removes it instead."""
+    """Serve a withheld artifact again, or respond 404 if it is not. DELETE removes it instead."""
     key = await read_model(call, ArtifactKey)
     wanted = StoredKey.of(call.namespace, key)
     if not await call.context.quarantine.release(wanted, actor=call.actor):
@@ -115,6 +115,6 @@ async def release_artifact(call: NamespaceCall) -> Response:
     answers={200: {"model": WithheldList}},
 )
 async def list_withheld(call: Call) -> Response:
-    """Artifacts that are withheld, the newest report first; at most 1,000."""
+    """Return the withheld artifacts, newest report first, at most 1,000."""
     where = call.namespace if isinstance(call, NamespaceCall) else None
     return json_answer(await call.context.quarantine.list_withheld(where))

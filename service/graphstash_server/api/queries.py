@@ -1,4 +1,4 @@
-"""The query of a URL, as a model."""
+"""Parse the query of a URL into a model."""
 
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def parameters_of(model: type[BaseModel]) -> list[dict[str, Any]]:
-    """OpenAPI: the fields of a model as parameters of the query."""
+    """Return the fields of a model as OpenAPI query parameters."""
     properties = model.model_json_schema(ref_template="#/components/schemas/{model}")["properties"]
     return [
         {"name": name, "in": "query", "required": False, "schema": schema}
@@ -22,10 +22,10 @@ def parameters_of(model: type[BaseModel]) -> list[dict[str, Any]]:
 
 
 def read_query(call: Call, model: type[M]) -> M:
-    """The query of a request.
+    """Parse the query of a request.
 
     Raises:
-        ServerError: 400, for the first parameter that is not valid.
+        ServerError: 400 for the first invalid parameter.
     """
     try:
         return model.model_validate(dict(call.request.query_params))

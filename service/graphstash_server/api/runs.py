@@ -1,4 +1,4 @@
-"""What runs report, and what they reported."""
+"""Reports of runs."""
 
 from typing import Final
 
@@ -29,14 +29,14 @@ _PATH: Final = "/{namespace}/runs"
 
 
 class _RunsQuery(WireModel):
-    """Which runs are wanted."""
+    """The requested runs."""
 
     job: ManifestName | None = Field(default=None, description="only runs of it")
     limit: int = Field(default=20, ge=1, le=MAX_LISTED_RUNS, description="most runs")
 
 
 def _absent_there(request: Request) -> ServerError:
-    """The answer for a run that the caller may not read: as if it did not exist."""
+    """Return the error for a run that the caller may not read, as if it did not exist."""
     return _absent(Namespace(request.path_params["namespace"]), RunName(request.path_params["run"]))
 
 
@@ -55,8 +55,8 @@ def _absent_there(request: Request) -> ServerError:
     ],
 )
 async def put_report(call: NamespaceCall) -> Response:
-    """Stores what one process of a run says at its end. Whoever may read the namespace may report,
-    and a run belongs to who reported it first.
+    """Store the report of one process of a run at its end. Any caller that may read the namespace
+    may report. A run belongs to its first reporter.
     """
     words = call.request.path_params
     run, process = RunName(words["run"]), RunName(words["process"])
@@ -74,7 +74,7 @@ async def put_report(call: NamespaceCall) -> Response:
     refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_NAME],
 )
 async def list_runs(call: NamespaceCall) -> Response:
-    """The runs that reported last, without their misses."""
+    """Return the runs that reported last, without their misses."""
     wanted = read_query(call, _RunsQuery)
     return json_answer(
         await call.context.runs.list_latest(call.namespace, job=wanted.job, limit=wanted.limit)
@@ -88,7 +88,7 @@ async def list_runs(call: NamespaceCall) -> Response:
     answers={200: {"model": Run}},
 )
 async def get_run(call: NamespaceCall) -> Response:
-    """One run, with what it missed."""
+    """Return one run with its misses."""
     name = RunName(call.request.path_params["run"])
     run = await call.context.runs.find(call.namespace, name)
     if run is None:

@@ -39,7 +39,7 @@ _MAX_ID: Final = 2**63 - 1
 
 
 class _AuditQuery(WireModel):
-    """Which page of the audit log is wanted."""
+    """The requested page of the audit log."""
 
     limit: int = Field(default=100, ge=1, le=MAX_AUDIT_ENTRIES, description="most entries")
     before: int | None = Field(
@@ -50,7 +50,7 @@ class _AuditQuery(WireModel):
 
 @router.call("GET", "/access", needs=KNOWN, answers={200: {"model": Access}})
 async def get_access(call: Call) -> Response:
-    """Who the caller is, and what they may do."""
+    """Return who the caller is, and what the caller may do."""
     return json_answer(call.principal.access)
 
 
@@ -65,7 +65,7 @@ async def get_access(call: Call) -> Response:
     refuses=[ErrorCode.INVALID_PATTERN, ErrorCode.CONFLICT, ErrorCode.INSUFFICIENT_STORAGE],
 )
 async def create_token(call: Call) -> Response:
-    """Creates a token."""
+    """Create a token."""
     if call.principal.kind is AccessKind.OPEN:
         raise ServerError(
             ErrorCode.FORBIDDEN,
@@ -93,8 +93,8 @@ async def create_token(call: Call) -> Response:
     ],
 )
 async def exchange_token(call: Call) -> Response:
-    """Exchanges the JWT of the request for a token that lives as long as a job, has the rights of
-    the JWT or fewer, and can be revoked.
+    """Exchange the JWT of the request for a revocable token. It lasts as long as a job, and has at
+    most the rights of the JWT.
     """
     wanted = await read_model(call, TokenExchange)
     issued = await call.context.tokens.exchange(
@@ -108,7 +108,7 @@ async def exchange_token(call: Call) -> Response:
 
 @router.call("GET", "/tokens", needs=ADMINISTRATOR, answers={200: {"model": TokenList}})
 async def list_tokens(call: Call) -> Response:
-    """All tokens, newest first, without their secrets."""
+    """Return all tokens, newest first, without their secrets."""
     return json_answer(await call.context.tokens.list_all())
 
 
@@ -120,7 +120,7 @@ async def list_tokens(call: Call) -> Response:
     refuses=[ErrorCode.NOT_FOUND, ErrorCode.INSUFFICIENT_STORAGE],
 )
 async def revoke_token(call: Call) -> Response:
-    """Revokes a token for good: this process refuses it at once, all others within two seconds."""
+    """Revoke a token. This process refuses it at once, all others within two seconds."""
     token_id: str = call.request.path_params["id"]
     if await call.context.tokens.revoke(token_id, actor=call.actor) is None:
         raise ServerError(ErrorCode.NOT_FOUND, "there is no token of that id")
@@ -137,7 +137,7 @@ async def revoke_token(call: Call) -> Response:
     refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_NAMESPACE],
 )
 async def get_audit(call: Call) -> Response:
-    """Who wrote or deleted artifacts or changed permissions, newest first."""
+    """Return who wrote or deleted artifacts or changed permissions, newest first."""
     wanted = read_query(call, _AuditQuery)
     log = await call.context.audit.read(
         limit=wanted.limit, before=wanted.before, namespace=wanted.namespace

@@ -1,4 +1,4 @@
-"""TraceRequests: makes each request that reaches the application a span; outside of the frame."""
+"""TraceRequests: a span for each request that reaches the application, outside of the frame."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -10,14 +10,14 @@ _NAME = b"traceparent"
 
 
 class TraceRequests:
-    """ASGI middleware; other scopes than HTTP pass through."""
+    """ASGI middleware. Scopes other than HTTP pass through."""
 
     def __init__(self, app: ASGIApp, *, tracing: Tracing) -> None:
         self._app = app
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request within its span, whose ids the log has."""
+        """Handle one request within its span. The log contains the span's IDs."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
