@@ -215,10 +215,7 @@ def _lamb(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], lis
 
 
 def _trust(p_norm: Tensor, r_norm: Tensor) -> Tensor:
-    """Return the ratio of norms, or 1 if one of them is 0 or not finite.
-
-    Otherwise one infinite element of a parameter would reach all its elements through the norm.
-    """
+    """Return the ratio, or 1 if a norm is not finite: infinity must not reach other elements."""
     is_ratio = (p_norm > 0) & (r_norm > 0) & p_norm.isfinite() & r_norm.isfinite()
     return torch.where(is_ratio, p_norm / r_norm, 1.0)
 

@@ -50,8 +50,6 @@ Compute = Callable[[Snapshot], Roots]
 
 
 class _Kind(IntEnum):
-    """The content of `Pending.plain`."""
-
     NONE = 0
     NOTHING = 1
     FAILED = 2

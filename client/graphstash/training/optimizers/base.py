@@ -90,7 +90,7 @@ class Split(NamedTuple):
     slots: list[list[Tensor]]
     found_inf: Tensor | None  # []
     shards: Sums
-    dtype: torch.dtype  # of the parameters where they are kept: float16 is widened here
+    dtype: torch.dtype  # in which parameters are stored; `parameters` has float16 widened
 
 
 Formula = Callable[[Split, Tensor, Options], tuple[list[Tensor], list[list[Tensor]]]]
@@ -500,7 +500,6 @@ class SyncFreeOptimizer(Optimizer):
     def _kernel(
         self, group: Group, scheduled: Mapping[str, float | Tensor], cohort: Cohort
     ) -> Kernel | None:
-        """Return torch's kernel with its arguments if it exists and is exact."""
         kernel = None if group["fused"] is False else self._fused_kernel(group, cohort)
         exact = kernel is not None and self._is_kernel_exact(group, scheduled, cohort)
         return kernel if exact else None
@@ -663,9 +662,7 @@ class SyncFreeOptimizer(Optimizer):
         return [state[name] for name in names]
 
     def _check_loaded(self, group: Group, saved: Group, states: Sequence[Group]) -> None:
-        """Raise ConfigError if a saved group does not fit; `states` are empty for new
-        parameters.
-        """
+        """Raise ConfigError if a saved group does not fit; `states` has a dict per parameter."""
         name = type(self).__name__
         remedy = "load only the model, and begin with new state"
         for option in self.defaults.keys() & saved.keys():
@@ -722,9 +719,7 @@ class SyncFreeOptimizer(Optimizer):
         return sorted(makers)
 
     def _has_moments(self, group: Group, parameter: Tensor, saved: Collection[str]) -> bool:
-        """Return whether these saved tensors are enough to continue. amsgrad's tensor may be
-        missing, as amsgrad may have been turned on since the last step.
-        """
+        """Return whether these saved tensors are enough; amsgrad may have been turned on since."""
         return {*self._slots_of(group, parameter)} - {"max_exp_avg_sq"} <= {*saved}
 
     def _step_of(self, state: Mapping[str, Any]) -> float:

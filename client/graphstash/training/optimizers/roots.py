@@ -288,9 +288,7 @@ def _plain(state: Mapping[str, Any], factors: Factors) -> Tensor:
 
 
 def _aligned(gradient: Tensor) -> Tensor:
-    """Copy an unaligned gradient. Matrix products round differently at other memory alignments, and
-    in DDP's buckets the alignment differs.
-    """
+    """Copy a gradient that is unaligned, as in DDP's buckets: alignment changes rounding."""
     return gradient.clone() if gradient.data_ptr() % 64 else gradient
 
 

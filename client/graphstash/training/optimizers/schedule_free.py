@@ -56,7 +56,7 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
     if warmup_steps:
         lr = lr * (step / warmup_steps).clamp(max=1.0)
     gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
-    # On torch_xla, parameters may change between the creation of state and the first step.
+    # On torch_xla, parameters may change after state was created: z begins at y in the first step.
     points = [
         torch.where(step == 1, y, z) for y, z in zip(old.parameters, old.slots[0], strict=True)
     ]

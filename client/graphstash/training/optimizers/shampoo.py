@@ -70,7 +70,6 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
 
 
 def _inverse_roots(eps: float, snapshot: Snapshot) -> Roots:
-    """Return (S + eps * I)^(-1 / 2n) for all matrices S."""
     factors = snapshot.factors
     roots = []
     for matrices in factors.matrices(snapshot.statistics):

@@ -201,7 +201,6 @@ class TracedStep(ABC, Generic[R]):
                 self._refuse(f"{type(optimizer).__name__} computes a part of its steps on the host")
 
     def _refuse(self, reason: str) -> None:
-        """Run the function in every later call."""
         self._refused = True
         self._be_lazy(reason)
 

@@ -105,7 +105,7 @@ class TorchStep(TracedStep[R]):
         """Run one step."""
         self._state.refresh()
         if self._refused or not self._begun:
-            self._begun = True  # not compiled: later steps find the state that it creates
+            self._begun = True  # do not compile this step: it creates the state of later steps
             return detached(self._function(*batch))
         try:
             structure: Hashable = (flatten_batch(batch)[1], self._state.structure())

@@ -275,7 +275,6 @@ class _Slot:
         return self.result
 
     def _complete_numbers(self, capacity: int) -> tuple[Numbers, int]:
-        """Return the complete blocks, as many as fit, and the block at which to continue."""
         until = min(self._next)
         parts = [numbers for waiting in self._waiting for numbers, _ in waiting]
         if not parts:
@@ -288,7 +287,7 @@ class _Slot:
 
     def _add(self, numbers: Numbers, sums: Values) -> None:
         """Add rank by rank, so that the bits do not depend on the order of arrival."""
-        assert self.tensor is not None  # noqa: S101 - as above
+        assert self.tensor is not None  # noqa: S101 - `take` has set it
         element = ELEMENTS[self.tensor.element]
         is_sum = self.tensor.operation == Operation.SUM
         combine = np.add if is_sum else np.maximum

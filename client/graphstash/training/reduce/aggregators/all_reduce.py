@@ -256,7 +256,6 @@ class AggregatedAllReduce:
         return total.union_blocks
 
     def _element_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> int:
-        """Return the code of the type to send, or raise ConfigError if it cannot be sent."""
         require_floats(flat, wire_dtype)
         dtype = wire_dtype or flat.dtype
         element = code_of(str(dtype).removeprefix("torch."))
@@ -288,7 +287,6 @@ def _or_default(group: distributed.ProcessGroup | None) -> distributed.ProcessGr
 
 
 def _seconds(group: distributed.ProcessGroup) -> float:
-    """Return the group's timeout, or torch's default if the group does not expose it."""
     return (timeout_of(group) or distributed.default_pg_timeout).total_seconds()
 
 

@@ -58,7 +58,7 @@ class ColocatedAggregator:
         """End the process. It stays up to 2 seconds for ranks that miss the last sums."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(b"end")  # closing may not do: a fork may hold the pipe
+                self._process.stdin.write(b"end")  # a fork may hold the pipe open after close()
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)

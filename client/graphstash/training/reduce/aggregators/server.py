@@ -121,9 +121,7 @@ class Server:
             self._stop()
 
     def _stop(self) -> None:
-        """Begin to stop, once, and fail the sessions that are affected. An aggregator with an owner
-        fails only the sessions that its owner has not left.
-        """
+        """Fail all sessions; with an owner, only those that the owner has not left."""
         if self._stopped_since is not None:
             return
         self._stopped_since = self._clock()

@@ -177,9 +177,7 @@ class Session:
             raise
 
     def _why(self, error: BaseException) -> str:
-        """Return the reason to send to all ranks. The text of an error from outside this package
-        does not name the rank, so it is added.
-        """
+        """Return the reason for all ranks; names the rank in errors from outside this package."""
         if isinstance(error, GraphstashError):
             return str(error)
         return f"rank {self._rank} has given up: {type(error).__name__} {error}".rstrip()
@@ -209,7 +207,6 @@ class Session:
     def _aggregators(
         self, settings: Settings, rank: int, secret_file: Path | None, listen: str | None
     ) -> tuple[list[sockets.Address], bytes]:
-        """Return the aggregators' addresses and the secret to offer. Starts this rank's own."""
         if settings.aggregators is None:
             self._own = ColocatedAggregator(_host(listen) or own_host(), rank=rank)
             return [self._own.address], self._own.secret

@@ -234,9 +234,7 @@ class Worker:
         return [self._send(stream, now, until=message.header.next)]
 
     def _send(self, stream: "_Stream", now: float, *, until: int | None = None) -> Outgoing:
-        """Return the datagram of a stream's round. `until` is the block at which all ranks
-        continue, None in the first round.
-        """
+        """Return a round's datagram. All ranks continue at `until`; None in the first round."""
         begins = until is None or until == stream.next
         numbers = stream.advance() if begins else stream.nothing
         header = stream.header._replace(filled=len(numbers), round=stream.round, next=stream.next)
@@ -253,12 +251,9 @@ class _Stream:
     """One stream of a tensor's blocks.
 
     Attributes:
-        round: Round of the slot.
         next: Number of the first block that is not sent yet; END after the last.
-        datagram: Bytes to resend if no answer arrives.
         due: Time of the next resend, which is `wait` seconds after the previous send.
         sent: Time of the first send in this round.
-        is_repeated: Whether this round's datagram was resent.
         missing: Ranks that the aggregator still waits for, by its last WAITING.
     """
 
