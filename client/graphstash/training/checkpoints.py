@@ -158,7 +158,6 @@ def whole(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _map(function: Callable[[Tensor], Tensor], value: Any, place: str) -> Any:
-    """Copy nested containers, with `function` applied to tensors."""
     kind = type(value)
     if kind is Tensor or kind is nn.Parameter or (isinstance(value, Tensor) and is_sharded(value)):
         return function(value)

@@ -222,7 +222,6 @@ def _move(tensors: "list[torch.Tensor]", device: "torch.device") -> "list[torch.
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """Copy nested containers, with `function` applied to each other value."""
     if isinstance(value, tuple | list):
         parts = [_map(function, part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -64,7 +64,7 @@ class Buckets:
 
 
 def _nobody() -> None:
-    """Stand for a weak reference whose object is gone."""
+    """Return None, as a dead weak reference does."""
 
 
 class _State:

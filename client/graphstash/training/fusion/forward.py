@@ -261,7 +261,7 @@ class ForwardFusion(Fusion):
         self._remove_hooks(users.keys())
 
     def _remove_hooks(self, fused: AbstractSet[Tensor]) -> None:
-        """Leaves hooks only where there is something to update before a module runs, or in it."""
+        """Remove the hooks of modules without fused parameters, in or below them."""
         for module, handles in self._hooks.items():
             if module not in (self._units or ()) and fused.isdisjoint(module.parameters()):
                 for handle in handles:

@@ -98,7 +98,6 @@ class Measurement(NamedTuple):
 def _problem(
     configuration: object, cost: object, spread: object, count: object, failure: object
 ) -> str | None:
-    """Return why these are not the fields of a measurement, or None if they are."""
     if not isinstance(configuration, dict) or not all(
         isinstance(name, str) and isinstance(value, int | float | str)
         for name, value in configuration.items()

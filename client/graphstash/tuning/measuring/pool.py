@@ -143,7 +143,6 @@ class Pool(Executor):
         return self.results()
 
     def _advance(self) -> None:
-        """Hand out work, wait for an event, and collect results."""
         self._hand_out()
         self._wait()
         for worker in list(self._workers):
@@ -181,7 +180,6 @@ class Pool(Executor):
                 worker.process.run()
 
     def _next_job(self, *, is_new: bool) -> _Job | None:
-        """Remove and return the next job that a process may do."""
         for job in self._jobs:
             if is_new or not job.needs_new_process:
                 self._jobs.remove(job)

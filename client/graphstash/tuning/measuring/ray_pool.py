@@ -56,8 +56,6 @@ _MAX_TRIES: Final = 2
 
 
 class _Measurer:
-    """Runs in a worker."""
-
     def __init__(self, target: bytes, method: Method) -> None:
         self._pool = Pool(target, method=method)
 
@@ -156,13 +154,11 @@ class RayPool(Executor):
         self._jobs.append(_Job([dict(configuration)]))
 
     def _compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
-        """Measure in one worker, while the others are idle."""
         if configurations:
             self._jobs.append(_Job([*map(dict, configurations)]))
         return self.results()
 
     def _advance(self) -> None:
-        """Hand out work, wait for an event, and collect results."""
         for worker in self._workers:
             if worker.call is None and self._jobs:
                 self._give(worker, self._jobs.popleft())
@@ -194,7 +190,6 @@ class RayPool(Executor):
         worker.call = worker.actor.measure.remote(job.configurations)
 
     def _take(self, worker: _Worker) -> None:
-        """Process a call's result."""
         job, call, worker.call = worker.job, worker.call, None
         try:
             told = ray.get(call)

@@ -276,7 +276,6 @@ class TeamMemory:
         best_of: "_BestOf",
         fit: Fit | None,
     ) -> Schedule | None:
-        """Search, and send the result to the team and the other ranks."""
         started = monotonic()
         journal = _Journal(self._cache, problem, space, batch_count=self._batch_count)
         payload: bytes | None = None
@@ -403,7 +402,6 @@ class _Journal:
             self.flush()
 
     def flush(self) -> None:
-        """Publish new measurements in the background."""
         with self._lock:
             pending, self._pending = self._pending, []
             seconds, self._since = monotonic() - self._since, monotonic()
@@ -494,11 +492,7 @@ def _is_misled(
     own: Mapping[Configuration, Finding],
     known: Mapping[Configuration, Finding],
 ) -> bool:
-    """Return whether other hosts' reports misled this search.
-
-    True if nothing works among the configurations that they left to try, or if one of their costs
-    is far from that here.
-    """
+    """Return whether peers misled this search: nothing left to try works, or costs are far off."""
     if not known.keys() - own.keys():
         return False
     pairs = [(_cost(own[key]), _cost(known[key])) for key in own.keys() & known.keys()]
@@ -518,10 +512,9 @@ def _near(ranked: Sequence[Finding]) -> Sequence[Finding]:
 
 
 def _own(journal: _Journal) -> dict[Configuration, Finding]:
-    """Return this host's measurements, merged.
+    """Return this host's measurements, merged; the last decides whether a configuration works.
 
-    The last measurement decides whether a configuration works: the first may have been made in a
-    process that earlier trials had changed.
+    The first may have been made in a process that earlier trials had changed.
     """
     last = {each.configuration: each for each in journal.own}
     failed = {key: each for key, each in last.items() if each.cost is None}

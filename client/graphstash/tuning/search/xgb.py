@@ -105,7 +105,6 @@ class XGBoostSearch(Searcher):
         return list(dict.fromkeys([*chosen, *more]))[: self._plan_size]
 
     def _model(self) -> Any:
-        """Train a model to rank the measured configurations, the cheapest highest."""
         costs = np.array([trial.cost for trial in self._learned])
         data = self._matrix([trial.configuration for trial in self._learned])
         order = np.unique(-costs, return_inverse=True)[1]  # failures rank lowest
@@ -119,7 +118,6 @@ class XGBoostSearch(Searcher):
         return self._xgboost.DMatrix(rows, nthread=1)
 
     def _anneal(self, model: Any) -> list[Configuration]:
-        """Return the unvisited configurations with the highest scores, best first."""
         points = self._ends or [self.space.draw(self._random) for _ in range(self._chains)]
         known: dict[Configuration, float] = {}
         scores = self._scores(model, points, known)

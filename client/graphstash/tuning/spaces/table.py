@@ -85,7 +85,6 @@ class TableSpace(TreeSpace):
         return {"space": "table", "names": list(self.names), "rows": [list(row) for row in self]}
 
     def _places(self, configuration: Configuration) -> tuple[int, ...]:
-        """Return the places of values; shorter for a prefix."""
         return tuple(place[value] for place, value in zip(self._place, configuration, strict=False))
 
     def _row(self, places: tuple[int, ...]) -> Configuration:

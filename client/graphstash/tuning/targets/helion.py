@@ -128,7 +128,6 @@ for _cache in (RemoteAutotuneCache, StrictRemoteAutotuneCache):
 
 
 def _listed(cache: CompileCache) -> Iterator[str]:
-    """Yield the newest entries that Helion can read."""
     server = cache.stash.server
     if not server.is_known:
         return

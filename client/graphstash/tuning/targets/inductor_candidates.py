@@ -111,7 +111,7 @@ def _cpu_parts() -> dict[str, str]:
 
 
 def _precision() -> str:
-    """Read the settings per backend: torch's common setting raises once a backend has its own."""
+    """Read settings per backend: torch's common setting raises once a backend has its own."""
     backends: Any = torch.backends
     return f"{backends.cuda.matmul.fp32_precision} {backends.mkldnn.matmul.fp32_precision}"
 

@@ -82,7 +82,6 @@ class TeamChoices(LookupTableChoices):  # type: ignore[misc]
         op_name: str,
         kwarg_overrides: dict[str, dict[str, Any]] | None = None,
     ) -> list[Any]:
-        """Restrict the candidates that torch generates."""
         offered = {uid: list(each) for uid, each in template_choices.items()}
         # torch's look-up drops the overrides.
         if not any((kwarg_overrides or {}).values()):
@@ -126,7 +125,6 @@ class TeamChoices(LookupTableChoices):  # type: ignore[misc]
 
 
 def _entry(choice: Any) -> dict[str, Any]:
-    """Return a choice in the form of torch's tables."""
     entry = {**choice.params.to_serializeable_dict(), "template_id": choice.template.uid}
     if (source := getattr(choice.template, "src_hash", None)) is not None:
         entry["template_hash"] = source

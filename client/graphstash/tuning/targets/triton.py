@@ -100,7 +100,6 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
     def _choose(
         self, memory: TeamMemory, key: tuple[Any, ...], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Choose a configuration for new arguments, and call the kernel."""
         pruned = self.prune_configs(kwargs)
         try:
             listed = [(config.all_kwargs(), config) for config in pruned]
@@ -186,7 +185,6 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
         return {name: value for name, value in given.items() if name in self.arg_names}
 
     def _key_of(self, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return Triton's key of a choice."""
         given = self._arguments(kwargs)
         return (*(given[name] for name in self.keys if name in given), *_types(given))
 
