@@ -134,20 +134,12 @@ class TorchXlaHook:
         self._mode = self._open(cache)
 
     def close(self) -> None:
-        """Publish the finished graphs and remove the hook.
-
-        torch_xla uses the private directory until the process ends, because its cache cannot change
-        directories.
-        """
+        """Publish the finished graphs and remove the hook. The private directory stays in use."""
         self._mode.close()
         self._patches.undo()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """Continue in a forked child.
-
-        Returns:
-            False if the parent had started the runtime: then the child compiles without the cache.
-        """
+        """Continue in a forked child; return False if the parent has started the runtime."""
         if torch_xla._XLAC._xla_runtime_is_initialized():
             return False
         self._make_directory()

@@ -1,11 +1,9 @@
 """The Python half of the gate: two threads that answer the stub over a socket pair.
 
 A request is one datagram with the sequence number and the path. A reply is the sequence number and
-one byte: `w` (still working, keep waiting) or `d` (done, look again).
-
-The caller gives up after a timeout without a reply, which prevents a deadlock: the thread with the
-interpreter lock may wait for the mutex that the caller holds. Then no Python thread can run, no
-reply arrives, and the caller continues.
+one byte: `w` (still working, keep waiting) or `d` (done, look again). If no reply arrives in time,
+the caller continues. This prevents a deadlock when the thread with the interpreter lock waits for
+the mutex that the caller holds, so that no Python thread can reply.
 """
 
 import logging
@@ -42,12 +40,7 @@ class Answering:
     def __init__(
         self, block: Block, answer: Callable[[str], None], *, heartbeat_seconds: float
     ) -> None:
-        """Start the threads and enable the stub.
-
-        Raises:
-            OSError: The process can open no further sockets.
-            RuntimeError: The process can start no further threads.
-        """
+        """Start the threads and enable the stub. Raises OSError or RuntimeError if it cannot."""
         self.answer = answer
         self._block = block
         self._heartbeat_seconds = heartbeat_seconds

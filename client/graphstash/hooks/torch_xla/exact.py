@@ -1,14 +1,10 @@
 """Exact mode: fetch the artifact of a graph when torch_xla looks the graph up.
 
 The gate reports every file that torch_xla does not find in the private directory, for lazy and
-compiled steps alike:
-
-1. At the first report of a name, torch_xla is about to compile the graph. The hook fetches its
-   artifact into the directory, or records that a compilation begins.
-2. At the second report, torch_xla has compiled the graph and is about to write the file. When
-   torch_xla closes the file, the hook publishes it.
-
-torch_xla does not look up a graph that it has in memory, so a warm training loop causes no reports.
+compiled steps alike. At the first report of a name, torch_xla is about to compile the graph. The
+hook fetches its artifact into the directory, or records that a compilation begins. At the second
+report, torch_xla has compiled the graph and is about to write the file. When torch_xla closes the
+file, the hook publishes it. A graph in memory causes no look-up, so a warm loop causes no reports.
 """
 
 import threading

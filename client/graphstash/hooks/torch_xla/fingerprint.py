@@ -4,10 +4,8 @@ torch_xla names a graph by a 128-bit hash of its nodes, its git revisions, the `
 two environment variables and the serialized topology. Measurements on 2.7 show that other inputs
 change the program but not the name: the matmul precision, `XLA_STABLEHLO_COMPILE`, the
 parameter-wrapping threshold, a flag file, the libtpu version, another build of the library, and
-attributes of some operations (see `omitted`).
-
-The fingerprint contains all of these. It also contains the CPU features that the machine code
-needs, because torch_xla loads machine code without checking the CPU.
+attributes of some operations (see `omitted`). The fingerprint contains all of these, and the CPU
+features that machine code needs, because torch_xla loads machine code without checking the CPU.
 
 A training thread is in the middle of a step when this code runs. Therefore the code neither
 computes on a device nor creates a tensor.
@@ -50,10 +48,9 @@ _PRECISION: Final = "_ZN9torch_xla10XlaHelpers19s_mat_mul_precisionE"
 class Fingerprints:
     """Maps torch_xla's name of a graph to the key of its artifact.
 
-    The parts that are constant for the process are read once, at first use. The environment counts
-    with all its states: torch_xla reads some variables when its runtime starts. It reads others,
-    such as `XLA_RNG_BIT_GENERATOR`, when it lowers the first graph that needs them, which is right
-    after the look-up of that graph.
+    The constant parts are read once, at first use. The environment is recorded repeatedly:
+    torch_xla reads some variables when its runtime starts. It reads others, such as
+    `XLA_RNG_BIT_GENERATOR`, right after the look-up of the first graph that needs them.
 
     Raises:
         GateUnavailable: Operations cannot be observed in this build or on this host.
@@ -111,11 +108,7 @@ class Fingerprints:
 
 
 def _compiling_line() -> str:
-    """Return the line of user code that the main thread executes, which likely compiles.
-
-    In exact mode, another thread calls this function while the compiling thread waits inside
-    torch_xla.
-    """
+    """Return the main thread's line of user code: exact mode calls this in another thread."""
     return user_line(sys._current_frames().get(threading.main_thread().ident or 0))
 
 

@@ -1,17 +1,15 @@
 """Hint mode: predict torch_xla's files on hosts where its look-ups cannot be intercepted.
 
 For a dynamo graph, `_get_graph_hash` returns the file's name before `_xla_warm_up_cache` compiles
-the graph. The name of a lazy step depends on buffer donors, which no Python binding exposes.
-Therefore the hook hashes the StableHLO of all pending operations. This hash is the hint. A small
-artifact under the hint lists the files that an earlier run compiled at this step.
-
-A wrong hint costs bandwidth but never correctness, because torch_xla still looks up the exact name.
-The lease on the hint prevents many jobs from compiling the same step at once.
+the graph. The name of a lazy step depends on buffer donors, which no Python binding exposes. There
+the hint is a hash of the StableHLO of all pending operations. A small artifact under the hint lists
+the files that an earlier run compiled. A wrong hint costs bandwidth but never correctness, because
+torch_xla still looks up the exact name. The lease on the hint prevents many jobs from compiling the
+same step at once.
 
 Lowering the pending graph takes 0.1 to 0.8 s, so the hook predicts only until the loop has settled.
-After a few steps without a new graph, it only compares the directory's `stat` at each step, which
-takes about 2 microseconds. torch_xla's counters cannot replace this check, because extracting a
-dynamo graph clears them.
+After a few steps without a new graph, a step only calls `stat` on the directory, in about 2
+microseconds. (torch_xla's counters do not work here: extracting a dynamo graph clears them.)
 """
 
 import hashlib
@@ -156,12 +154,7 @@ class HintMode:
             pending.compilation.abandon()
 
     def _fetch_hinted(self) -> InFlightCompile | None:
-        """Fetch the files that the hint lists, or begin a compilation of the hint itself.
-
-        Returns:
-            The compilation of the hint, to be published with the names of the new files. None if
-            the hint exists or this process has looked it up before.
-        """
+        """Fetch the files that the hint lists, or begin the hint if it does not exist."""
         pending = torch_xla._XLAC._get_stablehlo([], "", [], True)
         text = pending if isinstance(pending, bytes) else str(pending).encode()
         hint = "hint-" + hashlib.sha256(text).hexdigest()

@@ -1,20 +1,17 @@
 """Operations with attributes that torch_xla omits from the name of a graph.
 
 torch_xla names a graph by the hashes of its operations. The operations below hash their operands,
-but not an attribute that their lowering uses. For example, `celu` with alpha 1 and `celu` with
-alpha 2 give a graph the same name.
+but omit an attribute that their lowering uses: `celu` with alpha 1 and `celu` with alpha 2 give a
+graph the same name. Within one process, torch_xla runs the first such graph in place of both. A
+shared cache would also mix up the graphs of different jobs.
 
-Within one process, torch_xla runs the first such graph in place of both. A shared cache would also
-give a job with one value the graph of a job with another value. Therefore `observer` records the
-attribute wherever torch_xla creates a node of the operation, in lazy and compiled steps alike:
+Therefore `observer` records the attribute wherever torch_xla creates a node, in lazy and compiled
+steps alike. If it had one value in this process, all graphs contain that value, which joins the
+key. If it had several, a name does not determine the value in its graph. From then on, the hook
+does not share the graphs of this process.
 
-- If the attribute had one value in this process, all graphs contain that value. It joins the key.
-- If it had several values, a name does not determine the value in its graph. From then on, the hook
-  does not share the graphs of this process.
-
-The list comes from the sources of torch_xla 2.7. We compared the hash of every `XlaNode`, and of
-every `GenericOp` whose lowering captures a value, with the inputs of its lowering. A test compares
-the names and the lowered programs of torch's operations.
+The list comes from a review of the sources of 2.7, of every `XlaNode` and every `GenericOp` whose
+lowering captures a value. A test compares names and lowered programs of torch's operations.
 """
 
 import struct

@@ -24,10 +24,7 @@ _FULL_BYTES: Final = 1024**2
 
 
 def publish_file(path: Path, compilation: InFlightCompile, *, compile_seconds: float) -> None:
-    """Publish a finished file as the result of `compilation`; the end of the upload removes it.
-
-    If the file is empty or its disk is full, abandon the compilation instead.
-    """
+    """Publish a finished file, which the end of the upload removes; abandon if it is incomplete."""
     if not _is_whole(path):
         compilation.abandon()
         return
