@@ -8,11 +8,9 @@
 
 JAX runs the bytes that its cache returns without a check. An entry of another program with equal
 shapes would silently compute wrong numbers. Therefore the artifact contains its key, which the
-client verifies before JAX receives a byte. If JAX still cannot load an entry, it warns and
-compiles.
-
-A program in memory causes no look-up. The hook does not share a program that calls back into
-Python, or that Python code partitions, because its key contains addresses in this process.
+client verifies before JAX receives a byte. If JAX still cannot load an entry, JAX warns and
+compiles. A program in memory causes no look-up. The hook does not share a program that calls back
+into Python, or that Python code partitions: its key would contain addresses in this process.
 """
 
 import logging

@@ -34,12 +34,9 @@ _GPU_LIBRARIES: Final = re.compile(r"(jax[-_](cuda|rocm)|nvidia[-_])[\w-]*", re.
 
 
 def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileRequest:
-    """Return the request for a program.
+    """Return the request for a program with JAX's key, `<module>-<sha256>`.
 
-    Args:
-        jax_key: `<module>-<sha256>`, as JAX passes it to its cache.
-        program: Program that JAX compiles.
-        label: Name for display. Default: the module's name.
+    The label is a name for display. Default: the module's name.
     """
     parts = {
         "jax_key": jax_key,

@@ -1,14 +1,11 @@
 """Compile a program for a TPU on a host without one, and publish it under JAX's own key.
 
 libtpu compiles without a chip: JAX can lower a program for a topology's devices but not run it. JAX
-makes the same key as for any other compilation. A job on the real slice therefore finds the
-artifact if its inputs are the same. To compare the inputs, JAX logs a hash of each component of the
-key.
+makes the same key as for any other compilation. So a job on the real slice finds the artifact if
+its inputs are the same. To compare the inputs, JAX logs a hash of each component of the key.
 
-Two facts are not tested on a real TPU:
-
-- A slice describes its topology as `get_topology_desc` does. Otherwise, the job misses.
-- A slice loads an executable that was compiled without it. Otherwise, JAX warns and compiles.
+Not tested on a real TPU: whether a slice describes its topology as `get_topology_desc` does, else
+the job misses; and whether a slice loads the executable, else JAX warns and compiles.
 """
 
 import logging
