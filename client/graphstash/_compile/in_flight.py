@@ -124,8 +124,7 @@ class InFlightCompile:
         key: Key of the artifact.
         fallback_reason: Why the cache could not help, or None for a plain miss.
         is_compiling: True until the compiler has finished.
-        is_wanted: Whether the server would accept the result. If not, the result stays on this
-            host.
+        is_wanted: Whether the server would accept the result. If not, it stays on this host.
 
     Args:
         owner: Cache that stores the result.
@@ -158,8 +157,7 @@ class InFlightCompile:
     def is_awaited(self) -> bool:
         """Whether another process may wait for this compilation.
 
-        While it is true, this process must not wait for other compilations. Otherwise two processes
-        that compile and wait for each other would deadlock.
+        Meanwhile, this process must not wait: two processes could wait for each other forever.
         """
         return self.is_compiling and self._lease is not None
 
@@ -226,10 +224,7 @@ class InFlightCompile:
         )
 
     def copy_unsent(self, destination: Destination) -> Fetched | None:
-        """Copy the result while its upload is pending.
-
-        Returns:
-            None if the compilation has not finished, or the upload has.
+        """Copy the result while its upload is pending; None before and after that.
 
         Raises:
             LocalTierError: The disk fails.

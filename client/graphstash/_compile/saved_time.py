@@ -8,13 +8,12 @@ hypothetical time line, on which each hit takes as long as its compilation:
     as if compiled  [---- compilation A ----)[-- compilation B --) ...
 
 The estimate is the union of these hypothetical compilations over all threads, so parallel
-compilations count once. Two times are subtracted: the real compilations of other threads, because
-the process would have been busy with them anyway, and the look-ups.
+compilations count once. It excludes the time of the look-ups, and the time when another thread has
+really compiled, because the process would have been busy anyway.
 
-The time line of a worker thread is at least as far ahead as the main thread's. So time that the
-main thread saved before it handed over work does not overlap with the worker's savings. The time
-lines of other threads are independent. If such a thread hands work to another one, the estimate may
-treat their compilations as parallel. Then it is too low.
+The time line of a worker thread begins where the main thread's is, so that the savings of the main
+thread and of its workers do not overlap. Other time lines are independent. If one such thread hands
+work to another, the estimate may treat their compilations as parallel, and is too low.
 """
 
 import threading

@@ -48,10 +48,8 @@ class Stats:
         published_bytes: Compressed bytes sent.
         fetch_seconds: Time from the look-up to verified bytes, summed over all hits.
         compile_seconds: Time spent compiling after misses and fallbacks.
-        saved_compile_seconds: Sum of the hits' compile times, as if no compilations ran in
-            parallel.
-        saved_wall_seconds: Estimate of the wall time that the hits saved, see
-            `graphstash._compile.saved_time`.
+        saved_compile_seconds: Sum of the hits' compile times, as if none had run in parallel.
+        saved_wall_seconds: Estimated wall time that the hits saved, see `_compile.saved_time`.
         fallbacks: Compilations or uploads without the cache's help, by reason.
     """
 
@@ -218,10 +216,7 @@ class Counters:
         return dataclasses.replace(Stats(fallbacks=fallbacks), **sums)  # type: ignore[arg-type] # fields by name
 
     def by_kind(self) -> Mapping[tuple[str, str], Mapping[str, float]]:
-        """Return hits, misses, fallbacks and seconds by kind and device type.
-
-        The inner names are fields of `RunCounts`.
-        """
+        """Return the fields of `RunCounts` (hits, misses, ...) by kind and device type."""
         with self._lock:
             return {pair: dict(counts) for pair, counts in self._by_kind.items()}
 
