@@ -1,8 +1,7 @@
 """The pjrt hook: replaces the compile functions in the table of a PJRT plug-in.
 
 A plug-in (TPU, Neuron, CUDA, CPU) is a shared library with one table of functions. All frameworks
-in a process call through this table. Replacing a function there affects all of them, even a
-framework that has looked up the table before, without a change to any framework.
+in a process call through this table, so a replaced function affects all of them.
 
     from_torch_xla             reports the plug-ins that torch_xla loads
     plugins, api, abi          find a plug-in and call its functions
@@ -11,11 +10,9 @@ framework that has looked up the table before, without a change to any framework
     fingerprint, canonical     make the key
 
 The hook serves torch_xla 2.8 and newer, whose persistent cache cannot load from a plug-in
-(pytorch/xla#9094). The torch_xla hook serves older versions.
-
-The hook serves JAX only if the jax hook is off. The jax hook's key ignores source lines, and with
-both hooks, the server would store JAX's programs twice. If JAX and torch_xla share a plug-in in one
-process, the hook serves both.
+(pytorch/xla#9094). The torch_xla hook serves older versions. This hook serves JAX only if the jax
+hook is off. The jax hook's key ignores source lines, and with both hooks, the server would store
+JAX's programs twice. If JAX and torch_xla share a plug-in in one process, this hook serves both.
 """
 
 import ctypes

@@ -40,6 +40,8 @@ class PjrtError(Exception):
 class Api:
     """The functions of one table, copied from it when the object is created.
 
+    Every method that calls the plug-in raises `PjrtError` if the plug-in returns an error.
+
     Attributes:
         table: Address of the table.
         major: Major version of the interface. The hook supports 0.
@@ -76,31 +78,19 @@ class Api:
         return FUNCTION_TYPE(self._functions[function])
 
     def ask(self, function: Function, subject: int) -> AskArgs:
-        """Call a function about one object and return the arguments with its result.
-
-        Raises:
-            PjrtError: The plug-in returns an error.
-        """
+        """Call a function about one object and return the arguments with its result."""
         args = AskArgs(struct_size=ctypes.sizeof(AskArgs), subject=subject)
         self._check(self.function(function)(ctypes.addressof(args)))
         return args
 
     def text(self, function: Function, subject: int) -> str:
-        """Return a text property of an object, such as the name of a platform.
-
-        Raises:
-            PjrtError: The plug-in returns an error.
-        """
+        """Return a text property of an object, such as the name of a platform."""
         args = self.ask(function, subject)
         return bytes(view_of(args.answer, args.size)).decode("utf-8", "replace")
 
     @contextmanager
     def serialized(self, function: Function, subject: int) -> Iterator[memoryview]:
-        """Yield the bytes of an executable or a topology, valid until the context ends.
-
-        Raises:
-            PjrtError: The plug-in returns an error.
-        """
+        """Yield the bytes of an executable or a topology, valid until the context ends."""
         args = self.ask(function, subject)
         try:
             yield view_of(args.answer, args.size)
@@ -110,11 +100,7 @@ class Api:
 
     @contextmanager
     def executable_of(self, loaded: int) -> Iterator[int]:
-        """Yield the `PJRT_Executable` of a loaded executable: a handle, valid in the context only.
-
-        Raises:
-            PjrtError: The plug-in returns an error.
-        """
+        """Yield a handle of a loaded executable's `PJRT_Executable`, valid in the context only."""
         executable = self.ask(Function.LOADED_EXECUTABLE_GET_EXECUTABLE, loaded).answer
         try:
             yield executable
@@ -126,9 +112,6 @@ class Api:
 
         `options` and `options_size` locate the caller's compile options, which name the caller's
         devices. They override the options with which the executable was compiled.
-
-        Raises:
-            PjrtError: The plug-in cannot load the executable.
         """
         args = LoadArgs(
             struct_size=ctypes.sizeof(LoadArgs),

@@ -1,13 +1,11 @@
 """Intercept the path of the plug-in that torch_xla loads.
 
-When torch_xla's runtime starts, its C++ code calls `library_path()` of the registered Python object
-of the device. The seam replaces that method on every object, also on objects registered later.
-
-- For `PJRT_DEVICE=LIBRARY`, torch_xla has a C++ object that reads PJRT_LIBRARY_PATH at that time.
-  The seam registers a Python object that does the same.
-- Without dynamic plug-ins (XLA_REGISTER_INSTALLED_PLUGINS=0), torch_xla reads the path from the
-  environment. Then, and if the runtime has started already, the seam attaches the library of the
-  selected device immediately.
+When torch_xla's runtime starts, its C++ code calls `library_path()` of the device's registered
+Python object. The seam replaces this method on every object, registered now or later. For
+`PJRT_DEVICE=LIBRARY`, which torch_xla implements in C++, the seam registers a Python object that
+also reads PJRT_LIBRARY_PATH at that time. Without dynamic plug-ins
+(XLA_REGISTER_INSTALLED_PLUGINS=0), torch_xla reads the path from the environment. Then, and if the
+runtime has started already, the seam attaches the selected device's library immediately.
 """
 
 import os
