@@ -59,7 +59,8 @@ _Model = TypeVar("_Model", bound="BaseModel")
 class ServerClient:
     """Calls one server. Thread-safe.
 
-    Methods without a `namespace` argument use the namespace that the job writes to.
+    Methods without a `namespace` argument use the namespace that the job writes to. Every call
+    raises `CacheError` if the server does not answer or does not accept the call.
 
     Args:
         config: URL, namespaces and limits.
@@ -136,7 +137,6 @@ class ServerClient:
 
         Raises:
             ConflictError: the server keeps different bytes under this key.
-            CacheError: the server does not accept the blob.
         """
         with self._writing():
             answer = self._transport.upload(
@@ -156,11 +156,7 @@ class ServerClient:
         *,
         namespace: schema.Namespace | None = None,
     ) -> schema.LookupResponse:
-        """Ask the server which of these artifacts it has, in batches of 1,000 keys.
-
-        Raises:
-            CacheError: the server does not answer.
-        """
+        """Ask the server which of these artifacts it has, in batches of 1,000 keys."""
         wanted = tuple(keys)
         found: list[schema.ArtifactInfo] = []
         missing: list[schema.ArtifactKey] = []
@@ -180,7 +176,7 @@ class ServerClient:
         """Return one page of the namespace's artifacts.
 
         Raises:
-            CacheError: the server does not answer, or is too old for this call.
+            CacheError: as for every call, and if the server is too old for this call.
         """
         from graphstash_schema.listing import ArtifactList
 
@@ -202,11 +198,7 @@ class ServerClient:
             following = page.next
 
     def verify(self, key: schema.ArtifactKey) -> schema.VerifyResponse:
-        """Ask the server to read an artifact's blob again, and to delete it if it is damaged.
-
-        Raises:
-            CacheError: the server does not answer.
-        """
+        """Ask the server to read an artifact's blob again, and to delete it if it is damaged."""
         answer = self._post("verify", key, patience_seconds=_VERIFY_SECONDS)
         return _parsed(schema.VerifyResponse, answer)
 
@@ -214,9 +206,6 @@ class ServerClient:
         """Upload what artifacts were compiled from, so that the server can explain misses.
 
         One call takes at most `MAX_DESCRIPTIONS` descriptions.
-
-        Raises:
-            CacheError: the server does not accept the descriptions.
         """
         from graphstash_schema.explanation import DescribeRequest
 
@@ -224,11 +213,7 @@ class ServerClient:
         self._post("describe", request)
 
     def explain(self, wanted: Description) -> ExplainResponse:
-        """Return the stored artifacts that are nearest to a missing artifact.
-
-        Raises:
-            CacheError: the server does not answer.
-        """
+        """Return the stored artifacts that are nearest to a missing artifact."""
         answer = self._post("explain", wanted)
         from graphstash_schema.explanation import ExplainResponse
 
@@ -242,11 +227,7 @@ class ServerClient:
         reason: schema.ReportReason,
         namespace: schema.Namespace | None = None,
     ) -> schema.ReportResponse:
-        """Report an artifact as wrong, so that an administrator reviews it.
-
-        Raises:
-            CacheError: the server does not accept the report.
-        """
+        """Report an artifact as wrong, so that an administrator reviews it."""
         request = schema.ReportRequest(key=key, digest=str(digest), reason=reason)
         answer = self._post("report", request, namespace=namespace)
         return _parsed(schema.ReportResponse, answer)
@@ -270,9 +251,6 @@ class ServerClient:
         """Acquire the lease to compile an artifact.
 
         If another job holds the lease, the server delays its response for up to `wait_seconds`.
-
-        Raises:
-            CacheError: the server does not answer.
         """
         request = schema.LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
         with self._writing():
@@ -290,7 +268,6 @@ class ServerClient:
 
         Raises:
             LeaseLostError: the lease has expired.
-            CacheError: the server does not answer.
         """
         request = schema.LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
         self._transport.call(
@@ -305,7 +282,6 @@ class ServerClient:
 
         Raises:
             LeaseLostError: the lease had expired.
-            CacheError: the server does not answer.
         """
         self._transport.call(
             "DELETE",
@@ -314,22 +290,14 @@ class ServerClient:
         )
 
     def manifest(self, name: schema.ManifestName) -> schema.Manifest | None:
-        """Return the artifacts that earlier runs of a job used, or None without earlier runs.
-
-        Raises:
-            CacheError: the server does not answer.
-        """
+        """Return the artifacts that earlier runs of a job used, or None without earlier runs."""
         answer = self._transport.call("GET", self._manifest_path(name))
         return None if answer.status == 404 else _parsed(schema.Manifest, answer)
 
     def update_manifest(
         self, name: schema.ManifestName, keys: Iterable[schema.ArtifactKey]
     ) -> None:
-        """Add the artifacts that this run used to a job's manifest.
-
-        Raises:
-            CacheError: the server does not accept the update.
-        """
+        """Add the artifacts that this run used to a job's manifest."""
         newest = tuple(keys)[-MAX_MANIFEST_ENTRIES:]
         body = schema.ManifestUpdate(keys=newest).model_dump_json().encode()
         with self._writing():
@@ -348,18 +316,14 @@ class ServerClient:
         )
 
     def server_stats(self) -> schema.ServerStats:
-        """Return the server's statistics.
-
-        Raises:
-            CacheError: the server does not answer.
-        """
+        """Return the server's statistics."""
         return _parsed(schema.ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
 
     def runs(self, job: schema.ManifestName | None = None, *, limit: int = 20) -> RunList:
         """Return the latest runs of the namespace, or of one job, without their misses.
 
         Raises:
-            CacheError: the server does not answer, or is too old for this call.
+            CacheError: as for every call, and if the server is too old for this call.
         """
         from graphstash_schema.run import RunList
 
@@ -382,7 +346,7 @@ class ServerClient:
         `wanted` holds the query parameters of `GET /v1/stats/history`.
 
         Raises:
-            CacheError: the server does not answer, or is too old for this call.
+            CacheError: as for every call, and if the server is too old for this call.
         """
         from graphstash_schema.history import History
 
@@ -398,11 +362,7 @@ class ServerClient:
         return _parsed(model, answer)
 
     def exchange(self, request: schema.TokenExchange) -> schema.TokenIssued:
-        """Exchange the JWT in `config.token` for a token of the server.
-
-        Raises:
-            CacheError: the server does not accept the JWT.
-        """
+        """Exchange the JWT in `config.token` for a token of the server."""
         answer = self._transport.call(
             "POST",
             f"{ADMIN_PREFIX}/tokens:exchange",

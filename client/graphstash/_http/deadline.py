@@ -43,11 +43,8 @@ __all__ = ["Deadline", "DeadlineTransport", "ProcessClient"]
 _WRITE_BYTES: Final = 64 * 1024
 
 _READ_BYTES: Final = 128 * 1024
-"""Bytes that one read takes at most.
-
-httpcore asks for 64 KiB, and each piece of a body passes through four layers of Python. Larger
-pieces than this no longer fit into the processor's cache.
-"""
+"""Bytes that one read takes at most. httpcore asks for 64 KiB, and each piece of a body passes
+through four layers of Python. Larger pieces than this no longer fit into the processor's cache."""
 
 
 class Deadline:
@@ -207,8 +204,6 @@ class ProcessClient:
 
 
 class _Current(threading.local):
-    """State of the call that this thread makes."""
-
     deadline: Deadline | None = None
     is_fresh = False
     """Whether the call opened a new connection."""
