@@ -46,11 +46,8 @@ _BLOCK: Final = tarfile.BLOCKSIZE
 _COPY_BYTES: Final = 1024**2
 
 _MAX_LINE_BYTES: Final = 256 * 1024
-"""Maximum bytes of one manifest line.
-
-An artifact has at most 16 KiB of metadata and a description of 32 K characters. Some characters
-take six bytes in JSON.
-"""
+"""Maximum bytes of one manifest line. An artifact has at most 16 KiB of metadata and a description
+of 32 K characters. Some characters take six bytes in JSON."""
 
 _MANIFEST: Final = re.compile(r"manifest-([0-9a-f]{64})\.jsonl")
 
@@ -420,7 +417,6 @@ def _whole_size(content_bytes: int) -> int:
 
 
 def _told(header: bytes) -> str:
-    """Describe a header for an error message."""
     if len(header) < _BLOCK:
         return "the end of the file"
     if not any(header):

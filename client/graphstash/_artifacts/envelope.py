@@ -37,10 +37,8 @@ _MAX_WINDOW_LOG: Final = 27
 """Maximum accepted window, 128 MiB, as in earlier envelopes. The window is held in memory."""
 
 _LONG_WINDOW_LOG: Final = 24
-"""Window of 16 MiB. It shrinks a TPU executable of 40 MB to 3.2 MB.
-
-A window of 128 MiB shrinks it no further. A window of 4 MiB shrinks it to 5.4 MB.
-"""
+"""Window of 16 MiB. It shrinks a TPU executable of 40 MB to 3.2 MB. A window of 128 MiB shrinks it
+no further. A window of 4 MiB shrinks it to 5.4 MB."""
 
 _SHORT_WINDOW_LOG: Final = 20
 _WORTHWHILE: Final = 0.9
@@ -50,11 +48,9 @@ _AT_ONCE: Final = 12
 """Ratio of payload to blob from which a reader decompresses at once, without a window."""
 
 _END: Final = struct.pack("<II", 0x184D2A50, 0)
-"""An empty skippable frame (RFC 8878, section 3.1.2) to append to the payload's frame.
-
-If the frame's checksum was cut off, the decoder reads these bytes as the checksum, and they do not
-match.
-"""
+"""An empty skippable frame (RFC 8878, section 3.1.2) to append to the payload's frame. If the
+frame's checksum was cut off, the decoder reads these bytes as the checksum, and they do not
+match."""
 
 _Update: TypeAlias = Callable[[memoryview], object]
 
@@ -274,8 +270,6 @@ def _opened(payload: Path | bytes) -> IO[bytes]:
 
 
 class _Hashing:
-    """Reads a file and hashes the bytes."""
-
     def __init__(self, source: IO[bytes]) -> None:
         self._source = source
         self._hash = hashlib.sha256()

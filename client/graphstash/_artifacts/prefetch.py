@@ -134,7 +134,6 @@ class Prefetch:
         self._done(key, outcome)
 
     def _pacing(self) -> Callable[[], None]:
-        """Return a function that pauses one download between two chunks."""
         left = _MAX_PAUSE_SECONDS
 
         def pause() -> None:

@@ -17,11 +17,9 @@ from graphstash_schema import ArtifactKey
 __all__ = ["RunDownloads", "Source"]
 
 Source: TypeAlias = Literal["server", "prefetched", "host"]
-"""Source of a hit's bytes.
-
-server: this run downloaded them on demand. prefetched: this run downloaded them in advance. host:
-an earlier run left them on this host, or this run compiled them.
-"""
+"""Source of a hit's bytes. server: this run downloaded them on demand. prefetched: this run
+downloaded them in advance. host: an earlier run left them on this host, or this run compiled
+them."""
 
 _MAX_BYTES: Final = 4 * 1024**2
 
