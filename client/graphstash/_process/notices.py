@@ -18,11 +18,8 @@ _TOLD: Final = "_GRAPHSTASH_TOLD"
 """Internal variable that passes the lines already logged to child processes."""
 
 _ALIKE: Final = 0.85
-"""Minimum similarity for a variable to count as a misspelled setting.
-
-Server settings share the prefix. The most similar pair of a server setting and a job setting has a
-similarity of 0.8.
-"""
+"""Minimum similarity for a variable to count as a misspelled setting. Server settings share the
+prefix. The most similar pair of a server setting and a job setting has a similarity of 0.8."""
 
 
 _VALUE_CHARACTERS: Final = 40
