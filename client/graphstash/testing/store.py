@@ -462,7 +462,6 @@ def _not_found(request: Request) -> RefusalError:
 
 
 def _with_nulls(model: BaseModel) -> Answer:
-    """Return a response that includes fields without a value."""
     headers = {"Content-Type": "application/json"}
     return Answer(200, model.model_dump_json().encode(), headers)
 
