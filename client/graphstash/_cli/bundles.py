@@ -201,8 +201,6 @@ def import_(
 
 @dataclasses.dataclass(frozen=True)
 class _Chosen:
-    """Selection of artifacts to export."""
-
     kind: ArtifactKind | None
     device_type: str
     prefixes: tuple[str, ...]
@@ -489,8 +487,6 @@ class _Export:
 
 
 class _Import:
-    """One import: verify the whole bundle, then publish it."""
-
     def __init__(self, config: ClientConfig, bundle: Bundle) -> None:
         self._config, self._bundle = config, bundle
         self._signatures = Signatures(config, secret=lambda: None)
@@ -622,7 +618,7 @@ class _Import:
         self._imported += 1
 
     def _metadata_of(self, found: Found) -> ArtifactMetadata:
-        """Return the metadata to publish. For another namespace, sign it with this host's key."""
+        """Sign the metadata with this host's key if the artifact goes to another namespace."""
         entry = found.entry
         found.blob.seek(0)
         raw_size = int(read_envelope_head(_as_file(found.blob).read)["raw_size"])

@@ -172,7 +172,6 @@ def _as_json(cause: Cause) -> dict[str, object]:
 
 
 def _compare(config: ClientConfig, job: str, against: str | None, *, as_json: bool) -> None:
-    """Compare the last run of a job with another run."""
     try:
         name = ManifestName(job)
     except InvalidValueError as error:

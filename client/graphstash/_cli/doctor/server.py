@@ -329,7 +329,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _word(body: bytes, name: str) -> str:
-    """Return a string of a JSON response, for display."""
     with suppress(ValueError, RecursionError):
         answer = json.loads(body)
         if isinstance(answer, dict):
@@ -400,7 +399,6 @@ def _advice(error: ssl.SSLCertVerificationError, host: str) -> str:
 
 
 def _check_clock(heard: _Heard) -> Iterator[Finding]:
-    """Compare this host's clock with the Date header of a response."""
     try:
         told = parsedate_to_datetime(heard.headers.get("Date", ""))
         told = told if told.tzinfo else told.replace(tzinfo=UTC)
