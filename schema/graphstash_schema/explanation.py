@@ -42,11 +42,8 @@ MAX_PARTS_CHARACTERS: Final = 8192
 """Maximum size of a program's parts, and of its environment's parts, names included."""
 
 _OPAQUE: Final = frozenset({"graph", "jax_key", "name", "triton_key"})
-"""Keys that only the compiler can read.
-
-They cover the program and much of its environment. A difference in one is therefore uninformative
-if another part differs.
-"""
+"""Keys that only the compiler can read. They cover the program and much of its environment. A
+difference in one is therefore uninformative if another part differs."""
 
 _PROGRAM: Final = _OPAQUE | {
     *("command", "compile_options", "constants", "format", "group", "header", "inputs", "options"),

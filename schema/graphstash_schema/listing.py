@@ -25,11 +25,8 @@ MAX_LISTED_ARTIFACTS: Final = 500
 """Maximum artifacts of a page."""
 
 MAX_DETAILED_ARTIFACTS: Final = 3
-"""Maximum artifacts of a page with details.
-
-The parts of one artifact take up to 28 KiB. A client reads at most 100,000 values of a response,
-which it counts by commas and brackets.
-"""
+"""Maximum artifacts of a page with details. The parts of one artifact take up to 28 KiB. A client
+reads at most 100,000 values of a response, which it counts by commas and brackets."""
 
 
 class ListOrder(StrEnum):

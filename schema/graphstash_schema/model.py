@@ -9,10 +9,8 @@ __all__ = ["Items", "RequestModel", "WireModel"]
 _Item = TypeVar("_Item")
 
 Items = Annotated[tuple[_Item, ...], FailFast()]
-"""A sequence of items.
-
-Validation stops at the first error, because collecting a million errors would take gigabytes.
-"""
+"""A sequence of items. Validation stops at the first error, because collecting a million errors
+would take gigabytes."""
 
 
 class WireModel(BaseModel):

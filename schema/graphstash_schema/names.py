@@ -19,10 +19,8 @@ __all__ = ["LINE", "ManifestName", "Namespace", "Word", "line_of", "printable", 
 
 
 LINE: Final = r"^[^\x00-\x1f\x7f-\x9f]*$"
-"""Pattern of text from others that is shown to people: one line without control characters.
-
-Control characters move a terminal's cursor, and PostgreSQL cannot store NUL.
-"""
+"""Pattern of text from others that is shown to people: one line without control characters. Control
+characters move a terminal's cursor, and PostgreSQL cannot store NUL."""
 
 
 class Word(str):

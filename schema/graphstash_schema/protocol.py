@@ -48,10 +48,8 @@ HEADER_METADATA: Final = "Graphstash-Metadata"
 """PUT request and GET/HEAD response: base64url (no padding) of `ArtifactMetadata` as JSON."""
 
 HEADER_JOB: Final = "Graphstash-Job"
-"""Request: the caller's job, as a manifest name. The history counts by job.
-
-A malformed name is ignored.
-"""
+"""Request: the caller's job, as a manifest name. The history counts by job. A malformed name is
+ignored."""
 
 HEADER_LEASE: Final = "Graphstash-Lease"
 """PUT and DELETE of a lease: the token that the grant returned."""
@@ -63,10 +61,8 @@ HEADER_ACCEPT_REDIRECT: Final = "Graphstash-Accept-Redirect"
 """GET request: `1` if the client accepts a 307 to the blob. Otherwise the server sends none."""
 
 HEADER_COPY: Final = "Graphstash-Copy"
-"""GET request: `1` if the client copies the artifact without using it, as an export does.
-
-The server counts neither a hit nor a miss, but counts the served bytes.
-"""
+"""GET request: `1` if the client copies the artifact without using it, as an export does. The
+server counts neither a hit nor a miss, but counts the served bytes."""
 
 HEADER_REQUEST_ID: Final = "X-Request-Id"
 """Response: the request's id in the server's log, also in a problem document's `instance`."""
@@ -75,17 +71,12 @@ PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 """Media type of every error body (RFC 9457)."""
 
 DEFAULT_MAX_ARTIFACT_BYTES: Final = 4 * 1024**3
-"""Default limit for an artifact on the server: 4 GiB.
-
-TPU executables of large models reach hundreds of MB: see docs/benchmarks.md.
-"""
+"""Default limit for an artifact on the server: 4 GiB. TPU executables of large models reach
+hundreds of MB: see docs/benchmarks.md."""
 
 MAX_METADATA_BYTES: Final = 16 * 1024
-"""Maximum size of an encoded `HEADER_METADATA` value.
-
-It stays below the 64 KiB that servers and proxies allow for all headers together, and below nginx's
-default of 8 KiB x 4 buffers.
-"""
+"""Maximum size of an encoded `HEADER_METADATA` value. It stays below the 64 KiB that servers and
+proxies allow for all headers together, and below nginx's default of 8 KiB x 4 buffers."""
 
 MAX_DESCRIPTIONS: Final = 32
 """Maximum artifacts that one call describes."""
@@ -100,19 +91,15 @@ MAX_MANIFEST_ENTRIES: Final = 4096
 """Maximum artifacts in a manifest, which drops the least recently used entries first."""
 
 LOOKUP_PIN_SECONDS: Final = 600
-"""Seconds during which a key found by a look-up is not evicted, so that the next GET finds it.
-
-An upload that needs the space still evicts it.
-"""
+"""Seconds during which a key found by a look-up is not evicted, so that the next GET finds it. An
+upload that needs the space still evicts it."""
 
 MIN_LEASE_SECONDS: Final = 1.0
 """Minimum duration of a lease, in seconds."""
 
 DEFAULT_LEASE_SECONDS: Final = 30.0
-"""Seconds that a client requests. Three heartbeats fit.
-
-A killed holder delays other jobs by at most this long.
-"""
+"""Seconds that a client requests. Three heartbeats fit. A killed holder delays other jobs by at
+most this long."""
 
 MAX_LEASE_SECONDS: Final = 600.0
 """Maximum duration of a lease, in seconds. A holder renews instead of requesting more."""
