@@ -315,7 +315,7 @@ class Checkpoints:
                 return Checkpoint(step, read(path, step), path)
             except FileNotFoundError:
                 continue  # another process has removed it
-            except Exception as error:  # noqa: BLE001 - whatever damage makes its readers raise
+            except Exception as error:  # noqa: BLE001 - a damaged file may raise anything
                 _log.warning("cannot read checkpoint %s, trying an older one: %s", path, error)
                 failure = failure or error
         if failure is not None:

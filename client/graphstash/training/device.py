@@ -74,7 +74,7 @@ def donates() -> bool:
 def materialize(tensors: Sequence[Tensor]) -> None:
     """Compute tensors that were only recorded, and make their memory free to be overwritten.
 
-    The first step then has the same graph as the second, whose inputs they are.
+    The first step then has the same graph as the second, in which they are plain inputs.
     """
     ours = [tensor for tensor in tensors if tensor.device.type == "xla"]
     if ours:

@@ -1,9 +1,9 @@
 """DataPosition: a training run's position in its data and random numbers.
 
 Data with `state_dict` and `load_state_dict` reports its own position: `Batches`, torchdata's
-StatefulDataLoader and others. For a DataLoader, or any other iterable of one epoch, the position is
-the state of the random generators at the start of the epoch. Resuming starts that epoch again, and
-loads and drops the used batches. `Batches` suits long epochs better.
+StatefulDataLoader and others. For a DataLoader, or any other data that gives one epoch per
+iteration, the state of the random generators at the start of the epoch is stored. Resuming starts
+that epoch again, and loads and drops the used batches. `Batches` suits long epochs better.
 
 Private generators of a dataset cannot be restored, nor can draws of persistent workers after their
 first epoch.

@@ -43,9 +43,9 @@ def fuse(
     """Fuse the updates of a model's parameters with its backward or its next forward.
 
     With `when="backward"`, gradients are gone after `backward`, and using one raises FusionError.
-    Read gradients in hooks of the parameters. With `when="forward"`, torch operations on a
-    parameter and uses of `optimizer.state` make the waiting updates first. Call `flush()` before
-    other code, such as torch.func, uses a parameter.
+    Read gradients in hooks of the parameters. With `when="forward"`, a torch operation on a
+    parameter first makes that parameter's update, and a use of `optimizer.state` makes all of them.
+    Call `flush()` before other code, such as torch.func, uses a parameter.
 
     Args:
         model: the module whose forward is called, on a CPU or on CUDA. With when="backward", pass
@@ -61,8 +61,8 @@ def fuse(
 
     Raises:
         FusionError: the result would differ from that of the optimizer without fusion; the message
-            says why, and what to do. The first `step()` raises it before changing anything. Later,
-            using a parameter in a way that would not be exact raises it.
+            says why, and what to do. The first `step()` raises it before changing anything. Later
+            uses of a parameter raise it if they would not be exact.
         ValueError: `when` is neither "backward" nor "forward".
     """
     if when not in _KINDS:

@@ -603,8 +603,8 @@ def train(options: Options) -> TrainingResult:  # noqa: D417 - documents the fie
             sees the averages of an optimizer that has `eval()` and `train()`.
         evaluate_every: steps between two evaluations; one always follows the last step.
         checkpoints: directory of the checkpoints. Training resumes from the newest one, if any.
-            SIGTERM and Ctrl-C write another after the step and end the process with status 143 and
-            KeyboardInterrupt; a second Ctrl-C interrupts at once.
+            SIGTERM and Ctrl-C write another after the step. Then SIGTERM ends the process with
+            status 143, and Ctrl-C raises KeyboardInterrupt; a second Ctrl-C interrupts at once.
         checkpoint_every: steps between two checkpoints; one always follows the last step.
         keep: number of checkpoints to keep.
         stateful: by name, further objects to save in checkpoints, such as averaged parameters.

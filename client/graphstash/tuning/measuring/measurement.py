@@ -139,7 +139,8 @@ class Method:
         timeout_seconds: seconds for building, and for each check or sample, before the process is
             killed.
         memory_bytes: bytes that a measuring process may allocate on the host (RLIMIT_DATA); None
-            for no limit. A host without memory always ends measuring processes first.
+            for no limit. If the host runs out of memory, it kills measuring processes first in any
+            case.
     """
 
     samples: int = 5

@@ -48,7 +48,7 @@ class Target(ABC):
         kernel()
         return True
 
-    def renew(self) -> None:  # noqa: B027 - most have no inputs
+    def renew(self) -> None:  # noqa: B027 - optional
         """Change the values of the inputs in place, and the result that `check` expects.
 
         Called before a kernel's last check, to detect a kernel that returns the result of an

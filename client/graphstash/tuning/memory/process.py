@@ -38,7 +38,7 @@ def record_failure(consequence: str, error: Exception) -> None:
     try:
         if (cache := open_cache()) is not None:
             cache.record_fallback(CacheError(Reason.INTERNAL, f"{consequence}: {error!r}"))
-    except Exception:  # noqa: BLE001 - the cache's outermost frame: training goes on
+    except Exception:  # noqa: BLE001 - the cache's outermost frame: training continues
         _log.debug("counting it failed", exc_info=True)
 
 

@@ -226,7 +226,7 @@ class TeamMemory:
         try:
             if self._ranks() is not None:
                 return None
-        except Exception as error:  # noqa: BLE001 - tuning's outermost frame: training goes on
+        except Exception as error:  # noqa: BLE001 - tuning's outermost frame: training continues
             self._cache.record_fallback(CacheError(Reason.RANKS, repr(error)))
             return None
         for number in range(_MAX_ANSWERS):

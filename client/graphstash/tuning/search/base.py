@@ -135,7 +135,7 @@ class Searcher(ABC):
     def _propose(self) -> list[Configuration]:
         """Return a round of distinct configurations outside `_visited`; empty if none is left."""
 
-    def _learn(self, trials: list[Trial]) -> None:  # noqa: B027 - not all do
+    def _learn(self, trials: list[Trial]) -> None:  # noqa: B027 - optional
         """Learn from a round, in order of proposal, and from trials that were not proposed."""
 
     def _next_round(self) -> bool:

@@ -61,7 +61,7 @@ class TeamChoices(LookupTableChoices):  # type: ignore[misc]
         self._of_thread = threading.local()
 
     def uuid(self) -> str:
-        """Return one id for all graphs, so that hosts share them whatever the table holds."""
+        """Return one id for all graphs, so that hosts share them for any content of the table."""
         return "graphstash 1"
 
     @staticmethod

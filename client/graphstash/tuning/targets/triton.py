@@ -111,7 +111,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
         while space.size > 1:
             try:
                 schedule = self._ask(memory, problem, space, args, kwargs)
-            except _TeamError:  # the cache's outermost frame: training goes on
+            except _TeamError:  # the cache's outermost frame: training continues
                 return super().run(*args, **kwargs)
             if schedule is None:  # as Triton does, run one of them, which raises the error
                 break
