@@ -26,8 +26,9 @@ INDUCTOR_VERSIONS = {"2.7.0": "", "2.15.0": "torch-newest"}
 TRITON_VERSIONS = {"3.3.0": "", "3.9.0": "torch-newest"}
 """Environment by the compiler's version; empty is the one of the tests."""
 
+# The variable leads to the folder of a host and is not in keys, other variables of a script are.
 _COUNTING_COMPILER = """#!/bin/sh
-echo "$*" >> "$COMPILER_LOG"
+echo "$*" >> "$TMPDIR/compiler.log"
 exec {compiler} "$@"
 """
 
@@ -145,7 +146,6 @@ class InductorJobs(CompilerJobs):
         )
         variables = {
             "PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}",
-            "COMPILER_LOG": f"{_HOST}/compiler.log",
             "TORCHINDUCTOR_CACHE_DIR": f"{_HOST}/inductor",
             "TMPDIR": f"{_HOST}/tmp",
             "TORCHINDUCTOR_VEC_ISA_OK": "1",  # as in zygotes
@@ -158,7 +158,7 @@ class InductorJobs(CompilerJobs):
 
     def compiled(self, host: str) -> list[str]:
         """The command lines of the C++ compiler on a host, but for questions about itself."""
-        log = self.directory / host / "compiler.log"
+        log = self.directory / host / "tmp" / "compiler.log"
         lines = log.read_text().splitlines() if log.exists() else []
         return [line for line in lines if line not in {"-v", "--version"}]
 

@@ -1,0 +1,56 @@
+"""Common models under torch.compile: a second host compiles none of their graphs.
+
+Each case is trained, or only called, by two hosts with empty local tiers and one server.
+"""
+
+import pytest
+
+from support.compiler_jobs import INDUCTOR_VERSIONS, InductorJobs
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
+
+VERSIONS = [pytest.param(environment, id=name) for name, environment in INDUCTOR_VERSIONS.items()]
+WITH_TRANSFORMERS = [pytest.param("", id="2.7.0"), pytest.param("frameworks", id="2.15.0")]
+TRAINED = ("attention", "autocast", "convolutions", "dropout", "lstm")
+
+
+@pytest.fixture
+def run(server, namespace, tmp_path):
+    """Runs a case on two hosts."""
+    settings = {"url": server.url, "namespace": namespace, "cases": "inductor_models"}
+
+    def run(environment, case, **keywords):
+        with InductorJobs(tmp_path, "2.7.0", environment=environment, **settings) as jobs:
+            cold, warm = (jobs.run(host, case, keywords) for host in "ab")
+            built = len(jobs.compiled("b"))
+        assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
+        assert cold.report["compiles"] > 0
+        assert warm.report["compiles"] == built == 0
+        assert warm.stats["published"] == 0
+        assert warm.hits == cold.stats["published"]
+        assert warm.report["losses"] == cold.report["losses"]
+        return warm
+
+    return run
+
+
+@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("environment", VERSIONS)
+def test_second_host_compiles_nothing_of_trained_model(run, environment, case):
+    assert run(environment, case).stats["misses"] == 0
+
+
+@pytest.mark.parametrize("case", ["bert", "gpt2"])
+@pytest.mark.parametrize("environment", WITH_TRANSFORMERS)
+def test_second_host_misses_only_what_torch_bypasses_of_transformers_model(run, environment, case):
+    warm = run(environment, case)
+    assert warm.stats["misses"] == warm.report["bypassed"]
+
+
+@pytest.mark.parametrize(("context", "missed"), [("grad", 1), ("no_grad", 0), ("inference", 0)])
+@pytest.mark.parametrize("environment", VERSIONS)
+def test_second_host_traces_forward_pass_again_only_with_gradients(
+    run, environment, context, missed
+):
+    """torch stores the result of AOTAutograd when it has compiled the backward pass."""
+    assert run(environment, "predicting", context=context).stats["misses"] == missed

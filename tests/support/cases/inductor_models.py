@@ -1,0 +1,148 @@
+"""Common models under torch.compile, trained for two steps: none of their graphs is left out."""
+
+# mypy: disallow-untyped-calls=False
+# torch is typed in part.
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+__all__ = ["attention", "autocast", "bert", "convolutions", "dropout", "gpt2", "lstm", "predicting"]
+
+
+def bert() -> dict[str, Any]:
+    """Hugging Face's Bert in training mode, with its dropout."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    settings = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=64, **settings, **layers)
+    return _trained(lambda: BertForMaskedLM(config), _loss_of_tokens)
+
+
+def gpt2() -> dict[str, Any]:
+    """Hugging Face's GPT-2 in training mode, with its dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    return _trained(lambda: GPT2LMHeadModel(config), _loss_of_tokens)
+
+
+def convolutions() -> dict[str, Any]:
+    """Convolutions with batch normalization and pooling."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(8 * 64, 10),
+        )
+
+    return _trained(make, lambda model: model(torch.ones(4, 3, 16, 16)).square().mean())
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(8, 16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        state = (torch.zeros(4, 16), torch.zeros(4, 16))
+        for each in inputs.unbind(1):
+            state = self.cell(each, state)
+        return state[0]
+
+
+def lstm() -> dict[str, Any]:
+    """A recurrent model by its cell: torch.compile leaves `nn.LSTM` to eager."""
+    return _trained(_Recurrent, lambda model: model(torch.ones(4, 3, 8)).square().mean())
+
+
+def autocast() -> dict[str, Any]:
+    """Layers in bfloat16 by autocast."""
+
+    def loss(model: Callable[..., Any]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs: Tensor = model(torch.ones(4, 8))
+        return outputs.float().square().mean()
+
+    return _trained(_layers, loss)
+
+
+def dropout() -> dict[str, Any]:
+    """Layers with dropout."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 8))
+
+    return _trained(make, lambda model: model(torch.ones(4, 8)).square().mean())
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).view(4, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def attention() -> dict[str, Any]:
+    """`scaled_dot_product_attention` with a causal mask."""
+    return _trained(_Attention, lambda model: model(torch.ones(4, 8, 16)).square().mean())
+
+
+def predicting(*, context: str = "grad") -> dict[str, Any]:
+    """Only forward passes of a model, with gradients as usual or in another context."""
+    contexts = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    model = torch.compile(_layers())
+    with contexts[context]():
+        outputs = [float(model(torch.full((4, 8), float(step))).sum()) for step in range(2)]
+    return _report(outputs)
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8))
+
+
+def _loss_of_tokens(model: Callable[..., Any]) -> Tensor:
+    tokens = torch.arange(64).reshape(4, 16)
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def _trained(
+    make: Callable[[], nn.Module], loss_of: Callable[[Callable[..., Any]], Tensor]
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    model = make()
+    compiled = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(compiled)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return _report(losses)
+
+
+def _report(losses: list[float]) -> dict[str, Any]:
+    return {
+        "losses": losses,
+        "compiles": counters["inductor"]["fxgraph_cache_miss"],
+        "bypassed": counters["aot_autograd"]["autograd_cache_bypass"],
+        "bypasses": counters["inductor"]["fxgraph_cache_bypass"],
+    }
