@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from graphstash._compile.compile_limit import STATUS_NO_CACHE
 from graphstash._compile.misses import MissLog
 from graphstash.errors import RefusedError
 from support.host import key, request
@@ -112,6 +113,38 @@ def test_misses_are_grouped_by_what_differs_from_the_teams_artifacts(run, explai
     chosen = json.loads(explain("new", "jit(other", "--json").stdout)
     assert [each["labels"] for each in chosen] == [[f"jit(other_{namespace})"]]
     assert chosen[0]["nearest"] is None
+
+
+REFUSING_JOB = """
+import graphstash
+from graphstash._compile.request import CompileRequest
+from graphstash_schema import ArtifactKind, DeviceType
+
+request = CompileRequest.of(
+    ArtifactKind.TRITON, DeviceType("gpu"), {"group": "scale.json"}, toolchain="", label="scale"
+)
+graphstash.install(hooks=()).cache.refuse(request, "SIZES of scale: a set of other values")
+"""
+
+
+def test_unshareable_program_is_named_with_its_cause_by_run_explain_and_doctor(
+    server, namespace, explain, tmp_path
+):
+    (tmp_path / "train.py").write_text(REFUSING_JOB)
+    settings = settings_of(server, namespace, tmp_path / "host")
+    told = graphstash(
+        "run", "--explain", "--", sys.executable, tmp_path / "train.py", check=True, **settings
+    )
+    cause = "unshareable: SIZES of scale: a set of other values"
+    assert f"graphstash: 1 miss: the cache could not help ({cause})" in told.stderr
+    assert f"1 miss: the cache could not help ({cause})\n    scale\n" in explain("host").stdout
+    checked = graphstash_here("doctor", **settings)
+    assert f"1 program {cause}" in checked.stdout
+    ended = graphstash(
+        *("run", "--", sys.executable, tmp_path / "train.py"),
+        **settings | {"GRAPHSTASH_FAIL_ON_MISS": "1"},
+    )
+    assert ended.returncode == STATUS_NO_CACHE
 
 
 def test_what_lies_in_a_namespace_that_was_not_read_is_named(run, namespace, tmp_path):

@@ -216,7 +216,10 @@ class CompileCache:
         """Count a program that the hook does not share. `explain` and `doctor` show it."""
         error = CacheError(Reason.UNSHAREABLE, why)
         self.record_fallback(error)
-        self.log.add(request, reason=error.reason)
+        self.counters.uncached(request.key)
+        self.log.add(request, reason=error.reason, detail=error.detail)
+        if self.limit is not None:
+            self.limit.check(request, error.reason)
 
     def reject(self, key: ArtifactKey, detail: str) -> None:
         """Count an artifact that the compiler could not load, and delete it from this host."""
@@ -273,10 +276,7 @@ class CompileCache:
         return self.stash.is_on_this_host(key)
 
     def fetch_pack(self, key: ArtifactKey, *, max_bytes: int | None = None) -> FetchedPack | None:
-        """Fetch a pack, without counting a hit. Return None for a miss. Never raises.
-
-        A pack larger than `max_bytes` counts as unusable.
-        """
+        """Fetch a pack of at most `max_bytes`, without counting a hit; None for a miss."""
         payload = Memory(max_bytes)
         try:
             fetched = self._fetch(key, payload)
@@ -295,11 +295,7 @@ class CompileCache:
     def store_pack(
         self, key: ArtifactKey, payload: bytes, metadata: ArtifactMetadata, *, artifact_count: int
     ) -> bool:
-        """Publish a pack of `artifact_count` artifacts. Never raises.
-
-        Returns:
-            False if the server stores another pack under the key.
-        """
+        """Publish a pack; return False if the server stores another one there. Never raises."""
         try:
             sent = self.stash.put(key, payload, metadata)
         except ConflictError:
@@ -314,10 +310,7 @@ class CompileCache:
         return True
 
     def record_fallback(self, error: Exception) -> None:
-        """Count a fallback, and log the first one of each reason.
-
-        An error other than `CacheError` is a fault of the cache itself and counts as internal.
-        """
+        """Count a fallback; log the first of each reason. Non-`CacheError`s count as internal."""
         if not isinstance(error, CacheError):
             _log.debug("the cache failed", exc_info=error)
             error = CacheError(Reason.INTERNAL, repr(error))

@@ -37,11 +37,20 @@ class Miss:
         description: Inputs of the compilation.
         reason: Why the cache could not help, or None if the artifact did not exist.
         compile_seconds: Wall time of the compilation, or 0 until it has finished.
+        detail: What the reason is about, such as the value that makes a program unshareable.
     """
 
     description: Description
     reason: Reason | None
     compile_seconds: float = 0.0
+    detail: str = ""
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason with its detail, or None if the artifact did not exist."""
+        if self.reason is None:
+            return None
+        return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
 
 
 class MissLog:
@@ -62,7 +71,7 @@ class MissLog:
         with self._lock:
             return tuple(self._misses.values())
 
-    def add(self, request: CompileRequest, *, reason: Reason | None) -> None:
+    def add(self, request: CompileRequest, *, reason: Reason | None, detail: str = "") -> None:
         """Add a program that this process has to compile."""
         try:
             if len(self._misses) >= _MAX_MISSES:
@@ -70,7 +79,7 @@ class MissLog:
             from graphstash_schema.explanation import described  # only a job with misses needs it
 
             parts = {**request.details(), **request.parts}
-            miss = Miss(described(request.key, request.label, parts), reason)
+            miss = Miss(described(request.key, request.label, parts), reason, detail=detail)
         except Exception:  # noqa: BLE001 - a compiler may raise any exception for `details`
             _log.debug("a miss cannot be described", exc_info=True)
             return

@@ -39,7 +39,7 @@ class ProcessRecord:
         namespace: namespace that the process wrote to.
         started_at: start time in seconds since 1970.
         stats: the counters, by their names in `Stats`.
-        misses: compiled artifacts: description, reason or None, compile seconds.
+        misses: compiled artifacts: description, `Miss.trouble`, compile seconds.
     """
 
     argv: Sequence[str]
@@ -69,7 +69,7 @@ def save(
         "misses": [
             (
                 each.description.model_dump(mode="json"),
-                None if each.reason is None else each.reason.value,
+                each.trouble,
                 each.compile_seconds,
             )
             for each in misses

@@ -93,8 +93,8 @@ def _misses(cache: CompileCache, causes: Sequence[Cause]) -> Iterator[RunMiss]:
     for miss in longest:
         described = miss.description
         cause = cause_of.get(str(described.key), "")
-        if miss.reason is not None:
-            cause = cause or f"the cache could not help ({miss.reason.value})"
+        if miss.trouble is not None:
+            cause = cause or f"the cache could not help ({miss.trouble})"
         yield RunMiss(
             key=described.key,
             label=_line(described.label),

@@ -362,10 +362,7 @@ class Session:
             return ()
         from graphstash._compile.explaining import causes_of, text_of
 
-        wanted = [
-            (each.description, None if each.reason is None else each.reason.value)
-            for each in misses
-        ]
+        wanted = [(each.description, each.trouble) for each in misses]
         causes: list[Cause] = []
         try:
             causes = causes_of(self._cache.stash.server, wanted)

@@ -12,6 +12,7 @@ from rich.text import Text
 from graphstash._cli.doctor.access import check_access, probe_lease
 from graphstash._cli.doctor.compilers import check_compilers, probe_hooks
 from graphstash._cli.doctor.findings import Finding, State, Topic, fail, skipped, warn
+from graphstash._cli.doctor.last_run import check_last_run
 from graphstash._cli.doctor.local import check_local
 from graphstash._cli.doctor.server import check_server
 from graphstash._cli.doctor.settings import check_settings, check_signatures
@@ -111,6 +112,7 @@ def examine(
         return
     yield from _examine_server(config, with_probe=with_probe)
     yield from _guarded("local tier", _topic(check_local(config)))
+    yield from _guarded("last run", _topic(check_last_run(config)))
     yield from _guarded("signatures", _topic(check_signatures(config)))
     yield from _guarded("compilers", _topic(check_compilers(config, environ)))
     if with_probe:

@@ -24,7 +24,6 @@ from graphstash._compile.cache import CompileCache
 from graphstash._compile.packs import Packs
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
-from graphstash.errors import CacheError, Reason
 from graphstash.hooks.jax.compiling import Program
 from graphstash.hooks.jax.fingerprint import request_of
 from graphstash.hooks.jax.ranks import ranks
@@ -44,10 +43,7 @@ _ZSTD_LEVEL: Final = -50
 
 
 class Keeper(Protocol):
-    """Interface between the seam and the cache that serves JAX.
-
-    `program` is the program that JAX compiles. `pack` makes an entry that this JAX can read.
-    """
+    """Serves the seam. `program` is what JAX compiles; `pack` makes an entry for this JAX."""
 
     def get(self, jax_key: str, program: Program, pack: Callable[[bytes], bytes]) -> bytes | None:
         """Return the entry. None: JAX compiles, and calls `put` if it succeeds and may write."""
@@ -96,11 +92,7 @@ class Entries:
             return None
         request = _requested(jax_key, program)
         if program.unshareable:
-            error = CacheError(
-                Reason.UNSHAREABLE, f"{request.label} is not shared: {program.unshareable}"
-            )
-            self._cache.record_fallback(error)
-            self._cache.log.add(request, reason=error.reason)
+            self._cache.refuse(request, f"{request.label} is not shared: {program.unshareable}")
             return None
         key = request.key
         if program.is_small:
@@ -180,11 +172,9 @@ def _pack_name(job: str, program: Program, number: int) -> CompileRequest:
 def _may_lease(program: Program) -> bool:
     """Return whether other jobs may wait for this compilation, and this process for theirs.
 
-    Three cases exclude it:
-
-    - The hook cannot detect the end of the compilation.
-    - The process is not the first one of its job, so JAX does not let it write.
-    - JAX looks for a profile-guided variant: it looks that variant up but compiles another one.
+    False if the hook cannot detect the end of the compilation, or if JAX does not let this process
+    write, because it is not the first of its job. Also false if JAX looks for a profile-guided
+    variant: it looks that variant up but then compiles the other one.
     """
     looks_for_another = any(getattr(jax.config, name, False) for name in _TWO_KEYS)
     return program.is_watched and program.is_alone and not looks_for_another

@@ -26,7 +26,7 @@ from graphstash.hooks.triton.source import (
 )
 from graphstash_schema import ArtifactKind, DeviceType
 
-__all__ = ["request_of"]
+__all__ = ["request_of", "unshared_request"]
 
 _DEVICE: Final = DeviceType("gpu")
 """One word for all. The architecture is inside Triton's key, which is all that a cache manager is
@@ -90,6 +90,17 @@ def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) ->
         toolchain=f"triton {triton.__version__}",
         label=group.partition(".")[0],
         details=partial(_details, source),
+    )
+
+
+def unshared_request(key: str, group: str) -> CompileRequest:
+    """Return a request that names a kernel which no key covers. It is never looked up."""
+    return CompileRequest.of(
+        ArtifactKind.TRITON,
+        _DEVICE,
+        {"triton": triton.__version__, "triton_key": key, "group": group, "unshared": "1"},
+        toolchain=f"triton {triton.__version__}",
+        label=group.partition(".")[0],
     )
 
 

@@ -26,8 +26,8 @@ from triton.runtime.cache import FileCacheManager, RemoteCacheBackend
 from graphstash._compile.cache import CompileCache
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
-from graphstash.errors import LocalTierError
-from graphstash.hooks.triton.fingerprint import request_of
+from graphstash.errors import CacheError, LocalTierError, Reason
+from graphstash.hooks.triton.fingerprint import request_of, unshared_request
 from graphstash.hooks.triton.kernel import (
     GROUP_PREFIX,
     KernelError,
@@ -98,8 +98,15 @@ class Kernels:
         return getattr(self._thread, "depth", 0) > 0
 
     def record_fallback(self, error: Exception) -> None:
-        """Counts an error of the hook; the first of its kind is logged."""
+        """Count an error of the hook. The first of its kind is logged."""
         self._cache.record_fallback(error)
+
+    def refuse(self, request: CompileRequest, error: CacheError) -> None:
+        """Count a kernel that no key covers, and any other error of the cache."""
+        if error.reason is Reason.UNSHAREABLE:
+            self._cache.refuse(request, error.detail)
+        else:
+            self._cache.record_fallback(error)
 
     def close(self) -> None:
         """Releases the leases of what was started."""
@@ -144,6 +151,9 @@ class SharedKernel:
         """The files of a whole kernel, by name; None when it has to be compiled."""
         try:
             return self._find(group)
+        except CacheError as error:
+            self._kernels.refuse(unshared_request(self._key, group), error)
+            return None
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: Triton compiles
             self._kernels.record_fallback(error)
             return None
