@@ -1,4 +1,4 @@
-"""FastPath: reads a request for an artifact and makes its answer."""
+"""FastPath: parse a request for an artifact and build its response."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -56,13 +56,13 @@ _LINE: Final = re.compile(
     rf"(GET|HEAD) (/v1/{Namespace.form.pattern}/artifacts/(?:{'|'.join(ArtifactKind)})"
     rf"/{DeviceType.form.pattern}/{Fingerprint.form.pattern}) HTTP/1\.1\r\n".encode()
 )
-"""A request line."""
+"""The request line of an artifact read."""
 
 _READ_HERE: Final = {
     name.encode(): name
     for name in ("if-none-match", "if-range", "range", HEADER_ACCEL, ACCEPT_REDIRECT)
 }
-"""Headers that change the answer, see `reading.representation`."""
+"""Headers that change the response, see `reading.representation`."""
 
 _ID: Final = HEADER_REQUEST_ID.lower().encode()
 _PROTOCOL: Final = HEADER_PROTOCOL.lower().encode()
@@ -73,26 +73,28 @@ _SPOKEN: Final = str(PROTOCOL_VERSION).encode()
 _KNOWN: Final = frozenset(
     {
         *(b"host", b"connection", b"authorization", _ID, _JOB, _COPY, _PROTOCOL, *_READ_HERE),
-        # Nothing in the application reads these.
+        # The application reads none of these.
         *(b"accept", b"accept-encoding", b"accept-language", b"cache-control", b"pragma"),
         *(b"user-agent", b"x-forwarded-for", b"x-forwarded-proto", b"x-real-ip", b"via"),
         *(b"traceparent", b"tracestate"),
     }
 )
-"""Headers that may be in a request. Any other one is the application's, even if it ignores it: it
-might have learned about it since."""
+"""Headers that a fast request may have. Any other header goes to the application, even if it
+ignores it now, because it may come to use it."""
 
 _NOTHING: Final[Mapping[str, str]] = {}
 
 _MAX_KEPT: Final = 1024
-"""As many as the rows in memory (`RecentRows`); at most 32 MiB more for each table."""
+"""Number of cached entries, as many as rows in memory (`RecentRows`). At most 32 MiB more per
+cache."""
 
 _MAX_KEPT_BYTES: Final = 2048
-"""Longer headers are read anew each time: 1,024 of them are kept."""
+"""Maximum size of cached header blocks. Longer ones are parsed each time, because 1,024 are
+cached."""
 
 
 class FastRequest(NamedTuple):
-    """A request that its caller may make, and that counts against the namespace's rate."""
+    """An authorized request, counted against the namespace's rate."""
 
     method: str
     path: str
@@ -105,7 +107,7 @@ class FastRequest(NamedTuple):
 
     @property
     def state(self) -> Mapping[str, str]:
-        """Its ids, where `api.frame` keeps them for the log."""
+        """The request's IDs, in the form that `api.frame` uses for the log."""
         return {
             "request_id": self.request_id.decode(),
             "server_request_id": self.own_id.decode(),
@@ -113,14 +115,14 @@ class FastRequest(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is sent.
+    """The response to send.
 
     Attributes:
-        status: of HTTP.
-        headers: lines, all but those that every answer of the connection has.
-        body: the bytes; none where they are sent from `reader`.
-        reader: of the blob; who sends the answer closes it.
-        span: which bytes of the blob, from the first to the end (exclusive).
+        status: HTTP status.
+        headers: header lines, except those common to all responses of the connection.
+        body: bytes of the body, or none if `reader` provides them.
+        reader: reader of the blob. The sender closes it.
+        span: first byte and end (exclusive) within the blob.
     """
 
     status: int
@@ -138,12 +140,12 @@ class FastPath:
         self._new_id = request_ids()
 
     def read(self, head: bytes, *, scheme: str, is_owner: bool) -> FastRequest | None:
-        """A request, or None when it is the application's.
+        """Parse a request, or return None to leave it to the application.
 
         Args:
-            head: what has come of it: its line and headers, and the empty line after them.
+            head: request line, headers, and the empty line after them.
             scheme: "http" or "https".
-            is_owner: whether it came by the owner's own socket.
+            is_owner: whether the request came over the owner's socket.
         """
         line = _LINE.match(head)
         if line is None:
@@ -212,17 +214,17 @@ class FastPath:
             return self.refuse(request, error)
 
     def refuse(self, request: FastRequest, error: ServerError) -> Answer:
-        """The answer to a request that is refused; counts it."""
+        """Build and count the response to a refused request."""
         self._context().accounting.count_refusal(error.code)
         log_refusal(error, method=request.method, path=request.path, state=request.state)
         return self._problem(request, refusal_response(request.request_id.decode(), error))
 
     def fail(self, request: FastRequest, error: ServerError) -> Answer:
-        """The answer to a request that the server itself could not finish."""
+        """Build the response to a request that the server itself failed to handle."""
         return self._problem(request, problem_response(request.request_id.decode(), error))
 
     def count_answer(self, request: FastRequest, status: int) -> None:
-        """Counts an answer, whatever it is."""
+        """Count a response of any status."""
         self._context().accounting.counters.count_request(request.method, status)
 
     def count_sent(self, request: FastRequest, sent_bytes: int) -> None:
@@ -250,19 +252,19 @@ class FastPath:
 
 @lru_cache(_MAX_KEPT)
 def _place(path: str) -> tuple[Namespace, ArtifactKind, DeviceType]:
-    """What a path says before the fingerprint: the same for a whole job."""
+    """Return the values in a path before the fingerprint, which are the same for a whole job."""
     _, _, namespace, _, kind, device_type = path.split("/")
     return Namespace(namespace), ArtifactKind(kind), DeviceType(device_type)
 
 
 class _Fields(NamedTuple):
-    """What headers say.
+    """The parsed headers.
 
     Attributes:
-        asked: headers that change the answer.
-        shown: the value of `Authorization`.
-        request_id: the caller's id of the request.
-        job: the job that asks; empty if there is none.
+        asked: headers that change the response.
+        shown: value of `Authorization`.
+        request_id: request ID given by the caller.
+        job: job that sends the request, or empty.
         is_copy: whether the download is a copy, see `ReadRequest`.
         keep_alive: whether the connection stays open.
     """
@@ -276,7 +278,7 @@ class _Fields(NamedTuple):
 
 
 class _Headers(list[tuple[bytes, bytes]]):
-    """Takes headers from the parser, with their names as the application gets them."""
+    """Collects headers from the parser, with lower-case names as in the application."""
 
     heads = 0
 
@@ -288,16 +290,14 @@ class _Headers(list[tuple[bytes, bytes]]):
 
 
 def _fields_of(lines: bytes) -> _Fields | None:
-    """Headers that are read completely here; None when anything about them is the application's.
-    The parser is that of every other request.
-    """
+    """Parse headers with the usual parser. Return None to leave them to the application."""
     headers = _Headers()
     try:
         HttpRequestParser(headers).feed_data(b"GET / HTTP/1.1\r\n" + lines)
     except (HttpParserError, HttpParserUpgrade):
         return None
     fields = dict(headers)
-    if headers.heads != 1 or len(fields) != len(headers):  # or who asks might mean two requests
+    if headers.heads != 1 or len(fields) != len(headers):  # else it may be two requests
         return None
     if not fields.keys() <= _KNOWN or not _is_plain(fields):
         return None
@@ -316,18 +316,18 @@ _fields: Final = lru_cache(_MAX_KEPT)(_fields_of)
 
 
 class _Absence(NamedTuple):
-    """The answer for an artifact that does not exist, but for what differs between those of a job.
+    """A cached response for an absent artifact, without the parts that differ within a job.
 
     Attributes:
-        headers: the lines before and after `Content-Length`.
-        body: what stands before, between and after the fingerprint and the request's id.
+        headers: lines before and after `Content-Length`.
+        body: text before, between and after the fingerprint and the request ID.
     """
 
     headers: tuple[bytes, bytes]
     body: tuple[bytes, bytes, bytes]
 
     def answer(self, request: FastRequest) -> Answer:
-        """The answer to one request."""
+        """Return the response to one request."""
         begin, between, end = self.body
         fingerprint = request.read.key.fingerprint.encode()
         body = b"".join((begin, fingerprint, between, request.request_id, end))
@@ -342,7 +342,7 @@ class _Absence(NamedTuple):
 
 @lru_cache(_MAX_KEPT)
 def _absence(namespace: Namespace, kind: ArtifactKind, device_type: DeviceType) -> _Absence:
-    """Made from the problem document with marks where no word has such characters."""
+    """Build a cached response from a problem document, with marks that no word can contain."""
     key = StoredKey(namespace, kind, device_type, cast("Fingerprint", "<fingerprint>"))
     made = refusal_response("<id>", absent(key))
     begin, _, rest = bytes(made.body).partition(b"<fingerprint>")
@@ -353,7 +353,7 @@ def _absence(namespace: Namespace, kind: ArtifactKind, device_type: DeviceType) 
 
 
 def _is_plain(fields: Mapping[bytes, bytes]) -> bool:
-    """Whether the application would take these headers, too, and as they are."""
+    """Return whether the application would accept these headers unchanged."""
     return (
         b"host" in fields
         and fields.get(_PROTOCOL, _SPOKEN) == _SPOKEN
@@ -363,7 +363,7 @@ def _is_plain(fields: Mapping[bytes, bytes]) -> bool:
 
 
 def _asked(fields: Mapping[bytes, bytes]) -> Mapping[str, str]:
-    """The headers that change the answer."""
+    """Return the headers that change the response."""
     if fields.keys().isdisjoint(_READ_HERE):
         return _NOTHING
     return {
@@ -372,7 +372,7 @@ def _asked(fields: Mapping[bytes, bytes]) -> Mapping[str, str]:
 
 
 def _principal(context: ProcessContext, shown: str | None, *, is_owner: bool) -> Principal | None:
-    """The caller, see `api.calls`; None when they are refused, or have to be looked up."""
+    """Return the caller (see `api.calls`), or None if refused or to be looked up."""
     if context.access.is_open:
         return OPEN_ACCESS
     if shown is None and is_owner:
@@ -391,7 +391,7 @@ def _frame(request: FastRequest) -> bytes:
 
 @lru_cache
 def _frame_around(scheme: str) -> tuple[bytes, bytes]:
-    """What every answer has before and after the request's id."""
+    """Return the common header lines before and after the request ID."""
     mark = b"<id>"
     lines = b"".join(b"%b: %b\r\n" % each for each in frame_headers(scheme, mark))
     before, _, after = lines.partition(mark)

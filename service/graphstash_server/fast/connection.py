@@ -1,4 +1,4 @@
-"""FastConnection: offers each request to the fast path first, and writes its answers."""
+"""FastConnection: offer each request to the fast path first, and write its responses."""
 
 import asyncio
 import logging
@@ -22,8 +22,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class _Cycle:
-    """Stands where uvicorn looks for the request that is being answered (`RequestResponseCycle`).
-    Its request has no body, so nothing is ever received.
+    """Replaces uvicorn's `RequestResponseCycle` for a fast request. The request has no body, so
+    nothing is received.
     """
 
     def __init__(self, *, keep_alive: bool, is_complete: bool = False) -> None:
@@ -31,36 +31,37 @@ class _Cycle:
         self.response_complete = is_complete
         self.disconnected = False
         self.more_body = False
-        self.sent_bytes = 0  # of a body that is sent from a reader
+        self.sent_bytes = 0  # of a body sent from a reader
         self.message_event = Event()
 
 
 _ANSWERED: Final = _Cycle(keep_alive=True, is_complete=True)
-"""Of every request that was answered at once."""
+"""The cycle of every request that was answered immediately."""
 
 
 class FastConnection(Connection):
-    """A connection with the fast path. What that takes, the parser never sees: whole heads of
-    requests without a body, whose predecessors have their answers. So answers keep the order of the
-    requests.
+    """A connection with the fast path.
+
+    The fast path takes only complete heads of requests without a body, once all earlier requests
+    have their responses. The parser gets the rest. So responses keep the order of the requests.
     """
 
     fast: ClassVar[FastPath]
 
-    _current: _Cycle | None = None  # not `cycle`: a later request may stand there
+    _current: _Cycle | None = None  # not `cycle`, which may belong to a later request
     _writable: Future[None] | None = None
     _idle_since = 0.0
     _idle_timer: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
-        """Answers what it can, and leaves the rest to the parser."""
+        """Handle requests on the fast path, and leave the rest to the parser."""
         if not (self._is_deaf or self._is_in_head or self._is_in_body):
             data = self._left_of(data)
         if data:
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends what is being sent."""
+        """Stop the response in progress."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         if self._current is not None:
@@ -69,7 +70,7 @@ class FastConnection(Connection):
         self._go_on()
 
     def _left_of(self, data: bytes) -> bytes:
-        """Answers requests from the beginning of `data` on; returns what comes after them."""
+        """Handle requests from the beginning of `data`, and return the remaining bytes."""
         begin = 0
         for _ in range(MAX_PIPELINED):
             if (end := data.find(b"\r\n\r\n", begin) + 4) < 4:
@@ -82,7 +83,7 @@ class FastConnection(Connection):
         return data[begin:]
 
     def _is_answered_fast(self, head: bytes) -> bool:
-        """Begins an answer; False when the application has to."""
+        """Start a response, or return False if the application has to handle the request."""
         if self.is_answering or self.flow.write_paused:
             return False
         scheme = self.scheme or "http"
@@ -110,7 +111,7 @@ class FastConnection(Connection):
         return True
 
     def _write_whole(self, request: FastRequest, answer: Answer, *, keep_alive: bool) -> bool:
-        """Whether the connection stays open."""
+        """Write a complete response, and return whether the connection stays open."""
         head, keep_alive = self._head(request, answer, keep_alive=keep_alive)
         self.transport.write(head + answer.body)
         if not keep_alive:
@@ -118,8 +119,8 @@ class FastConnection(Connection):
         return keep_alive
 
     def _wait_for_more(self) -> None:
-        """Closes the connection when nothing comes for a while. The timer runs on over many
-        requests: to set one for each would cost more than to look at the clock.
+        """Close the connection if no request arrives for a while. One timer runs on over many
+        requests. Setting one per request costs more than reading the clock.
         """
         self._idle_since = self.loop.time()
         if self._idle_timer is None:
@@ -128,7 +129,7 @@ class FastConnection(Connection):
     def _end_if_idle(self) -> None:
         self._idle_timer = None
         if self.is_answering or self._is_in_head or self.timeout_keep_alive_task is not None:
-            return  # which has a limit of its own
+            return  # which has its own limit
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         if left > 0:
             self._idle_timer = self.loop.call_later(left, self._end_if_idle)
@@ -138,7 +139,7 @@ class FastConnection(Connection):
     def _head(
         self, request: FastRequest, answer: Answer, *, keep_alive: bool
     ) -> tuple[bytes, bool]:
-        """The head of an answer, and whether the connection stays open after it."""
+        """Return the head of a response, and whether the connection stays open after it."""
         if self.access_log:
             self.access_logger.info(
                 '%s - "%s %s HTTP/%s" %d',
@@ -157,7 +158,7 @@ class FastConnection(Connection):
         return b"".join(parts), keep_alive
 
     async def _answer(self, cycle: _Cycle, request: FastRequest, answer: Answer | None) -> None:
-        """Answers a request that something has to be waited for."""
+        """Send a response that requires waiting."""
         try:
             if answer is None:
                 answer = await self._answer_or_failure(cycle, request)
@@ -175,7 +176,7 @@ class FastConnection(Connection):
                 if answer.reader is not None:
                     await answer.reader.close()
         except Exception:
-            # Cuts the connection, so that what was sent does not look complete.
+            # Cut the connection, so that the sent part does not look complete.
             _LOGGER.exception("%s %s failed (%s)", *_names(request), extra={"state": request.state})
             self.transport.close()
 
@@ -196,7 +197,7 @@ class FastConnection(Connection):
     async def _send(
         self, cycle: _Cycle, request: FastRequest, answer: Answer, reader: BlobReader
     ) -> None:
-        """Sends an answer whose body is a blob's, in constant memory."""
+        """Send a response with a blob as its body, in constant memory."""
         head, keep_alive = self._head(request, answer, keep_alive=cycle.keep_alive)
         start, stop = answer.span
         is_direct = self.scheme != "https" and not self.transport.get_write_buffer_size()
@@ -228,10 +229,10 @@ class FastConnection(Connection):
     async def _send_file(
         self, cycle: _Cycle, head: bytes, file: FileReader, start: int, stop: int
     ) -> None:
-        """Sends a part of a file past the transport, which has nothing to send meanwhile.
+        """Send a part of a file around the transport, which has nothing to send meanwhile.
 
-        The socket is duplicated: its number stays ours when the transport closes, and the event
-        loop lets nobody else watch a transport's own.
+        The socket is duplicated, so its descriptor stays valid if the transport closes. The event
+        loop also forbids a second watcher on a transport's own descriptor.
         """
         fd = os.dup(self.transport.get_extra_info("socket").fileno())
         with socket.socket(fileno=fd) as out:
@@ -246,13 +247,13 @@ class FastConnection(Connection):
                         cycle.sent_bytes += await file.send(fd, position, stop)
                     except BlockingIOError:
                         await self._until_writable(cycle, out)
-            except (ConnectionError, TimeoutError):  # the caller has hung up
+            except (ConnectionError, TimeoutError):  # the caller closed the connection
                 self.transport.abort()
                 cycle.disconnected = True
 
     async def _until_writable(self, cycle: _Cycle, out: socket.socket) -> None:
-        """Waits until the caller reads on, within the limit of every answer, or hangs up."""
-        if cycle.disconnected:  # while a thread was sending: nobody would end the wait
+        """Wait until the caller reads on, within the limit of every response, or disconnects."""
+        if cycle.disconnected:  # it left while a thread was sending, so no event would end the wait
             return
         self._writable = self.loop.create_future()
         self.pause_writing()
@@ -270,11 +271,11 @@ class FastConnection(Connection):
 
 @lru_cache(8)
 def _default_lines(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, bool]:
-    """What uvicorn adds to every answer, and whether it is about to end."""
+    """Return the lines that uvicorn adds to every response, and whether the server is stopping."""
     is_ending = any(name == b"connection" for name, _ in headers)
     return b"".join(b"%b: %b\r\n" % each for each in headers), is_ending
 
 
 def _names(request: FastRequest) -> tuple[str, str, str]:
-    """A request in the log."""
+    """Return the request's fields for a log line."""
     return request.method, request.path, logged_id(request.state)

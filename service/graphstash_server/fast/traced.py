@@ -1,4 +1,4 @@
-"""The fast path of a server that makes traces: the same answers, and a span for each."""
+"""The fast path with tracing: the same responses, with a span for each."""
 
 import re
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from graphstash_server.tracing import Tracing
 __all__ = ["TracedFastConnection", "TracedFastPath"]
 
 _TRACEPARENT: Final = re.compile(rb"\r\ntraceparent:([^\r\n]*)(?=\r\n[^ \t])", re.IGNORECASE)
-"""The header, unless its value goes on in another line. Only one part of it takes blanks: two would
-try every way to share them, which takes minutes for a head full of them."""
+"""The header, unless its value continues on another line. Only one part of the pattern matches
+blanks. Two would try every split between them, which takes minutes for a head full of blanks."""
 
 
 class _TracedRequest(FastRequest):
-    """A request with its span, which ends with its answer. Where the fast path steps aside and the
-    application answers, it never ends, and is dropped: the application makes its own.
+    """A request with its span, which ends with its response. If the application handles the request
+    after all, the span is dropped unfinished and the application creates its own.
     """
 
     span: Span
@@ -30,20 +30,20 @@ class _TracedRequest(FastRequest):
 
     @property
     def state(self) -> dict[str, str]:
-        """Its ids, those of the span included."""
+        """The request's IDs, including those of the span."""
         return {**super().state, **Tracing.ids(self.span)}
 
 
 class TracedFastPath(FastPath):
-    """A `FastPath` that makes spans."""
+    """A `FastPath` that creates spans."""
 
     def __init__(self, context: Callable[[], ProcessContext], *, tracing: Tracing) -> None:
         super().__init__(context)
         self.tracing = tracing
 
     def read(self, head: bytes, *, scheme: str, is_owner: bool) -> FastRequest | None:
-        """As `FastPath.read`. The header is taken out before: heads of a job's requests are equal
-        without it, and read once.
+        """Parse a request like `FastPath.read`, after removing the header. Without it, the heads of
+        a job's requests are equal and parsed once.
         """
         rest, count = _TRACEPARENT.subn(b"", head)
         request = super().read(rest, scheme=scheme, is_owner=is_owner)
@@ -56,14 +56,14 @@ class TracedFastPath(FastPath):
         return traced
 
     def answer_now(self, request: FastRequest) -> Answer | None:
-        """As `FastPath.answer_now`."""
+        """Trace `FastPath.answer_now`."""
         assert isinstance(request, _TracedRequest)  # noqa: S101 - see `read`
         answer = super().answer_now(request)
         request.is_waited_for = answer is None or answer.reader is not None
         return answer
 
     def count_answer(self, request: FastRequest, status: int) -> None:
-        """As `FastPath.count_answer`."""
+        """Trace `FastPath.count_answer`."""
         assert isinstance(request, _TracedRequest)  # noqa: S101 - see `read`
         request.status = status
         if not request.is_waited_for:
@@ -71,7 +71,7 @@ class TracedFastPath(FastPath):
         super().count_answer(request, status)
 
     def finish(self, request: _TracedRequest) -> None:
-        """Ends the span."""
+        """End the span."""
         self.tracing.finish(request.span, status=request.status, route=ROUTE, path=request.path)
 
 
