@@ -1,6 +1,5 @@
-"""For tests: a blob store in memory, the contract of every blob store, and live servers.
-
-Nothing in the product imports this package. It needs pytest.
+"""Test support: a blob store in memory, the contract of every blob store, and live servers. The
+product does not import this package. It needs pytest.
 """
 
 from graphstash_server.testing.memory import MemoryBlobStore

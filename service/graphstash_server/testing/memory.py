@@ -1,4 +1,4 @@
-"""MemoryBlobStore: a `BlobStore` without a disk; it keeps the contract of the real ones."""
+"""MemoryBlobStore: a `BlobStore` in memory that fulfils the contract of the real stores."""
 
 from collections.abc import AsyncIterator
 from datetime import datetime
@@ -16,11 +16,11 @@ __all__ = ["MemoryBlobStore"]
 
 
 class MemoryBlobStore(BlobStore):
-    """Loses everything with the process.
+    """Stores blobs in memory until the process ends.
 
     Attributes:
-        blobs: SHA-256 -> bytes; a test may damage or remove them behind the store's back.
-        capacity_bytes: most bytes of all blobs together; None for no limit.
+        blobs: SHA-256 -> bytes. A test may damage or remove them directly.
+        capacity_bytes: maximum total size of all blobs. None: no limit.
     """
 
     def __init__(self, *, capacity_bytes: int | None = None, clock: Clock = system_clock) -> None:
@@ -74,7 +74,7 @@ class MemoryBlobStore(BlobStore):
         self.blobs.pop(digest.sha256, None)
 
     async def is_whole(self, digest: Digest) -> bool | None:
-        """Reads the blob, see `BlobStore.is_whole`."""
+        """Read and compare the blob, see `BlobStore.is_whole`."""
         return await read_whole(self, digest)
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:

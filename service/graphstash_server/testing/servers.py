@@ -1,4 +1,4 @@
-"""Live servers: one in a thread of this process, one in a process of its own that may be killed."""
+"""Live servers: one in a thread of this process, one in its own process that a test may kill."""
 
 import os
 import re
@@ -21,18 +21,18 @@ _STOP_SECONDS = 30.0
 
 
 class LiveServer:
-    """A real server on a free loopback port, in a thread; a context manager.
+    """A real server on a free loopback port, in a thread. A context manager.
 
         with LiveServer(tmp_path) as server:
             httpx.get(server.url + "/healthz")
 
     Attributes:
-        url: where it listens.
-        data_dir: where it keeps its data.
+        url: URL of the server.
+        data_dir: data directory of the server.
     """
 
     def __init__(self, data_dir: Path, **settings: Any) -> None:
-        """Prepares it, without authentication; any field of `Settings` may be given."""
+        """Prepare the server without authentication. Accepts any field of `Settings`."""
         self.data_dir = data_dir
         self._settings = load_settings(
             data_dir=data_dir,
@@ -46,10 +46,10 @@ class LiveServer:
         self._thread = threading.Thread(target=self._run, name="live-server", daemon=True)
 
     def start(self) -> Self:
-        """Returns when it serves.
+        """Return once the server serves.
 
         Raises:
-            RuntimeError: when it does not within a minute.
+            RuntimeError: the server did not start within a minute.
         """
         self._thread.start()
         deadline = time.monotonic() + _START_SECONDS
@@ -60,10 +60,10 @@ class LiveServer:
         return self
 
     def stop(self) -> None:
-        """Ends it gracefully.
+        """Stop the server gracefully.
 
         Raises:
-            RuntimeError: when it does not end.
+            RuntimeError: the server did not stop.
         """
         self._server.should_exit = True
         self._thread.join(_STOP_SECONDS)
@@ -75,7 +75,7 @@ class LiveServer:
         try:
             self._server.run(sockets=[self._listener])
         except SystemExit:
-            return  # `start` sees that the thread is over
+            return  # `start` detects that the thread has ended
 
     def __enter__(self) -> Self:
         return self.start()
@@ -85,13 +85,14 @@ class LiveServer:
 
 
 class ServerProcess:
-    """A real server in a process of its own, without authentication unless `GRAPHSTASH_AUTH` or
-    `GRAPHSTASH_INSECURE` say otherwise; a context manager.
+    """A real server in its own process. A context manager.
+
+    It requires no authentication unless `GRAPHSTASH_AUTH` or `GRAPHSTASH_INSECURE` is set.
 
     Attributes:
-        url: where it listens.
-        data_dir: where it keeps its data.
-        process: the running process; with several workers, their parent.
+        url: URL of the server.
+        data_dir: data directory of the server.
+        process: the running process. With several workers, their parent.
     """
 
     def __init__(
@@ -101,16 +102,16 @@ class ServerProcess:
         command: tuple[str, ...] = (sys.executable, "-m", "graphstash_server"),
         environment: dict[str, str] | None = None,
     ) -> None:
-        """Starts it and returns when it serves.
+        """Start the server, and return once it serves.
 
         Args:
-            data_dir: where it keeps its data.
-            options: more command-line options.
-            command: what to run; it gets the same options.
-            environment: added to this process's, without its `GRAPHSTASH_*`.
+            data_dir: data directory of the server.
+            options: further command-line options.
+            command: command to run, with the same options.
+            environment: added to this process's environment without its `GRAPHSTASH_*`.
 
         Raises:
-            RuntimeError: when it exits instead, with its output.
+            RuntimeError: the server exited. The message has its output.
         """
         self.data_dir = data_dir
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -127,43 +128,43 @@ class ServerProcess:
                 env={
                     **inherited,
                     "GRAPHSTASH_INSECURE": "true",
-                    "XDG_STATE_HOME": f"{data_dir}.state",  # jobs do not find it by themselves
+                    "XDG_STATE_HOME": f"{data_dir}.state",  # hides it from other jobs
                     "PYTHONUNBUFFERED": "1",
                     **(environment or {}),
                 },
-                start_new_session=True,  # so that its workers can be killed with it
+                start_new_session=True,  # allows killing the workers with it
             )
         self.url = self._wait_for_url(start)
 
     @property
     def log(self) -> str:
-        """Everything that was printed."""
+        """Everything that the server printed."""
         return self._log.read_text(errors="replace")
 
     @property
     def resident_bytes(self) -> int:
-        """Memory of the process that is in RAM now."""
+        """Resident memory of the process in bytes."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """TCP port of the server."""
         return int(self.url.rpartition(":")[2])
 
     @property
     def workers(self) -> set[int]:
-        """The processes that it has forked and that are alive."""
+        """IDs of the live processes that the server has forked."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return {int(child) for child in children}
 
     def kill(self, *, tree: bool = False) -> None:
-        """Kills it at once, as a power cut would, with nothing flushed.
+        """Kill the server at once, as a power cut would, with nothing flushed.
 
         Args:
-            tree: kill its workers, too, as when a container is killed; otherwise they run until
-                they notice that it is gone.
+            tree: also kill the workers, as when a container is killed. Otherwise they run until
+                they detect that the parent is gone.
         """
         if tree:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -172,11 +173,11 @@ class ServerProcess:
         self.process.wait(_STOP_SECONDS)
 
     def kill_worker(self, pid: int) -> None:
-        """Kills one of its workers."""
+        """Kill one of the workers."""
         os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> int:
-        """Ends it gracefully; returns its exit code."""
+        """Stop the server gracefully. Return its exit code."""
         self.process.terminate()
         return self.process.wait(_STOP_SECONDS)
 
@@ -185,7 +186,7 @@ class ServerProcess:
         while time.monotonic() < deadline:
             said = self._log.read_bytes()[start:].decode(errors="replace")
             if found := re.search(r"\blisten\w* on (https?://\S+)\n", said):
-                return found[1]  # other releases say it in other words
+                return found[1]  # other releases use other words
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server exited with {self.process.returncode}: {said}")
             time.sleep(0.05)

@@ -1,10 +1,10 @@
-"""BlobStoreContract: the promises of `BlobStore`, as tests that every store inherits.
+"""BlobStoreContract: the guarantees of `BlobStore`, as tests that every store inherits.
 
     class TestDiskBlobStore(BlobStoreContract):
         @pytest.fixture
         def store(self, tmp_path): ...
 
-The tests are blocking functions that run an event loop each: no pytest plug-in is needed.
+Each test is a blocking function that runs an event loop, so no pytest plug-in is needed.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _LARGE = bytes(range(256)) * 12_000  # 3 MB: more than one chunk
 
 
 async def as_chunks(*chunks: bytes) -> AsyncIterator[bytes]:
-    """Chunks as an upload brings them."""
+    """Yield chunks as an upload does."""
     for chunk in chunks:
         yield chunk
 
@@ -34,7 +34,7 @@ async def as_chunks(*chunks: bytes) -> AsyncIterator[bytes]:
 async def read_blob(
     store: BlobStore, digest: Digest, start: int = 0, stop: int | None = None
 ) -> bytes | None:
-    """The bytes of a blob; None when it is absent."""
+    """Return the bytes of a blob, or None if it is absent."""
     reader = await store.open(digest)
     if reader is None:
         return None
@@ -54,7 +54,7 @@ async def _all(store: BlobStore, *, before: datetime | None = None) -> list[Dige
 
 
 class BlobStoreContract:
-    """Inherit it and supply the fixture `store`."""
+    """Inherit from this class and provide the fixture `store`."""
 
     @pytest.fixture
     def store(self) -> BlobStore:
@@ -63,7 +63,7 @@ class BlobStoreContract:
 
     @staticmethod
     def run(test: Coroutine[Any, Any, T]) -> T:
-        """Runs one test's coroutine; a store that needs its own loop overrides this."""
+        """Run one test's coroutine. A store that needs its own loop overrides this."""
         return asyncio.run(test)
 
     @pytest.mark.parametrize("blob", [b"", b"x", _LARGE], ids=["empty", "one", "large"])
