@@ -1,11 +1,11 @@
-"""The dashboard: pages for people at `/`, rendered here, that need no script.
+"""The dashboard: pages for people at `/`, rendered on the server without scripts.
 
-Pages show what the same caller could ask of the API, and change nothing but the browser's own
-session. As the calls do, they ask services and know neither SQL nor files.
+Pages show only what the same caller could request from the API, and change only the browser's
+session. Like the calls, they use services, and access neither SQL nor files.
 
-    routes      which page is where, and what becomes of a refusal
-    visitor     who looks: by a session's cookie, a token, or nobody
+    routes      maps paths to pages, and turns refusals into pages
+    visitor     who views a page: by a session's cookie, by a token, or anonymous
     sign_in     the form, the cookie, and what protects both
-    overview artifact job search reference      what each page says
-    charts rendering words                      how it is drawn, filled in and written
+    overview artifact job search reference      content of each page
+    charts rendering words                      drawing, templates and formatting
 """

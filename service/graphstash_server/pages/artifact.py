@@ -1,4 +1,4 @@
-"""An artifact's page: what it is, what it was made of, who uses it, and what is near to it."""
+"""An artifact's page: what it is, what it was made of, which jobs use it, and similar artifacts."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,12 +16,12 @@ from graphstash_server.services.artifacts.explanations import MAX_NAMESPACES
 __all__ = ["artifact_of"]
 
 _MAX_SAID: Final = 20
-"""Differences that a page spells out."""
+"""Maximum number of differences that a page spells out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How an artifact differs from another one, in words."""
+    """The differences between two artifacts, in words."""
 
     other: StoredKey
     label: str
@@ -30,11 +30,12 @@ class Comparison:
 
 
 async def artifact_of(visitor: Visitor) -> dict[str, Any]:
-    """Everything on the page.
+    """Return the content of the page.
 
     Raises:
-        InvalidValueError: when the path is no key.
-        ServerError: 401, 404 and 429 as a GET of the artifact; 404 for one to compare with.
+        InvalidValueError: the path is not a key.
+        ServerError: 401, 404 and 429 as a GET of the artifact. 404 if the artifact to compare is
+            absent.
     """
     where = await visitor.enter(visitor.request.path_params["namespace"])
     key = key_of(visitor.request)
@@ -70,8 +71,8 @@ async def _relatives(
 
 
 async def _comparison(visitor: Visitor, details: ArtifactDetails, against: str) -> Comparison:
-    """With another artifact: of the same namespace, kind and device type by its fingerprint alone,
-    or any other by `<namespace>/<kind>/<device type>/<fingerprint>`.
+    """Compare with another artifact. `against` is a fingerprint of the same namespace, kind and
+    device type, or `<namespace>/<kind>/<device type>/<fingerprint>`.
     """
     key = details.entry.artifact.key
     segments = against.split("/")

@@ -1,8 +1,8 @@
-"""Charts: SVG that stands in the page, coloured by its style sheet.
+"""Charts: SVG inside the page, colored by its style sheet.
 
-pygal draws; what it adds for browsers that run its scripts is left out, so that the page needs
-neither a script nor a style of its own. Beside every chart stands a table with its numbers. Drawing
-takes some milliseconds, so templates do it, beside the event loop.
+pygal draws them. Its additions for browsers with scripts are removed, so the page needs no script
+and no extra style. Each chart has a table with its numbers beside it. Drawing takes some
+milliseconds, so templates do it in a thread instead of the event loop.
 """
 
 import sys
@@ -16,15 +16,15 @@ from pygal.style import Style
 
 __all__ = ["bars", "lines"]
 
-# It finds pygal's plug-ins, which are not used here, in a way that Python gave up: until 3.12 each
-# import that fails warns of it.
+# pygal looks for its plug-ins, which are unused here, with an import hook that Python has dropped.
+# Before 3.12, each failing import warns about it.
 _FINDER: Final = getattr(pygal, "PluginImportFixer", ())
 sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _FINDER)]
 
 _SCRIPTED: Final = ("style", "script", "desc", "title")
 _MAX_X_LABELS: Final = 6
 _STYLE: Final = Style(label_font_size=13, major_label_font_size=13)
-"""Only for the room that labels take: the style sheet says how they look."""
+"""Determines only the space for labels. The style sheet determines their look."""
 
 
 def bars(
@@ -34,13 +34,13 @@ def bars(
     *,
     written: Callable[[float], str],
 ) -> Markup:
-    """One bar for each label.
+    """Draw one bar per label.
 
     Args:
-        name: says what is shown, for those who do not see it.
-        labels: under the bars; some of many are left out.
-        values: as many as labels.
-        written: how a value of the axis is written.
+        name: describes the chart for people who cannot see it.
+        labels: texts under the bars. If there are many, only some are shown.
+        values: one value per label.
+        written: formats a value of the axis.
     """
     chart = pygal.Bar(**_options(labels, written))
     chart.add("", list(values))
@@ -52,7 +52,7 @@ def lines(
     labels: Sequence[str],
     series: Mapping[str, Sequence[float | None]],
 ) -> Markup:
-    """One line for each series, in percent; a value that is None interrupts its line."""
+    """Draw one line per series, in percent. A value of None interrupts its line."""
     chart = pygal.Line(
         **_options(labels, "{:g} %".format),
         range=(0, 100),
@@ -100,4 +100,4 @@ def _drawn(chart: Any, name: str) -> Markup:
     root.attrib.pop("id", None)
     root.attrib |= {"class": "chart", "role": "img", "aria-label": name}
     text = ET.tostring(root, encoding="unicode")
-    return Markup(text)  # noqa: S704 - ElementTree has escaped what is in it
+    return Markup(text)  # noqa: S704 - ElementTree has escaped the text

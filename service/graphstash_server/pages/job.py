@@ -1,4 +1,4 @@
-"""A job's page, with its runs side by side, and a run's, with what it missed and why."""
+"""A job's page with its runs side by side, and a run's page with its misses and their causes."""
 
 from collections import defaultdict
 from functools import partial
@@ -16,11 +16,11 @@ _MAX_RUNS: Final = 20
 
 
 async def job_of(visitor: Visitor) -> dict[str, Any]:
-    """Everything on a job's page.
+    """Return the content of a job's page.
 
     Raises:
-        InvalidValueError: for a name out of form.
-        ServerError: 401, 404 and 429 as a call; 404 for a job without runs and manifest.
+        InvalidValueError: the name is malformed.
+        ServerError: 401, 404 and 429 as a call. 404 if the job has no runs and no manifest.
     """
     where = await visitor.enter(visitor.request.path_params["namespace"])
     job = ManifestName(visitor.request.path_params["name"])
@@ -52,10 +52,10 @@ async def job_of(visitor: Visitor) -> dict[str, Any]:
 
 
 async def run_of(visitor: Visitor) -> dict[str, Any]:
-    """Everything on a run's page.
+    """Return the content of a run's page.
 
     Raises:
-        InvalidValueError: for a name out of form.
+        InvalidValueError: the name is malformed.
         ServerError: 401, 404 and 429 as a call.
     """
     where = await visitor.enter(visitor.request.path_params["namespace"])
@@ -78,7 +78,7 @@ def _device_types(runs: tuple[Run, ...]) -> list[str]:
 
 
 def _causes(run: Run) -> list[tuple[str, int, float]]:
-    """Each cause, how many programs it made compile, and their seconds; the most frequent first."""
+    """Return the causes with their number of programs and seconds, most frequent first."""
     causes: defaultdict[str, list[float]] = defaultdict(list)
     for miss in run.misses:
         causes[miss.cause].append(miss.seconds)

@@ -1,6 +1,4 @@
-"""The overview: what the cache saved, what was missed and why, what compiles now, and how full and
-how well the server is.
-"""
+"""The overview page: savings, misses and causes, running compilations, space and health."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -27,25 +25,26 @@ _HOURS: Final = 48
 _PERIODS: Final = {Step.DAY: timedelta(days=_DAYS - 1), Step.HOUR: timedelta(hours=_HOURS - 1)}
 
 _MAX_LINES: Final = 5
-"""Of one chart: more could not be told apart. The table beside it has all groups."""
+"""Maximum number of lines in one chart. More would be indistinguishable. The table beside it has
+all groups."""
 
 _MAX_ROWS: Final = 10
 _MAX_NAMESPACES_SHOWN: Final = 50
 _MAX_CHOICES: Final = 500
 _NAMESPACES_WITH_RUNS: Final = 8
 _RUNS_READ: Final = 10
-"""Latest runs whose misses are looked at."""
+"""Number of latest runs whose misses are read."""
 
 _HEALTH_SECONDS: Final = 0.1
-"""How long a page waits for the probes of database and store: it is there at once even when they
-are not."""
+"""Seconds that a page waits for the probes of database and store. The page must appear at once even
+if they fail."""
 
 C = TypeVar("C", bound=StrEnum)
 
 
 @dataclass(slots=True)
 class Activity:
-    """What happened in a period, or in a group of it."""
+    """The activity in a period, or of a group in it."""
 
     name: str
     hits: int = 0
@@ -55,11 +54,11 @@ class Activity:
 
     @property
     def requests(self) -> int:
-        """Look-ups that were answered."""
+        """Number of answered look-ups."""
         return self.hits + self.misses
 
     def add(self, point: HistoryPoint) -> None:
-        """Adds a point of the history."""
+        """Add a point of the history."""
         self.hits += point.hits
         self.misses += point.misses
         self.served_bytes += point.served_bytes
@@ -67,7 +66,7 @@ class Activity:
 
 
 class NamedRun(NamedTuple):
-    """A run and where it is."""
+    """A run and its namespace."""
 
     namespace: Namespace
     run: Run
@@ -75,7 +74,7 @@ class NamedRun(NamedTuple):
 
 @dataclass(slots=True)
 class MissGroup:
-    """A program that the latest runs compiled, for one cause; the last of them is named."""
+    """A program that the latest runs compiled for one cause. `last` is the latest of these runs."""
 
     last: NamedRun
     miss: RunMiss
@@ -84,7 +83,7 @@ class MissGroup:
 
 
 class SpaceRow(NamedTuple):
-    """What a namespace takes."""
+    """The space that a namespace uses."""
 
     stats: NamespaceStats
     used_bytes: int
@@ -92,11 +91,11 @@ class SpaceRow(NamedTuple):
 
 
 async def overview_of(visitor: Visitor) -> dict[str, Any]:
-    """Everything on the page, for what its visitor may read.
+    """Return the content of the page that its visitor may see.
 
     Raises:
-        InvalidValueError: for a namespace out of form.
-        ServerError: 400 for a choice that does not exist; as `Visitor.enter` does; 503.
+        InvalidValueError: the namespace is malformed.
+        ServerError: 400 for an unknown choice, the errors of `Visitor.enter`, and 503.
     """
     asked = visitor.request.query_params
     step = _choice(Step, asked.get("step"), default=Step.DAY)
@@ -150,7 +149,7 @@ def _choice(choices: type[C], given: str | None, *, default: C) -> C:
 async def _saved(
     visitor: Visitor, names: Sequence[str] | None, stats: Sequence[NamespaceStats]
 ) -> dict[str, Any]:
-    """What hits saved today, this month and ever, and on each of the last days."""
+    """Return what hits saved today, this month and ever, and on each of the last days."""
     now = visitor.now
     today = now.replace(hour=0, minute=0, second=0, microsecond=0)
     days = [today - timedelta(days=number) for number in reversed(range(_DAYS))]
@@ -192,7 +191,7 @@ async def _saved(
 
 
 def _unit(most_seconds: float) -> tuple[float, Callable[[float], str]]:
-    """The unit of an axis that reaches so far, so that its marks are round."""
+    """Return the unit and format in which an axis of this length has round marks."""
     seconds, name = next(
         (seconds, name)
         for seconds, name in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
@@ -204,7 +203,7 @@ def _unit(most_seconds: float) -> tuple[float, Callable[[float], str]]:
 async def _rates(
     visitor: Visitor, names: Sequence[str] | None, step: Step, by: Grouping
 ) -> dict[str, Any]:
-    """The hit rate over time and in all, by group."""
+    """Return the hit rate by group, over time and in total."""
     begin = visitor.now.replace(minute=0, second=0, microsecond=0)
     begin = begin.replace(hour=0) if step is Step.DAY else begin
     since = begin - _PERIODS[step]
@@ -253,7 +252,7 @@ def _rate(point: HistoryPoint | None) -> float | None:
 
 
 async def _runs(visitor: Visitor, listed: Sequence[Namespace]) -> dict[str, Any]:
-    """The latest runs, and what they compiled although a cache was there."""
+    """Return the latest runs, and what they compiled despite the cache."""
     context = visitor.context
     found = await asyncio.gather(
         *(
@@ -288,7 +287,7 @@ async def _runs(visitor: Visitor, listed: Sequence[Namespace]) -> dict[str, Any]
 
 
 def _hottest(missed: Iterable[tuple[NamedRun, RunMiss]]) -> list[MissGroup]:
-    """Programs that were compiled in most runs, and of these the slowest first."""
+    """Return the programs compiled in most runs, the slowest first among equals."""
     groups: dict[tuple[str, ...], MissGroup] = {}
     for run, miss in missed:
         name = miss.label or miss.key.fingerprint
@@ -301,7 +300,7 @@ def _hottest(missed: Iterable[tuple[NamedRun, RunMiss]]) -> list[MissGroup]:
 
 
 async def _herds(visitor: Visitor, listed: Sequence[Namespace]) -> list[HeldLease]:
-    """What compiles now, where the visitor could ask for the right to compile, too."""
+    """Return the running compilations in namespaces that the visitor may write to."""
     writable = [where for where in listed if await visitor.may(Scope.WRITE, where)]
     if not writable:
         return []
@@ -309,7 +308,7 @@ async def _herds(visitor: Visitor, listed: Sequence[Namespace]) -> list[HeldLeas
 
 
 async def _withheld(visitor: Visitor, chosen: Namespace | None) -> Sequence[Withheld] | None:
-    """What administrators decide about; None for others."""
+    """Return the artifacts that administrators decide about, or None for other visitors."""
     is_admin = (
         visitor.principal.is_administrator
         if chosen is None
@@ -321,8 +320,8 @@ async def _withheld(visitor: Visitor, chosen: Namespace | None) -> Sequence[With
 
 
 async def _health(visitor: Visitor) -> Readiness | None:
-    """What the probes found, or had found before when they take too long for a page; None when
-    they never had.
+    """Return the result of the probes. If they take too long for a page, return their last result,
+    or None if there is none.
     """
     try:
         async with asyncio.timeout(_HEALTH_SECONDS):
@@ -334,7 +333,7 @@ async def _health(visitor: Visitor) -> Readiness | None:
 async def _space(
     visitor: Visitor, stats: Sequence[NamespaceStats], *, is_whole: bool
 ) -> dict[str, Any]:
-    """What is stored, and what limits it; of the store itself only for those who may know."""
+    """Return stored bytes and limits. Only permitted visitors get those of the store."""
     used = [each.size_bytes + each.metadata_bytes + each.manifest_bytes for each in stats]
     budgets = await visitor.context.space.of_namespaces([each.namespace for each in stats])
     rows = sorted(map(SpaceRow, stats, used, budgets), key=lambda row: -row.used_bytes)

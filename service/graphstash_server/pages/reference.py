@@ -1,4 +1,4 @@
-"""The API, readably: the OpenAPI document as a page."""
+"""The API reference: the OpenAPI document as a page."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _METHODS: Final = ("get", "head", "post", "put", "delete")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A parameter, or a field of a model; `model` is the one that its type names."""
+    """A parameter, or a field of a model. `model` is the model that its type names."""
 
     name: str
     type: str
@@ -24,7 +24,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One status that a call answers with."""
+    """One status with which a call responds."""
 
     status: str
     description: str
@@ -47,7 +47,7 @@ class ApiCall:
 
 
 def reference_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The calls by tag, and the models by name, of an OpenAPI document."""
+    """Return the calls by tag, and the models by name, of an OpenAPI document."""
     tags: defaultdict[str, list[ApiCall]] = defaultdict(list)
     for path, calls in document["paths"].items():
         for method in _METHODS:
@@ -105,7 +105,7 @@ def _model(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _type(schema: Mapping[str, Any]) -> tuple[str, str]:
-    """How a type is written, and the model that it names."""
+    """Return the text of a type, and the model that it names."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return name, name

@@ -1,7 +1,7 @@
 """Rendering: templates, and the headers of every page.
 
-Whatever a template writes is escaped, and what would not be visible, or would reorder a line, is
-written out first: labels, parts and names come from strangers.
+Templates escape everything that they write. Invisible characters, and characters that reorder a
+line, are shown as escapes first, because labels, parts and names come from strangers.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ _POLICY: Final = (
 PAGE_HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": _POLICY,
-    # The Origin of a form says "null" without a referrer.
+    # Without a referrer, the Origin of a form would be "null".
     "Referrer-Policy": "same-origin",
     "Vary": "Accept, Cookie",
 }
-"""Nothing in a page runs, or is loaded from elsewhere; its forms only lead back here."""
+"""No page runs code or loads anything from elsewhere. Its forms only lead back to this server."""
 
 _MAX_SHOWN: Final = 10_000
 
 
 class Renderer:
-    """Fills in templates, one at a time and beside the event loop: a hit does not wait for it."""
+    """Fills in templates, one at a time in a thread, so that a hit does not wait for it."""
 
     def __init__(self) -> None:
         self._environment = Environment(
@@ -68,7 +68,7 @@ class Renderer:
         headers: dict[str, str] | None = None,
         **view: Any,
     ) -> Response:
-        """An answer with a page."""
+        """Return a response with a page."""
         async with self._turn:
             html = await asyncio.to_thread(self._fill_in, template, now=now, view=view)
         return Response(
@@ -79,7 +79,7 @@ class Renderer:
         )
 
     async def fragment(self, template: str, **view: Any) -> Markup:
-        """A part of a page that is the same for everybody, to be kept."""
+        """Return a part of a page that is the same for all visitors and can be cached."""
 
         def render() -> str:
             return self._environment.get_template(template).render(view)
@@ -98,7 +98,7 @@ class Renderer:
 
 
 def _shown(value: Any) -> Any:
-    """What a template writes, without characters that hide or reorder others."""
+    """Escape the characters of a template value that hide or reorder others."""
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
     return printable(value, most=_MAX_SHOWN)
@@ -106,6 +106,6 @@ def _shown(value: Any) -> Any:
 
 @lru_cache
 def asset(name: str) -> tuple[bytes, str]:
-    """A file of this package, and its path, which changes with its content."""
+    """Return a file of this package and its path, which changes with its content."""
     content = files("graphstash_server.pages").joinpath("static", name).read_bytes()
     return content, f"/assets/{name}?{hashlib.sha256(content).hexdigest()[:16]}"

@@ -1,7 +1,7 @@
-"""Which page is where, and what becomes of a refusal.
+"""Map paths to pages, and turn refusals into pages.
 
-Whoever asks for HTML is refused with a page; everybody else with a problem document, as by a call.
-A session that has ended makes its visitor anonymous, who is shown the way in.
+A client that accepts HTML gets a refusal as a page. Other clients get a problem document, as from a
+call. After a session has ended, its visitor is anonymous and sees the sign-in page.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ Document = Callable[[], Awaitable[dict[str, Any]]]
 
 
 def add_pages(app: FastAPI, *, clock: Clock, document: Document) -> None:
-    """Adds the dashboard to an application; `document` gives its OpenAPI document."""
+    """Add the dashboard to an application. `document` returns its OpenAPI document."""
     pages = _Pages(document, clock=clock)
     router = APIRouter(include_in_schema=False)
     router.get("/")(pages.page("overview.html", overview_of, when_unknown=pages.welcome))
@@ -58,7 +58,7 @@ def add_pages(app: FastAPI, *, clock: Clock, document: Document) -> None:
 
 
 class _Pages:
-    """What the pages of one application share."""
+    """State shared by the pages of one application."""
 
     def __init__(self, document: Document, *, clock: Clock) -> None:
         self._document = document
@@ -70,8 +70,8 @@ class _Pages:
     def page(
         self, template: str, view: View, *, when_unknown: Handler | None = None
     ) -> Callable[[Request], Awaitable[Response]]:
-        """The endpoint of a page. `when_unknown` answers instead where there is nothing that
-        somebody who has not signed in may read.
+        """Return the endpoint of a page. `when_unknown` responds instead if the visitor is
+        anonymous and may read nothing.
         """
 
         async def show(visitor: Visitor) -> Response:
@@ -82,7 +82,7 @@ class _Pages:
         return self.answering(show)
 
     def answering(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """The endpoint of a handler, whose refusals become pages."""
+        """Return the endpoint of a handler, and render its refusals as pages."""
 
         async def endpoint(request: Request) -> Response:
             visitor = None
@@ -102,14 +102,14 @@ class _Pages:
         return endpoint
 
     async def welcome(self, visitor: Visitor) -> Response:
-        """The way in."""
+        """Render the sign-in page."""
         asked = visitor.request.query_params.get("next", "/")
         return await self._render(
             visitor, "sign_in.html", way_back=sign_in.way_back(asked), refusal="", is_refused=False
         )
 
     async def reference(self, _: Visitor) -> dict[str, Any]:
-        """The calls of this server; they are the same for everybody, and written once."""
+        """Return the API reference, which is the same for all visitors and rendered once."""
         async with self._referring:
             if self._reference is None:
                 view = await asyncio.to_thread(reference_of, await self._document())
@@ -163,12 +163,12 @@ class _Pages:
 
 
 async def _sees(visitor: Visitor) -> bool:
-    """Whether there is a namespace with something in it that a visitor may read."""
+    """Return whether a visitor may read a namespace that has content."""
     return bool(await visitor.namespaces())
 
 
 async def _asset(request: Request) -> Response:
-    """A file of the pages, which anybody may keep for ever."""
+    """Return a file of the pages, which any cache may keep forever."""
     name = request.path_params["name"]
     if name not in _ASSETS:
         raise ServerError(ErrorCode.UNKNOWN_PATH, f"unknown path {request.url.path}; see /docs")

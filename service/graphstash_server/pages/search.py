@@ -1,4 +1,4 @@
-"""Search: artifacts by label, fingerprint, producer and toolchain; jobs by their name."""
+"""The search page: artifacts by label, fingerprint, producer and toolchain, and jobs by name."""
 
 from typing import Any, Final
 
@@ -14,11 +14,11 @@ _MIN_CHARACTERS: Final = 2
 
 
 async def search_of(visitor: Visitor) -> dict[str, Any]:
-    """Everything on the page.
+    """Return the content of the page.
 
     Raises:
-        InvalidValueError: for a namespace out of form.
-        ServerError: 400 for too long a text; as `Visitor.enter` does; 503.
+        InvalidValueError: the namespace is malformed.
+        ServerError: 400 if the text is too long, the errors of `Visitor.enter`, and 503.
     """
     asked = visitor.request.query_params
     text = asked.get("q", "").strip()

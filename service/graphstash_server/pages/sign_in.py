@@ -1,8 +1,8 @@
 """Signing in and out: two forms, and the cookie.
 
-A page of somebody else must not sign a browser in or out. So a form counts only with the Origin of
-this server, which every browser sends with a form and no page can choose; and the cookie is
-SameSite=Strict, so that it comes with no request that another site began.
+Another site's page must not sign a browser in or out. So a form must have this server's Origin,
+which every browser sends and no page can choose. The cookie is SameSite=Strict, so that browsers
+omit it from requests that another site starts.
 """
 
 import re
@@ -21,14 +21,14 @@ from graphstash_server.services.identity.sessions import Session
 __all__ = ["begin", "check_origin", "end", "way_back"]
 
 _MAX_FORM_BYTES: Final = 8 * 1024
-"""A token has 64 characters, and the way back fits the limit of a path."""
+"""Maximum size of a form. A token has 64 characters, and the way back fits the limit of a path."""
 
 _WAY_BACK: Final = re.compile(r"/(?![/\\])[A-Za-z0-9._~/?=&%:+-]{0,2000}")
-"""A path of this server: what begins with two slashes names another one."""
+"""A path of this server. A URL that begins with two slashes would name another server."""
 
 
 async def begin(visitor: Visitor) -> Response:
-    """Signs in with the token of the form, and leads back to where the visitor came from.
+    """Sign in with the form's token, and redirect to the page from which the visitor came.
 
     Raises:
         ServerError: 401 for a wrong token, 403 for a form of another site, 413, 408, 503.
@@ -45,7 +45,7 @@ async def begin(visitor: Visitor) -> Response:
 
 
 async def end(visitor: Visitor) -> Response:
-    """Signs out: the session is void from now on, wherever its cookie is.
+    """Sign out. The session ends at once, even if other copies of its cookie exist.
 
     Raises:
         ServerError: 403 for a form of another site, 503.
@@ -61,13 +61,13 @@ async def end(visitor: Visitor) -> Response:
 
 
 def check_origin(request: Request) -> None:
-    """Refuses a form whose Origin is not this server's.
+    """Refuse a form whose Origin is not this server's.
 
-    A proxy may have left the port out of Host, as docker/nginx does; where browsers say it, they
-    also say whether the port is another one (Sec-Fetch-Site).
+    A proxy may have removed the port from Host, as docker/nginx does. Browsers with Sec-Fetch-Site
+    also report whether the port differs.
 
     Raises:
-        ServerError: 403 for any other one, and for none.
+        ServerError: 403 for another Origin or none.
     """
     origin, host = request.headers.get("origin", ""), request.headers.get("host", "").lower()
     named = urlsplit(origin)
@@ -82,7 +82,7 @@ def check_origin(request: Request) -> None:
 
 
 def way_back(path: str) -> str:
-    """Where to go after signing in: a path of this server, or the overview."""
+    """Return the path to open after signing in: a path of this server, or the overview."""
     return path if _WAY_BACK.fullmatch(path) else "/"
 
 
@@ -99,7 +99,7 @@ def _set_cookie(answer: Response, session: Session, visitor: Visitor, *, is_secu
 
 
 async def _read_form(visitor: Visitor) -> dict[str, str]:
-    """The fields of a small form; of one that comes twice, the last."""
+    """Parse the fields of a small form. If a field is repeated, the last one counts."""
     raw = b""
     idle_seconds = visitor.context.settings.upload_idle_seconds
     async for chunk in body_chunks(visitor.request, idle_seconds=idle_seconds):

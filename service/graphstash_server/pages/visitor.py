@@ -1,7 +1,7 @@
-"""Visitor: who looks at a page, and what they may see.
+"""Visitor: who views a page, and what the visitor may see.
 
-The way in is that of the API's calls, and one more: the cookie of a session. It counts for pages
-alone, so that no page of somebody else can use it for a call.
+A visitor authenticates like a caller of the API, or with the cookie of a session. The cookie works
+only for pages, so another site's page cannot use it for a call.
 """
 
 from collections.abc import Sequence
@@ -21,29 +21,31 @@ from graphstash_server.services.identity.sessions import Session
 __all__ = ["COOKIES", "HOST_COOKIE", "PLAIN_COOKIE", "Visitor", "is_over_tls", "visitor_of"]
 
 HOST_COOKIE: Final = "__Host-graphstash"
-"""Over TLS: browsers take it only with Secure, from this host, for all its paths (RFC 6265bis)."""
+"""The cookie over TLS. Browsers accept it only with Secure, from this host and for all its paths
+(RFC 6265bis)."""
 
 PLAIN_COOKIE: Final = "graphstash"
-"""Without TLS, where no browser takes the other one. It does not count over TLS: whoever can answer
-for the host without TLS can set it, and sign a browser in as somebody else.
-"""
+"""The cookie without TLS, where browsers refuse the other one. It is ignored over TLS. Otherwise an
+attacker who can respond for the host without TLS could set it, and sign a browser in as another
+user."""
 
 COOKIES: Final = (HOST_COOKIE, PLAIN_COOKIE)
 
 _MAX_LISTED: Final = 32
-"""Namespaces of which artifacts are listed: each costs a short walk along an index."""
+"""Maximum number of namespaces whose artifacts are listed. Each costs a short walk along an
+index."""
 
 
 @dataclass(slots=True)
 class Visitor:
-    """Whoever asked for a page.
+    """The person or program that requested a page.
 
     Attributes:
-        request: what they asked.
-        context: what the process has opened.
-        principal: who they are.
-        session: how they signed in; None for those who show a token, or nothing.
-        now: when they asked.
+        request: the request.
+        context: services and resources of the process.
+        principal: identity of the visitor.
+        session: session of the visitor. None for a visitor with a token, or without credentials.
+        now: time of the request.
     """
 
     request: Request
@@ -60,25 +62,25 @@ class Visitor:
 
     @property
     def sees_server(self) -> bool:
-        """Whether they may see what concerns the server as a whole."""
+        """Whether the visitor may see data about the server as a whole."""
         return self.principal.may_see_totals
 
     async def may_read(self, namespace: Namespace) -> bool:
-        """Whether a GET there would be answered."""
+        """Return whether a GET in the namespace would be answered."""
         policy = await self.context.policies.of(namespace)
         return self.principal.may_read(namespace, policy)
 
     async def may(self, scope: Scope, namespace: Namespace) -> bool:
-        """Whether a call of that scope would be allowed."""
+        """Return whether a call of that scope would be allowed."""
         policy = await self.context.policies.of(namespace)
         return self.principal.may(scope, namespace, policy)
 
     async def enter(self, name: str) -> Namespace:
-        """A namespace that they may read; the visit counts against its rate.
+        """Return a namespace that the visitor may read. The visit counts against its rate.
 
         Raises:
-            InvalidValueError: when it is malformed.
-            ServerError: 401, 404, 429: as for a call.
+            InvalidValueError: the name is malformed.
+            ServerError: 401, 404, 429, as for a call.
         """
         if self.is_anonymous and Namespace.form.fullmatch(name) is None:
             raise unauthenticated()
@@ -89,31 +91,31 @@ class Visitor:
         return where
 
     async def statistics(self) -> ServerStats:
-        """The counters of what they may read; they are read once for a page."""
+        """Return the counters that the visitor may read. They are read once per page."""
         if self._statistics is None:
             self._statistics = await self.context.statistics.read(may_read=self.may_read)
         return self._statistics
 
     async def namespaces(self) -> Sequence[NamespaceStats]:
-        """The counters of each namespace that they may read. Nothing is counted for a stranger to a
-        server that shows strangers nothing.
+        """Return the counters of each namespace that the visitor may read. For an anonymous visitor
+        of a server without public namespaces, nothing is counted.
         """
         if self.is_anonymous and not await self.context.policies.is_anything_public():
             return ()
         return (await self.statistics()).namespaces
 
     def listed(self, stats: Sequence[NamespaceStats]) -> Sequence[Namespace]:
-        """The namespaces of which artifacts are listed: those with most artifacts."""
+        """Return the namespaces whose artifacts are listed: those with the most artifacts."""
         largest = sorted(stats, key=lambda each: -each.artifacts)
         return [Namespace(each.namespace) for each in largest[:_MAX_LISTED] if each.artifacts]
 
 
 async def visitor_of(request: Request, now: datetime) -> Visitor:
-    """Whoever makes a request.
+    """Identify the visitor who makes a request.
 
     Raises:
-        ServerError: 401 for a token in the request that is not valid; a session that has ended only
-            makes the visitor anonymous.
+        ServerError: 401 if the request has an invalid token. After a session has ended, the visitor
+            is anonymous instead.
     """
     context: ProcessContext = request.app.state.context
     principal = await principal_of(request, context)
@@ -128,8 +130,10 @@ async def visitor_of(request: Request, now: datetime) -> Visitor:
 
 
 def is_over_tls(request: Request) -> bool:
-    """Whether a browser's connection has TLS, which a proxy may end: it says so in
-    X-Forwarded-Proto, and a form in its Origin. A caller who makes it up is only refused more.
+    """Return whether a browser's connection uses TLS, which a proxy may terminate.
+
+    The proxy then sends X-Forwarded-Proto, and a form its Origin. A caller who forges them only
+    gets stricter checks.
     """
     named = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
     return "https" in (request.url.scheme, named) or request.headers.get("origin", "").startswith(
@@ -138,7 +142,7 @@ def is_over_tls(request: Request) -> bool:
 
 
 def unauthenticated() -> ServerError:
-    """The answer to somebody whom nobody knows."""
+    """Return the error for a visitor who is not signed in."""
     return ServerError(
         ErrorCode.UNAUTHENTICATED,
         "sign in to see this: paste a token, which an administrator creates with "

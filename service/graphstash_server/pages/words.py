@@ -1,4 +1,4 @@
-"""Numbers, times and strangers' text as people read them."""
+"""Numbers, times and strangers' text, formatted for people."""
 
 import re
 from datetime import datetime
@@ -13,7 +13,7 @@ _CODE: Final = re.compile(r"`([^`]+)`")
 
 
 def duration(seconds: float) -> str:
-    """Two units at most: `820 ms`, `38.2 s`, `4 h 12 min`, `9 d 3 h`."""
+    """Format a duration in at most two units: `820 ms`, `38.2 s`, `4 h 12 min`, `9 d 3 h`."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms" if seconds else "0 s"
     if seconds < 60:
@@ -30,7 +30,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count_bytes: float) -> str:
-    """`4.1 GiB`."""
+    """Format a size: `4.1 GiB`."""
     for unit in _SIZES:
         if abs(count_bytes) < 1023.95 or unit == _SIZES[-1]:
             break
@@ -39,17 +39,17 @@ def size(count_bytes: float) -> str:
 
 
 def count(number: int) -> str:
-    """`12,345`."""
+    """Format a number: `12,345`."""
     return f"{number:,}"
 
 
 def many(number: int, one: str, several: str = "") -> str:
-    """`1 hit`, `2 hits`, `3 misses`."""
+    """Format a number with its noun: `1 hit`, `2 hits`, `3 misses`."""
     return f"{count(number)} {one if number == 1 else several or one + 's'}"
 
 
 def share(part: float, whole: float) -> str:
-    """`97.4 %`; a dash where there is no whole. It says 100 % only of all, and 0 % only of none."""
+    """Format a share: `97.4 %`. Rounds to 0 % and 100 % only exactly; a dash if whole is 0."""
     if not whole:
         return "\N{EN DASH}"
     percent = 100 * part / whole
@@ -59,7 +59,7 @@ def share(part: float, whole: float) -> str:
 
 
 def ago(at: datetime, now: datetime) -> str:
-    """`4 min ago`, or `in 4 min`: in one unit."""
+    """Format a time in one unit: `4 min ago`, or `in 4 min`."""
     seconds = round((now - at).total_seconds())
     if not seconds:
         return "just now"
@@ -69,5 +69,5 @@ def ago(at: datetime, now: datetime) -> str:
 
 
 def prose(text: str) -> Markup:
-    """Text of a docstring: what stands between backticks is code."""
+    """Render a docstring's text, with text in backticks as code."""
     return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))  # noqa: S704 - escaped before
