@@ -74,7 +74,7 @@ _MAX_BEST: Final = 8
 """Configurations in an answer: one to run, and starting points for other searches."""
 
 _MAX_CLAIMS: Final = 32
-"""Number of configurations measured only by other hosts that are tried here at most."""
+"""Most configurations that are tried here only because other hosts measured them."""
 
 _MAX_HOSTS: Final = 64
 """Most host names in an answer."""
@@ -97,8 +97,9 @@ Measure: TypeAlias = Callable[[Configuration], Finding]
 """Measures a configuration again."""
 
 Fit: TypeAlias = Callable[[Mapping[str, Value]], Configuration]
-"""Returns the configuration of this space that resembles one of another shape. Its input comes from
-other hosts: if it raises, or returns a configuration outside the space, there is no hint."""
+"""Returns the configuration of this space that resembles one of another shape, or raises
+`ValueError`. Its input comes from other hosts: any error, or a result outside the space, gives no
+hint."""
 
 
 @dataclass(frozen=True, slots=True)
