@@ -2,8 +2,8 @@
 
 A request is one datagram with the sequence number and the path. A reply is the sequence number and
 one byte: `w` (still working, keep waiting) or `d` (done, look again). If no reply arrives in time,
-the caller continues. This prevents a deadlock when the thread with the interpreter lock waits for
-the mutex that the caller holds, so that no Python thread can reply.
+the caller continues. This prevents a deadlock: the thread with the interpreter lock may wait for
+the mutex that the caller holds. Then no Python thread can reply.
 """
 
 import logging

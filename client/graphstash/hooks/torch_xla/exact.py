@@ -30,9 +30,7 @@ one. Such a runtime cannot load executables, so each download is wasted."""
 class _Running:
     """A graph between the first report of its name and its finished file.
 
-    Attributes:
-        announced: Monotonic time of the last report.
-        seconds: Time between the last two reports, which is the compile time.
+    `announced` is the monotonic time of the last report, and `seconds` the compile time.
     """
 
     compilation: InFlightCompile
@@ -67,7 +65,7 @@ class ExactMode:
         self._cache = cache
         self._directory = directory
         self._fingerprints = fingerprints
-        self._lock = threading.Lock()  # guards the fields below: the two callbacks run in threads
+        self._lock = threading.Lock()  # guards the fields below: two threads run the callbacks
         self._running: dict[str, _Running] = {}
         self._delivered: set[str] = set()
         self._loaded = 0

@@ -2,10 +2,10 @@
 
 torch_xla names a graph by a 128-bit hash of its nodes, its git revisions, the `--xla*` tokens of
 two environment variables and the serialized topology. Measurements on 2.7 show that other inputs
-change the program but not the name: the matmul precision, `XLA_STABLEHLO_COMPILE`, the
-parameter-wrapping threshold, a flag file, the libtpu version, another build of the library, and
-attributes of some operations (see `omitted`). The fingerprint contains all of these, and the CPU
-features that machine code needs, because torch_xla loads machine code without checking the CPU.
+change the program but not the name. These are the matmul precision, `XLA_STABLEHLO_COMPILE`, the
+parameter-wrapping threshold, a flag file, the libtpu version, the build of the library, and
+attributes of some operations (see `omitted`). The fingerprint contains all of these. It also
+contains the CPU's features, because torch_xla loads machine code without checking the CPU.
 
 A training thread is in the middle of a step when this code runs. Therefore the code neither
 computes on a device nor creates a tensor.
