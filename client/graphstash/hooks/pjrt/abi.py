@@ -93,7 +93,7 @@ class AskArgs(ctypes.Structure):
 
     The function writes its result to `answer` (a pointer or a number) and, for texts and arrays, to
     `size`. A function that serializes also returns `backing`, and the `deleter` that frees it. The
-    zeros in `later` stand for fields of later versions: a plug-in refuses a structure that is
+    zeros in `later` stand for fields of later versions. A plug-in refuses a structure that is
     shorter than its own, but accepts a longer one.
     """
 

@@ -1,7 +1,7 @@
 """Canonical form of compile options: sort the entries of protobuf maps, and change nothing else.
 
 Compile options are a serialized protobuf message. Protobuf serializes the entries of a map in a
-different order in each process, so a hash of the raw bytes would never hit. A serialized map is a
+different order in each process, so a key of the raw bytes would never hit. A serialized map is a
 run of fields with the same number. Each field is a message of exactly two fields, 1 (the key) and 2
 (the value). Writers always write both
 (https://protobuf.dev/programming-guides/encoding/#maps). Only such runs are sorted, if their keys

@@ -1,9 +1,9 @@
 """The parts of an executable's fingerprint, and its device type.
 
-PJRT has no key of its own. The parts cover the compiler's inputs (program, options, description of
-the devices), the build of the plug-in, the flags that both read from the environment, and, for a
-CPU, its features. The key of an accelerator's executable omits the host's CPU, so that a job finds
-an executable that another host compiled ahead of time.
+PJRT has no key of its own. The parts cover the program, the options, the description of the
+devices, the build of the plug-in, and flags in the environment. For a CPU, they include its
+features. The key of an accelerator's executable omits the host's CPU, so that a job finds an
+executable that another host compiled ahead of time.
 """
 
 import hashlib
