@@ -4,8 +4,8 @@ libtpu compiles without a chip: JAX can lower a program for a topology's devices
 makes the same key as for any other compilation. So a job on the real slice finds the artifact if
 its inputs are the same. To compare the inputs, JAX logs a hash of each component of the key.
 
-Not tested on a real TPU: whether a slice describes its topology as `get_topology_desc` does, else
-the job misses; and whether a slice loads the executable, else JAX warns and compiles.
+Two facts are not tested on a real TPU. A slice should describe its topology as `get_topology_desc`
+does, else the job misses. A slice should load the executable, else JAX warns and compiles.
 """
 
 import logging
