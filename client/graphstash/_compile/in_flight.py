@@ -130,8 +130,7 @@ class InFlightCompile:
         owner: Cache that stores the result.
         request: Request for the artifact.
         lease: The right to compile, if the server granted it.
-        fallback_reason: See the attribute.
-        wanted: See `is_wanted`.
+        wanted: Value of `is_wanted`.
     """
 
     def __init__(

@@ -66,12 +66,9 @@ class _Entry:
 class Packs:
     """The small programs of one job. Thread-safe.
 
-    Attributes:
-        name: Returns the request for the pack with a number.
-
     Args:
         cache: Cache of this process.
-        name: See the attribute. It must return the same requests in every run of a job.
+        name: Returns the request for the pack with a number; the same one in every run of a job.
     """
 
     def __init__(self, cache: CompileCache, name: _Name) -> None:

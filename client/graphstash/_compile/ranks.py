@@ -1,6 +1,6 @@
 """RankCoordinator: for each key, all ranks of a job load the same executable, or all compile.
 
-If some ranks run a fetched executable and others a locally compiled one, the job can deadlock in a
+Ranks must not mix fetched and locally compiled executables. Otherwise the job can deadlock in a
 collective, or the ranks' results can diverge (openxla/xla#7716). Therefore the first rank that
 requests a key leads. It announces one of three words, and the other ranks follow it:
 
@@ -94,12 +94,9 @@ class CompileTurn:
 class RankCoordinator:
     """Makes all ranks of this job agree on one answer per key.
 
-    Attributes:
-        store: Store that the ranks share.
-
     Args:
         cache: Cache of this rank.
-        store: See the attribute.
+        store: Store that the ranks share.
     """
 
     def __init__(self, cache: CompileCache, store: RankStore) -> None:

@@ -5,11 +5,10 @@ and a server can reply "held" forever. Therefore waiting has a budget:
 
 * One holder uses at most half of the budget. A wait that obtains the artifact is refunded, up to
   the compile time that it saved. All refunds together are at most twice the budget. So a job waits
-  for at most three budgets, and at most one of them in vain, even if the server or a holder is
-  malicious.
-* After three consecutive waits in vain, the job does not wait for five minutes.
-* A wait does not begin if the remaining budget is shorter than the average compilation in this
-  process, because the wait would likely end first.
+  for at most three budgets, at most one of them in vain, even with a malicious server or holder.
+* After three consecutive waits in vain, the job starts no wait for five minutes.
+* A wait does not begin if less time is left than this process's average compilation takes, because
+  the wait would likely end first.
 
 The ranks of a distributed job depend on each other's waits, so they share one budget.
 """
