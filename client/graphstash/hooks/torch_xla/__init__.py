@@ -134,12 +134,18 @@ class TorchXlaHook:
         self._mode = self._open(cache)
 
     def close(self) -> None:
-        """Publish the finished graphs and remove the hook. The private directory stays in use."""
+        """Publish the finished graphs and remove the hook.
+
+        torch_xla keeps the private directory, because its cache cannot change directories.
+        """
         self._mode.close()
         self._patches.undo()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """Continue in a forked child; return False if the parent has started the runtime."""
+        """Continue in a forked child. Return False if the parent has started the runtime.
+
+        Then the child compiles without the cache.
+        """
         if torch_xla._XLAC._xla_runtime_is_initialized():
             return False
         self._make_directory()

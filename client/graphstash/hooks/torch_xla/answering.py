@@ -40,7 +40,12 @@ class Answering:
     def __init__(
         self, block: Block, answer: Callable[[str], None], *, heartbeat_seconds: float
     ) -> None:
-        """Start the threads and enable the stub. Raises OSError or RuntimeError if it cannot."""
+        """Start the threads and enable the stub.
+
+        Raises:
+            OSError: The process can open no further sockets.
+            RuntimeError: The process can start no further threads.
+        """
         self.answer = answer
         self._block = block
         self._heartbeat_seconds = heartbeat_seconds

@@ -24,7 +24,7 @@ _FULL_BYTES: Final = 1024**2
 
 
 def publish_file(path: Path, compilation: InFlightCompile, *, compile_seconds: float) -> None:
-    """Publish a finished file, which the end of the upload removes; abandon if it is incomplete."""
+    """Publish a finished file and remove it after the upload; abandon if it may be incomplete."""
     if not _is_whole(path):
         compilation.abandon()
         return
