@@ -1,7 +1,8 @@
 """The pjrt hook: replaces the compile functions in the table of a PJRT plug-in.
 
 A plug-in (TPU, Neuron, CUDA, CPU) is a shared library with one table of functions. All frameworks
-in a process call through this table, so a replaced function affects all of them.
+in a process call through this table. So a replaced function affects all of them, even a framework
+that has looked up the table before.
 
     from_torch_xla             reports the plug-ins that torch_xla loads
     plugins, api, abi          find a plug-in and call its functions

@@ -112,6 +112,9 @@ class Api:
 
         `options` and `options_size` locate the caller's compile options, which name the caller's
         devices. They override the options with which the executable was compiled.
+
+        Raises:
+            PjrtError: The plug-in cannot load the executable.
         """
         args = LoadArgs(
             struct_size=ctypes.sizeof(LoadArgs),
