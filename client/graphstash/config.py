@@ -254,8 +254,8 @@ class SharingSettings:
     """End the job before it compiles anything: with exit status 86 if the artifact does not exist,
     with 75 if the cache failed."""
     max_compile_seconds: float = setting(0.0, number(most=1e7))
-    """End the job with exit status 86 when its processes on this host have compiled for this many
-    seconds in total, or when a running compilation would exceed them. 0 means no limit."""
+    """Total compile seconds of the job's processes on this host. When they are used up, or when a
+    running compilation exceeds them, the job ends with exit status 86. 0 means no limit."""
     report_runs: bool = setting(True, flag())
     """Report counts and compiled artifacts to the server when a process that used the cache ends.
     The report names the script, never its arguments."""

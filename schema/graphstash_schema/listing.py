@@ -33,7 +33,8 @@ class ListOrder(StrEnum):
     """Order of the artifacts in the pages."""
 
     FINGERPRINT = "fingerprint"
-    """Smallest fingerprint first. An artifact that is stored between two pages may be missing."""
+    """Smallest fingerprint first. An artifact stored while a caller reads the pages is either in
+    its place or missing."""
     NEWEST = "newest"
     """Latest stored first."""
 

@@ -105,7 +105,7 @@ def line_of(text: str, *, most: int) -> str:
 
 
 def printable(text: str, *, most: int) -> str:
-    """Make untrusted text safe to log or show: one line of at most `most` characters and escapes.
+    """Make untrusted text safe to log or show: one line, truncated to `most` characters.
 
     Escapes unprintable characters, including control characters and characters that reorder a line.
     """

@@ -48,8 +48,8 @@ class Prefetch:
 
     Args:
         stash: cache whose disk receives the artifacts. The caller closes it.
-        limit_bytes: maximum bytes to download. Sizes are known only for the first namespace, so
-            downloads in progress at the limit are finished.
+        limit_bytes: maximum bytes to download. Sizes are known in advance only for
+            `config.namespace`, so downloads in progress at the limit are finished.
         is_stopped: polled repeatedly. If true, no further artifact is downloaded.
         done: called for each artifact, in the thread that downloaded it.
     """

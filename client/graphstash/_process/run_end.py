@@ -1,9 +1,9 @@
 """End a run early: one process decides, and `graphstash run` ends the others.
 
 `graphstash run` usually replaces itself with the command (exec). If a setting may end the job, it
-stays as the parent and waits for the command. A process deep in the job writes an exit status to a
-file, and `graphstash run` exits with that status, even if torchrun or a shell in between returns
-another. If `graphstash run` is killed, the command is killed too. This module imports only light
+stays as the parent and waits for the command. A process deep in the job can write an exit status to
+a file. `graphstash run` then exits with that status, even if torchrun or a shell in between returns
+another. If `graphstash run` is killed, the kernel kills the command. This module imports only light
 modules.
 """
 

@@ -26,10 +26,10 @@ class FakeServer:
     Use it as a context manager, or call `start` and `close`. Its state is lost when the object is
     deleted.
 
-    It follows a real server with default settings: the first artifact of a key stays, leases are
-    exclusive and expire, reported artifacts are withheld, manifests merge, and a run is the sum of
-    its processes. It never evicts, ignores byte ranges, does not explain misses, and has neither
-    history nor namespace policies.
+    It follows a real server with default settings. The first artifact of a key stays. Leases are
+    exclusive and expire. Reported artifacts are withheld. Manifests merge, and a run is the sum of
+    its processes. The fake server never evicts, ignores byte ranges and does not explain misses. It
+    has neither history nor namespace policies.
 
     Args:
         token: bearer token that clients must present. None requires no token.
