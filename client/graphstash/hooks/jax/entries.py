@@ -172,9 +172,9 @@ def _pack_name(job: str, program: Program, number: int) -> CompileRequest:
 def _may_lease(program: Program) -> bool:
     """Return whether other jobs may wait for this compilation, and this process for theirs.
 
-    False if the hook cannot detect the end of the compilation, or if JAX does not let this process
-    write, because it is not the first of its job. Also false if JAX looks for a profile-guided
-    variant: it looks that variant up but then compiles the other one.
+    False if the hook cannot detect the end of the compilation. False in any process but the first
+    one of a job, because JAX does not let the others write. False while JAX looks for a
+    profile-guided variant, because it looks that variant up first and then compiles the other one.
     """
     looks_for_another = any(getattr(jax.config, name, False) for name in _TWO_KEYS)
     return program.is_watched and program.is_alone and not looks_for_another

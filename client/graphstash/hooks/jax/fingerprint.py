@@ -34,7 +34,7 @@ _GPU_LIBRARIES: Final = re.compile(r"(jax[-_](cuda|rocm)|nvidia[-_])[\w-]*", re.
 
 
 def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileRequest:
-    """Return the request for a program with JAX's key, `<module>-<sha256>`.
+    """Return the request for a program with the key `<module>-<sha256>` that JAX gives its cache.
 
     The label is a name for display. Default: the module's name.
     """
