@@ -543,8 +543,8 @@ def _after_fork() -> None:
         return
     _current.take_over(parent)
     atexit.register(_current.close)
-    # Children of `multiprocessing` skip exit handlers and run only its finalizers. It clears the
-    # finalizers after a fork, before it calls this function. So register the finalizer there.
+    # Children of `multiprocessing` skip exit handlers and run only its finalizers. After a fork, it
+    # clears the finalizers and then calls its after-fork functions. So add the finalizer in one.
     if (util := sys.modules.get("multiprocessing.util")) is not None:
         util.register_after_fork(_current, _close_with_multiprocessing)
 
