@@ -276,7 +276,10 @@ class CompileCache:
         return self.stash.is_on_this_host(key)
 
     def fetch_pack(self, key: ArtifactKey, *, max_bytes: int | None = None) -> FetchedPack | None:
-        """Fetch a pack of at most `max_bytes`, without counting a hit; None for a miss."""
+        """Fetch a pack, or return None for a miss. Never raises, counts no hit.
+
+        A pack larger than `max_bytes` counts as unusable.
+        """
         payload = Memory(max_bytes)
         try:
             fetched = self._fetch(key, payload)
@@ -295,7 +298,11 @@ class CompileCache:
     def store_pack(
         self, key: ArtifactKey, payload: bytes, metadata: ArtifactMetadata, *, artifact_count: int
     ) -> bool:
-        """Publish a pack; return False if the server stores another one there. Never raises."""
+        """Publish a pack of `artifact_count` artifacts. Never raises.
+
+        Returns:
+            False if the server stores another pack under the key.
+        """
         try:
             sent = self.stash.put(key, payload, metadata)
         except ConflictError:
@@ -310,7 +317,10 @@ class CompileCache:
         return True
 
     def record_fallback(self, error: Exception) -> None:
-        """Count a fallback; log the first of each reason. Non-`CacheError`s count as internal."""
+        """Count a fallback, and log the first one of each reason.
+
+        An error other than `CacheError` is a fault of the cache itself and counts as internal.
+        """
         if not isinstance(error, CacheError):
             _log.debug("the cache failed", exc_info=error)
             error = CacheError(Reason.INTERNAL, repr(error))
@@ -375,7 +385,7 @@ class CompileCache:
             return False
         try:
             return self.stash.server.verify(key).healed
-        except Exception as error:  # noqa: BLE001 - on the way of the hook's outermost frame
+        except Exception as error:  # noqa: BLE001 - an error handler of the hook calls this
             _log.debug("the server cannot verify %s: %r", key, error)
             return False
 
