@@ -160,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
         namespace = Namespace(words["namespace"]) if "namespace" in words else ""
         request = Request(
             operation,
-            (namespace, key),  # type: ignore[arg-type] # - both are set for artifact calls
+            (namespace, key),  # type: ignore[arg-type] # both are set for artifact calls
             words,
             target.query,
             headers,

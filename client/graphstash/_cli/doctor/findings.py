@@ -42,7 +42,7 @@ class Finding:
 
 
 Topic = Generator[Finding, None, _T]
-"""Yields findings, and returns what later topics need."""
+"""A generator of findings, which returns what later topics need."""
 
 
 def ok(name: str, found: str) -> Finding:
@@ -87,4 +87,4 @@ def within(seconds: float, work: Callable[[], _T]) -> _T:
         raise TimeoutError(f"no answer within {seconds:g} s") from None
     if error is not None:
         raise error
-    return result  # type: ignore[return-value] # - the result is set if there is no error
+    return result  # type: ignore[return-value] # the result is set if there is no error
