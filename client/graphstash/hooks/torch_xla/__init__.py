@@ -144,7 +144,7 @@ class TorchXlaHook:
     def after_fork(self, cache: CompileCache) -> bool:
         """Continue in a forked child. Return False if the parent has started the runtime.
 
-        Then the child compiles without the cache.
+        In that case, the child compiles without the cache.
         """
         if torch_xla._XLAC._xla_runtime_is_initialized():
             return False

@@ -1,11 +1,11 @@
 """Hint mode: predict torch_xla's files on hosts where its look-ups cannot be intercepted.
 
 For a dynamo graph, `_get_graph_hash` returns the file's name before `_xla_warm_up_cache` compiles
-the graph. The name of a lazy step depends on buffer donors, which no Python binding exposes. There
-the hint is a hash of the StableHLO of all pending operations. A small artifact under the hint lists
-the files that an earlier run compiled. A wrong hint costs bandwidth but never correctness, because
-torch_xla still looks up the exact name. The lease on the hint prevents many jobs from compiling the
-same step at once.
+the graph. The name of a lazy step depends on buffer donors, which no Python binding exposes. For a
+lazy step, the hook hashes the StableHLO of all pending operations into a hint. A small artifact
+under the hint lists the files that an earlier run compiled. A wrong hint costs bandwidth but never
+correctness, because torch_xla still looks up the exact name. The lease on the hint prevents many
+jobs from compiling the same step at once.
 
 Lowering the pending graph takes 0.1 to 0.8 s, so the hook predicts only until the loop has settled.
 After a few steps without a new graph, a step only calls `stat` on the directory, in about 2

@@ -2,8 +2,8 @@
 
 torch_xla names a graph by the hashes of its operations. The operations below hash their operands,
 but omit an attribute that their lowering uses: `celu` with alpha 1 and `celu` with alpha 2 give a
-graph the same name. Within one process, torch_xla runs the first such graph in place of both. A
-shared cache would also mix up the graphs of different jobs.
+graph the same name. Within one process, torch_xla runs the first such graph in place of both. With
+a shared cache, a job with alpha 1 could also run the graph of another job with alpha 2.
 
 Therefore `observer` records the attribute wherever torch_xla creates a node, in lazy and compiled
 steps alike. If it had one value in this process, all graphs contain that value, which joins the
