@@ -1,9 +1,9 @@
 """Replace the compile functions in the table of one plug-in.
 
 Frameworks call these functions from any thread. JAX and torch_xla (2.9) release the interpreter
-lock before. The callback acquires the lock, releases it while it waits or compiles, and holds no
-other lock meanwhile. A framework would deadlock if one thread held the interpreter lock while it
-waits for a compiling thread. We know of no such framework.
+lock before the call. The callback acquires the lock, releases it while it waits or compiles, and
+holds no other lock meanwhile. A framework would deadlock if one thread held the interpreter lock
+while it waits for a compiling thread. We know of no such framework.
 
 If the hook fails, the framework receives the result of the plug-in's own function.
 """
@@ -197,10 +197,10 @@ class Shield:
     """Runs the steps of one callback, and keeps exceptions out of its C++ caller.
 
     A ctypes callback that raises returns null, which PJRT reads as success. Signal handlers run in
-    the main thread, between any two Python steps. For example, a user presses Ctrl-C during a
-    compilation of a minute. Python raises KeyboardInterrupt right after the compiler has returned,
-    in the middle of the callback. Without the hook, Python would raise it when the framework
-    returns from C++. `close` therefore raises it there.
+    the main thread, between any two Python steps. For example, a user presses Ctrl-C during a long
+    compilation. Python then raises KeyboardInterrupt right after the compiler has returned, in the
+    middle of the callback. Without the hook, Python would raise it when the framework returns from
+    C++ to Python. Therefore `close` has it raised there.
 
     Args:
         failed: Called with the errors of the hook's own steps. It must not raise.
