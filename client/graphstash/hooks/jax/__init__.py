@@ -6,8 +6,8 @@
     entries      translates JAX's look-ups and results to artifacts, and back
     seam         installs the hook in JAX, and removes it
 
-JAX runs the bytes that its cache returns without a check. An entry of another program with equal
-shapes would silently compute wrong numbers. Therefore the artifact contains its key, which the
+JAX does not check the bytes that its cache returns. An entry of another program with equal shapes
+would silently compute wrong numbers. Therefore the artifact contains its key, which the
 client verifies before JAX receives a byte. If JAX still cannot load an entry, JAX warns and
 compiles. A program in memory causes no look-up. The hook does not share a program that calls back
 into Python, or that Python code partitions: its key would contain addresses in this process.

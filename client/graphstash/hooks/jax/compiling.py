@@ -67,7 +67,7 @@ class Program:
         environment: Parts for variables that have changed since the backend was created.
         is_small: Whether the program likely compiles fast and runs in one process.
         missed: JAX's keys that were looked up and not found.
-        packed: Keys in `missed` whose result belongs into a pack.
+        packed: Keys in `missed` whose result belongs in a pack.
         given: Artifact keys of the entries that JAX received, by JAX's key.
         requests: Requests by JAX's key.
     """

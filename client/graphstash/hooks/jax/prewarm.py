@@ -72,7 +72,7 @@ def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) 
     Raises:
         ConfigError: The target or the topology is invalid, or the settings are read-only.
         CacheError: The server does not answer or refuses the artifact, which stays on this host.
-        Exception: The target or the compiler raises it.
+        Exception: Any exception of the target or the compiler.
     """
     if config.read_only:
         raise ConfigError("GRAPHSTASH_READ_ONLY is set: nothing could be published")

@@ -2,9 +2,9 @@
 
 Between its hot functions, a JAX job compiles dozens of programs with one operation. They fill an
 array, convert a type or print a norm. Each takes 10 to 60 ms on a CPU, and more on a GPU. A small
-program has no operation that may compile slowly: no loops, calls, sorts, products,
-convolutions, scatters or unknown operations. It also has no large constants, because XLA may
-compute with constants during the compilation.
+program has no operation that may compile slowly: no loops, calls, sorts, products, convolutions,
+scatters or unknown operations. It also has no large constants, because XLA may compute with
+constants during the compilation.
 """
 
 from typing import Any, Final
