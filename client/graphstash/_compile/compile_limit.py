@@ -1,10 +1,10 @@
 """CompileLimit: end a job that compiles too much, if the user has set a limit.
 
     GRAPHSTASH_FAIL_ON_MISS          end the job before its first compilation
-    GRAPHSTASH_MAX_COMPILE_SECONDS   end it when the run's compile time on this host reaches this
+    GRAPHSTASH_MAX_COMPILE_SECONDS   end it at this sum of the run's compile times on this host
 
-Only these two settings make the client end a job. If the cache cannot help, that is not a miss, but
-the job would compile. So the job also ends then, with another exit status.
+Only these two settings make the client end a job. If the cache cannot help, the look-up is no miss,
+but the job would compile. So the client also ends the job, with another exit status.
 """
 
 import threading

@@ -156,7 +156,7 @@ class InFlightCompile:
     def is_awaited(self) -> bool:
         """Whether another process may wait for this compilation.
 
-        Meanwhile, this process must not wait: two processes could wait for each other forever.
+        While true, this process must not wait, or two processes could wait for each other forever.
         """
         return self.is_compiling and self._lease is not None
 
@@ -226,7 +226,7 @@ class InFlightCompile:
         """Copy the result while its upload is pending; None before and after that.
 
         Raises:
-            LocalTierError: The disk fails.
+            LocalTierError: The disk returns an error.
         """
         unsent = self._unsent
         if unsent is None:

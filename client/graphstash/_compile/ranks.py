@@ -115,7 +115,7 @@ class RankCoordinator:
                 leader's compilation.
 
         Raises:
-            Exception: The store raises it.
+            Exception: Any exception of the store.
         """
         key = request.key
         has_passed = False

@@ -11,9 +11,9 @@ The estimate is the union of these hypothetical compilations over all threads, s
 compilations count once. It excludes the time of the look-ups, and the time when another thread has
 really compiled, because the process would have been busy anyway.
 
-The time line of a worker thread begins where the main thread's is. So the savings of the main
-thread and of its workers do not overlap. Other time lines are independent. If one such thread hands
-work to another, the estimate may treat their compilations as parallel, and is too low.
+The time line of a worker thread starts with the delay of the main thread's. So the savings of the
+main thread and of its workers do not overlap. Other time lines are independent. If one such thread
+hands work to another, the estimate may treat their compilations as parallel, and is too low.
 """
 
 import threading
