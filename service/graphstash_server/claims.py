@@ -1,6 +1,4 @@
-"""TrustedIssuer: an identity provider whose JWTs the server accepts. ClaimRule: claims and
-grants.
-"""
+"""TrustedIssuer: an identity provider whose JWTs are accepted. ClaimRule: claims and grants."""
 
 import re
 import unicodedata
@@ -41,8 +39,8 @@ class ClaimRule(RequestModel):
     Attributes:
         claims: maps a claim to the pattern of its value, or to an object if the claim is one. `*`
             matches any characters of an ordinary name (see `_is_ordinary`). For a list, one
-            matching element is enough. Not empty, because a public provider signs tokens for
-            anyone.
+            matching element is enough. Not empty, because a public provider signs tokens for any
+            user.
         grants: grants as `<scope>:<pattern>`.
     """
 

@@ -5,10 +5,10 @@ requests nor connections. They would read a header of three megabytes, or one by
 without end. `api.frame` checks complete requests.
 
 If all connections are taken, a new connection may evict one of the address that has the most. The
-server evicts a connection that waits for a request first. Otherwise it evicts one that waits for
-its caller in the middle of a body or a response. So no single address can exclude the others by
-being slow. Behind a proxy, all callers share its address, and the proxy has to distribute the
-connections.
+server first evicts a connection that waits for a request. If there is none, it evicts a connection
+whose caller stalls in the middle of a body or a response. So no single address can exclude the
+others by being slow. Behind a proxy, all callers share its address, and the proxy has to distribute
+the connections.
 
 A refusal is a problem document, after which the connection ends. If a response is in progress, the
 server finishes it and then closes the connection.

@@ -154,7 +154,6 @@ class _OneLine(logging.Filter):
     """Shortens the traceback that uvicorn logs for a failed start to its last line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Shorten a message that ends with a `StartError`."""
         last = record.getMessage().rstrip().rpartition("\n")[2]
         mark, _, reason = last.partition(f"{StartError.__name__}: ")
         if reason and mark.endswith("errors."):

@@ -63,8 +63,8 @@ class ListenSettings(_Group):
     """Where and how a server listens, and what it logs."""
 
     host: str = Field("127.0.0.1", min_length=1)
-    """Address to listen on. Loopback by default, because anyone who can write to the cache can run
-    code in every job that reads it. Set another address deliberately."""
+    """Address to listen on. Loopback by default, because write access to the cache allows running
+    code in every job that reads it. Change it deliberately."""
     port: int = Field(8077, ge=0, le=65535)
     """TCP port, 0 to 65535; 0 takes a free one."""
     workers: int = Field(1, ge=1, le=_MAX_WORKERS)
@@ -133,8 +133,8 @@ class AccessSettings(_Group):
     loopback, jobs of the user who runs the server need no token, because they use a socket that
     only this user can reach."""
     insecure: bool = False
-    """For tests: require no token, wherever the server listens. Anyone who reaches the server can
-    then run code in every job that reads the cache."""
+    """For tests: require no token, wherever the server listens. Every caller that reaches the
+    server can then run code in every job that reads the cache."""
     oidc_issuer: IssuerUrl | None = None
     """Identity provider whose tokens (JWT) are also accepted, as in their claim iss:
     https://<host>/<path>. None by default."""
@@ -349,9 +349,7 @@ class Settings(
 
     @property
     def own_socket(self) -> Path | None:
-        """Socket where this user's jobs find the server. None if other hosts can reach the server,
-        or if it requires no token.
-        """
+        """Socket for this user's jobs. None if other hosts reach the server, or if it is open."""
         if self.is_open or self.tls_cert_file is not None or not is_loopback(self.host):
             return None
         return own_socket_path(os.environ)
@@ -411,8 +409,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _named_in(error: SettingsError) -> str:
-    """Return the variable that could not be read. pydantic-settings names its field only in the
-    message.
-    """
+    """Return the unreadable variable. Only the message of pydantic-settings names its field."""
     found = re.search(r'field "(\w+)"', str(error))
     return f"{ENV_PREFIX}{found[1].upper()}" if found else str(error)

@@ -35,7 +35,7 @@ from graphstash_server.errors import StartError
 __all__ = ["Tracing"]
 
 _METHODS: Final = frozenset({"GET", "HEAD", "PUT", "POST", "DELETE", "PATCH", "OPTIONS"})
-"""Other methods are recorded as `_OTHER`, as the conventions say, because callers may invent
+"""Other methods are recorded as `_OTHER`, as OpenTelemetry specifies, because callers may invent
 methods."""
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()

@@ -127,7 +127,6 @@ class _Supervisor:
         return not self._has_failed
 
     def _act(self, now: float) -> None:
-        """Perform the actions that are due."""
         for worker in list(self._alive.values()):
             if worker.kill_at <= now:
                 _LOGGER.warning("worker %d did not stop in time; killing it", worker.pid)
@@ -206,7 +205,6 @@ class _Supervisor:
                 self._replace(worker, _how(status))
 
     def _replace(self, worker: _Worker, ended: str) -> None:
-        """Decide how to replace a worker that ended."""
         slot = worker.slot
         if self._is_stopping or worker.is_ending:
             _LOGGER.info("worker %d %s", worker.pid, ended)

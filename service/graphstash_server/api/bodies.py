@@ -154,7 +154,6 @@ class _DeviceTypes(dict[str, DeviceType]):
     """The device types of one body, usually one for all keys."""
 
     def __missing__(self, text: str) -> DeviceType:
-        """Validate a new device type."""
         self[text] = device_type = DeviceType(text)
         return device_type
 

@@ -24,8 +24,6 @@ Time = Annotated[
 
 
 class _HistoryQuery(WireModel):
-    """The requested points."""
-
     since: Time | None = Field(
         default=None,
         description="the first step is the one it is in, such as 2026-01-31T00:00:00Z; a day of "

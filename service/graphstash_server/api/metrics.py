@@ -40,7 +40,6 @@ async def get_metrics(call: Call) -> Response:
 
 
 async def _check(call: Call) -> None:
-    """Raise unless the caller may read the metrics."""
     allowed = call.context.settings.metrics
     if allowed == "off":
         raise ServerError(

@@ -29,8 +29,6 @@ _PATH: Final = "/{namespace}/runs"
 
 
 class _RunsQuery(WireModel):
-    """The requested runs."""
-
     job: ManifestName | None = Field(default=None, description="only runs of it")
     limit: int = Field(default=20, ge=1, le=MAX_LISTED_RUNS, description="most runs")
 

@@ -39,8 +39,6 @@ _MAX_ID: Final = 2**63 - 1
 
 
 class _AuditQuery(WireModel):
-    """The requested page of the audit log."""
-
     limit: int = Field(default=100, ge=1, le=MAX_AUDIT_ENTRIES, description="most entries")
     before: int | None = Field(
         default=None, ge=1, le=_MAX_ID, description="`next_before` of the page before"

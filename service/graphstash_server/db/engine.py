@@ -141,7 +141,7 @@ class Database:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """Open a connection for reads. Each statement sees everything committed before it.
+        """Open a connection for reads. Each statement reads everything committed before it.
 
         Raises:
             ServerError: 503 if the database does not respond.
@@ -282,7 +282,6 @@ def _begin_immediate(connection: Connection) -> None:
 
 @contextmanager
 def _failures_named() -> Iterator[None]:
-    """Log an error of the driver and turn it into a `ServerError`."""
     try:
         yield
     except PoolTimeoutError as error:

@@ -125,7 +125,6 @@ def _upgrade(url: str) -> None:
 
 
 def _is_of_later_release(revision: str | None) -> bool:
-    """Return whether this release does not know a revision."""
     scripts = ScriptDirectory.from_config(alembic_config(""))
     known = {script.revision for script in scripts.walk_revisions()}
     if revision is None or revision in known:

@@ -177,7 +177,6 @@ class _Texts(TypeDecorator[Sequence[str]]):
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """Return the type that the database uses."""
         return dialect.type_descriptor(ARRAY(String) if dialect.name == "postgresql" else Text())
 
     def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any]:

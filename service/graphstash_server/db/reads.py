@@ -1,8 +1,8 @@
 """Reads: run the most frequent reads, with one statement for all requests with the same read.
 
-A request joins an equal read that has not begun. It does not join one that has begun, because that
-may miss rows committed meanwhile. So a crowd costs one or two statements, and each request sees at
-least what was committed when it asked.
+A request joins an equal read that has not begun. It never joins a running read, which may miss rows
+committed meanwhile. So a crowd costs one or two statements, and each result includes everything
+committed before its request.
 
 Each lane keeps one connection. It runs one read at a time, or on SQLite all reads that are waiting.
 """

@@ -245,7 +245,7 @@ class SqliteTransaction:
 def _connect(
     url: URL, *, is_reader: bool, busy_milliseconds: int = _BUSY_MILLISECONDS
 ) -> sqlite3.Connection:
-    """Open a connection for one thread at a time, regardless of which."""
+    """Open a connection for any one thread at a time."""
     (path,), options = url.get_dialect()().create_connect_args(url)
     connection: sqlite3.Connection = sqlite3.connect(
         path, **{**options, "isolation_level": None, "check_same_thread": False}

@@ -8,10 +8,10 @@ offers every request to this package first:
     connection    offers the requests before they are parsed, and writes the responses: small ones
                   in one piece, files by sendfile(2)
 
-The fast path leaves unusual requests to the application and counts them by reason. Examples are
-another path, an unknown or repeated header, a head in several pieces, a caller or policy that must
-be looked up, and a request during another response. The application also uses `reading`, so both
-paths give the same response (tests/service/test_fast_path.py compares them).
+The fast path leaves unusual requests to the application and counts them by reason. Unusual are
+other paths, unknown or repeated headers, and heads in several pieces. So are requests during
+another response, or whose caller or policy must be looked up. The application also uses `reading`,
+so both paths give the same response (tests/service/test_fast_path.py compares them).
 """
 
 __all__: list[str] = []

@@ -327,7 +327,6 @@ class _Absence(NamedTuple):
     body: tuple[bytes, bytes, bytes]
 
     def answer(self, request: FastRequest) -> Answer:
-        """Return the response to one request."""
         begin, between, end = self.body
         fingerprint = request.read.key.fingerprint.encode()
         body = b"".join((begin, fingerprint, between, request.request_id, end))
@@ -363,7 +362,6 @@ def _is_plain(fields: Mapping[bytes, bytes]) -> bool:
 
 
 def _asked(fields: Mapping[bytes, bytes]) -> Mapping[str, str]:
-    """Return the headers that change the response."""
     if fields.keys().isdisjoint(_READ_HERE):
         return _NOTHING
     return {

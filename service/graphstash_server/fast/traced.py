@@ -30,7 +30,6 @@ class _TracedRequest(FastRequest):
 
     @property
     def state(self) -> dict[str, str]:
-        """The request's IDs, including those of the span."""
         return {**super().state, **Tracing.ids(self.span)}
 
 

@@ -1,4 +1,4 @@
-"""An artifact's page: what it is, what it was made of, which jobs use it, and similar artifacts."""
+"""An artifact's page: its metadata, the parts it was made of, its jobs, and similar artifacts."""
 
 from dataclasses import dataclass
 from typing import Any, Final

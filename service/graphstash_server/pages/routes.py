@@ -58,8 +58,6 @@ def add_pages(app: FastAPI, *, clock: Clock, document: Document) -> None:
 
 
 class _Pages:
-    """State shared by the pages of one application."""
-
     def __init__(self, document: Document, *, clock: Clock) -> None:
         self._document = document
         self._clock = clock
@@ -102,7 +100,6 @@ class _Pages:
         return endpoint
 
     async def welcome(self, visitor: Visitor) -> Response:
-        """Render the sign-in page."""
         asked = visitor.request.query_params.get("next", "/")
         return await self._render(
             visitor, "sign_in.html", way_back=sign_in.way_back(asked), refusal="", is_refused=False

@@ -154,7 +154,6 @@ class DiskBlobStore(BlobStore):
 
 @contextmanager
 def _failures_named() -> Iterator[None]:
-    """Log an operating system error and turn it into a `ServerError`."""
     try:
         yield
     except OSError as error:

@@ -160,7 +160,7 @@ class TieredBlobStore(BlobStore):
         artifact.
 
         Raises:
-            ServerError: 503, also if it is uncertain where the bytes were damaged.
+            ServerError: 503, also if the bytes may have been damaged on the way.
         """
         if await self._is_damaged(digest):
             return None

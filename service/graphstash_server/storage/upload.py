@@ -128,7 +128,7 @@ class Incoming:
         """Hash the next bytes and pass them to `write`, which returns how many it accepted.
 
         Raises:
-            LengthMismatchError: there are more bytes than the digest says.
+            LengthMismatchError: there are more bytes than announced.
         """
         # Hash and write each chunk in turn. Hashing a whole mebibyte before writing it took a third
         # more CPU time (docs/benchmarks.md), perhaps because the bytes had left the processor's
@@ -145,7 +145,7 @@ class Incoming:
         """Compare the digest of all bytes.
 
         Raises:
-            LengthMismatchError: there are fewer bytes than the digest says.
+            LengthMismatchError: there are fewer bytes than announced.
             DigestMismatchError: the bytes have another hash.
         """
         if self._hasher.size_bytes != self._announced.size_bytes:
@@ -180,10 +180,8 @@ async def feed(
 
 
 class DiskUpload:
-    """Writes one temporary file and renames it.
-
-    The upload holds a lock (flock) on the file. `remove_abandoned`, in any process, skips locked
-    files and removes those that a crash left behind.
+    """Writes one temporary file and renames it. The upload holds a lock (flock) on the file.
+    `remove_abandoned`, in any process, skips locked files and removes the files of crashed uploads.
     """
 
     def __init__(

@@ -168,7 +168,7 @@ async def list_points(
     connection: AsyncConnection, asked: Asked, by: Grouping, *, shown: Sequence[str]
 ) -> list[HistoryPoint]:
     """Return the sums of each step and group, in order. `OTHERS` sums the groups outside of
-    `shown`, if `shown` is not empty. A thread builds the points, of which there may be thousands.
+    `shown`, if `shown` is not empty. A thread builds the points, because there may be thousands.
     """
     group: ColumnElement[str] = literal("") if by is Grouping.NONE else history.c[by.value]
     if shown:

@@ -141,7 +141,7 @@ async def recount_usage(
     Returns:
         The namespaces with wrong counters.
     """
-    # One statement sees all tables at the same time, so concurrent changes cause no difference.
+    # One statement reads all tables at the same time, so concurrent changes cause no difference.
     counted = [
         select(
             artifacts.c.namespace,
