@@ -39,7 +39,7 @@ from graphstash_server.storage import SMALL_BYTES, BlobReader, BlobStore, FileRe
 __all__ = ["ArtifactService", "OpenArtifact", "RecentRows"]
 
 _MAX_ROWS = 1024
-"""At most 16 MiB: a row is as large as its metadata header, up to 16 KiB."""
+"""Maximum cached rows: at most 16 MiB. A row is as large as its metadata header, up to 16 KiB."""
 
 _NO_AGE = timedelta(0)
 _MAX_AGE = timedelta(seconds=2)
@@ -47,15 +47,16 @@ _MAX_AGE = timedelta(seconds=2)
 
 @dataclass(kw_only=True, eq=False)
 class RecentRows:
-    """The rows of artifacts that were served a moment ago, so that a hot hit needs no query. The
-    least recently used row goes first.
+    """LRU cache of recently served rows, so that a hot hit needs no query.
 
-    Why this can never serve wrong bytes: the bytes are opened by the row's digest, and their size
-    is compared on every hit. Only the row as a whole can be stale: it was deleted, withheld, or
-    replaced where the namespace's policy allows that. When this process does it, it drops the row
-    here first. When another one does, the blob is mostly gone, too (opening it fails, and the
-    database is queried); where it is not (the artifact is withheld, an equal one has the blob, a
-    disk tier keeps a copy), the old artifact is served for at most two seconds (`_MAX_AGE`).
+    The cache never serves wrong bytes: bytes are opened by the row's digest, and each hit compares
+    their size. Only the row as a whole can be stale, after its artifact was deleted, withheld or,
+    if the policy allows it, replaced.
+
+    A change by this process drops the row here. After a change by another process, the blob is
+    usually gone: opening it fails, and the database is queried. The blob may also stay: the
+    artifact is withheld, an equal artifact has the blob, or a disk tier keeps a copy. The old
+    artifact is then served for at most two seconds (`_MAX_AGE`).
     """
 
     clock: Clock
@@ -64,7 +65,7 @@ class RecentRows:
         self._rows: OrderedDict[StoredKey, tuple[datetime, Artifact | None]] = OrderedDict()
 
     def get(self, key: StoredKey) -> Artifact | None:
-        """The row, unless it is absent or too old."""
+        """Return the row, or None if it is absent or too old."""
         kept = self._rows.get(key)
         if kept is None:
             return None
@@ -76,18 +77,18 @@ class RecentRows:
         return row
 
     def add(self, row: Artifact, *, read_at: datetime) -> None:
-        """Keeps a row that was read at a time, unless it was dropped or read again since."""
+        """Cache a row as of `read_at`, unless it was dropped or read again since."""
         since, kept = self._rows.get(row.key, (read_at, row))
         if since > read_at or (kept is None and since == read_at):
             return
         self._keep(row.key, read_at, row)
 
     def drop(self, key: StoredKey) -> None:
-        """Forgets a row that has changed; one that is being read now may be the old one."""
+        """Drop a row that changed. `add` then refuses the old row of a read that is under way."""
         self._keep(key, self.clock(), None)
 
     def drop_used(self, keys: Iterable[StoredKey]) -> None:
-        """Forgets those of these rows that are kept: their hits have changed."""
+        """Drop the cached rows among these, because their hits changed."""
         for key in keys:
             if key in self._rows:
                 self.drop(key)
@@ -105,19 +106,19 @@ _PIN = timedelta(seconds=LOOKUP_PIN_SECONDS)
 
 _MAX_PROTECTED_OF_CALLER = 2 * MAX_MANIFEST_ENTRIES
 _MAX_PROTECTED = 4 * _MAX_PROTECTED_OF_CALLER
-"""Artifacts of a namespace that look-ups protect at a time, in this process: those of two large
-jobs of each caller, and of four such callers."""
+"""Artifacts that look-ups protect at a time, in this process. A caller may protect two large jobs,
+and a namespace has room for four such callers."""
 
 _MAX_VERIFIED = 2
-"""Blobs that are verified at a time: a request of a few bytes makes the server read gigabytes."""
+"""Blobs verified at a time. A request of a few bytes makes the server read gigabytes."""
 
 _LOOKS = 3
-"""Tries at an artifact whose blob is gone because it was replaced a moment ago."""
+"""Attempts to find an artifact whose blob is gone because it has just been replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenArtifact:
-    """An artifact whose bytes stay readable, whatever happens to it; the caller closes `reader`."""
+    """An artifact whose bytes stay readable even if it is deleted. The caller closes `reader`."""
 
     row: Artifact
     reader: BlobReader
@@ -125,7 +126,7 @@ class OpenArtifact:
 
 @dataclass(kw_only=True, eq=False)
 class ArtifactService:
-    """Everything but uploads (`UploadService`)."""
+    """All operations on artifacts except uploads (`UploadService`)."""
 
     database: Database
     blobs: BlobStore
@@ -141,7 +142,7 @@ class ArtifactService:
         self._verifiers = asyncio.Semaphore(_MAX_VERIFIED)
 
     async def open(self, key: StoredKey) -> OpenArtifact | None:
-        """Opens an artifact for reading; None when it is absent or was healed away."""
+        """Open an artifact for reading. Return None if it is absent, or dropped for a lost blob."""
         row = self._recent.get(key)
         if row is not None:
             reader = await self._open_whole(row.digest)
@@ -160,9 +161,7 @@ class ArtifactService:
         return None
 
     def find_now(self, key: StoredKey) -> Sequence[Artifact] | None:
-        """An artifact's row without waiting, whether its blob is there or not: none or one; None
-        when it has to be waited for.
-        """
+        """Return no row or one row if that takes no waiting, else None. The blob is not checked."""
         row = self._recent.get(key)
         if row is not None:
             return (row,)
@@ -173,13 +172,13 @@ class ArtifactService:
         return found
 
     def read_now(self, row: Artifact) -> bytearray | None:
-        """All bytes of a small artifact, where they are in memory; None otherwise."""
+        """Return all bytes of a small artifact if they are in memory; otherwise None."""
         if row.digest.size_bytes > SMALL_BYTES:
             return None
         return self.blobs.read_now(row.digest)
 
     def open_now(self, row: Artifact) -> FileReader | None:
-        """An artifact's file, where its name is in memory; None otherwise. The caller closes it."""
+        """Return an artifact's file if its name is in memory, else None. The caller closes it."""
         file = self.blobs.open_now(row.digest)
         if file is not None and file.size_bytes != row.digest.size_bytes:
             file.close_now()
@@ -187,26 +186,26 @@ class ArtifactService:
         return file
 
     async def link(self, key: StoredKey) -> tuple[Artifact, str] | None:
-        """Where a client can fetch an artifact by itself; None: `open` it, if it is there at all.
+        """Return a row and a URL for clients to fetch it. None: `open` the artifact instead.
 
-        The blob is not checked: a client that does not find it comes back without a redirect.
+        The blob is not checked. A client that does not find it asks again without a redirect.
         """
         row = self._recent.get(key) or await self._read(key)
         url = await self.blobs.link(row.digest) if row is not None else None
         return (row, url) if row is not None and url is not None else None
 
     async def find(self, key: StoredKey) -> Artifact | None:
-        """An artifact whose blob is there; None otherwise."""
+        """Return an artifact if its blob exists; otherwise None."""
         return await self._with_blob(partial(self._read, key))
 
     async def find_stored(self, key: StoredKey) -> Artifact | None:
-        """The same, withheld or not: what an upload would conflict with."""
+        """Like `find`, but include withheld artifacts: what an upload would conflict with."""
         return await self._with_blob(partial(find_stored, self.database, key))
 
     async def verify(self, key: StoredKey) -> VerifyResponse:
-        """Reads an artifact's blob and compares its digest; drops the artifact when it is damaged.
+        """Read an artifact's blob and compare its digest. Drop the artifact if the blob is damaged.
 
-        It trusts nothing that the caller says, so everyone who may read may call it.
+        Every reader may call this, because it uses nothing that the caller claims.
         """
         row = await self._read(key)
         if row is None:
@@ -215,7 +214,7 @@ class ArtifactService:
         return VerifyResponse(found=True, healed=is_healed)
 
     async def read_start(self, row: Artifact, *, most_bytes: int) -> bytes:
-        """The first bytes of an artifact's blob; fewer when it is shorter, none when it is lost."""
+        """Return the first bytes of a blob: fewer if the blob is shorter, none if it is lost."""
         reader = await self._open_whole(row.digest)
         if reader is None:
             return b""
@@ -226,7 +225,7 @@ class ArtifactService:
             await reader.close()
 
     async def _is_whole(self, digest: Digest) -> bool | None:
-        """Reads a blob once for all callers that wait for it."""
+        """Whether a blob matches its digest. One read serves all callers that wait for it."""
         verifying = self._verifying.get(digest)
         if verifying is None:
             verifying = in_background(self._read_whole(digest))
@@ -241,12 +240,12 @@ class ArtifactService:
     async def lookup(
         self, namespace: Namespace, keys: Sequence[StoredKey], *, caller: str
     ) -> FoundArtifacts:
-        """Those of many artifacts that exist; most of them are protected from eviction for
-        `LOOKUP_PIN_SECONDS` at least.
+        """Find the artifacts of many keys, withheld ones apart.
 
-        Those of one caller, and of one namespace, are protected up to a limit: who only reads must
-        not decide what stays. The protection lasts for twice that time, so that a second lookup
-        soon after writes nothing. Blobs are not checked: a lost one shows at the GET.
+        Most artifacts that may be served are protected from eviction for at least
+        `LOOKUP_PIN_SECONDS`. Each caller and each namespace may protect a limited number, because
+        read access must not determine what stays. Protection lasts twice that time, so that a
+        second lookup soon after writes nothing. Blobs are not checked: a GET detects a lost blob.
         """
         promised = self.clock() + _PIN
         found = await find_artifacts(self.database, namespace, keys, until=promised)
@@ -257,7 +256,7 @@ class ArtifactService:
         return found
 
     def _allowance(self, namespace: Namespace, caller: str, wanted: int) -> int:
-        """How many artifacts a caller's look-up may protect now."""
+        """Return how many artifacts the look-up of a caller may protect now."""
         for name, most in (
             (f"{namespace} {caller}", _MAX_PROTECTED_OF_CALLER),
             (namespace, _MAX_PROTECTED),
@@ -267,10 +266,10 @@ class ArtifactService:
         return wanted
 
     async def delete(self, key: StoredKey, *, actor: Actor) -> bool:
-        """Removes an artifact, withheld or not, and its blob unless another artifact has it; False
-        when it is absent.
+        """Delete an artifact, withheld or not, and its blob unless another artifact has it. Return
+        False if the artifact is absent.
         """
-        while True:  # it may be replaced in between
+        while True:  # retry if the artifact is replaced between the two statements
             row = await find_stored(self.database, key)
             if row is None:
                 self.forget(key)
@@ -279,10 +278,11 @@ class ArtifactService:
                 return True
 
     async def heal(self, row: Artifact) -> bool:
-        """Drops an artifact whose blob is lost or damaged, if it is still the same one; False when
-        it is not, or when another server has given the blob a name that was not looked for.
+        """Drop an artifact whose blob is lost or damaged. Return whether it was dropped.
 
-        When the database does not answer, a later request tries again; reads continue.
+        It is not dropped if it changed meanwhile, or if another server gave the blob a new name
+        that was not yet looked for. If the database does not answer, reads continue and a later
+        request tries again.
         """
         try:
             if await self.collector.learn(row.digest):
@@ -304,13 +304,11 @@ class ArtifactService:
         return is_dropped
 
     def remember(self, row: Artifact) -> None:
-        """Serves an artifact that this process has just stored without a query: many may be waiting
-        for it.
-        """
+        """Cache the row of an artifact that this process has just stored: many may wait for it."""
         self._recent.add(row, read_at=row.created_at)
 
     def forget(self, key: StoredKey) -> None:
-        """Makes the next request query the database: the artifact has changed."""
+        """Make the next request for a changed artifact query the database."""
         self._recent.drop(key)
 
     async def _read(self, key: StoredKey) -> Artifact | None:
@@ -321,7 +319,7 @@ class ArtifactService:
         return row
 
     async def _open_whole(self, digest: Digest) -> BlobReader | None:
-        """Opens a blob; None when it is lost or has another size."""
+        """Open a blob. Return None if it is lost or has another size."""
         reader = await self.blobs.open(digest)
         if reader is None or reader.size_bytes == digest.size_bytes:
             return reader
@@ -345,7 +343,7 @@ class ArtifactService:
         actor: Actor | None = None,
         created_at: datetime | None = None,
     ) -> bool:
-        """Removes an artifact if it is unchanged; logged in the audit log when it has an actor."""
+        """Delete an artifact if it is unchanged. Write to the audit log if there is an actor."""
         async with self.database.writing() as connection:
             await share_blobs(connection, [digest])
             freed_bytes = await delete_artifact(
