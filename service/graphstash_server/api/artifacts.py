@@ -1,4 +1,4 @@
-"""GET, HEAD, PUT and DELETE of an artifact, and the lookup of many."""
+"""GET, HEAD, PUT and DELETE of an artifact, and the look-up of many."""
 
 from collections.abc import AsyncIterator
 from functools import partial
@@ -50,11 +50,11 @@ router = Calls(prefix=API_PREFIX, tags=["artifacts"])
 _PATH: Final = "/{namespace}/artifacts/" + KEY
 
 ROUTE: Final = API_PREFIX + _PATH
-"""The template of the path of an artifact."""
+"""Template of an artifact's path."""
 
 
 def _absent_there(request: Request) -> ServerError:
-    """The answer for an artifact that the caller may not read: as if it did not exist."""
+    """Return the error for an artifact that the caller may not read, as if it did not exist."""
     return absent(key_of(request))
 
 
@@ -71,8 +71,8 @@ def _absent_there(request: Request) -> ServerError:
     refuses=[ErrorCode.RANGE_NOT_SATISFIABLE],
 )
 async def get_artifact(call: NamespaceCall) -> Response:
-    """Serve an artifact. Changes only usage counters; a copy (`Graphstash-Copy: 1`) counts only its
-    bytes.
+    """Serve an artifact. Changes only usage counters. For a copy (`Graphstash-Copy: 1`), only its
+    bytes count.
     """
     return await _read(call, is_head=False)
 
@@ -87,7 +87,7 @@ async def get_artifact(call: NamespaceCall) -> Response:
     },
 )
 async def head_artifact(call: NamespaceCall) -> Response:
-    """Describe an artifact; counts neither as a hit nor as a miss."""
+    """Describe an artifact. Counts neither as a hit nor as a miss."""
     return await _read(call, is_head=True)
 
 
@@ -135,7 +135,7 @@ async def _read(call: NamespaceCall, *, is_head: bool) -> Response:
     ],
 )
 async def put_artifact(call: NamespaceCall) -> Response:
-    """Stores an artifact. Everything is checked before the body is read."""
+    """Store an artifact. The server checks path, headers and policy before it reads the body."""
     request = call.request
     key = key_of(request)
     size_bytes = _announced_size(request)
@@ -160,7 +160,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
         "Repr-Digest": upload.digest.repr_digest,
     }
     if not is_new and "expect" in request.headers:
-        headers["Connection"] = "close"  # the body was not asked for, and may or may not come
+        headers["Connection"] = "close"  # the client may or may not send the body
     return Response(status_code=201 if is_new else 200, headers=headers)
 
 
@@ -171,7 +171,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
     answers={204: {"description": "gone"}},
 )
 async def delete_artifact(call: NamespaceCall) -> Response:
-    """Removes an artifact; a job that is reading it gets its bytes to the end."""
+    """Remove an artifact. A job that is reading it receives all of its bytes."""
     key = key_of(call.request)
     if not await call.context.artifacts.delete(key, actor=call.actor):
         raise absent(key)
@@ -187,8 +187,8 @@ async def delete_artifact(call: NamespaceCall) -> Response:
     refuses=[ErrorCode.TOO_MANY_KEYS],
 )
 async def lookup_artifacts(call: NamespaceCall) -> Response:
-    """Says which of many artifacts exist, and protects these from eviction for ten minutes unless
-    an upload needs their room.
+    """Return which of many artifacts exist. Protects them from eviction for ten minutes, unless an
+    upload needs their room.
     """
     where = call.namespace
     wanted = await read_keys(
@@ -203,7 +203,7 @@ async def lookup_artifacts(call: NamespaceCall) -> Response:
     there = [_info(key, found.artifacts[key]) for key in asked if key in found.artifacts]
     missing = [key.json for key in asked if key not in found.artifacts]
     withdrawn = [_info(key, each) for key, each in found.withheld.items()]
-    # A LookupResponse: a model for each key would cost ten times as much.
+    # Build a LookupResponse as text. A model per key would cost ten times as much.
     reply = (
         f'{{"found":[{",".join(there)}],"missing":[{",".join(missing)}],'
         f'"withdrawn":[{",".join(withdrawn)}]}}'
@@ -231,9 +231,8 @@ def _info(key: StoredKey, found: FoundArtifact) -> str:
     ],
 )
 async def verify_artifact(call: NamespaceCall) -> Response:
-    """Reads an artifact's blob again, and drops the artifact if it is damaged.
-
-    For a client that received other bytes than were announced and cannot tell who changed them.
+    """Read an artifact's blob again, and drop the artifact if it is damaged. For a client that
+    received other bytes than announced and cannot determine the cause.
     """
     key = await read_model(call, ArtifactKey)
     reply = await call.context.artifacts.verify(StoredKey.of(call.namespace, key))
@@ -241,11 +240,11 @@ async def verify_artifact(call: NamespaceCall) -> Response:
 
 
 async def _body(call: NamespaceCall, upload: Upload) -> AsyncIterator[bytes]:
-    """The bytes of an artifact. They may take hours, so the rules are checked again at their end.
+    """Yield the bytes of an artifact. They may take hours, so check the rules again at the end.
 
     Raises:
-        ServerError: as `body_chunks` and `Call.reauthorize` do; 403, 413 or 503 when the rules have
-            changed and no longer allow the upload.
+        ServerError: as `body_chunks` and `Call.reauthorize`. 403, 413 or 503 if changed rules no
+            longer allow the upload.
     """
     context = call.context
     idle_seconds = context.settings.upload_idle_seconds
@@ -263,7 +262,7 @@ async def _body(call: NamespaceCall, upload: Upload) -> AsyncIterator[bytes]:
 
 
 def _announced_size(request: Request) -> int:
-    """Content-Length; the HTTP parser has refused everything but digits."""
+    """Return Content-Length. The HTTP parser has refused values other than digits."""
     length = request.headers.get("content-length")
     if length is None:
         raise ServerError(

@@ -1,4 +1,4 @@
-"""Statements on `artifacts`; those that choose artifacts to evict are in `queries.eviction`."""
+"""Statements on `artifacts`. `queries.eviction` chooses artifacts to evict."""
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
@@ -112,11 +112,11 @@ _REPLACE = Prepared(
 
 
 class FoundArtifacts(NamedTuple):
-    """What a look-up finds.
+    """The result of a look-up.
 
     Attributes:
         artifacts: artifacts that may be served.
-        unprotected: those that no earlier look-up protects for long enough.
+        unprotected: served artifacts that no earlier look-up protects for long enough.
         withheld: artifacts that may not be served.
     """
 
@@ -126,21 +126,21 @@ class FoundArtifacts(NamedTuple):
 
 
 async def find_artifact(source: Source, key: StoredKey) -> Artifact | None:
-    """One artifact that may be served, or None: a withheld one counts as absent."""
+    """Return an artifact that may be served, or None. A withheld artifact counts as absent."""
     found = await _FIND_ONE.fetch_one(source, key_parameters(key))
     return artifact_of(found, key) if found is not None else None
 
 
 def find_artifact_now(database: Database, key: StoredKey) -> Sequence[Artifact] | None:
-    """The same without waiting, see `Database.fetch_now`: none or one; None when it would have to
-    wait.
+    """Return one row or none like `find_artifact`, but without waiting (see `Database.fetch_now`).
+    Return None if that is impossible.
     """
     found = database.fetch_now(_FIND_ONE, key_parameters(key))
     return None if found is None else [artifact_of(row, key) for row in found]
 
 
 async def find_stored(source: Source, key: StoredKey) -> Artifact | None:
-    """One artifact, withheld or not; None when it is absent."""
+    """Return an artifact, withheld or not, or None if it is absent."""
     found = await _FIND_STORED.fetch_one(source, key_parameters(key))
     return artifact_of(found, key) if found is not None else None
 
@@ -148,8 +148,8 @@ async def find_stored(source: Source, key: StoredKey) -> Artifact | None:
 async def find_artifacts(
     source: Source, namespace: Namespace, keys: Collection[StoredKey], *, until: datetime
 ) -> FoundArtifacts:
-    """Those of many artifacts of one namespace that exist and may be served, in one statement. Each
-    should be protected until a time, at least.
+    """Look up many artifacts of one namespace in one statement. `until` is the time until which
+    each found artifact should be protected from eviction.
     """
     wanted = {(key.kind._value_, key.device_type, key.fingerprint): key for key in keys}
     rows = await _FIND_MANY.fetch(
@@ -175,8 +175,8 @@ async def find_artifacts(
 async def list_digests(
     connection: AsyncConnection, *, after_sha256: str, until_sha256: str | None, limit: int
 ) -> list[Digest]:
-    """A page of the digests that artifacts have, in the order of their SHA-256: those after
-    `after_sha256` (empty for the first page), up to and including `until_sha256`.
+    """Return a page of the artifacts' digests in the order of their SHA-256. It begins after
+    `after_sha256` (empty for the first page) and ends at `until_sha256`, inclusive.
     """
     wanted: ColumnElement[bool] = artifacts.c.sha256 > after_sha256
     if until_sha256 is not None:
@@ -192,7 +192,7 @@ async def list_digests(
 
 
 async def list_artifacts_of(connection: AsyncConnection, digest: Digest) -> list[Artifact]:
-    """The artifacts that have a blob."""
+    """Return the artifacts that have a blob."""
     statement = _CHOSEN.where(
         artifacts.c.sha256 == digest.sha256, artifacts.c.kind.in_(KNOWN_KINDS)
     )
@@ -203,14 +203,14 @@ async def list_artifacts_of(connection: AsyncConnection, digest: Digest) -> list
 
 
 async def insert_artifact(connection: Connection, new: Artifact) -> bool:
-    """Adds an artifact; False when there is one under the key already."""
+    """Add an artifact. Return False if the key already has one."""
     given = prefixed("new_", key_values(new.key) | _values(new))
     return await _INSERT.execute(connection, given) == 1
 
 
 async def replace_artifact(connection: Connection, new: Artifact, *, replaces: Artifact) -> bool:
-    """Gives an artifact another blob in place of the one `replaces`; False when that one is gone,
-    or withheld. A pin stays.
+    """Replace the blob of an artifact that still equals `replaces`, and keep its pin. Return False
+    if that artifact is gone or withheld.
     """
     given = {
         **key_parameters(new.key),
@@ -228,11 +228,10 @@ async def delete_artifact(
     digest: Digest,
     created_at: datetime | None = None,
 ) -> int | None:
-    """Removes an artifact if it still has this blob and, when `created_at` is given, was stored
-    then.
+    """Remove an artifact if it still has this blob and, if given, this `created_at`.
 
     Returns:
-        What its metadata counted against limits; None when there is no such artifact.
+        Bytes that its metadata counted against limits, or None if there is no such artifact.
     """
     statement = delete(artifacts).where(
         is_key(artifacts, key),
@@ -246,13 +245,13 @@ async def delete_artifact(
 
 
 async def is_blob_used(connection: AsyncConnection, digest: Digest) -> bool:
-    """Whether any artifact, of any namespace, has this blob."""
+    """Return whether an artifact of any namespace has this blob."""
     statement = select(artifacts.c.sha256).where(artifacts.c.sha256 == digest.sha256).limit(1)
     return (await connection.execute(statement)).first() is not None
 
 
 def _values(new: Artifact) -> dict[str, Any]:
-    """The columns of an artifact that was just stored, without its key."""
+    """Return the columns of a newly stored artifact without its key."""
     worth = density(compile_seconds=new.compile_seconds, size_bytes=new.digest.size_bytes)
     values = {
         "sha256": new.digest.sha256,
@@ -266,16 +265,14 @@ def _values(new: Artifact) -> dict[str, Any]:
 async def pin_artifacts(
     connection: AsyncConnection, keys: Sequence[StoredKey], *, until: datetime
 ) -> None:
-    """Keeps artifacts of one namespace from eviction until a time, at least."""
+    """Protect artifacts of one namespace from eviction at least until a time."""
     await _protect(connection, keys, "pinned_until", until)
 
 
 async def note_look_up(
     connection: AsyncConnection, keys: Sequence[StoredKey], *, until: datetime
 ) -> None:
-    """Keeps artifacts of one namespace from eviction until a time, at least, unless an upload needs
-    their room.
-    """
+    """Protect artifacts like `pin_artifacts`, unless an upload needs their room."""
     await _protect(connection, keys, "looked_up_until", until)
 
 
@@ -294,7 +291,7 @@ async def _protect(
 
 
 async def unpin_artifacts(connection: AsyncConnection, keys: Sequence[StoredKey]) -> None:
-    """Lets artifacts of one namespace be evicted again."""
+    """Allow the eviction of artifacts of one namespace again."""
     for part in in_parts(sorted(key.fingerprint for key in keys)):
         chosen = and_(artifacts.c.namespace == keys[0].namespace, artifacts.c.fingerprint.in_(part))
         await _lock_rows(connection, chosen)
@@ -304,7 +301,7 @@ async def unpin_artifacts(connection: AsyncConnection, keys: Sequence[StoredKey]
 async def touch_artifacts(
     connection: Connection, used: Sequence[tuple[StoredKey, int, datetime]]
 ) -> None:
-    """Adds hits and sets the last use of many artifacts, given in the order of their keys."""
+    """Add hits and set the last use of many artifacts, given in key order."""
     await _TOUCH.execute_all(
         connection,
         [
@@ -330,7 +327,7 @@ _TOUCH = Prepared(
 async def withhold_artifact(
     connection: AsyncConnection, key: StoredKey, digest: Digest, *, now: datetime
 ) -> bool:
-    """Withholds an artifact; False when it has another blob, or is withheld already."""
+    """Withhold an artifact. Return False if it has another blob or is already withheld."""
     statement = (
         update(artifacts)
         .where(
@@ -344,7 +341,7 @@ async def withhold_artifact(
 
 
 async def release_artifact(connection: AsyncConnection, key: StoredKey) -> Digest | None:
-    """Ends the withholding of an artifact and returns its digest; None when it was not withheld."""
+    """Release a withheld artifact and return its digest, or None if it was not withheld."""
     statement = (
         update(artifacts)
         .where(is_key(artifacts, key), artifacts.c.withheld_at.is_not(None))
@@ -356,10 +353,10 @@ async def release_artifact(connection: AsyncConnection, key: StoredKey) -> Diges
 
 
 async def _lock_rows(connection: AsyncConnection, chosen: ColumnElement[bool]) -> None:
-    """Locks rows in the order of their keys, as every transaction does.
+    """Lock rows in key order, as every transaction does.
 
-    An UPDATE locks rows in any order, so two of them could wait for each other. A transaction of
-    SQLite has locked the whole database.
+    An UPDATE locks rows in any order, so two of them could deadlock. SQLite needs no row locks,
+    because a transaction locks the whole database.
     """
     if connection.dialect.name == "postgresql":
         await connection.execute(
