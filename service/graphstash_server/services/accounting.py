@@ -43,8 +43,6 @@ _Group: TypeAlias = tuple[str, str, str, str]
 
 @dataclass(slots=True)
 class _Usage:
-    """Counts to add to the counters of one group."""
-
     hits: int = 0
     misses: int = 0
     served_bytes: int = 0
@@ -104,8 +102,6 @@ _Hours: TypeAlias = defaultdict[datetime, _Groups]
 
 @dataclass(slots=True)
 class _Use:
-    """Number of hits of an artifact, and the time of its last request."""
-
     hits: int
     at: datetime
 
@@ -136,7 +132,6 @@ class _Counts:
     token_uses: dict[str, datetime] = field(default_factory=dict)
 
     def of(self, key: StoredKey, job: str) -> _Usage:
-        """Return the counters that a request counts in."""
         return self.new[key.namespace, key.kind._value_, key.device_type, job]
 
     def use(self, key: StoredKey, hits: int, at: datetime) -> None:
@@ -155,11 +150,9 @@ class _Counts:
 
     @property
     def namespaces(self) -> set[str]:
-        """Namespaces with changes."""
         return self.usage.keys() | self.uses.keys()
 
     def merge(self, other: "_Counts") -> None:
-        """Add back the counts that could not be written."""
         for namespace, hours in other.usage.items():
             for hour, groups in hours.items():
                 self.usage[namespace][hour].merge(groups)
@@ -303,9 +296,7 @@ class Accounting:
             del counts.usage[namespace]
 
     async def _write(self, namespace: str, counts: _Counts) -> None:
-        """Write one namespace in its own transaction, and remove it from `counts`. Other namespaces
-        do not wait for the locks of this one.
-        """
+        """Write one namespace in its own transaction, so that no other waits for its locks."""
         uses = sorted(counts.uses.get(namespace, {}).items(), key=lambda use: use[0].columns)
 
         hours = counts.usage.get(namespace, _no_hours())

@@ -183,8 +183,6 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 class _Collected(Collector):
-    """Collector for metrics that were already collected."""
-
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
 

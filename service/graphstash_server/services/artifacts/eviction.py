@@ -202,7 +202,6 @@ def _enough(page: Sequence[Candidate], excess_bytes: int) -> list[Candidate]:
 
 
 def _by_namespace(chosen: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Group candidates by namespace, in order of first appearance."""
     found: dict[str, list[Candidate]] = {}
     for candidate in chosen:
         found.setdefault(candidate.key.namespace, []).append(candidate)

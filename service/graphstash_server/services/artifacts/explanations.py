@@ -139,9 +139,7 @@ def _distance(relative: Relative) -> tuple[bool, bool, int, float]:
 
 
 def _unlikeness(relative: Relative) -> float:
-    """Return how much the values differ. Among candidates of many shapes, a candidate that differs
-    only in its type ranks nearest.
-    """
+    """Return how much values differ: among many shapes, the nearest differs in its type only."""
     return sum(
         1 - SequenceMatcher(None, each.here or "", each.there or "").quick_ratio()
         for each in relative.differences

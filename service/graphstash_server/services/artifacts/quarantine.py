@@ -134,8 +134,8 @@ class QuarantineService:
         return ReportResponse(found=True, withheld=is_withheld)
 
     async def _is_foreign(self, stored: Artifact) -> bool:
-        """Whether the blob is not an envelope of this key. Two reads must agree, because bytes may
-        also be damaged on their way from the store.
+        """Whether two reads agree that the blob is not an envelope of this key. One read may be
+        damaged on its way from the store.
         """
         for _ in range(2):
             start = await self.artifacts.read_start(stored, most_bytes=MAX_ENVELOPE_HEAD_BYTES)
@@ -225,7 +225,6 @@ def _withheld(row: ReportRow) -> Withheld:
 
 
 def _producer(metadata_header: str) -> str:
-    """Return the producer in the metadata, or an empty text if it cannot be read."""
     try:
         return ArtifactMetadata.from_header(metadata_header).producer if metadata_header else ""
     except InvalidValueError:

@@ -256,7 +256,6 @@ class ArtifactService:
         return found
 
     def _allowance(self, namespace: Namespace, caller: str, wanted: int) -> int:
-        """Return how many artifacts the look-up of a caller may protect now."""
         for name, most in (
             (f"{namespace} {caller}", _MAX_PROTECTED_OF_CALLER),
             (namespace, _MAX_PROTECTED),

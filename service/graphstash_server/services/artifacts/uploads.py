@@ -218,10 +218,8 @@ class CommitBatcher:
     async def _commit_now(
         self, uploads: Sequence[Upload], connection: Transaction
     ) -> list[_Outcome]:
-        """Run the whole transaction in one step.
-
-        Raises:
-            _UnknownError: the store has to be waited for; nothing was changed.
+        """Run the transaction in one step. Raise `_UnknownError`, changing nothing, if it would
+        wait.
         """
         locked = await _lock(connection, uploads)
         if not self._are_there_now(uploads):

@@ -49,8 +49,6 @@ class KnownToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Result of a query for a token."""
-
     read_at: datetime
     token: KnownToken | None
 
@@ -107,7 +105,6 @@ class KnownTokens:
         self._unknown.pop(token_id, None)
 
     async def _read(self) -> None:
-        """Query tokens in batches until none is wanted."""
         try:
             while self._wanted:
                 batch = dict(islice(self._wanted.items(), _AT_ONCE))
@@ -171,8 +168,6 @@ _MAX_VERIFIED = 1024
 
 
 class _Verified(NamedTuple):
-    """A JWT that was verified at a time."""
-
     at: datetime
     principal: Principal
 
@@ -286,7 +281,6 @@ class AccessService:
         return principal
 
     def _verified_now(self, name: bytes) -> Principal | None:
-        """Return the caller of a recently verified JWT."""
         verified = self._verified.get(name)
         if verified is None or not timedelta(0) <= self.clock() - verified.at < MAX_DECISION_AGE:
             return None

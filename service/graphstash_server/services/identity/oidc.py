@@ -231,7 +231,6 @@ class OidcVerifier:
     def __init__(
         self, issuers: Iterable[TrustedIssuer], *, seconds: Callable[[], float] = time.monotonic
     ) -> None:
-        """Fetch nothing yet."""
         self._issuers = {each.issuer: each for each in issuers}
         self._keys = {
             each.issuer: IssuerKeys(

@@ -275,9 +275,7 @@ _MAX_SUM: Final = {
 
 
 def _sum_counts(reported: Iterable[dict[str, Any]]) -> tuple[RunCounts, ...]:
-    """Sum the counts per kind and device type. Skip unknown kinds, which a server of a later
-    release may have stored.
-    """
+    """Sum counts by kind and device type. Skip kinds that only later releases know."""
     sums: dict[tuple[str, str], dict[str, float]] = {}
     for counts in reported:
         if counts["kind"] in KNOWN_KINDS:
