@@ -52,7 +52,7 @@ __all__ = ["ProcessContext", "open_context", "open_services", "prepare_database"
 _LOGGER = logging.getLogger(__name__)
 
 _WAKE_SPREAD_SECONDS = 0.05
-"""Maximum random delay of the queries after a notification, which reaches all servers at once."""
+"""Maximum seconds of random delay before the queries that a notification causes on all servers."""
 
 
 class ProcessContext:

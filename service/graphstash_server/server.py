@@ -238,7 +238,7 @@ def run_server(
     try:
         server.run(sockets=listeners)
     except SystemExit:
-        return False  # uvicorn exits if the start failed, after it logged the reason
+        return False  # uvicorn logs why the start failed and exits
     except KeyboardInterrupt:
         return True  # a signal asked for the end; uvicorn raises it again after the shutdown
     finally:

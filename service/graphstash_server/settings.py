@@ -349,7 +349,7 @@ class Settings(
 
     @property
     def own_socket(self) -> Path | None:
-        """Socket for this user's jobs. None if other hosts reach the server, or if it is open."""
+        """Socket for this user's jobs. None with TLS, without tokens, or if other hosts connect."""
         if self.is_open or self.tls_cert_file is not None or not is_loopback(self.host):
             return None
         return own_socket_path(os.environ)

@@ -8,7 +8,7 @@ configure the export and the sampling.
 Callers are not trusted. The server reads only the header `traceparent`, and a caller cannot make it
 record more (see `_ServerSampler`). It records no query, header or error text, because callers put
 secrets there by mistake. The instrumentations of ASGI, botocore and the framework record URLs and
-error texts, so they are not used. SQLAlchemy's would miss prepared statements.
+error texts, so they are not used. The instrumentation of SQLAlchemy would miss prepared statements.
 """
 
 import os

@@ -70,9 +70,9 @@ class _Slot:
     """The position of one worker, which several processes fill in turn."""
 
     worker: "_Worker | None" = None
-    successor: "_Worker | None" = None  # is starting, in a rolling restart
-    early_ends: int = 0  # consecutive
-    start_at: float = 0.0  # used if there is no worker
+    successor: "_Worker | None" = None  # starts in a rolling restart
+    early_ends: int = 0  # consecutive ends soon after the start
+    start_at: float = 0.0  # when to start a worker if there is none
 
 
 @dataclass(slots=True, eq=False)

@@ -49,7 +49,7 @@ def many(number: int, one: str, several: str = "") -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """Format a share: `97.4 %`. Rounds to 0 % and 100 % only exactly; a dash if whole is 0."""
+    """Format a share: `97.4 %`, or a dash if `whole` is 0. Never rounds to 0 % or 100 %."""
     if not whole:
         return "\N{EN DASH}"
     percent = 100 * part / whole

@@ -196,7 +196,7 @@ class ServerLock:
     """
 
     def __init__(self, path: Path) -> None:
-        """Take the lock, or note that another server holds it. Does not block.
+        """Take the lock, or note in `was_alone` that another server holds it. Does not block.
 
         Raises:
             OSError: the file cannot be created.
@@ -209,7 +209,7 @@ class ServerLock:
             self.was_alone = False
 
     def share(self) -> None:
-        """Downgrade to a shared lock, which lets other starting servers continue. Blocks."""
+        """Hold the lock shared, so that other servers can start. Waits for a starting server."""
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def close(self) -> None:

@@ -219,7 +219,7 @@ class ReadThroughFill:
         return bool(self._is_found)
 
     async def _run(self) -> None:
-        """Copy the blob. An error ends the task and is raised by the followers."""
+        """Copy the blob. The followers raise an error of the copy."""
         try:
             await self._copy()
         except asyncio.CancelledError:
