@@ -44,11 +44,7 @@ __all__ = ["ServerApp", "create_app"]
 
 
 class ServerApp(FastAPI):
-    """The ASGI application of one server. Its methods work once the lifespan has started.
-
-    Attributes:
-        context: services and resources that the process has opened.
-    """
+    """The ASGI application of one server. `context` and the methods need a started lifespan."""
 
     context: ProcessContext
 

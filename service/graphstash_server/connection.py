@@ -300,13 +300,8 @@ def connections(
     kind: type[Connection] = Connection,
     **members: object,
 ) -> type[Connection]:
-    """Return the connection class of one server, as uvicorn expects it.
-
-    Args:
-        limits: settings with the limits.
-        count_refusal: called for every request refused before it reaches the application.
-        kind: base class.
-        members: further class attributes.
+    """Return the connection class of one server for uvicorn, derived from `kind` with `members`.
+    `count_refusal` is called for every request refused before it reaches the application.
     """
     members |= {
         "limits": limits,

@@ -115,11 +115,7 @@ class HostCounters:
 
 
 class Counters:
-    """The counters of one worker. Each call takes a fraction of a microsecond.
-
-    Attributes:
-        host: the counters of all workers.
-    """
+    """The counters of one worker; `host` has those of all. A call takes less than a microsecond."""
 
     def __init__(self, cells: "memoryview[int]", host: HostCounters) -> None:
         self._cells = cells

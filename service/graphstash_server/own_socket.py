@@ -19,10 +19,7 @@ _BACKLOG: Final = 2048
 
 
 class OwnSocket:
-    """A listening Unix socket.
-
-    Attributes:
-        listener: socket for the server.
+    """A listening Unix socket, `listener`.
 
     Raises:
         OSError: on construction, if another server has the socket, or another user owns the

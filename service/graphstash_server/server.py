@@ -79,12 +79,9 @@ class GraphstashServer(uvicorn.Server):
     ) -> None:
         """Prepare a server.
 
-        Args:
-            config: uvicorn's configuration.
-            when_ready: called once the server serves.
-            stop_waiting: called before the shutdown. Answers every request that waits for a lease.
-            lifeline: read end of a pipe that is never written to. The server shuts down when the
-                last process with the write end is gone.
+        It calls `when_ready` once it serves, and `stop_waiting` before the shutdown to answer every
+        request that waits for a lease. `lifeline` is the read end of a pipe that is never written
+        to. The server shuts down when the last process with the write end is gone.
         """
         super().__init__(config)
         self._when_ready = when_ready

@@ -103,12 +103,8 @@ class Tracing:
         self._tracer = self._provider.get_tracer("graphstash_server", __version__)
 
     def begin(self, method: str, traceparents: Sequence[str]) -> Span:
-        """Begin the span of a request. `finish` ends it.
-
-        Args:
-            method: HTTP method as sent by the caller.
-            traceparents: values of the header. If it is repeated or malformed, the request begins a
-                new trace (W3C Trace Context).
+        """Begin the span of a request. `finish` ends it. A repeated or malformed `traceparent`
+        begins a new trace, as W3C Trace Context specifies.
         """
         carrier = {"traceparent": traceparents[0]} if len(traceparents) == 1 else {}
         known = method if method in _METHODS else "_OTHER"
@@ -121,14 +117,8 @@ class Tracing:
 
     @staticmethod
     def finish(span: Span, *, status: int | None, route: str | None, path: str) -> None:
-        """End the span of a request.
-
-        Args:
-            span: span of the request.
-            status: status of the response, or None if no response was begun.
-            route: path template, or None if none matches. Then the path is arbitrary and not
-                recorded.
-            path: path of the request.
+        """End the span of a request. `status` is None if no response was begun. `route` is the path
+        template, or None if none matches. Then `path` is arbitrary and not recorded.
         """
         if route is not None and isinstance(span, ReadableSpan):
             span.update_name(f"{span.name} {route}")

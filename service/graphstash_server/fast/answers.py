@@ -115,14 +115,10 @@ class FastRequest(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The response to send.
+    """The response to send. `headers` omits the lines common to all responses of the connection.
 
-    Attributes:
-        status: HTTP status.
-        headers: header lines, except those common to all responses of the connection.
-        body: bytes of the body, or none if `reader` provides them.
-        reader: reader of the blob. The sender closes it.
-        span: first byte and end (exclusive) within the blob.
+    If `reader` is given, the body is the `span` of its blob, from the first byte to the end
+    (exclusive). The sender closes the reader.
     """
 
     status: int
@@ -258,15 +254,8 @@ def _place(path: str) -> tuple[Namespace, ArtifactKind, DeviceType]:
 
 
 class _Fields(NamedTuple):
-    """The parsed headers.
-
-    Attributes:
-        asked: headers that change the response.
-        shown: value of `Authorization`.
-        request_id: request ID given by the caller.
-        job: job that sends the request, or empty.
-        is_copy: whether the download is a copy, see `ReadRequest`.
-        keep_alive: whether the connection stays open.
+    """The parsed headers of a request. `asked` are the headers that change the response. `shown` is
+    the value of `Authorization`. `job` may be empty. For `is_copy`, see `ReadRequest`.
     """
 
     asked: Mapping[str, str]

@@ -34,13 +34,8 @@ def bars(
     *,
     written: Callable[[float], str],
 ) -> Markup:
-    """Draw one bar per label.
-
-    Args:
-        name: describes the chart for people who cannot see it.
-        labels: texts under the bars. If there are many, only some are shown.
-        values: one value per label.
-        written: formats a value of the axis.
+    """Draw one bar per label. If there are many labels, only some are shown. `name` describes the
+    chart for people who cannot see it. `written` formats a value of the axis.
     """
     chart = pygal.Bar(**_options(labels, written))
     chart.add("", list(values))

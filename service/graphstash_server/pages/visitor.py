@@ -38,14 +38,8 @@ index."""
 
 @dataclass(slots=True)
 class Visitor:
-    """The person or program that requested a page.
-
-    Attributes:
-        request: the request.
-        context: services and resources of the process.
-        principal: identity of the visitor.
-        session: session of the visitor. None for a visitor with a token, or without credentials.
-        now: time of the request.
+    """The person or program that requested a page at the time `now`. `session` is None for a
+    visitor with a token or without credentials.
     """
 
     request: Request

@@ -53,12 +53,8 @@ _REFUSED = frozenset({401, 403})
 
 
 class Bucket:
-    """One S3 bucket. Safe for concurrent threads.
-
-    Attributes:
-        client: boto3 client. Its calls block and raise `FAILURES`.
-        name: name of the bucket.
-        threads: pool that runs the calls.
+    """One S3 bucket. Safe for concurrent threads. Calls of the boto3 `client` block and raise
+    `FAILURES`; `call` runs them in `threads`.
     """
 
     def __init__(self, settings: Settings) -> None:

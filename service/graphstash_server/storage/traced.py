@@ -18,12 +18,8 @@ _CALLS = ("put", "open", "stat", "delete", "is_whole", "link")
 
 
 def trace_store(store: BlobStore, name: str, tracing: Tracing) -> None:
-    """Wrap the awaited calls of a store in spans.
-
-    Args:
-        store: any store. Trace a tier and its back separately.
-        name: name of the store in the spans.
-        tracing: creates the spans.
+    """Wrap the awaited calls of a store in spans with `name`. Wrap a tier and its back
+    separately.
     """
     for call in _CALLS:
         setattr(store, call, _traced(getattr(store, call), call, name, tracing))

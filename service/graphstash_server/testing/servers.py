@@ -23,12 +23,8 @@ _STOP_SECONDS = 30.0
 class LiveServer:
     """A real server on a free loopback port, in a thread. A context manager.
 
-        with LiveServer(tmp_path) as server:
-            httpx.get(server.url + "/healthz")
-
-    Attributes:
-        url: URL of the server.
-        data_dir: data directory of the server.
+    with LiveServer(tmp_path) as server:
+        httpx.get(server.url + "/healthz")
     """
 
     def __init__(self, data_dir: Path, **settings: Any) -> None:
@@ -88,11 +84,7 @@ class ServerProcess:
     """A real server in its own process. A context manager.
 
     It requires no authentication unless `GRAPHSTASH_AUTH` or `GRAPHSTASH_INSECURE` is set.
-
-    Attributes:
-        url: URL of the server.
-        data_dir: data directory of the server.
-        process: the running process. With several workers, their parent.
+    `process` is the running process, or the parent of several workers.
     """
 
     def __init__(
@@ -102,12 +94,12 @@ class ServerProcess:
         command: tuple[str, ...] = (sys.executable, "-m", "graphstash_server"),
         environment: dict[str, str] | None = None,
     ) -> None:
-        """Start the server, and return once it serves.
+        """Start the server with further command-line options, and return once it serves.
 
         Args:
             data_dir: data directory of the server.
             options: further command-line options.
-            command: command to run, with the same options.
+            command: command to run instead, with the same options.
             environment: added to this process's environment without its `GRAPHSTASH_*`.
 
         Raises:

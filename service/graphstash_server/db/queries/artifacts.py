@@ -112,12 +112,8 @@ _REPLACE = Prepared(
 
 
 class FoundArtifacts(NamedTuple):
-    """The result of a look-up.
-
-    Attributes:
-        artifacts: artifacts that may be served.
-        unprotected: served artifacts that no earlier look-up protects for long enough.
-        withheld: artifacts that may not be served.
+    """The result of a look-up. `artifacts` may be served, and `withheld` may not. `unprotected` are
+    the served artifacts that no earlier look-up protects for long enough.
     """
 
     artifacts: dict[StoredKey, FoundArtifact]

@@ -18,15 +18,10 @@ __all__ = ["AuditRecord", "add_audit", "prune_audit", "read_audit"]
 
 
 class AuditRecord(NamedTuple):
-    """One change for the audit log.
+    """One change for the audit log. `namespace` is None for a change outside of namespaces.
 
-    Attributes:
-        at: time of the change.
-        actor: who made the change.
-        action: what was done.
-        namespace: affected namespace, or None.
-        subject: an artifact's key or a token's ID; at most 300 characters.
-        detail: further information, or empty.
+    `subject` is an artifact's key or a token's ID, with at most 300 characters. `detail` may be
+    empty.
     """
 
     at: datetime

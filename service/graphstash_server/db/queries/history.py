@@ -133,13 +133,8 @@ _ADD = Prepared(_add)
 
 
 class Asked(NamedTuple):
-    """The rows to sum.
-
-    Attributes:
-        step: hours or days.
-        since: start of the first step.
-        until: the last step begins before this time.
-        namespaces: namespaces to include, or None for all.
+    """The rows to sum, of all namespaces if `namespaces` is None. The first step begins at `since`,
+    and the last one before `until`.
     """
 
     step: Step

@@ -42,13 +42,8 @@ class Place(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Filters of a page. An empty text matches all.
-
-    Attributes:
-        namespace: namespace of the artifacts.
-        is_newest_first: sort by time, newest first. Otherwise sort by fingerprint.
-        after: end of the previous page.
-        fingerprint: prefix of the fingerprint.
+    """Filters of a page, sorted by time if `is_newest_first`, otherwise by fingerprint. An empty
+    text matches all. `fingerprint` is a prefix. `after` is the end of the previous page.
     """
 
     namespace: str

@@ -132,14 +132,8 @@ async def stored_bytes(connection: AsyncConnection, namespace: str | None = None
 async def recount_usage(
     connection: AsyncConnection, *, corrected: str | None = None
 ) -> Sequence[str]:
-    """Compare the counters with the rows.
-
-    Args:
-        connection: must have a transaction to correct.
-        corrected: namespace whose counters are corrected. None checks all namespaces.
-
-    Returns:
-        The namespaces with wrong counters.
+    """Compare the counters with the rows, and return the namespaces with wrong counters. If
+    `corrected` is given, check and correct only that namespace, which needs a transaction.
     """
     # One statement reads all tables at the same time, so concurrent changes cause no difference.
     counted = [
