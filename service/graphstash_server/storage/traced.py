@@ -18,9 +18,7 @@ _CALLS = ("put", "open", "stat", "delete", "is_whole", "link")
 
 
 def trace_store(store: BlobStore, name: str, tracing: Tracing) -> None:
-    """Wrap the awaited calls of a store in spans with `name`. Wrap a tier and its back
-    separately.
-    """
+    """Wrap the awaited calls of a store in spans with `name`. Call it for a tier and its back."""
     for call in _CALLS:
         setattr(store, call, _traced(getattr(store, call), call, name, tracing))
 
