@@ -156,15 +156,13 @@ def _given(settings: Any) -> dict[str, Any]:
 
 
 _known_entries: list[Any] = [None, ("", [])]
-"""The ids of the values of all tables, and what `_entries` returned for them."""
-
-_kept_alive: list[Any] = []
-"""Functions whose ids are in use: no other function gets the same id."""
+"""The values of all tables, and what `_entries` returned for them."""
 
 
 def _entries() -> tuple[str, list[tuple[str, Any]]]:
     """A digest of torch's functions in the tables, and the functions that are not torch's."""
-    state = [tuple(map(id, table.values())) for _, table in tables()]
+    # This runs for every graph. Lists of the same objects compare without a call in Python.
+    state = [list(table.values()) for _, table in tables()]
     if _known_entries[0] == state:
         found: tuple[str, list[tuple[str, Any]]] = _known_entries[1]
         return found
@@ -185,7 +183,6 @@ def _entries() -> tuple[str, list[tuple[str, Any]]]:
             # that finds its graphs never does.
             if not name.startswith("function torch._inductor.lowering.fallback_handler."):
                 names.append(f"{label} {_target(target)} {name}")
-        _kept_alive.append(list(table.values()))
     digest = sha256("\n".join(sorted(names)).encode()).hexdigest()
     result = (f"tables {digest}", foreign)
     _known_entries[:] = [state, result]
@@ -298,29 +295,32 @@ def _foreign_impls(_count: int) -> str:
     return ""
 
 
-def _packets() -> list[OpOverloadPacket]:
-    """The operations of ATen that were used."""
+@lru_cache(maxsize=1)
+def _packets(_count: int) -> list[dict[str, Any]]:
+    """The overloads of each operation of ATen that was used."""
     found = list(vars(torch.ops.aten).values())
-    return [each for each in found if isinstance(each, OpOverloadPacket)]
+    return [vars(each) for each in found if isinstance(each, OpOverloadPacket)]
 
 
 @lru_cache(maxsize=1)
-def _operations(_count: int) -> list[tuple[OpOverload, dict[Any, Any]]]:
-    """Operations with their kernels in Python."""
-    found = (each for packet in _packets() for each in list(vars(packet).values()))
-    return [(each, each.py_kernels) for each in found if isinstance(each, OpOverload)]
+def _operations(count: int, _overload_count: int) -> tuple[list[OpOverload], list[dict[Any, Any]]]:
+    """The overloads, and their kernels in Python."""
+    found = [each for packet in _packets(count) for each in list(packet.values())]
+    operations = [each for each in found if isinstance(each, OpOverload)]
+    return operations, [each.py_kernels for each in operations]
 
 
 def _foreign_kernels() -> list[tuple[str, Any]]:
     """Kernels that a program gave to operations of ATen with `py_impl`."""
-    operations = _operations(sum(map(len, map(vars, _packets()))))
-    state = (len(operations), sum(len(kernels) for _, kernels in operations))
+    count = len(vars(torch.ops.aten))
+    operations, tables_of_kernels = _operations(count, sum(map(len, _packets(count))))
+    state = (len(operations), sum(map(len, tables_of_kernels)))
     return _remembered(
         "kernels",
         state,
         lambda: (
             (f"{operation} {key}", kernel)
-            for operation, kernels in operations
+            for operation, kernels in zip(operations, tables_of_kernels, strict=True)
             for key, kernel in kernels.items()
             if not isinstance(kernel, torch._C.DispatchKey)
         ),
