@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from compilers.wrong_hits.pairs import Pair, Relation, pair
+from compilers.wrong_hits.pairs import Pair, Relation, pair, with_extended
 
 __all__ = ["PAIRS", "VERSIONS", "install", "prepare"]
 
@@ -943,14 +943,49 @@ _REVERSE = (
     pair("graph pass on another host", _PASS, "None", relation=_EQUAL),
 )
 
-PAIRS = (
-    pair(
-        "operation", _SWITCH.replace("x @ x", "x.HERE()").replace("HERE\n", "\n", 1), "sin", "cos"
+PAIRS = with_extended(
+    (
+        pair(
+            "operation",
+            _SWITCH.replace("x @ x", "x.HERE()").replace("HERE\n", "\n", 1),
+            "sin",
+            "cos",
+        ),
+        *_CODE,
+        *_AROUND_CODE,
+        *_UNSHARED,
+        *_REFUSED_CODE,
+        *_SWITCHES,
+        *_REVERSE,
     ),
-    *_CODE,
-    *_AROUND_CODE,
-    *_UNSHARED,
-    *_REFUSED_CODE,
-    *_SWITCHES,
-    *_REVERSE,
+    # The registrations and switches of these are read as those of a pair above.
+    *(
+        "function two calls away",
+        "keyword default of a backward",
+        "method of a class that a backward uses",
+        "field of a named tuple",
+        "field of a dataclass",
+        "attribute of a class that a backward reads",
+        "lowering of another operation",
+        "operation without a decomposition",
+        "pattern in a joint graph",
+        "lowering from a prompt",
+        "determinism of mkldnn",
+        "reduced sums of bfloat16",
+        "reduced sums of half precision",
+        "warnings instead of determinism",
+        "filling of memory",
+        "flash attention",
+        "attention by mathematics",
+        "engine of quantization",
+        "anomaly mode",
+        "choice of einsum's path",
+        "fast path of attention",
+        "options of printing",
+        "warnings",
+        "empty lines before the program",
+        "documentation of a backward",
+        "seed of random numbers",
+        "graph pass on another host",
+    ),
 )

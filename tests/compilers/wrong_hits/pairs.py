@@ -7,10 +7,10 @@ equal. The pairs of a compiler are data in the module of its name.
 
 import enum
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
-__all__ = ["PLACE", "Pair", "Program", "Relation", "pair"]
+__all__ = ["PLACE", "Pair", "Program", "Relation", "pair", "with_extended"]
 
 PLACE = "HERE"
 """Stands in the text of both programs for what differs between them."""
@@ -53,6 +53,7 @@ class Pair:
         b: the program that looks up.
         relation: of their keys.
         reason: for `UNSHARED`, a part of what the hook says.
+        is_extended: only `make test-all` compares the pair: another one guards the same mechanism.
     """
 
     name: str
@@ -60,10 +61,16 @@ class Pair:
     b: Program
     relation: Relation = Relation.DIFFER
     reason: str = ""
+    is_extended: bool = False
 
     def __str__(self) -> str:
         """The name, as the name of a test."""
         return self.name.replace(" ", "_")
+
+
+def with_extended(pairs: Iterable[Pair], *names: str) -> tuple[Pair, ...]:
+    """Mark the pairs with these names as extended."""
+    return tuple(replace(each, is_extended=each.name in names) for each in pairs)
 
 
 def pair(

@@ -20,11 +20,10 @@ def cases():
     for name in PRESENT:
         compiler = importlib.import_module(f"compilers.wrong_hits.{name}")
         for version, environment in compiler.VERSIONS.items():
-            marks = [pytest.mark.extended] if environment else []
-            found += [
-                pytest.param(name, environment, each, id=f"{name}-{version}-{each}", marks=marks)
-                for each in compiler.PAIRS
-            ]
+            for each in compiler.PAIRS:
+                marks = [pytest.mark.extended] if environment or each.is_extended else []
+                identity = f"{name}-{version}-{each}"
+                found.append(pytest.param(name, environment, each, id=identity, marks=marks))
     return found
 
 
