@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from compilers.wrong_hits.pairs import Pair, Relation, pair
+from compilers.wrong_hits.pairs import Pair, Relation, pair, with_extended
 
 __all__ = ["PAIRS", "VERSIONS", "install", "prepare"]
 
@@ -402,4 +402,19 @@ _REVERSE = (
     ),
 )
 
-PAIRS = (*_VALUES, *_ARGUMENTS, *_ENVIRONMENT, *_UNSHARED, *_REVERSE)
+PAIRS = with_extended(
+    (*_VALUES, *_ARGUMENTS, *_ENVIRONMENT, *_UNSHARED, *_REVERSE),
+    # The values and options of these are read as those of a pair above.
+    *(
+        "element of a tuple",
+        "function two calls away",
+        "warps",
+        "registers",
+        "optimization of LLVM",
+        "fusion by the environment",
+        "line information",
+        "sanitizer of addresses",
+        "variable that Triton does not read",
+        "folder of Triton's own cache",
+    ),
+)
