@@ -105,9 +105,9 @@ def serve(
     """
     options = {name: value for name, value in locals().items() if name != "port_file"}
     try:
+        from graphstash_server.serving.telemetry import find_tracing
+        from graphstash_server.serving.tls import tls_context
         from graphstash_server.settings import load_settings
-        from graphstash_server.telemetry import find_tracing
-        from graphstash_server.tls import tls_context
     except ModuleNotFoundError as error:
         fail(
             f"`serve` needs the server's packages ({error.name} is missing): "
@@ -139,9 +139,9 @@ def main() -> None:
 
 
 def _run(settings: "Settings", listener: socket.socket, port_file: Path | None) -> None:
-    from graphstash_server.own_socket import OwnSocket
-    from graphstash_server.server import run_server
-    from graphstash_server.workers import run_workers
+    from graphstash_server.serving.own_socket import OwnSocket
+    from graphstash_server.serving.server import run_server
+    from graphstash_server.serving.workers import run_workers
 
     own = None
     reach = _WITHOUT_SOCKET if not settings.is_open else _OPEN

@@ -32,8 +32,8 @@ from graphstash_server.api.frame import RequestFrame
 from graphstash_server.api.problems import add_problem_handlers
 from graphstash_server.clock import Clock, system_clock
 from graphstash_server.context import ProcessContext, open_context
-from graphstash_server.counters import Counters
 from graphstash_server.pages.routes import add_pages
+from graphstash_server.services.counters import Counters
 from graphstash_server.settings import Settings
 from graphstash_server.storage import BlobStore
 

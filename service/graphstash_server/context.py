@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphstash_server.clock import Clock, jitter
-from graphstash_server.counters import Counters
 from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import check_revision, migrate
 from graphstash_server.db.notifications import Listener
@@ -25,6 +24,7 @@ from graphstash_server.services.artifacts.quarantine import QuarantineService
 from graphstash_server.services.artifacts.room import RoomKeeper
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.artifacts.uploads import CommitBatcher, UploadService
+from graphstash_server.services.counters import Counters
 from graphstash_server.services.exposition import ExpositionService
 from graphstash_server.services.history import HistoryService
 from graphstash_server.services.identity.audit import AuditService

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from graphstash_schema import Digest
-from graphstash_server import connection
+from graphstash_server.api import connection
 from support.guarded_server import GuardedServer, artifact_path
 from support.waiting import until
 from support.wire import Wire

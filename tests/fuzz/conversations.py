@@ -11,8 +11,8 @@ from uvicorn.server import ServerState
 
 with instrumented():
     from graphstash_schema import Problem
+    from graphstash_server.api.connection import connections
     from graphstash_server.app import create_app
-    from graphstash_server.connection import connections
     from graphstash_server.settings import Settings
     from graphstash_server.testing import MemoryBlobStore
 

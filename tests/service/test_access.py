@@ -12,11 +12,11 @@ from fastapi.routing import APIRoute
 
 from graphstash_schema import AccessKind, Grant, NamespacePattern, TokenRequest
 from graphstash_server.app import create_app
-from graphstash_server.counters import Counters
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.tokens import find_tokens
 from graphstash_server.errors import ServerError
 from graphstash_server.services.accounting import Accounting
+from graphstash_server.services.counters import Counters
 from graphstash_server.services.identity.authentication import (
     MAX_DECISION_AGE,
     AccessService,

@@ -165,7 +165,7 @@ def test_a_store_that_fails_in_a_way_that_nobody_foresaw_shows_no_details(
 ):
     store = MemoryBlobStore()
     app = functools.partial(create_app, blob_store=store)
-    monkeypatch.setattr("graphstash_server.server.create_app", app)
+    monkeypatch.setattr("graphstash_server.serving.server.create_app", app)
     open_whole = store.open
 
     async def broken(digest):

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from graphstash_schema import ErrorCode, LeaseRequest
-from graphstash_server.counters import BUCKETS, Counters, HostCounters
+from graphstash_server.services.counters import BUCKETS, Counters, HostCounters
 from graphstash_server.services.exposition import MAX_LABELLED, OTHER
 from graphstash_server.services.jobs.leases import Acquisition
 from graphstash_server.testing import LiveServer

@@ -9,9 +9,9 @@ import trustme
 from cryptography.hazmat.primitives import serialization as forms
 
 from graphstash_server.errors import StartError
+from graphstash_server.serving.tls import tls_context
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer, ServerProcess
-from graphstash_server.tls import tls_context
 from support.nginx import in_front_of
 from support.sessions import sign_in
 from support.tokens import issue

@@ -285,7 +285,7 @@ def test_the_link_to_a_blob_is_in_no_span(tmp_path, collector, moto, s3_credenti
 
 def test_a_server_without_traces_imports_no_exporter():
     asked = (
-        "import sys, graphstash_server.server, graphstash_server.storage.s3; "
+        "import sys, graphstash_server.serving.server, graphstash_server.storage.s3; "
         "unwanted = ('opentelemetry.sdk', 'opentelemetry.exporter', "
         "'graphstash_server.tracing'); "
         "print([name for name in sys.modules if name.startswith(unwanted)])"

@@ -23,9 +23,9 @@ from graphstash_schema.protocol import (
     PROTOCOL_VERSION,
 )
 from graphstash_server.api.problems import logged_id, problem_response
-from graphstash_server.counters import Counters
 from graphstash_server.errors import ServerError
 from graphstash_server.logs import REQUEST
+from graphstash_server.services.counters import Counters
 
 __all__ = [
     "MAX_HEADER_BYTES",

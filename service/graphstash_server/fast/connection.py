@@ -10,9 +10,9 @@ from typing import ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from graphstash_server.api.connection import MAX_PIPELINED, Connection
 from graphstash_server.api.frame import internal_failure, shutting_down
 from graphstash_server.api.problems import logged_id
-from graphstash_server.connection import MAX_PIPELINED, Connection
 from graphstash_server.fast.answers import Answer, FastPath, FastRequest
 from graphstash_server.storage import BlobReader, FileReader
 

@@ -15,7 +15,6 @@ from typing import Final, TypeAlias
 from graphstash_schema import ErrorCode
 from graphstash_schema.history import Step
 from graphstash_server.clock import Clock
-from graphstash_server.counters import Counters
 from graphstash_server.db.engine import Database
 from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.queries.artifacts import touch_artifacts
@@ -24,6 +23,7 @@ from graphstash_server.db.queries.tokens import touch_tokens
 from graphstash_server.db.queries.usage import UsageChange, add_counts, find_namespaces
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
+from graphstash_server.services.counters import Counters
 
 __all__ = ["Accounting"]
 

@@ -21,10 +21,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from graphstash_server import __version__
-from graphstash_server.counters import BUCKETS, Counted, Counters
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.usage import UsageChange, list_usage
 from graphstash_server.errors import ServerError
+from graphstash_server.services.counters import BUCKETS, Counted, Counters
 from graphstash_server.services.jobs.leases import LeaseService
 
 __all__ = ["MAX_LABELLED", "OTHER", "ExpositionService"]

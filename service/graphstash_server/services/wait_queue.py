@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from graphstash_schema import Digest, InvalidValueError
-from graphstash_server.counters import Counters
 from graphstash_server.keys import StoredKey
+from graphstash_server.services.counters import Counters
 
 if TYPE_CHECKING:
     from graphstash_server.tracing import Tracing

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from graphstash_server.server import make_server
+from graphstash_server.serving.server import make_server
 from graphstash_server.settings import load_settings
 
 __all__ = ["LiveServer", "ServerProcess"]

@@ -22,7 +22,6 @@ from graphstash_schema import (
     Namespace,
 )
 from graphstash_server.clock import Clock, jitter
-from graphstash_server.counters import Counters
 from graphstash_server.db.engine import Database
 from graphstash_server.db.notifications import notify
 from graphstash_server.db.queries.artifacts import find_artifact
@@ -39,6 +38,7 @@ from graphstash_server.db.queries.leases import (
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.service import ArtifactService
+from graphstash_server.services.counters import Counters
 from graphstash_server.services.wait_queue import Notification, Ticket, WaitQueue
 
 __all__ = ["Acquisition", "HeldLease", "LeaseService"]

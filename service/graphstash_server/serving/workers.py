@@ -31,8 +31,8 @@ from math import inf
 from time import monotonic
 from typing import NoReturn
 
-from graphstash_server.counters import HostCounters
-from graphstash_server.server import PARENT_SIGNALS, run_worker
+from graphstash_server.services.counters import HostCounters
+from graphstash_server.serving.server import PARENT_SIGNALS, run_worker
 from graphstash_server.settings import Settings
 
 __all__ = ["run_workers"]

@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Final, NoReturn, cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from graphstash_server.api.connection import Connection, connections, owner_connections
 from graphstash_server.app import ServerApp, create_app
-from graphstash_server.connection import Connection, connections, owner_connections
-from graphstash_server.counters import Counters
 from graphstash_server.errors import StartError
 from graphstash_server.fast.answers import FastPath
 from graphstash_server.fast.connection import FastConnection
 from graphstash_server.logs import WithoutQuery
+from graphstash_server.services.counters import Counters
+from graphstash_server.serving.telemetry import find_tracing
+from graphstash_server.serving.tls import tls_context
 from graphstash_server.settings import Settings
-from graphstash_server.telemetry import find_tracing
-from graphstash_server.tls import tls_context
 
 if TYPE_CHECKING:
     from graphstash_server.tracing import Tracing

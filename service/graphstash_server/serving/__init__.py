@@ -1,0 +1,10 @@
+"""Processes and sockets of a server: everything between `graphstash serve` and the application.
+
+workers      several processes that share a port, and their supervisor
+server       one process: uvicorn with the limits and the shutdown of this server
+own_socket   the Unix socket through which the owner's jobs reach the server
+tls          certificates
+telemetry    the tracer of a process
+"""
+
+__all__: list[str] = []
