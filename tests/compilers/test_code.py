@@ -8,6 +8,7 @@ import time
 import types
 
 import pytest
+import torch
 
 from graphstash.hooks.code import CodeDescriber, UndescribableError
 
@@ -59,3 +60,10 @@ def test_another_value_has_another_description(one, other):
 def test_value_that_reads_more_than_its_arguments_has_no_description(value):
     with pytest.raises(UndescribableError):
         CodeDescriber().describe(value)
+
+
+def test_function_of_a_compiled_module_is_described_by_its_name():
+    describer = CodeDescriber("torch")
+    dump, names = torch._C._dispatch_dump, torch._C._dispatch_get_all_op_names
+    assert describer.describe(dump) == CodeDescriber("torch").describe(dump)
+    assert describer.describe(dump) != describer.describe(names)

@@ -216,7 +216,9 @@ class CodeDescriber:
 
     def _builtin(self, value: BuiltinFunctionType) -> str:
         owner = value.__self__
-        if owner is not None and not isinstance(owner, ModuleType):
+        # pybind11 binds its functions to a capsule, which is a part of the compiled module.
+        is_free = owner is None or isinstance(owner, ModuleType)
+        if not is_free and type(owner).__qualname__ != "PyCapsule":
             return f"method({self.describe(owner)}, {value.__name__})"
         module = value.__module__ or ""
         known = self.is_known(module)
