@@ -35,9 +35,15 @@ class Wire:
     def __init__(self, url: str, *, source: str = "127.0.0.1") -> None:
         """Connects from an address of this host: all of 127.0.0.0/8 are."""
         where = urlsplit(url)
-        self._socket = socket.create_connection(
-            (where.hostname, where.port or 80), timeout=_SECONDS, source_address=(source, 0)
-        )
+        family, *_, address = socket.getaddrinfo(
+            where.hostname, where.port or 80, type=socket.SOCK_STREAM
+        )[0]
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        # Otherwise the kernel grows it up to `tcp_rmem`, which may hold a whole blob.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+        self._socket.settimeout(_SECONDS)
+        self._socket.bind((source, 0))
+        self._socket.connect(address)
         self._received = b""
 
     def fileno(self) -> int:
