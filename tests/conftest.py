@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config, items):
             items[:] = [item for item in items if not item.get_closest_marker(mark)]
     yield
     if not config.option.random_order_enabled:
-        seconds = config.cache.get(_SECONDS, {})
+        seconds = _known_seconds(config)
         items.sort(key=lambda item: -seconds.get(_group_of(item.nodeid), 0))
 
 
@@ -135,9 +135,13 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    if not hasattr(session.config, "workerinput"):  # the controller receives the reports of all
-        known = session.config.cache.get(_SECONDS, {})
-        session.config.cache.set(_SECONDS, known | _seconds_of_groups)
+    config = session.config
+    if hasattr(config, "cache") and not hasattr(config, "workerinput"):  # workers report to it
+        config.cache.set(_SECONDS, _known_seconds(config) | _seconds_of_groups)
+
+
+def _known_seconds(config):
+    return config.cache.get(_SECONDS, {}) if hasattr(config, "cache") else {}
 
 
 @pytest.fixture(scope="session")
