@@ -58,7 +58,9 @@ def test_a_reported_artifact_is_absent_for_all_callers(api, problem):
     assert api.http.head(api.path()).status_code == 404
     assert api.get(If_None_Match="*").status_code == 404
     looked_up = api.http.post(f"/v1/{api.namespace}/artifacts:lookup", json={"keys": [api.key()]})
-    assert looked_up.json() == {"found": [], "missing": [api.key()]}
+    reply = looked_up.json()
+    assert (reply["found"], reply["missing"]) == ([], [api.key()])
+    assert [each["key"] for each in reply["withdrawn"]] == [api.key()]
     verified = api.http.post(f"/v1/{api.namespace}/artifacts:verify", json=api.key())
     assert verified.json() == {"found": False, "healed": False}
     assert api.acquire().json()["state"] == "granted"
