@@ -21,10 +21,11 @@ _PROPERTIES: Final = (
     *("_post_accumulate_grad_hooks", "shape", "device", "dtype", "layout", "ndim", "is_cpu"),
     *("is_cuda", "is_meta", "is_sparse", "_version", "itemsize", "nbytes", "names", "output_nr"),
 )
+"""Properties of a tensor; torch 2.15 has no `names`."""
 _GRAD: Final[Any] = Tensor.grad
 _HARMLESS: Final = frozenset(
     (
-        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
         *(_GRAD.__set__, _GRAD.__delete__),
         *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement),
         *(Tensor.element_size, Tensor.is_floating_point, Tensor.requires_grad_, Tensor.ndimension),
