@@ -18,6 +18,7 @@ import pytest
 from graphstash_server.testing import ServerProcess
 from support.postgres import Postgres
 from support.release_before import python_of_release_before, sources_of_release_before
+from support.run_case import RUN_CASE, case_arguments
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
@@ -339,10 +340,11 @@ def compile_on_both(server, tmp_path):
     each one counted. Both jobs compute the same losses.
     """
 
-    def compile_on_both(compiler, *options):
+    def compile_on_both(compiler, module, **options):
+        case = case_arguments(f"{module}:training", install=True, **options)
         losses, counts = zip(
             *(
-                compile_on(release, tmp_path / host, compiler, *options)
+                compile_on(release, tmp_path / host, compiler, case)
                 for release, host in ((sources_of_release_before(), "before"), (None, "now"))
             ),
             strict=True,
@@ -350,7 +352,7 @@ def compile_on_both(server, tmp_path):
         assert losses[0] == losses[1]
         return counts
 
-    def compile_on(release, directory, compiler, *options):
+    def compile_on(release, directory, compiler, case):
         directory.mkdir()
         report, stats = directory / "report.json", directory / "stats.jsonl"
         with pytest.MonkeyPatch.context() as environment:
@@ -358,10 +360,9 @@ def compile_on_both(server, tmp_path):
             environment.setenv("TMPDIR", str(directory))
             run_in(
                 release,
-                JOBS / f"{compiler}_job.py",
+                RUN_CASE,
                 report,
-                "--install",
-                *options,
+                *case,
                 url=server.url,
                 namespace=f"release-before-{compiler}",
                 hooks=compiler,
@@ -379,14 +380,13 @@ def compile_on_both(server, tmp_path):
 
 
 def test_graph_that_the_release_before_published_is_not_compiled_again(compile_on_both):
-    before, now = compile_on_both("jax")
+    before, now = compile_on_both("jax", "jax_programs")
     assert before["published"] == before["misses"] > 0
     assert now == {"hits": before["published"], "misses": 0, "published": 0}
 
 
 def test_graph_whose_key_lacked_ambient_state_and_user_code_is_compiled_again(compile_on_both):
-    without_cpp_compiler = "--matmul"
-    before, now = compile_on_both("inductor", without_cpp_compiler)
+    before, now = compile_on_both("inductor", "inductor", matmul=True)  # needs no C++ compiler
     assert before["published"] == before["misses"] > 0
     assert now == {"hits": 0, "misses": before["misses"], "published": before["misses"]}
 
