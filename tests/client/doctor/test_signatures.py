@@ -1,4 +1,4 @@
-"""What the doctor says of signing keys, of trusted keys, and of whom a job trusts."""
+"""The doctor's findings about signing keys, trusted keys and trusted writers."""
 
 from datetime import UTC, datetime, timedelta
 

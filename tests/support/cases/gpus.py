@@ -8,7 +8,7 @@ __all__ = ["Driver", "Pointer"]
 
 
 class Driver:
-    """Says that there is a GPU."""
+    """Report that the host has a GPU."""
 
     def get_current_target(self) -> Any:
         return GPUTarget("cuda", 90, 32)
