@@ -23,11 +23,14 @@ def run(server, namespace, tmp_path):
         with InductorJobs(tmp_path, "2.7.0", environment=environment, **settings) as jobs:
             cold, warm = (jobs.run(host, case, keywords) for host in "ab")
             built = len(jobs.compiled("b"))
+            # The first job on a machine precompiles a header, for all later ones: torch keeps it
+            # in a folder of the user. Nothing that is found needs it.
+            headers = sum(".gch" in line for line in jobs.compiled("a"))
         assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
         assert cold.report["compiles"] > 0
         assert warm.report["compiles"] == built == 0
         assert warm.stats["published"] == 0
-        assert warm.hits == cold.stats["published"]
+        assert warm.hits == cold.stats["published"] - headers
         assert warm.report["losses"] == cold.report["losses"]
         return warm
 

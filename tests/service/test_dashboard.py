@@ -175,13 +175,13 @@ def test_every_page_is_accessible_fits_and_loads_nothing_from_elsewhere(
 
 
 @pytest.mark.extended
-def test_an_empty_server_is_accessible_too(start_on_sqlite, tab):
-    server = start_on_sqlite(Guarded)
-    visit = tab(server)
-    visit.sign_in(server.admin)
-    assert "No run has reported yet" in visit.text
-    assert Axe().run(visit.page).violations_count == 0
-    assert visit.complaints == [each for each in visit.complaints if "[DOM]" in each]
+def test_an_empty_server_is_accessible_too(tmp_path, tab):
+    with Guarded(tmp_path) as server:
+        visit = tab(server)
+        visit.sign_in(server.admin)
+        assert "No run has reported yet" in visit.text
+        assert Axe().run(visit.page).violations_count == 0
+        assert visit.complaints == [each for each in visit.complaints if "[DOM]" in each]
 
 
 def test_a_browser_shows_what_strangers_said_as_text(server, tab, paths):
