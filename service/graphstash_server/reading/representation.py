@@ -38,7 +38,7 @@ ACCEPT_REDIRECT: Final = HEADER_ACCEPT_REDIRECT.lower()
 
 MIN_ACCELERATED_BYTES: Final = 256 * 1024
 """From this size on it is cheaper to let the reverse proxy send the file than to send it through
-the proxy. docs/decisions.md has the measurement."""
+the proxy. docs/decisions/0019 has the measurement."""
 
 _ACCEL_PREFIX: Final = "/_blobs/"
 """Where the proxy has the blob directory; not reachable from outside (`internal`)."""
