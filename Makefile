@@ -87,13 +87,14 @@ fuzz: $(VENV)/.installed  ## Fuzz the parsers, FUZZ_SECONDS each; inputs stay in
 	        -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 || exit; done
 
 # The parts are independent: make runs them side by side and prints the output of each one whole.
-check: $(VENV)/.installed  ## Run ruff, import-linter, mypy, and the checks of the documentation
+check: $(VENV)/.installed  ## Run ruff, import-linter, towncrier, mypy, and the checks of the documentation
 	@$(MAKE) --no-print-directory --jobs --output-sync=target lint types .snippets .reference .site
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	@output=$$($(BIN)/towncrier build --draft --version next 2>&1) || { echo "$$output"; exit 1; }
 
 types: $(VENV)/.installed
 	$(BIN)/mypy

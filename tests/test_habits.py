@@ -1,5 +1,6 @@
-"""What outsiders meet before a reviewer does: git's hooks and the forms of the issue tracker."""
+"""What outsiders meet before a reviewer does: git's hooks, changelog fragments, issue forms."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,24 @@ def test_a_hook_downloads_nothing():
     hooks = [hook for repo in config["repos"] for hook in repo["hooks"]]
     assert {repo["repo"] for repo in config["repos"]} == {"local"}
     assert {hook["language"] for hook in hooks} <= {"unsupported", "pygrep"}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_valid"),
+    [
+        *(("+words.fixed.md", True), ("12.added.md", True)),
+        *(("words.md", False), ("+words.feature.md", False)),
+    ],
+)
+def test_changelog_fragments_need_a_known_kind_in_their_name(name, is_valid, tmp_path):
+    for file in ("pyproject.toml", "CHANGELOG.md", "changelog.d/README.md"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    (tmp_path / "changelog.d" / name).write_text("A sentence for users.\n")
+    command = [sys.executable, "-m", "towncrier", "build", "--draft", "--version", "next"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode == 0) is is_valid, done.stderr
+    assert ("- A sentence for users." in done.stdout) is is_valid
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)

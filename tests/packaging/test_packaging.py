@@ -164,9 +164,9 @@ def test_nothing_but_the_agreed_names_is_in_the_root():
     listed = run("git", "ls-files", cwd=ROOT).splitlines()
     assert {name.split("/")[0] for name in listed} <= {
         *("service", "client", "schema", "migrations", "docker", "tests", "pyproject.toml"),
-        *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", ".gitignore"),
-        *("SECURITY.md", "constraints.txt", ".ci", ".dockerignore", "docs", "mkdocs.yml"),
-        *(".github", ".pre-commit-config.yaml"),
+        *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "changelog.d", "LICENSE", "Makefile"),
+        *(".gitignore", "SECURITY.md", "constraints.txt", ".ci", ".dockerignore", "docs"),
+        *("mkdocs.yml", ".github", ".pre-commit-config.yaml"),
     }
 
 
