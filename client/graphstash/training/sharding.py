@@ -12,17 +12,29 @@ FullyShardedDataParallel, which FSDP2 replaces, has plain tensors: its shards ar
 parameters in one row (`is_flattened`). This module cannot use them as whole tensors.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 
 import torch
 from torch import Tensor, distributed, nn
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Sums", "aligned", "distributed_like", "full", "is_flattened", "is_sharded", "local"]
+__all__ = [
+    "Sums",
+    "aligned",
+    "distributed_like",
+    "full",
+    "is_flat_parallel",
+    "is_flattened",
+    "is_fully_sharded",
+    "is_sharded",
+    "local",
+]
 
 
 _PLAIN: Final = (Tensor, nn.Parameter)
@@ -37,6 +49,21 @@ def is_sharded(tensor: Tensor) -> bool:
 def is_flattened(parameter: Tensor) -> bool:
     """Return whether FullyShardedDataParallel has made the parameter a part of a flat tensor."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+def is_fully_sharded(module: nn.Module) -> "TypeGuard[FSDPModule]":
+    """Return whether `fully_shard()` has sharded the module."""
+    return isinstance(module, _fsdp_class("FSDPModule"))
+
+
+def is_flat_parallel(module: nn.Module) -> bool:
+    """Return whether the module is a FullyShardedDataParallel."""
+    return isinstance(module, _fsdp_class("FullyShardedDataParallel"))
+
+
+def _fsdp_class(name: str) -> Any:
+    """Return a class of torch's FSDP; before its import, which takes 2 s, nothing can be one."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), name, ())
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """Of FullyShardedDataParallel an optimizer sees flat shards: what needs more refuses them."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -52,3 +55,14 @@ def test_clipping_refuses_the_norm_of_one_shard(model):
     model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(ValueError, match=r"clip_grad_norm_\(\) of the wrapped model"):
         clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_a_loop_that_shards_nothing_does_not_import_fsdp():
+    """It takes half as long again as torch."""
+    program = "import sys; from graphstash.training import fuse, train; print(*sys.modules)"
+    imported = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "graphstash.training.fusion.backward" in imported
+    assert "graphstash.training.loop.parallel" in imported
+    assert {"torch.distributed.fsdp", "torch._dynamo", "sympy"}.isdisjoint(imported)

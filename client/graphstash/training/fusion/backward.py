@@ -16,7 +16,6 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -27,7 +26,7 @@ from graphstash.training.fusion.memory import Memory
 from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
 from graphstash.training.fusion.stand_ins import StandIn, stand_in_for
 from graphstash.training.fusion.tripwire import Tripwire
-from graphstash.training.sharding import is_sharded, local
+from graphstash.training.sharding import is_fully_sharded, is_sharded, local
 
 __all__ = ["BackwardFusion"]
 
@@ -100,7 +99,7 @@ class BackwardFusion(Fusion):
         self._updating = threading.Lock()
         """Serializes updates: other threads update buckets."""
         elsewhere = "train without fusion"
-        by_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
+        by_fsdp = any(map(is_fully_sharded, model.modules()))
         self._remedy = elsewhere if by_fsdp else f'use when="forward", or {elsewhere}'
         super().__init__(model, optimizer)
 

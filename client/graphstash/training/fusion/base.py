@@ -12,7 +12,6 @@ from typing import Any, Final, NoReturn, Self
 
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
@@ -22,7 +21,7 @@ from graphstash.training.fusion.guards import Guards
 from graphstash.training.fusion.memory import Memory
 from graphstash.training.fusion.partial_step import PartialStep, bare
 from graphstash.training.optimizers.base import SyncFreeOptimizer
-from graphstash.training.sharding import is_sharded, local
+from graphstash.training.sharding import is_flat_parallel, is_sharded, local
 
 __all__ = ["Fusion", "ModuleHook", "require_unfused"]
 
@@ -278,7 +277,7 @@ def _refuse_general(model: nn.Module, optimizer: Optimizer) -> None:
                 "DistributedDataParallel(mixed_precision=) trains copies of the parameters; use "
                 "torch.autocast instead, or train without fusion"
             )
-        if not isinstance(module, FullyShardedDataParallel):
+        if not is_flat_parallel(module):
             continue
         raise FusionError(
             "FullyShardedDataParallel trains copies of what the optimizer has; use fully_shard() "

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,7 +25,7 @@ from graphstash.training.fusion.memory import Memory
 from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
 from graphstash.training.fusion.tripwire import Tripwire, is_held
 from graphstash.training.fusion.waiting_state import WaitingState
-from graphstash.training.sharding import is_sharded, local
+from graphstash.training.sharding import is_fully_sharded, is_sharded, local
 
 __all__ = ["ForwardFusion"]
 
@@ -94,7 +93,7 @@ class ForwardFusion(Fusion):
                 "DataParallel runs copies of the modules; use DistributedDataParallel, or train "
                 "without fusion"
             )
-        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
+        if any(map(is_fully_sharded, self.model.modules())):
             raise FusionError(
                 "fully_shard() may gather parameters before their module is about to run; use "
                 'when="backward", or train without fusion'

@@ -26,12 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from graphstash.errors import ConfigError
 from graphstash.training.reduce.ddp_hook import SparseState, sparse_hook
-from graphstash.training.sharding import is_flattened, is_sharded
+from graphstash.training.sharding import is_flattened, is_fully_sharded, is_sharded
 
 __all__ = ["DistributedTorch", "DistributedXla", "Parallel"]
 
@@ -157,7 +156,7 @@ class DistributedTorch(Parallel):
 
     def reducing(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
         """Let DDP and FSDP2 reduce only in the last backward of a step."""
-        if isinstance(model, FSDPModule):
+        if is_fully_sharded(model):
             model.set_requires_gradient_sync(last)
         if last or not isinstance(model, DistributedDataParallel):
             return nullcontext()
