@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from graphstash_schema.option import Option
+
 __all__ = [
     "Rule",
     "Secret",
@@ -77,10 +79,13 @@ class Rule:
     is_size: bool = False
 
 
-def setting(default: Any, rule: Rule) -> Any:
-    """Return a dataclass field with a rule. A callable default becomes the default factory."""
+def setting(default: Any, rule: Rule, option: Option | None = None) -> Any:
+    """Return a dataclass field with a rule. A callable default becomes the default factory.
+
+    With an option, `graphstash run` takes the setting on its command line.
+    """
     usual: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
-    return field(**usual, metadata={"rule": rule})
+    return field(**usual, metadata={"rule": rule, "option": option})
 
 
 def number(*, above: float | None = None, least: float = 0, most: float) -> Rule:

@@ -1,16 +1,13 @@
 """ClientConfig: all settings of a training job, and the only reader of its environment.
 
 Each field is read from `GRAPHSTASH_<FIELD IN CAPITALS>`, for example `GRAPHSTASH_URL`. Arguments of
-`graphstash.install` override the environment. So do the options of `graphstash run`, for the few
-fields that have one.
+`graphstash.install` override the environment. So do the options of `graphstash run`, for the fields
+that have an `Option`. The command line, its help, the reference and the doctor read all of that
+from the field and from the docstring below it.
 """
 
-import getpass
-import ipaddress
 import os
 import re
-import socket
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -35,6 +32,7 @@ from graphstash._rules import (
 from graphstash.errors import ConfigError
 from graphstash_schema import ManifestName, Namespace
 from graphstash_schema.names import line_of
+from graphstash_schema.option import Option
 from graphstash_schema.own_files import own_socket_path
 from graphstash_schema.protocol import (
     DEFAULT_LEASE_SECONDS,
@@ -103,7 +101,9 @@ def default_cache_dir() -> Path:
     try:
         return (Path(base) if base else Path.home() / ".cache") / "graphstash"
     except RuntimeError:  # a container user without a home directory
-        return Path(tempfile.gettempdir()) / f"graphstash-{os.getuid()}"
+        from tempfile import gettempdir  # a slow import, as those in the functions below
+
+        return Path(gettempdir()) / f"graphstash-{os.getuid()}"
 
 
 def find_own_server() -> str:
@@ -120,6 +120,8 @@ def find_own_server() -> str:
 
 def is_on_this_host(url: str) -> bool:
     """Return whether jobs reach the server without a network."""
+    import ipaddress
+
     host = urlsplit(url).hostname or ""
     try:
         return url.startswith(UNIX) or ipaddress.ip_address(host).is_loopback
@@ -138,6 +140,9 @@ def github_token_request() -> tuple[str, str] | None:
 
 def holder_name() -> str:
     """Return a readable lease holder, `user@host:pid`, of at most 128 characters."""
+    import getpass
+    import socket
+
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container user without a passwd entry
@@ -183,11 +188,11 @@ def _checked_token(value: str) -> str:
 class ServerSettings:
     """Server, namespaces and timeouts."""
 
-    url: str = setting(find_own_server, text(_checked_url))
+    url: str = setting(find_own_server, text(_checked_url), Option())
     """Base URL of the server, or `unix:<path>` of its socket. Default: the server that this user
     runs on this host (`graphstash serve`). Without a server, or with `none`, the job uses only its
     local tier."""
-    namespace: Namespace = setting(Namespace("default"), text(Namespace))
+    namespace: Namespace = setting(Namespace("default"), text(Namespace), Option())
     """Namespace to publish artifacts to and to read from."""
     read_namespaces: tuple[Namespace, ...] = setting(
         (), listed(Namespace, most=MAX_READ_NAMESPACES)
@@ -241,19 +246,19 @@ class SharingSettings:
     """Whether to install hooks."""
     hooks: tuple[str, ...] = setting(("torch_xla", "pjrt", "jax", "inductor", "triton"), listed())
     """Compilers to hook."""
-    read_only: bool = setting(False, flag())
+    read_only: bool = setting(False, flag(), Option({"--read-only": True, "--read-write": False}))
     """Fetch artifacts, but do not publish and do not take leases."""
-    job: ManifestName | None = setting(None, text(ManifestName))
+    job: ManifestName | None = setting(None, text(ManifestName), Option())
     """Name under which the server records this job's artifacts, so that the next run prefetches
     them. Default: `auto-<16 hex digits>`, derived from the command, the script and the compiler
     versions."""
     prefetch_limit: int = setting(2 * 1024**3, size())
     """Maximum bytes that a run prefetches to this host. Artifacts with the longest compile time per
     byte come first. 0 disables prefetching, and records nothing for a job without a name."""
-    fail_on_miss: bool = setting(False, flag())
+    fail_on_miss: bool = setting(False, flag(), Option({"--fail-on-miss": True}))
     """End the job before it compiles anything: with exit status 86 if the artifact does not exist,
     with 75 if the cache failed."""
-    max_compile_seconds: float = setting(0.0, number(most=1e7))
+    max_compile_seconds: float = setting(0.0, number(most=1e7), Option())
     """Total compile seconds of the job's processes on this host. When they are used up, or when a
     running compilation exceeds them, the job ends with exit status 86. 0 means no limit."""
     report_runs: bool = setting(True, flag())
@@ -280,7 +285,7 @@ class SharingSettings:
 class HostSettings:
     """Local tier, and output on this host."""
 
-    cache_dir: Path = setting(default_cache_dir, path())
+    cache_dir: Path = setting(default_cache_dir, path(), Option())
     """Directory of the local tier."""
     local_limit: int = setting(10 * 1024**3, size())
     """Size limit of the local tier, which evicts the least recently used artifacts. 0 keeps nothing
@@ -289,11 +294,13 @@ class HostSettings:
     """Seconds since the last contact with the server during which the job may use local copies of
     its artifacts while it does not answer. A withdrawal stays undetected for that long. 0 uses no
     copies."""
-    summary: bool = setting(True, flag())
+    summary: bool = setting(
+        True, flag(), Option({"--quiet": False, "-q": False}, help="Print no line at the end.")
+    )
     """Print one line to standard error when the job ends."""
-    explain: bool = setting(False, flag())
+    explain: bool = setting(False, flag(), Option({"--explain": True}))
     """Print to standard error, when the job ends, why it compiled."""
-    stats_file: Path | None = setting(None, path())
+    stats_file: Path | None = setting(None, path(), Option())
     """File that receives one line of JSON with the statistics of each process."""
     tracing: bool = setting(False, flag())
     """Send OpenTelemetry traces of look-ups, compilations and uploads to the program's tracer
@@ -342,6 +349,12 @@ class ClientConfig(
     def rules(cls) -> Mapping[str, Rule]:
         """Return each setting's rule."""
         return {each.name: each.metadata["rule"] for each in fields(cls) if each.metadata}
+
+    @classmethod
+    def options(cls) -> Mapping[str, Option]:
+        """Return the option of each setting that has one."""
+        all_ = ((each.name, each.metadata.get("option")) for each in fields(cls))
+        return {name: option for name, option in all_ if option is not None}
 
     @property
     def readable(self) -> tuple[Namespace, ...]:

@@ -5,9 +5,7 @@ while the site is built.
 """
 
 import ast
-import dataclasses
 import inspect
-import itertools
 import os
 import re
 import sys
@@ -20,16 +18,13 @@ from typing import Any, Final
 
 import griffe
 import typer
-from pydantic import BaseModel, ByteSize
-from pydantic.fields import FieldInfo
 
 import graphstash
 from graphstash import ClientConfig, Reason
 from graphstash._cli.main import complete_app
-from graphstash._rules import Rule
 from graphstash_schema import RETRYABLE, STATUS, ErrorCode
 from graphstash_schema.exit_status import MEANINGS
-from graphstash_schema.settings import accepted_range, accepted_words
+from graphstash_schema.settings import declarations
 from graphstash_server.settings import Settings
 
 __all__ = ["command_line", "main"]
@@ -64,7 +59,7 @@ def _client_settings() -> str:
         "*option*. An empty variable counts as unset. A value that cannot be used is reported with "
         "its valid range, and the job runs without the cache.\n\n"
         "Sizes are given as `10GiB`, `500MB` or bytes, times in seconds, lists with commas.\n\n"
-        + _groups(ClientConfig, options=_options_of("run"))
+        + _groups(ClientConfig)
     )
 
 
@@ -75,99 +70,32 @@ def _server_settings() -> str:
         "variables. The options of `graphstash serve` in the column *option* win over the "
         "environment. An empty variable counts as unset. A server does not start with a value that "
         "it cannot use, and names it with its valid range.\n\n"
-        "Sizes are given as `10GiB`, `500MB` or bytes.\n\n"
-        + _groups(Settings, options=_options_of("serve"))
+        "Sizes are given as `10GiB`, `500MB` or bytes.\n\n" + _groups(Settings)
     )
 
 
-def _groups(model: type[Any], *, options: dict[str, str]) -> str:
+def _groups(model: type[Any]) -> str:
     return "\n".join(
-        f"## {(group.__doc__ or '').rstrip('.')}\n\n" + _settings(group, options=options)
+        f"## {(group.__doc__ or '').rstrip('.')}\n\n" + _settings(group)
         for group in model.__bases__
         if group.__module__ == model.__module__
     )
 
 
-def _settings(model: type[Any], *, options: dict[str, str]) -> str:
-    described = _descriptions(model)
+def _settings(model: type[Any]) -> str:
     return _table(
         ("variable", "default", "values", "option", "meaning"),
         (
             (
                 f"`GRAPHSTASH_{name.upper()}`",
-                _default(field),
-                _values(field),
-                options.get(name, ""),
-                _sentence(described[name]),
+                each.default and _code(each.default),
+                ", ".join(map(_code, each.words)) or each.limits,
+                _code(each.option.spelled(name)) if each.option else "",
+                _sentence(each.meaning),
             )
-            for name, field in _fields(model)
+            for name, each in declarations(model).items()
         ),
     )
-
-
-def _descriptions(model: type[Any]) -> dict[str, str]:
-    """The docstring below each field; a client that read its own source would start late."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
-    assert isinstance(tree, ast.ClassDef)  # noqa: S101 - it is the source of a class
-    return {
-        field.target.id: inspect.cleandoc(str(text.value.value)).replace("\n", " ")
-        for field, text in itertools.pairwise(tree.body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-    }
-
-
-def _fields(model: type[Any]) -> "Iterator[tuple[str, FieldInfo | Setting]]":
-    if issubclass(model, BaseModel):
-        yield from model.model_fields.items()
-    else:
-        yield from ((field.name, Setting(field)) for field in dataclasses.fields(model))
-
-
-class Setting:
-    """A field of the client's settings, which do without pydantic."""
-
-    def __init__(self, field: dataclasses.Field[Any]) -> None:
-        self._field = field
-        self.rule: Rule = field.metadata["rule"]
-
-    def get_default(self, *, call_default_factory: bool) -> Any:
-        if call_default_factory and self._field.default_factory is not dataclasses.MISSING:
-            return self._field.default_factory()
-        default: Any = self._field.default
-        return ByteSize(default) if self.rule.is_size else default
-
-
-def _default(field: FieldInfo | Setting) -> str:
-    value = field.get_default(call_default_factory=True)
-    if value is None or value in ("", (), {}):
-        return ""
-    if isinstance(value, ByteSize):
-        return f"`{value.human_readable().replace('.0', '')}`"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, tuple):
-        return f"`{','.join(value)}`"
-    if isinstance(value, float):
-        return f"`{value:g}`"
-    return f"`{str(value).replace(str(Path.home()), '~')}`"
-
-
-def _values(field: FieldInfo | Setting) -> str:
-    if isinstance(field, Setting):
-        words, limits = field.rule.words, field.rule.limits
-    else:
-        words, limits = accepted_words(field), accepted_range(field)
-    return ", ".join(map(_code, words)) if words else limits
-
-
-def _options_of(command: str) -> dict[str, str]:
-    return {
-        parameter.name: _code(" / ".join([*parameter.opts, *parameter.secondary_opts]))
-        for parameter in command_line().commands[command].params
-    }
 
 
 # --- errors

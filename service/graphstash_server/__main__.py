@@ -9,16 +9,15 @@ import logging
 import resource
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
+from graphstash_schema.settings import with_options
 from graphstash_server.commands.running import fail
 from graphstash_server.errors import StartError
 from graphstash_server.logs import set_up_logging
-
-if TYPE_CHECKING:
-    from graphstash_server.settings import Settings
+from graphstash_server.settings import Settings, is_loopback, load_settings
 
 __all__ = ["main", "serve"]
 
@@ -38,60 +37,13 @@ _OPEN = (
 )
 
 
+@with_options(Settings)
 def serve(
     *,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")
-    ] = None,
-    port: Annotated[
-        str | None, typer.Option(help="TCP port; 0 takes a free one. [default: 8077]")
-    ] = None,
-    workers: Annotated[
-        str | None,
-        typer.Option(
-            help="Processes that serve the port, 1 to 64; SIGHUP replaces them one by one. "
-            "[default: 1]"
-        ),
-    ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the database and the blobs.")
-    ] = None,
-    max_artifact_bytes: Annotated[
-        str | None, typer.Option(help="Largest artifact accepted, e.g. 500MB. [default: 4GiB]")
-    ] = None,
-    store_limit_bytes: Annotated[
-        str | None,
-        typer.Option(help="Limit for all artifacts together, e.g. 200GiB. [default: none]"),
-    ] = None,
-    min_free_bytes: Annotated[
-        str | None,
-        typer.Option(help="Free space that uploads leave on the disk. [default: 256MiB]"),
-    ] = None,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error. [default: info]")
-    ] = None,
     port_file: Annotated[
         Path | None, typer.Option(help="File that gets the port when the server is ready.")
     ] = None,
-    auth: Annotated[
-        str | None,
-        typer.Option(
-            help="Authentication: tokens (of `graphstash token create` or an OIDC provider), or "
-            "none. [default: tokens]"
-        ),
-    ] = None,
-    insecure: Annotated[
-        bool | None,
-        typer.Option(
-            "--insecure",
-            help="For tests: require no token, wherever the server listens. Anyone who reaches it "
-            "can run code in every job that reads the cache.",
-        ),
-    ] = None,
-    access_log: Annotated[
-        bool | None,
-        typer.Option("--access-log/--no-access-log", help="Log every request. [default: no]"),
-    ] = None,
+    **options: Any,
 ) -> None:
     """Run the cache server. It needs no configuration.
 
@@ -103,19 +55,17 @@ def serve(
     With more than one worker, SIGHUP replaces them one after another and no request fails. It
     renews processes, not code: a new version needs a restart of the server.
     """
-    options = {name: value for name, value in locals().items() if name != "port_file"}
     try:
         from graphstash_server.serving.telemetry import find_tracing
         from graphstash_server.serving.tls import tls_context
-        from graphstash_server.settings import load_settings
+
+        settings = load_settings(**options)
+        _check_reach(settings)
     except ModuleNotFoundError as error:
         fail(
             f"`serve` needs the server's packages ({error.name} is missing): "
             "pip install 'graphstash[server] @ git+<repository>'",
         )
-    try:
-        settings = load_settings(**options)
-        _check_reach(settings)
     except StartError as error:
         fail(str(error), status=2)
     try:
@@ -138,7 +88,7 @@ def main() -> None:
     app()
 
 
-def _run(settings: "Settings", listener: socket.socket, port_file: Path | None) -> None:
+def _run(settings: Settings, listener: socket.socket, port_file: Path | None) -> None:
     from graphstash_server.serving.own_socket import OwnSocket
     from graphstash_server.serving.server import run_server
     from graphstash_server.serving.workers import run_workers
@@ -176,17 +126,15 @@ def _run(settings: "Settings", listener: socket.socket, port_file: Path | None) 
         fail("the server did not start; the reason is above")
 
 
-def _set_up_logging(settings: "Settings") -> None:
+def _set_up_logging(settings: Settings) -> None:
     process = "" if settings.workers == 1 else " [%(process)d]"
     form = f"%(asctime)s{process} %(levelname)s %(name)s: %(message)s"
     set_up_logging(settings.log_level.upper(), form=form if settings.log_format == "text" else None)
     logging.getLogger("alembic").setLevel("WARNING")
 
 
-def _check_reach(settings: "Settings") -> None:
+def _check_reach(settings: Settings) -> None:
     """Refuse to listen without authentication on an address that other hosts can reach."""
-    from graphstash_server.settings import is_loopback
-
     if not settings.is_open or settings.insecure or is_loopback(settings.host):
         return
     raise StartError(
@@ -196,7 +144,7 @@ def _check_reach(settings: "Settings") -> None:
     )
 
 
-def _listen(settings: "Settings") -> socket.socket:
+def _listen(settings: Settings) -> socket.socket:
     """Open the port before the server touches anything else."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -216,7 +164,7 @@ def _listen(settings: "Settings") -> socket.socket:
     return listener
 
 
-def _make_data_dir(settings: "Settings") -> None:
+def _make_data_dir(settings: Settings) -> None:
     from graphstash_server.private_files import keep_private
 
     try:
@@ -238,14 +186,14 @@ def _name_for_others(listener: socket.socket) -> str | None:
     return socket.gethostname() if ipaddress.ip_address(address).is_unspecified else None
 
 
-def _url(settings: "Settings", listener: socket.socket, *, address: str | None = None) -> str:
+def _url(settings: Settings, listener: socket.socket, *, address: str | None = None) -> str:
     bound, port = listener.getsockname()[:2]
     if address is None:
         address = f"[{bound}]" if listener.family == socket.AF_INET6 else bound
     return f"{'http' if settings.tls_cert_file is None else 'https'}://{address}:{port}"
 
 
-def _allow_files(settings: "Settings") -> None:
+def _allow_files(settings: Settings) -> None:
     """Raise this process's limit of open files, often 1,024, as far as allowed. A connection needs
     one file, and another while it sends a blob.
     """

@@ -1,8 +1,8 @@
 """Settings: everything that can be configured. Only this module reads the environment.
 
-The environment variable `GRAPHSTASH_<FIELD>` sets a field. Some fields also have an option of
-`serve`, which takes precedence. Sizes accept `10GiB`, `500MB` or plain bytes. The docstring of a
-field is its description in the reference.
+The environment variable `GRAPHSTASH_<FIELD>` sets a field. A field with an `Option` is also an
+option of `serve`, which takes precedence. Sizes accept `10GiB`, `500MB` or plain bytes. The
+docstring below a field is its description in the reference and its help on the command line.
 """
 
 import ipaddress
@@ -10,9 +10,8 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
-import platformdirs
 from pydantic import (
     BaseModel,
     ByteSize,
@@ -24,9 +23,9 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from graphstash_schema import MIN_EXCHANGED_SECONDS
+from graphstash_schema.option import Option
 from graphstash_schema.own_files import own_socket_path
 from graphstash_schema.protocol import DEFAULT_MAX_ARTIFACT_BYTES
 from graphstash_schema.settings import why_refused
@@ -53,21 +52,27 @@ _MIB = 1024**2
 _MAX_WORKERS = 64
 
 
+def _user_data_dir() -> Path:
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("graphstash", appauthor=False))
+
+
 class _Group(BaseModel):
     """A group of related fields. Code that needs no other fields takes the group."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, validate_default=True, defer_build=True)
 
 
 class ListenSettings(_Group):
     """Where and how a server listens, and what it logs."""
 
-    host: str = Field("127.0.0.1", min_length=1)
+    host: Annotated[str, Option()] = Field("127.0.0.1", min_length=1)
     """Address to listen on. Loopback by default, because write access to the cache allows running
     code in every job that reads it. Change it deliberately."""
-    port: int = Field(8077, ge=0, le=65535)
+    port: Annotated[int, Option()] = Field(8077, ge=0, le=65535)
     """TCP port, 0 to 65535; 0 takes a free one."""
-    workers: int = Field(1, ge=1, le=_MAX_WORKERS)
+    workers: Annotated[int, Option()] = Field(1, ge=1, le=_MAX_WORKERS)
     """Processes that serve the port, 1 to 64. Default: 1, which is enough for a team. More
     processes use more cores, and if one crashes, the others keep serving."""
     max_connections: int = Field(2048, ge=1, le=1_000_000)
@@ -82,7 +87,7 @@ class ListenSettings(_Group):
     shutdown_seconds: int = Field(20, ge=0, le=3600)
     """Seconds that requests in progress may take to end at shutdown, 0 to 3600. Default: 20, below
     the 30 after which container runtimes kill."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Option()] = "info"
     """Minimum severity of log messages."""
     log_format: Literal["text", "json"] = "text"
     """Log format: `text`, lines for people, or `json`, one object per line with the IDs of the
@@ -94,7 +99,7 @@ class ListenSettings(_Group):
     tracing: bool = False
     """Send OpenTelemetry traces of requests with OTLP over HTTP, as the OTEL_* variables configure.
     Off by default. Requires graphstash[tracing]."""
-    access_log: bool = False
+    access_log: Annotated[bool, Option({"--access-log": True, "--no-access-log": False})] = False
     """Log every request. Off by default, because it slows down small hits."""
 
 
@@ -128,11 +133,11 @@ class TlsSettings(_Group):
 class AccessSettings(_Group):
     """Who may use the server."""
 
-    auth: Literal["none", "tokens"] = "tokens"
+    auth: Annotated[Literal["none", "tokens"], Option()] = "tokens"
     """Authentication: tokens (of `graphstash token create` or an OIDC provider), or none. On
     loopback, jobs of the user who runs the server need no token, because they use a socket that
     only this user can reach."""
-    insecure: bool = False
+    insecure: Annotated[bool, Option({"--insecure": True})] = False
     """For tests: require no token, wherever the server listens. Every caller that reaches the
     server can then run code in every job that reads the cache."""
     oidc_issuer: IssuerUrl | None = None
@@ -204,9 +209,7 @@ class AccessSettings(_Group):
 class DatabaseSettings(_Group):
     """Location of the data, and database of the metadata."""
 
-    data_dir: Path = Field(
-        default_factory=lambda: Path(platformdirs.user_data_dir("graphstash", appauthor=False))
-    )
+    data_dir: Annotated[Path, Option()] = Field(default_factory=_user_data_dir)
     """Directory of the database and the blobs. Default: the platform's directory for user data."""
     database_url: str = ""
     """Database of the metadata: postgresql://<user>:<password>@<host>/<database> for a team,
@@ -271,7 +274,7 @@ class StoreSettings(_Group):
     tier_limit_bytes: ByteSize = Field(ByteSize(10 * 1024 * _MIB), ge=0)
     """Size of the disk tier in front of S3, in bytes. The server evicts the least recently used
     blobs. Default: 10 GiB, the working set of a team. 0 disables the tier."""
-    min_free_bytes: ByteSize = Field(ByteSize(256 * _MIB), ge=0)
+    min_free_bytes: Annotated[ByteSize, Option()] = Field(ByteSize(256 * _MIB), ge=0)
     """Free space that uploads leave on the disk, in bytes, 0 or more. Default: 256 MiB, so that the
     database can always grow and shrink."""
 
@@ -286,10 +289,12 @@ class StoreSettings(_Group):
 class LimitSettings(_Group):
     """How much may be stored."""
 
-    max_artifact_bytes: ByteSize = Field(ByteSize(DEFAULT_MAX_ARTIFACT_BYTES), gt=0)
+    max_artifact_bytes: Annotated[ByteSize, Option()] = Field(
+        ByteSize(DEFAULT_MAX_ARTIFACT_BYTES), gt=0
+    )
     """Largest artifact accepted, in bytes, above 0. Default: 4 GiB, because executables of large
     models reach hundreds of megabytes."""
-    store_limit_bytes: ByteSize | None = Field(None, gt=0)
+    store_limit_bytes: Annotated[ByteSize | None, Option()] = Field(None, gt=0)
     """Limit for all artifacts with their metadata, and all manifests, in bytes, above 0. If
     eviction cannot make room, the server answers a PUT with 507. Default: the size of the disk."""
     soft_limit_bytes: ByteSize | None = Field(None, gt=0)
@@ -339,13 +344,24 @@ class Settings(
     StoreSettings,
     LimitSettings,
     MaintenanceSettings,
-    BaseSettings,
 ):
-    """Settings of one server."""
+    """Settings of one server. A setting that the constructor does not get is read from the
+    environment.
+    """
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="ignore", env_ignore_empty=True
-    )
+    @model_validator(mode="before")
+    @classmethod
+    def _read_environment(cls, given: dict[str, Any]) -> dict[str, Any]:
+        # `serve` declares its options without the server's packages, and imports this module.
+        from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
+
+        source = EnvSettingsSource(
+            cast("type[BaseSettings]", cls), env_prefix=ENV_PREFIX, env_ignore_empty=True
+        )
+        try:
+            return {**source(), **given}
+        except SettingsError as error:
+            raise StartError(f"{_named_in(error)} is not valid: it takes JSON") from None
 
     @property
     def own_socket(self) -> Path | None:
@@ -380,8 +396,6 @@ def load_settings(**options: Any) -> Settings:
     given = {name: value for name, value in options.items() if value is not None}
     try:
         return Settings(**given)
-    except SettingsError as error:
-        raise StartError(f"{_named_in(error)} is not valid: it takes JSON") from None
     except ValidationError as error:
         lines = []
         for problem in error.errors(include_url=False):
@@ -408,7 +422,7 @@ def is_loopback(host: str) -> bool:
     )
 
 
-def _named_in(error: SettingsError) -> str:
+def _named_in(error: Exception) -> str:
     """Return the unreadable variable. Only the message of pydantic-settings names its field."""
     found = re.search(r'field "(\w+)"', str(error))
     return f"{ENV_PREFIX}{found[1].upper()}" if found else str(error)

@@ -123,7 +123,7 @@ OPTIONS = {
     "--url": "http://cache:1",
     "--namespace": "team",
     "--job": "nightly",
-    "--cache-dir": "/caches/x",
+    "--cache-dir": "/caches/x y",
     "--stats-file": "/caches/y",
 }
 GIVEN = {
@@ -135,26 +135,31 @@ GIVEN = {
 """Variables of a list and of files, which a job gets as they are."""
 
 
-@pytest.mark.parametrize("is_light", [True, False], ids=["light", "whole"])
-def test_run_reads_its_options_alike_with_and_without_the_whole_command_line(is_light):
-    """What is not plainly right, such as a path with a space, takes the whole command line."""
-    options = OPTIONS | ({} if is_light else {"--cache-dir": "/caches/x y"})
+@pytest.mark.parametrize("entry", ["__main__", "_cli.main"])
+def test_run_reads_its_options_alike_with_and_without_the_whole_command_line(entry):
     program = (
         "import os; print({k: v for k, v in os.environ.items() if k.startswith('GRAPHSTASH_')})"
     )
-    words = [word for pair in options.items() for word in pair]
-    joined = [f"{option}={value}" for option, value in options.items()]
+    words = [word for pair in OPTIONS.items() for word in pair]
+    joined = [f"{option}={value}" for option, value in OPTIONS.items()]
     for given in (words, joined):
         argv = ["run", *given, "--read-only", "-q", "--", sys.executable, "-c", program]
-        assert (launcher.read(argv[1:]) is not None) == is_light
-        settings = eval(graphstash(*argv, check=True, **GIVEN).stdout)
+        run = f"import sys, graphstash.{entry} as it; sys.argv[0] = 'graphstash'; it.main()"
+        settings = eval(processes.python(run, *argv, check=True, **GIVEN).stdout)
         assert settings == {
-            **{f"GRAPHSTASH_{k[2:].upper().replace('-', '_')}": v for k, v in options.items()},
+            **{f"GRAPHSTASH_{k[2:].upper().replace('-', '_')}": v for k, v in OPTIONS.items()},
             **GIVEN,
-            "GRAPHSTASH_READ_ONLY": "true" if is_light else "True",
-            "GRAPHSTASH_SUMMARY": "false" if is_light else "False",
+            "GRAPHSTASH_READ_ONLY": "true",
+            "GRAPHSTASH_SUMMARY": "false",
             "GRAPHSTASH_AUTOLOAD": "1",
         }
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("--nothing", "x", "true"), ("--job",), ("--url=cache", "true"), ()]
+)
+def test_whole_command_line_answers_what_starts_no_job(words):
+    assert launcher.read(words) is None
 
 
 def test_run_imports_nothing_heavy_before_the_job():
@@ -173,6 +178,19 @@ def test_run_imports_nothing_heavy_before_the_job():
     heavy, modules = processes.python(program, check=True).stdout.rsplit(maxsplit=1)
     assert heavy == "[]"
     assert int(modules) < 150
+
+
+def test_server_options_are_listed_without_the_packages_of_a_server():
+    program = """
+        import sys
+        sys.modules |= dict.fromkeys(("pydantic_settings", "platformdirs", "sqlalchemy", "fastapi"))
+        from graphstash.__main__ import main
+        main()
+    """
+    assert "--min-free-bytes" in processes.python(program, "serve", "--help", check=True).stdout
+    refused = processes.python(program, "serve", "--port", "0")
+    assert refused.returncode == 1
+    assert "`serve` needs the server's packages" in refused.stderr
 
 
 @pytest.mark.parametrize(

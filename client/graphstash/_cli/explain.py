@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from graphstash._cli.artifacts import find_one
 from graphstash._cli.output import (
+    CacheDir,
     Json,
     NamespaceOption,
     Url,
@@ -60,9 +60,7 @@ def explain(
     ] = None,
     url: Url = None,
     namespace: NamespaceOption = None,
-    cache_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the artifacts on this host.")
-    ] = None,
+    cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
     """Explain why a run compiled: which flag, version, shape or line differs from stored artifacts.

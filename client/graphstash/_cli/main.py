@@ -9,7 +9,6 @@ import sys
 from functools import cache
 from importlib.metadata import entry_points, version
 from io import TextIOWrapper
-from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
@@ -19,7 +18,7 @@ from graphstash._cli.bundles import export, import_
 from graphstash._cli.doctor.command import doctor
 from graphstash._cli.explain import explain
 from graphstash._cli.keys import keys
-from graphstash._cli.launcher import CannotRunError, Launch
+from graphstash._cli.launcher import CannotRunError, Launch, as_variables
 from graphstash._cli.login import login
 from graphstash._cli.output import (
     Json,
@@ -41,10 +40,11 @@ from graphstash._cli.prefetch import prefetch
 from graphstash._cli.prewarm import prewarm
 from graphstash._cli.report import report
 from graphstash._cli.tune import tune
-from graphstash.config import NO_SERVER, ClientConfig
+from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, RefusedError
 from graphstash_schema import NamespaceStats, ServerStats
 from graphstash_schema.exit_status import MEANINGS, ExitStatus, error_line
+from graphstash_schema.settings import with_options
 
 __all__ = ["app", "complete_app", "main"]
 
@@ -139,45 +139,8 @@ def _root(
     options_metavar="[OPTIONS] [--] COMMAND [ARGS]...",
     rich_help_panel=_JOBS,
 )
-def run(
-    context: typer.Context,
-    url: Url = None,
-    namespace: NamespaceOption = None,
-    job: Annotated[
-        str | None,
-        typer.Option(help="Name under which this job's artifacts are remembered and prefetched."),
-    ] = None,
-    cache_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the artifacts on this host.")
-    ] = None,
-    stats_file: Annotated[
-        Path | None, typer.Option(help="File that gets one JSON line per process.")
-    ] = None,
-    read_only: Annotated[
-        bool | None,
-        typer.Option("--read-only/--read-write", help="Download only; publish nothing."),
-    ] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print no summary line at the end.")
-    ] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Say at the end why graphs were compiled.")
-    ] = False,
-    fail_on_miss: Annotated[
-        bool,
-        typer.Option(
-            "--fail-on-miss",
-            help="End the job before it compiles anything: exit status 86, or 75 when the cache "
-            "could not help.",
-        ),
-    ] = False,
-    max_compile_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="End the job with exit status 86 once it has compiled for that many seconds."
-        ),
-    ] = None,
-) -> None:
+@with_options(ClientConfig)
+def run(context: typer.Context, **options: Any) -> None:
     """Run a command with the cache in every Python process that it starts.
 
     The script needs no change. torchrun, subprocesses and shells in between also work. The command
@@ -191,28 +154,11 @@ def run(
             "nothing to run: write the command after `--`, e.g. graphstash run -- python train.py",
             status=ExitStatus.USAGE,
         )
-    given = {
-        "url": url,
-        "namespace": namespace,
-        "job": job,
-        "cache_dir": cache_dir,
-        "stats_file": stats_file,
-        "read_only": read_only,
-        "summary": False if quiet else None,
-        "explain": explain or None,
-        "fail_on_miss": fail_on_miss or None,
-        "max_compile_seconds": max_compile_seconds,
-    }
+    given = {name: value for name, value in options.items() if value is not None}
     try:
-        # Ignore the environment: the job reports invalid variables and runs without the cache.
-        config = ClientConfig.load({}, **given)
+        settings = as_variables(given)
     except ConfigError as error:
         fail(blamed(error, given), status=ExitStatus.USAGE)
-    settings = {
-        name: str(getattr(config, name)) for name, value in given.items() if value is not None
-    }
-    if not settings.get("url", NO_SERVER):
-        settings["url"] = NO_SERVER
     try:
         Launch(command, settings).start()
     except CannotRunError as error:

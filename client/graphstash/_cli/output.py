@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeAlias
 
 import typer
 from rich.console import Console
@@ -30,8 +31,10 @@ from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig
 from graphstash.errors import CacheError, ConfigError, TransportError
 from graphstash_schema.exit_status import ExitStatus, error_line
 from graphstash_schema.names import printable
+from graphstash_schema.settings import annotated_option
 
 __all__ = [
+    "CacheDir",
     "Json",
     "NamespaceOption",
     "Url",
@@ -58,16 +61,14 @@ __all__ = [
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
-Url = Annotated[
-    str | None,
-    typer.Option(
-        help="URL of the server, e.g. `http://cache:8077`. [default: this user's server "
-        "on this host]"
-    ),
-]
-NamespaceOption = Annotated[
-    str | None, typer.Option(help="Namespace of the artifacts. [default: default]")
-]
+if TYPE_CHECKING:
+    Url: TypeAlias = str | None
+    NamespaceOption: TypeAlias = str | None
+    CacheDir: TypeAlias = Path | None
+else:
+    Url = annotated_option(ClientConfig, "url")
+    NamespaceOption = annotated_option(ClientConfig, "namespace")
+    CacheDir = annotated_option(ClientConfig, "cache_dir")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 _MIN_COLUMN: Final = 8
@@ -107,10 +108,10 @@ def server_of(config: ClientConfig) -> Iterator[ServerClient]:
 def blamed(error: ConfigError, options: dict[str, Any]) -> str:
     """Return the error's text with the names of the options instead of the variables."""
     text = str(error)
-    for name, value in options.items():
-        if value is not None:
+    for name, option in ClientConfig.options().items():
+        if options.get(name) is not None:
             variable = ENVIRONMENT_PREFIX + name.upper()
-            text = text.replace(f"{variable}=", f"--{name.replace('_', '-')}=")
+            text = text.replace(f"{variable}=", f"{option.spelled(name)}=")
     return text
 
 

@@ -66,7 +66,9 @@ def _told(environ: Mapping[str, str], overrides: Mapping[str, Any]) -> str:
     if variables:
         told.append(f"{', '.join(sorted(variables))} from the environment")
     if options:
-        told.append(f"{', '.join(f'--{name}' for name in sorted(options))} from the command line")
+        declared = ClientConfig.options()
+        spelled = (declared[name].spelled(name) for name in sorted(options))
+        told.append(f"{', '.join(spelled)} from the command line")
     return "; ".join(told) or "all at their defaults"
 
 
