@@ -1,5 +1,6 @@
 """What outsiders meet before a reviewer does: git's hooks, changelog fragments, issue forms."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,11 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
+_SUPPRESSION = re.compile(r"# ?(?:noqa|type: ?ignore|pragma: no)\b.*")
+_REASON = re.compile(
+    r"# (?:noqa: [A-Z]+\d+(?:, [A-Z]+\d+)* - |pragma: no cover - |type: ignore\[[a-z, -]+\] # )"
+    r".*\w.*"
+)
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
@@ -51,6 +57,25 @@ def test_a_hook_downloads_nothing():
     hooks = [hook for repo in config["repos"] for hook in repo["hooks"]]
     assert {repo["repo"] for repo in config["repos"]} == {"local"}
     assert {hook["language"] for hook in hooks} <= {"unsupported", "pygrep"}
+
+
+def test_suppressed_checks_name_their_code_and_a_reason():
+    """The reason follows a hyphen, and after mypy's codes a hash."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.py"],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    ).stdout.split("\0")
+    files = [ROOT / name for name in listed if name and (ROOT / name).exists()]
+    bare = [
+        f"{file.relative_to(ROOT)}: {comment}"
+        for file in files
+        for comment in _SUPPRESSION.findall(file.read_text())
+        if not _REASON.fullmatch(comment)
+    ]
+    assert bare == []
 
 
 @pytest.mark.parametrize(

@@ -36,17 +36,17 @@ from pathlib import Path
 
 IMPORT_STARTED = time.perf_counter()
 
-import torch  # noqa: E402 (the clock above must start before the heavy imports)
-import torch_xla  # noqa: E402
-import torch_xla.debug.metrics as xla_metrics  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+import torch_xla
+import torch_xla.debug.metrics as xla_metrics
+from torch import Tensor
 
 IMPORT_SECONDS = time.perf_counter() - IMPORT_STARTED
 
 sys.path.insert(0, str(Path(__file__).parent))  # so under PYTHONSAFEPATH too
 
-import loops  # noqa: E402
-from gpt import GPT, draw_batches, read_corpus  # noqa: E402
+import loops
+from gpt import GPT, draw_batches, read_corpus
 
 __all__ = ["GPT", "main"]
 

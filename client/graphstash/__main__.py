@@ -20,7 +20,7 @@ def main() -> None:
             except launcher.CannotRunError as error:
                 from graphstash_schema.exit_status import error_line
 
-                print(error_line(str(error)), file=sys.stderr)  # noqa: T201
+                print(error_line(str(error)), file=sys.stderr)
                 sys.exit(error.status)
     from graphstash._cli.main import main as command_line
 

@@ -109,10 +109,10 @@ def _run(settings: Settings, listener: socket.socket, port_file: Path | None) ->
             partial = port_file.with_name(port_file.name + ".partial")
             partial.write_text(f"{listener.getsockname()[1]}\n")
             partial.rename(port_file)
-        print(f"data directory: {settings.data_dir.absolute()}")  # noqa: T201
-        print(f"listening on {url}")  # noqa: T201
-        print(reach.format(url=elsewhere))  # noqa: T201
-        print("Ctrl-C stops the server", flush=True)  # noqa: T201
+        print(f"data directory: {settings.data_dir.absolute()}")
+        print(f"listening on {url}")
+        print(reach.format(url=elsewhere))
+        print("Ctrl-C stops the server", flush=True)
 
     run = run_server if settings.workers == 1 else run_workers
     try:

@@ -82,7 +82,7 @@ def test_an_upload_stops_or_hangs_up_in_the_middle_and_its_room_is_given_back(ha
                 wire.send(begun)
                 if error == "upload_timeout":
                     assert wire.answer().status == 408
-            until(lambda: hasty.stats()["refused"].get(error, 0) > before)  # noqa: B023
+            until(lambda: hasty.stats()["refused"].get(error, 0) > before)  # noqa: B023 - called now
         assert refused == {error: 1}
         assert hasty.put(path, bytes(_LARGE_BYTES)).status_code == 201
         assert admin.delete(path).status_code == 204

@@ -16,8 +16,8 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
-from benchmarks.figures import console  # noqa: E402 (the line above finds it)
-from benchmarks.report import begin, environment, files_of, finish, pages, run_part  # noqa: E402
+from benchmarks.figures import console
+from benchmarks.report import begin, environment, files_of, finish, pages, run_part
 
 PARTS = {
     "server": "every call beside nginx, docker-registry, turborepo, redis; CPU each; 6 minutes",

@@ -19,7 +19,7 @@ def device(monkeypatch):
 
 
 @triton.jit
-def add(x, y, n, stride, BLOCK: tl.constexpr):  # noqa: N803
+def add(x, y, n, stride, BLOCK: tl.constexpr):  # noqa: N803 - Triton's convention
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + at, tl.load(x + at * stride, mask=at < n), mask=at < n)
 

@@ -69,7 +69,7 @@ class CudaDouble:
 
 class _Recording(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call] # torch
         self._operations: list[tuple[Any, Any, Any, Any]] = []
         self._made: set[int] = set()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}

@@ -65,7 +65,7 @@ def describe(url: str, count: int, *, namespace: str = "bench", changed: int = 0
     """Describes the artifacts of a database, in one environment but for number `changed`; ten in a
     hundred have one label.
     """
-    found = [environment_of(is_usual) for is_usual in (True, False)]
+    found = [environment_of(is_usual=is_usual) for is_usual in (True, False)]
     environments = [(digest_of_parts(parts), json.dumps(parts), _NEWEST) for parts in found]
     _add(
         url,
@@ -115,7 +115,9 @@ _DESCRIPTION = (
 
 
 def _descriptions(count: int, namespace: str, changed: int) -> Iterator[tuple[Any, ...]]:
-    usual, other = (digest_of_parts(environment_of(is_usual)) for is_usual in (True, False))
+    usual, other = (
+        digest_of_parts(environment_of(is_usual=is_usual)) for is_usual in (True, False)
+    )
     for number in range(count):
         program = program_of(number)
         yield (
@@ -132,7 +134,7 @@ def program_of(number: int) -> dict[str, str]:
     return {"program": fingerprint(number), "inputs": f"f32[{number}]"}
 
 
-def environment_of(is_usual: bool) -> dict[str, str]:  # noqa: FBT001
+def environment_of(*, is_usual: bool) -> dict[str, str]:
     """Twenty parts of which one has many words, as a host has them."""
     flags = " ".join(f"feature{number}" for number in range(150))
     parts = {f"part{number}": f"value {number}" for number in range(18)}

@@ -40,7 +40,7 @@ if options.no_gate:
     def refuse() -> NoReturn:
         raise gate_module.GateUnavailable("the kernel grants no executable memory")
 
-    setattr(gate_module, "require_x86_64_linux", refuse)  # noqa: B010
+    setattr(gate_module, "require_x86_64_linux", refuse)  # noqa: B010 - mypy refuses the assignment
 if options.install:
     import graphstash
 
@@ -59,7 +59,7 @@ if options.pretend_features:
     from graphstash.hooks.torch_xla import fingerprint
 
     for module in (fingerprint, environment):
-        setattr(module, "cpu_features", options.pretend_features.split)  # noqa: B010
+        setattr(module, "cpu_features", options.pretend_features.split)  # noqa: B010 - mypy refuses the assignment
 if options.sabotage:
     import shutil
 

@@ -50,7 +50,7 @@ class ReferenceLAMB(torch.optim.Optimizer):
         super().__init__(params, defaults | options)
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override] # takes no closure
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -77,7 +77,7 @@ class ReferenceScheduleFree(torch.optim.Optimizer):
         super().__init__(params, options)
         self._of_each: dict[torch.Tensor, torch.optim.Optimizer] = {}
 
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override] # takes no closure
         for group in self.param_groups:
             options = {name: value for name, value in group.items() if name != "params"}
             for p in group["params"]:

@@ -122,6 +122,6 @@ def opener(directory: Path, database_url: str) -> Any:
         async with open_services(settings, blob_store=blobs, clock=clock) as context:
             yield ServiceClient(context)
 
-    opened.blobs = blobs  # type: ignore[attr-defined]
-    opened.clock = clock  # type: ignore[attr-defined]
+    opened.blobs = blobs  # type: ignore[attr-defined] # for tests
+    opened.clock = clock  # type: ignore[attr-defined] # for tests
     return opened

@@ -16,5 +16,5 @@ def sign_in(url: str, token: str, *, origin: str | None = None, **fields: str) -
     answer = client.post(
         "/sign-in", data={"token": token, **fields}, headers={"Origin": origin or url}
     )
-    client.answer = answer  # type: ignore[attr-defined]
+    client.answer = answer  # type: ignore[attr-defined] # for tests
     return client

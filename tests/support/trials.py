@@ -56,7 +56,7 @@ def numbered(configuration: Any) -> Any:
     def kernel() -> int:
         return 1
 
-    kernel.configuration = configuration  # type: ignore[attr-defined]
+    kernel.configuration = configuration  # type: ignore[attr-defined] # for tests
     return kernel
 
 

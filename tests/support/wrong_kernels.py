@@ -46,7 +46,7 @@ def build(configuration: Any) -> Any:
             _A[...] = -1
         return result
 
-    kernel.does = does  # type: ignore[attr-defined]
+    kernel.does = does  # type: ignore[attr-defined] # for tests
     return kernel
 
 

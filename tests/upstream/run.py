@@ -19,8 +19,8 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(_ROOT / "tests"))
 
-from graphstash_server.testing import ServerProcess  # noqa: E402 (the line above is for the next)
-from support.environments import python_of  # noqa: E402
+from graphstash_server.testing import ServerProcess  # noqa: E402 - the line above puts tests on the path
+from support.environments import python_of  # noqa: E402 - as above
 
 __all__ = ["SUITES", "main"]
 

@@ -153,7 +153,7 @@ def _replacing(path: Path) -> Iterator[IO[str]]:
     """Yield a private temporary file that replaces `path` atomically at the end."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False)  # noqa: SIM115
+        file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False)  # noqa: SIM115 - closed below
         try:
             with file:
                 yield file

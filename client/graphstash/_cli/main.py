@@ -102,7 +102,7 @@ def _tell(error: Any) -> None:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "graphstash"
     message = error.format_message().rstrip(".").replace("Value error, ", "")
-    print(error_line(f"{message}; see `{command} --help`"), file=sys.stderr)  # noqa: T201
+    print(error_line(f"{message}; see `{command} --help`"), file=sys.stderr)  # noqa: T201 - a command's error
 
 
 @cache

@@ -430,7 +430,7 @@ class Session:
 def _say(text: str) -> None:
     """Print to stderr, if it is still writable."""
     with suppress(OSError, ValueError, AttributeError):  # full, closed, or absent
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        print(text, file=sys.stderr, flush=True)  # noqa: T201 - for the user
 
 
 _lock = threading.RLock()  # guards `_current`; reentrant because a hook's import may install

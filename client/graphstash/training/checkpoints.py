@@ -63,7 +63,7 @@ def write(path: Path, step: int, state: dict[str, Any]) -> None:
     try:
         # Given a path, torch would not detect that the disk is too full for the last bytes.
         with file:
-            with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
+            with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined] # made by torch
                 torch.save({"format": _FORMAT, "step": step, "state": state}, file)
             file.flush()
             os.fsync(file.fileno())

@@ -81,7 +81,7 @@ class Connection(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
         """Refuse the connection if there are too many and none can be evicted."""
         super().connection_made(transport)
         self._address = _group_of(self.client[0] if self.client else "")

@@ -140,5 +140,5 @@ def size_of(size_bytes: float) -> str:
 
 def fail(message: str, *, status: int = 1) -> NoReturn:
     """Print the reason to stderr, and exit."""
-    print(error_line(message), file=sys.stderr)  # noqa: T201
+    print(error_line(message), file=sys.stderr)  # noqa: T201 - the command's error
     raise SystemExit(status)

@@ -56,7 +56,7 @@ Connection: TypeAlias = AsyncConnection | SqliteTransaction
 thread."""
 
 _DIALECTS: Final[dict[str, Dialect]] = {
-    "postgresql": PGDialect_asyncpg(),  # type: ignore[no-untyped-call]
+    "postgresql": PGDialect_asyncpg(),  # type: ignore[no-untyped-call] # of SQLAlchemy
     "sqlite": SQLiteDialect_aiosqlite(),
 }
 
@@ -185,7 +185,7 @@ class _Texts(TypeDecorator[Sequence[str]]):
 
 
 def _compiled(statement: Executable, dialect: Dialect) -> Compiled:
-    compiled = statement.compile(dialect=dialect)  # type: ignore[attr-defined]
+    compiled = statement.compile(dialect=dialect)  # type: ignore[attr-defined] # all have it
     assert isinstance(compiled, SQLCompiler)  # noqa: S101 - for mypy
     names = compiled.positiontup or []
     binds = {name: compiled.binds[name] for name in names}

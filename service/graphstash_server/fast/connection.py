@@ -98,13 +98,13 @@ class FastConnection(Connection):
         self._unset_head_timer()
         self._unset_keepalive_if_required()
         if answer is not None and answer.reader is None:
-            self.cycle = _ANSWERED  # type: ignore[assignment]
+            self.cycle = _ANSWERED  # type: ignore[assignment] # uvicorn reads only this much
             self.server_state.total_requests += 1
             if self._write_whole(request, answer, keep_alive=request.keep_alive):
                 self._wait_for_more()
         else:
             cycle = self._current = _Cycle(keep_alive=request.keep_alive)
-            self.cycle = cycle  # type: ignore[assignment]
+            self.cycle = cycle  # type: ignore[assignment] # as above
             task = self.loop.create_task(self._answer(cycle, request, answer))
             task.add_done_callback(self.tasks.discard)
             self.tasks.add(task)

@@ -49,7 +49,7 @@ class ExpositionService:
 
     async def read(self) -> bytes:
         """Return all series. While the database does not answer, leave out its series."""
-        host = list(_of_host(self.counters.host.sums(), self.database.is_postgresql))
+        host = list(_of_host(self.counters.host.sums(), is_postgresql=self.database.is_postgresql))
         limit = self.store_limit_bytes
         if limit is not None:
             host.append(_gauge("store_limit_bytes", "Hard limit of all that is stored.", limit))
@@ -76,7 +76,7 @@ class ExpositionService:
 _DATABASE_UP = "Whether the database answered this scrape."
 
 
-def _of_host(counted: Counted, is_postgresql: bool) -> Iterable[Metric]:  # noqa: FBT001
+def _of_host(counted: Counted, *, is_postgresql: bool) -> Iterable[Metric]:
     build = InfoMetricFamily("graphstash_build", "The release that runs.")
     build.add_metric([], {"version": __version__})
     yield build

@@ -85,13 +85,13 @@ class BlobStore(Protocol):
         """Open a blob. Return None if it is absent."""
         ...
 
-    def read_now(self, digest: Digest) -> bytearray | None:  # noqa: ARG002
+    def read_now(self, digest: Digest) -> bytearray | None:
         """Return a whole blob of at most `SMALL_BYTES` if it can be read without blocking and its
         size matches the digest. None does not mean that the blob is absent.
         """
         return None
 
-    def open_now(self, digest: Digest) -> FileReader | None:  # noqa: ARG002
+    def open_now(self, digest: Digest) -> FileReader | None:
         """Open a blob that is a local file, if that does not block. None does not mean that the
         blob is absent.
         """
@@ -109,7 +109,7 @@ class BlobStore(Protocol):
         """Delete a blob under all its names up to `generation`. An absent blob is not an error."""
         ...
 
-    def use_generation(self, digest: Digest, generation: int) -> bool:  # noqa: ARG002
+    def use_generation(self, digest: Digest, generation: int) -> bool:
         """Set the generation of a blob's name, and return whether it changed.
 
         A delete request in flight may still remove the older names. The store therefore puts and
@@ -125,7 +125,7 @@ class BlobStore(Protocol):
         """
         ...
 
-    async def link(self, digest: Digest) -> str | None:  # noqa: ARG002
+    async def link(self, digest: Digest) -> str | None:
         """Return a URL that serves the blob without credentials for some minutes.
 
         Return None if the store offers no URL, or if the blob is too small to be worth a redirect.

@@ -101,14 +101,14 @@ class DiskBlobStore(BlobStore):
         fd = open_cached(name)
         return None if fd is None else FileReader(fd, name, self._readers)
 
-    async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:  # noqa: ARG002
+    async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """Return the file size, see `BlobStore.stat`. Uses no thread if the name is in memory."""
         if (file := self.open_now(digest)) is not None:
             file.close_now()
             return file.size_bytes
         return await self._read(lambda: self._present(_size(self._path(digest))))
 
-    async def delete(self, digest: Digest, *, generation: int = 0) -> None:  # noqa: ARG002
+    async def delete(self, digest: Digest, *, generation: int = 0) -> None:
         """Remove the file, see `BlobStore.delete`."""
         await self._write(lambda: self._path(digest).unlink(missing_ok=True))
 

@@ -219,7 +219,7 @@ class S3BlobStore(BlobStore):
             raise
         await self._send(_Sending(spool, blob), digest)
 
-    async def full(self, size_bytes: int) -> NoSpaceError | None:  # noqa: ARG002 - required by the protocol
+    async def full(self, size_bytes: int) -> NoSpaceError | None:
         """Return None: a bucket has no limit, and deleting objects does not free the spool."""
         return None
 

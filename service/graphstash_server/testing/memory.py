@@ -64,12 +64,12 @@ class MemoryBlobStore(BlobStore):
         blob = self.blobs.get(digest.sha256)
         return _MemoryReader(blob) if blob is not None else None
 
-    async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:  # noqa: ARG002
+    async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """See `BlobStore.stat`."""
         blob = self.blobs.get(digest.sha256)
         return len(blob) if blob is not None else None
 
-    async def delete(self, digest: Digest, *, generation: int = 0) -> None:  # noqa: ARG002
+    async def delete(self, digest: Digest, *, generation: int = 0) -> None:
         """See `BlobStore.delete`."""
         self.blobs.pop(digest.sha256, None)
 

@@ -18,14 +18,14 @@ from pathlib import Path
 TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS)]
 
-from benchmarks.figures import console  # noqa: E402 (the line above finds it)
-from benchmarks.reduce.arms import ARMS  # noqa: E402
-from benchmarks.reduce.cells import OVERLAPS, Cell  # noqa: E402
-from benchmarks.reduce.group import Group  # noqa: E402
-from benchmarks.reduce.links import Loopback, Star  # noqa: E402
-from benchmarks.reduce.measure import Checks, compare, draw, goals_of, measure  # noqa: E402
-from benchmarks.reduce.models import MODELS, TRAINED  # noqa: E402
-from benchmarks.report import begin, files_of, finish, pages  # noqa: E402
+from benchmarks.figures import console
+from benchmarks.reduce.arms import ARMS
+from benchmarks.reduce.cells import OVERLAPS, Cell
+from benchmarks.reduce.group import Group
+from benchmarks.reduce.links import Loopback, Star
+from benchmarks.reduce.measure import Checks, compare, draw, goals_of, measure
+from benchmarks.reduce.models import MODELS, TRAINED
+from benchmarks.report import begin, files_of, finish, pages
 
 PARTS = ("sums", "training")
 

@@ -28,8 +28,8 @@ def tell():
 
 atexit.register(tell)  # before JAX is imported, so that it runs after the uploads
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import numpy as np
 
 jax.devices()
 began = time.process_time(), time.monotonic()

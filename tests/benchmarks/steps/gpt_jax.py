@@ -26,9 +26,9 @@ if options.plugin:
     os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"other:{LIBRARY}"
     os.environ["JAX_PLATFORMS"] = "other"
 
-import jax  # noqa: E402 - a job reads its options first
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 BATCH, CONTEXT, WIDTH, HEADS, VOCABULARY = 4, 64, 128, 4, 256
 

@@ -26,8 +26,8 @@ if options.plugin:
     os.environ |= {"PJRT_DEVICE": "LIBRARY", "PJRT_LIBRARY_PATH": str(LIBRARY)}
     widen_execute_options()
 
-import torch  # noqa: E402 - a job reads its options first
-from gpt import GPT, draw_batches, read_corpus  # noqa: E402
+import torch
+from gpt import GPT, draw_batches, read_corpus
 
 BATCH, CONTEXT, WIDTH, HEADS = 4, 64, 128, 4
 

@@ -13,10 +13,10 @@ parser = argparse.ArgumentParser()
 parser.add_argument("report", type=Path)
 options = parser.parse_args()
 
-import triton  # noqa: E402 - a job reads its options first
-import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 
 @triton.jit

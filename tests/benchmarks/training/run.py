@@ -18,13 +18,13 @@ TESTS = Path(__file__).parents[2]
 EXAMPLES = TESTS.parent / "client" / "examples"
 sys.path[:0] = [str(TESTS), str(EXAMPLES)]
 
-from loops import ARMS  # noqa: E402 (the line above finds it)
+from loops import ARMS
 
-from benchmarks.figures import Figures, console  # noqa: E402
-from benchmarks.report import begin, environment, files_of, finish, pages, run_part  # noqa: E402
-from benchmarks.training import overlap  # noqa: E402
-from benchmarks.training.arms import BACKENDS, ROUNDS  # noqa: E402
-from benchmarks.training.goals import HOST_BOUND, draw, fusion_goals_of, goals_of  # noqa: E402
+from benchmarks.figures import Figures, console
+from benchmarks.report import begin, environment, files_of, finish, pages, run_part
+from benchmarks.training import overlap
+from benchmarks.training.arms import BACKENDS, ROUNDS
+from benchmarks.training.goals import HOST_BOUND, draw, fusion_goals_of, goals_of
 
 PARTS = ("loops", "overlap", "fusion")
 

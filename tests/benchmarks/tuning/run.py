@@ -27,10 +27,10 @@ from statistics import median
 TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS)]
 
-from benchmarks.figures import console, table_of  # noqa: E402 (the line above finds it)
-from benchmarks.plots import panels  # noqa: E402
-from benchmarks.report import begin, files_of, finish  # noqa: E402
-from benchmarks.tuning.compare import (  # noqa: E402
+from benchmarks.figures import console, table_of
+from benchmarks.plots import panels
+from benchmarks.report import begin, files_of, finish
+from benchmarks.tuning.compare import (
     ARMS,
     PAPER,
     best_known,
@@ -38,9 +38,9 @@ from benchmarks.tuning.compare import (  # noqa: E402
     rows_of,
     saved,
 )
-from benchmarks.tuning.gemm import gemms  # noqa: E402
-from benchmarks.tuning.problems import lattices, table  # noqa: E402
-from support.tuning_costs import COSTS  # noqa: E402
+from benchmarks.tuning.gemm import gemms
+from benchmarks.tuning.problems import lattices, table
+from support.tuning_costs import COSTS
 
 EXPLANATION = (
     "Cells: the best so far over the best known, median of the seeds (lowest to highest), after "

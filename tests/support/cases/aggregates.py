@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -259,7 +260,7 @@ def mistakes(*, directory: str) -> dict[str, str]:
             "too large": torch.ones(10, dtype=torch.float64),
             "complex": torch.ones(10, dtype=torch.complex64),
         }
-        told |= {name: error_of(lambda t=t: sums.sum_(t)) for name, t in tensors.items()}  # type: ignore[misc]
+        told |= {name: error_of(partial(sums.sum_, t)) for name, t in tensors.items()}
         flat = torch.ones(10) * 1j
         told["imaginary"] = error_of(lambda: sums.sum_(flat, wire_dtype=torch.float32))
         told["two dimensions whole"] = error_of(lambda: sums.sum_whole_(torch.ones(2, 128)))

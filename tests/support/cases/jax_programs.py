@@ -178,7 +178,7 @@ def training(
     compiled = note_compiles(fails="broken" if break_compiler else "")
     jax.__version__ = pretend_version or jax.__version__
     if without_zstandard:
-        setattr(compilation_cache, "zstandard", None)  # noqa: B010
+        setattr(compilation_cache, "zstandard", None)  # noqa: B010 - mypy refuses the assignment
     if rename:
         _rename(compilation_cache, rename)
     if late:
@@ -217,7 +217,7 @@ def _settle(pretend_features: str, *, cache_dir: str, rank: int) -> None:
     if pretend_features:
         from graphstash.hooks import environment
 
-        setattr(environment, "cpu_features", pretend_features.split)  # noqa: B010
+        setattr(environment, "cpu_features", pretend_features.split)  # noqa: B010 - mypy refuses the assignment
     if cache_dir:
         jax.config.update("jax_compilation_cache_dir", cache_dir)
     if rank:

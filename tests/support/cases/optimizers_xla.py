@@ -11,6 +11,7 @@ import pickle
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -575,7 +576,7 @@ def averages_are_put_in_and_taken_out() -> None:
 
 def optimizers_that_compute_beside_the_steps_are_refused() -> None:
     for name in ("Shampoo", "SOAP"):
-        told = error_of(lambda name=name: getattr(optimizers, name)(new_parameters(XLA)))  # type: ignore[misc]
+        told = error_of(partial(getattr(optimizers, name), new_parameters(XLA)))
         start = f"ValueError: {name} decomposes matrices beside the training, and torch_xla"
         assert told.startswith(start), told
         assert told.endswith("use Muon, LAMB or AdamW"), told

@@ -101,7 +101,7 @@ def on_torch_xla() -> None:
         for parameter in parameters:
             parameter.grad = None
         model(inputs).mean().backward()
-        alone: list[Any] = [parameter.grad.clone() for parameter in parameters]  # type: ignore[union-attr]
+        alone: list[Any] = [parameter.grad.clone() for parameter in parameters]  # type: ignore[union-attr] # backward set it
         parallel.reduce_gradients(parameters)
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         if step == 0:

@@ -15,6 +15,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, NoReturn, Self
 
@@ -140,10 +141,10 @@ def faults(*, urls: dict[str, str]) -> dict[str, Any]:
         raise ValueError("broken on purpose")
 
     def no_look_up(cache: _Cache) -> None:
-        setattr(cache.session.cache, "fetch_or_start", fail)  # noqa: B010
+        setattr(cache.session.cache, "fetch_or_start", fail)  # noqa: B010 - mypy refuses the assignment
 
     def no_publishing(cache: _Cache) -> None:
-        setattr(cache.session.cache.publisher, "submit", fail)  # noqa: B010
+        setattr(cache.session.cache.publisher, "submit", fail)  # noqa: B010 - mypy refuses the assignment
 
     sound = urls.pop("sound")
     report["plain"] = _small()
@@ -269,12 +270,16 @@ def fork() -> dict[str, Any]:
     report: dict[str, Any] = {}
     for name, flags in (("same", ""), ("other flags", " --xla_cpu_enable_fast_math=true")):
         receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=lambda: sender.send(_in_child(flags)))  # noqa: B023
+        child = context.Process(target=_send_from_child, args=(sender, flags))
         child.start()
         report[name] = receiver.recv()
         child.join()
         assert child.exitcode == 0
     return report | {"parent": user()}
+
+
+def _send_from_child(sender: Connection, flags: str) -> None:
+    sender.send(_in_child(flags))
 
 
 def _in_child(flags: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def layouts() -> dict[str, dict[str, str]]:
             call(reduce, "blocks", parts, 1.0)
             assert parts.tolist() == [0.0] * 4
             told[kind] = {
-                name: error_of(lambda made=made, reduce=reduce: call(reduce, "blocks", made(), 1.0))  # type: ignore[misc]
+                name: error_of(partial(call, reduce, "blocks", made(), 1.0))
                 for name, made in REFUSED.items()
             }
     return told

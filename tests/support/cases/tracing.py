@@ -31,7 +31,7 @@ def ask(*, mode: str) -> dict[str, Any]:
     else:
         if mode == "late":
             graphstash.install()
-            import jax  # noqa: F401
+            import jax  # noqa: F401 - its hook is installed on import
         _ask_in_a_span(spans, is_broken=mode == "broken")
     ended = session._current
     assert ended is not None

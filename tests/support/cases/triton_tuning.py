@@ -18,8 +18,8 @@ from support.cases.triton_kernels import assembled
 __all__ = ["tuned"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def double(x, y, n, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def] # noqa: N803
+@triton.jit  # type: ignore[untyped-decorator] # Triton ships no types
+def double(x, y, n, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def] # noqa: N803 - Triton's convention
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
 
@@ -60,9 +60,9 @@ def tuned(*, is_plain: bool = False, works: bool = True, broken: str = "") -> di
 
     kernel._bench = note
     if broken == "team":
-        TeamMemory.schedule = lambda *_, **__: 1 // 0  # type: ignore[method-assign, assignment]
+        TeamMemory.schedule = lambda *_, **__: 1 // 0  # type: ignore[method-assign, assignment] # breaks it
     elif broken == "device":
-        target._device_type = None  # type: ignore[assignment]
+        target._device_type = None  # type: ignore[assignment] # breaks it
     for _ in range(2):
         kernel.run(Pointer(), Pointer(), 1000, grid=(1,), warmup=True)
     best = kernel.best_config

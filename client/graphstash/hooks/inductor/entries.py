@@ -201,8 +201,7 @@ class Entries:
             return
         key, value = look_up.served
         try:
-            # torch has just done the same.
-            pickle.loads(base64.b64decode(json.loads(value)["data"]))  # noqa: S301
+            pickle.loads(base64.b64decode(json.loads(value)["data"]))  # noqa: S301 - as torch has just done
         except Exception as error:  # noqa: BLE001 - a pickle raises what it likes
             self._exchange.reject(key, f"torch could not load {key}: {error!r}")
 

@@ -216,7 +216,7 @@ def _claim(directory: Path) -> None:
             os.environ[name] = value
 
 
-def _already_initialized(path: str, readonly: bool = False) -> None:  # noqa: FBT001, FBT002
+def _already_initialized(path: str, readonly: bool = False) -> None:
     """Replace `xr.initialize_cache`, whose assertion would fail in a job that calls it again."""
     del readonly
     _log.warning("graphstash: initialize_cache(%r) is not needed and has no effect", path)

@@ -212,7 +212,7 @@ class SharedKernel:
 class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships no types
     """One kernel's directory, backed by the shared cache; signatures are Triton's."""
 
-    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:  # noqa: FBT001, FBT002
+    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         super().__init__(key, override=override, dump=dump)
         self._kernel = None if override or dump else Kernels.kernel(key)
 
@@ -226,7 +226,7 @@ class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships
             paths = self._keep(filename, children)
         return paths
 
-    def put(self, data: Any, filename: str, binary: bool = True) -> str:  # noqa: FBT001, FBT002
+    def put(self, data: Any, filename: str, binary: bool = True) -> str:
         """Writes a file atomically; gives its path."""
         content = data if isinstance(data, bytes) else str(data)
         path: str = super().put(content, filename, binary)

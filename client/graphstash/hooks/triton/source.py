@@ -114,7 +114,7 @@ def settings_of(environ: Mapping[str, str]) -> str:
     return "\n".join(made)
 
 
-def _says(variable: str | None, value: bool | str | None) -> bool:  # noqa: FBT001 - a setting
+def _says(variable: str | None, value: bool | str | None) -> bool:
     """Whether a variable of the environment holds a setting, as Triton writes it there."""
     if type(value) is bool:
         return variable == ("1" if value else "0")

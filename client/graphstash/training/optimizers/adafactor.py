@@ -122,7 +122,7 @@ class Adafactor(SyncFreeOptimizer):
     _numbers = ("lr", "weight_decay", "beta2_decay")
     _moments = ("row_var", "col_var")
 
-    def __init__(  # noqa: PLR0917 - torch.optim's order
+    def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-2,

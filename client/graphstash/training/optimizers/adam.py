@@ -139,14 +139,14 @@ class Adam(SyncFreeOptimizer):
     _moments = ("exp_avg", "exp_avg_sq")
     _decoupled = False
 
-    def __init__(  # noqa: PLR0917 - torch.optim's order
+    def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        amsgrad: bool = False,  # noqa: FBT001, FBT002
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
         **options: Unpack[TorchOptions],
@@ -174,14 +174,14 @@ class AdamW(Adam):
 
     _decoupled = True
 
-    def __init__(  # noqa: PLR0917 - torch.optim's order
+    def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        amsgrad: bool = False,  # noqa: FBT001, FBT002
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
         **options: Unpack[TorchOptions],

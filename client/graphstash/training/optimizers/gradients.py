@@ -253,7 +253,7 @@ class LossScale:
         if found_inf is not None or not isinstance(optimizer, SyncFreeOptimizer):
             if found_inf is None:
                 found_inf = self.unscale_(optimizer)
-            optimizer.step(found_inf=found_inf)  # type: ignore[call-overload]
+            optimizer.step(found_inf=found_inf)  # type: ignore[call-overload] # not in torch's stub
         else:
             # The optimizer also divides by the scale, which saves one pass over the gradients.
             found_inf = self._check(optimizer)

@@ -81,14 +81,14 @@ class SGD(SyncFreeOptimizer):
     _numbers = ("lr", "weight_decay", "momentum", "dampening")
     _constants = ("nesterov", "maximize")
 
-    def __init__(  # noqa: PLR0917 - torch.optim's order
+    def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
-        nesterov: bool = False,  # noqa: FBT001, FBT002
+        nesterov: bool = False,
         *,
         maximize: bool = False,
         **options: Unpack[TorchOptions],

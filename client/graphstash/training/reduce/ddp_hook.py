@@ -278,7 +278,7 @@ class SparseState:
             raise RuntimeError("this SparseState is closed, or no thread can be started")
         with suppress(RuntimeError):  # raised outside backward, for a rank that has joined
             # Wait before DDP's own callback, which replaces the error by "unable to cast".
-            Variable._execution_engine.queue_callback(done.wait)  # type: ignore[arg-type]
+            Variable._execution_engine.queue_callback(done.wait)  # type: ignore[arg-type] # torch's annotation
         return done
 
 

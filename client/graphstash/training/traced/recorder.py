@@ -58,7 +58,7 @@ class Record:
         self.roots = []
         for position, (kind, _) in enumerate(self.arguments):
             if kind != "frozen":
-                self.values[position] = None  # type: ignore[call-overload]
+                self.values[position] = None  # type: ignore[call-overload] # read no more
 
 
 def show(tensor: Tensor) -> str:

@@ -52,7 +52,7 @@ class Measurement(NamedTuple):
         """Return a measurement of samples; with failure "cost" if a sample is not a cost."""
         if not samples or not all(map(_is_cost, samples)):
             return cls.failed(configuration, "cost")
-        costs: list[float] = [float(sample) for sample in samples]  # type: ignore[arg-type]
+        costs: list[float] = [float(sample) for sample in samples]  # type: ignore[arg-type] # checked
         spread = 0.0
         if len(costs) > 1:
             low, _, high = statistics.quantiles(costs, n=4, method="inclusive")

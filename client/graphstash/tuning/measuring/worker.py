@@ -99,7 +99,7 @@ def _measure(
     for index, configuration in enumerate(configurations):
         channel.send("build", index=index)
         built = Built()
-        built.kernel = built.attempt("compile", partial(build, configuration))  # type: ignore[assignment]
+        built.kernel = built.attempt("compile", partial(build, configuration))  # type: ignore[assignment] # checked below
         if built.failure is None and not callable(built.kernel):
             built.fail("compile", f"build returned {built.kernel!r}, which cannot be called")
         trials.append(built)

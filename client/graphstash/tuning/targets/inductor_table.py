@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from torch._inductor import choices, config
-from torch._inductor.lookup_table import (  # type: ignore[import-not-found]
+from torch._inductor.lookup_table import (  # type: ignore[import-not-found] # of newer torch
     LookupTableChoices,
 )
 from torch._inductor.select_algorithm import ExternKernelChoice
@@ -53,7 +53,7 @@ def _keeping_the_users(change: Callable[[], None]) -> None:
         V.set_choices_handler(in_use)
 
 
-class TeamChoices(LookupTableChoices):  # type: ignore[misc]
+class TeamChoices(LookupTableChoices):  # type: ignore[misc] # as above
     """torch's own look-up, key and source check, on a table of one product at a time."""
 
     def __init__(self) -> None:

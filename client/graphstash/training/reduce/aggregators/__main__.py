@@ -27,7 +27,7 @@ def main() -> None:
         secret, owner = bytes.fromhex(told["secret"]), Owner(options.owner, told["process"])
         end = sys.stdin.fileno()
     at = sockets.bound(sockets.parsed(options.listen))
-    print(json.dumps({"address": sockets.address_of(at.getsockname())}), flush=True)  # noqa: T201
+    print(json.dumps({"address": sockets.address_of(at.getsockname())}), flush=True)
     Server(at, secret, end=end, owner=owner).run()
 
 
@@ -73,5 +73,5 @@ if __name__ == "__main__":
     try:
         main()
     except ConfigError as error:
-        print(json.dumps({"error": str(error)}), flush=True)  # noqa: T201
+        print(json.dumps({"error": str(error)}), flush=True)
         sys.exit(2)

@@ -69,7 +69,7 @@ class ColocatedAggregator:
 
     def _started(self, told: bytes) -> Address:
         assert self._process.stdin is not None  # noqa: S101 - both are pipes
-        assert self._process.stdout is not None  # noqa: S101
+        assert self._process.stdout is not None  # noqa: S101 - as above
         answer: dict[str, object] = {}
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(told)
