@@ -14,9 +14,9 @@ TORCH_INDEX_OPTIONS := $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strate
 
 export PYTHONSAFEPATH = 1
 
-.PHONY: help demo serve test test-all test-random test-images test-pythons coverage fuzz check lint types \
-    format hooks dist docs docs-serve reference bench bench-training bench-tuning bench-reduce constraints \
-    clean
+.PHONY: help demo serve test test-all test-package test-random test-images test-pythons coverage fuzz check \
+    lint types format hooks dist docs docs-serve reference bench bench-training bench-tuning bench-reduce \
+    constraints clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -31,12 +31,18 @@ serve: $(VENV)/.installed  ## Start a server on 127.0.0.1:8077
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.installed $(VENV)/.packages  ## Run the tests for which .venv suffices: 8 minutes
+test: $(VENV)/.installed $(VENV)/.packages  ## Run the tests for which .venv suffices
 	$(PYTEST) $(TESTS)
 
-test-all: $(VENV)/.installed $(VENV)/.packages  ## Run every test, with every compiler version: 30 minutes
+test-all: $(VENV)/.installed $(VENV)/.packages  ## Run every test, with every compiler version
 	$(PYTEST) --extended $(TESTS)
 	$(if $(TESTS),,@$(MAKE) --no-print-directory .test-images)
+
+# The map is the table under "Which tests prove a change" in CONTRIBUTING.md.
+test-package: $(VENV)/.installed $(VENV)/.packages  ## Run the tests that the map names for PACKAGE=<folder>
+	@tests=$$(sed -n 's#^| $(PACKAGE:/=) | \(.*\) |$$#\1#p' CONTRIBUTING.md) && \
+	    test -n "$$tests" || { echo 'CONTRIBUTING.md maps no package $(PACKAGE)' >&2; exit 1; } && \
+	    $(MAKE) --no-print-directory test TESTS="$$tests"
 
 # To repeat a round: make test-random SEEDS=<the seed that the round printed>
 ROUNDS ?= 20
@@ -54,7 +60,7 @@ HAS_ENGINE := docker info >/dev/null 2>&1 && docker compose version >/dev/null 2
 NO_ENGINE := tests/deploy/test_images.py (the image and the compose files): `docker info` and \
     `docker compose version` find no container engine
 
-test-images: $(VENV)/.installed $(VENV)/.packages  ## Run the image and the compose files in Docker: 7 minutes
+test-images: $(VENV)/.installed $(VENV)/.packages  ## Run the image and the compose files in Docker
 	@$(HAS_ENGINE) || { echo 'Cannot run $(NO_ENGINE).' >&2; exit 1; }
 	$(BIN)/python -m pytest --extended --images tests/deploy/test_images.py
 
