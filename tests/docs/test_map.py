@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,29 @@ def test_the_map_reaches_every_folder_of_tests():
     named = [Path(each) for each in re.findall(r"\btests/[\w/.]+\w", _section())]
     reached = {path.parent if path.suffix else path for path in named}
     assert folders - reached == set()
+
+
+def test_contract_on_compilers_covers_all_modules_outside_hooks_training_and_targets():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    (covered,) = (
+        set(each["source_modules"])
+        for each in contracts
+        if each["name"] == "only hooks, the training loop and targets of tuning import compilers"
+    )
+    client = ROOT / "client" / "graphstash"
+    importers = {client / name for name in ("hooks", "training", "tuning", "tuning/targets")}
+    importers |= {path.parent for path in (client / "hooks").glob("*/__init__.py")}
+    modules = {
+        path
+        for folder in (client, client / "hooks", client / "tuning")
+        for path in folder.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    named = {
+        ".".join(path.relative_to(client.parent).with_suffix("").parts)
+        for path in modules - importers
+        if path.name != "__init__.py"
+    }
+    assert named == covered
