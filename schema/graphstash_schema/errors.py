@@ -195,6 +195,12 @@ class ErrorCode(StrEnum):
 
     Find the response's request id in the server's log, and report a bug.
     """
+    DATABASE_CORRUPT = "database_corrupt"
+    """The server's database is damaged, so the server serves nothing from it. Retries do not help.
+
+    Do nothing in a job: it compiles. An administrator stops the servers and restores a backup with
+    `graphstash restore`. `graphstash fsck` names the damage.
+    """
     UNAVAILABLE = "unavailable"
     """The server cannot answer now: it is shutting down, has too many connections, or its database
     or blob store does not respond.
@@ -231,6 +237,7 @@ STATUS: Final[dict[ErrorCode, int]] = dict.fromkeys(ErrorCode, 400) | {
     ErrorCode.RATE_LIMITED: 429,
     ErrorCode.HEADERS_TOO_LARGE: 431,
     ErrorCode.INTERNAL: 500,
+    ErrorCode.DATABASE_CORRUPT: 500,
     ErrorCode.UNAVAILABLE: 503,
     ErrorCode.INSUFFICIENT_STORAGE: 507,
 }

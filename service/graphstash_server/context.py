@@ -6,10 +6,14 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sqlalchemy.engine import make_url
+
 from graphstash_server.clock import Clock, jitter
+from graphstash_server.db.corruption import find_corruption, what_to_do
 from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import check_revision, migrate
 from graphstash_server.db.notifications import Listener
@@ -50,6 +54,9 @@ if TYPE_CHECKING:
 __all__ = ["ProcessContext", "open_context", "open_services", "prepare_database"]
 
 _LOGGER = logging.getLogger(__name__)
+
+_CHECK_SECONDS = 5.0
+"""Seconds that a start waits for the check of the database."""
 
 _WAKE_SPREAD_SECONDS = 0.05
 """Maximum seconds of random delay before the queries that a notification causes on all servers."""
@@ -209,12 +216,16 @@ async def open_context(
         lock = await asyncio.to_thread(_lock_data_dir, settings.data_dir)
         stack.callback(lock.close)
         started_at = clock()
+        checking = await _check_database(settings) if lock.was_alone else None
         await prepare_database(settings, is_migrating=settings.auto_migrate)
         context = await stack.enter_async_context(
             open_services(
                 settings, blob_store=blob_store, counters=counters, clock=clock, tracing=tracing
             )
         )
+        if checking is not None:
+            stack.callback(checking.cancel)
+            checking.add_done_callback(partial(_checked, context.database))
         try:
             await context.reconciler.check_store_not_empty()
         except ServerError as error:
@@ -282,6 +293,24 @@ async def prepare_database(settings: Settings, *, is_migrating: bool) -> None:
     prepare = migrate if is_migrating else check_revision
     lock_path = settings.data_dir / "migrate.lock"
     await asyncio.to_thread(prepare, settings.database_url, lock_path=lock_path)
+
+
+async def _check_database(settings: Settings) -> "asyncio.Task[str | None]":
+    """Check an SQLite database. The check of a large one continues while the server serves.
+
+    Raises:
+        StartError: the database is corrupt.
+    """
+    checking = asyncio.create_task(find_corruption(make_url(settings.database_url)))
+    await asyncio.wait([checking], timeout=_CHECK_SECONDS)
+    if checking.done() and (reason := checking.result()) is not None:
+        raise StartError(what_to_do(reason))
+    return checking
+
+
+def _checked(database: Database, checking: "asyncio.Task[str | None]") -> None:
+    if not checking.cancelled() and (reason := checking.result()) is not None:
+        database.note_corruption(reason)
 
 
 def _open_database(settings: Settings, tracing: "Tracing | None") -> Database:

@@ -1,6 +1,7 @@
 """The errors that the server raises on purpose.
 
     ServerError              sent to the caller as a problem document: error code and sentence
+      CorruptDatabaseError   500: the database is damaged, which no retry repairs
       NoSpaceError           507: the disk, its reserve or the store's limit is reached
       LengthMismatchError    400: fewer or more bytes arrived than announced
       DigestMismatchError    400: other bytes arrived than announced
@@ -14,6 +15,7 @@ error code determines the HTTP status (`graphstash_schema.STATUS`).
 from graphstash_schema import STATUS, Digest, ErrorCode
 
 __all__ = [
+    "CorruptDatabaseError",
     "DigestMismatchError",
     "LengthMismatchError",
     "NoSpaceError",
@@ -57,6 +59,13 @@ class ServerError(Exception):
     def status(self) -> int:
         """HTTP status of the code."""
         return STATUS[self.code]
+
+
+class CorruptDatabaseError(ServerError):
+    """The database is damaged, so this process uses it no more."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(ErrorCode.DATABASE_CORRUPT, detail)
 
 
 class NoSpaceError(ServerError):

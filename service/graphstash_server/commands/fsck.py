@@ -1,4 +1,4 @@
-"""`graphstash fsck`: checks that rows, blobs and counters agree."""
+"""`graphstash fsck`: checks the database, and that rows, blobs and counters agree."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -39,10 +39,10 @@ def fsck(
     orphans_older_than: OrphanAge = "1h",
     as_json: JsonLines = False,
 ) -> None:
-    """Check that every artifact has its blob, and every blob an artifact.
+    """Check the database, that every artifact has its blob, and every blob an artifact.
 
     Exits with 0 if nothing was found or everything was repaired, else with 1. It can run while
-    servers run.
+    servers run. It does not repair a corrupt database: restore a backup.
     """
     age = parse_age(orphans_older_than)
     run_with_services(
@@ -78,8 +78,9 @@ async def _check(
             else:
                 size = size_of(finding.size_bytes)
                 typer.echo(f"{finding.problem:>10}  {size:>9}  {finding.name}")
+    is_repaired = is_repair and context.database.corruption is None
     if not is_json:
-        done = " and repaired" if is_repair and found else ""
+        done = " and repaired" if is_repaired and found else ""
         typer.echo(f"{plural(found, 'problem')} found{done}")
-    if found and not is_repair:
+    if found and not is_repaired:
         raise SystemExit(_FOUND_SOMETHING)

@@ -28,6 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.pool import NullPool
 
 from graphstash_schema import ErrorCode
+from graphstash_server.db.corruption import corruption_in, what_to_do
 from graphstash_server.db.prepared import NOTHING, Parameters, Prepared, Row
 from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.reads import PostgresLane, Reads, SqliteLane
@@ -38,7 +39,7 @@ from graphstash_server.db.sqlite import (
     SqliteTransaction,
     set_pragmas,
 )
-from graphstash_server.errors import NoSpaceError, ServerError
+from graphstash_server.errors import CorruptDatabaseError, NoSpaceError, ServerError
 
 __all__ = ["Database", "Steps", "make_engine"]
 
@@ -91,6 +92,8 @@ class Database:
     Attributes:
         shared_connections: connections that identical concurrent calls may use together, so that
             other calls still find a free one.
+        corruption: the first sign of damage, or None. From then on, every call raises
+            `CorruptDatabaseError`.
     """
 
     def __init__(self, url: str, *, connections: int = 5) -> None:
@@ -101,6 +104,7 @@ class Database:
             connections: maximum number of connections of this process to PostgreSQL.
         """
         self.url = make_url(url)
+        self.corruption: str | None = None
         lanes = min(_LANES, connections // 2) if self.is_postgresql else 0
         free = connections - lanes if self.is_postgresql else _SQLITE_READERS
         self.shared_connections = max(1, free - 2)
@@ -146,7 +150,7 @@ class Database:
         Raises:
             ServerError: 503 if the database does not respond.
         """
-        with _failures_named():
+        with self._failures_named():
             async with self._reading.connect() as connection:
                 yield connection
 
@@ -160,14 +164,14 @@ class Database:
         """
         if statement.finds_one and (found := self.fetch_now(statement, given)) is not None:
             return found
-        with _failures_named():
+        with self._failures_named():
             return await self._reads.fetch(statement, given)
 
     def fetch_now(self, statement: Prepared, given: Parameters) -> Sequence[Row] | None:
         """Return the rows of a statement with `finds_one` without waiting. Return None if that is
         impossible, because the row or its absence is not in memory.
         """
-        if self._here is None:
+        if self._here is None or self.corruption is not None:
             return None
         compiled = statement.sqlite
         found = self._here.fetch(compiled.sql, compiled.bind(given))
@@ -181,7 +185,7 @@ class Database:
             NoSpaceError: the disk is full.
             ServerError: 503 if the database does not respond.
         """
-        with _failures_named():
+        with self._failures_named():
             async with self._turn_to_write(), self._writing.begin() as connection:
                 yield connection
 
@@ -190,7 +194,7 @@ class Database:
         """Open a transaction of prepared statements. Raises the errors of `writing`. On SQLite,
         each step costs one call of a thread, regardless of its number of statements.
         """
-        with _failures_named():
+        with self._failures_named():
             if self.is_postgresql:
                 async with self._writing.begin() as connection:
                     yield _PostgresSteps(connection)
@@ -217,6 +221,58 @@ class Database:
             yield
         finally:
             self._turn.release()
+
+    def note_corruption(self, reason: str) -> None:
+        """End all use of the database by this process, and log once what to do."""
+        if self.corruption is None:
+            self.corruption = reason
+            _LOGGER.error("%s", what_to_do(reason))
+
+    @contextmanager
+    def _failures_named(self) -> Iterator[None]:
+        if self.corruption is not None:
+            raise CorruptDatabaseError(what_to_do(self.corruption))
+        try:
+            yield
+        except PoolTimeoutError as error:
+            raise ServerError(
+                ErrorCode.UNAVAILABLE, "the database is busy: retry in a second"
+            ) from error
+        except (IntegrityError, ProgrammingError, DataError) as error:
+            if not _is_passing(error):
+                raise  # a bug in this program
+            raise self._no_answer(error) from error
+        except DBAPIError as error:
+            raise self._failure(error) from error
+        except OSError as error:  # asyncpg: connection refused, or a timeout
+            raise self._no_answer(error) from error
+        except Exception as error:
+            # Raised while connecting, or by statements that run directly on the driver (`fetch`).
+            if type(error).__module__.startswith("asyncpg") and not _is_bug(error):
+                raise self._no_answer(error) from error
+            raise
+
+    def _failure(self, error: DBAPIError) -> ServerError:
+        if _sqlstate(error) == _LOCK_NOT_AVAILABLE:
+            _LOGGER.warning("a lock was not granted within %g s: %s", _LOCK_SECONDS, error.orig)
+            return ServerError(
+                ErrorCode.UNAVAILABLE,
+                f"another transaction has kept this one waiting for {_LOCK_SECONDS:g} s: nothing "
+                "was changed, retry in some seconds; if it lasts, /readyz says what waits",
+            )
+        if _is_full(error):
+            return NoSpaceError(
+                "the disk of the database is full: nothing was stored; free some space"
+            )
+        return self._no_answer(error)
+
+    def _no_answer(self, error: Exception) -> ServerError:
+        if (reason := corruption_in(error)) is not None:
+            self.note_corruption(reason)
+            return CorruptDatabaseError(what_to_do(reason))
+        said = error.orig if isinstance(error, DBAPIError) else error
+        _LOGGER.warning("the database does not answer: %s: %s", type(error).__name__, said)
+        return ServerError(ErrorCode.UNAVAILABLE, "the database does not answer: retry in a second")
 
     async def close(self) -> None:
         """Close every connection."""
@@ -280,46 +336,7 @@ def _begin_immediate(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-@contextmanager
-def _failures_named() -> Iterator[None]:
-    try:
-        yield
-    except PoolTimeoutError as error:
-        raise ServerError(
-            ErrorCode.UNAVAILABLE, "the database is busy: retry in a second"
-        ) from error
-    except (IntegrityError, ProgrammingError, DataError) as error:
-        if not _is_passing(error):
-            raise  # a bug in this program
-        raise _no_answer(error) from error
-    except DBAPIError as error:
-        if _sqlstate(error) == _LOCK_NOT_AVAILABLE:
-            _LOGGER.warning("a lock was not granted within %g s: %s", _LOCK_SECONDS, error.orig)
-            raise ServerError(
-                ErrorCode.UNAVAILABLE,
-                f"another transaction has kept this one waiting for {_LOCK_SECONDS:g} s: nothing "
-                "was changed, retry in some seconds; if it lasts, /readyz says what waits",
-            ) from error
-        if _is_full(error):
-            raise NoSpaceError(
-                "the disk of the database is full: nothing was stored; free some space"
-            ) from error
-        raise _no_answer(error) from error
-    except OSError as error:  # asyncpg: connection refused, or a timeout
-        raise _no_answer(error) from error
-    except Exception as error:
-        # Raised while connecting, or by statements that run directly on the driver (`fetch`).
-        if type(error).__module__.startswith("asyncpg") and not _is_bug(error):
-            raise _no_answer(error) from error
-        raise
-
-
 _LOCK_NOT_AVAILABLE = "55P03"
-
-
-def _no_answer(error: Exception) -> ServerError:
-    _LOGGER.warning("the database does not answer: %s: %s", type(error).__name__, error)
-    return ServerError(ErrorCode.UNAVAILABLE, "the database does not answer: retry in a second")
 
 
 def _is_full(error: DBAPIError) -> bool:

@@ -83,10 +83,16 @@ class SqliteThread:
 
     async def close(self) -> None:
         """Finish the earlier calls, then end the thread and its connection."""
+        thread = self._thread
+        self.end()
+        if thread is not None:
+            await asyncio.to_thread(thread.join)
+
+    def end(self) -> None:
+        """Like `close`, but do not wait."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
-            await asyncio.to_thread(thread.join)
 
     def _run(self) -> None:
         connection: sqlite3.Connection | None = None

@@ -21,7 +21,7 @@ from graphstash_server.db.queries.artifacts import touch_artifacts
 from graphstash_server.db.queries.history import HistoryChange, add_history, begin_of
 from graphstash_server.db.queries.tokens import touch_tokens
 from graphstash_server.db.queries.usage import UsageChange, add_counts, find_namespaces
-from graphstash_server.errors import ServerError
+from graphstash_server.errors import CorruptDatabaseError, ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.counters import Counters
 
@@ -324,13 +324,15 @@ class Accounting:
         counts.usage.pop(namespace, None)
 
     async def run(self, *, every_seconds: float) -> None:
-        """Flush until cancelled."""
+        """Flush until cancelled, or until the database is corrupt."""
         while True:
             await asyncio.sleep(every_seconds)
             try:
                 # A cancelled flush may already have written counts that it would keep and write
                 # again.
                 await asyncio.shield(self.flush())
+            except CorruptDatabaseError:
+                return  # the database has logged it
             except ServerError as error:
                 _LOGGER.warning("could not write the usage counters, will retry: %s", error)
             except Exception:

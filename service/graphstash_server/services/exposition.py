@@ -50,6 +50,8 @@ class ExpositionService:
     async def read(self) -> bytes:
         """Return all series. While the database does not answer, leave out its series."""
         host = list(_of_host(self.counters.host.sums(), is_postgresql=self.database.is_postgresql))
+        is_corrupt = self.database.corruption is not None
+        host.append(_gauge("database_corrupt", "Whether the database is damaged.", is_corrupt))
         limit = self.store_limit_bytes
         if limit is not None:
             host.append(_gauge("store_limit_bytes", "Hard limit of all that is stored.", limit))

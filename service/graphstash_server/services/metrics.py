@@ -83,7 +83,8 @@ class HealthService:
         store.
         """
         age_seconds = asyncio.get_running_loop().time() - self._ready_at
-        if self._checking is None or (self._checking.done() and age_seconds >= _FRESH_SECONDS):
+        is_stale = age_seconds >= _FRESH_SECONDS or self.database.corruption is not None
+        if self._checking is None or (self._checking.done() and is_stale):
             self._checking = in_background(self._check())
         return await asyncio.shield(self._checking)
 

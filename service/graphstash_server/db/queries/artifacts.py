@@ -1,10 +1,22 @@
 """Statements on `artifacts`. `queries.eviction` chooses artifacts to evict."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, bindparam, case, delete, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    FromClause,
+    Select,
+    and_,
+    bindparam,
+    case,
+    delete,
+    or_,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace
@@ -53,28 +65,54 @@ __all__ = [
 ]
 
 _CHOSEN = select(*KEYED_ARTIFACT_COLUMNS)
+_ENTRY = artifacts.alias("entry")
+_IS_SAME_ROW = text(
+    " AND ".join(
+        ("artifacts.rowid = entry.rowid", *(f"+artifacts.{n} = entry.{n}" for n in KEY_COLUMNS))
+    )
+)
+
+
+def _where_indexed(
+    dialect: str, columns: Sequence[ColumnElement[Any]], wanted: Callable[[FromClause], Any]
+) -> Select[Any]:
+    """Select rows by the primary key, which they really have.
+
+    SQLite takes the key from the index and the rest from the row, and compares neither. In the copy
+    of a file that was being written, an index entry can lead to the row of another artifact. So the
+    row's own key is compared with the index (`+` keeps SQLite from using the index twice).
+    """
+    if dialect != "sqlite":
+        return select(*columns).where(wanted(artifacts))
+    return select(*columns).select_from(_ENTRY.join(artifacts, _IS_SAME_ROW)).where(wanted(_ENTRY))
+
+
 _FIND_STORED = Prepared(
-    lambda _: select(*ARTIFACT_COLUMNS).where(where_key(artifacts)), finds_one=True
+    lambda dialect: _where_indexed(dialect, ARTIFACT_COLUMNS, where_key), finds_one=True
 )
 _FIND_ONE = Prepared(
-    lambda _: select(*ARTIFACT_COLUMNS).where(
-        where_key(artifacts), artifacts.c.withheld_at.is_(None)
+    lambda dialect: _where_indexed(dialect, ARTIFACT_COLUMNS, where_key).where(
+        artifacts.c.withheld_at.is_(None)
     ),
     finds_one=True,
 )
 _FIND_MANY = Prepared(
-    lambda dialect: select(
-        artifacts.c.kind,
-        artifacts.c.device_type,
-        artifacts.c.fingerprint,
-        artifacts.c.sha256,
-        artifacts.c.size_bytes,
-        artifacts.c.compile_seconds,
-        case((artifacts.c.looked_up_until >= bindparam("until"), 1), else_=0),
-        case((artifacts.c.withheld_at.is_(None), 0), else_=1),
-    ).where(
-        artifacts.c.namespace == bindparam("of_namespace"),
-        is_one_of(artifacts.c.fingerprint, "fingerprints", dialect),
+    lambda dialect: _where_indexed(
+        dialect,
+        (
+            artifacts.c.kind,
+            artifacts.c.device_type,
+            artifacts.c.fingerprint,
+            artifacts.c.sha256,
+            artifacts.c.size_bytes,
+            artifacts.c.compile_seconds,
+            case((artifacts.c.looked_up_until >= bindparam("until"), 1), else_=0),
+            case((artifacts.c.withheld_at.is_(None), 0), else_=1),
+        ),
+        lambda indexed: and_(
+            indexed.c.namespace == bindparam("of_namespace"),
+            is_one_of(indexed.c.fingerprint, "fingerprints", dialect),
+        ),
     )
 )
 

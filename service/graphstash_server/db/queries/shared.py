@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from sqlalchemy import BindParameter, ColumnElement, Table, and_, bindparam
+from sqlalchemy import BindParameter, ColumnElement, FromClause, Table, and_, bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -95,7 +95,7 @@ def key_parameters(key: StoredKey) -> dict[str, Any]:
     }
 
 
-def where_key(table: Table) -> ColumnElement[bool]:
+def where_key(table: FromClause) -> ColumnElement[bool]:
     """Match the row that `key_parameters` names. For prepared statements and repeated execution."""
     return and_(*(table.c[name] == bindparam(f"key_{name}") for name in KEY_COLUMNS))
 

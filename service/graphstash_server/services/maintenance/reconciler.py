@@ -16,6 +16,7 @@ from typing import NamedTuple
 from graphstash_schema import Digest
 from graphstash_server.artifact import Artifact
 from graphstash_server.clock import Clock
+from graphstash_server.db.corruption import find_corruption
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import list_artifacts_of, list_digests
 from graphstash_server.db.queries.leases import drop_ended_leases
@@ -52,9 +53,10 @@ class Finding(NamedTuple):
 
     Attributes:
         problem: `orphan` (a blob that no artifact has), `lost` (an artifact without its blob),
-            `damaged` (an artifact whose blob has other bytes) or `miscounted` (a namespace).
-        name: name of the blob, the artifact or the namespace.
-        size_bytes: size of the blob; 0 for a namespace.
+            `damaged` (an artifact whose blob has other bytes), `miscounted` (a namespace), or
+            `corrupt` (the database; then it is the only finding, and is never repaired).
+        name: name of the blob, the artifact or the namespace, or what is wrong with the database.
+        size_bytes: size of the blob; 0 for a namespace and the database.
     """
 
     problem: str
@@ -149,6 +151,11 @@ class Reconciler:
                 orphans and recount.
             checked: called with the size of each blob that was read.
         """
+        reason = await find_corruption(self.database.url)
+        if reason is not None:
+            self.database.note_corruption(reason)
+            yield Finding("corrupt", reason, 0)
+            return  # the database cannot tell what is wrong with the blobs
         async for found in self.compare(blobs_before=blobs_before):
             if is_repair and not await self.remove(found):
                 continue

@@ -23,7 +23,7 @@ from graphstash_server.db.queries.eviction import (
     list_unused,
 )
 from graphstash_server.db.queries.locks import claim_chore
-from graphstash_server.errors import ServerError
+from graphstash_server.errors import CorruptDatabaseError, ServerError
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.eviction import Evictor
 from graphstash_server.services.artifacts.explanations import ExplanationService
@@ -188,6 +188,8 @@ class Maintenance:
         """Await work and log its failure: a server whose maintenance fails can still serve."""
         try:
             await work
+        except CorruptDatabaseError:
+            _LOGGER.debug("%s: the database is corrupt", what)  # which the database has logged
         except ServerError as error:
             _LOGGER.warning("%s stopped and will be retried: %s", what, error)
         except Exception:

@@ -1,0 +1,228 @@
+"""A damaged database is named, serves nothing wrong, and destroys nothing."""
+
+import json
+import sqlite3
+import subprocess
+from contextlib import closing
+
+import pytest
+import sqlalchemy as sa
+import typer
+from typer.testing import CliRunner
+
+from graphstash_schema import ErrorCode
+from graphstash_server.commands.fsck import fsck
+from graphstash_server.commands.gc import gc
+from graphstash_server.db.engine import Database
+from graphstash_server.errors import CorruptDatabaseError
+from graphstash_server.testing import LiveServer, ServerProcess
+from support.waiting import until
+
+DATABASE = "graphstash.sqlite3"
+_PAGE_BYTES = 4096
+
+
+def blob_of(number):
+    return f"{number} ".encode() * 5000
+
+
+def checkpoint(path):
+    """Moves the log into the file, as SQLite does from time to time."""
+    with closing(sqlite3.connect(path, timeout=60)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+def cross_index(path):
+    """Lets the primary key's index lead artifacts 1 and 2 to each other's row, as in a copy that
+    has the table of one moment and the index of another one.
+    """
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT max(rowid) FROM artifacts").fetchone() == (3,)
+        start = page_of(connection, "sqlite_autoindex_artifacts_1")
+    image = bytearray(path.read_bytes())
+    crossed = 0
+    for cell in range(3):
+        pointer = start + 8 + 2 * cell
+        entry = start + int.from_bytes(image[pointer : pointer + 2])
+        assert image[entry] < 128  # the length takes one byte; the entry ends with the row's number
+        last = entry + image[entry]
+        if image[last] in (2, 3):  # a 1 takes no byte
+            image[last] ^= 1
+            crossed += 1
+    assert crossed == 2
+    path.write_bytes(image)
+
+
+def page_of(connection, name):
+    """Where the first page of a table or index begins."""
+    found = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", [name])
+    return (found.fetchone()[0] - 1) * _PAGE_BYTES
+
+
+def cut(path):
+    """Overwrites the table of the artifacts."""
+    with closing(sqlite3.connect(path)) as connection:
+        start = page_of(connection, "artifacts")
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(b"\xff" * _PAGE_BYTES)
+
+
+def blobs_in(data_dir):
+    return {path for path in (data_dir / "blobs").rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def stored(tmp_path, connect):
+    """The data directory of a server that has stopped, with three artifacts."""
+    with LiveServer(tmp_path / "data", log_level="error") as server:
+        api = connect(server.url)
+        for number in range(3):
+            assert api.put(blob_of(number), number).status_code == 201
+    checkpoint(tmp_path / "data" / DATABASE)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(tmp_path / "data"))
+
+    def run(command, *arguments, status):
+        app = typer.Typer()
+        app.command()(command)
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exit_code == status, result.output
+        return result.output
+
+    return run
+
+
+def test_no_answer_has_another_artifacts_bytes_when_an_index_leads_to_another_row(
+    stored, connect, monkeypatch
+):
+    async def skip(_):
+        return None
+
+    cross_index(stored / DATABASE)
+    monkeypatch.setattr("graphstash_server.context.find_corruption", skip)
+    with LiveServer(stored, log_level="error", maintenance_seconds=3600) as server:
+        api = connect(server.url)
+        assert api.get(0).content == blob_of(0)
+        for number in (1, 2):
+            for answer in (api.get(number), api.get(number)):  # from memory, and not
+                assert answer.status_code == 404
+            assert api.head(number).status_code == 404
+        assert api.call("lookup", {"keys": [api.key(1), api.key(2)]}).json()["found"] == []
+
+
+@pytest.mark.parametrize("damage", [cross_index, cut])
+def test_a_server_refuses_to_start_on_a_corrupt_database(stored, damage, run):
+    damage(stored / DATABASE)
+    before = blobs_in(stored)
+
+    with pytest.raises(RuntimeError, match=r"the database is corrupt .* `graphstash restore`"):
+        ServerProcess(stored)
+    assert "   corrupt" in run(fsck, status=1)
+    assert "repaired" not in run(fsck, "--repair", status=1)
+    assert json.loads(run(fsck, "--json", status=1).splitlines()[0])["problem"] == "corrupt"
+    assert blobs_in(stored) == before
+
+
+def test_a_file_that_is_no_database_is_named(stored, run):
+    (stored / DATABASE).write_bytes(b"no database at all" * 1000)
+
+    with pytest.raises(RuntimeError, match=r"the database is corrupt .file is not a database"):
+        ServerProcess(stored)
+    for command in (gc, fsck):
+        printed = run(command, status=1)
+        assert "the database is corrupt (file is not a database)" in printed
+        assert "SELECT" not in printed
+        assert "Traceback" not in printed
+
+
+def test_a_database_that_becomes_corrupt_is_used_no_more(stored, connect, caplog):
+    before = blobs_in(stored)
+    with LiveServer(
+        stored, log_level="error", metrics="open", flush_seconds=0.02, maintenance_seconds=0.05
+    ) as server:
+        api = connect(server.url)
+        assert api.http.get("/readyz").status_code == 200
+        assert "graphstash_database_corrupt 0.0" in api.http.get("/metrics").text
+        cut(stored / DATABASE)
+        assert api.put(b"one more", 3).status_code == 500
+
+        for number in range(2):
+            until(lambda number=number: api.get(number).status_code == 500)
+            problem = api.get(number).json()
+            assert problem["code"] == "database_corrupt"
+            assert problem["retryable"] is False
+            assert "Retry-After" not in api.get(number).headers
+        ready = api.http.get("/readyz")
+        assert ready.status_code == 503
+        assert "the database is corrupt" in ready.json()["detail"]
+        assert "graphstash_database_corrupt 1.0" in api.http.get("/metrics").text
+    said = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.message.count("the database is corrupt") for record in said] == [1]
+    assert blobs_in(stored) >= before
+
+
+@pytest.fixture
+def on_postgresql(postgres):
+    return postgres.new_database()
+
+
+@pytest.mark.anyio
+async def test_postgresqls_words_for_damage_are_named(on_postgresql):
+    database = Database(on_postgresql)
+    try:
+        with pytest.raises(CorruptDatabaseError) as caught:
+            async with database.reading() as connection:
+                await connection.execute(
+                    sa.text("DO $$ BEGIN RAISE EXCEPTION 'bad page' USING ERRCODE='XX001'; END $$")
+                )
+        assert caught.value.code is ErrorCode.DATABASE_CORRUPT
+        with pytest.raises(CorruptDatabaseError, match="bad page"):
+            async with database.writing():
+                pass
+    finally:
+        await database.close()
+
+
+@pytest.mark.extended
+def test_a_copy_of_a_running_data_directory_serves_no_wrong_bytes(
+    start, tmp_path, connect, writers, process_environment
+):
+    """The copy takes its time, so that it has pages of many moments."""
+    server = start()
+    with writers([connect(server.url) for _ in range(3)]) as acknowledged:
+        until(lambda: len(acknowledged) >= 200)
+        copies = [
+            copied_slowly(server.data_dir, tmp_path / f"copy-{n}", acknowledged) for n in (1, 2)
+        ]
+    server.kill()
+
+    for copy in copies:
+        try:
+            started = ServerProcess(copy, environment=process_environment)
+        except RuntimeError as error:
+            assert "the database is corrupt" in str(error)  # noqa: PT017
+            continue
+        with started:
+            api = connect(started.url)
+            for number, blob in acknowledged.items():
+                answer = api.get(number)
+                assert answer.status_code in (200, 404, 500)
+                assert answer.status_code != 200 or answer.content == blob
+
+
+def copied_slowly(source, target, acknowledged):
+    target.mkdir()
+    with (source / DATABASE).open("rb") as file, (target / DATABASE).open("wb") as copy:
+        while pages := file.read(8 * _PAGE_BYTES):
+            copy.write(pages)
+            seen = len(acknowledged)
+            until(lambda seen=seen: len(acknowledged) > seen + 3)
+            checkpoint(source / DATABASE)
+    rest = [str(path) for path in source.iterdir() if path.name != DATABASE]
+    subprocess.run(["cp", "-a", *rest, str(target)], check=False)  # files come and go
+    return target
