@@ -49,6 +49,11 @@ class LookupResponse(WireModel):
         description="those of `missing` that are withheld: no copy with this digest may be used. "
         "Earlier servers do not say",
     )
+    newest_withdrawal: str | None = Field(
+        default=None,
+        description="end of the namespace's list of withdrawals, see `withdrawals`. Everything up "
+        "to it shows in this answer. Earlier servers do not say",
+    )
 
 
 class VerifyResponse(WireModel):

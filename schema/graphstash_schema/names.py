@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
 
-__all__ = ["LINE", "ManifestName", "Namespace", "Word", "line_of", "printable", "star_matcher"]
+__all__ = [
+    "LINE",
+    "LIST_START",
+    "ListPosition",
+    "ManifestName",
+    "Namespace",
+    "Word",
+    "line_of",
+    "printable",
+    "star_matcher",
+]
 
 
 LINE: Final = r"^[^\x00-\x1f\x7f-\x9f]*$"
@@ -94,6 +104,27 @@ class ManifestName(Word):
     form = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
     what = "manifest name"
     code = ErrorCode.INVALID_NAME
+
+
+class ListPosition(Word):
+    """Position in a namespace's list of withdrawals: the number of the last withdrawal and its
+    random mark, `12-<16 hex>`, or `0` before the first one.
+
+    A database that was restored from a backup repeats numbers, but never marks.
+    """
+
+    __slots__ = ()
+    form = re.compile(r"0|[1-9][0-9]{0,17}-[0-9a-f]{16}")
+    what = "position in the list of withdrawals"
+    code = ErrorCode.INVALID_REQUEST
+
+    @property
+    def number(self) -> int:
+        """Number of the last withdrawal up to this position."""
+        return int(self.partition("-")[0])
+
+
+LIST_START: Final = ListPosition("0")
 
 
 def line_of(text: str, *, most: int) -> str:

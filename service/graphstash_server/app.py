@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from graphstash_schema import ArtifactKey, ErrorCode, ManifestEntry, Problem
 from graphstash_schema.explanation import Description
 from graphstash_schema.listing import ArtifactQuery
+from graphstash_schema.withdrawals import WithdrawalQuery
 from graphstash_server import __version__
 from graphstash_server.api import (
     admin,
@@ -26,6 +27,7 @@ from graphstash_server.api import (
     quarantine,
     runs,
     tokens,
+    withdrawals,
 )
 from graphstash_server.api.calls import OPEN_PATHS, SECURITY_SCHEMES
 from graphstash_server.api.frame import RequestFrame
@@ -116,7 +118,7 @@ def create_app(
     app.add_route("/openapi.json", _get_openapi, include_in_schema=False)
     routes = list(app.routes)
     for api in (
-        *(artifacts, listing, explanations, quarantine, leases, manifests, runs),
+        *(artifacts, listing, withdrawals, explanations, quarantine, leases, manifests, runs),
         *(namespaces, tokens, history, metrics, admin),
     ):
         app.include_router(api.router)
@@ -140,7 +142,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """Add the models that handlers read or write outside FastAPI."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = document["components"]["schemas"]
-    for model in (Problem, ArtifactKey, ManifestEntry, Description, ArtifactQuery):
+    for model in (Problem, ArtifactKey, ManifestEntry, Description, ArtifactQuery, WithdrawalQuery):
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
         for name, definition in schema.pop("$defs", {}).items():
             schemas.setdefault(name, definition)

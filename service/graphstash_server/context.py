@@ -28,6 +28,7 @@ from graphstash_server.services.artifacts.quarantine import QuarantineService
 from graphstash_server.services.artifacts.room import RoomKeeper
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.artifacts.uploads import CommitBatcher, UploadService
+from graphstash_server.services.artifacts.withdrawals import WithdrawalService
 from graphstash_server.services.counters import Counters
 from graphstash_server.services.exposition import ExpositionService
 from graphstash_server.services.history import HistoryService
@@ -142,6 +143,7 @@ class ProcessContext:
         self.catalog = CatalogService(database=database)
         self.explanations = ExplanationService(database=database, clock=clock)
         self.listing = ListingService(database=database)
+        self.withdrawals = WithdrawalService(database=database, clock=clock)
         self.manifests = ManifestService(database=database, rooms=self.rooms, clock=clock)
         self.pins = PinService(database=database)
         self.history = HistoryService(database=database, clock=clock)
@@ -180,6 +182,7 @@ class ProcessContext:
             evictor=self.evictor,
             retention=self.retention,
             reconciler=self.reconciler,
+            withdrawals=self.withdrawals,
             manifests=self.manifests,
             explanations=self.explanations,
             history=self.history,

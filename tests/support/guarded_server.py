@@ -30,7 +30,7 @@ _VOLATILE = {
 }
 _WATCHED = (
     *("artifacts", "audit", "deletions", "leases", "manifest_entries", "namespaces", "reports"),
-    *("sessions", "tokens", "usage"),
+    *("sessions", "tokens", "usage", "withdrawal_heads", "withdrawals"),
 )
 
 

@@ -29,7 +29,7 @@ class FakeServer:
     It follows a real server with default settings. The first artifact of a key stays. Leases are
     exclusive and expire. Reported artifacts are withheld. Manifests merge, and a run is the sum of
     its processes. The fake server never evicts, ignores byte ranges and does not explain misses. It
-    has neither history nor namespace policies.
+    has no history, no namespace policies and no list of withdrawals.
 
     Args:
         token: bearer token that clients must present. None requires no token.

@@ -206,7 +206,8 @@ async def lookup_artifacts(call: NamespaceCall) -> Response:
     # Build a LookupResponse as text. A model per key would cost ten times as much.
     reply = (
         f'{{"found":[{",".join(there)}],"missing":[{",".join(missing)}],'
-        f'"withdrawn":[{",".join(withdrawn)}]}}'
+        f'"withdrawn":[{",".join(withdrawn)}],'
+        f'"newest_withdrawal":"{found.newest_withdrawal}"}}'
     )
     return Response(reply, media_type="application/json")
 

@@ -45,6 +45,8 @@ __all__ = [
     "sessions",
     "tokens",
     "usage",
+    "withdrawal_heads",
+    "withdrawals",
 ]
 
 
@@ -391,6 +393,32 @@ reports = Table(
 """The last report on an artifact by a caller with write access. It either withholds the artifact or
 waits for a second reporter. The row is deleted with the artifact, or when an administrator decides.
 """
+
+withdrawals = Table(
+    "withdrawals",
+    metadata,
+    Column("namespace", String(64), primary_key=True),
+    Column("number", BigInteger, primary_key=True),
+    Column("mark", String(16), nullable=False, comment="random"),
+    Column("fingerprint", String(64), nullable=False),
+    Column("kind", String(32), nullable=False),
+    Column("device_type", String(128), nullable=False),
+    Column("sha256", String(64), nullable=False, comment="names the blob"),
+    Column("cause", String(16), nullable=False),
+    Column("withdrawn_at", UtcTime, nullable=False),
+)
+"""Artifacts that were withheld, deleted or replaced, numbered per namespace without gaps. A row is
+written in the transaction of the change. The oldest rows are deleted by age and number."""
+
+withdrawal_heads = Table(
+    "withdrawal_heads",
+    metadata,
+    Column("namespace", String(64), primary_key=True),
+    Column("number", BigInteger, nullable=False, comment="of the last withdrawal"),
+    Column("mark", String(16), nullable=False, comment="of the last withdrawal"),
+)
+"""End of each namespace's list. A transaction that withdraws locks the row until it commits, so
+numbers become visible in their order."""
 
 audit = Table(
     "audit",

@@ -6,20 +6,26 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
+    CompoundSelect,
+    Double,
     FromClause,
     Select,
+    String,
     and_,
     bindparam,
     case,
     delete,
+    literal_column,
     or_,
     select,
     text,
+    union_all,
     update,
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace
+from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_server.artifact import Artifact, FoundArtifact
 from graphstash_server.db.engine import Database
 from graphstash_server.db.prepared import Connection, Prepared, Source, is_one_of
@@ -40,7 +46,7 @@ from graphstash_server.db.queries.shared import (
     stored_key,
     where_key,
 )
-from graphstash_server.db.tables import artifacts
+from graphstash_server.db.tables import artifacts, withdrawal_heads
 from graphstash_server.eviction_order import aged, density
 from graphstash_server.keys import StoredKey
 
@@ -96,25 +102,44 @@ _FIND_ONE = Prepared(
     ),
     finds_one=True,
 )
-_FIND_MANY = Prepared(
-    lambda dialect: _where_indexed(
-        dialect,
-        (
-            artifacts.c.kind,
-            artifacts.c.device_type,
-            artifacts.c.fingerprint,
-            artifacts.c.sha256,
-            artifacts.c.size_bytes,
-            artifacts.c.compile_seconds,
-            case((artifacts.c.looked_up_until >= bindparam("until"), 1), else_=0),
-            case((artifacts.c.withheld_at.is_(None), 0), else_=1),
-        ),
-        lambda indexed: and_(
-            indexed.c.namespace == bindparam("of_namespace"),
-            is_one_of(indexed.c.fingerprint, "fingerprints", dialect),
-        ),
+_SERVED, _WITHHELD, _LIST_END = 0, 1, 2
+"""What a row of `_FIND_MANY` is: an artifact, or the end of the list of withdrawals."""
+
+
+def _find_many(dialect: str) -> CompoundSelect[Any]:
+    """Find artifacts and the end of the namespace's list, as of one moment."""
+    nothing = literal_column("''", String)
+    columns = (
+        artifacts.c.kind,
+        artifacts.c.device_type,
+        artifacts.c.fingerprint,
+        artifacts.c.sha256,
+        artifacts.c.size_bytes,
+        artifacts.c.compile_seconds,
+        case((artifacts.c.looked_up_until >= bindparam("until"), 1), else_=0),
+        case((artifacts.c.withheld_at.is_(None), _SERVED), else_=_WITHHELD),
     )
-)
+    return union_all(
+        _where_indexed(
+            dialect,
+            columns,
+            lambda indexed: and_(
+                indexed.c.namespace == bindparam("of_namespace"),
+                is_one_of(indexed.c.fingerprint, "fingerprints", dialect),
+            ),
+        ),
+        select(
+            *(nothing, nothing, nothing),
+            withdrawal_heads.c.mark,
+            withdrawal_heads.c.number,
+            literal_column("0.0", Double),
+            literal_column("0"),
+            literal_column(str(_LIST_END)),
+        ).where(withdrawal_heads.c.namespace == bindparam("of_namespace")),
+    )
+
+
+_FIND_MANY = Prepared(_find_many)
 
 _NEW = (
     "sha256",
@@ -151,12 +176,14 @@ _REPLACE = Prepared(
 
 class FoundArtifacts(NamedTuple):
     """The result of a look-up. `artifacts` may be served, and `withheld` may not. `unprotected` are
-    the served artifacts that no earlier look-up protects for long enough.
+    the served artifacts that no earlier look-up protects for long enough. The result shows every
+    withdrawal up to `newest_withdrawal`.
     """
 
     artifacts: dict[StoredKey, FoundArtifact]
     unprotected: list[StoredKey]
     withheld: dict[StoredKey, FoundArtifact]
+    newest_withdrawal: ListPosition = LIST_START
 
 
 async def find_artifact(source: Source, key: StoredKey) -> Artifact | None:
@@ -195,15 +222,19 @@ async def find_artifacts(
         },
     )
     found = FoundArtifacts({}, [], {})
-    for kind, device_type, fingerprint, *stored, is_protected, is_withheld in rows:
+    newest = LIST_START
+    for kind, device_type, fingerprint, *stored, is_protected, state in rows:
+        if state == _LIST_END:
+            mark, number, _ = stored
+            newest = ListPosition(f"{number}-{mark}")
         key = wanted.get((kind, device_type, fingerprint))
         if key is None:
             continue
-        group = found.withheld if is_withheld else found.artifacts
+        group = found.withheld if state == _WITHHELD else found.artifacts
         group[key] = FoundArtifact(*stored)
-        if not (is_protected or is_withheld):
+        if not (is_protected or state == _WITHHELD):
             found.unprotected.append(key)
-    return found
+    return found._replace(newest_withdrawal=newest)
 
 
 async def list_digests(

@@ -38,6 +38,7 @@ from graphstash_schema import (
     WithheldList,
 )
 from graphstash_schema.envelope import MAX_ENVELOPE_HEAD_BYTES, names_key, read_envelope_head
+from graphstash_schema.withdrawals import WithdrawalCause
 from graphstash_server.actor import Actor
 from graphstash_server.artifact import Artifact
 from graphstash_server.clock import Clock
@@ -57,6 +58,7 @@ from graphstash_server.db.queries.reports import (
     find_reporter,
     list_reports,
 )
+from graphstash_server.db.queries.withdrawals import add_withdrawals
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.service import ArtifactService
@@ -181,6 +183,9 @@ class QuarantineService:
             detail = f"{reason} {stored.digest}{also}"
             record = AuditRecord.of_artifact(now, actor, AuditAction.WITHHOLD, key, detail)
             await add_audit(connection, [record])
+            await add_withdrawals(
+                connection, [(key, stored.digest)], cause=WithdrawalCause.WITHHELD, now=now
+            )
             return await find_stored(connection, key), True
 
     async def release(self, key: StoredKey, *, actor: Actor) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 
 from graphstash_schema import AuditAction, Digest, Namespace, VerifyResponse
 from graphstash_schema.protocol import LOOKUP_PIN_SECONDS, MAX_MANIFEST_ENTRIES
+from graphstash_schema.withdrawals import WithdrawalCause
 from graphstash_server.actor import Actor
 from graphstash_server.artifact import Artifact
 from graphstash_server.clock import Clock
@@ -28,6 +29,7 @@ from graphstash_server.db.queries.deletions import add_deletions
 from graphstash_server.db.queries.locks import share_blobs
 from graphstash_server.db.queries.reports import drop_report
 from graphstash_server.db.queries.usage import UsageChange, add_usage
+from graphstash_server.db.queries.withdrawals import add_withdrawals
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.logs import in_background
@@ -342,7 +344,9 @@ class ArtifactService:
         actor: Actor | None = None,
         created_at: datetime | None = None,
     ) -> bool:
-        """Delete an artifact if it is unchanged. Write to the audit log if there is an actor."""
+        """Delete an artifact if it is unchanged. An actor's deletion is a withdrawal and is written
+        to the audit log. Without an actor, the artifact has lost its blob.
+        """
         async with self.database.writing() as connection:
             await share_blobs(connection, [digest])
             freed_bytes = await delete_artifact(
@@ -357,10 +361,12 @@ class ArtifactService:
                 await drop_report(connection, key)
                 await add_deletions(connection, [digest])
             if is_gone and actor is not None:
-                record = AuditRecord.of_artifact(
-                    self.clock(), actor, AuditAction.DELETE, key, digest
-                )
+                now = self.clock()
+                record = AuditRecord.of_artifact(now, actor, AuditAction.DELETE, key, digest)
                 await add_audit(connection, [record])
+                await add_withdrawals(
+                    connection, [(key, digest)], cause=WithdrawalCause.DELETED, now=now
+                )
         self.forget(key)
         if is_gone:
             await self.collector.collect(digest, only_marked=True)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from graphstash_schema import AuditAction, Digest, ErrorCode, Namespace, NamespacePolicy, WriteMode
+from graphstash_schema.withdrawals import WithdrawalCause
 from graphstash_server.actor import Actor
 from graphstash_server.artifact import Artifact
 from graphstash_server.clock import Clock
@@ -36,6 +37,7 @@ from graphstash_server.db.queries.deletions import (
 from graphstash_server.db.queries.leases import end_leases
 from graphstash_server.db.queries.locks import end_pause, pause, share_blobs
 from graphstash_server.db.queries.usage import UsageChange, add_usage
+from graphstash_server.db.queries.withdrawals import add_withdrawals
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.logs import in_background
@@ -302,9 +304,10 @@ async def _store_all(
         await end_leases(connection, [upload.key for upload, _ in stored], now=now)
         news = [Notification.ready(upload.key, upload.digest).payload for upload, _ in stored]
         await notify(connection, news)
-        gone = [row.digest for _, row in stored if row is not None]
-        await add_deletions(connection, gone)
+        gone = [(row.key, row.digest) for _, row in stored if row is not None]
+        await add_deletions(connection, [digest for _, digest in gone])
         await add_audit(connection, [_record(*each, now) for each in stored])
+        await add_withdrawals(connection, gone, cause=WithdrawalCause.REPLACED, now=now)
     return outcomes
 
 

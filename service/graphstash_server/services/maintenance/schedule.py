@@ -27,6 +27,7 @@ from graphstash_server.errors import CorruptDatabaseError, ServerError
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.eviction import Evictor
 from graphstash_server.services.artifacts.explanations import ExplanationService
+from graphstash_server.services.artifacts.withdrawals import WithdrawalService
 from graphstash_server.services.history import HistoryService
 from graphstash_server.services.identity.audit import AuditService
 from graphstash_server.services.identity.tokens import TokenService
@@ -110,6 +111,7 @@ class Maintenance:
     evictor: Evictor
     retention: RetentionService
     reconciler: Reconciler
+    withdrawals: WithdrawalService
     manifests: ManifestService
     explanations: ExplanationService
     history: HistoryService
@@ -145,6 +147,8 @@ class Maintenance:
         await self.collector.collect_marked()
         if await self._is_due("drop old leases", _HOURLY):
             await self.reconciler.drop_old_leases()
+        if await self._is_due("drop old withdrawals", _HOURLY):
+            await self.withdrawals.prune()
         if await self._is_due("drop unused manifests", _HOURLY):
             await self.manifests.drop_unused()
         if await self._is_due("drop unused environments", _HOURLY):

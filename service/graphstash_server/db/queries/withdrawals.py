@@ -1,0 +1,164 @@
+"""Statements on `withdrawals` and `withdrawal_heads`."""
+
+import secrets
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Final, NamedTuple
+
+from sqlalchemy import Executable, bindparam, delete, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import Digest, Namespace
+from graphstash_schema.names import LIST_START, ListPosition
+from graphstash_schema.withdrawals import WithdrawalCause
+from graphstash_server.db.prepared import Connection, Prepared
+from graphstash_server.db.queries.shared import (
+    insert_in,
+    key_values,
+    new_values,
+    prefixed,
+)
+from graphstash_server.db.tables import withdrawal_heads, withdrawals
+from graphstash_server.keys import StoredKey
+
+__all__ = [
+    "WithdrawalRow",
+    "add_withdrawals",
+    "list_heads",
+    "list_withdrawals",
+    "prune_withdrawals",
+    "withdrawal_head",
+]
+
+_MARK_BYTES: Final = 8
+
+
+class WithdrawalRow(NamedTuple):
+    """A withdrawal as stored. Its key may have a kind of a later release, so it stays text."""
+
+    number: int
+    mark: str
+    fingerprint: str
+    kind: str
+    device_type: str
+    sha256: str
+    cause: str
+    withdrawn_at: datetime
+
+    @property
+    def position(self) -> ListPosition:
+        """Position of the list after this withdrawal."""
+        return ListPosition(f"{self.number}-{self.mark}")
+
+
+_COLUMNS = tuple(withdrawals.c[name] for name in WithdrawalRow._fields)
+
+
+def _advance(dialect: str) -> Executable:
+    statement = insert_in(dialect, withdrawal_heads).values(
+        namespace=bindparam("of_namespace"),
+        number=bindparam("count"),
+        mark=bindparam("last_mark"),
+    )
+    return statement.on_conflict_do_update(
+        index_elements=[withdrawal_heads.c.namespace],
+        set_={
+            "number": withdrawal_heads.c.number + bindparam("count"),
+            "mark": statement.excluded.mark,
+        },
+    ).returning(withdrawal_heads.c.number)
+
+
+_ADVANCE = Prepared(_advance)
+_ADD = Prepared(
+    lambda _: insert(withdrawals).values(
+        new_values(withdrawals, (column.name for column in withdrawals.c))
+    )
+)
+
+
+async def add_withdrawals(
+    connection: Connection,
+    withdrawn: Sequence[tuple[StoredKey, Digest]],
+    *,
+    cause: WithdrawalCause,
+    now: datetime,
+) -> None:
+    """Number artifacts of one namespace that the transaction withdraws.
+
+    Call it last in the transaction. It locks the end of the namespace's list until the commit, so
+    that no reader sees a number before all lower ones. A lock taken after this one could deadlock.
+    """
+    if not withdrawn:
+        return
+    marks = [secrets.token_hex(_MARK_BYTES) for _ in withdrawn]
+    ((last,),) = await _ADVANCE.fetch(
+        connection,
+        {
+            "of_namespace": withdrawn[0][0].namespace,
+            "count": len(withdrawn),
+            "last_mark": marks[-1],
+        },
+    )
+    await _ADD.execute_all(
+        connection,
+        [
+            prefixed(
+                "new_",
+                {
+                    **key_values(key),
+                    "number": number,
+                    "mark": mark,
+                    "sha256": digest.sha256,
+                    "cause": cause.value,
+                    "withdrawn_at": now,
+                },
+            )
+            for number, mark, (key, digest) in zip(
+                range(last - len(withdrawn) + 1, last + 1), marks, withdrawn, strict=True
+            )
+        ],
+    )
+
+
+async def withdrawal_head(connection: AsyncConnection, namespace: Namespace) -> ListPosition:
+    """Return the end of a namespace's list."""
+    statement = select(withdrawal_heads.c.number, withdrawal_heads.c.mark).where(
+        withdrawal_heads.c.namespace == namespace
+    )
+    found = (await connection.execute(statement)).first()
+    return LIST_START if found is None else ListPosition(f"{found.number}-{found.mark}")
+
+
+async def list_withdrawals(
+    connection: AsyncConnection, namespace: Namespace, *, start: int, end: int, limit: int
+) -> Sequence[WithdrawalRow]:
+    """Return the withdrawals from number `start` to `end`, inclusive, in their order."""
+    statement = (
+        select(*_COLUMNS)
+        .where(
+            withdrawals.c.namespace == namespace,
+            withdrawals.c.number >= start,
+            withdrawals.c.number <= end,
+        )
+        .order_by(withdrawals.c.number)
+        .limit(limit)
+    )
+    return [WithdrawalRow(*found) for found in await connection.execute(statement)]
+
+
+async def list_heads(connection: AsyncConnection) -> dict[Namespace, int]:
+    """Return the last number of every namespace that has withdrawals."""
+    statement = select(withdrawal_heads.c.namespace, withdrawal_heads.c.number)
+    return {Namespace(found[0]): found[1] for found in await connection.execute(statement)}
+
+
+async def prune_withdrawals(
+    connection: AsyncConnection, namespace: Namespace, *, before: int
+) -> None:
+    """Delete the withdrawals with a number below `before`."""
+    await connection.execute(
+        delete(withdrawals).where(
+            withdrawals.c.namespace == namespace, withdrawals.c.number < before
+        )
+    )

@@ -1,0 +1,112 @@
+"""WithdrawalService: reads the lists of withdrawals, and drops their oldest entries.
+
+Each withdrawal is written in its own transaction (`queries.withdrawals.add_withdrawals`).
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from graphstash_schema import Namespace
+from graphstash_schema.withdrawals import Withdrawal, WithdrawalList, WithdrawalQuery
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.withdrawals import (
+    WithdrawalRow,
+    list_heads,
+    list_withdrawals,
+    prune_withdrawals,
+    withdrawal_head,
+)
+
+__all__ = ["KEPT_FOR", "MAX_KEPT", "WithdrawalService"]
+
+KEPT_FOR: Final = timedelta(days=90)
+"""How long the list keeps a withdrawal."""
+
+MAX_KEPT: Final = 100_000
+"""Withdrawals that a namespace keeps after an hourly round: about 30 MB."""
+
+_PRUNED_AT_ONCE: Final = 1000
+
+
+@dataclass(kw_only=True, eq=False)
+class WithdrawalService:
+    """Read and prune the lists. Safe for concurrent calls and several servers."""
+
+    database: Database
+    clock: Clock
+
+    async def read(self, namespace: Namespace, query: WithdrawalQuery) -> WithdrawalList:
+        """Return the page after a position, or no entries if the list lacks that position.
+
+        The entry at the position is read with the page, in one statement. Pruning removes the
+        lowest numbers first, so if that entry is there, all later ones are.
+        """
+        after = query.after
+        async with self.database.reading() as connection:
+            newest = await withdrawal_head(connection, namespace)
+            rows = (
+                await list_withdrawals(
+                    connection,
+                    namespace,
+                    start=max(1, after.number),
+                    end=newest.number,
+                    limit=query.limit + 1,
+                )
+                if after != newest
+                else []
+            )
+        if after == newest:
+            return WithdrawalList(is_complete=True, withdrawals=(), position=newest, newest=newest)
+        if after.number:
+            is_complete = bool(rows) and rows[0].position == after
+            rows = rows[1:]
+        else:
+            is_complete = bool(rows) and rows[0].number == 1
+        if not is_complete:
+            return WithdrawalList(is_complete=False, withdrawals=(), position=newest, newest=newest)
+        page = rows[: query.limit]
+        return WithdrawalList(
+            is_complete=True,
+            withdrawals=tuple(map(_entry, page)),
+            position=page[-1].position if page else after,
+            newest=newest,
+        )
+
+    async def prune(self) -> None:
+        """Drop the entries of each namespace that are too old, or too many.
+
+        The newest entry that is due stays, so that a host at that position misses nothing.
+        """
+        async with self.database.reading() as connection:
+            heads = await list_heads(connection)
+        for namespace, last in heads.items():
+            while await self._prune_page(namespace, last):
+                pass
+
+    async def _prune_page(self, namespace: Namespace, last: int) -> bool:
+        """Drop up to a thousand entries. Return whether more may be due."""
+        oldest = self.clock() - KEPT_FOR
+        async with self.database.writing() as connection:
+            rows = await list_withdrawals(
+                connection, namespace, start=1, end=last, limit=_PRUNED_AT_ONCE + 1
+            )
+            due = 0
+            for row in rows:
+                if row.withdrawn_at >= oldest and row.number > last - MAX_KEPT:
+                    break
+                due += 1
+            if due > 1:
+                await prune_withdrawals(connection, namespace, before=rows[due - 1].number)
+        return due > _PRUNED_AT_ONCE
+
+
+def _entry(row: WithdrawalRow) -> Withdrawal:
+    return Withdrawal(
+        number=row.number,
+        key=f"{row.kind}/{row.device_type}/{row.fingerprint}",
+        digest=f"sha256:{row.sha256}",
+        cause=row.cause,
+        withdrawn_at=row.withdrawn_at,
+    )

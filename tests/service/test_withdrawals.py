@@ -1,0 +1,264 @@
+"""The list of withdrawals: what was withheld, deleted or replaced, numbered in each namespace."""
+
+import asyncio
+import contextlib
+
+import pytest
+import sqlalchemy as sa
+
+from graphstash_schema import LookupResponse, Namespace
+from graphstash_schema.names import LIST_START, ListPosition
+from graphstash_schema.withdrawals import WithdrawalCause, WithdrawalList, WithdrawalQuery
+from graphstash_server.db.queries.withdrawals import add_withdrawals
+from graphstash_server.db.tables import withdrawal_heads, withdrawals
+from graphstash_server.services.artifacts import withdrawals as service
+from support.services import ACTOR, OVERWRITE, key_of
+from support.statements import recorded
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+
+TEAM = Namespace("team")
+
+
+def read(api, after=LIST_START, **query):
+    answer = api.http.get(f"/v1/{api.namespace}/withdrawals", params={"after": after, **query})
+    assert answer.status_code == 200, answer.text
+    return WithdrawalList.model_validate_json(answer.content)
+
+
+def seen(page):
+    return [(each.number, each.key.rpartition("/")[2], each.cause) for each in page.withdrawals]
+
+
+def newest(api):
+    body = api.call("lookup", {"keys": [api.key(99)]}).content
+    return LookupResponse.model_validate_json(body).newest_withdrawal
+
+
+async def page_of(server, after=LIST_START, **query):
+    return await server.context.withdrawals.read(TEAM, WithdrawalQuery(after=after, **query))
+
+
+async def withdraw(server, *numbers):
+    for number in numbers:
+        await server.put(b"%d" % number, number)
+        await server.context.artifacts.delete(key_of(number), actor=ACTOR)
+
+
+def test_withheld_deleted_and_replaced_artifacts_are_listed_in_their_order(api):
+    assert newest(api) == read(api).newest == LIST_START
+    rules = {"mode": "overwrite"}
+    assert api.http.put(f"/v1/-/namespaces/{api.namespace}", json=rules).is_success
+    for number, blob in ((1, b"one"), (2, b"two"), (3, b"three")):
+        assert api.put(blob, number).is_success
+    assert read(api).withdrawals == ()
+
+    api.withhold(b"two", 2)
+    assert api.delete(1).is_success
+    assert api.put(b"other", 3).is_success
+    assert api.put(b"other", 3).is_success  # the same bytes replace nothing
+
+    page = read(api)
+    assert page.is_complete
+    assert seen(page) == [
+        (1, api.fingerprint(2), "withheld"),
+        (2, api.fingerprint(1), "deleted"),
+        (3, api.fingerprint(3), "replaced"),
+    ]
+    assert page.position == page.newest == newest(api)
+    assert seen(read(api, page.position)) == []
+    assert api.delete(3).is_success
+    assert seen(read(api, page.position)) == [(4, api.fingerprint(3), "deleted")]
+    first = read(api, limit=2)
+    assert [each.number for each in read(api, first.position, limit=1).withdrawals] == [3]
+
+
+def test_namespaces_count_apart(api, connect):
+    other = connect(api.http.base_url, f"{api.namespace}-other")
+    for each in (api, other, other):
+        each.put(b"blob", 1)
+        each.delete(1)
+    assert [read(each).newest.number for each in (api, other)] == [1, 2]
+
+
+def test_malformed_position_or_limit_is_refused(api, problem):
+    for query in (
+        *({"after": each} for each in ("x", "-1", "1", "01-" + "a" * 16, "9" * 19)),
+        *({"limit": each} for each in (0, 1001)),
+    ):
+        answer = api.http.get(f"/v1/{api.namespace}/withdrawals", params=query)
+        problem(answer, 400, "invalid_request")
+
+
+async def test_eviction_and_lost_blobs_are_no_withdrawals(opened):
+    async with opened() as server:
+        await server.put(b"blob", 1)
+        await server.put(b"lost", 2)
+        row = await server.context.artifacts.find(key_of(2))
+        await server.context.artifacts.heal(row)
+        while await server.evict_one():
+            pass
+        assert (await page_of(server)).newest == LIST_START
+
+
+async def test_position_that_the_list_lacks_is_reported(opened):
+    """Of a database that was restored from a backup, or of a host that was away for too long."""
+    async with opened() as server:
+        await withdraw(server, 1, 2, 3)
+        newest = (await page_of(server)).newest
+        other = "0" * 16 if not newest.endswith("0" * 16) else "1" * 16
+        for text in (f"3-{other}", f"2-{other}", newest.replace("3-", "4-", 1)):
+            page = await page_of(server, ListPosition(text))
+            assert not page.is_complete
+            assert page.withdrawals == ()
+            assert page.newest == newest
+
+
+async def test_restored_database_repeats_numbers_but_no_position(opened):
+    async with opened() as server:
+        await withdraw(server, 1, 2)
+        before = (await page_of(server, limit=1)).position
+        lost = (await page_of(server)).newest
+        async with server.context.database.writing() as connection:  # as a backup of then says
+            await connection.execute(sa.delete(withdrawals).where(withdrawals.c.number > 1))
+            await connection.execute(
+                sa.update(withdrawal_heads).values(number=1, mark=before.partition("-")[2])
+            )
+        await withdraw(server, 3, 4)
+        assert not (await page_of(server, lost)).is_complete
+        assert [each.number for each in (await page_of(server, before)).withdrawals] == [2, 3]
+
+
+async def test_old_entries_go_and_the_newest_of_them_stays_as_an_anchor(opened):
+    async with opened() as server:
+        await withdraw(server, 1, 2)
+        second = (await page_of(server)).newest
+        first = (await page_of(server, limit=1)).position
+        opened.clock.turn(service.KEPT_FOR.total_seconds() + 1)
+        await withdraw(server, 3)
+        await server.context.withdrawals.prune()
+
+        assert not (await page_of(server)).is_complete
+        assert not (await page_of(server, first)).is_complete
+        page = await page_of(server, second)
+        assert page.is_complete
+        assert [each.number for each in page.withdrawals] == [3]
+
+
+async def test_namespace_keeps_a_bounded_number_of_entries(opened, monkeypatch):
+    monkeypatch.setattr(service, "MAX_KEPT", 5)
+    monkeypatch.setattr(service, "_PRUNED_AT_ONCE", 3)
+    async with opened() as server:
+        await withdraw(server, *range(20))
+        await server.context.withdrawals.prune()
+        async with server.context.database.reading() as connection:
+            kept = (await connection.scalars(sa.select(withdrawals.c.number))).all()
+        assert sorted(kept) == [15, 16, 17, 18, 19, 20]  # the first one as an anchor
+
+
+async def test_number_is_visible_only_after_all_lower_ones(opened):
+    """Two servers withdraw at the same time, and the first one commits last."""
+    async with opened() as one, opened() as other:
+        number_is_taken, may_commit = asyncio.Event(), asyncio.Event()
+
+        async def slow():
+            async with one.context.database.writing() as connection:
+                await add_withdrawals(
+                    connection,
+                    [(key_of(1), (await stored(one, 1)).digest)],
+                    cause=WithdrawalCause.DELETED,
+                    now=opened.clock(),
+                )
+                number_is_taken.set()
+                await may_commit.wait()
+
+        async def stored(server, number):
+            return await server.context.artifacts.find(key_of(number))
+
+        for number in (1, 2):
+            await one.put(b"%d" % number, number)
+        first = asyncio.create_task(slow())
+        await number_is_taken.wait()
+        second = asyncio.create_task(other.context.artifacts.delete(key_of(2), actor=ACTOR))
+        async with other.context.database.reading() as connection:
+            while other.context.database.is_postgresql:  # until it waits for the lock
+                found = await connection.scalar(
+                    sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+                )
+                if found:
+                    break
+        assert (await page_of(other)).newest == LIST_START
+        may_commit.set()
+        await asyncio.gather(first, second)
+        page = await page_of(other)
+        assert [(each.number, each.key) for each in page.withdrawals] == [
+            (1, str(key_of(1).key)),
+            (2, str(key_of(2).key)),
+        ]
+
+
+async def test_concurrent_withdrawals_of_all_kinds_are_numbered_without_gaps(opened):
+    async with opened() as one, opened() as other:
+        for number in range(24):
+            await one.put(b"old %d" % number, number)
+        work = [
+            server.context.artifacts.delete(key_of(number), actor=ACTOR)
+            if number % 2
+            else server.put(b"new %d" % number, number, policy=OVERWRITE)
+            for number, server in enumerate([one, other] * 12)
+        ]
+        highest, is_done = 0, False
+
+        async def watch():
+            nonlocal highest
+            while not is_done:
+                page = await page_of(one)
+                numbers = [each.number for each in page.withdrawals]
+                assert numbers == list(range(1, page.newest.number + 1))
+                highest = max(highest, page.newest.number)
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        await asyncio.gather(*work)
+        is_done = True
+        await watching
+        page = await page_of(other)
+        assert [each.number for each in page.withdrawals] == list(range(1, 25))
+        assert highest <= 24
+
+
+async def test_failed_transaction_withdraws_nothing(opened):
+    async with opened() as server:
+        await server.put(b"1", 1)
+        row = await server.context.artifacts.find(key_of(1))
+        with contextlib.suppress(LookupError):
+            async with server.context.database.writing() as connection:
+                await add_withdrawals(
+                    connection,
+                    [(row.key, row.digest)],
+                    cause=WithdrawalCause.DELETED,
+                    now=opened.clock(),
+                )
+                raise LookupError
+        assert (await page_of(server)).newest == LIST_START
+        await withdraw(server, 1)
+        assert (await page_of(server)).newest.number == 1
+
+
+async def test_look_up_and_empty_page_take_one_statement(opened):
+    async with opened() as server:
+        await withdraw(server, 1, 2)
+        await server.put(b"blob", 3)
+        keys = [key_of(number) for number in range(1, 4)]
+        await server.context.artifacts.lookup(TEAM, keys, caller="")  # protects what it finds
+        with recorded() as statements:
+            found = await server.context.artifacts.lookup(TEAM, keys, caller="")
+        assert len(statements) == 1
+        assert found.newest_withdrawal.number == 2
+        assert list(found.artifacts) == [key_of(3)]
+        with recorded() as statements:
+            await page_of(server, found.newest_withdrawal)
+        assert len(statements) == 1
+        with recorded() as statements:
+            await page_of(server)
+        assert len(statements) == 2
