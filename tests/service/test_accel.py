@@ -61,7 +61,7 @@ def reads(live_server, nginx):
 
 
 @pytest.mark.parametrize("case", GETS)
-def test_reading_through_nginx_is_reading(reads, case):
+def test_get_through_nginx_equals_direct_get(reads, case):
     headers, status = GETS[case]
     direct, behind = (each.http.get(each.path(), headers=headers) for each in reads)
 
@@ -70,7 +70,7 @@ def test_reading_through_nginx_is_reading(reads, case):
 
 
 @pytest.mark.parametrize("case", ["whole", "middle", "unsatisfiable", "not modified"])
-def test_head_through_nginx_is_head(reads, case):
+def test_head_through_nginx_equals_direct_head(reads, case):
     direct, behind = (each.http.head(each.path(), headers=GETS[case][0]) for each in reads)
 
     for answer in (direct, behind):
@@ -89,7 +89,7 @@ def test_nginx_sends_the_bytes_and_the_server_does_not(reads, nginx):
         assert "x-accel-redirect" not in answer.headers
 
 
-def test_every_size_and_the_largest_metadata_come_back(api, through):
+def test_blobs_of_every_size_and_largest_metadata_are_served(api, through):
     for number, blob in enumerate([b"", b"x", b"z" * (8 * 1024**2 + 1)]):
         assert through.put(blob, number).status_code == 201
         assert seen(through.get(number)) == seen(api.get(number))
@@ -103,7 +103,7 @@ def test_every_size_and_the_largest_metadata_come_back(api, through):
     assert api.get(9).headers["graphstash-metadata"] == metadata
 
 
-def test_what_nginx_serves_is_counted_as_if_the_server_had(api, through, eventually):
+def test_blobs_sent_by_nginx_are_counted_as_hits(api, through, eventually):
     api.put(BLOB, seconds=12.5)
     assert through.get().status_code == 200
     assert through.get(Range="bytes=0-9").status_code == 206
@@ -139,9 +139,7 @@ def test_a_file_that_nginx_cannot_find_is_sent_by_the_server(live_server, api, c
         assert seen(through.get(7)) == seen(api.get(7))
 
 
-def test_where_nginx_reads_no_blobs_a_client_cannot_make_the_server_think_so(
-    live_server, api, connect, tmp_path
-):
+def test_client_cannot_claim_that_nginx_reads_blobs(live_server, api, connect, tmp_path):
     api.put(BLOB)
     with in_front_of(live_server, tmp_path / "nginx", GRAPHSTASH_ACCEL="") as plain:
         answer = connect(plain.url, str(api.namespace)).get(Graphstash_Accel="1")
@@ -150,7 +148,7 @@ def test_where_nginx_reads_no_blobs_a_client_cannot_make_the_server_think_so(
         assert not plain.has_sent(answer.headers["x-request-id"])
 
 
-def test_a_client_cannot_ask_for_a_path_of_nginx(api, through, problem):
+def test_client_cannot_request_internal_path_of_nginx(api, through, problem):
     api.put(BLOB)
     sha256 = Digest.of(BLOB).sha256
 

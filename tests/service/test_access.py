@@ -190,7 +190,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_body_that_comes_in_slowly_does_not_outlive_its_token(guarded, admin, name):
+def test_slow_upload_is_refused_after_its_token_expires(guarded, admin, name):
     path, body = BODIES[name](admin)
     method = "POST" if name == "token" else "PUT"
     token = guarded.token("admin:*")
@@ -213,9 +213,7 @@ def test_a_body_that_comes_in_slowly_does_not_outlive_its_token(guarded, admin, 
         ({"mode": "overwrite"}, {}, 503),
     ],
 )
-def test_a_body_that_comes_in_slowly_does_not_outlive_the_rules(
-    guarded, admin, before, after, status
-):
+def test_slow_upload_is_refused_after_policy_change(guarded, admin, before, after, status):
     guarded.set_policy(admin.namespace, **before)
     path, token = admin.path(), guarded.token("write:*")
     with half_sent(guarded, "PUT", path, token, body=BLOB, **digest_header(BLOB)) as finish:
@@ -294,14 +292,14 @@ def test_a_pattern_does_not_match_similar_names(guarded, namespace, name, status
     assert api.put(BLOB).status_code == status
 
 
-def test_a_stranger_gets_the_answer_that_a_reader_gets_for_an_absent_artifact(guarded, namespace):
+def test_unauthorized_caller_gets_answer_of_absent_artifact(guarded, namespace):
     reader, stranger = (guarded.api(namespace, f"read:{n}") for n in (namespace, "elsewhere"))
 
     for name in ("get", "head", "get manifest"):
         assert plain(READS[name](stranger)) == plain(READS[name](reader))
 
 
-def test_a_stranger_changes_nothing(guarded, admin, stored):
+def test_unauthorized_caller_changes_nothing(guarded, admin, stored):
     stranger = guarded.api(stored, "admin:elsewhere")
     before = admin.stats()
 
@@ -420,7 +418,7 @@ async def is_let_in(access, token):
         return False
 
 
-async def test_a_known_token_needs_no_statement_until_it_is_too_old(services, clock, statements):
+async def test_cached_token_needs_no_statement_until_it_is_stale(services, clock, statements):
     access, tokens = services
     token = (await new_token(tokens)).token
     statements.clear()

@@ -47,7 +47,7 @@ def counted_probes():
 
 
 @pytest.mark.anyio
-async def test_everybody_who_asks_at_once_shares_one_probe(opened):
+async def test_concurrent_readiness_requests_share_one_probe(opened):
     """It writes to the store, and needs no token."""
     async with opened() as server:
         probes, new_probe = counted_probes()
@@ -60,7 +60,7 @@ async def test_everybody_who_asks_at_once_shares_one_probe(opened):
 
 
 @pytest.mark.anyio
-async def test_a_disk_that_hangs_is_said_to_and_probed_once(opened, tmp_path, monkeypatch):
+async def test_hanging_disk_is_reported_and_probed_once(opened, tmp_path, monkeypatch):
     hangs, goes_on, fsync = threading.Event(), threading.Event(), os.fsync
     probes, new_probe = counted_probes()
 
@@ -115,7 +115,7 @@ def test_a_server_without_its_store_or_database_is_alive_and_not_ready(tmp_path,
         problem(api.http.get("/readyz"), 503, "unavailable", "database failed", "blob store ok")
 
 
-def test_every_answer_carries_the_protocol_and_a_request_id_which_may_be_the_callers(api):
+def test_every_answer_has_protocol_and_request_id_of_caller_if_given(api):
     ids = []
     for path in ("/healthz", "/v1/stats", "/nothing", api.path()):
         answer = api.http.get(path)
@@ -160,9 +160,7 @@ def test_headers_without_end_are_refused(api, problem):
     assert problem(answer, 431, "headers_too_large", "65536")["limit"] == 65536
 
 
-def test_a_store_that_fails_in_a_way_that_nobody_foresaw_shows_no_details(
-    tmp_path, monkeypatch, connect, problem, caplog
-):
+def test_unexpected_store_error_shows_no_details(tmp_path, monkeypatch, connect, problem, caplog):
     store = MemoryBlobStore()
     app = functools.partial(create_app, blob_store=store)
     monkeypatch.setattr("graphstash_server.serving.server.create_app", app)
@@ -203,7 +201,7 @@ def test_all_references_of_the_description_resolve(api):
             found = found[step]
 
 
-def test_settings_fields_all_say_what_they_are():
+def test_every_setting_has_a_docstring():
     settings = load_settings()
 
     for name, field in type(settings).model_fields.items():

@@ -12,7 +12,7 @@ BLOB = b"an executable" * 1000
 ETAG = Digest.of(BLOB).etag
 
 
-def test_a_stored_artifact_comes_back_with_what_a_client_needs_to_check_it(api):
+def test_stored_artifact_is_served_with_headers_to_verify_it(api):
     stored = api.put(BLOB, seconds=12.5)
     fetched = api.get()
 
@@ -38,7 +38,7 @@ def test_a_stored_artifact_comes_back_with_what_a_client_needs_to_check_it(api):
         assert head.headers[name] == headers[name]
 
 
-def test_metadata_comes_back_as_it_was_sent_with_fields_unknown_here(api):
+def test_metadata_is_served_unchanged_with_unknown_fields(api):
     sent = "eyJjb21waWxlX3NlY29uZHMiOjEsInJhd19zaXplX2J5dGVzIjoyLCJuZXciOjN9"
     api.put(BLOB, 1, Graphstash_Metadata=sent)
     api.put(BLOB, 2)
@@ -47,7 +47,7 @@ def test_metadata_comes_back_as_it_was_sent_with_fields_unknown_here(api):
     assert "graphstash-metadata" not in api.get(2).headers
 
 
-def test_an_absent_artifact_is_not_found_and_no_cache_keeps_that(api, problem):
+def test_absent_artifact_is_404_that_caches_do_not_store(api, problem):
     problem(api.get(), 404, "not_found", api.namespace)
     problem(api.delete(), 404, "not_found")
     head = api.head()
@@ -55,7 +55,7 @@ def test_an_absent_artifact_is_not_found_and_no_cache_keeps_that(api, problem):
     assert head.headers["cache-control"] == "no-store"
 
 
-def test_head_tells_how_often_it_was_served(api, eventually):
+def test_head_reports_number_of_hits(api, eventually):
     api.put(BLOB)
     for _ in range(3):
         api.get()
@@ -103,7 +103,7 @@ def test_equal_blobs_are_kept_once_until_the_last_artifact_is_deleted(api, files
     assert api.get(2).content == b"another"
 
 
-def test_namespaces_do_not_see_each_other(api, connect):
+def test_namespaces_are_isolated(api, connect):
     api.put(BLOB)
 
     other = connect(api.url, f"{api.namespace}-other")
@@ -112,7 +112,7 @@ def test_namespaces_do_not_see_each_other(api, connect):
     assert other.put(b"other bytes").status_code == 201
 
 
-def test_if_none_match_of_the_etag_saves_the_bytes(api):
+def test_if_none_match_of_current_etag_returns_304(api):
     api.put(BLOB)
     for listed in (ETAG, f"W/{ETAG}", f'"a" , W/{ETAG}', "*"):
         answer = api.get(If_None_Match=listed)
@@ -146,7 +146,7 @@ def test_hits_misses_and_saved_seconds_are_counted(api, eventually):
     eventually(counted)
 
 
-def test_a_miss_in_a_namespace_that_nothing_was_stored_in_leaves_no_trace(api, connect, eventually):
+def test_miss_in_empty_namespace_leaves_no_trace(api, connect, eventually):
     made_up = connect(api.url, f"{api.namespace}-made-up")
     api.put(BLOB)
 
@@ -158,7 +158,7 @@ def test_a_miss_in_a_namespace_that_nothing_was_stored_in_leaves_no_trace(api, c
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
-def test_a_path_segment_out_of_form_is_named(api, problem, method):
+def test_malformed_path_segment_is_named(api, problem, method):
     good = "/v1/team/artifacts/jax/cpu/" + "a" * 64
     for part, given, code in (
         ("team", "Team", "invalid_namespace"),

@@ -77,7 +77,7 @@ async def test_only_old_entries_are_pruned(database_url, monkeypatch):
         assert numbers(await service.read(limit=100)) == [7, 6, 5]
 
 
-async def test_a_server_prunes_by_itself_what_is_older_than_its_setting(tmp_path, database_url):
+async def test_server_prunes_entries_older_than_its_setting(tmp_path, database_url):
     settings = load_settings(data_dir=tmp_path, database_url=database_url, audit_days=2)
     written = records(3, at=system_clock() - timedelta(days=2, seconds=90))
     async with open_services(settings, blob_store=None, clock=system_clock) as context:
@@ -96,7 +96,7 @@ async def test_a_change_that_fails_leaves_no_entry(database_url):
         assert (await service.read(limit=10)).entries == ()
 
 
-def test_an_actor_has_a_name_that_fits(monkeypatch):
+def test_actor_name_is_cut_or_unknown(monkeypatch):
     monkeypatch.setattr("getpass.getuser", lambda: "x" * 500)
     assert len(Actor.local().name) == MAX_ACTOR_CHARACTERS
 
@@ -107,7 +107,7 @@ def test_an_actor_has_a_name_that_fits(monkeypatch):
     assert Actor.local().name == "local:unknown"
 
 
-def test_a_write_is_logged_with_who_did_it_and_the_id_of_the_request(guarded, connect, namespace):
+def test_write_is_logged_with_actor_and_request_id(guarded, connect, namespace):
     token = guarded.token(f"admin:{namespace}", description="job 7")
     job = connect(guarded.url, namespace, token)
     assert job.put(b"x", X_Request_Id="my-request").status_code == 201
@@ -128,7 +128,7 @@ def test_a_write_is_logged_with_who_did_it_and_the_id_of_the_request(guarded, co
     assert put["subject"] == "/".join(job.key().values())
 
 
-def test_a_query_out_of_form_is_refused(guarded, problem):
+def test_malformed_query_is_refused(guarded, problem):
     admin = guarded.http(guarded.admin)
     last = 2**63 - 1
     assert admin.get(f"/v1/-/audit?limit=1000&before={last}").json()["entries"]
@@ -142,7 +142,7 @@ def test_a_query_out_of_form_is_refused(guarded, problem):
         problem(admin.get(f"/v1/-/audit?{query}"), 400, code)
 
 
-def test_the_command_shows_the_log_over_all_its_pages(guarded, namespace, monkeypatch):
+def test_command_prints_all_pages_of_the_log(guarded, namespace, monkeypatch):
     for _ in range(3):
         guarded.set_policy(namespace, trusted=True)
     monkeypatch.setattr("graphstash_server.commands.audit._PAGE", 2)

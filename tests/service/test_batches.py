@@ -204,7 +204,7 @@ class HeldSyncs:
             raise OSError("the disk is gone")
 
 
-def test_threads_that_come_during_an_fsync_share_the_next_one(monkeypatch, tmp_path):
+def test_threads_that_arrive_during_an_fsync_share_the_next(monkeypatch, tmp_path):
     held, syncs = HeldSyncs(monkeypatch), DirectorySyncs()
     with ThreadPoolExecutor(6) as pool, held:
         first = pool.submit(syncs.sync, tmp_path)
@@ -219,9 +219,7 @@ def test_threads_that_come_during_an_fsync_share_the_next_one(monkeypatch, tmp_p
     assert held.began == [tmp_path, tmp_path / "elsewhere", tmp_path]
 
 
-def test_an_fsync_that_fails_fails_for_all_who_wait_for_it_and_for_nobody_else(
-    monkeypatch, tmp_path
-):
+def test_failed_fsync_fails_exactly_the_uploads_that_wait_for_it(monkeypatch, tmp_path):
     held, syncs = HeldSyncs(monkeypatch), DirectorySyncs()
     held.fails = True
     with ThreadPoolExecutor(4) as pool, held:
@@ -242,9 +240,7 @@ def blobs_of_one_directory():
     return (blob for blob in blobs if Digest.of(blob).sha256.startswith("00"))
 
 
-async def test_no_upload_ends_before_an_fsync_that_began_after_it_had_its_name(
-    monkeypatch, tmp_path
-):
+async def test_upload_ends_after_fsync_that_began_after_its_rename(monkeypatch, tmp_path):
     seen = []
     sync = storage_upload.sync_directory
 
@@ -265,9 +261,7 @@ async def test_no_upload_ends_before_an_fsync_that_began_after_it_had_its_name(
     await store.close()
 
 
-async def test_the_first_upload_into_a_directory_that_was_there_syncs_its_entry(
-    monkeypatch, tmp_path
-):
+async def test_first_upload_into_existing_directory_syncs_directory_entry(monkeypatch, tmp_path):
     """Who made it may have died before it was durable."""
     synced = []
     sync = storage_upload.sync_directory
@@ -295,7 +289,7 @@ async def test_the_first_upload_into_a_directory_that_was_there_syncs_its_entry(
     await store.close()
 
 
-async def test_a_disk_with_ample_room_is_not_asked_for_every_upload(monkeypatch, tmp_path):
+async def test_free_space_of_roomy_disk_is_not_read_for_every_upload(monkeypatch, tmp_path):
     asked, now, room = [], [100.0], [2**40]
 
     def statvfs(path):

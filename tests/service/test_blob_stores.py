@@ -125,7 +125,7 @@ async def put(store, blob):
     return await store.put(Digest.of(blob), as_chunks(blob))
 
 
-async def test_a_blob_lies_under_its_digest_and_putting_again_repairs_it(disk, tmp_path):
+async def test_blob_is_stored_under_its_digest_and_second_put_repairs_it(disk, tmp_path):
     await put(disk, b"abc")
     sha256 = Digest.of(b"abc").sha256
     path = tmp_path / "blobs" / "sha256" / sha256[:2] / sha256
@@ -151,7 +151,7 @@ async def test_head_room_is_kept_free(tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_reserved_bytes_are_not_promised_twice_and_are_given_back(tmp_path):
+def test_reserved_bytes_are_promised_once_and_released(tmp_path):
     disk = os.statvfs(tmp_path)
     two_thirds = disk.f_bavail * disk.f_frsize * 2 // 3
     space = SpaceGuard(tmp_path, min_free_bytes=0)
@@ -163,7 +163,7 @@ def test_reserved_bytes_are_not_promised_twice_and_are_given_back(tmp_path):
     space.reserve(two_thirds)
 
 
-async def test_a_new_store_removes_what_a_crash_left_and_no_live_upload(tmp_path):
+async def test_opening_store_removes_crash_leftovers_and_keeps_live_uploads(tmp_path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     (temporary / "abandoned").write_bytes(b"half")
@@ -177,7 +177,7 @@ async def test_a_new_store_removes_what_a_crash_left_and_no_live_upload(tmp_path
 
 
 @pytest.mark.parametrize("call", ["open", "stat", "list"])
-async def test_a_store_that_vanished_is_unavailable_and_not_empty(disk, tmp_path, call):
+async def test_vanished_store_is_unavailable_instead_of_empty(disk, tmp_path, call):
     await put(disk, b"abc")
     (tmp_path / "blobs").rename(tmp_path / "elsewhere")
 

@@ -68,7 +68,7 @@ def lines(output):
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-def test_a_dry_run_prints_what_would_go_and_changes_nothing(api, monkeypatch, files_in):
+def test_dry_run_prints_evictions_and_changes_nothing(api, monkeypatch, files_in):
     put(api, 5)
     assert "0 artifacts evicted" in run(gc)
     assert "0 problems found" in run(fsck, "--deep")

@@ -30,7 +30,7 @@ main()
 """
 
 
-def test_a_kill_under_load_keeps_what_was_acknowledged_and_nothing_of_the_rest(
+def test_kill_under_load_keeps_acknowledged_artifacts_only(
     start, connect, stored_files, eventually, writers
 ):
     server = start()
@@ -72,7 +72,7 @@ def is_compared(database):
     return ("compare rows and blobs",) in claimed
 
 
-def test_a_kill_between_rename_and_commit_leaves_a_blob_to_the_next_server_that_is_alone(
+def test_orphan_of_kill_before_commit_is_removed_by_next_sole_server(
     start, connect, stored_files, eventually
 ):
     """While another server runs, the blob may belong to an upload that is about to commit."""

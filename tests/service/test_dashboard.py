@@ -175,7 +175,7 @@ def test_every_page_is_accessible_fits_and_loads_nothing_from_elsewhere(
 
 
 @pytest.mark.extended
-def test_an_empty_server_is_accessible_too(tmp_path, tab):
+def test_pages_of_empty_server_are_accessible(tmp_path, tab):
     with Guarded(tmp_path) as server:
         visit = tab(server)
         visit.sign_in(server.admin)
@@ -184,7 +184,7 @@ def test_an_empty_server_is_accessible_too(tmp_path, tab):
         assert visit.complaints == [each for each in visit.complaints if "[DOM]" in each]
 
 
-def test_a_browser_shows_what_strangers_said_as_text(server, tab, paths):
+def test_browser_shows_text_of_callers_without_running_it(server, tab, paths):
     visit = tab()
     visit.sign_in(server.reader)
     for name in ("overview", "artifact of a stranger", "run of a stranger"):
@@ -195,7 +195,7 @@ def test_a_browser_shows_what_strangers_said_as_text(server, tab, paths):
         assert visit.page.locator("main img").count() == 0
 
 
-def test_everything_can_be_read_without_scripts(server, tab, paths, is_extended):
+def test_pages_are_complete_without_scripts(server, tab, paths, is_extended):
     visit = tab(java_script_enabled=False)
     visit.sign_in(server.reader)
     for name in paths if is_extended else ("artifact", "job", "run", "search that finds"):
@@ -206,7 +206,7 @@ def test_everything_can_be_read_without_scripts(server, tab, paths, is_extended)
     assert "Hit rate" in visit.text
 
 
-def test_the_keyboard_alone_signs_in_and_finds_why_a_job_compiled(server, tab):
+def test_keyboard_alone_signs_in_and_reaches_causes_of_compilations(server, tab):
     visit = tab()
     visit.open("/sign-in")
     keyboard = visit.page.keyboard
@@ -259,7 +259,7 @@ def test_the_browser_keeps_the_cookie_from_scripts_and_other_sites(server, tab):
     assert visit.page.inner_text("h1") == f"Job {JOB}"
 
 
-def test_a_form_of_another_site_signs_nobody_in_or_out(server, tab):
+def test_form_of_another_site_changes_no_session(server, tab):
     visit = tab()
     visit.sign_in(server.reader)
     with Listener() as site:

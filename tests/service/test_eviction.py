@@ -116,7 +116,7 @@ def opened(opened):
     return make
 
 
-def test_the_rank_orders_as_the_value_does_at_any_time():
+def test_rank_orders_artifacts_by_value_at_any_time():
     """The definition, against the formula that is stored."""
     randomness = random.Random(7)
     artifacts = [
@@ -142,7 +142,7 @@ def test_the_rank_orders_as_the_value_does_at_any_time():
         assert by_value == sorted(artifacts, key=rank)
 
 
-async def test_what_costs_little_to_compile_again_goes_first(opened):
+async def test_cheapest_artifact_to_recompile_is_evicted_first(opened):
     async with opened(soft_limit_bytes=50_000) as store:
         await store.fill(10)
         assert await store.evict() == 6  # down to 95 % of 50,000
@@ -154,7 +154,7 @@ async def test_what_costs_little_to_compile_again_goes_first(opened):
         assert logged == evicted(range(6), "over the soft limit", by=Actor.server())
 
 
-async def test_what_was_used_lately_outlives_the_better_and_the_smaller_the_larger(opened):
+async def test_recently_used_and_smaller_artifacts_are_evicted_later(opened):
     async with opened(soft_limit_bytes=15_000) as store:
         await store.add(0, seconds=1.0)
         await store.add(1, seconds=1.9)
@@ -181,7 +181,7 @@ async def test_pinned_artifacts_stay_until_their_pin_ends(opened):
         assert await store.kept(3) == [1]
 
 
-async def test_what_was_looked_up_goes_last(opened):
+async def test_looked_up_artifact_is_evicted_last(opened):
     async with opened(store_limit_bytes=30_000, soft_limit_bytes=30_000) as store:
         await store.fill(3)
         await store.look_up(0)
@@ -255,7 +255,7 @@ async def test_a_namespace_makes_its_own_room_for_uploads_and_manifests(opened):
         assert await store.evictions() == evicted((0, 1), "over the namespace's limit")
 
 
-async def test_equal_blobs_go_with_their_last_artifact(opened):
+async def test_shared_blob_is_deleted_with_its_last_artifact(opened):
     async with opened(soft_limit_bytes=25_000) as store:
         blob = b"the same".ljust(10_000)
         for number in range(2):
@@ -281,7 +281,7 @@ async def test_artifacts_unused_for_retain_days_are_deleted(opened):
         assert logged == sorted(evicted((0, 2, 3), "retention", by=Actor.server()))
 
 
-async def test_gc_is_named_with_what_it_evicted(opened):
+async def test_audit_log_names_gc_and_evicted_artifacts(opened):
     async with opened() as store:
         await store.add(0)
         store.clock.turn(60)
@@ -362,7 +362,7 @@ async def test_eviction_continues_after_a_kill_at_any_point(opened, monkeypatch,
         assert await other.kept(5) == [4]
 
 
-async def test_a_claim_keeps_other_servers_off(opened):
+async def test_claimed_blob_is_left_to_its_server(opened):
     async with opened(soft_limit_bytes=10_000) as one, opened(soft_limit_bytes=10_000) as two:
         await one.add(0)
         await one.add(1)
@@ -375,7 +375,7 @@ async def test_a_claim_keeps_other_servers_off(opened):
         assert await under_way + await others == len([0, 1])
 
 
-async def test_an_upload_takes_the_mark_off_its_blob_which_goes_when_the_upload_fails(opened):
+async def test_upload_unmarks_its_blob_which_is_deleted_if_the_upload_fails(opened):
     async def broken():
         yield b"only the beginning"
         raise ConnectionResetError
@@ -396,7 +396,7 @@ async def test_an_upload_takes_the_mark_off_its_blob_which_goes_when_the_upload_
         assert await store.has(0)
 
 
-async def test_an_upload_waits_for_a_deletion_of_its_blob_that_is_under_way(opened):
+async def test_upload_waits_for_running_deletion_of_its_blob(opened):
     async with opened(soft_limit_bytes=1) as one, opened() as two:
         await one.add(0)
         await one.evict()
@@ -409,7 +409,7 @@ async def test_an_upload_waits_for_a_deletion_of_its_blob_that_is_under_way(open
         assert await two.has(0)
 
 
-async def test_a_blob_that_another_server_deletes_in_mid_upload_is_never_acknowledged(opened):
+async def test_blob_deleted_during_upload_is_not_acknowledged(opened):
     async with opened() as store:
         put = store.blobs.put
 
@@ -471,7 +471,7 @@ async def test_concurrent_uploads_of_one_server_stay_below_the_limits(opened):
         assert sum(map(len, store.blobs.blobs.values())) <= 200_000
 
 
-async def test_what_a_dead_server_was_deleting_refuses_no_upload(opened):
+async def test_deletion_of_dead_server_blocks_no_upload(opened):
     async with opened(store_limit_bytes=40_000) as store:
         await store.fill(4)
         delete = store.blobs.delete
@@ -488,7 +488,7 @@ async def test_what_a_dead_server_was_deleting_refuses_no_upload(opened):
 
 
 @pytest.mark.parametrize("lost", ["cancelled", "disconnected"])
-async def test_a_deletion_that_outlives_its_transaction_takes_no_acknowledged_blob(
+async def test_deletion_that_outlives_its_transaction_spares_acknowledged_blobs(
     opened, request, lost, database_url
 ):
     """A request to S3 goes on when whoever made it is gone."""
@@ -530,7 +530,7 @@ async def test_a_deletion_that_outlives_its_transaction_takes_no_acknowledged_bl
         assert await two.has(0) == acknowledged
 
 
-async def test_a_server_that_was_frozen_since_its_claim_deletes_nothing(opened, monkeypatch):
+async def test_server_frozen_since_its_claim_deletes_nothing(opened, monkeypatch):
     """Somebody else may have stored the blob since."""
     async with opened(soft_limit_bytes=1) as one, opened() as two:
         await one.add(0)
@@ -560,7 +560,7 @@ async def test_large_lookups_in_any_order_do_not_wait_for_each_other(opened):
             store.clock.turn(HOUR)
 
 
-async def test_a_read_that_breaks_off_condemns_no_artifact(opened):
+async def test_interrupted_read_drops_no_artifact(opened):
     async with opened() as store:
         await store.add(0)
         open_whole = store.blobs.open
@@ -593,7 +593,7 @@ async def test_a_database_beside_an_empty_store_is_not_served(opened):
             await store.context.reconciler.check_store_not_empty()
 
 
-async def test_a_claim_that_ended_before_its_turn_came_is_not_used(opened):
+async def test_claim_that_expired_in_the_queue_is_not_used(opened):
     """A page is claimed at once, and the store is slow: the last one's claim has ended by then."""
     async with opened(soft_limit_bytes=1) as one, opened() as two:
         await one.add(0)
@@ -644,7 +644,7 @@ async def test_an_announcement_evicts_nothing(opened, is_limited):
         assert await store.kept(10) == [9]
 
 
-async def test_what_a_server_of_the_release_before_did_not_count_is_counted(opened):
+async def test_uncounted_artifacts_of_previous_release_are_counted(opened):
     async with opened() as store:
         await store.add(0, 10)
         async with store.context.database.writing() as connection:

@@ -170,7 +170,7 @@ def test_a_token_can_have_fewer_rights_than_its_jwt(exchange, guarded, github):
         assert access["grants"] == wanted
 
 
-def test_an_exchange_out_of_form_is_refused(exchange, github, problem):
+def test_malformed_exchange_is_refused(exchange, github, problem):
     for changed, code, names in (
         ({"lifetime_seconds": 3 * 3600 + 1}, "invalid_request", "10800"),
         ({"lifetime_seconds": 59}, "invalid_request", "60"),
@@ -214,7 +214,7 @@ def test_a_revoked_token_is_refused_by_every_server_within_two_seconds(
         assert there.get("/v1/-/access").status_code == 401
 
 
-def test_a_jwt_stays_good_until_half_a_minute_after_its_end(guarded, clock, github):
+def test_jwt_is_accepted_until_half_a_minute_after_its_expiry(guarded, clock, github):
     """Nobody can revoke it: what the documentation says."""
     job = guarded.http(github.token("first", exp=int(time.time()) + 300))
     clock.turn(300 + 28)
@@ -223,7 +223,7 @@ def test_a_jwt_stays_good_until_half_a_minute_after_its_end(guarded, clock, gith
     assert job.get("/v1/-/access").status_code == 401
 
 
-def test_tokens_of_a_provider_end_when_the_server_trusts_it_no_more(
+def test_tokens_of_a_provider_end_when_the_server_stops_trusting_it(
     exchange, guarded, github, cluster, settings
 ):
     issued = [exchange(each.token("first")).json()["token"] for each in (github, cluster)]
@@ -235,7 +235,7 @@ def test_tokens_of_a_provider_end_when_the_server_trusts_it_no_more(
     assert [*answers, own] == [200, 401, 200]
 
 
-def test_one_subject_has_a_limit_of_tokens(
+def test_tokens_of_a_subject_are_limited(
     exchange, guarded, github, problem, clock, monkeypatch, subject
 ):
     monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_OF_ONE", 2)
@@ -275,7 +275,7 @@ def test_all_subjects_together_leave_room_for_administrators(
 
 
 @pytest.mark.anyio
-async def test_tokens_of_jobs_are_forgotten_an_hour_after_their_end(opened):
+async def test_tokens_of_jobs_are_deleted_an_hour_after_their_expiry(opened):
     job = Principal(AccessKind.OIDC, "oidc:job", (Grant.parse("read:ci"),), None, "https://ci")
     async with opened() as server:
         tokens = server.context.tokens

@@ -53,7 +53,7 @@ def differences(answer):
     ]
 
 
-def test_the_one_part_that_differs_is_found(api):
+def test_single_differing_part_is_found(api):
     api.put(b"executable", 1)
     assert describe(api, description(api, 1)).status_code == 204
 
@@ -81,7 +81,7 @@ def test_the_same_program_is_nearer_than_the_same_name_and_fewer_differences_are
     assert [each["key"] for each in relatives] == [api.key(3), api.key(2), api.key(1)]
 
 
-def test_a_new_program_has_no_relative_and_the_undescribed_are_counted(api):
+def test_new_program_has_no_relative_and_undescribed_artifacts_are_counted(api):
     api.put(b"of an earlier release", 1)
     answer = explain(api, description(api, 2))
     known = answer.json()
@@ -89,7 +89,7 @@ def test_a_new_program_has_no_relative_and_the_undescribed_are_counted(api):
     assert known == {"relatives": [], "undescribed": 1}
 
 
-def test_what_was_said_first_stays_and_what_is_absent_is_not_described(api):
+def test_first_description_stays_and_absent_artifact_gets_none(api):
     api.put(b"executable", 1)
     describe(api, description(api, 1, jax="0.10.2"), description(api, 5))
     describe(api, description(api, 1, jax="forged"))
@@ -98,7 +98,7 @@ def test_what_was_said_first_stays_and_what_is_absent_is_not_described(api):
     assert len(answer.json()["relatives"]) == 1
 
 
-def test_a_description_goes_with_its_artifact(api):
+def test_description_is_deleted_with_its_artifact(api):
     api.put(b"executable", 1)
     describe(api, description(api, 1))
     assert api.http.delete(api.path(1)).status_code == 204
@@ -108,7 +108,7 @@ def test_a_description_goes_with_its_artifact(api):
     assert differences(explain(api, description(api, 2))) == [("jax", "0.10.2", "0.12")]
 
 
-def test_who_may_not_read_a_namespace_learns_nothing_of_it(guarded, namespace):
+def test_caller_without_read_right_gets_no_explanation(guarded, namespace):
     team, other = f"{namespace}-team", f"{namespace}-hidden"
     writers = [guarded.api(where, f"write:{team}", f"write:{other}") for where in (team, other)]
     reader = guarded.api(team, f"read:{team}")
@@ -127,7 +127,7 @@ def test_who_may_not_read_a_namespace_learns_nothing_of_it(guarded, namespace):
 
 
 @pytest.mark.parametrize(("most", "is_partial"), [(1, True), (10**6, False)])
-def test_an_explanation_says_whether_it_has_looked_everywhere(
+def test_explanation_reports_whether_search_was_complete(
     api, connect, monkeypatch, most, is_partial
 ):
     monkeypatch.setattr("graphstash_server.api.explanations.MAX_NAMESPACES", most)
@@ -136,14 +136,14 @@ def test_an_explanation_says_whether_it_has_looked_everywhere(
     assert explain(api, description(api, 2)).json()["is_partial"] is is_partial
 
 
-def test_a_withheld_artifact_is_nobodys_relative(api):
+def test_withheld_artifact_is_no_relative(api):
     api.put(b"no envelope", 1)
     describe(api, description(api, 1))
     api.withhold(b"no envelope", 1)
     assert explain(api, description(api, 2)).json()["relatives"] == []
 
 
-def test_what_is_malformed_or_too_much_is_refused(api):
+def test_malformed_and_oversized_requests_are_refused(api):
     one = description(api, 1)
     for change in (
         {"environment": {"x": "y" * MAX_PARTS_CHARACTERS}},
@@ -160,7 +160,7 @@ def test_what_is_malformed_or_too_much_is_refused(api):
     assert describe(api, *[large] * MAX_DESCRIPTIONS).status_code == 204
 
 
-async def test_equal_environments_are_kept_once_and_removed_when_nobody_has_them(opened):
+async def test_equal_environments_are_stored_once_and_removed_when_unused(opened):
     async with opened() as server:
         context = server.context
         described = []
@@ -187,7 +187,7 @@ async def test_equal_environments_are_kept_once_and_removed_when_nobody_has_them
         assert await count(environments) == 0
 
 
-async def test_one_caller_at_a_time_has_metadata_in_memory(opened, monkeypatch):
+async def test_metadata_of_one_caller_at_a_time_is_in_memory(opened, monkeypatch):
     """Who waits has read nothing yet."""
     under_way = most = 0
 
@@ -217,7 +217,7 @@ async def test_one_caller_at_a_time_has_metadata_in_memory(opened, monkeypatch):
         assert most == 1
 
 
-def test_the_part_is_found_among_many(tmp_path, is_extended):
+def test_differing_part_is_found_among_many_artifacts(tmp_path, is_extended):
     """That takes no scan: the statements search two indexes (`make bench` has the time)."""
     count = 100_000 if is_extended else 10_000
     changed = count * 7 // 9

@@ -151,7 +151,7 @@ def paths(live_server):
 
 
 @pytest.mark.parametrize("case", [*CASES, *LEFT])
-def test_both_ways_give_the_same_answer(both, paths, case):
+def test_fast_path_and_application_give_same_answer(both, paths, case):
     headers = (CASES | LEFT)[case]
     for size, path in paths.items():
         for method in ("GET", "HEAD"):
@@ -162,7 +162,7 @@ def test_both_ways_give_the_same_answer(both, paths, case):
             assert body == BLOBS[size] or method == "HEAD" or not is_whole, size
 
 
-def test_both_ways_give_the_same_answer_for_an_absent_artifact(api, both):
+def test_fast_path_and_application_give_same_answer_for_absent_artifact(api, both):
     for case in ("plain", "usual headers", "request id", "range", "any etag"):
         for method in ("GET", "HEAD"):
             (head, _), is_fast = both(method, api.path(404), *CASES[case])
@@ -172,7 +172,7 @@ def test_both_ways_give_the_same_answer_for_an_absent_artifact(api, both):
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_both_ways_give_the_same_answer_from_the_database(api, live_server, method):
+def test_fast_path_and_application_give_same_answer_from_database(api, live_server, method):
     api.put(SMALL, seconds=12.5)
     rows = context_of(live_server).artifacts._recent._rows
     answers = []
@@ -240,7 +240,7 @@ def test_http_1_0_is_left_to_the_application(both, paths, size):
     assert not is_fast
 
 
-def test_both_ways_give_the_same_answer_when_blobs_are_in_s3(
+def test_fast_path_and_application_give_same_answer_from_s3(
     tmp_path, moto, s3_credentials, connect
 ):
     """A reader of S3 is no file."""
@@ -256,7 +256,7 @@ def test_both_ways_give_the_same_answer_when_blobs_are_in_s3(
 
 
 @pytest.mark.parametrize("level", ["error", "debug"])
-def test_both_ways_write_the_same_line_into_the_access_log(start, connect, level):
+def test_fast_path_and_application_write_same_access_log(start, connect, level):
     server = start("--access-log", "--log-level", level)
     api = connect(server.url)
     api.put(SMALL)
@@ -271,7 +271,7 @@ def test_both_ways_write_the_same_line_into_the_access_log(start, connect, level
     assert said[1:4] == said[4:7]
 
 
-def test_both_ways_count_the_same(api, connect, eventually):
+def test_fast_path_and_application_count_alike(api, connect, eventually):
     counted = []
     for aside in ([], [ASIDE]):
         mine = connect(api.url, f"{api.namespace}-{len(aside)}")
@@ -296,7 +296,7 @@ def test_both_ways_count_the_same(api, connect, eventually):
     assert (counted[0]["hits"], counted[0]["misses"]) == (4, 1)
 
 
-def test_both_ways_count_the_same_refusals(api, live_server):
+def test_fast_path_and_application_count_refusals_alike(api, live_server):
     api.put(SMALL)
     refused = context_of(live_server).accounting.refused
     for aside in ([], [ASIDE]):
@@ -328,7 +328,7 @@ def test_answers_on_one_connection_keep_the_order_of_the_requests(api):
             assert answer.body == blobs.get(number, answer.body)
 
 
-def test_requests_whose_answers_nobody_reads_stay_unanswered(api, live_server):
+def test_requests_stay_unanswered_while_client_reads_no_answers(api, live_server):
     """Otherwise a pipeline of small requests would fill the memory with large answers."""
     api.put(os.urandom(60_000))
     assert api.get().status_code == 200
@@ -479,7 +479,7 @@ class TestCallers:
         ],
         ids=["reader", "reader elsewhere", "two", "unknown", "malformed", "basic", "nobody"],
     )
-    def test_both_ways_give_a_caller_the_same_answer(self, guarded, mine, shown):
+    def test_fast_path_and_application_authorize_alike(self, guarded, mine, shown):
         tokens = {
             "reader": guarded.token(f"read:{mine.namespace}"),
             "elsewhere": guarded.token("read:elsewhere"),
@@ -506,7 +506,7 @@ class TestCallers:
         assert answer.status_code == 204
         until(lambda: b"401" in both(token, "GET", mine.path())[0][0][0])
 
-    def test_both_ways_count_towards_the_rate_of_a_namespace(self, guarded, mine):
+    def test_fast_path_and_application_count_towards_rate_limit(self, guarded, mine):
         guarded.set_policy(mine.namespace, requests_per_second=0.01)
 
         def limited(*aside):
@@ -535,7 +535,7 @@ class TestCallers:
         for method in ("GET", "HEAD"):
             assert b"404" in both(guarded.admin, method, mine.path())[0][0][0]
 
-    def test_a_policy_stays_when_that_of_another_namespace_changes(self, guarded, mine):
+    def test_cached_policy_survives_change_of_another_namespace(self, guarded, mine):
         """The first request after the change takes the fast path."""
         guarded.set_policy(mine.namespace, mode="overwrite")
         for number in range(3):

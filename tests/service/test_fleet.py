@@ -73,7 +73,7 @@ async def herd(fleet, namespace, count=16):
     return [client.granted for client in clients if client.granted]
 
 
-def test_one_of_64_compiles_and_the_fleet_counts_one_put(fleet, connect):
+def test_one_of_64_hosts_compiles_and_fleet_counts_one_put(fleet, connect):
     assert len(asyncio.run(herd(fleet, "herd", 64))) == 1
 
     api = connect(fleet[0].url, "herd")
@@ -92,7 +92,7 @@ def test_a_holder_that_is_killed_is_followed_by_exactly_one_waiter(fleet):
     assert follower["fencing"] > first["fencing"]
 
 
-def test_a_failure_wakes_a_waiter_of_another_server_and_those_that_hung_up_disturb_no_one(fleet):
+def test_failure_wakes_waiter_of_another_server_despite_hung_up_waiters(fleet):
     """Cancelling a waiter cancels neither the holder nor another waiter."""
     path = f"/v1/cancelled/leases/{KEY}"
     lease = httpx.post(fleet[0].url + path, json={"ttl_seconds": 600}).json()
@@ -125,7 +125,7 @@ def test_a_failure_wakes_a_waiter_of_another_server_and_those_that_hung_up_distu
     assert last.status_code == 201
 
 
-def test_waiters_are_served_when_notifications_stopped(fleet, postgres):
+def test_waiters_are_served_without_notifications(fleet, postgres):
     """Whoever waits looks by itself, too: here every listening connection is cut all the time."""
     cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
 
@@ -146,7 +146,7 @@ def test_waiters_are_served_when_notifications_stopped(fleet, postgres):
     assert len(asyncio.run(test())) == 1
 
 
-def test_servers_come_back_after_their_database_did(fleet, postgres, connect, problem):
+def test_servers_recover_with_their_database(fleet, postgres, connect, problem):
     apis = [connect(server.url, "restart") for server in fleet]
     assert apis[0].put(BLOB).status_code == 201
 
@@ -162,7 +162,7 @@ def test_servers_come_back_after_their_database_did(fleet, postgres, connect, pr
         assert api.http.get("/readyz").status_code == 200
 
 
-def test_the_database_has_no_connection_more_than_it_may(fleet, postgres, database):
+def test_connections_to_database_stay_within_limit(fleet, postgres, database):
     counted = postgres.execute(
         f"SELECT count(*) FROM pg_stat_activity WHERE datname = '{Path(database).name}'"
     )

@@ -80,7 +80,7 @@ async def test_a_server_that_stops_does_not_wait_for_silent_sessions(database, m
             os.kill(session, signal.SIGCONT)
 
 
-async def test_a_listener_whose_session_is_silent_takes_another_one(database, monkeypatch):
+async def test_listener_with_silent_session_reconnects(database, monkeypatch):
     monkeypatch.setattr(notifications, "_CHECK_SECONDS", 0.05)
     monkeypatch.setattr(notifications, "_ANSWER_SECONDS", 0.5)
     heard, states = [], []
@@ -164,7 +164,7 @@ class TestAnUpload:
         await upload
         return None
 
-    async def test_another_namespace_does_not_wait_and_the_same_one_recovers(self, servers, shared):
+    async def test_other_namespaces_continue_and_frozen_one_recovers(self, servers, shared):
         one, other = servers
         async with (
             connected(shared) as watch,
@@ -206,7 +206,7 @@ class TestAnUpload:
                 assert (await put(http, server.url, "held", number)).status_code == 201
             assert (await http.get(f"{one.url}/readyz")).json()["locks"] == "ok"
 
-    async def test_a_lock_that_stays_is_a_clear_refusal(self, servers, shared):
+    async def test_lasting_lock_is_refused_with_reason(self, servers, shared):
         """Held by somebody who works, or by a server of the release before."""
         _, other = servers
         async with (
@@ -226,9 +226,7 @@ class TestAnUpload:
             assert (await put(http, other.url, "locked", 1)).status_code == 201
 
 
-async def test_what_was_served_is_counted_though_another_namespace_waits(
-    tmp_path, database, monkeypatch
-):
+async def test_counters_are_written_while_another_namespace_waits(tmp_path, database, monkeypatch):
     monkeypatch.setitem(engine_module._POOL_SETTINGS, "lock_timeout", "0.2s")
     async with opener(tmp_path, database)() as server, connected(database) as holder:
         for namespace in ("held", "free"):

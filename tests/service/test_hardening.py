@@ -85,7 +85,7 @@ def test_a_malformed_request_is_refused(wire, request_head):
     ],
     ids=["unknown-coding", "length-and-chunks", "garbage"],
 )
-def test_nothing_is_taken_for_a_second_request_behind_a_refused_one(wire, head):
+def test_bytes_after_refused_request_are_not_parsed_as_request(wire, head):
     """Request smuggling: what a proxy holds for a body must not be a request here."""
     wire.send((head + HEALTH).encode())
 
@@ -93,14 +93,14 @@ def test_nothing_is_taken_for_a_second_request_behind_a_refused_one(wire, head):
     assert wire.is_closed
 
 
-def test_chunks_are_refused_and_the_next_request_is_the_one_behind_them(wire):
+def test_chunked_body_is_refused_and_next_request_is_answered(wire):
     inner = HEALTH.replace("healthz", "nothing")
     wire.send(f"{CHUNKED}{len(inner):x}\r\n{inner}\r\n0\r\n\r\n{HEALTH}".encode())
 
     assert [wire.answer().status, wire.answer().status] == [411, 200]
 
 
-def test_chunks_without_end_are_cut(wire):
+def test_endless_chunks_close_the_connection(wire):
     wire.send(CHUNKED.encode())
     sent_bytes = wire.flood(b"1;" + b"a" * 65536 + b"\r\nx\r\n", at_most=64 * 1024**2)
 
@@ -108,7 +108,7 @@ def test_chunks_without_end_are_cut(wire):
     assert wire.is_closed
 
 
-def test_a_refused_body_is_not_taken_for_a_request(wire):
+def test_body_of_refused_request_is_not_parsed_as_request(wire):
     inner = HEALTH.encode()
     wire.send((LOOKUP + f"Graphstash-Protocol: 9\r\nContent-Length: {len(inner)}\r\n\r\n").encode())
     wire.send(inner + HEALTH.replace("healthz", "nothing").encode())
@@ -116,7 +116,7 @@ def test_a_refused_body_is_not_taken_for_a_request(wire):
     assert [wire.answer().status, wire.answer().status] == [400, 404]
 
 
-def test_an_upgrade_is_not_taken_up_and_what_follows_is_dropped(wire):
+def test_upgrade_is_ignored_and_following_bytes_are_dropped(wire):
     upgrade = "Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
 
     wire.send((HEALTH[:-2] + upgrade + HEALTH).encode())
@@ -125,7 +125,7 @@ def test_an_upgrade_is_not_taken_up_and_what_follows_is_dropped(wire):
     assert wire.is_closed
 
 
-def test_garbage_behind_a_request_does_not_get_into_its_answer(api):
+def test_garbage_after_request_is_not_in_its_answer(api):
     blob = bytes(range(256)) * 16384
     api.put(blob, 1)
     with Wire(api.url) as wire:
@@ -141,7 +141,7 @@ ABSENT = f"GET /v1/nobody/artifacts/jax/cpu/{'0' * 64} HTTP/1.1\r\nHost: a\r\n\r
 
 
 @pytest.mark.parametrize(("request_", "status"), [(HEALTH, 200), (ABSENT, 404)])
-def test_too_many_requests_in_a_pipeline_are_not_kept(wire, request_, status):
+def test_pipelined_requests_beyond_the_limit_are_dropped(wire, request_, status):
     wire.send(request_.encode() * 5000)
 
     answers = wire.answers()
@@ -185,7 +185,7 @@ def test_a_path_is_parsed_and_never_resolved(wire, path, status):
     assert wire.ask(HEALTH.encode()).status == 200
 
 
-def test_headers_beyond_the_limit_are_cut_while_they_come_in(wire):
+def test_oversized_headers_close_the_connection_while_they_arrive(wire):
     wire.send(HEALTH[:-2].encode() + b"X-Large: ")
     sent_bytes = wire.flood(b"a" * 65536, at_most=64 * 1024**2)
 
@@ -240,7 +240,7 @@ def test_a_page_in_a_browser_cannot_change_anything(api, problem):
         pytest.param("{}{}", id="two-documents"),
     ],
 )
-def test_hostile_json_is_refused_in_a_sentence(api, problem, body):
+def test_hostile_json_is_refused_with_a_sentence(api, problem, body):
     """Much of it before it is parsed."""
     answer = api.http.post(f"/v1/{api.namespace}/artifacts:lookup", content=body.encode())
 
@@ -249,7 +249,7 @@ def test_hostile_json_is_refused_in_a_sentence(api, problem, body):
     assert len(problem(answer, status, code)["detail"]) < 1000
 
 
-def test_a_lease_takes_numbers_that_are_numbers_and_a_holder_that_can_be_shown(api, problem):
+def test_lease_call_requires_finite_numbers_and_printable_holder(api, problem):
     for number in ("NaN", "Infinity", "1e999", "9" * 5000, "0.5", "601"):
         answer = api.http.post(api.lease_path(1), content=f'{{"ttl_seconds": {number}}}')
         problem(answer, 400, "invalid_request", "ttl_seconds")
@@ -281,7 +281,7 @@ def test_hostile_metadata_is_refused(api, problem, record):
     problem(api.put(b"x", 1, Graphstash_Metadata=header), 400, "invalid_metadata")
 
 
-def test_every_answer_is_data_to_a_browser(api):
+def test_every_answer_has_security_headers(api):
     api.put(b"x", 1)
     pages = {"/", "/search", "/docs", "/sign-in"}
     for path in (*pages, "/healthz", "/v1/stats", "/nothing", api.path(1), api.path(2)):
@@ -302,7 +302,7 @@ def test_every_answer_is_data_to_a_browser(api):
     api.http.delete(api.path(1))
 
 
-def test_a_zip_bomb_is_stored_as_the_bytes_that_it_is(api):
+def test_zip_bomb_is_stored_without_decompression(api):
     bomb = zlib.compress(b"\0" * 10_000_000)
 
     assert api.put(bomb, 1, Content_Encoding="deflate").status_code == 201

@@ -99,7 +99,7 @@ async def test_hits_misses_and_uploads_count_in_their_hour_and_day(opened):
         assert (usage.hits, usage.misses, usage.served_bytes, usage.puts) == (3, 1, 30, 1)
 
 
-async def test_points_are_told_apart_by_what_is_asked_for(opened):
+async def test_points_are_grouped_as_requested(opened):
     async with opened() as server:
         for namespace in ("team", "other"):
             await server.put(b"blob", namespace=namespace)
@@ -147,7 +147,7 @@ async def test_only_the_largest_groups_of_an_answer_have_names(opened):
         assert found == largest | {OTHERS: 1 + 2 + 3 + 4 + 5}
 
 
-async def test_points_are_made_beside_the_event_loop_for_one_answer_at_a_time(opened, monkeypatch):
+async def test_points_are_built_in_a_thread_for_one_answer_at_a_time(opened, monkeypatch):
     makers, under_way, most = set(), 0, 0
 
     def make(**fields):
@@ -201,7 +201,7 @@ async def test_an_hour_has_a_bounded_number_of_groups_and_loses_no_count(opened)
             assert ("known", "cpu", 2, 0) in found  # what was there keeps its place
 
 
-async def test_what_is_not_yet_written_is_bounded_too(opened, monkeypatch):
+async def test_unwritten_counts_are_bounded(opened, monkeypatch):
     monkeypatch.setattr(accounting, "_MAX_IN_MEMORY", 50)
     async with opened() as server:
         await server.put(b"blob")
@@ -213,14 +213,14 @@ async def test_what_is_not_yet_written_is_bounded_too(opened, monkeypatch):
         assert (await server.used()).hits == 500
 
 
-async def test_misses_in_namespaces_that_never_were_leave_nothing(opened):
+async def test_misses_in_unused_namespaces_leave_nothing(opened):
     async with opened() as server:
         server.context.accounting.count_miss(key_of(1, "nowhere"), job="x")
         await server.context.accounting.flush()
         assert await rows(server) == []
 
 
-async def test_what_could_not_be_written_keeps_its_hour(opened, monkeypatch):
+async def test_counts_of_failed_flush_keep_their_hour(opened, monkeypatch):
     async with opened() as server:
         await server.put(b"blob")
         await server.context.accounting.flush()
@@ -242,7 +242,7 @@ async def _refuse(*_, **__):
     raise ServerError("unavailable", "not now")
 
 
-async def test_a_clock_that_is_set_back_counts_in_the_hour_that_it_says(opened):
+async def test_counts_follow_a_clock_that_is_set_back(opened):
     async with opened() as server:
         await server.put(b"blob")
         for turn in (0, -5 * HOUR, 5 * HOUR):
@@ -254,7 +254,7 @@ async def test_a_clock_that_is_set_back_counts_in_the_hour_that_it_says(opened):
         assert found == {(before, ""): 1, (START, ""): 2}
 
 
-async def test_hours_and_days_are_dropped_when_they_are_old(opened):
+async def test_old_hours_and_days_are_dropped(opened):
     async with opened() as server:
         await server.put(b"blob")
         await hit(server)
@@ -335,7 +335,7 @@ def test_hits_misses_and_bytes_count_for_the_job_of_the_request(api, aside):
 
 
 @BOTH_WAYS
-def test_a_job_that_is_out_of_form_is_none(api, aside):
+def test_malformed_job_name_is_ignored(api, aside):
     api.put(b"blob", 1)
     sent = [(name.replace("_", "-"), value) for name, value in aside.items()]
     jobs = ["", "a b", "-x", "x" * 129, "../x", "<script>", "a\tb", "(others)", "\xff"]
@@ -346,7 +346,7 @@ def test_a_job_that_is_out_of_form_is_none(api, aside):
     assert {each["group"] for each in asked(api, by="job")} == {""}
 
 
-def test_who_may_not_read_a_namespace_sees_none_of_its_points(guarded, namespace):
+def test_caller_without_read_right_gets_no_points(guarded, namespace):
     team, hidden = f"{namespace}-team", f"{namespace}-hidden"
     for where in (team, hidden):
         assert guarded.api(where).put(b"blob").status_code == 201
@@ -364,7 +364,7 @@ def test_who_may_not_read_a_namespace_sees_none_of_its_points(guarded, namespace
     assert guarded.http().get("/v1/stats/history").status_code == 401
 
 
-def test_a_query_that_cannot_be_answered_says_why(api, problem):
+def test_invalid_query_is_refused_with_reason(api, problem):
     begin = "2026-01-01T00:00:00Z"
     for query, named in (
         ({"by": "fingerprint"}, "by"),
@@ -383,7 +383,7 @@ def test_a_query_that_cannot_be_answered_says_why(api, problem):
     problem(answer, 400, "invalid_namespace", "namespace")
 
 
-def test_what_several_workers_and_a_restarted_server_served_adds_up(start, connect):
+def test_counts_of_workers_and_restarted_servers_add_up(start, connect):
     server = start("--workers", "2")
     api = connect(server.url)
     api.put(b"blob", 1)

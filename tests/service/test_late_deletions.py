@@ -86,7 +86,7 @@ def let_it_arrive(proxy, eventually):
         pytest.param(_IN_PARTS, "1GiB", False, id="in parts", marks=pytest.mark.extended),
     ],
 )
-async def test_a_deletion_held_for_an_hour_takes_nothing_that_was_published_since(
+async def test_deletion_delayed_by_an_hour_deletes_nothing_published_since(
     opened, proxy, s3, bucket, eventually, tier, blob, is_deleted_again
 ):
     async with opened("one", tier_limit_bytes=tier) as one, opened("two") as two:
@@ -115,7 +115,7 @@ async def test_a_deletion_held_for_an_hour_takes_nothing_that_was_published_sinc
         assert objects(s3, bucket) == []
 
 
-async def test_a_server_of_the_release_before_finds_what_was_published_since_and_is_found(
+async def test_server_of_previous_release_exchanges_artifacts_published_since(
     opened, proxy, s3, bucket
 ):
     """It knows the first name of an object only."""
@@ -136,9 +136,7 @@ async def test_a_server_of_the_release_before_finds_what_was_published_since_and
             assert await server.context.artifacts.find(key_of(1)) is not None
 
 
-async def test_what_was_put_under_a_name_that_was_given_up_meanwhile_is_not_acknowledged(
-    opened, proxy, s3, bucket
-):
+async def test_put_under_abandoned_name_is_not_acknowledged(opened, proxy, s3, bucket):
     """An upload stores its bytes; before its commit, a deletion of them begins and is lost."""
     async with opened("one") as one, opened("two") as two:
         await two.put(b"blob", 1)

@@ -35,7 +35,7 @@ def wait(api):
     return api.acquire(wait=WAIT)
 
 
-def test_the_first_caller_is_granted_the_lease_and_others_learn_its_holder_and_expiry(api):
+def test_first_caller_gets_lease_and_others_get_its_holder_and_expiry(api):
     answer = api.acquire(holder="me@here", ttl_seconds=20)
 
     granted = answer.json()
@@ -116,7 +116,7 @@ def test_a_failure_grants_the_lease_to_exactly_one(api, connect, eventually):
     assert sorted(answers) == [200, 200, 200, 201]
 
 
-def test_an_expired_lease_is_lost_to_the_next_waiter_with_a_higher_fencing_number(api, problem):
+def test_expired_lease_goes_to_next_waiter_with_higher_fencing_number(api, problem):
     numbers = []
     for outcome in ("failed", "published", "failed"):
         granted = api.acquire().json()
@@ -179,7 +179,7 @@ def test_token_and_outcome_are_required_and_a_body_is_not(api, problem):
     problem(api.release("0" * 32, "exploded"), 400, "invalid_request", "exploded", "published")
 
 
-def test_a_waiter_that_hangs_up_disturbs_no_one_else(api, connect, eventually):
+def test_waiter_that_hangs_up_leaves_other_waiters_waiting(api, connect, eventually):
     token = api.acquire().json()["token"]
     impatient = connect(api.url, api.namespace)
     impatient.http.timeout = httpx.Timeout(0.5)
@@ -212,7 +212,7 @@ async def test_another_waiter_takes_over_when_the_polling_one_hangs_up(opened):
             assert (await second).state is LeaseState.GRANTED
 
 
-def test_a_failed_lease_of_an_artifact_that_lost_its_blob_is_asked_for_again(api, file_of):
+def test_lease_is_granted_for_artifact_that_lost_its_blob(api, file_of):
     blob = b"lost" + api.namespace.encode()
     api.put(blob)
     file_of(blob).unlink()
@@ -220,7 +220,7 @@ def test_a_failed_lease_of_an_artifact_that_lost_its_blob_is_asked_for_again(api
     assert api.acquire().status_code == 201
 
 
-def test_waiters_hear_of_a_release_in_another_process_and_of_the_end_of_their_own(
+def test_waiters_are_woken_by_release_in_another_process_and_by_shutdown(
     start, connect, eventually
 ):
     first, second = start(), start()
@@ -240,7 +240,7 @@ def test_waiters_hear_of_a_release_in_another_process_and_of_the_end_of_their_ow
         assert waiting.result().status_code == 202
 
 
-async def test_a_crowd_that_joins_leaves_connections_for_the_upload(opened, monkeypatch):
+async def test_many_waiters_leave_database_connections_for_the_upload(opened, monkeypatch):
     async with opened() as server:
         artifacts, go_on = server.context.artifacts, asyncio.Event()
         crowded, has_begun = [], asyncio.Event()
@@ -265,7 +265,7 @@ async def test_a_crowd_that_joins_leaves_connections_for_the_upload(opened, monk
         assert {reply.state for reply in replies} == {LeaseState.READY}
 
 
-async def test_a_caller_holds_a_number_of_leases(opened, monkeypatch):
+async def test_leases_of_a_caller_are_limited(opened, monkeypatch):
     monkeypatch.setattr(leases, "_MAX_HELD", 3)
     async with opened() as server:
         granted = [await acquire(server, number, "one") for number in range(3)]
@@ -280,7 +280,7 @@ async def test_a_caller_holds_a_number_of_leases(opened, monkeypatch):
         assert (await acquire(server, 5, "one")).token is not None
 
 
-async def test_a_namespace_and_a_caller_have_a_number_of_leases(opened, monkeypatch):
+async def test_ended_leases_are_dropped_beyond_a_limit_and_held_ones_stay(opened, monkeypatch):
     """Of those that ended the oldest are forgotten; those that are held stay."""
     monkeypatch.setattr(leases, "_MAX_ROWS", 6)
     async with opened() as server:

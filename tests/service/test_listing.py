@@ -40,7 +40,7 @@ def fingerprints(artifacts):
     return [each["key"]["fingerprint"] for each in artifacts]
 
 
-def test_an_artifact_is_listed_with_what_is_known_about_it(api, eventually):
+def test_artifact_is_listed_with_all_its_details(api, eventually):
     metadata = ArtifactMetadata(
         compile_seconds=4.5, raw_size_bytes=9, producer="ana@host:1", parts={"jax": "0.10"}
     )
@@ -80,7 +80,7 @@ def test_the_pages_hold_every_artifact_once(api, order):
     assert sizes == [3, 3, 1]
 
 
-def test_what_is_stored_meanwhile_moves_no_other_artifact(api):
+def test_artifacts_stored_between_pages_move_no_other_artifact(api):
     for number in (2, 4, 6):
         api.put(b"executable %d" % number, number)
     first = page(api, limit=2, order="newest")
@@ -135,7 +135,7 @@ def test_a_withheld_artifact_is_not_listed(api):
     assert page(api) == {"artifacts": [], "next": None}
 
 
-def test_a_query_out_of_form_is_refused_by_name(api, problem):
+def test_malformed_query_parameter_is_named(api, problem):
     last = f"{'0' * 64}/jax/cpu"
     for query, named in (
         ({"limit": 501}, "limit"),

@@ -48,7 +48,7 @@ def test_an_entry_and_its_traceback_are_one_line_of_ascii_without_control_charac
     assert "ValueError: " in entry["traceback"]
 
 
-def test_what_is_logged_for_a_request_has_its_ids(logged):
+def test_log_entries_of_a_request_have_its_ids(logged):
     token = REQUEST.set({"server_request_id": "own", "request_id": "own"})
     try:
         alone = json.loads(logged("a").splitlines()[-1])
@@ -64,7 +64,7 @@ def test_what_is_logged_for_a_request_has_its_ids(logged):
     assert "request" not in neither
 
 
-def test_what_several_requests_wait_for_is_logged_for_none_of_them(logged):
+def test_entries_of_shared_work_have_no_request_id(logged):
     async def work():
         logged("shared")
 
@@ -79,7 +79,7 @@ def test_what_several_requests_wait_for_is_logged_for_none_of_them(logged):
 
 
 @pytest.mark.parametrize("room", ["db", "services", "storage"])
-def test_no_task_below_the_calls_takes_the_ids_of_the_request_that_begins_it(room):
+def test_background_tasks_do_not_inherit_request_ids(room):
     directory = Path(graphstash_server.__file__).parent / room
     sources = {path.name: path.read_text() for path in directory.rglob("*.py")}
     assert sources

@@ -20,7 +20,7 @@ def lookup(api, keys):
     return api.call("lookup", {"keys": keys})
 
 
-def test_each_key_is_found_or_missing_once_in_the_order_of_the_question(api):
+def test_each_key_is_found_or_missing_once_in_request_order(api):
     for number in (1, 3):
         api.put(BLOB, number)
 
@@ -74,7 +74,7 @@ def test_a_thousand_keys_are_answered_and_more_are_refused(api, problem):
     assert refused["limit"] == 1000
 
 
-def test_a_key_out_of_form_is_refused_by_its_part(api, problem):
+def test_malformed_key_is_refused_naming_its_part(api, problem):
     for part, code in (
         ({"kind": "wasm"}, "invalid_kind"),
         ({"device_type": "CPU"}, "invalid_device_type"),
@@ -85,7 +85,7 @@ def test_a_key_out_of_form_is_refused_by_its_part(api, problem):
     problem(lookup(api, []), 400, "invalid_request", "keys", "at least 1")
 
 
-def test_a_body_without_end_is_refused(api, problem):
+def test_endless_body_is_refused(api, problem):
     answer = api.http.post(
         f"/v1/{api.namespace}/artifacts:lookup", content=b'{"keys": [' + b" " * 3_000_000
     )
@@ -126,7 +126,7 @@ def test_a_damaged_or_lost_artifact_is_verified_and_dropped(api, files):
         assert set(files()) == before
 
 
-def test_an_absent_artifact_is_verified_as_such(api, problem):
+def test_absent_artifact_is_reported_as_absent(api, problem):
     assert api.call("verify", api.key(9)).json() == {"found": False, "healed": False}
     problem(api.call("verify", {"kind": "jax"}), 400, "invalid_request")
 

@@ -29,7 +29,7 @@ def entries(answer):
     return {str(entry.key.fingerprint): entry.runs for entry in manifest.entries}
 
 
-def test_the_first_run_makes_the_manifest(api, connect, problem):
+def test_first_run_creates_manifest(api, connect, problem):
     problem(api.http.get(path(api)), 404, "not_found", "train_gpt")
 
     answer = put(api, [1, 2])
@@ -68,7 +68,7 @@ def test_concurrent_runs_are_all_merged(api, connect):
     assert len(merged) == 9
 
 
-def test_the_least_recently_used_entries_go_first(api):
+def test_least_recently_used_entries_are_dropped_first(api):
     put(api, range(10))
 
     answer = put(api, range(10, 10 + 4092))
@@ -78,7 +78,7 @@ def test_the_least_recently_used_entries_go_first(api):
     assert sum(api.fingerprint(number) in kept for number in range(10)) == 4
 
 
-def test_no_keys_and_more_than_are_kept_are_refused(api, problem):
+def test_empty_and_oversized_manifests_are_refused(api, problem):
     answer = put(api, range(4097))
 
     assert problem(answer, 413, "too_many_keys", "4097", "4096")["limit"] == 4096
@@ -87,12 +87,12 @@ def test_no_keys_and_more_than_are_kept_are_refused(api, problem):
 
 
 @pytest.mark.parametrize("name", ["-x", "x" * 129, "%20", "a%0ab", ".hidden"])
-def test_a_name_out_of_form_is_refused(api, problem, name):
+def test_malformed_name_is_refused(api, problem, name):
     problem(put(api, [1], name), 400, "invalid_name", "manifest name")
     problem(api.http.get(path(api, name)), 400, "invalid_name")
 
 
-async def test_entries_that_no_run_used_for_ninety_days_go(opened):
+async def test_entries_unused_for_ninety_days_are_dropped(opened):
     name, old, new = ManifestName("job"), key_of(1), key_of(2)
     async with opened() as server:
         manifests = server.context.manifests

@@ -70,7 +70,7 @@ def test_requests_hits_and_refusals_are_counted(tmp_path, connect):
 
 
 @pytest.mark.parametrize("setting", ["off", "loopback"])
-def test_a_setting_says_who_may_read_them(tmp_path, setting):
+def test_setting_decides_who_may_read_metrics(tmp_path, setting):
     """Everybody may by default; the shared server shows that."""
     proxied = {"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"}
     with LiveServer(tmp_path, metrics=setting, log_level="error") as server:
@@ -84,7 +84,7 @@ def test_a_setting_says_who_may_read_them(tmp_path, setting):
             assert ("graphstash_" in answer.text) == answer.is_success
 
 
-def test_with_authentication_they_need_a_grant_on_everything(guarded, api, problem):
+def test_metrics_with_authentication_need_server_wide_grant(guarded, api, problem):
     team = guarded.http(guarded.token(f"admin:{api.namespace}"))
     refused = problem(team.get("/metrics"), 403, "forbidden", "read:*")
     assert api.namespace not in refused["detail"]
@@ -92,7 +92,7 @@ def test_with_authentication_they_need_a_grant_on_everything(guarded, api, probl
     assert scrape(guarded.http(guarded.token("read:*")))["workers",] == 1
 
 
-async def test_namespaces_have_series_up_to_a_limit(opened):
+async def test_series_per_namespace_are_limited(opened):
     async with opened(store_limit_bytes=10**9) as server:
         for number in range(MAX_LABELLED + 5):
             where = f"team-{number:02}"
@@ -141,7 +141,7 @@ async def test_a_lease_that_nobody_released_in_time_is_counted(opened):
         assert await expired() == (1, 1, 0)
 
 
-def test_what_waits_is_counted_while_it_waits(api):
+def test_waiting_requests_are_counted(api):
     waiting = httpx.Client(base_url=api.url, timeout=60, trust_env=False)
     token = api.acquire(1).json()["token"]
     before = scrape(api.http)["lease_waiters",]
@@ -158,7 +158,7 @@ def test_what_waits_is_counted_while_it_waits(api):
     until(lambda: scrape(api.http)["lease_waiters",] == before)
 
 
-def test_every_series_says_what_it_is(live_server, api):
+def test_every_series_has_help_and_type(live_server, api):
     families = list(text_string_to_metric_families(api.http.get("/metrics").text))
     assert len(families) > 20
     for family in families:
@@ -171,7 +171,7 @@ def test_every_series_says_what_it_is(live_server, api):
         assert ("listener_connected",) not in scrape(api.http)
 
 
-def test_a_server_without_its_database_still_says_what_it_counted(tmp_path):
+def test_metrics_without_database_still_report_counters(tmp_path):
     with (
         LiveServer(tmp_path / "data", log_level="error") as server,
         httpx.Client(base_url=server.url, trust_env=False) as http,
@@ -186,7 +186,7 @@ def test_a_server_without_its_database_still_says_what_it_counted(tmp_path):
         assert ("hits_total",) not in found
 
 
-def test_no_count_goes_back_when_a_worker_is_killed_or_replaced(start, connect):
+def test_counters_never_decrease_when_worker_is_killed_or_replaced(start, connect):
     server = start("--workers", "2")
     api = connect(server.url)
     api.put(b"blob", 1)
@@ -230,7 +230,7 @@ def _answers(url):
         return False
 
 
-def test_rows_are_added_up_and_outlive_their_workers():
+def test_rows_are_summed_and_outlive_their_workers():
     host = HostCounters(2)
     rows = [host.take(), host.take()]
     one, other = map(host.of, rows)
@@ -253,7 +253,7 @@ def test_rows_are_added_up_and_outlive_their_workers():
     assert other.host is host
 
 
-def test_other_methods_statuses_and_long_times_have_a_place():
+def test_unusual_methods_statuses_and_durations_are_counted():
     counters = Counters.alone()
     for method, status in (("GET", 299), ("BREW", 200), ("\xff", 777), ("other", 200)):
         counters.count_request(method, status)

@@ -62,7 +62,7 @@ def tables(url):
     return set(on(url, lambda connection: sa.inspect(connection).get_table_names()))
 
 
-def test_an_empty_database_gets_every_table_and_loses_them_again(config, url):
+def test_upgrade_creates_all_tables_and_downgrade_drops_them(config, url):
     command.upgrade(config, "head")
     assert tables(url) == {*metadata.tables, "alembic_version"}
     command.check(config)
@@ -242,7 +242,7 @@ def settings_of_the_build(url):
     return found
 
 
-def test_who_waits_for_another_migrator_says_so_once(before_the_index, caplog, tmp_path):
+def test_migrator_that_waits_for_another_logs_it_once(before_the_index, caplog, tmp_path):
     async def run():
         upgrade = partial(migrate, before_the_index, lock_path=tmp_path / "lock")
         async with connected(before_the_index) as other:
@@ -260,9 +260,7 @@ def test_who_waits_for_another_migrator_says_so_once(before_the_index, caplog, t
     assert caplog.text.count("another server migrates") == 1
 
 
-def test_a_deadlock_with_a_server_of_the_release_before_is_tried_again(
-    before_the_index, caplog, tmp_path
-):
+def test_deadlock_with_previous_release_is_retried(before_the_index, caplog, tmp_path):
     """That one waits for the lock in a transaction, for which the build waits."""
 
     async def run():
@@ -288,7 +286,7 @@ def test_a_deadlock_with_a_server_of_the_release_before_is_tried_again(
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_an_index_whose_build_was_interrupted_is_there_in_the_end(before_the_index, is_whole):
+def test_interrupted_index_build_is_completed(before_the_index, is_whole):
     """Its build may wait for ever, and only a frozen migrator is cut off."""
 
     async def run():
@@ -317,7 +315,7 @@ def settings_for(url, tmp_path, **more):
     return load_settings(database_url=url, data_dir=tmp_path, **more)
 
 
-def test_a_server_that_must_not_migrate_says_what_to_do(config, url, tmp_path):
+def test_server_that_must_not_migrate_names_the_command(config, url, tmp_path):
     settings = settings_for(url, tmp_path)
     with pytest.raises(StartError, match="revision none and this release needs"):
         asyncio.run(prepare_database(settings, is_migrating=False))
@@ -332,7 +330,7 @@ def test_a_server_that_must_not_migrate_says_what_to_do(config, url, tmp_path):
     on(url, lambda connection: fill(connection, 10))  # as a server of the release before goes on
 
 
-def test_a_server_goes_on_with_a_database_of_a_later_release(config, url, tmp_path, caplog):
+def test_server_runs_on_database_of_later_release(config, url, tmp_path, caplog):
     command.upgrade(config, "head")
     on(
         url,
@@ -349,7 +347,7 @@ def test_a_server_goes_on_with_a_database_of_a_later_release(config, url, tmp_pa
     assert asyncio.run(find_revision(url)) == "9999"
 
 
-def test_a_database_that_lets_nobody_in_is_named_without_its_password(postgres, tmp_path):
+def test_unreachable_database_is_named_without_password(postgres, tmp_path):
     wrong = postgres.url.replace(":secret@", ":hunter2@")
     for url, named in (
         ("postgresql://someone:hunter2@127.0.0.1:1/x", "127.0.0.1:1"),

@@ -18,7 +18,7 @@ def test_refusals_of_nginx_are_problem_documents(through, api, problem):
     problem(through.http.get("/", headers={"X-Long": "x" * 100_000}), 431, "headers_too_large")
 
 
-def test_metrics_are_given_to_nobody(through, api):
+def test_metrics_are_not_reachable_through_nginx(through, api):
     """It would answer with those of either server."""
     assert "graphstash_hits_total" in api.http.get("/metrics").text  # the server itself gives them
 
@@ -32,7 +32,7 @@ def test_metrics_are_given_to_nobody(through, api):
         assert b"graphstash_" not in answer.body
 
 
-def test_no_server_at_all_is_a_problem_that_passes(tmp_path, problem, connect):
+def test_missing_servers_give_temporary_problem_document(tmp_path, problem, connect):
     """What a caller wrote into the query and the headers is in neither log."""
     nobody = f"127.0.0.1:{reserved_port()}"
     variables = {"GRAPHSTASH_SERVER_1": nobody, "GRAPHSTASH_SERVER_2": nobody}
@@ -53,7 +53,7 @@ def test_no_server_at_all_is_a_problem_that_passes(tmp_path, problem, connect):
         assert "s3cret" not in lonely.log
 
 
-def test_a_server_that_dies_in_the_middle_of_a_call_is_not_missed(live_server, tmp_path, connect):
+def test_call_of_dying_server_is_passed_to_another(live_server, tmp_path, connect):
     """It has the whole request when it goes, as one that is killed does."""
     dying = socket.create_server(("127.0.0.1", 0))
     asked = []

@@ -72,7 +72,7 @@ def verify(issuer, seconds):
     return verify
 
 
-def test_a_job_of_the_provider_gets_what_all_rules_that_fit_give(verify, issuer):
+def test_job_gets_grants_of_all_matching_rules(verify, issuer):
     principal = verify(issuer.token("first"))
 
     assert (principal.kind, principal.name) == (AccessKind.OIDC, "oidc:repo:team/model")
@@ -93,7 +93,7 @@ def test_a_job_of_the_provider_gets_what_all_rules_that_fit_give(verify, issuer)
         ({"repository": [["team/other"]]}, False),
     ],
 )
-def test_rule_fits_whole_claims_only(verify, issuer, claims, is_fitting):
+def test_rule_matches_whole_claims_only(verify, issuer, claims, is_fitting):
     principal = verify(issuer.token("first", **claims))
 
     if is_fitting:
@@ -145,7 +145,7 @@ def test_a_rule_reaches_into_a_claim_that_is_an_object(claim, fits):
 
 
 @pytest.mark.parametrize("algorithm", ["RS256", "PS384", "ES384", "EdDSA"])
-def test_every_way_to_sign_with_a_private_key_is_taken(verify, issuer, algorithm):
+def test_every_asymmetric_algorithm_is_accepted(verify, issuer, algorithm):
     issuer.add_key("other", algorithm)
 
     assert verify(issuer.token("other")) is not None
@@ -203,7 +203,7 @@ def test_token_without_a_signature_of_the_private_key_is_refused(verify, issuer)
     assert verify(good) is not None
 
 
-def test_a_key_decides_about_its_algorithm(verify, issuer):
+def test_algorithm_must_match_the_key(verify, issuer):
     issuer.add_key("rsa", "RS256")
 
     assert verify(issuer.token("rsa", algorithm="PS256")) is None
@@ -212,7 +212,7 @@ def test_a_key_decides_about_its_algorithm(verify, issuer):
     assert verify(issuer.token("rsa")) is not None
 
 
-def test_a_key_that_is_too_short_signs_nothing(verify, issuer):
+def test_signature_of_too_short_key_is_refused(verify, issuer):
     issuer.add_key("short", "RS256", bits=1024)
 
     with pytest.warns(jwt.InsecureKeyLengthWarning):
@@ -232,7 +232,7 @@ def test_malformed_token_is_refused(verify):
     assert verify(*malformed) == [None] * len(malformed)
 
 
-def test_made_up_key_ids_do_not_turn_into_requests_to_the_provider(verify, issuer, seconds):
+def test_unknown_key_ids_cause_no_request_to_provider(verify, issuer, seconds):
     good = issuer.token("first")
     assert verify(good) is not None
     asked = len(issuer.jwks_fetches)
@@ -245,7 +245,7 @@ def test_made_up_key_ids_do_not_turn_into_requests_to_the_provider(verify, issue
     assert len(issuer.jwks_fetches) == asked + 1
 
 
-def test_many_that_come_first_fetch_once(verify, issuer):
+def test_concurrent_first_requests_fetch_keys_once(verify, issuer):
     assert all(verify(*[issuer.token("first")] * 50))
     assert len(issuer.jwks_fetches) == 1
 
@@ -280,9 +280,7 @@ def test_new_key_is_found_after_the_pause_and_an_old_one_forgotten(verify, issue
     ],
     ids=range(8),
 )
-def test_a_provider_that_fails_is_the_servers_trouble_and_known_keys_go_on(
-    verify, issuer, seconds, answer
-):
+def test_failing_provider_gives_503_and_known_keys_still_work(verify, issuer, seconds, answer):
     issuer.answer = answer
     refused = verify(issuer.token("first"))
     assert isinstance(refused, ServerError)

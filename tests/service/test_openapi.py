@@ -106,7 +106,7 @@ def test_every_answer_is_declared(asked, label):
     _ask(OPERATIONS[label], url, headers)
 
 
-def test_every_call_is_asked():
+def test_every_call_is_tested():
     asked = {label.split(" ", 1)[1] for label in OPERATIONS}
 
     assert asked == set(DOCUMENT["paths"])
@@ -114,7 +114,7 @@ def test_every_call_is_asked():
 
 
 @pytest.mark.parametrize("lacking", ["404", "400"])
-def test_an_answer_that_is_not_declared_is_noticed(live_server, lacking):
+def test_undeclared_answer_is_detected(live_server, lacking):
     """Or the test above could not fail."""
     path = "/v1/{namespace}/manifests/{name}"
     document = copy.deepcopy(DOCUMENT)

@@ -95,7 +95,7 @@ def test_an_upload_replaces_the_previous_bytes(api, files, problem):
     assert names(files()) - before == {Digest.of(new).sha256}
 
 
-def test_what_may_change_is_neither_cached_nor_sent_by_the_proxy(api, connect):
+def test_overwritable_artifact_is_neither_cached_nor_sent_by_proxy(api, connect):
     blob = OLD * (1024**2 // len(OLD))
     api.put(blob, 1)
     once = connect(api.url, f"{api.namespace}-other")
@@ -131,7 +131,7 @@ def test_a_key_returns_to_its_previous_bytes_and_others_keep_theirs(api, files):
     assert {Digest.of(old).sha256, Digest.of(new).sha256} <= names(files())
 
 
-def test_a_running_download_gets_the_old_bytes_to_the_end(api):
+def test_running_download_gets_all_old_bytes(api):
     api.put(LARGE, 1)
     with api.http.stream("GET", api.path(1)) as answer:
         pieces = answer.iter_raw(65536)
@@ -169,7 +169,7 @@ def test_concurrent_readers_never_get_a_miss_or_a_mixture(api, connect):
     assert api.get(1).content == max(versions)
 
 
-def test_the_audit_log_tells_a_put_from_an_overwrite(api, problem):
+def test_audit_log_distinguishes_put_from_overwrite(api, problem):
     api.put(OLD, 1, X_Request_Id="first")
     problem(api.put(NEW, 1, Repr_Digest=Digest.of(OLD).repr_digest), 400, "digest_mismatch")
     api.put(NEW, 1, X_Request_Id="second")
@@ -282,7 +282,7 @@ async def test_an_overwrite_that_is_uploaded_while_the_artifact_is_evicted_stays
         await assert_whole(opened, one)
 
 
-async def test_the_old_bytes_that_another_key_is_about_to_have_stay(opened):
+async def test_old_bytes_stay_if_another_key_is_about_to_use_them(opened):
     """An upload of the old bytes has found the blob there when the overwrite marks it."""
     async with opened() as one, opened() as two:
         await one.put(OLD, 1)
@@ -305,7 +305,7 @@ async def test_the_old_bytes_that_another_key_is_about_to_have_stay(opened):
         await assert_whole(opened, one)
 
 
-async def test_another_server_serves_the_old_bytes_for_two_seconds_at_most(opened):
+async def test_another_server_serves_new_bytes_within_two_seconds(opened):
     """Where the blob does not go, because another artifact has it."""
     async with opened() as one, opened() as two:
         await one.put(OLD, 1)
@@ -330,7 +330,7 @@ async def test_a_pin_outlives_an_overwrite(opened):
         assert await server.get() == NEW
 
 
-async def test_a_row_that_was_replaced_meanwhile_is_not_healed_away(opened):
+async def test_row_replaced_during_healing_is_kept(opened):
     """Who opened the old row and does not find its blob drops that row only."""
     async with opened() as server:
         await server.put(OLD)

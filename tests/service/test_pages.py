@@ -93,7 +93,7 @@ def test_the_overview_answers_the_questions_that_people_ask(reader, browse, used
         assert text in page, text
 
 
-def test_history_is_told_apart_by_every_grouping(reader, used):
+def test_history_is_shown_by_every_grouping(reader, used):
     for by, group in {
         "namespace": used.namespace,
         "kind": "jax",
@@ -107,7 +107,7 @@ def test_history_is_told_apart_by_every_grouping(reader, used):
             assert "<svg" in page
 
 
-def test_an_artifacts_page_says_what_it_is_and_explains_it_against_another(reader, used):
+def test_artifact_page_shows_details_and_explains_against_another(reader, used):
     key, namespace = used.key, used.namespace
     path = artifact_page(namespace, key)
     page = text_of(reader.get(path).text)
@@ -128,7 +128,7 @@ def test_an_artifacts_page_says_what_it_is_and_explains_it_against_another(reade
         assert "<h1>" in answer.text
 
 
-def test_a_jobs_page_has_its_runs_side_by_side_and_a_run_its_causes(reader, used):
+def test_job_page_compares_runs_and_run_page_lists_causes(reader, used):
     namespace = used.namespace
     job = reader.get(f"/jobs/{namespace}/{JOB}").text
     run = text_of(reader.get(f"/runs/{namespace}/run-2").text)
@@ -140,7 +140,7 @@ def test_a_jobs_page_has_its_runs_side_by_side_and_a_run_its_causes(reader, used
         assert text in run, text
 
 
-def test_search_finds_by_everything_that_people_know(reader, used):
+def test_search_finds_by_label_fingerprint_user_and_toolchain(reader, used):
     key = used.key
 
     def found(text):
@@ -155,7 +155,7 @@ def test_search_finds_by_everything_that_people_know(reader, used):
     assert reader.get("/search", params={"q": "x" * 300}).status_code == 400
 
 
-def test_nobody_sees_what_a_get_would_not_show(used, foreign, browse):
+def test_pages_show_only_what_the_token_may_read(used, foreign, browse):
     namespace = used.namespace
     client = browse(f"admin:{namespace}")
     pages = [
@@ -185,7 +185,7 @@ def test_nobody_sees_what_a_get_would_not_show(used, foreign, browse):
     assert told[0] == told[1]
 
 
-def test_a_reader_sees_no_holder_no_quarantine_and_no_totals(used, browse):
+def test_reader_is_shown_no_holders_quarantine_or_totals(used, browse):
     reader, writer, owner = (
         text_of(browse(grant).get("/").text)
         for grant in (f"read:{used.namespace}", f"write:{used.namespace}", "admin:*")
@@ -198,7 +198,7 @@ def test_a_reader_sees_no_holder_no_quarantine_and_no_totals(used, browse):
         assert text in owner
 
 
-def test_what_everybody_may_read_needs_no_sign_in_and_one_look_at_the_statistics(
+def test_anonymous_pages_need_no_sign_in_and_read_statistics_once(
     guarded, team, foreign, browse, namespace
 ):
     key = team.put(0)
@@ -244,7 +244,7 @@ def test_a_withheld_artifact_is_on_no_page_but_in_the_quarantine(team, browse, n
 HOSTILE = '"><script>document.title=1</script><img src=x onerror=y>\u202e\u2066{{7*7}}'
 
 
-def test_what_strangers_said_is_text(team, browse, namespace):
+def test_text_of_callers_is_escaped(team, browse, namespace):
     hostile = {"label": HOSTILE, "producer": HOSTILE, "toolchain": HOSTILE}
     key = team.put(0, **hostile, parts={"note": "\x1b[2J\r\n" + HOSTILE})
     team.put(1, label=HOSTILE, parts={"note": "other " + HOSTILE})
@@ -281,7 +281,7 @@ def test_a_refusal_is_a_page_for_browsers_and_a_problem_for_programs(guarded, pr
     assert httpx.get(guarded.url + "/nothing", headers=HTML).status_code == 404
 
 
-def test_looking_is_not_counted_as_use_and_counts_against_the_rate(guarded, team, browse):
+def test_page_view_is_no_use_and_counts_towards_rate_limit(guarded, team, browse):
     namespace, key = team.namespace, team.work()
     client = browse(f"admin:{namespace}")
     until(lambda: "5 hits" in text_of(client.get("/").text))
@@ -318,7 +318,7 @@ def test_the_reference_has_every_call_and_model(guarded):
         assert name in page
 
 
-def test_the_reference_is_made_once_and_beside_the_event_loop(tmp_path, monkeypatch):
+def test_reference_is_rendered_once_in_a_thread(tmp_path, monkeypatch):
     makers = []
 
     def made_by(make):

@@ -52,7 +52,7 @@ def granian(tmp_path):
 
 
 @pytest.mark.extended
-def test_a_whole_blob_is_sent_by_path_and_a_part_of_it_is_not(granian):
+def test_whole_blob_is_sent_by_path_and_range_is_not(granian):
     url, notes = granian
     stored = httpx.put(
         url + PATH, content=BLOB, headers={"Repr-Digest": Digest.of(BLOB).repr_digest}, timeout=30

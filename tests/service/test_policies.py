@@ -48,7 +48,7 @@ def audit(api):
     return [(entry["action"], entry["subject"], entry["detail"]) for entry in entries]
 
 
-def test_a_policy_is_kept_shown_listed_taken_away_and_logged(api, problem):
+def test_policy_is_stored_shown_listed_removed_and_logged(api, problem):
     problem(api.http.get(policy_path(api)), 404, "not_found", api.namespace)
 
     given = give(api, mode="overwrite", trusted=True, limit_bytes=1000, requests_per_second=900)
@@ -87,7 +87,7 @@ def test_an_invalid_policy_is_refused_and_changes_nothing(api, problem):
     problem(api.http.get(policy_path(api)), 404, "not_found")
 
 
-def test_a_read_only_namespace_serves_what_it_has_and_takes_nothing(api, problem, files):
+def test_read_only_namespace_serves_artifacts_and_refuses_writes(api, problem, files):
     api.put(b"there", 1)
     give(api, mode="read_only")
     before = (files(), api.stats())
@@ -201,7 +201,7 @@ def test_buckets_are_bounded():
     assert len(rates._buckets._buckets) == 4096
 
 
-async def test_another_server_knows_a_change_after_two_seconds(opened):
+async def test_another_server_applies_change_after_two_seconds(opened):
     async with opened() as one, opened() as two:
         seconds = Seconds()
         here = one.context.policies
@@ -252,7 +252,7 @@ def counted(opened):
     return make
 
 
-async def test_what_was_read_once_holds_for_a_minute_without_the_database_and_no_longer(counted):
+async def test_cached_policy_holds_for_one_minute_without_database(counted):
     async with counted() as (policies, database, seconds):
         await asyncio.gather(*(policies.of(Namespace(f"n{each}")) for each in range(100)))
         assert database.asked == 1
@@ -311,7 +311,7 @@ def command(command_on):
     return command_on(namespace_command)
 
 
-def test_the_command_changes_what_is_named_and_is_logged(command, connect):
+def test_command_changes_only_named_fields_and_is_logged(command, connect):
     command("set", "team", "--mode", "read_only", "--limit", "10GiB", "--trusted")
     changed = command("set", "team", "--max-artifact", "1MiB", "--limit", "none", "--json")
     assert json.loads(changed)[0]["policy"]["max_artifact_bytes"] == 1024**2

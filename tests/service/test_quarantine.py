@@ -97,7 +97,7 @@ def test_a_withheld_artifact_counts_as_stored_and_a_second_report_changes_nothin
 
 
 @pytest.mark.parametrize("reason", ["unsigned", "unknown_key"])
-def test_a_report_about_trust_withholds_nothing(api, reason):
+def test_report_of_missing_trust_withholds_nothing(api, reason):
     api.put(BLOB)
 
     assert report(api, reason=reason).json() == {"found": True, "withheld": False}
@@ -106,7 +106,7 @@ def test_a_report_about_trust_withholds_nothing(api, reason):
     assert withheld(api) == []
 
 
-def test_an_admin_sees_what_is_withheld_and_why(api):
+def test_admin_list_shows_withheld_artifacts_and_reasons(api):
     metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1, producer="eve@host")
     api.put(BLOB, 1, Graphstash_Metadata=metadata.to_header())
     api.put(BLOB, 2)
@@ -175,7 +175,7 @@ def test_withholding_and_releasing_are_in_the_audit_log(api):
     assert entries[1]["request_id"] == "the-report"
 
 
-async def test_a_waiter_gets_what_is_released(opened):
+async def test_waiter_gets_released_artifact(opened):
     async with opened() as server:
         await server.put(BLOB)
         await withhold(server)
@@ -194,7 +194,7 @@ async def withhold(server, number=0, blob=BLOB, *, may_withhold=True):
     )
 
 
-async def test_evidence_is_neither_evicted_nor_retired(opened):
+async def test_withheld_artifact_is_neither_evicted_nor_retired(opened):
     async with opened() as server:
         await server.put(BLOB, 1, seconds=0)
         await server.put(BLOB[:-1], 2, seconds=100)
@@ -215,7 +215,7 @@ async def test_evidence_is_neither_evicted_nor_retired(opened):
         assert await server.evict_one() is True
 
 
-async def test_another_server_withholds_it_after_two_seconds_at_most(opened):
+async def test_another_server_withholds_artifact_within_two_seconds(opened):
     async with opened() as one, opened() as two:
         await one.put(BLOB)
         assert await two.get() == BLOB
@@ -227,7 +227,7 @@ async def test_another_server_withholds_it_after_two_seconds_at_most(opened):
         assert await two.get() is None
 
 
-async def test_a_report_and_an_overwrite_that_meet_end_one_way_or_the_other(opened):
+async def test_concurrent_report_and_overwrite_end_in_one_of_two_states(opened):
     async with opened() as one, opened() as two:
         for number in range(12):
             await one.put(BLOB, number)
@@ -246,7 +246,7 @@ async def test_a_report_and_an_overwrite_that_meet_end_one_way_or_the_other(open
                 assert await one.get(number) == b"new"
 
 
-async def test_evidence_that_lost_its_blob_goes_with_its_report(opened):
+async def test_withheld_artifact_without_blob_is_removed_with_its_report(opened):
     async with opened() as server:
         await server.put(BLOB)
         await withhold(server)
@@ -283,7 +283,7 @@ async def test_a_bit_flipped_on_the_way_confirms_no_report(opened, tmp_path, fli
         assert await server.get(1) == (None if is_withheld else blob)
 
 
-async def test_what_a_server_of_the_release_before_deleted_does_not_count_as_withheld(opened):
+async def test_artifact_deleted_by_previous_release_is_not_counted_as_withheld(opened):
     async with opened() as server:
         await server.put(BLOB)
         await withhold(server)

@@ -106,5 +106,5 @@ def test_no_header_breaks_the_parsers(text):
         (None, None),
     ],
 )
-def test_a_wait_is_read_and_cut_to_the_limit(prefer, seconds):
+def test_wait_header_is_capped_at_the_limit(prefer, seconds):
     assert requested_wait(prefer, at_most_seconds=60) == seconds

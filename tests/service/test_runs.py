@@ -149,7 +149,7 @@ def test_malformed_query_report_or_name_is_refused(reports, problem):
     assert reports.get("run").status_code == 404
 
 
-def test_a_report_replaces_that_of_the_same_process_and_labels_are_kept_as_text(reports):
+def test_report_replaces_earlier_one_of_its_process_and_labels_stay_text(reports):
     label = "<script>alert('x')</script> \u202e'; DROP TABLE runs; --"
     reports.report("run", counts=[counts(misses=5)], misses=[miss(1), miss(2)], job="old")
     told = [miss(1, label=label, cause=label)]
@@ -173,13 +173,13 @@ def test_a_report_has_at_most_64_kib(reports, problem):
     assert problem(refused, 413, "too_large")["limit"] == MAX_RUN_BYTES
 
 
-def test_nothing_is_kept_where_nothing_was_ever_stored(api, problem):
+def test_report_to_unused_namespace_is_not_stored(api, problem):
     nowhere = Runs(api.http, f"{api.namespace}-nowhere")
     problem(nowhere.report("run"), 404, "not_found", "nothing was ever stored")
     assert nowhere.names() == []
 
 
-def test_who_may_read_reports_and_who_may_not_learns_nothing(guarded, api):
+def test_reports_are_served_to_readers_only(guarded, api):
     team, hidden = f"{api.namespace}-team", f"{api.namespace}-hidden"
     writer = guarded.http(guarded.token(f"write:{team}", f"write:{hidden}"))
     reader = guarded.http(guarded.token(f"read:{team}"))
@@ -197,7 +197,7 @@ def test_who_may_read_reports_and_who_may_not_learns_nothing(guarded, api):
     assert Runs(guarded.http(), team).report("run").status_code == 401
 
 
-def test_a_run_belongs_to_who_reported_it_first(guarded, api, problem):
+def test_run_belongs_to_its_first_reporter(guarded, api, problem):
     team = f"{api.namespace}-team"
     writer, reader = (guarded.http(guarded.token(f"{scope}:{team}")) for scope in ("write", "read"))
     _store(writer, team)
@@ -268,7 +268,7 @@ async def test_beyond_its_limit_a_caller_loses_its_own_oldest_runs(bounded):
         assert await server.of("other") == ["theirs"]
 
 
-async def test_in_a_full_namespace_whoever_has_the_most_loses_the_oldest(bounded):
+async def test_full_namespace_drops_oldest_report_of_largest_caller(bounded):
     """A reader who floods it pushes out nobody who has fewer runs."""
     async with bounded(max_reports=16) as server:
         for number in range(7):
@@ -279,7 +279,7 @@ async def test_in_a_full_namespace_whoever_has_the_most_loses_the_oldest(bounded
         assert len(await server.of()) <= 16
 
 
-async def test_bytes_are_bounded_as_well_as_reports(bounded):
+async def test_bytes_of_reports_are_bounded(bounded):
     async with bounded(max_bytes=100_000) as server:
         told = [miss(n, label="x" * 128) for n in range(MAX_RUN_MISSES)]
         for number in range(20):
@@ -291,7 +291,7 @@ async def test_bytes_are_bounded_as_well_as_reports(bounded):
         assert (await server.of())[-1] == "r19"
 
 
-async def test_runs_go_as_a_whole(bounded):
+async def test_all_reports_of_a_run_are_dropped_together(bounded):
     """A run that lost some of its processes would report too little."""
     async with bounded(max_reports=10) as server:
         for run in ("old", "new"):
@@ -316,7 +316,7 @@ async def test_processes_of_a_run_and_listed_reports_are_bounded(bounded, monkey
         assert (refused.value.code, refused.value.limit) == (ErrorCode.TOO_LARGE, 2)
 
 
-async def test_sums_are_bounded_too(bounded):
+async def test_sums_of_a_run_are_bounded(bounded):
     async with bounded() as server:
         for process in range(2):
             devices = [f"d{process}-{number}" for number in range(MAX_RUN_COUNTS - 1)]
@@ -343,7 +343,7 @@ async def test_kinds_of_a_later_release_are_left_out(bounded):
         assert (run.counts, run.misses, run.processes) == ((), (), 1)
 
 
-async def test_reports_are_dropped_when_they_are_old(bounded):
+async def test_old_reports_are_dropped(bounded):
     async with bounded() as server:
         maintenance = server.server.context.maintenance
         await server.report("run")
@@ -355,7 +355,7 @@ async def test_reports_are_dropped_when_they_are_old(bounded):
         assert await server.of() == []
 
 
-async def test_clients_clock_orders_no_runs_and_reports_none_of_the_future(bounded):
+async def test_server_clock_orders_runs_and_future_runs_are_refused(bounded):
     """Pages sort runs by their beginning: a run of the future would stay at the top."""
     async with bounded() as server:
         await server.report("early", started_at="2026-01-02T00:00:00Z")

@@ -147,7 +147,7 @@ class TestTrouble:
         assert api.http.head(api.path(1)).status_code == 503
         assert api.stats()["artifacts"] == 1
 
-    async def test_a_stumble_is_not_noticed(self, tmp_path, proxy, bucket):
+    async def test_transient_errors_are_retried(self, tmp_path, proxy, bucket):
         store = S3BlobStore(load_settings(data_dir=tmp_path, **s3_settings(proxy.url, bucket)))
         proxy.fault, proxy.left = S3Fault.FAILING, 1
         await put(store, SMALL)
@@ -227,7 +227,7 @@ class TestPut:
         assert (objects(moto, bucket), uploads_in_parts(moto, bucket)) == ([], [])
 
     @pytest.mark.parametrize("blob", [SMALL, LARGE], ids=["small", "large"])
-    async def test_nothing_is_sent_before_all_was_checked(self, store, proxy, blob):
+    async def test_nothing_is_sent_before_checks_pass(self, store, proxy, blob):
         before = len(proxy.seen)
         with pytest.raises(ServerError):
             await store.put(Digest.of(blob), as_chunks(blob[:-1] + b"x"))
@@ -248,7 +248,7 @@ class TestPut:
         await store.close()
 
     @pytest.mark.extended
-    async def test_uploads_that_lost_their_server_are_aborted(
+    async def test_uploads_of_dead_server_are_aborted(
         self, tmp_path, swift, monkeypatch, eventually
     ):
         bucket = swift.new_bucket()
@@ -267,7 +267,7 @@ class TestPut:
 
 
 class TestRead:
-    async def test_a_read_is_one_request_and_one_of_a_deleted_blob_an_error(self, store, proxy):
+    async def test_read_takes_one_request_and_fails_for_deleted_blob(self, store, proxy):
         digest = Digest.of(LARGE)
         await put(store, LARGE)
         before = len(proxy.seen)
@@ -352,7 +352,7 @@ class TestStart:
 
 
 @pytest.mark.extended
-def test_secrets_that_are_withdrawn_lose_no_row(tmp_path, swift, monkeypatch, connect, problem):
+def test_revoked_s3_credentials_lose_no_row(tmp_path, swift, monkeypatch, connect, problem):
     """Swift checks signatures, which moto does not."""
     settings = s3_settings(swift.url, swift.new_bucket(), log_level="error")
     with LiveServer(tmp_path, **settings) as server:

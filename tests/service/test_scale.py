@@ -97,7 +97,7 @@ def reads_everything(plan):
     return False
 
 
-async def test_what_is_asked_often_goes_by_an_index(filled):
+async def test_hot_queries_use_an_index(filled):
     async with open_services(filled, blob_store=None, clock=system_clock) as context:
         with recorded() as statements:
             artifact = await context.artifacts.open(key(7))
@@ -128,7 +128,7 @@ async def test_what_is_asked_often_goes_by_an_index(filled):
 
 
 @pytest.mark.parametrize("order", ["fingerprint", "newest"])
-async def test_a_page_of_artifacts_goes_along_an_index(filled, order):
+async def test_artifact_listing_follows_an_index(filled, order):
     """Nothing is sorted but what was stored at the same moment."""
     async with open_services(filled, blob_store=None, clock=system_clock) as context:
         query = ArtifactQuery(order=order, limit=10)
@@ -145,7 +145,7 @@ async def test_a_page_of_artifacts_goes_along_an_index(filled, order):
             assert index in plan, plan
 
 
-async def test_what_pages_list_goes_by_an_index_and_is_bounded(filled):
+async def test_dashboard_queries_use_an_index_and_are_bounded(filled):
     """No statement reads all artifacts, and none returns more than people look at."""
     async with open_services(filled, blob_store=None, clock=system_clock) as context:
         where = [Namespace("bench"), *(Namespace(f"other-{number}") for number in range(20))]
@@ -173,7 +173,7 @@ async def test_what_pages_list_goes_by_an_index_and_is_bounded(filled):
         assert all("ix_artifacts_namespace_created_at" in plan for plan in listing[:1])
 
 
-async def test_explaining_what_is_new_looks_at_the_oldest_and_the_latest_artifacts(filled):
+async def test_explanation_of_new_program_reads_oldest_and_latest_artifacts(filled):
     """To count how many of a million are without a description takes a fifth of a second."""
     async with open_services(filled, blob_store=None, clock=system_clock) as context:
         wanted = Description(
@@ -188,7 +188,7 @@ async def test_explaining_what_is_new_looks_at_the_oldest_and_the_latest_artifac
     assert plans[-1].count("ix_artifacts_namespace_created_at") == 2
 
 
-async def test_eviction_pages_along_the_order_of_value(filled):
+async def test_eviction_follows_the_index_of_value(filled):
     async with open_services(filled, blob_store=None, clock=system_clock) as context:
         with recorded() as statements:
             planned = [candidate async for candidate in context.evictor.plan()]

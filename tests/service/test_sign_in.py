@@ -72,7 +72,7 @@ def test_over_tls_the_cookie_is_secure_and_bound_to_the_host(guarded, token):
         assert (cookie["path"], cookie["domain"]) == ("/", "")
 
 
-def test_over_tls_no_other_cookie_counts(guarded, token, signed_in):
+def test_over_tls_other_cookies_are_ignored(guarded, token, signed_in):
     """Whoever answers for the host without TLS can set one there, and choose who a browser is."""
     session = signed_in(token).cookies["graphstash"]
 
@@ -86,7 +86,7 @@ def test_over_tls_no_other_cookie_counts(guarded, token, signed_in):
         assert shows("__Host-graphstash", **{"X-Forwarded-Proto": scheme})
 
 
-def test_a_session_opens_pages_and_no_call(guarded, token, namespace, signed_in):
+def test_session_cookie_authorizes_pages_but_no_call(guarded, token, namespace, signed_in):
     client = signed_in(token)
 
     assert SIGNED_IN in client.get("/search").text
@@ -94,7 +94,7 @@ def test_a_session_opens_pages_and_no_call(guarded, token, namespace, signed_in)
         assert client.get(path).status_code == 401, path
 
 
-def test_a_wrong_token_form_or_cookie_signs_nobody_in(guarded, token, signed_in):
+def test_invalid_token_form_or_cookie_is_refused(guarded, token, signed_in):
     for wrong in (token[:-1] + ("A" if token[-1] != "A" else "B"), "gst_x", "", "a.b.c"):
         answer = signed_in(wrong).answer
         assert answer.status_code == 401
@@ -155,14 +155,14 @@ def test_a_session_ends_with_a_sign_out_another_sign_in_or_its_token(guarded, to
     assert not shows(third)
 
 
-def test_the_way_back_leads_to_this_server_alone(guarded, token, signed_in):
+def test_redirect_after_sign_in_stays_on_this_server(guarded, token, signed_in):
     assert signed_in(token, next="/search?q=a").answer.headers["location"] == "/search?q=a"
     for elsewhere in ("//evil.example", "/\\evil.example", "https://evil.example", "/a\r\nX: y"):
         assert way_back(elsewhere) == "/"
         assert signed_in(token, next=elsewhere).answer.headers["location"] == "/"
 
 
-def test_an_open_server_asks_nobody_to_sign_in_and_begins_no_session(live_server):
+def test_open_server_offers_no_sign_in(live_server):
     """Nobody had to prove a token there, and a server on the same database would believe it."""
     page = httpx.get(live_server.url + "/search", headers=HTML)
     assert page.status_code == 200
@@ -213,7 +213,7 @@ async def test_a_session_counts_at_every_server_until_its_token_is_revoked(opene
         assert await other.context.sessions.find(session.id) is None
 
 
-async def test_a_token_signs_in_so_many_browsers_and_leaves_no_row_behind(opened):
+async def test_sessions_of_a_token_are_limited_and_leave_no_row(opened):
     async with opened(auth="tokens") as server:
         sessions = server.context.sessions
         issued = await issue(server.context)
@@ -231,7 +231,7 @@ async def test_a_token_signs_in_so_many_browsers_and_leaves_no_row_behind(opened
             assert rows.scalar() == 1
 
 
-async def test_what_is_stored_of_a_session_signs_nobody_in(opened):
+async def test_stored_session_row_does_not_sign_in(opened):
     async with opened(auth="tokens") as server:
         issued = await issue(server.context)
         session = await server.context.sessions.begin(issued.token)

@@ -71,7 +71,7 @@ def test_a_full_disk_in_the_middle_of_an_upload_stores_nothing(
     assert api.put(BLOB + b"x", 3).status_code == 201
 
 
-def test_a_database_that_cannot_grow_refuses_and_goes_on_serving(start, connect):
+def test_full_database_refuses_writes_and_serves_reads(start, connect):
     """Its log cannot grow beyond 300 kB: an I/O error to SQLite, as a failing disk is."""
     server = start("--log-level", "error", command=(sys.executable, "-c", LIMITED, "300000"))
     api = connect(server.url)

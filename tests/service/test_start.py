@@ -41,7 +41,7 @@ def refusal(run, tmp_path):
     return refuse
 
 
-def test_a_started_server_says_where_its_data_is_and_what_to_set(start, tmp_path):
+def test_started_server_prints_data_directory_and_client_settings(start, tmp_path):
     port_file = tmp_path / "port"
 
     server = start("--port-file", str(port_file))
@@ -56,7 +56,7 @@ def test_a_started_server_says_where_its_data_is_and_what_to_set(start, tmp_path
     assert "Traceback" not in server.log
 
 
-def test_it_does_not_listen_beyond_loopback_without_being_told(tmp_path, refusal):
+def test_server_listens_on_loopback_by_default(tmp_path, refusal):
     said = refusal("--host", "0.0.0.0", "--auth", "none", status=2)
 
     assert "anyone who can reach the port can run code in every job" in said
@@ -65,14 +65,14 @@ def test_it_does_not_listen_beyond_loopback_without_being_told(tmp_path, refusal
 
 
 @pytest.mark.parametrize("host", ["::", "192.0.2.1", "a" * 64])
-def test_settings_that_listen_beyond_loopback_need_tokens_or_a_word(host):
+def test_listening_beyond_loopback_needs_tokens_or_insecure(host):
     with pytest.raises(StartError, match="run code in every job"):
         _check_reach(load_settings(host=host, auth="none"))
     _check_reach(load_settings(host=host, auth="tokens"))
     _check_reach(load_settings(host=host, auth="none", insecure=True))
 
 
-def test_a_server_that_asks_for_tokens_may_be_reached_from_elsewhere(start, connect):
+def test_server_with_tokens_may_listen_beyond_loopback(start, connect):
     server = start("--host", "0.0.0.0", "--auth", "tokens")
 
     assert connect(server.url).get().status_code == 401
@@ -82,7 +82,7 @@ def test_a_server_that_asks_for_tokens_may_be_reached_from_elsewhere(start, conn
     assert "graphstash token create --grant write:default" in server.log
 
 
-def test_what_keeps_a_server_from_starting_is_one_line(tmp_path, refusal):
+def test_failed_start_prints_one_line(tmp_path, refusal):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         said = refusal("--port", port, status=1)
@@ -113,7 +113,7 @@ def test_what_keeps_a_server_from_starting_is_one_line(tmp_path, refusal):
         ("GRAPHSTASH_INSECURE", "perhaps", "true or false"),
     ],
 )
-def test_a_wrong_variable_is_named_with_value_and_range(monkeypatch, variable, value, named):
+def test_invalid_variable_is_named_with_value_and_range(monkeypatch, variable, value, named):
     monkeypatch.setenv(variable, value)
 
     with pytest.raises(StartError) as refusal:

@@ -115,7 +115,7 @@ async def test_deleted_replaced_or_evicted_artifact_is_not_served_from_memory(op
         assert await server.get(2) is None  # though its blob is there
 
 
-async def test_what_is_remembered_of_an_upload_is_what_the_database_says(opened):
+async def test_cached_row_of_upload_equals_database(opened):
     async with opened() as one, opened() as other:
         await one.put(b"blob", seconds=2.5)
         mine, stored = [
@@ -124,7 +124,7 @@ async def test_what_is_remembered_of_an_upload_is_what_the_database_says(opened)
         assert mine == stored
 
 
-async def test_an_upload_takes_few_statements_and_many_at_once_hardly_more(opened):
+async def test_concurrent_uploads_share_statements(opened):
     async with opened() as server:
         await server.put(b"the first", 99, policy=ONCE)
         with recorded() as statements:
@@ -172,7 +172,7 @@ async def test_calls_take_few_statements_however_many_keys_they_name(opened):
         assert counts[0] == counts[1]
 
 
-async def test_a_transaction_reads_the_same_rows_as_a_read_by_itself(opened):
+async def test_transaction_and_single_read_return_same_rows(opened):
     async with opened() as server:
         await server.put(b"blob", seconds=1.25)
         database = server.context.database
@@ -207,7 +207,7 @@ async def test_a_failing_step_leaves_nothing_behind(opened):
         assert await hits(database) == 2
 
 
-async def test_a_step_whose_caller_is_cancelled_holds_up_nobody(opened):
+async def test_step_of_cancelled_caller_blocks_no_other_step(opened):
     async with opened() as server:
         database = server.context.database
         has_begun = asyncio.Event()
@@ -228,7 +228,7 @@ async def test_a_step_whose_caller_is_cancelled_holds_up_nobody(opened):
         assert await hits(database) == 1
 
 
-async def test_a_caller_who_is_cancelled_often_waits_for_the_thread(tmp_path):
+async def test_caller_cancelled_repeatedly_waits_for_the_thread(tmp_path):
     """The transaction would go on behind the back of the next one."""
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'db'}")
     has_begun, may_end = threading.Event(), threading.Event()
@@ -338,7 +338,7 @@ async def hits(database):
     return UsageChange(*counters).hits
 
 
-async def test_a_read_survives_the_end_of_its_connection(postgres, opened, database_url, tmp_path):
+async def test_read_is_retried_after_connection_ends(postgres, opened, database_url, tmp_path):
     """A restarted database must not fail a request; one that is gone does."""
     if not database_url.startswith("postgresql"):
         database = Database(f"sqlite+aiosqlite:///{tmp_path / 'no' / 'where'}")
@@ -359,7 +359,7 @@ async def test_a_read_survives_the_end_of_its_connection(postgres, opened, datab
         assert await find_artifact(database, key_of()) is not None
 
 
-async def test_a_policy_of_a_server_whose_clock_is_behind_is_noticed(opened):
+async def test_policy_change_by_server_with_late_clock_is_detected(opened):
     """Nothing but the rows themselves says whether one has changed."""
     now = [100.0]
     async with opened() as one, opened() as other:
@@ -400,7 +400,7 @@ BODIES = st.one_of(
 
 
 @given(BODIES)
-def test_a_list_of_keys_is_read_as_its_model_reads_it(body):
+def test_fast_parser_of_key_lists_agrees_with_model(body):
     plain, model = read_both_ways(json.dumps(body).encode())
     assert plain == model
 
@@ -417,7 +417,7 @@ def test_a_list_of_keys_is_read_as_its_model_reads_it(body):
         % (b"a" * 64),
     ],
 )
-def test_unusual_json_is_read_as_the_model_reads_it(raw):
+def test_fast_parser_agrees_with_model_on_unusual_json(raw):
     plain, model = read_both_ways(raw.replace(b"%s", json.dumps(GOOD).encode()))
     assert plain in (None, model)
 

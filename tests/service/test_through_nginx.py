@@ -39,7 +39,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("case", WRITES)
-def test_putting_through_nginx_is_putting(api, through, case):
+def test_put_through_nginx_stores_artifact(api, through, case):
     headers = {"Repr-Digest": Digest.of(BLOB).repr_digest} | WRITES[case]
     headers = {name: value for name, value in headers.items() if value is not None}
 
@@ -73,14 +73,14 @@ def test_refusals_of_writes_and_a_deletion_pass_nginx(api, through, problem):
         (100, b"abc", (408, "upload_timeout")),
     ],
 )
-def test_an_upload_is_refused_before_its_body_is_there(nginx, api, size, body, refusal):
+def test_upload_is_refused_before_its_body_arrives(nginx, api, size, body, refusal):
     with began_put(nginx, api.path(), size, digest=Digest.of(b""), body=body) as wire:
         answer = wire.answer()
 
     assert (answer.status, answer.problem["code"]) == refusal
 
 
-def test_a_refusal_is_heard_while_the_body_is_still_sent(nginx, api, problem):
+def test_refusal_reaches_client_that_still_sends_its_body(nginx, api, problem):
     """401 MiB against a limit of 400: whoever sends on regardless gets the answer, too."""
     block = bytes(1024**2)
     headers = {"Content-Length": str(401 * 1024**2), "Repr-Digest": Digest.of(b"").repr_digest}
@@ -119,7 +119,7 @@ def test_a_connection_can_be_reused_after_an_early_answer(api, through):
         assert through.get(1).status_code == 404
 
 
-def test_an_upload_whose_client_is_gone_leaves_nothing(nginx, api, files, eventually, problem):
+def test_upload_of_vanished_client_leaves_nothing(nginx, api, files, eventually, problem):
     known = set(files())
     begun = bytes(2 * 1024**2)  # there is a file from the first full chunk on
     with began_put(nginx, api.path(), 3000000, digest=Digest.of(b""), body=begun):
@@ -129,7 +129,7 @@ def test_an_upload_whose_client_is_gone_leaves_nothing(nginx, api, files, eventu
     problem(api.get(), 404, "not_found")
 
 
-def test_a_wait_for_a_lease_lasts_as_long_as_it_was_asked_for_or_is_ended(api, through):
+def test_wait_for_lease_lasts_as_requested_or_until_release(api, through):
     granted = through.acquire(ttl_seconds=60).json()
 
     held = through.acquire(wait=1)
@@ -148,7 +148,7 @@ def test_a_wait_for_a_lease_lasts_as_long_as_it_was_asked_for_or_is_ended(api, t
     assert ended.status_code == 204
 
 
-def test_a_waiter_that_hangs_up_is_forgotten(nginx, api, eventually):
+def test_waiter_that_hangs_up_is_removed(nginx, api, eventually):
     def waiters():
         return api.http.get("/v1/stats").json()["waiters"]
 
@@ -188,7 +188,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_other_calls_are_answered_alike(api, through, case):
+def test_other_calls_get_same_answers_through_nginx(api, through, case):
     method, path, options = CALLS[case]
     path = path.replace("{ns}", str(api.namespace))
 
@@ -198,7 +198,7 @@ def test_other_calls_are_answered_alike(api, through, case):
     assert seen(behind) == seen(direct)
 
 
-def test_a_page_behind_nginx_may_send_its_form(through):
+def test_form_of_page_behind_nginx_is_accepted(through):
     """nginx leaves the port out of Host, and browsers name it in Origin."""
     own, other = str(through.http.base_url).rstrip("/"), "http://elsewhere.example"
 

@@ -133,7 +133,7 @@ class TestCopies:
         await reader.close()
         assert reader.path.read_bytes() == b"abc"
 
-    async def test_copies_are_read_while_the_back_is_down(self, opened, back):
+    async def test_copies_are_served_while_backing_store_is_down(self, opened, back):
         store = opened(back)
         await put(store, b"abc", b"def")
         await read(store, b"abc")
@@ -143,7 +143,7 @@ class TestCopies:
         with pytest.raises(ServerError):
             await read(store, b"def")
 
-    async def test_presence_is_decided_behind_and_putting_again_drops_the_copy(
+    async def test_backing_store_decides_presence_and_new_put_drops_copy(
         self, opened, back, tmp_path
     ):
         store = opened(back)
@@ -155,7 +155,7 @@ class TestCopies:
         await put(store, b"abc")
         assert copies(tmp_path) == set()
 
-    async def test_a_copy_that_was_cut_is_fetched_again(self, opened, back, tmp_path):
+    async def test_truncated_copy_is_fetched_again(self, opened, back, tmp_path):
         store = opened(back)
         await put(store, LARGE)
         await read(store, LARGE)
@@ -167,7 +167,7 @@ class TestCopies:
 
 
 class TestFills:
-    async def test_many_readers_are_one_request(self, opened, s3, proxy):
+    async def test_concurrent_readers_share_one_request(self, opened, s3, proxy):
         store = opened(s3)
         await put(store, LARGE)
         before = proxy.count("GET", within=IN_S3)
@@ -176,7 +176,7 @@ class TestFills:
         assert await asyncio.gather(*reads) == [LARGE] * 20
         assert proxy.count("GET", within=IN_S3) == before + 1
 
-    async def test_readers_follow_the_growing_file_though_one_leaves(self, opened, s3, proxy):
+    async def test_readers_follow_growing_file_after_one_leaves(self, opened, s3, proxy):
         store = opened(s3)
         await put(store, LARGE)
         proxy.fault = S3Fault.PAUSE
@@ -218,7 +218,7 @@ class TestFills:
         assert await second == LARGE
 
     @pytest.mark.parametrize("fault", [S3Fault.CUT, S3Fault.CUT_BY_RESET])
-    async def test_a_back_that_breaks_off_keeps_nothing(self, opened, s3, proxy, tmp_path, fault):
+    async def test_interrupted_fill_leaves_no_copy(self, opened, s3, proxy, tmp_path, fault):
         store = opened(s3)
         await put(store, LARGE)
         proxy.fault = fault
@@ -276,7 +276,7 @@ class TestDamage:
         proxy.fault = S3Fault.NONE
         assert [await read(store, LARGE) for _ in range(2)] == [LARGE] * 2
 
-    def test_its_artifact_is_dropped_and_can_be_put_again(
+    def test_artifact_of_damaged_blob_is_dropped_and_can_be_put_again(
         self, tmp_path, moto, s3_credentials, connect
     ):
         bucket = moto.new_bucket()
@@ -347,7 +347,7 @@ def _is_of_a_blob(method, seen):
 
 
 class TestBudget:
-    async def test_the_least_recently_used_go(self, opened, back, tmp_path):
+    async def test_least_recently_used_copies_are_evicted(self, opened, back, tmp_path):
         store = opened(back, limit_bytes=1000)
         blobs = [bytes([number]) * 300 for number in range(4)]
         await put(store, *blobs)
@@ -367,7 +367,7 @@ class TestBudget:
     @pytest.mark.parametrize(
         ("limits", "bypassed"), [({"limit_bytes": 1000}, 0), ({"min_free_bytes": 2**60}, 2)]
     )
-    async def test_blob_without_room_is_read_from_behind(
+    async def test_blob_that_does_not_fit_is_read_from_backing_store(
         self, opened, back, tmp_path, limits, bypassed
     ):
         store = opened(back, **limits)
@@ -377,9 +377,7 @@ class TestBudget:
         assert copies(tmp_path) == set()
         assert store.bypassed_count == bypassed
 
-    async def test_an_open_copy_is_read_to_its_end_though_it_was_evicted(
-        self, opened, back, tmp_path
-    ):
+    async def test_open_copy_is_read_to_end_after_eviction(self, opened, back, tmp_path):
         store = opened(back)
         await put(store, LARGE)
         await read(store, LARGE)
@@ -390,7 +388,7 @@ class TestBudget:
                 path.unlink()
         assert await whole_of(reader) == LARGE
 
-    async def test_a_tier_that_vanished_is_not_noticed(self, opened, back, tmp_path):
+    async def test_reads_continue_after_tier_directory_vanishes(self, opened, back, tmp_path):
         store = opened(back)
         await put(store, LARGE)
         (tmp_path / "tier").rename(tmp_path / "elsewhere")
@@ -399,7 +397,7 @@ class TestBudget:
         assert store.bypassed_count == 1
         (tmp_path / "elsewhere").rename(tmp_path / "tier")
 
-    def test_a_disk_that_fills_up_half_way_is_not_noticed(self, tmp_path, shared, connect):
+    def test_reads_continue_after_tier_disk_fills_up(self, tmp_path, shared, connect):
         """The process may write files of 3 MB only: the kernel says "full" as a disk would."""
         limited = (
             "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000)); "

@@ -46,7 +46,7 @@ def server(files, tmp_path_factory):
         yield server
 
 
-def test_the_port_speaks_https_to_clients_that_know_the_authority(server, trusting):
+def test_port_serves_https_to_clients_that_trust_the_authority(server, trusting):
     answer = httpx.get(server.url + "/healthz", verify=trusting, trust_env=False)
 
     assert server.url.startswith("https://")
@@ -73,7 +73,7 @@ def test_only_the_secure_cookie_signs_a_browser_in(files, trusting, tmp_path):
     assert "Sign out" not in planted.text
 
 
-def test_nginx_says_that_a_browser_came_over_tls(files, trusting, guarded, tmp_path):
+def test_nginx_forwards_that_the_browser_used_tls(files, trusting, guarded, tmp_path):
     variables = {
         "GRAPHSTASH_TLS_CERTIFICATE": str(files["tls_cert_file"]),
         "GRAPHSTASH_TLS_KEY": str(files["tls_key_file"]),
@@ -93,7 +93,7 @@ def test_nginx_says_that_a_browser_came_over_tls(files, trusting, guarded, tmp_p
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")
 @pytest.mark.parametrize("version", ["TLSv1_1", "TLSv1_2", "TLSv1_3"])
-def test_current_tls_is_spoken_and_old_tls_refused(server, trusting, version):
+def test_current_tls_is_accepted_and_old_tls_refused(server, trusting, version):
     trusting.minimum_version = ssl.TLSVersion[version]
     trusting.maximum_version = ssl.TLSVersion[version]
     trusting.set_ciphers("ALL:@SECLEVEL=0")
@@ -103,7 +103,7 @@ def test_current_tls_is_spoken_and_old_tls_refused(server, trusting, version):
         assert answer.status_code == 200
 
 
-def test_only_a_client_with_a_certificate_of_the_authority_is_let_in(
+def test_only_client_with_certificate_of_the_authority_is_admitted(
     files, authority, trusting, tmp_path
 ):
     stranger = trustme.CA().issue_cert("job@elsewhere")
@@ -123,7 +123,7 @@ def test_only_a_client_with_a_certificate_of_the_authority_is_let_in(
     assert answer.status_code == 200
 
 
-def test_workers_speak_it_too_and_the_command_says_so(files, trusting, tmp_path):
+def test_workers_serve_https(files, trusting, tmp_path):
     options = ("--workers", "2", "--min-free-bytes", "0")
     with ServerProcess(tmp_path / "data", *options, environment=environment_of(files)) as server:
         answers = [
@@ -138,7 +138,7 @@ def test_workers_speak_it_too_and_the_command_says_so(files, trusting, tmp_path)
     ("name", "content"),
     [("cert", None), ("cert", b"nothing"), ("key", None), ("key", b"nothing"), ("ca", b"nothing")],
 )
-def test_a_file_that_cannot_be_used_is_named(files, tmp_path, name, content):
+def test_unusable_file_is_named(files, tmp_path, name, content):
     path = tmp_path / "wrong.pem"
     if content is not None:
         path.write_bytes(content)
@@ -150,9 +150,7 @@ def test_a_file_that_cannot_be_used_is_named(files, tmp_path, name, content):
     assert str(path) in str(refused.value)
 
 
-def test_a_key_with_a_password_is_refused_at_the_start_instead_of_asked_for(
-    authority, files, tmp_path
-):
+def test_key_with_password_is_refused_at_start_without_prompt(authority, files, tmp_path):
     plain = authority.issue_cert("127.0.0.1").private_key_pem.bytes()
     locked = forms.load_pem_private_key(plain, None).private_bytes(
         forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.BestAvailableEncryption(b"secret")
@@ -172,6 +170,6 @@ def environment_of(files):
 @pytest.mark.parametrize(
     "given", [["tls_cert_file"], ["tls_key_file"], ["tls_client_ca_file"]], ids="".join
 )
-def test_half_of_tls_is_no_tls(files, given):
+def test_certificate_or_key_alone_is_refused(files, given):
     with pytest.raises(StartError, match="GRAPHSTASH_TLS_CERT_FILE"):
         load_settings(**dict.fromkeys(given, files["tls_cert_file"]))

@@ -96,7 +96,7 @@ def test_a_server_without_authentication_creates_no_tokens(server):
         assert anybody.get("/v1/-/tokens").json()["tokens"] == []
 
 
-async def test_tokens_that_ended_long_ago_are_forgotten(opened):
+async def test_long_expired_tokens_are_deleted(opened):
     def request(**changed):
         return TokenRequest(description="x", grants=(Grant.parse("read:*"),), **changed)
 
@@ -115,7 +115,7 @@ async def test_tokens_that_ended_long_ago_are_forgotten(opened):
     assert [each.info.id in left for each in made] == [True, False, False, True]
 
 
-def test_the_last_use_is_written_down_by_the_next_flush(guarded, admin, eventually):
+def test_last_use_is_stored_by_next_flush(guarded, admin, eventually):
     made = make(admin).json()
 
     def used_at():
@@ -127,7 +127,7 @@ def test_the_last_use_is_written_down_by_the_next_flush(guarded, admin, eventual
     eventually(lambda: used_at() is not None)
 
 
-def test_a_token_out_of_form_is_neither_created_nor_revoked(admin, problem):
+def test_malformed_token_is_neither_created_nor_revoked(admin, problem):
     for expires_at in (
         *("2020-01-01T00:00:00Z", "9999-12-31T23:59:59-12:00"),
         *("0001-01-01T00:00:00+12:00", "2040-01-01T00:00:00"),
@@ -144,7 +144,7 @@ def test_a_token_out_of_form_is_neither_created_nor_revoked(admin, problem):
         assert admin.delete(f"/v1/-/tokens/{name}").status_code in {400, 404}
 
 
-def test_revoked_token_is_refused_at_once_and_the_log_tells_of_it_once(guarded, admin, monkeypatch):
+def test_revoked_token_is_refused_at_once_and_logged_once(guarded, admin, monkeypatch):
     monkeypatch.setattr(MAX_DECISION_AGE, timedelta(days=1))
     made = make(admin).json()
     token_id = made["info"]["id"]
@@ -225,7 +225,7 @@ def command(guarded):
     return run
 
 
-def test_the_command_prints_the_token_alone_and_the_rest_beside_it(guarded, command):
+def test_command_prints_token_to_stdout_and_details_to_stderr(guarded, command):
     made = command(
         *("token", "create", "--grant", "write:team-*", "--grant", "read:*"),
         *("--description", "the nightly job", "--expires", "90d"),
@@ -244,7 +244,7 @@ def test_the_command_prints_the_token_alone_and_the_rest_beside_it(guarded, comm
     assert timedelta(days=89, hours=23) < until <= timedelta(days=90)
 
 
-def test_the_commands_list_and_revoke_what_they_made(guarded, command):
+def test_commands_list_and_revoke_created_tokens(guarded, command):
     made = json.loads(
         command(
             *("token", "create", "--grant", "read:*", "--grant", "write:team-*"),
@@ -265,7 +265,7 @@ def test_the_commands_list_and_revoke_what_they_made(guarded, command):
     command("token", "revoke", "a" * 16, status=1)
 
 
-def test_the_command_names_what_is_wrong(monkeypatch, guarded):
+def test_command_names_invalid_argument(monkeypatch, guarded):
     monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(guarded.server.data_dir))
     monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", guarded.database_url)
     for grant, expires, named in (

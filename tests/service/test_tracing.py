@@ -164,7 +164,7 @@ def test_a_malformed_traceparent_begins_a_trace_of_its_own(traced, collector):
         assert span.trace not in ("a" * 32, "b" * 32), name
 
 
-def test_blanks_around_a_traceparent_do_not_count(traced, collector):
+def test_blanks_around_traceparent_are_ignored(traced, collector):
     fingerprint = "5" * 64
     parent = PARENT.replace("d", "f")
     head = f"GET {PATH}{fingerprint} HTTP/1.1\r\nHost: a\r\ntraceparent:\t  {parent} \t\r\n\r\n"
@@ -175,7 +175,7 @@ def test_blanks_around_a_traceparent_do_not_count(traced, collector):
     assert (span.trace, span.parent) == ("f" * 32, "1" * 16)
 
 
-def test_blanks_in_front_of_a_folded_traceparent_are_read_in_linear_work():
+def test_blanks_before_folded_traceparent_take_linear_time():
     """With quadratic work this takes minutes, and the test's timeout ends it."""
     head = b"GET / HTTP/1.1\r\ntraceparent:" + b" " * 2_000_000 + b"\r\n folded\r\n\r\n"
     path = TracedFastPath(lambda: None, tracing=None)
@@ -183,7 +183,7 @@ def test_blanks_in_front_of_a_folded_traceparent_are_read_in_linear_work():
     assert path.read(head, scheme="http", is_owner=False) is None
 
 
-def test_a_caller_that_is_not_sampled_is_not_recorded(traced, collector):
+def test_unsampled_caller_is_not_recorded(traced, collector):
     out, mark = "1" * 64, "2" * 64
     assert request_with(traced, out, f"00-{'c' * 32}-{'1' * 16}-00").status_code == 404
     request_with(traced, mark)
@@ -196,7 +196,7 @@ def test_a_caller_that_is_not_sampled_is_not_recorded(traced, collector):
     "sampler",
     ["parentbased_traceidratio", pytest.param("traceidratio", marks=pytest.mark.extended)],
 )
-def test_no_caller_gets_more_recorded_than_the_ratio(tmp_path, collector, sampler):
+def test_caller_cannot_raise_sampling_ratio(tmp_path, collector, sampler):
     # Of ten million; ids that end in zeros are those that a ratio takes first.
     sampling = {"OTEL_TRACES_SAMPLER": sampler, "OTEL_TRACES_SAMPLER_ARG": "1e-7"}
     with Server(tmp_path, **collector.environment, **sampling) as server:
@@ -208,7 +208,7 @@ def test_no_caller_gets_more_recorded_than_the_ratio(tmp_path, collector, sample
     assert collector.spans[before:] == []
 
 
-def test_what_a_caller_makes_up_is_in_no_name_and_in_no_attribute(traced, collector):
+def test_text_of_caller_is_in_no_span_name_or_attribute(traced, collector):
     before = len(collector.spans)
     secret = "TOKENINTHEWRONGPLACE"
     mark = "3" * 64
@@ -229,7 +229,7 @@ def test_what_a_caller_makes_up_is_in_no_name_and_in_no_attribute(traced, collec
         assert secret.encode() not in span.raw
 
 
-def test_an_entry_of_the_log_names_the_span_of_its_request(traced, collector):
+def test_log_entry_names_span_of_its_request(traced, collector):
     fingerprint = "4" * 64
     request_with(traced, fingerprint, PARENT)
     httpx.get(f"{traced.url}/v1/stats", headers={"traceparent": PARENT}, timeout=10)
@@ -248,7 +248,7 @@ def test_an_entry_of_the_log_names_the_span_of_its_request(traced, collector):
     assert collector.with_id(by_application["span_id"])[0].name == "GET /v1/stats"
 
 
-def test_a_failing_bucket_is_a_type_of_error_and_no_text(
+def test_span_of_failing_bucket_holds_error_type_without_text(
     tmp_path, collector, moto, s3_credentials, run_job
 ):
     bucket = moto.new_bucket()
@@ -269,7 +269,7 @@ def test_a_failing_bucket_is_a_type_of_error_and_no_text(
 
 
 @pytest.mark.extended
-def test_the_link_to_a_blob_is_in_no_span(tmp_path, collector, moto, s3_credentials, run_job):
+def test_presigned_link_is_in_no_span(tmp_path, collector, moto, s3_credentials, run_job):
     environment = in_bucket(moto, moto.new_bucket(), s3_redirect_bytes=1)
     before = len(collector.spans)
     with Server(tmp_path, **environment, **collector.environment) as server:
@@ -283,7 +283,7 @@ def test_the_link_to_a_blob_is_in_no_span(tmp_path, collector, moto, s3_credenti
         assert b"X-Amz-Signature" not in span.raw
 
 
-def test_a_server_without_traces_imports_no_exporter():
+def test_server_without_tracing_imports_no_exporter():
     asked = (
         "import sys, graphstash_server.serving.server, graphstash_server.storage.s3; "
         "unwanted = ('opentelemetry.sdk', 'opentelemetry.exporter', "
@@ -295,7 +295,7 @@ def test_a_server_without_traces_imports_no_exporter():
 
 
 @pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.extended)])
-def test_a_server_that_cannot_make_traces_says_why(tmp_path, collector, workers):
+def test_server_that_cannot_trace_logs_the_reason(tmp_path, collector, workers):
     path = take_away(tmp_path, "opentelemetry.exporter")
     for variables, named in (
         ({"PYTHONPATH": str(path)}, r"graphstash\[server,tracing\]"),

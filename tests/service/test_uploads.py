@@ -34,7 +34,7 @@ def test_a_digest_and_a_length_are_required(api, problem):
     assert api.put(BLOB, Repr_Digest=f"{other}, {own}").status_code == 201
 
 
-def test_metadata_out_of_form_is_refused(api, problem):
+def test_malformed_metadata_is_refused(api, problem):
     for value in ("%%%", "e30", "bm90IGpzb24", "x" * 16385, "\xff"):
         headers = [
             (b"Repr-Digest", Digest.of(BLOB).repr_digest.encode()),
@@ -45,7 +45,7 @@ def test_metadata_out_of_form_is_refused(api, problem):
     assert api.get().status_code == 404
 
 
-def test_other_bytes_than_announced_are_refused_naming_both(api, problem, files):
+def test_bytes_that_differ_from_announced_digest_are_refused_naming_both(api, problem, files):
     before = files()
 
     refused = problem(
@@ -58,7 +58,7 @@ def test_other_bytes_than_announced_are_refused_naming_both(api, problem, files)
     assert files() == before
 
 
-def test_too_large_is_refused_before_the_body_is_read(api):
+def test_oversized_upload_is_refused_before_its_body_is_read(api):
     with Wire(api.url) as wire:
         answer = wire.ask(announced(api, **{"Content-Length": 999_999_999_999}))
 
@@ -67,7 +67,7 @@ def test_too_large_is_refused_before_the_body_is_read(api):
     assert answer.problem["limit"] == 419_430_400
 
 
-def test_an_upload_that_asks_first_is_told_to_send_unless_it_is_refused(api):
+def test_expect_100_continue_is_answered_unless_upload_is_refused(api):
     with Wire(api.url) as wire:
         answer = wire.ask(announced(api, Expect="100-continue", **{"Repr-Digest": "none"}))
         assert (answer.status, answer.headers["connection"]) == (400, "close")
@@ -84,7 +84,7 @@ def test_a_refusal_does_not_break_the_connection_for_the_next_request(api):
         assert api.get().status_code == 404
 
 
-def test_an_upload_that_hangs_up_or_stands_still_stores_nothing(api, files, eventually):
+def test_aborted_or_stalled_upload_stores_nothing(api, files, eventually):
     before = files()
     begun = announced(api) + BLOB[:5000]
     with Wire(api.url) as wire:

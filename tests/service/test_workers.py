@@ -132,7 +132,7 @@ class Load:
             self.rounds[number] += 1
 
 
-def test_every_worker_serves_the_one_port_and_a_stuck_one_is_killed_at_the_end(start):
+def test_workers_share_one_port_and_stuck_worker_is_killed_at_shutdown(start):
     server = start("--workers", "3", **patient(0))
     workers = server.workers
 
@@ -205,7 +205,7 @@ def exit_code(server, end=None) -> int:
 
 
 @pytest.mark.parametrize("ends", most_extended(ENDS, quick=ENDS[::2]))
-def test_a_long_download_is_finished_before_the_end(start, connect, eventually, ends):
+def test_long_download_completes_before_shutdown(start, connect, eventually, ends):
     workers, end = ends
     server = start("--workers", workers)
     api = connect(server.url)
@@ -221,7 +221,7 @@ def test_a_long_download_is_finished_before_the_end(start, connect, eventually, 
 
 
 @pytest.mark.parametrize("ends", most_extended(ENDS, quick=ENDS[1:2]))
-def test_a_long_upload_is_finished_before_the_end(start, connect, eventually, ends):
+def test_long_upload_completes_before_shutdown(start, connect, eventually, ends):
     workers, end = ends
     server = start("--workers", workers)
     api = connect(server.url)
@@ -238,9 +238,7 @@ def test_a_long_upload_is_finished_before_the_end(start, connect, eventually, en
     assert exit_code(server, end) == 0
 
 
-def test_waiting_leases_are_answered_at_the_end_and_granted_ones_outlive_it(
-    start, connect, eventually
-):
+def test_shutdown_answers_lease_waiters_and_keeps_granted_leases(start, connect, eventually):
     server = start("--workers", "2", **patient(3600))
     token = connect(server.url).acquire(holder="a", ttl_seconds=300).json()["token"]
     with ThreadPoolExecutor(1) as pool:
@@ -259,7 +257,7 @@ def test_waiting_leases_are_answered_at_the_end_and_granted_ones_outlive_it(
     assert renewed.status_code == 200
 
 
-def test_a_client_that_has_just_connected_is_answered_before_the_end(start, eventually):
+def test_new_connection_is_answered_before_shutdown(start, eventually):
     server = start()
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         # Connections are accepted in order: a later one that is answered shows that this one is.
@@ -332,7 +330,7 @@ def test_a_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, pro
     assert said.stdout == ""
 
 
-def test_a_second_interrupt_ends_it_at_once(start, connect, eventually):
+def test_second_interrupt_ends_server_at_once(start, connect, eventually):
     server = start("--workers", "2", **patient(3600))
     workers = server.workers
     api = connect(server.url)
@@ -349,7 +347,7 @@ def test_a_second_interrupt_ends_it_at_once(start, connect, eventually):
 
 
 @pytest.mark.extended
-def test_two_servers_restarted_in_turn_lose_nothing_that_was_acknowledged(start, connect, writers):
+def test_servers_restarted_in_turn_lose_no_acknowledged_artifact(start, connect, writers):
     ports = [str(reserved_port()) for _ in range(2)]
     servers = [start("--workers", "2", "--port", port) for port in ports]
     with writers([connect(server.url) for server in servers * 2]) as acknowledged:
