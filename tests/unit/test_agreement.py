@@ -86,7 +86,7 @@ def job(server, namespace, tmp_path):
         rank.close()
 
 
-def test_of_all_ranks_one_compiles_and_all_run_its_result(job):
+def test_one_rank_compiles_and_all_ranks_run_its_result(job):
     cold = job("cold")
     ran = cold.load(1)
     assert len(set(ran)) == 1
@@ -100,7 +100,7 @@ def test_of_all_ranks_one_compiles_and_all_run_its_result(job):
 
 
 @pytest.mark.parametrize("broken", [(0,), (1, 3), (0, 1, 2)])
-def test_ranks_without_a_cache_run_what_the_others_found(job, broken):
+def test_ranks_without_cache_run_results_of_other_ranks(job, broken):
     ran = job("cold").load(1)
     warm = job("warm", broken=broken)
     assert warm.load(1) == ran
@@ -121,7 +121,7 @@ def test_a_large_result_reaches_a_rank_without_a_cache(job, monkeypatch):
     assert len(set(job("a", broken=(0, 1, 2, 3)).load(1))) == 1
 
 
-def test_what_is_left_for_other_ranks_is_bounded(job, monkeypatch):
+def test_results_left_for_other_ranks_are_bounded(job, monkeypatch):
     monkeypatch.setattr(_agreement, "_RELAY_BYTES", 200)
     one = job("one", size=1)
     for number in range(20):
@@ -131,19 +131,19 @@ def test_what_is_left_for_other_ranks_is_bounded(job, monkeypatch):
     assert 0 < sum(map(len, relayed)) <= 200
 
 
-def test_a_graph_of_one_rank_alone_waits_for_nobody(job):
+def test_graph_of_a_single_rank_waits_for_no_rank(job):
     ranks = job("a").ranks
     assert ranks[2].load(1) == b"graph 1 as rank 2 compiles it"
     assert job("b", broken=(1,)).ranks[1].load(2) == b"graph 2 as rank 1 compiles it"
 
 
-def test_when_the_leaders_compiler_fails_everybody_compiles(job):
+def test_all_ranks_compile_if_compiler_of_leader_fails(job):
     failing = job("a")
     assert failing.load(1, fails=True) == [None] * 4
     assert failing.compiles == 4
 
 
-def test_a_compiler_that_needs_all_ranks_gets_them_and_one_publishes(job):
+def test_collective_compilation_runs_on_all_ranks_and_one_publishes(job):
     together = job("a", compiles_together=True)
     together.load(1)
     assert together.compiles == 4
@@ -153,7 +153,7 @@ def test_a_compiler_that_needs_all_ranks_gets_them_and_one_publishes(job):
     assert warm.compiles == 0
 
 
-def test_what_is_put_late_is_not_waited_for(job):
+def test_late_results_are_not_waited_for(job):
     late = job("a")
     assert [rank.ask(1, lease=False) for rank in late.ranks] == [None] * 4
     for rank in late.ranks:
@@ -162,7 +162,7 @@ def test_what_is_put_late_is_not_waited_for(job):
 
 
 @pytest.mark.parametrize("lease", [True, False])
-def test_what_was_said_once_holds_when_a_key_is_asked_for_again(job, lease):
+def test_agreement_holds_for_repeated_look_ups(job, lease):
     ranks = job("a", size=2).ranks
     ran = [rank.load(1, lease=lease) for rank in ranks]
     again = [rank.load(1, lease=lease) for rank in ranks]
@@ -182,7 +182,7 @@ def test_a_store_that_fails_leaves_each_rank_to_itself(job, monkeypatch):
     assert ranks[0].stats.fallbacks == {"ranks": 1}
 
 
-def test_a_store_that_fails_when_the_leader_speaks_leaves_no_lease_behind(job, monkeypatch):
+def test_store_failure_while_leader_announces_leaves_no_lease(job, monkeypatch):
     rank = job("a", size=2, compiles_together=True).ranks[0]
     monkeypatch.setattr(MemoryRanks, "set", fail)
     assert rank.load(1) is not None
@@ -190,7 +190,7 @@ def test_a_store_that_fails_when_the_leader_speaks_leaves_no_lease_behind(job, m
     assert rank.stats.published == 1
 
 
-def test_a_leader_that_is_interrupted_hands_the_lead_on(job, monkeypatch):
+def test_interrupted_leader_passes_the_lead_on(job, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
@@ -204,7 +204,7 @@ def test_a_leader_that_is_interrupted_hands_the_lead_on(job, monkeypatch):
     assert first.load(1) == b"graph 1 as rank 1 compiles it"
 
 
-def test_ranks_that_wait_for_nobody_load_one_artifact_or_all_compile(job):
+def test_ranks_without_waits_load_one_artifact_or_all_compile(job):
     cold = job("cold", wait_seconds=0)
     cold.load(1)
     assert cold.compiles == 4
@@ -214,14 +214,14 @@ def test_ranks_that_wait_for_nobody_load_one_artifact_or_all_compile(job):
     assert warm.compiles == 0
 
 
-def test_of_many_ranks_a_few_try_whether_the_cache_is_there(job):
+def test_few_of_many_ranks_probe_the_cache(job):
     many = job("a", size=8, broken=range(8))
     assert len(set(many.load(1))) == 1
     words = [name for name in many.ranks[0].store._values.values if name.endswith("/word")]
     assert len(words) == 4
 
 
-def test_what_a_leader_has_removed_is_not_waited_for_piece_by_piece(job, monkeypatch):
+def test_removed_result_is_not_waited_for_per_piece(job, monkeypatch):
     monkeypatch.setattr(_agreement, "_CHUNK_BYTES", 7)
     leader, broken = job("a", size=2, broken=(1,)).ranks
     leader.load(1)
@@ -237,7 +237,7 @@ def test_what_a_leader_has_removed_is_not_waited_for_piece_by_piece(job, monkeyp
     assert len([name for name in asked if "/chunk/" in name]) == 1
 
 
-def test_a_result_that_is_too_large_to_be_left_removes_nothing(job, monkeypatch):
+def test_oversized_result_evicts_no_other_result(job, monkeypatch):
     rank = job("a", size=1).ranks[0]
     rank.load(1)
     values = rank.store._values.values
@@ -248,7 +248,7 @@ def test_a_result_that_is_too_large_to_be_left_removes_nothing(job, monkeypatch)
     assert [name for name in values if "/chunk/" in name] == left
 
 
-def test_a_second_thread_of_the_leader_runs_what_the_first_one_compiles(job):
+def test_second_thread_of_leader_runs_result_of_the_first(job):
     leader, follower = job("a", size=2).ranks
     assert leader.ask(1) is None
     with ThreadPoolExecutor(2) as pool:
@@ -259,7 +259,7 @@ def test_a_second_thread_of_the_leader_runs_what_the_first_one_compiles(job):
     assert leader.stats.fallbacks == {}
 
 
-def test_a_second_thread_that_asks_does_not_end_the_lease_of_the_first(job):
+def test_look_up_by_second_thread_keeps_lease_of_the_first(job):
     rank = job("a", size=1).ranks[0]
     assert rank.exchange.get(request(1)) is None
     with ThreadPoolExecutor(1) as pool:
@@ -270,7 +270,7 @@ def test_a_second_thread_that_asks_does_not_end_the_lease_of_the_first(job):
     assert other.stats.fallbacks == {"wait_budget": 1}
 
 
-def test_a_leader_that_says_nothing_is_waited_for_as_long_as_it_may_take(job):
+def test_silent_leader_is_waited_for_until_its_deadline(job):
     ranks = job("a", size=2, fetch_seconds=0.1, wait_seconds=0.1).ranks
     assert ranks[0].ask(1) is None  # and it never ends
     assert ranks[1].load(1) == b"graph 1 as rank 1 compiles it"
@@ -278,7 +278,7 @@ def test_a_leader_that_says_nothing_is_waited_for_as_long_as_it_may_take(job):
     assert ranks[1].stats.published == 0
 
 
-def test_all_ranks_together_wait_no_longer_than_one_job_may(job):
+def test_waits_of_all_ranks_share_budget_of_the_job(job):
     first, second = job("a", size=2, wait_seconds=3).ranks
     assert first.stash.server.acquire(request(1).key).token is not None  # nobody releases it
     assert first.load(1) is not None

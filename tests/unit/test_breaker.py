@@ -32,7 +32,7 @@ def test_failures_in_a_row_open_the_circuit_and_a_success_between_them_does_not(
     assert breaker.allows()
 
 
-def test_after_the_pause_one_caller_may_try():
+def test_one_caller_may_try_after_the_pause():
     breaker, clock = opened()
     clock.now += 1.01
     assert breaker.allows()
@@ -52,7 +52,7 @@ def test_each_further_failure_doubles_the_pause_up_to_its_bound():
         breaker.failed()
 
 
-def test_a_pause_that_the_server_asks_for_is_kept_within_the_bound():
+def test_pause_requested_by_server_is_bounded():
     clock = Clock()
     breaker = CircuitBreaker(longest_pause_seconds=10.0, clock=clock)
     breaker.pause(3)
@@ -64,7 +64,7 @@ def test_a_pause_that_the_server_asks_for_is_kept_within_the_bound():
     assert breaker.allows()
 
 
-def test_neither_a_success_nor_failures_nor_a_shorter_wish_cut_a_pause_that_was_asked_for():
+def test_requested_pause_is_not_shortened():
     clock = Clock()
     breaker = CircuitBreaker(threshold=1, first_pause_seconds=1.0, clock=clock)
     breaker.pause(30)
@@ -91,6 +91,6 @@ def test_while_one_caller_tries_all_others_are_refused():
 @pytest.mark.parametrize(
     ("sent", "seconds"), [(b"7", 7.0), (b"\xb2", 1.0), (b"-1", 1.0), (b"soon", 1.0), (b"", 1.0)]
 )
-def test_a_pause_that_is_no_number_is_a_second(sent, seconds):
+def test_malformed_pause_counts_as_one_second(sent, seconds):
     answer = httpx.Response(503, headers=[(b"Retry-After", sent)])
     assert retry_after(answer) == seconds

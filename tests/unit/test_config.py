@@ -72,7 +72,7 @@ def test_a_size_is_read_with_its_unit(text, size):
         ),
     ],
 )
-def test_text_that_is_no_number_in_range_is_refused(setting, texts, told):
+def test_invalid_numbers_are_refused(setting, texts, told):
     for text in texts:
         with pytest.raises(ConfigError, match=told):
             ClientConfig(**{setting: text})
@@ -81,7 +81,7 @@ def test_text_that_is_no_number_in_range_is_refused(setting, texts, told):
 @pytest.mark.parametrize(
     ("text", "value"), [("TRUE", True), ("on", True), (" 1 ", True), ("No", False), (False, False)]
 )
-def test_a_switch_is_read_as_people_write_it(text, value):
+def test_switch_accepts_common_spellings(text, value):
     assert ClientConfig(read_only=text).read_only is value
 
 
@@ -94,19 +94,19 @@ def test_every_wrong_setting_is_named_at_once():
     assert "GRAPHSTASH_URL=7" in str(caught.value)
 
 
-def test_an_unknown_setting_is_named_and_its_value_is_not():
+def test_unknown_setting_is_named_without_its_value():
     with pytest.raises(ConfigError, match="tokn") as caught:
         ClientConfig.load({}, tokn="hush")
     assert "hush" not in str(caught.value)
 
 
-def test_a_secret_is_shown_nowhere():
+def test_secrets_are_masked():
     config = ClientConfig.load({}, token="hush" * 10)
     assert "hush" not in f"{config} {config!r} {dataclasses.asdict(config)}"
     assert dataclasses.replace(config, url="none").token.reveal() == "hush" * 10
 
 
-def test_settings_remember_which_of_them_were_chosen():
+def test_settings_report_which_were_set_explicitly():
     config = ClientConfig.load({"GRAPHSTASH_URL": "none", "GRAPHSTASH_JOB": ""}, namespace="team")
     assert config.given == {"url", "namespace"}
     assert config == ClientConfig(url="", namespace="team")
@@ -123,7 +123,7 @@ def test_settings_remember_which_of_them_were_chosen():
         ("GRAPHSTASH_TORCH_XLA_MODE", "magic", "auto, exact or hint"),
     ],
 )
-def test_a_setting_that_cannot_be_used_names_variable_value_and_range(variable, value, told):
+def test_invalid_setting_is_reported_with_variable_value_and_range(variable, value, told):
     with pytest.raises(ConfigError) as caught:
         ClientConfig.load({variable: value})
     assert variable in str(caught.value)
@@ -132,7 +132,7 @@ def test_a_setting_that_cannot_be_used_names_variable_value_and_range(variable, 
 
 
 @pytest.mark.parametrize("name", ["wait_seconds", "publish_queue", "local_limit"])
-def test_a_number_without_end_is_refused_by_name(name):
+def test_infinite_number_is_refused_by_name(name):
     with pytest.raises(ConfigError, match=f"GRAPHSTASH_{name.upper()}"):
         ClientConfig.load({f"GRAPHSTASH_{name.upper()}": "9" * 400})
     with pytest.raises(ConfigError):

@@ -35,7 +35,7 @@ def opened(blob, *, key=KEY, limit=LIMIT, is_proven=False):
 
 
 @pytest.mark.parametrize("payload", [b"", b"x", b"graph" * 100_000], ids=["empty", "one", "large"])
-def test_a_payload_comes_out_as_it_went_in(tmp_path, payload):
+def test_payload_round_trips(tmp_path, payload):
     envelope, blob = sealed(tmp_path, payload)
     assert envelope.sha256 == hashlib.sha256(blob).hexdigest()
     assert envelope.size_bytes == len(blob)
@@ -54,7 +54,7 @@ def test_a_sound_envelope_of_another_key_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("is_proven", [True, False])
-def test_every_cut_is_refused(tmp_path, is_proven):
+def test_truncated_envelope_is_refused(tmp_path, is_proven):
     _, blob = sealed(tmp_path, bytes(range(256)) * 8)
     for length in range(len(blob)):
         with pytest.raises(VerificationError):
@@ -94,7 +94,7 @@ def test_a_proven_frame_without_a_checksum_is_hashed():
         opened(forged(b"graph", raw_sha256="0" * 64), is_proven=True)
 
 
-def test_a_window_is_long_only_where_that_pays_and_a_reader_does_not_feel_it():
+def test_window_is_long_only_if_it_saves_bytes_and_readers_accept_it():
     noise = random.Random(1).randbytes(5 * 1024**2)
     windows = {}
     for name, payload in {
@@ -139,19 +139,19 @@ def test_a_payload_over_the_limit_is_refused_before_it_is_unpacked():
         {"compile_seconds": "long"},
     ],
 )
-def test_a_header_that_lies_or_lacks_a_field_is_refused(changes):
+def test_false_or_incomplete_header_is_refused(changes):
     with pytest.raises(VerificationError):
         opened(forged(b"graph", **changes))
 
 
 @given(st.binary(max_size=300))
-def test_no_bytes_at_all_can_do_more_than_be_refused(noise):
+def test_arbitrary_bytes_are_refused_without_other_error(noise):
     for blob in (noise, b"GSTASH\x01\n" + noise):
         with pytest.raises(VerificationError):
             opened(blob)
 
 
-def test_a_payload_that_changes_while_it_is_sealed_is_not_sealed(tmp_path, monkeypatch):
+def test_payload_that_changes_during_sealing_is_refused(tmp_path, monkeypatch):
     payload = tmp_path / "payload"
     payload.write_bytes(b"a" * 3_000_000)
     compressor = zstandard.ZstdCompressor
@@ -166,12 +166,12 @@ def test_a_payload_that_changes_while_it_is_sealed_is_not_sealed(tmp_path, monke
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -5.0, 1e300])
-def test_whatever_a_publisher_says_of_its_time_is_brought_into_range(seconds):
+def test_compile_time_of_publisher_is_clamped(seconds):
     told, _ = opened(forged(b"graph", compile_seconds=seconds))
     assert 0 <= told.compile_seconds <= 7 * 24 * 3600
 
 
-def test_a_digest_that_was_computed_here_proves_nothing_by_itself():
+def test_digest_computed_here_is_no_proof():
     """As that of an unsigned file on this host: its payload is hashed."""
     frame = zstandard.ZstdCompressor(write_checksum=True).compress(b"other")
     raw = forged(b"graph", raw_size=5)

@@ -21,7 +21,7 @@ def test_calls_run_in_order(executor):
     assert seen == [0, 1, 2]
 
 
-def test_what_does_not_fit_is_refused_at_once(executor):
+def test_call_beyond_capacity_is_refused_at_once(executor):
     release = threading.Event()
     started = threading.Event()
     executor.submit(lambda: (started.set(), release.wait()))
@@ -34,7 +34,7 @@ def test_what_does_not_fit_is_refused_at_once(executor):
     assert executor.submit(lambda: None)
 
 
-def test_drain_gives_up_after_its_time(executor):
+def test_drain_ends_at_its_timeout(executor):
     release = threading.Event()
     executor.submit(release.wait)
     assert not executor.drain(0.05)
@@ -51,7 +51,7 @@ def test_a_failing_call_does_not_stop_the_next(executor, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_close_ends_the_threads_and_drops_what_waits():
+def test_close_ends_threads_and_drops_queued_calls():
     executor = BoundedExecutor("closing", workers=2, capacity=8)
     release = threading.Event()
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_close_ends_the_threads_and_drops_what_waits():
     assert not executor.submit(lambda: None)
 
 
-def test_where_no_thread_can_be_had_the_call_is_refused_and_later_ones_run(monkeypatch):
+def test_call_is_refused_without_thread_and_later_calls_run(monkeypatch):
     executor = BoundedExecutor("poor", workers=1, capacity=2)
 
     def no_thread(_):

@@ -66,11 +66,11 @@ def told(here, there):
         ({"jax": "1", "inputs": "x"}, {"jax": "1", "inputs": "x"}, []),
     ],
 )
-def test_a_difference_is_told_in_words(here, there, sentences):
+def test_difference_is_described_in_words(here, there, sentences):
     assert told(here, there) == sentences
 
 
-def test_of_a_long_value_the_words_that_differ_are_told():
+def test_description_of_long_value_shows_differing_words():
     features = [f"feature{number}" for number in range(100)]
     here, there = " ".join(features), " ".join([*features[:50], *features[51:], "avx512f"])
     assert told({"cpu_features": here}, {"cpu_features": there}) == [
@@ -78,7 +78,7 @@ def test_of_a_long_value_the_words_that_differ_are_told():
     ]
 
 
-def test_of_a_long_word_the_place_where_it_differs_is_told():
+def test_description_of_long_word_shows_differing_place():
     here, there = "x" * 500 + "HERE" + "y" * 500, "x" * 500 + "THERE" + "y" * 500
     (difference,) = compare({"flags": here}, {"flags": there})
     assert "HERE" in difference.here
@@ -92,7 +92,7 @@ def test_words_in_another_order_are_a_difference():
     assert difference.here != difference.there
 
 
-def test_control_characters_of_strangers_are_escaped():
+def test_control_characters_are_escaped():
     (sentence,) = told({"jax": "1"}, {"jax": "2\x1b[31m\n"})
     assert sentence == "jax: 1 here, 2\\x1b[31m\\n there"
 
@@ -114,7 +114,7 @@ def test_parts_of_any_size_fit(parts):
     assert described(KEY, "label", parts).is_bounded
 
 
-def test_a_large_value_still_tells_whether_it_differs():
+def test_large_values_are_compared_by_digest():
     small = {"jax": "1"}
     one, other = (bounded_parts({"flags": letter * 20_000, **small}) for letter in "ab")
     assert one["jax"] == "1"
@@ -122,7 +122,7 @@ def test_a_large_value_still_tells_whether_it_differs():
     assert told(one, other) == ["other flags"]
 
 
-def test_a_name_that_is_none_is_left_out_and_refused():
+def test_invalid_name_is_left_out_and_refused():
     assert bounded_parts({"\x1b]0;owned": "x", "jax": "1"}) == {"jax": "1"}
     with pytest.raises(ValidationError):
         Description(key=KEY, environment={"\x1b]0;owned": "x"})
@@ -146,12 +146,12 @@ def test_a_program_is_the_same_under_other_flags():
     assert identity_of({"graph": "1"}) == ""
 
 
-def test_parts_have_one_digest_in_any_order():
+def test_digest_of_parts_ignores_their_order():
     assert digest_of_parts({"a": "1", "b": "2"}) == digest_of_parts({"b": "2", "a": "1"})
     assert digest_of_parts({"a": "1"}) != digest_of_parts({"a": "2"})
 
 
-def test_an_explanation_that_has_not_looked_everywhere_says_so():
+def test_incomplete_search_is_reported_in_explanation():
     told = "new program: nothing like it is stored"
     assert cause_of(ExplainResponse(relatives=())) == (told, None)
     told += " in the namespaces that were looked through, which are not all"

@@ -65,7 +65,7 @@ def test_different_parts_have_different_fingerprints(kind, parts, other_kind, ot
 
 
 @given(st.text("ab=\0", max_size=6), st.integers(0, 6), st.integers(0, 6))
-def test_moving_the_border_between_two_values_changes_it(text, cut, other_cut):
+def test_shifting_bytes_between_two_values_changes_the_fingerprint(text, cut, other_cut):
     first = {"a": text[:cut], "b": text[cut:]}
     second = {"a": text[:other_cut], "b": text[other_cut:]}
 
@@ -88,14 +88,14 @@ def test_the_order_of_the_parts_does_not_matter(parts, random):
     [{}, {f"p{n}": "" for n in range(MAX_PARTS + 1)}, {"": "x"}, {"ä": "x"}, {"a" * 65: "x"}],
     ids=["none", "too many", "no name", "not ASCII", "long name"],
 )
-def test_parts_out_of_form_are_refused(parts):
+def test_malformed_parts_are_refused(parts):
     with pytest.raises(InvalidValueError) as refusal:
         fingerprint_of(ArtifactKind.JAX, parts)
     assert refusal.value.code is ErrorCode.INVALID_FINGERPRINT
 
 
 @given(PARTS)
-def test_parts_are_shown_short_and_still_tell_differences(parts):
+def test_shortened_parts_still_show_differences(parts):
     shown = parts_for_display(parts)
 
     assert list(shown) == sorted(parts)

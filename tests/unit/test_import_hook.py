@@ -70,7 +70,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("program", "files", "told", "logged"), CASES.values(), ids=CASES)
-def test_hook_leaves_the_import_of_its_compiler_alone(tmp_path, program, files, told, logged):
+def test_hooks_leave_import_of_compiler_unchanged(tmp_path, program, files, told, logged):
     result = run(tmp_path, program, **files)
     assert result.stdout == told, result.stderr
     assert logged in result.stderr
@@ -98,7 +98,7 @@ def test_the_action_runs_once_after_the_module_and_leaves_its_loader_alone(tmp_p
     ], result.stderr
 
 
-def test_a_module_that_is_just_being_imported_is_waited_for(tmp_path):
+def test_running_import_is_waited_for(tmp_path):
     result = run(
         tmp_path,
         """
@@ -123,7 +123,7 @@ def test_a_module_that_is_just_being_imported_is_waited_for(tmp_path):
     assert result.stderr.count("cannot install the hook") == 1
 
 
-def test_what_is_to_begin_does_so_before_the_module_and_cannot_fail_it(tmp_path):
+def test_early_action_runs_before_the_module_and_cannot_fail_its_import(tmp_path):
     result = run(
         tmp_path,
         """
@@ -140,7 +140,7 @@ def test_what_is_to_begin_does_so_before_the_module_and_cannot_fail_it(tmp_path)
     assert result.stdout.splitlines()[:3] == ["True", "begun", "executing"]
 
 
-def test_what_is_missing_for_graphstash_does_not_fail_the_import_of_a_compiler(tmp_path):
+def test_missing_dependency_of_graphstash_does_not_fail_import_of_compiler(tmp_path):
     result = run(
         tmp_path,
         """
@@ -161,9 +161,7 @@ def test_what_is_missing_for_graphstash_does_not_fail_the_import_of_a_compiler(t
 @pytest.mark.parametrize(
     ("value", "warnings"), [("yes", 1), ("\x1b[2J" + 99 * "2", 1), ("0", 0), ("", 0)], ids=range(4)
 )
-def test_a_value_that_autoload_does_not_know_is_told_once_and_fails_nothing(
-    tmp_path, value, warnings
-):
+def test_unknown_autoload_value_is_logged_once(tmp_path, value, warnings):
     result = run(
         tmp_path,
         f"""

@@ -32,7 +32,7 @@ def coarse(command):
         ("python /runs/run-17/train.py", "python /runs/run-18/train.py"),
     ],
 )
-def test_what_differs_from_run_to_run_changes_no_name(one, other):
+def test_arguments_that_vary_between_runs_do_not_change_the_name(one, other):
     assert exact(one) == exact(other)
 
 
@@ -49,7 +49,7 @@ def test_what_differs_from_run_to_run_changes_no_name(one, other):
         ("python train.py --scale -1", "python train.py --scale -2"),
     ],
 )
-def test_what_may_change_a_graph_has_another_name_and_the_same_coarse_one(one, other):
+def test_arguments_that_may_change_a_graph_change_only_the_fine_name(one, other):
     assert exact(one) != exact(other)
     assert coarse(one) == coarse(other)
 
@@ -75,7 +75,7 @@ def test_other_versions_of_a_compiler_make_another_job(monkeypatch):
 
 
 @pytest.mark.parametrize("command", [[""], ["python"], ["python", "\udc80\x00\n"], ["-m"]])
-def test_whatever_a_command_holds_it_has_a_name(command):
+def test_every_command_has_a_name(command):
     assert all(name.startswith("auto-") for name in names_of(command))
 
 
@@ -85,11 +85,11 @@ def test_a_long_word_of_hex_is_read_at_once():
     assert exact(f"python train.py --rev {word}") != exact("python train.py")
 
 
-def test_what_is_longer_than_a_choice_names_no_job():
+def test_values_longer_than_a_choice_are_left_out_of_the_name():
     assert exact(f"python train.py --text {'a' * 257}") == exact("python train.py --text")
 
 
-def test_a_script_has_a_name_where_there_is_no_working_directory(tmp_path, monkeypatch):
+def test_script_has_a_name_without_working_directory(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

@@ -33,7 +33,7 @@ def read(tier, number):
         return file.read()
 
 
-def test_what_was_adopted_is_read_by_another_process_and_nothing_else(tmp_path):
+def test_only_adopted_files_are_read_by_another_process(tmp_path):
     add(LocalTier(tmp_path, limit_bytes=10_000), 1, b"one")
     tier = LocalTier(tmp_path, limit_bytes=10_000)
     assert read(tier, 1) == b"one"
@@ -49,7 +49,7 @@ def test_a_temporary_file_that_was_not_adopted_leaves_nothing(tmp_path):
     assert tier.size_bytes() == 0
 
 
-def test_over_the_limit_the_least_recently_used_go(tmp_path):
+def test_least_recently_used_artifacts_are_evicted_over_the_limit(tmp_path):
     for number in range(5):
         add(LocalTier(tmp_path, limit_bytes=1000), number, bytes(300))
     tier = LocalTier(tmp_path, limit_bytes=1000)
@@ -72,7 +72,7 @@ def test_an_open_artifact_survives_its_eviction(tmp_path):
         assert file.read() == b"x" * 100
 
 
-def test_closing_evicts_what_this_process_added_too_much(tmp_path):
+def test_closing_evicts_excess_of_this_process(tmp_path):
     tier = LocalTier(tmp_path, limit_bytes=100)
     add(tier, 1, bytes(90))
     add(tier, 2, bytes(90))
@@ -118,7 +118,7 @@ def test_a_forked_child_leaves_the_private_tier_to_its_parent(tmp_path):
 
 
 @pytest.mark.parametrize("limit_bytes", [0, 1000], ids=["a limit of zero", "not a directory"])
-def test_without_a_directory_to_keep_a_private_one_serves_until_the_end(tmp_path, limit_bytes):
+def test_private_directory_serves_process_without_cache_directory(tmp_path, limit_bytes):
     place = tmp_path / "tier"
     if limit_bytes:
         place.write_text("not a directory")
@@ -133,7 +133,7 @@ def test_without_a_directory_to_keep_a_private_one_serves_until_the_end(tmp_path
     assert place.exists() == bool(limit_bytes)
 
 
-def test_temporary_files_of_dead_processes_go_and_fresh_ones_stay(tmp_path):
+def test_stale_temporary_files_are_removed_and_fresh_ones_stay(tmp_path):
     tier = LocalTier(tmp_path, limit_bytes=1000)
     old, fresh = tmp_path / "tmp" / "old", tmp_path / "tmp" / "fresh"
     old.touch()
@@ -144,7 +144,7 @@ def test_temporary_files_of_dead_processes_go_and_fresh_ones_stay(tmp_path):
     assert fresh.exists()
 
 
-def test_the_lock_of_an_artifact_keeps_a_second_process_waiting_only_so_long(tmp_path):
+def test_wait_for_lock_of_an_artifact_is_bounded(tmp_path):
     tier = LocalTier(tmp_path, limit_bytes=1000)
     program = (
         "import sys, time\n"
@@ -175,7 +175,7 @@ def test_the_lock_of_an_artifact_keeps_a_second_process_waiting_only_so_long(tmp
         holder.stdout.close()
 
 
-def test_who_says_that_it_goes_on_is_waited_for(tmp_path, monkeypatch):
+def test_process_that_reports_progress_is_waited_for(tmp_path, monkeypatch):
     holder, waiter = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
     got = []
     is_younger, looked = local_tier._is_younger, threading.Semaphore(0)

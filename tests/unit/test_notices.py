@@ -14,7 +14,7 @@ def told(environ=None, **settings):
     return list(notices(ClientConfig.load({}, **settings), environ or {}))
 
 
-def test_a_job_that_loads_unsigned_artifacts_from_another_host_is_told(tmp_path):
+def test_job_that_loads_unsigned_artifacts_of_remote_server_logs_warning(tmp_path):
     (notice,) = told(url=REMOTE, read_namespaces="ci", namespace="me")
     assert "can run code in it" in notice
     assert "(ci, me)" in notice
@@ -24,7 +24,7 @@ def test_a_job_that_loads_unsigned_artifacts_from_another_host_is_told(tmp_path)
         assert told(url=here) == []
 
 
-def test_a_job_without_a_server_is_told_unless_that_is_meant():
+def test_job_without_server_logs_notice_unless_configured():
     (notice,) = told()
     assert "GRAPHSTASH_URL" in notice
     assert "graphstash serve" in notice
@@ -39,7 +39,7 @@ def test_an_unknown_hook_is_named_with_those_that_exist():
     )
 
 
-def test_unknown_variables_are_named_with_the_setting_that_was_meant():
+def test_unknown_variables_are_logged_with_similar_setting():
     environ = {"GRAPHSTASH_NAMESPCE": "a", "GRAPHSTASH_DATA_DIR": "/x", "GRAPHSTASH_AUTOLOAD": "1"}
     assert unknown_variables(environ) == {
         "GRAPHSTASH_DATA_DIR": None,
@@ -55,7 +55,7 @@ def nothing_told(monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_told")
-def test_a_line_is_told_once_by_a_process_and_those_below(caplog):
+def test_notice_is_logged_once_by_a_process_and_its_children(caplog):
     tell_once(["one", "two"])
     tell_once(["two", "three"])
     assert [record.getMessage() for record in caplog.records] == [

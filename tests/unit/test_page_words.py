@@ -45,9 +45,9 @@ SHARES = {
     ],
     ids=["durations", "sizes", "times", "counts", "shares"],
 )
-def test_a_number_is_written_for_people(write, written):
+def test_numbers_are_formatted_for_people(write, written):
     assert {value: write(value) for value in written} == written
 
 
-def test_code_in_prose_is_marked_and_everything_is_escaped():
+def test_code_is_marked_up_and_all_text_escaped():
     assert prose("<b> and `a<b`") == "&lt;b&gt; and <code>a&lt;b</code>"

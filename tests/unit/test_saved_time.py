@@ -36,7 +36,7 @@ def test_hits_one_after_another_save_the_sum_of_their_compilations():
     assert saved.wall_seconds == pytest.approx(3 * (10 - 0.1))
 
 
-def test_what_workers_save_comes_behind_what_the_main_thread_saved_before():
+def test_savings_of_workers_follow_those_of_the_main_thread():
     saved = SavedTime()
     saved.hit(0.0, 0.1, compile_seconds=60)
     Together(
@@ -55,7 +55,7 @@ def test_a_hit_while_another_thread_compiles_for_longer_saves_nothing():
     assert saved.wall_seconds == 0
 
 
-def test_a_hit_that_would_have_outlasted_another_compilation_saves_the_rest():
+def test_hit_longer_than_concurrent_compilation_saves_the_rest():
     saved = SavedTime()
     Together(
         lambda: saved.hit(1.0, 1.1, compile_seconds=29),  # until 30
@@ -71,7 +71,7 @@ def test_a_hit_inside_a_compilation_of_the_same_thread_saves_its_own():
     assert saved.wall_seconds == pytest.approx(25 - 0.1)
 
 
-def test_a_look_up_that_takes_longer_than_the_compilation_never_counts_as_less_than_nothing():
+def test_saved_time_is_never_negative():
     saved = SavedTime()
     saved.hit(0.0, 30.0, compile_seconds=10)
     assert saved.wall_seconds == 0
@@ -81,7 +81,7 @@ _works = st.lists(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), min_si
 
 
 @given(_works)
-def test_threads_that_know_nothing_of_each_other_save_what_the_busiest_would_compile(works):
+def test_independent_threads_save_time_of_the_busiest(works):
     saved = SavedTime()
 
     def work(seconds):
@@ -97,7 +97,7 @@ spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=12).
 
 
 @given(spans, spans)
-def test_what_is_left_is_what_no_other_interval_covers(intervals, busy):
+def test_remainder_is_not_covered_by_other_intervals(intervals, busy):
     def covered(by):
         return {second for start, end in by for second in range(start, end)}
 

@@ -30,7 +30,7 @@ def test_the_summary_names_waits_uploads_and_fallbacks_when_there_are_any():
     )
 
 
-def test_hours_are_told_in_hours_and_no_savings_without_hits():
+def test_hours_are_shown_in_hours_and_savings_only_with_hits():
     stats = Stats(hits_ranks=1, saved_compile_seconds=7300, saved_wall_seconds=3600)
     assert "2 h 1 min of compiling saved (about 1 h 0 min of wall time)" in stats.summary()
     assert Stats(misses=2, published=2).summary() == "0 hits, 2 misses, 2 published"
@@ -47,7 +47,7 @@ def test_counters_add_up_and_report_the_first_fallback_of_a_reason():
     assert snapshot.fallbacks == {"reset": 2}
 
 
-def test_a_notebook_shows_a_table_in_which_everything_is_text():
+def test_notebook_table_escapes_all_text():
     stats = Stats(hits_server=2, misses=1, fallbacks={"<script>alert(1)</script>": 1})
     shown = stats._repr_html_()
     assert "<table>" in shown
@@ -56,7 +56,7 @@ def test_a_notebook_shows_a_table_in_which_everything_is_text():
     assert "&lt;script&gt;" in shown
 
 
-def test_print_shows_a_line_for_each_figure_that_there_is():
+def test_print_shows_a_line_for_each_nonzero_figure():
     stats = Stats(hits_prefetched=3, hits_ranks=1, misses=2, compile_seconds=4.2, published=2)
     stats = replace(stats, saved_compile_seconds=60, saved_wall_seconds=30.2)
     assert str(stats).splitlines() == [
@@ -76,7 +76,7 @@ def test_scalars_are_named_for_the_curves_of_a_tracker():
     assert all(isinstance(value, float) for value in scalars.values())
 
 
-def test_a_signal_handler_may_ask_while_a_hit_is_counted():
+def test_signal_handler_can_read_stats_while_a_hit_is_counted():
     program = """
 import faulthandler, signal
 from graphstash._compile.stats import Counters

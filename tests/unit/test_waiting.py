@@ -39,7 +39,7 @@ def wait(clock, budget):
     return run
 
 
-def test_one_holder_gets_half_of_the_budget(wait, budget):
+def test_one_holder_uses_at_most_half_of_the_budget(wait, budget):
     assert wait("a") == 50.0
     assert wait("a") == 0.0
     assert "waited long enough, 50 s" in budget.why_not("a")
@@ -47,7 +47,7 @@ def test_one_holder_gets_half_of_the_budget(wait, budget):
     assert wait("c") == 0.0
 
 
-def test_waits_in_vain_cost_one_budget_whatever_the_holders_are_called(wait, clock):
+def test_waits_in_vain_cost_one_budget_under_any_holder_names(wait, clock):
     waited = 0.0
     for number in range(10_000):
         waited += wait(f"holder {number}", 0.1)
@@ -55,14 +55,14 @@ def test_waits_in_vain_cost_one_budget_whatever_the_holders_are_called(wait, clo
     assert waited == pytest.approx(100.0)
 
 
-def test_after_three_waits_in_vain_comes_a_pause_and_then_one_try(wait, budget, clock):
+def test_three_waits_in_vain_cause_a_pause_and_one_try(wait, budget, clock):
     assert [wait("a", 1) for _ in range(4)] == [1, 1, 1, 0]
     assert "last 3 waits" in budget.why_not("a")
     clock.now += 300.0
     assert [wait("a", 1), wait("a", 1)] == [1, 0]
 
 
-def test_a_wait_that_paid_ends_the_count_and_gives_its_time_back(wait, budget):
+def test_successful_wait_resets_the_count_and_returns_its_time(wait, budget):
     wait("a", 1)
     wait("a", 1)
     assert [wait("a", 10, saved=20.0) for _ in range(5)] == [10] * 5
@@ -70,17 +70,17 @@ def test_a_wait_that_paid_ends_the_count_and_gives_its_time_back(wait, budget):
     assert wait("a", 1) == 1
 
 
-def test_a_wait_for_a_compilation_of_no_time_is_not_in_vain(wait, budget):
+def test_wait_for_instant_compilation_is_not_in_vain(wait, budget):
     assert [wait("a", 1, saved=0.0) for _ in range(10)] == [1] * 10
     assert budget.left == 90.0
 
 
-def test_a_wait_gives_back_no_more_than_it_saved(wait, budget):
+def test_wait_returns_at_most_the_saved_time(wait, budget):
     wait("a", 30, saved=10.0)
     assert budget.left == 80.0
 
 
-def test_waits_that_paid_cost_three_budgets_at_most(wait):
+def test_successful_waits_cost_at_most_three_budgets(wait):
     """However long a server says that the compilations took."""
     waited = sum(wait("a", 20, saved=1e6) for _ in range(1000))
     waited += sum(wait("b", 20, saved=1e6) for _ in range(1000))

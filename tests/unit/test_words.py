@@ -42,7 +42,7 @@ def test_words_of_the_right_form_stay_as_they_are(word, data):
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_text_of_another_form_is_refused(word):
+def test_malformed_text_is_refused(word):
     for text in (
         *("", " ", "a b", "a/b", "..", ".a", "a\n", "\na", "a\0", "ä", "a" * 300, "%2e", "-a"),
         "x" * 10_000 + "\n",
@@ -67,7 +67,7 @@ def test_one_bad_word_among_many_is_named(number):
         Fingerprint.all_of([*texts[:number], 1])
 
 
-def test_a_word_describes_itself_as_a_string_with_a_pattern():
+def test_json_schema_of_word_is_string_with_pattern():
     class Model(BaseModel):
         namespace: Namespace
 
@@ -100,7 +100,7 @@ def test_an_unknown_kind_is_refused_naming_the_known_ones():
         (("neuron", "Trn1/32xl"), "neuron-trn1_32xl"),
     ],
 )
-def test_a_device_type_is_joined_from_what_a_runtime_says(parts, word):
+def test_device_type_is_built_from_runtime_names(parts, word):
     assert DeviceType.of(*parts) == word
     assert DeviceType.of(*parts).platform == word.split("-")[0]
 
@@ -113,7 +113,7 @@ def test_cpu_features_have_no_order_and_no_repetition():
 
 
 @given(st.binary(max_size=100))
-def test_a_digest_reads_its_three_spellings(blob):
+def test_digest_parses_three_spellings(blob):
     digest = Digest.of(blob)
 
     assert Digest.parse(str(digest), size_bytes=len(blob)) == digest
@@ -122,7 +122,7 @@ def test_a_digest_reads_its_three_spellings(blob):
 
 
 @given(st.binary(max_size=100), st.integers(0, 100))
-def test_a_digest_is_the_same_in_pieces(blob, cut):
+def test_digest_of_pieces_equals_digest_of_whole(blob, cut):
     hasher = DigestHasher()
     hasher.update(blob[:cut])
     hasher.update(memoryview(blob)[cut:])
@@ -132,7 +132,7 @@ def test_a_digest_is_the_same_in_pieces(blob, cut):
 
 
 @pytest.mark.parametrize("text", ["", "sha256:", "sha256:" + "A" * 64, "md5:" + "a" * 32, "a" * 64])
-def test_a_digest_of_another_form_is_refused(text):
+def test_malformed_digest_is_refused(text):
     with pytest.raises(InvalidValueError):
         Digest.parse(text, size_bytes=0)
     with pytest.raises(InvalidValueError):
@@ -140,7 +140,7 @@ def test_a_digest_of_another_form_is_refused(text):
 
 
 @given(st.text(max_size=60))
-def test_no_text_is_taken_for_a_digest_by_accident(text):
+def test_arbitrary_text_is_no_digest(text):
     with pytest.raises(InvalidValueError):
         Digest.parse_repr_digest(text, size_bytes=0)
 
@@ -160,7 +160,7 @@ METADATA = st.builds(
 
 
 @given(METADATA)
-def test_metadata_comes_back_from_its_header(metadata):
+def test_metadata_round_trips_through_its_header(metadata):
     header = metadata.to_header()
 
     assert header.isascii()
@@ -204,7 +204,7 @@ def test_metadata_out_of_range_is_refused(record):
 
 
 @given(st.text(max_size=40))
-def test_no_header_breaks_the_reader_of_metadata(text):
+def test_any_header_is_parsed_or_refused(text):
     with pytest.raises(InvalidValueError):
         ArtifactMetadata.from_header(text)
 

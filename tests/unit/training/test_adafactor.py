@@ -27,7 +27,7 @@ new_parameters = partial(shaped, SHAPES)
     ],
     ids=str,
 )
-def test_matrices_filters_vectors_and_numbers_go_as_in_torch(options, foreach):
+def test_parameters_of_every_rank_are_updated_as_in_torch(options, foreach):
     ours, theirs = new_parameters(), new_parameters()
     mine = Adafactor(ours, **options)
     reference = torch.optim.Adafactor(theirs, foreach=foreach, **options)

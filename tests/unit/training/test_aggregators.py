@@ -83,7 +83,7 @@ def lossy_run(seed):
     return network.resent
 
 
-def test_sums_are_exact_whatever_the_network_does(is_extended):
+def test_sums_are_exact_under_any_network_fault(is_extended):
     seeds = range(1000 if is_extended else 40)
     assert sum(lossy_run(seed) for seed in seeds) > len(seeds)
 
@@ -134,7 +134,7 @@ def test_blocks_that_are_zero_on_all_ranks_are_not_sent():
     assert max(network.sent_bytes) < 0.05 * tensors[0].nbytes
 
 
-def test_a_slow_link_is_learned_and_does_not_double_the_traffic():
+def test_timeout_adapts_to_slow_link_without_doubling_traffic():
     network = Network(0, world=3, aggregators=2, faults=Faults(delay=0.15))
     resent = []
     for number in range(4):
@@ -147,7 +147,7 @@ def test_a_slow_link_is_learned_and_does_not_double_the_traffic():
     assert sum(resent[1:]) < 0.1 * 3 * 3 * rounds
 
 
-def test_a_hundred_workers_are_told_apart():
+def test_hundred_workers_are_distinguished():
     network = Network(0, world=100, aggregators=3, faults=Faults(0.05, 0.05, 0.01))
     tensors, flags = gradients(1, 100, 100, [0.5] * 100)
     expected = in_order(tensors)
@@ -175,7 +175,7 @@ def test_every_type_is_added_up_as_torch_would(name):
         assert torch.equal(each, expected.to(dtype))
 
 
-def test_nan_and_infinity_arrive():
+def test_nan_and_infinity_are_summed():
     tensors, flags = gradients(1, 2, 64, [1, 1])
     tensors[0][3], tensors[1][20] = math.nan, math.inf
     tensors[0][40], tensors[1][40] = math.inf, -math.inf
@@ -184,7 +184,7 @@ def test_nan_and_infinity_arrive():
     assert tensors[1][20] == math.inf
 
 
-def test_the_largest_of_all_ranks_is_found():
+def test_maximum_over_ranks_is_found():
     tensors = [np.array([1, 200, 3, 0], np.uint8), np.array([5, 2, 3, 0], np.uint8)]
     Network(0, world=2, aggregators=1).sum(
         tensors,
@@ -258,7 +258,7 @@ def test_repeated_datagrams_change_nothing_wherever_they_are_sent(has_one_key):
     assert all(aggregator.failure is None for aggregator in network.aggregators)
 
 
-def test_a_datagram_for_one_aggregator_is_nothing_to_another_with_the_same_key():
+def test_datagram_for_another_aggregator_with_same_key_is_ignored():
     seal = Seal(b"k" * 32, 1)
     aggregator = Aggregator(seal, number=0, world=1, now=0, lost_after_seconds=1)
     for number, answers in ((1, 0), (0, 1)):
@@ -266,7 +266,7 @@ def test_a_datagram_for_one_aggregator_is_nothing_to_another_with_the_same_key()
         assert len(aggregator.receive(opening, "here", 0)) == answers
 
 
-def test_another_address_does_not_speak_for_a_rank():
+def test_datagram_of_rank_from_another_address_is_ignored():
     network = Network(0, world=2, aggregators=1)
     (aggregator,), (seal,) = network.aggregators, network.seals
     for kind in (Kind.OPEN, Kind.LEAVE, Kind.DATA, Kind.ALIVE):
@@ -315,7 +315,7 @@ def test_an_aggregator_that_dies_ends_all_ranks_with_its_number():
     assert 30 < network.now < 35
 
 
-def test_a_rank_that_lives_and_is_late_is_waited_for():
+def test_late_but_live_rank_is_waited_for():
     network = bounded(faults=Faults(0.1, 0, 0.01))
     tensors, flags = gradients(1, 3, 3000, [1, 1, 1])
     expected = in_order(tensors)
@@ -335,7 +335,7 @@ def test_a_rank_that_is_too_late_is_named():
 
 
 @pytest.mark.parametrize("bound", [{"elements": [3000, 3001, 3000]}, {"block_size": [16, 16, 8]}])
-def test_ranks_whose_tensors_differ_are_all_told_both(bound):
+def test_ranks_with_different_tensors_all_get_both_descriptions(bound):
     network = bounded()
     elements = bound.get("elements", [3000] * 3)
     sizes = bound.get("block_size", [16] * 3)
@@ -372,7 +372,7 @@ def test_blocks_that_are_out_of_order_end_the_session(numbers, next_):
     assert network.aggregators[0].failure == "rank 0 has sent what aggregator 0 cannot read"
 
 
-def test_a_rank_cannot_make_rounds_without_end_or_pile_up_blocks():
+def test_rank_cannot_send_endless_rounds_or_accumulate_blocks():
     seal = Seal(b"k" * 32, 1)
     fields = {"capacity": 4, "elements": 9 * BLOCK, "block_size": BLOCK, "streams": 1}
     for second in ([], [0], [4]):
@@ -404,7 +404,7 @@ def test_a_rank_that_closes_too_early_is_named():
     assert told[0] == told[2] == "rank 1 closed before the others were done"
 
 
-def test_an_aggregator_that_was_started_anew_says_so():
+def test_restarted_aggregator_is_reported():
     network = bounded()
     tensors, flags = gradients(1, 3, 3000, [1, 1, 1])
     network.sum(tensors, flags, block_size=BLOCK, element=FLOAT32)
@@ -415,7 +415,7 @@ def test_an_aggregator_that_was_started_anew_says_so():
 
 
 @pytest.mark.parametrize("repeated", [Kind.ALIVE, Kind.OPEN], ids=lambda kind: kind.name)
-def test_a_rank_that_repeats_that_it_lives_is_not_alive(repeated):
+def test_replayed_heartbeats_do_not_keep_a_rank_alive(repeated):
     network = bounded()
     (aggregator, _), (seal, _) = network.aggregators, network.seals
     alive = seal.open(seal.close(Header(Kind.ALIVE, rank=0, round=1)))
@@ -430,7 +430,7 @@ def test_a_rank_that_repeats_that_it_lives_is_not_alive(repeated):
     assert aggregator.failure == "nothing was heard of rank 0 for 30 seconds"
 
 
-def test_a_rank_that_sends_blocks_is_alive():
+def test_blocks_keep_a_rank_alive():
     """Where somebody floods an aggregator, what only says so may be lost."""
     network = bounded()
     sent = network.deliver
@@ -448,13 +448,13 @@ def test_a_rank_that_sends_blocks_is_alive():
     assert not network.told
 
 
-def test_a_process_that_stood_still_takes_nobody_for_dead():
+def test_resumed_process_declares_no_peer_dead():
     times = iter([100, 101, 103, 3700, 3701, 3701])
     clock = AwakeClock(lambda: next(times))
     assert [clock() for _ in range(5)] == [101, 103, 105, 106, 106]
 
 
-def test_tensors_are_counted_without_end():
+def test_counter_of_tensors_wraps_around():
     network = bounded()
     for worker in network.workers:
         worker._tensors = 2**32 - 1
@@ -502,7 +502,7 @@ def test_bf16_is_widened_and_rounded_as_by_torch():
     st.integers(1, 9),
 )
 @settings(max_examples=60)
-def test_integers_are_as_near_as_their_bound_says(world, seed, size, blocks):
+def test_quantized_integers_stay_within_error_bound(world, seed, size, blocks):
     random_ = np.random.default_rng(seed)
     parts = [
         (
@@ -523,7 +523,7 @@ def test_integers_are_as_near_as_their_bound_says(world, seed, size, blocks):
     assert (np.abs(found - exact) <= world / 2 * step + last_place / 2 * 1.001).all()
 
 
-def test_a_block_that_is_not_finite_becomes_nan():
+def test_non_finite_block_becomes_nan():
     rows = np.ones((3, 4), np.float32)
     rows[0, 1], rows[2, 3] = math.inf, math.nan
     codes = exponents(rows)
@@ -541,12 +541,12 @@ def test_a_block_that_is_not_finite_becomes_nan():
         ("host:65535", ("host", 65535)),
     ],
 )
-def test_addresses_have_a_host_and_a_port(text, address):
+def test_address_has_host_and_port(text, address):
     assert sockets.parsed(text) == address
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "fd00::1:80", "host:65536", "h:-1"])
-def test_what_is_no_address_is_refused(text):
+def test_malformed_address_is_refused(text):
     with pytest.raises(ConfigError, match="is no address: write HOST:PORT"):
         sockets.parsed(text)
 
@@ -569,7 +569,7 @@ def test_a_secret_has_32_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o620])
-def test_a_secret_that_others_may_use_is_refused(tmp_path, mode):
+def test_secret_readable_by_others_is_refused(tmp_path, mode):
     path = tmp_path / "secret"
     path.write_text("x" * 32)
     path.chmod(mode)
@@ -577,7 +577,7 @@ def test_a_secret_that_others_may_use_is_refused(tmp_path, mode):
         read_secret(path)
 
 
-def test_a_secret_of_several_jobs_is_not_told_to_other_ranks(tmp_path):
+def test_shared_secret_is_not_sent_to_other_ranks(tmp_path):
     path = tmp_path / "secret"
     path.write_text("x" * 32)
     path.chmod(0o600)

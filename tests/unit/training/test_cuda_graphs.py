@@ -84,7 +84,7 @@ def test_steps_before_and_after_the_capture_are_computed_in_one_way(cuda):
     assert short.state() == long.state()
 
 
-def test_after_a_capture_that_fails_the_same_step_is_made(cuda):
+def test_step_is_run_after_failed_capture(cuda):
     traced, plain = Training(traced=True, reads_at=range(4, 99)), Training(traced=False)
     close(traced.train(range(STEPS)), plain.train(range(STEPS)))
     for pair in zip(traced.state(), plain.state(), strict=True):
@@ -96,7 +96,7 @@ def test_after_a_capture_that_fails_the_same_step_is_made(cuda):
     assert (traced.step.mode, cuda.captures) == ("lazy", 0)
 
 
-def test_what_the_function_raises_is_raised_and_not_only_in_a_capture(cuda):
+def test_exception_of_function_is_raised_inside_and_outside_capture(cuda):
     traced = Training(traced=True)
     traced.train(range(3))
 
@@ -108,7 +108,7 @@ def test_what_the_function_raises_is_raised_and_not_only_in_a_capture(cuda):
         traced.train([3])
 
 
-def test_all_captures_have_their_memory_in_one_pool(cuda):
+def test_captures_share_one_memory_pool(cuda):
     traced = Training(traced=True)
     for size in (8, 6):
         traced.train(range(4), size)

@@ -35,7 +35,7 @@ def some(batches, count):
 
 
 @given(shapes, st.integers(0, 40), st.integers(0, 3))
-def test_batches_go_on_where_they_stood(shape, stop, rank):
+def test_batches_resume_at_their_position(shape, stop, rank):
     rank %= shape["world"]
     batches = batches_of(**shape, rank=rank)
     some(batches, stop)
@@ -64,7 +64,7 @@ def test_an_epoch_has_every_sample_but_those_dropped_at_its_end(shape):
 
 
 @given(shapes.filter(lambda shape: shape["drop_last"]))
-def test_the_processes_share_the_batches_of_one(shape):
+def test_processes_share_batches_of_single_process(shape):
     world = shape.pop("world")
     ranks = [batches_of(**shape, rank=rank, world=world) for rank in range(world)]
     one = batches_of(**shape | {"batch_size": shape["batch_size"] * world})
@@ -72,7 +72,7 @@ def test_the_processes_share_the_batches_of_one(shape):
     assert [list(itertools.chain(*batch)) for batch in zip(*parts, strict=True)] == some(one, 12)
 
 
-def test_the_order_is_another_one_in_each_epoch_and_for_each_seed():
+def test_order_differs_between_epochs_and_seeds():
     orders = [
         tuple(some(batches, 1)[0])
         for seed in range(10)
@@ -126,7 +126,7 @@ def test_tensors_are_cut_in_the_same_way():
     assert torch.equal(x, images[y])
 
 
-def test_a_batch_that_could_not_be_had_does_not_count():
+def test_failed_batch_does_not_advance_position():
     dataset = Squares()
     batches = Batches(dataset, 5, shuffle=False)
     next(batches)
@@ -151,7 +151,7 @@ def test_a_batch_that_could_not_be_had_does_not_count():
         ({"data": (torch.zeros(2), torch.zeros(3)), "batch_size": 1}, r"have \[2, 3\] samples"),
     ],
 )
-def test_arguments_that_make_no_batches_are_refused(arguments, message):
+def test_arguments_without_batches_are_refused(arguments, message):
     with pytest.raises(GraphstashError, match=message):
         Batches(**{"data": torch.arange(10)} | arguments)
 
@@ -160,14 +160,14 @@ def test_arguments_that_make_no_batches_are_refused(arguments, message):
     ("name", "other"),
     [("samples", 11), ("batch_size", 3), ("shuffle", False), ("drop_last", False)],
 )
-def test_the_place_in_other_batches_is_refused(name, other):
+def test_position_of_other_batches_is_refused(name, other):
     shape = {"samples": 10, "batch_size": 2, "shuffle": True, "drop_last": True}
     state = batches_of(**shape).state_dict()
     with pytest.raises(GraphstashError, match=r"was .* saved and is .* now"):
         batches_of(**shape | {name: other}).load_state_dict(state)
 
 
-def test_as_many_samples_on_another_number_of_processes_are_the_same_batches():
+def test_other_number_of_processes_gets_same_global_batches():
     one = batches_of(12, batch_size=4)
     some(one, 4)
     two = [batches_of(12, batch_size=2, rank=rank, world=2) for rank in range(2)]
@@ -297,7 +297,7 @@ def check_going_on(make, directory, stop, between):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_any_data_goes_on_where_it_stood(name, tmp_path, is_extended):
+def test_any_data_resumes_at_its_position(name, tmp_path, is_extended):
     """At the begin, in the middle and at the end of each of the first epochs."""
     for stop in range(14 if is_extended else 8):
         check_going_on(LOADERS[name], tmp_path, stop, between=stop % 3)
@@ -311,7 +311,7 @@ def test_any_data_goes_on_where_it_stood(name, tmp_path, is_extended):
         pytest.param("persistent workers", 0, marks=pytest.mark.extended),
     ],
 )
-def test_data_of_worker_processes_goes_on_where_it_stood(name, tmp_path, stop):
+def test_data_of_worker_processes_resumes_at_its_position(name, tmp_path, stop):
     check_going_on(WITH_WORKERS[name], tmp_path, stop, 1)
 
 
@@ -324,7 +324,7 @@ def test_the_batches_are_those_of_a_plain_loop(name):
     assert run(DataPosition(LOADERS[name]()), len(plain), 0) == plain
 
 
-def test_samplers_are_told_the_epoch():
+def test_samplers_get_the_epoch():
     told = []
 
     class Sampler(data.SequentialSampler):
@@ -349,7 +349,7 @@ def test_an_epoch_without_a_batch_is_an_error():
         next(DataPosition([]))
 
 
-def test_one_shot_data_serves_once_and_says_when_it_ends():
+def test_one_shot_data_is_used_once_and_reports_its_end():
     position = DataPosition(iter([torch.tensor(1), torch.tensor(2)]))
     assert [next(position).item() for _ in range(2)] == [1, 2]
     with pytest.raises(
@@ -358,12 +358,12 @@ def test_one_shot_data_serves_once_and_says_when_it_ends():
         next(position)
 
 
-def test_one_shot_data_has_no_place_to_save():
+def test_one_shot_data_has_no_position():
     with pytest.raises(GraphstashError, match=r"a generator, .* only once.* without checkpoints"):
         DataPosition(i for i in range(9)).state_dict()
 
 
-def test_the_place_in_other_data_is_refused():
+def test_position_of_other_data_is_refused():
     position = DataPosition([1, 2, 3])
     for _ in range(3):
         next(position)

@@ -63,7 +63,7 @@ def test_other_ddp_is_made_on_the_current_stream(calls, device, is_captured):
     assert calls == [f"DDP of {[CUDA] if device == CUDA else None} on default"]
 
 
-def test_ddp_of_the_user_stays(calls):
+def test_ddp_of_the_user_is_kept(calls):
     model = parallel.DistributedTorch(CUDA).wrap(nn.Linear(1, 1))
     calls.clear()
     assert parallel.DistributedTorch(CUDA).wrap(model, is_captured=True) is model

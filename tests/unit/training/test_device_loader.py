@@ -33,11 +33,11 @@ def test_each_batch_is_uploaded_in_order():
         assert list(loader) == list(range(0, 200, 2))
 
 
-def test_an_empty_source_gives_nothing():
+def test_empty_source_yields_nothing():
     assert list(DeviceLoader([])) == []
 
 
-def test_a_loader_without_room_is_refused():
+def test_loader_without_buffer_is_refused():
     with pytest.raises(GraphstashError, match=r"ahead must be at least 1 \(got 0\)"):
         DeviceLoader([], ahead=0)
 
@@ -72,7 +72,7 @@ def test_no_more_than_ahead_are_loaded_beyond_the_one_in_use(ahead, upload):
     assert most <= ahead + 1
 
 
-def test_no_more_than_that_are_alive():
+def test_number_of_live_batches_is_bounded():
     alive, most = weakref.WeakSet(), 0
 
     def source():
@@ -108,7 +108,7 @@ def test_a_batch_is_loaded_while_the_one_before_is_uploaded():
         assert list(loader) == [0, 1, 2, 3, 4]
 
 
-def test_an_exception_of_the_source_comes_after_the_batches_before_it():
+def test_exception_of_source_is_raised_after_earlier_batches():
     def source():
         yield 1
         yield 2
@@ -122,12 +122,12 @@ def test_an_exception_of_the_source_comes_after_the_batches_before_it():
     assert list(loader) == []
 
 
-def test_a_source_that_cannot_be_iterated_is_told_at_the_first_batch():
+def test_source_that_is_not_iterable_raises_at_first_batch():
     with pytest.raises(TypeError, match="not iterable"):
         next(DeviceLoader(7))
 
 
-def test_an_exception_of_the_upload_comes_where_its_batch_would_have():
+def test_exception_of_upload_is_raised_in_place_of_its_batch():
     loader = DeviceLoader([2, 1, 0, 3], upload=lambda batch: 6 // batch)
     assert [next(loader), next(loader)] == [3, 6]
     with pytest.raises(ZeroDivisionError):
@@ -158,7 +158,7 @@ def test_on_loaded_runs_after_each_batch_and_before_the_next():
     assert log == ["make 1", "loaded 1", "make 2", "loaded 2", "make 3", "loaded 3"]
 
 
-def test_on_loaded_sees_the_random_state_of_a_plain_loop():
+def test_on_loaded_runs_with_random_state_of_plain_loop():
     def source():
         for _ in range(20):
             yield random.random()
@@ -171,7 +171,7 @@ def test_on_loaded_sees_the_random_state_of_a_plain_loop():
     assert list(zip(batches, states, strict=True)) == plain
 
 
-def test_after_stop_loading_what_is_loaded_comes_and_then_the_end():
+def test_stop_loading_yields_loaded_batches_and_ends():
     source = iter(range(100))
     with DeviceLoader(source, ahead=3, upload=lambda batch: batch) as loader:
         batches = [next(loader), next(loader)]
@@ -198,7 +198,7 @@ def test_a_signal_handler_may_stop_loading():
     assert len(batches) < 20
 
 
-def test_close_closes_a_generator_in_the_thread_that_has_used_it():
+def test_close_closes_generator_in_its_thread():
     log = []
 
     def source():
@@ -218,7 +218,7 @@ def test_close_closes_a_generator_in_the_thread_that_has_used_it():
     assert list(loader) == []
 
 
-def test_close_does_not_upload_what_is_loaded():
+def test_close_uploads_no_loaded_batch():
     held, uploaded, uploading = threading.Event(), [], threading.Event()
 
     def upload(batch):
@@ -272,12 +272,12 @@ def test_to_device_moves_the_tensors_in_containers():
     assert batch["example"].image is x
 
 
-def test_to_device_leaves_what_is_there_already():
+def test_to_device_keeps_tensors_of_the_device():
     x = torch.ones(2)
     assert to_device((x, 5), "cpu")[0] is x
 
 
-def test_an_inline_loader_loads_each_batch_when_it_is_asked_for():
+def test_inline_loader_loads_each_batch_on_demand():
     loaded = []
 
     def source():

@@ -47,7 +47,7 @@ def assert_nearly_equal(ours, theirs, *, lr):
         *((AdamW8bit, {}, torch.bfloat16), (AdamW8bit, {"weight_decay": 0.1}, torch.float32)),
     ],
 )
-def test_steps_are_those_of_torchao_with_bad_ones_between_them(ours_class, options, dtype):
+def test_steps_equal_torchao_with_skipped_steps_between(ours_class, options, dtype):
     ours, theirs = new_parameters(dtype), new_parameters(dtype)
     mine = ours_class(ours, lr=1e-3, **options)
     reference = getattr(torchao.optim, ours_class.__name__)(theirs, **{"lr": 1e-3, **options})
@@ -78,7 +78,7 @@ def test_moments_take_two_bytes_per_element():
 @pytest.mark.parametrize(
     "given_class", [torchao.optim.AdamW8bit, torch.optim.AdamW, AdamW], ids=lambda c: c.__module__
 )
-def test_it_goes_on_from_the_state_of(given_class):
+def test_state_of_another_adamw_is_loaded(given_class):
     parameters, others = new_parameters(), new_parameters()
     given = given_class(others, lr=1e-3)
     make_steps(others, given, range(4))

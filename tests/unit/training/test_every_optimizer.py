@@ -110,7 +110,7 @@ def test_a_bad_step_changes_no_bit_and_does_not_read_the_device(name):
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["float32", "master"])
 @every_optimizer
-def test_after_bad_first_steps_the_first_good_one_is_the_first(name, options):
+def test_step_after_skipped_first_steps_counts_as_first(name, options):
     dtype = torch.bfloat16 if options else torch.float32
     (ours, mine), (fresh, other) = (made(name, dtype, **options) for _ in range(2))
     for bad in (math.inf, math.nan):
@@ -128,7 +128,7 @@ def test_after_bad_first_steps_the_first_good_one_is_the_first(name, options):
 
 
 @every_optimizer
-def test_a_parameter_without_a_gradient_is_as_if_the_call_had_not_been(name):
+def test_parameter_without_gradient_is_unchanged_by_step(name):
     together, alone = shaped(SHAPES[:2]), shaped(SHAPES[:2])
     mine, other = EVERY[name](together), EVERY[name](alone[:1])
     for step in range(7):
@@ -164,7 +164,7 @@ COPIES = {
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["float32", "master"])
 @every_optimizer
-def test_a_copy_goes_on_to_the_bit_and_alone(name, options, how):
+def test_deep_copy_continues_independently_to_the_bit(name, options, how):
     parameters, optimizer = made(name, torch.bfloat16 if options else torch.float32, **options)
     make_steps(parameters, optimizer, range(3))
     new, copied = COPIES[how](parameters, optimizer, name, options)
@@ -197,7 +197,7 @@ def test_state_of_other_groups_or_of_another_shape_is_refused_and_changes_nothin
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float64], ids=str)
 @every_optimizer
-def test_other_types_train_as_float32_and_keep_their_type(name, dtype):
+def test_low_precision_parameters_train_as_float32_and_keep_dtype(name, dtype):
     (ours, mine), (wide, other) = made(name, dtype), made(name)
     make_steps(ours, mine, range(3))
     make_steps(wide, other, range(3))
@@ -211,7 +211,7 @@ def test_other_types_train_as_float32_and_keep_their_type(name, dtype):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @every_optimizer
-def test_with_master_weights_training_is_that_of_float32_parameters(name, dtype):
+def test_master_weights_train_as_float32_parameters(name, dtype):
     parameters, mine = made(name, dtype, master_weights=True)
     wide = [nn.Parameter(each.float()) for each in copies(parameters)]
     other = EVERY[name](wide, fused=False)
@@ -316,7 +316,7 @@ def new_training(name):
 
 @pytest.mark.parametrize("when", ["backward", "forward"])
 @every_optimizer
-def test_fused_it_is_the_same_to_the_bit(name, when):
+def test_fused_steps_are_equal_to_the_bit(name, when):
     results = []
     for fused in (False, True):
         model, optimizer = new_training(name)
@@ -390,7 +390,7 @@ def test_train_learns_with_it_and_resumes_to_the_bit(name, tmp_path):
     ],
     ids=str,
 )
-def test_an_option_out_of_range_is_refused_of_an_optimizer_and_of_a_group(name, options, message):
+def test_option_out_of_range_is_refused_for_optimizer_and_group(name, options, message):
     with pytest.raises(ValueError, match=message):
         made(name, **options)
     _, mine = made(name)

@@ -630,7 +630,9 @@ EXACT += [(case, "forward") for case in FORWARD_ONLY]
     ],
 )
 @pytest.mark.parametrize(("case", "when"), EXACT, ids=lambda x: getattr(x, "__name__", x))
-def test_the_trajectory_is_that_of_the_optimizer_alone(case, when, steps, unit_bytes, monkeypatch):
+def test_fused_trajectory_equals_that_of_optimizer_alone(
+    case, when, steps, unit_bytes, monkeypatch
+):
     monkeypatch.setattr(partial_step, "_UNIT_BYTES", unit_bytes)
 
     alone, fused = case(None).run(steps), case(when).run(steps)
@@ -662,7 +664,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
-def test_what_backward_fusion_cannot_do_is_refused_before_anything_is_changed(case):
+def test_unsupported_backward_fusion_is_refused_before_any_change(case):
     training = case("backward")
     before = [parameter.clone() for parameter in training.net.parameters()]
 
@@ -705,7 +707,7 @@ COMPILED = [Compiled, CompiledInPlace, CompiledInPart]
     ids=lambda x: getattr(x, "__name__", x),
 )
 @pytest.mark.parametrize("steps", [5, pytest.param(50, marks=pytest.mark.extended)])
-def test_a_compiled_model_is_trained_as_by_the_optimizer_alone(case, when, steps):
+def test_fused_compiled_model_trains_as_with_optimizer_alone(case, when, steps):
     assert_same(case(None).run(steps), case(when).run(steps))
 
 
@@ -742,7 +744,7 @@ class NeverZeroes(Training):
 
 @pytest.mark.parametrize("when", ["backward", "forward"])
 @pytest.mark.parametrize("case", [KeepsGradients, NeverZeroes], ids=lambda case: case.__name__)
-def test_gradients_that_a_step_keeps_are_refused_in_the_second_backward(case, when):
+def test_gradients_kept_by_a_step_are_refused_in_second_backward(case, when):
     training = case(when)
     training.step(0)
     before = [parameter.clone() for parameter in training.net.parameters()]
@@ -754,7 +756,7 @@ def test_gradients_that_a_step_keeps_are_refused_in_the_second_backward(case, wh
 
 
 @pytest.mark.parametrize("when", ["backward", "forward"])
-def test_a_gradient_that_is_kept_and_not_computed_again_is_refused_in_the_second_step(when):
+def test_kept_gradient_without_new_backward_is_refused_in_second_step(when):
     training = Training(when)
     training.loss(0)  # forward fusion looks at one before the first step
     training.step(0)
@@ -767,7 +769,7 @@ def test_a_gradient_that_is_kept_and_not_computed_again_is_refused_in_the_second
 
 
 @pytest.mark.parametrize("when", ["backward", "forward"])
-def test_gradients_that_are_set_to_zero_between_forward_and_backward_are_new(when):
+def test_gradients_zeroed_between_forward_and_backward_are_fresh(when):
     class Late(Training):
         def step(self, step):
             loss = self.loss(step)
@@ -804,7 +806,7 @@ def test_a_weight_that_backward_reads_late_outside_of_the_model_is_an_error(opti
 
 
 @pytest.mark.parametrize("part", ["net", "opt"])
-def test_what_backward_has_updated_is_not_saved_before_the_step(part):
+def test_state_is_not_saved_between_backward_and_step(part):
     training = unsaved(Training("backward"))
     save = getattr(training, part).state_dict
 
@@ -830,7 +832,7 @@ def test_the_model_is_not_called_between_backward_and_step(call):
     called(batch(0)[0])
 
 
-def test_a_fusion_that_is_closed_between_backward_and_step_says_so_and_the_step_is_exact():
+def test_closing_between_backward_and_step_is_reported_and_step_is_exact():
     training, alone = unsaved(Training("backward")), unsaved(Training(None))
     with pytest.raises(FusionError, match=r"has updated 6 of 6 parameters, and no step\(\)"):
         training.fusion.close()
@@ -877,7 +879,7 @@ CHANGES = [moved_into_another_module, moved_in_two_steps, tied]
 
 @pytest.mark.parametrize("when", ["backward", "forward"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_fused_parameter_does_not_get_another_place(change, when):
+def test_changing_fused_parameters_is_refused_until_close(change, when):
     training = Training(when)
     training.step(0)
 
@@ -900,7 +902,7 @@ def test_a_model_may_get_other_modules_and_keep_its_own(when):
 
 
 @pytest.mark.parametrize("way", ["step", "optimizer", "model", "flush", "forward"])
-def test_an_update_that_fails_in_the_middle_is_not_used(way, monkeypatch):
+def test_partially_failed_update_is_not_used(way, monkeypatch):
     training = Training("forward")
     for step in range(3):
         training.step(step)
@@ -940,7 +942,7 @@ def test_an_update_that_fails_in_the_middle_is_not_used(way, monkeypatch):
 
 
 @pytest.mark.parametrize("kinds", [("backward", "forward"), ("forward", "backward")])
-def test_a_run_may_go_on_with_the_other_kind(kinds):
+def test_run_can_switch_between_forward_and_backward_fusion(kinds):
     first, second = kinds
     training, alone = Training(first), Training(None)
     for step in range(6):
@@ -956,7 +958,7 @@ def test_a_run_may_go_on_with_the_other_kind(kinds):
     assert_same([*alone.net.parameters()], [*rest.net.parameters()])
 
 
-def test_a_backward_that_comes_after_one_that_failed_says_so():
+def test_backward_after_failed_backward_is_refused():
     training = with_model(Shifted)("backward")
     training.step(0)
     training.opt.zero_grad()
@@ -1089,7 +1091,7 @@ class Wide(Training):
 
 
 @pytest.mark.parametrize("way", ["step", "optimizer", "model", "flush", "close"])
-def test_what_a_failed_backward_has_updated_in_part_is_not_used(way):
+def test_parameters_updated_by_failed_backward_are_not_used(way):
     training = Wide("backward")
     training.step(0)
     training.opt.zero_grad()
@@ -1109,7 +1111,7 @@ def test_what_a_failed_backward_has_updated_in_part_is_not_used(way):
         ways[way]()
 
 
-def test_a_checkpoint_that_is_loaded_ends_what_a_failed_backward_left():
+def test_loading_checkpoint_clears_failed_backward():
     training = Wide("backward")
     training.step(0)
     saved = copy.deepcopy([training.net.state_dict(), training.opt.state_dict()])
@@ -1152,7 +1154,7 @@ def test_updates_are_prepared_once(when):
         (Plain, RuntimeError, "modified by an inplace operation"),  # autograd sees it first
     ],
 )
-def test_a_gradient_that_comes_twice_later_on_is_an_error(model, error, message):
+def test_gradient_that_arrives_twice_in_later_step_is_an_error(model, error, message):
     training = with_model(model)("backward")
     training.step(0)
     training.opt.zero_grad()
@@ -1171,7 +1173,7 @@ def test_a_learning_rate_that_is_set_after_backward_is_an_error():
         training.opt.step()
 
 
-def test_a_parameter_is_fused_once():
+def test_parameter_cannot_be_fused_twice():
     training = Training("forward")
 
     with pytest.raises(FusionError, match=r"first\.weight is already fused with this optimizer"):
@@ -1192,7 +1194,7 @@ def test_parameters_that_share_memory_are_refused(when):
 
 
 @pytest.mark.parametrize("when", ["backward", "forward"])
-def test_a_model_that_changed_is_named(when):
+def test_changed_parameter_is_named(when):
     training = Training(when)
     training.step(0)
     training.opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
@@ -1201,7 +1203,7 @@ def test_a_model_that_changed_is_named(when):
         training.step(1)
 
 
-def test_what_is_not_known_is_refused():
+def test_unknown_optimizer_mode_or_parameter_is_refused():
     model = Plain()
     with pytest.raises(FusionError, match="LBFGS is not known"):
         fuse(model, torch.optim.LBFGS(model.parameters()))
@@ -1215,7 +1217,7 @@ def test_what_is_not_known_is_refused():
         fuse(model.to("meta"), SGD(model.parameters()))
 
 
-def test_torch_func_is_told_to_flush_first():
+def test_torch_func_before_flush_is_refused_naming_flush():
     training = Training("forward")
     training.step(0)
     training.step(1)
@@ -1274,7 +1276,7 @@ def test_a_closed_fusion_leaves_an_optimizer_that_works(when):
 
 
 @pytest.mark.parametrize("when", ["backward", "forward"])
-def test_a_model_that_is_not_closed_can_be_collected(when):
+def test_unclosed_fused_model_is_garbage_collected(when):
     training = Training(when)
     training.step(0)
     model = weakref.ref(training.net)

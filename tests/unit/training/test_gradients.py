@@ -46,7 +46,7 @@ def test_a_generator_of_parameters_is_clipped(clip):
     assert all(float(p.grad.abs().max()) < 0.101 for p in parameters)
 
 
-def test_a_gradient_that_is_not_finite_makes_the_norm_so():
+def test_norm_of_non_finite_gradient_is_non_finite():
     assert not torch.isfinite(clip_grad_norm_(with_gradients(bad=math.inf), 1.0))
 
 

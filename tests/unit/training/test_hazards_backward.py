@@ -58,7 +58,7 @@ def test_a_loop_that_backward_fusion_would_change_is_refused(loop, cause, monkey
         loop("backward").run()
 
 
-def test_parameters_that_are_left_to_the_step_end_where_the_optimizer_alone_ends(monkeypatch):
+def test_parameters_left_to_step_equal_optimizer_alone(monkeypatch):
     monkeypatch.setattr(partial_step, "_UNIT_BYTES", 64)
 
     torch.testing.assert_close(Loop("backward").run(), Loop(None).run(), rtol=0.0, atol=0.0)

@@ -30,7 +30,7 @@ def one_step(scale, parameters, optimizer, step=0, **options):
     interval=st.integers(1, 4),
     factors=st.sampled_from([(2.0, 0.5), (3.0, 0.25)]),
 )
-def test_the_history_is_that_of_torchs_scaler(bad, interval, factors):
+def test_scale_history_equals_torchs_scaler(bad, interval, factors):
     growth, backoff = factors
     options = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
     ours = LossScale(8.0, **options)
@@ -58,7 +58,7 @@ def test_the_scale_does_not_grow_out_of_range():
     assert scale.get_scale() == 2.0**127
 
 
-def test_unscaling_first_makes_the_same_step():
+def test_step_after_unscaling_equals_step_without():
     results = []
     for first in (False, True):
         parameters = new_parameters()
@@ -96,7 +96,7 @@ def test_a_step_can_be_clipped_as_with_torchs_scaler():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-def test_two_optimizers_share_a_scale_and_only_the_bad_one_is_left_out():
+def test_optimizers_share_a_scale_and_only_the_one_with_infinity_is_skipped():
     sets = [new_parameters(), new_parameters()]
     optimizers = [SGD(sets[0], lr=0.1), AdamW(sets[1], lr=0.1)]
     scale = LossScale(8.0)
@@ -141,7 +141,7 @@ def after_some_steps(scaler, make):
     return scaler
 
 
-def test_state_goes_to_torchs_scaler_and_back():
+def test_state_is_exchanged_with_torchs_scaler():
     ours = after_some_steps(LossScale(8.0, growth_interval=3), SGD)
     theirs = torch.amp.GradScaler("cpu")
     theirs.load_state_dict(ours.state_dict())
@@ -151,7 +151,7 @@ def test_state_goes_to_torchs_scaler_and_back():
     assert again.state_dict() == ours.state_dict()
 
 
-def test_loading_keeps_the_tensors_that_a_traced_step_knows():
+def test_loading_keeps_tensors_that_a_traced_step_holds():
     scale = after_some_steps(LossScale(8.0, growth_interval=3), SGD)
     tensors = list(scale.device_tensors())
     scale.load_state_dict(LossScale(32.0).state_dict())
@@ -160,7 +160,7 @@ def test_loading_keeps_the_tensors_that_a_traced_step_knows():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_a_copy_goes_on_alone(copied):
+def test_deep_copy_continues_independently(copied):
     scale = after_some_steps(LossScale(8.0, growth_interval=3), SGD)
     other = copied(scale)
     before = scale.state_dict()
@@ -193,7 +193,7 @@ def test_unscaling_divides_by_the_scale_and_finds_one_element_that_is_not_finite
     ],
     ids=str,
 )
-def test_calls_in_a_wrong_order_are_refused_and_can_be_made_up_for(calls, text):
+def test_calls_in_wrong_order_are_refused_and_recoverable(calls, text):
     parameters = new_parameters()
     optimizer, scale = SGD(parameters), LossScale()
     backward(scale, parameters, optimizer)

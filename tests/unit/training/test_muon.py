@@ -32,7 +32,7 @@ def assert_close(ours, theirs, **tolerance):
         *(("match_rms_adamw", True, True), ("match_rms_adamw", False, False)),
     ],
 )
-def test_matrices_go_as_with_a_public_implementation(adjustment, nesterov, maximize):
+def test_matrices_are_updated_as_in_public_implementation(adjustment, nesterov, maximize):
     ours, theirs = matrices(), matrices()
     options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov}
     mine = Muon(ours, adjust_lr_fn=adjustment, maximize=maximize, **options)
@@ -54,7 +54,7 @@ def test_matrices_go_as_with_a_public_implementation(adjustment, nesterov, maxim
     assert not any(torch.equal(*pair) for pair in zip(ours, matrices(), strict=True))
 
 
-def test_the_rest_goes_as_with_adamw():
+def test_other_parameters_are_updated_as_by_adamw():
     ours, theirs = [[nn.Parameter(torch.linspace(-1, 1, 7))] for _ in range(2)]
     options = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
     mine = Muon([{"params": ours, "use_muon": False, **options}])
@@ -133,7 +133,7 @@ class Model(nn.Module):
         return self.head(self.hidden(self.embedding(tokens)))
 
 
-def test_groups_of_a_model_are_hidden_matrices_and_the_rest():
+def test_groups_of_model_split_hidden_matrices_from_other_parameters():
     model = Model()
     matrices, rest = muon_groups(model, adamw=(each for each in [model.head]), lr=3e-4)
     hidden = model.hidden
@@ -163,7 +163,7 @@ def test_a_state_dictionary_of_another_order_of_groups_is_refused_and_changes_no
     assert [group["use_muon"] for group in mine.param_groups] == [True, False]
 
 
-def test_a_state_dictionary_of_adamw_leaves_matrices_matrices():
+def test_loading_state_of_adamw_keeps_matrix_groups():
     mine = Muon(
         [{"params": [nn.Parameter(torch.ones(3, 3))], "use_muon": k} for k in (True, False)]
     )
@@ -172,7 +172,7 @@ def test_a_state_dictionary_of_adamw_leaves_matrices_matrices():
     assert [group["use_muon"] for group in mine.param_groups] == [True, False]
 
 
-def test_what_is_no_matrix_is_refused_with_the_way_out():
+def test_parameter_that_is_no_matrix_is_refused_with_advice():
     optimizer = Muon(matrices())
     with pytest.raises(ValueError, match=r"shape \[5\]: put it into a group with use_muon=False"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(5))]})

@@ -114,7 +114,7 @@ def torchs_scaler(growth_interval):
 
 
 @every_case
-def test_the_trajectory_is_that_of_torch_with_its_scaler(name, fused):
+def test_trajectory_equals_torch_with_its_scaler(name, fused):
     ours, theirs = new_parameters(), new_parameters()
     history = train(ours, CASES[name].ours(ours, fused=fused), LossScale(8.0, growth_interval=3))
     expected = train(theirs, CASES[name].reference(theirs), torchs_scaler(3))
@@ -136,7 +136,7 @@ STEP_KINDS = st.tuples(
     kinds=st.lists(STEP_KINDS, min_size=1, max_size=10),
     growth_interval=st.integers(1, 4),
 )
-def test_any_pattern_of_bad_steps_and_missing_gradients_goes_as_in_torch(
+def test_skipped_steps_and_missing_gradients_are_handled_as_in_torch(
     name, fused, kinds, growth_interval
 ):
     bad = {step: value for step, (value, _) in enumerate(kinds) if value is not None}
@@ -160,7 +160,7 @@ BAD_VALUES = [1.0, 2.0, math.nan, math.inf, True, 3, [1.0]]
 
 @pytest.mark.parametrize("value", [*BAD_VALUES, 0.0, False, 0, [0.0]], ids=str)
 @both_ways
-def test_any_found_inf_but_zero_leaves_the_step_out(value, fused):
+def test_nonzero_found_inf_skips_the_step(value, fused):
     parameters = new_parameters()
     optimizer = SGD(parameters, lr=0.1, fused=fused)
     for parameter in parameters:
@@ -202,7 +202,7 @@ def test_no_step_reads_the_device(name, fused, clipped):
     assert reads.count == 0
 
 
-def test_the_counter_of_reads_sees_torchs_own():
+def test_counter_of_device_reads_counts_reads_of_torch_optimizers():
     parameters = new_parameters()
     with Reads() as reads:
         train(parameters, torch.optim.SGD(parameters), torchs_scaler(3), steps=range(1))
@@ -210,7 +210,7 @@ def test_the_counter_of_reads_sees_torchs_own():
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_torchs_scaler_drives_it_without_a_read(optimizer):
+def test_torchs_scaler_works_without_device_read(optimizer):
     parameters = new_parameters()
     mine, scaler = optimizer(parameters, lr=0.1), torchs_scaler(3)
     for step in range(6):
@@ -230,7 +230,7 @@ def test_torchs_scaler_drives_it_without_a_read(optimizer):
 
 
 @pytest.mark.parametrize(("schedule", "name", "fused"), SCHEDULED)
-def test_a_schedule_goes_as_with_torchs_optimizer(name, fused, schedule, recwarn):
+def test_schedule_works_as_with_torchs_optimizer(name, fused, schedule, recwarn):
     options = {"lr": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
     results = []
     for optimizer, more in (
@@ -257,7 +257,7 @@ def test_a_learning_rate_may_be_a_tensor_on_the_host(fused):
 
 
 @both_ways
-def test_a_momentum_may_come_later(fused):
+def test_momentum_can_be_enabled_later(fused):
     ours, theirs = new_parameters(), new_parameters()
     for parameters, optimizer in (
         (ours, SGD(ours, lr=0.1, dampening=0.2, fused=fused)),
@@ -273,7 +273,7 @@ def test_a_momentum_may_come_later(fused):
 
 
 @every_exchanged
-def test_torch_goes_on_from_ours_and_ours_from_torch(name, fused):
+def test_state_is_exchanged_with_torch_both_ways(name, fused):
     through = new_parameters()
     theirs = CASES[name].reference(through)
     plain_steps(through, theirs, range(4))
@@ -289,7 +289,7 @@ def test_torch_goes_on_from_ours_and_ours_from_torch(name, fused):
 
 
 @every_exchanged
-def test_torch_goes_on_from_ours_after_a_bad_first_step(name, fused):
+def test_torch_loads_our_state_after_skipped_first_step(name, fused):
     parameters = new_parameters()
     ours = CASES[name].ours(parameters, fused=fused)
     train(parameters, ours, LossScale(8.0), steps=[0])
@@ -408,7 +408,7 @@ def test_dtypes_may_be_mixed_in_a_group(fused):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", [partial(SGD, momentum=0.9), AdamW])
-def test_a_model_may_be_converted_in_part(make, dtype):
+def test_model_can_be_converted_to_lower_precision_in_part(make, dtype):
     def trained(**options):
         parameters = [nn.Parameter(torch.linspace(-1, 1, 20)) for _ in range(2)]
         optimizer = make(parameters, lr=0.1, **options)
@@ -556,7 +556,7 @@ def test_state_with_the_same_names_is_refused_by_the_options_of_its_maker(given,
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
 
-def test_an_optimizer_of_ones_own_loads_its_state_although_it_has_the_options_of_another():
+def test_custom_optimizer_with_options_of_another_loads_its_state():
     class Mine(Lion):
         def __init__(self, params):
             of_adamw = {"lr": 0.1, "betas": (0.9, 0.9), "eps": 0, "weight_decay": 0, "amsgrad": 0}
@@ -584,7 +584,7 @@ def test_options_of_another_kind_are_refused_before_the_first_step(given, mine):
     [(SGD, {"momentum": 0.9}), (AdamW, {"amsgrad": True})],
     ids=["SGD", "AdamW"],
 )
-def test_an_option_may_be_turned_on_right_before_it_is_saved(make, option):
+def test_option_enabled_right_before_saving_is_saved(make, option):
     parameter = nn.Parameter(torch.ones(2))
     optimizer = make([parameter], lr=0.1)
     parameter.grad = torch.ones(2)
@@ -633,7 +633,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_steps_that_are_too_small_for_the_parameter_add_up(dtype):
+def test_steps_below_precision_of_parameter_accumulate(dtype):
     steps = 1.0 - torch.finfo(dtype).eps / 16 * 64
     results = []
     for master in (False, True):
@@ -650,7 +650,7 @@ def test_steps_that_are_too_small_for_the_parameter_add_up(dtype):
 
 
 @both_ways
-def test_a_backward_through_what_a_step_has_changed_is_an_error(fused):
+def test_backward_through_updated_parameter_is_an_error(fused):
     parameter = nn.Parameter(torch.ones(20))
     optimizer = AdamW([parameter], fused=fused)
     (parameter * parameter.detach()).sum().backward()
@@ -694,7 +694,7 @@ def test_step_hooks_are_called(optimizer):
         (Adafactor, torch.optim.Adafactor),
     ],
 )
-def test_the_arguments_are_those_of_torch_in_its_order(ours, theirs):
+def test_arguments_have_torchs_names_and_order(ours, theirs):
     taken = inspect.signature(theirs).parameters.values()
     positional = [p for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD]
     values = [p.default for p in positional[1:]]
@@ -707,7 +707,7 @@ def test_the_arguments_are_those_of_torch_in_its_order(ours, theirs):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_options_without_effect_are_taken_and_others_named(optimizer):
+def test_options_without_effect_are_accepted_and_unknown_ones_named(optimizer):
     mine = optimizer(new_parameters(), foreach=False, capturable=True, differentiable=False)
     plain_steps(new_parameters(), mine, range(1))
     with pytest.raises(ValueError, match="cannot be differentiable"):

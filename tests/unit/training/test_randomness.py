@@ -22,7 +22,7 @@ def draw():
 
 @pytest.mark.parametrize("before", range(3))
 @pytest.mark.parametrize("take", [host_random_state, lambda: random_state("cpu")])
-def test_the_same_numbers_come_again(before, take):
+def test_restored_state_repeats_the_numbers(before, take):
     for _ in range(before):
         draw()
     state = take()
@@ -75,7 +75,7 @@ def test_taking_the_state_draws_nothing():
     assert draw() == first
 
 
-def test_a_state_of_another_device_is_passed_over():
+def test_state_of_another_device_is_skipped():
     state = random_state("cpu") | {"torch_xla": 5}
     first = draw()
     set_random_state(state, "cpu")

@@ -47,14 +47,14 @@ def test_strided_tensor_is_refused():
 
 
 @given(flats())
-def test_a_block_is_sent_if_an_element_of_it_is_not_zero(given_):
+def test_block_with_nonzero_element_is_sent(given_):
     flat, size = given_
     found = BlockView(flat, size).nonzero()
     assert found.tolist() == [bool(part.ne(0).any()) for part in flat.split(size)] * bool(len(flat))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
-def test_blocks_of_a_tensor_that_is_looked_at_in_pieces_are_all_found(dtype):
+def test_nonzero_blocks_are_found_in_tensor_scanned_in_pieces(dtype):
     flat = torch.zeros(3 * 2**20 + 5, dtype=dtype)
     places = [0, 2**19 - 1, 2**19, 2**20 + 300, 2**21, len(flat) - 6, len(flat) - 1]
     flat[places] = 1
@@ -63,7 +63,7 @@ def test_blocks_of_a_tensor_that_is_looked_at_in_pieces_are_all_found(dtype):
 
 
 @given(flats(), st.data())
-def test_blocks_come_back_from_where_they_were_packed(given_, data):
+def test_packed_blocks_are_unpacked_to_their_places(given_, data):
     flat, size = given_
     blocks = BlockView(flat, size)
     numbers = sorted(data.draw(st.sets(st.integers(0, max(0, blocks.count - 1)))))
@@ -90,7 +90,7 @@ def test_blocks_of_a_parameter_are_written_to():
 
 
 @given(flats(), st.data())
-def test_blocks_that_are_made_zero_are_these_alone(given_, data):
+def test_only_selected_blocks_are_zeroed(given_, data):
     flat, size = given_
     blocks = BlockView(flat, size)
     flags = data.draw(st.lists(st.booleans(), min_size=blocks.count, max_size=blocks.count))
@@ -102,7 +102,7 @@ def test_blocks_that_are_made_zero_are_these_alone(given_, data):
 
 
 @given(st.lists(st.booleans(), max_size=70))
-def test_booleans_come_back_from_bits(flags):
+def test_booleans_round_trip_through_bits(flags):
     given_ = torch.tensor(flags, dtype=torch.bool)
     bits = bits_of(given_)
     assert bits.nbytes == math.ceil(len(flags) / 8)
@@ -120,7 +120,7 @@ def test_a_gate_becomes_dense_and_sparse_at_different_densities():
     assert seen == [False, False, True, True, True, False, False]
 
 
-def test_a_gate_that_stays_dense_looks_ever_more_rarely():
+def test_dense_gate_checks_density_ever_more_rarely():
     gate = DensityGate(dense_above=0.7, sparse_below=0.5, longest=8)
     looks = []
     for number in range(40):
@@ -131,7 +131,7 @@ def test_a_gate_that_stays_dense_looks_ever_more_rarely():
 
 
 @given(st.lists(st.floats(0, 1), max_size=50))
-def test_gates_that_see_the_same_decide_alike(densities):
+def test_gates_with_equal_input_decide_alike(densities):
     gates = [DensityGate(dense_above=0.6, sparse_below=0.4) for _ in range(2)]
     for density in densities:
         assert len({gate.skips() for gate in gates}) == 1
@@ -152,7 +152,7 @@ def gradients_of(steps, seed=0):
     return [torch.randn(400, generator=generator) * scales for _ in range(steps)]
 
 
-def test_what_is_held_back_is_sent_later():
+def test_held_back_blocks_are_sent_later():
     model = nn.Linear(400, 1, bias=False)
     thresholding = Thresholding(model, keep=0.2, refresh_every=3, largest_error=1)
     given_, sent = torch.zeros(400), torch.zeros(400)
@@ -168,7 +168,7 @@ def test_what_is_held_back_is_sent_later():
 
 @given(st.floats(0, 1), st.integers(0, 5))
 @settings(max_examples=30)
-def test_no_more_waits_than_was_allowed(largest_error, seed):
+def test_held_back_amount_is_bounded(largest_error, seed):
     model = nn.Linear(400, 1, bias=False)
     thresholding = Thresholding(model, keep=0.05, refresh_every=4, largest_error=largest_error)
     for gradient in gradients_of(8, seed):
@@ -179,7 +179,7 @@ def test_no_more_waits_than_was_allowed(largest_error, seed):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_never_waits(bad):
+def test_non_finite_blocks_are_never_held_back(bad):
     model = nn.Linear(400, 1, bias=False)
     thresholding = Thresholding(model, keep=0.02, largest_error=1)
     for number, gradient in enumerate(gradients_of(4)):
@@ -189,7 +189,7 @@ def test_what_is_not_finite_never_waits(bad):
         assert thresholding.waiting(model.weight).isfinite().all()
 
 
-def test_a_parameter_that_is_not_used_keeps_what_waits():
+def test_unused_parameter_keeps_held_back_blocks():
     model = nn.Linear(400, 1, bias=False)
     thresholding = Thresholding(model, keep=0.2, refresh_every=2, largest_error=0.9)
     (gradient,) = gradients_of(1)
@@ -206,7 +206,7 @@ def test_a_parameter_that_is_not_used_keeps_what_waits():
     assert (later == 0).any()  # the threshold is still one
 
 
-def test_a_gradient_with_infinity_sets_no_threshold_that_nothing_reaches():
+def test_gradient_with_infinity_sets_finite_threshold():
     model = nn.Linear(400, 1, bias=False)
     thresholding = Thresholding(model, keep=0.2, refresh_every=100, largest_error=1)
     for number, gradient in enumerate(gradients_of(3)):
@@ -216,7 +216,7 @@ def test_a_gradient_with_infinity_sets_no_threshold_that_nothing_reaches():
         assert gradient.any()
 
 
-def test_empty_and_strided_parameters_have_nothing_that_waits():
+def test_empty_and_strided_parameters_hold_nothing_back():
     model = nn.Module()
     model.empty = nn.Parameter(torch.zeros(0))
     model.image = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last).weight
@@ -246,7 +246,7 @@ def test_a_checkpoint_of_another_model_is_refused(held, text):
 @pytest.mark.parametrize(
     "gradients", [(torch.ones(4),), (torch.ones(4), torch.ones(2)), ((torch.ones(4), "w"),)]
 )
-def test_what_is_no_bucket_of_ddp_is_refused(gradients):
+def test_argument_that_is_no_ddp_bucket_is_refused(gradients):
     """FSDP calls a hook with the gradient and where it wants its shard, and compiled autograd with
     a tuple.
     """
@@ -259,7 +259,7 @@ def test_what_is_no_bucket_of_ddp_is_refused(gradients):
 @pytest.mark.parametrize(
     ("argument", "value"), [("keep", 0), ("keep", 1.5), ("refresh_every", 0), ("largest_error", 2)]
 )
-def test_thresholding_refuses_what_is_out_of_range(argument, value):
+def test_thresholding_refuses_options_out_of_range(argument, value):
     with pytest.raises(ValueError, match=f"{argument}={value}"):
         Thresholding(nn.Linear(2, 1), **{argument: value})
 
@@ -278,7 +278,7 @@ def loss(model, batch):
     return model(*batch).square().mean()
 
 
-def test_a_report_says_that_an_embedding_would_pay():
+def test_report_recommends_sparse_reduction_for_embedding():
     model = embedding()
     before = [parameter.clone() for parameter in model.parameters()]
     forecast = report(model, batches(9), loss=loss, workers=4, link_gbits=1)
@@ -294,7 +294,7 @@ def test_a_report_says_that_an_embedding_would_pay():
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_a_report_takes_as_many_batches_as_there_are_workers():
+def test_report_needs_one_batch_per_worker():
     rest = iter(batches(5))
     model = embedding()
     model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
@@ -303,7 +303,7 @@ def test_a_report_takes_as_many_batches_as_there_are_workers():
     assert forecast.density > 0
 
 
-def test_a_report_says_that_a_dense_model_would_not():
+def test_report_advises_against_sparse_reduction_of_dense_model():
     model = nn.Linear(100, 100)
     forecast = report(model, [(torch.ones(1, 100),)] * 2, loss=loss, workers=2)
     assert forecast.union_density == 1

@@ -23,7 +23,7 @@ def test_a_changed_value_changes_the_same_tensor():
     assert float(first) == 0.25
 
 
-def test_a_tensor_on_the_host_is_seen_to_change():
+def test_change_of_host_tensor_is_detected():
     scalars, lr = DeviceScalars(), torch.tensor(0.5)
     (tensor,) = get(scalars, lr=lr)
     lr.fill_(0.25)
@@ -55,7 +55,7 @@ def test_refresh_changes_every_tensor_of_a_group_and_no_other():
     assert [float(t) for t in (narrow, wide, other)] == [0.25, 0.25, 0.5]
 
 
-def test_what_is_logged_is_float32_whatever_torchs_default_is():
+def test_logged_values_are_float32_under_any_default_dtype():
     loss = torch.tensor(1.001)
     torch.set_default_dtype(torch.bfloat16)
     try:

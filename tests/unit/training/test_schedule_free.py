@@ -51,7 +51,7 @@ def are_equal(ours, theirs):
     ],
     ids=str,
 )
-def test_iterates_and_averages_go_as_with_a_public_implementation(options):
+def test_iterates_and_averages_equal_public_implementation(options):
     ours, theirs = new_parameters(), new_parameters()
     mine = ScheduleFreeAdamW(ours, lr=0.02, **options)
     reference = pytorch_optimizer.ScheduleFreeAdamW(theirs, lr=0.02, **options)
@@ -90,7 +90,7 @@ def test_the_average_is_that_of_all_iterates():
         *((dtype, master) for dtype in (torch.bfloat16, torch.float16) for master in (False, True)),
     ],
 )
-def test_train_puts_back_the_same_bits(dtype, master):
+def test_train_restores_the_same_bits(dtype, master):
     parameters = new_parameters(dtype)
     optimizer = ScheduleFreeAdamW(parameters, lr=0.05, master_weights=master)
     make_steps(parameters, optimizer, range(5))
@@ -187,7 +187,7 @@ COPIES = {
 @pytest.mark.parametrize(
     ("dtype", "master"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
-def test_what_is_saved_in_evaluation_goes_on_to_the_bit(dtype, master, how):
+def test_checkpoint_saved_in_evaluation_resumes_to_the_bit(dtype, master, how):
     parameters = new_parameters(dtype)
     optimizer = ScheduleFreeAdamW(parameters, lr=0.02, warmup_steps=4, master_weights=master)
     make_steps(parameters, optimizer, range(3))
@@ -202,7 +202,7 @@ def test_what_is_saved_in_evaluation_goes_on_to_the_bit(dtype, master, how):
 
 
 @pytest.mark.parametrize("options", [FLAT, None], ids=["flat", "nested"])
-def test_what_a_distributed_checkpoint_of_an_evaluation_leaves_out_is_missed(options, tmp_path):
+def test_state_missing_in_distributed_checkpoint_of_evaluation_is_detected(options, tmp_path):
     """It fills only what the new optimizer has, too, and that had nothing put aside."""
     model, optimizer = trained(steps=4)
     optimizer.eval()
@@ -224,7 +224,7 @@ def test_what_a_distributed_checkpoint_of_an_evaluation_leaves_out_is_missed(opt
 
 
 @pytest.mark.parametrize("way", ["eval", "train"])
-def test_a_switch_that_is_interrupted_can_be_undone_also_after_it_was_saved(way, monkeypatch):
+def test_interrupted_switch_can_be_undone_after_saving(way, monkeypatch):
     parameters = new_parameters()
     optimizer = ScheduleFreeAdamW(parameters, lr=0.02)
     make_steps(parameters, optimizer, range(3))
@@ -256,7 +256,7 @@ def test_a_switch_that_is_interrupted_can_be_undone_also_after_it_was_saved(way,
     [AdamW, torch.optim.AdamW, pytorch_optimizer.ScheduleFreeAdamW],
     ids=lambda o: o.__module__,
 )
-def test_the_state_of_others_is_refused_and_changes_nothing(other):
+def test_state_of_another_optimizer_is_refused_and_changes_nothing(other):
     parameters, theirs = new_parameters(), new_parameters()
     optimizer, given = ScheduleFreeAdamW(parameters), other(theirs)
     make_steps(parameters, optimizer, range(2))
@@ -286,7 +286,7 @@ def loss_of(model, images):
 
 
 @pytest.mark.parametrize("when", ["backward", "forward"])
-def test_fused_it_is_the_same_to_the_bit_evaluations_included(when):
+def test_fused_steps_and_evaluations_are_equal_to_the_bit(when):
     results = []
     for fused in (False, True):
         model, evaluated = new_model(), []
@@ -328,7 +328,7 @@ def trained(directory=None, *, steps=12, evaluate=None, make=ScheduleFreeAdamW, 
 
 
 @pytest.mark.parametrize("when", [None, "backward", "forward"])
-def test_the_loop_evaluates_averages_and_trains_as_without(when):
+def test_loop_evaluates_averages_and_trains_on_iterates(when):
     seen = []
     model, _ = trained(evaluate=lambda m: seen.append(values(m.parameters())), fuse=when)
     plain, _ = trained()
@@ -348,7 +348,7 @@ def test_the_loop_evaluates_averages_of_the_public_implementation():
     assert are_equal(model.parameters(), seen[0])
 
 
-def test_a_run_that_resumes_ends_where_one_that_was_not_stopped_does(tmp_path):
+def test_resumed_run_ends_as_uninterrupted_run(tmp_path):
     for steps in (4, 12):
         resumed, optimizer = trained(tmp_path, steps=steps, evaluate=lambda _: {})
     whole, other = trained()
@@ -357,7 +357,7 @@ def test_a_run_that_resumes_ends_where_one_that_was_not_stopped_does(tmp_path):
     torch.testing.assert_close(state, expected, rtol=0, atol=0)
 
 
-def test_an_evaluation_that_fails_leaves_a_checkpoint_of_what_was_trained(tmp_path):
+def test_failed_evaluation_leaves_checkpoint_of_iterates(tmp_path):
     with pytest.raises(ZeroDivisionError):
         trained(tmp_path, evaluate=lambda _: 1 / 0)
     with Checkpoints(tmp_path) as checkpoints:
@@ -383,7 +383,7 @@ def test_a_switch_that_is_interrupted_is_not_saved(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_loop_trains_what_it_was_given_in_evaluation():
+def test_loop_trains_optimizer_given_in_evaluation_mode():
     model, optimizer = trained(steps=4)
     other = new_model()
     with torch.no_grad():

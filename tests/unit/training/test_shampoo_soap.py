@@ -89,7 +89,7 @@ SOAP_OPTIONS = [
 
 
 @pytest.mark.parametrize(("number", "delay"), [(0, 0), (0, 1), (1, 1), (2, 0), (3, 1), (4, 0)])
-def test_soap_goes_as_a_public_implementation_with_bad_steps(number, delay):
+def test_soap_equals_public_implementation_with_skipped_steps(number, delay):
     options = dict(SOAP_OPTIONS[number])
     largest, shapes = options.pop("max", 10_000), options.pop("shapes", SHAPES)
     options |= {"lr": 0.01, "precondition_frequency": 1}
@@ -101,7 +101,7 @@ def test_soap_goes_as_a_public_implementation_with_bad_steps(number, delay):
 
 
 @pytest.mark.parametrize("frequency", [3, 7])
-def test_soap_counts_bad_calls_between_two_bases(frequency):
+def test_soap_counts_skipped_calls_between_two_bases(frequency):
     def refresh(reference, since_first):
         for state in reference.state.values():
             state["precondition_frequency"] = 1 if since_first % frequency == 0 else 10**6
@@ -113,7 +113,7 @@ def test_soap_counts_bad_calls_between_two_bases(frequency):
     )
 
 
-def test_soap_turns_vectors_if_told_so():
+def test_soap_rotates_vectors_if_enabled():
     options = {"precondition_frequency": 7, "precondition_1d": True}
     compare(
         lambda p: SOAP(p, **options),
@@ -124,7 +124,7 @@ def test_soap_turns_vectors_if_told_so():
 
 
 @pytest.mark.parametrize(("frequency", "dtype"), [(1, torch.float32), (3, torch.float64)])
-def test_shampoo_goes_as_a_public_implementation_with_bad_steps(frequency, dtype):
+def test_shampoo_equals_public_implementation_with_skipped_steps(frequency, dtype):
     def refresh(reference, since_first):
         for group in reference.param_groups:
             group["step"] = frequency - 1 if since_first % frequency == 0 else frequency
@@ -159,7 +159,7 @@ SCALABLE_OPTIONS = [
 
 
 @pytest.mark.parametrize("number", range(len(SCALABLE_OPTIONS)))
-def test_shampoo_with_blocks_goes_as_a_public_implementation(number):
+def test_shampoo_with_blocks_equals_public_implementation(number):
     """In float64: the reference leaves out what keeps roots of singular matrices small."""
     options = {"betas": (0.9, 0.99), "weight_decay": 0.1, **SCALABLE_OPTIONS[number]}
     block, shapes = options.pop("block"), options.pop("shapes", SHAPES)
@@ -222,7 +222,7 @@ def roots_after_each_call(optimizer, steps=16, **options):
 
 
 @pytest.mark.parametrize("delay", [1, 2, 4])
-def test_deterministic_roots_come_so_many_calls_later_and_not_before(delay):
+def test_deterministic_roots_are_used_exactly_after_the_delay(delay):
     """Shampoo's depend on gradients alone, so they are those of a run without a delay."""
     at_once = roots_after_each_call(Shampoo, precondition_frequency=4, delay=0)
     later = roots_after_each_call(
@@ -287,7 +287,7 @@ def test_training_goes_on_without_roots_and_waits_when_they_are_due(monkeypatch)
     assert torch.equal(history[7], at_once[4])
 
 
-def test_a_computation_does_not_see_what_comes_after_its_step(monkeypatch):
+def test_computation_reads_state_of_its_own_step(monkeypatch):
     gate = Gate(monkeypatch)
     parameters, found_inf = new_parameters(MATRICES[1:2]), torch.tensor(0.0)
     mine = SOAP(parameters, precondition_frequency=4, delay=4, deterministic=True)
@@ -306,7 +306,7 @@ def test_a_computation_does_not_see_what_comes_after_its_step(monkeypatch):
     torch.testing.assert_close(roots.flat[:16].view(4, 4), expected)
 
 
-def test_a_parameter_waits_for_one_computation_at_a_time():
+def test_each_parameter_has_one_pending_computation():
     parameters = new_parameters(MATRICES[:1])
     mine = Shampoo(parameters, precondition_frequency=4, delay=4, deterministic=True)
     run(parameters, mine, range(5))
@@ -330,11 +330,11 @@ def takes_roots_early(*, deterministic):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_roots_that_are_there_early_are_used_unless_it_must_be_deterministic(deterministic):
+def test_early_roots_are_used_unless_deterministic(deterministic):
     assert takes_roots_early(deterministic=deterministic) is not deterministic
 
 
-def test_in_a_job_of_several_processes_they_are_never_early():
+def test_roots_are_never_used_early_with_several_processes():
     """Else the processes' parameters would not stay equal."""
     distributed.init_process_group("fake", world_size=2, rank=0, store=FakeStore())
     try:
@@ -344,7 +344,7 @@ def test_in_a_job_of_several_processes_they_are_never_early():
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_no_computation_is_made_of_a_bad_step(monkeypatch, delay):
+def test_skipped_step_starts_no_computation(monkeypatch, delay):
     seen, finite = [], background._finite
 
     def watched(compute, snapshot):
@@ -365,9 +365,7 @@ def test_no_computation_is_made_of_a_bad_step(monkeypatch, delay):
 
 @pytest.mark.parametrize("optimizer", BOTH)
 @pytest.mark.parametrize("kind", ["raised", "not finite"])
-def test_roots_that_cannot_be_computed_are_counted_and_the_old_ones_stay(
-    optimizer, kind, monkeypatch, caplog
-):
+def test_failed_roots_are_counted_and_old_ones_stay(optimizer, kind, monkeypatch, caplog):
     parameters = new_parameters(MATRICES[:1])
     mine = optimizer(parameters, precondition_frequency=1, delay=1)
     run(parameters, mine, range(3))
@@ -395,7 +393,7 @@ def test_roots_that_cannot_be_computed_are_counted_and_the_old_ones_stay(
 
 
 @pytest.mark.parametrize("optimizer", BOTH)
-def test_statistics_that_are_not_finite_leave_the_roots_alone(optimizer):
+def test_non_finite_statistics_keep_old_roots(optimizer):
     parameters = new_parameters(MATRICES[:1])
     mine = optimizer(parameters, precondition_frequency=1, delay=0)
     run(parameters, mine, range(2))
@@ -462,7 +460,7 @@ GOES_ON = [
         )
     ],
 )
-def test_it_goes_on_to_the_bit_from_any_step(optimizer, dtype, delay, how):
+def test_resumed_run_is_equal_to_the_bit_from_any_step(optimizer, dtype, delay, how):
     options = {"precondition_frequency": 3, "delay": delay, "deterministic": True}
     parameters = new_parameters(dtype=dtype)
     mine = optimizer(parameters, **options)
@@ -482,7 +480,7 @@ def test_it_goes_on_to_the_bit_from_any_step(optimizer, dtype, delay, how):
 
 
 @pytest.mark.parametrize("optimizer", BOTH)
-def test_the_place_of_a_gradient_in_memory_changes_no_bit(optimizer):
+def test_memory_layout_of_gradient_changes_no_bit(optimizer):
     """In the buckets of DistributedDataParallel it is anywhere."""
     results = []
     for offset in (0, 3):
@@ -531,7 +529,7 @@ def test_state_of_another_optimizer_is_refused_and_changes_nothing(optimizer):
     assert mine.param_groups[0]["lr"] == 0.25
 
 
-def test_what_was_being_computed_is_dropped_when_a_state_is_loaded(monkeypatch):
+def test_loading_state_drops_pending_computations(monkeypatch):
     gate = Gate(monkeypatch)
     parameters = new_parameters(MATRICES[:1])
     mine = Shampoo(parameters, precondition_frequency=2, delay=2)
@@ -654,7 +652,7 @@ def inputs(step):
 
 
 @pytest.mark.parametrize("optimizer", BOTH)
-def test_a_traced_step_runs_as_it_is_and_says_why(optimizer, caplog):
+def test_traced_step_runs_untraced_with_reason(optimizer, caplog):
     results = []
     for is_traced in (False, True):
         torch.manual_seed(0)

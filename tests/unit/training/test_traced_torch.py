@@ -87,7 +87,7 @@ def names_of_traced_code(monkeypatch):
 
 
 @pytest.mark.parametrize("optimizer", ["own", pytest.param("sgd", marks=pytest.mark.extended)])
-def test_training_is_the_same_and_what_inductor_has_generated_is_not_traced(optimizer, monkeypatch):
+def test_traced_training_is_equal_and_generated_code_is_not_traced_again(optimizer, monkeypatch):
     files = names_of_traced_code(monkeypatch)
     traced, plain = Training(optimizer, traced=True), Training(optimizer, traced=False)
     torch.testing.assert_close(
@@ -102,7 +102,7 @@ def test_training_is_the_same_and_what_inductor_has_generated_is_not_traced(opti
 
 
 @pytest.mark.usefixtures("without_code")
-def test_a_second_shape_of_batch_is_compiled_too():
+def test_second_batch_shape_is_compiled():
     def size(number):
         return 8 if number % 2 else 6
 
@@ -113,7 +113,7 @@ def test_a_second_shape_of_batch_is_compiled_too():
     assert traced.step.mode == "traced"
 
 
-def test_without_a_compiler_the_step_runs_as_it_is(caplog):
+def test_step_runs_untraced_without_compiler(caplog):
     traced, plain = Training(traced=True), Training(traced=False)
     missing = {"cpp.cxx": ("/no/such/compiler",), "force_disable_caches": True}
     with caplog.at_level(logging.WARNING, logger="graphstash"), inductor.patch(missing):
@@ -145,7 +145,7 @@ def test_a_failure_halfway_through_the_first_step_leaves_no_trace():
 
 
 @pytest.mark.usefixtures("without_code")
-def test_what_the_function_itself_raises_is_raised():
+def test_exception_of_function_is_raised():
     def function(_x):
         raise ValueError("a bad batch")
 
@@ -155,7 +155,7 @@ def test_what_the_function_itself_raises_is_raised():
 
 
 @pytest.mark.usefixtures("without_code")
-def test_results_come_without_their_autograd_graph():
+def test_results_are_detached():
     model = nn.Linear(2, 2)
     step = traced_step(lambda x: {"loss": model(x).sum(), "count": 3}, [model])
     result = step(torch.ones(2))
@@ -163,7 +163,7 @@ def test_results_come_without_their_autograd_graph():
     assert result["count"] == 3
 
 
-def test_state_must_be_something_that_has_tensors():
+def test_state_without_tensors_is_refused():
     with pytest.raises(TypeError, match="str in state"):
         traced_step(lambda: None, ["model"])
     with pytest.raises(ValueError, match="no tensor"):
@@ -219,7 +219,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_on_the_host_is_seen(name):
+def test_change_of_host_value_is_detected(name):
     change, seen = CHANGES[name]
     training = Training(traced=False)
     training.train(range(1))

@@ -36,7 +36,7 @@ def test_the_submitter_waits_when_capacity_is_reached():
         thread.join()
 
 
-def test_a_pool_without_room_to_wait_still_runs():
+def test_pool_without_queue_runs_calls():
     with WorkerPool("tight", capacity=0) as pool:
         assert [pool.submit(int, n).result() for n in range(3)] == [0, 1, 2]
 
@@ -48,7 +48,7 @@ def test_a_pool_without_room_to_wait_still_runs():
         ({"capacity": -1}, r"capacity must be at least 0 \(got -1\)"),
     ],
 )
-def test_a_pool_that_could_not_work_is_refused(setting, message):
+def test_pool_with_invalid_settings_is_refused(setting, message):
     with pytest.raises(GraphstashError, match=message):
         WorkerPool("refused", **setting)
 
@@ -63,7 +63,7 @@ def test_a_failure_does_not_keep_others_from_running():
     assert seen == [1]
 
 
-def test_a_failure_that_nobody_has_read_is_raised_once_by_the_next_submit():
+def test_unread_failure_is_raised_once_by_next_submit():
     pool = WorkerPool("surfacing")
     with DeviceExecutor() as device:  # waits for the failure without reading it
         finished = threading.Event()
@@ -96,7 +96,7 @@ def test_close_raises_the_first_unread_failure_and_names_the_others():
     pool.close()
 
 
-def test_a_worker_may_wait_for_what_another_one_runs():
+def test_worker_can_wait_for_call_of_another_worker():
     with WorkerPool("chained", workers=2) as pool:
         release = threading.Event()
         first = pool.submit(lambda: release.wait(SECONDS))

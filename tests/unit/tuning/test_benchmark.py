@@ -33,7 +33,7 @@ def bench(folder, *options):
     run.main(["--directory", str(folder / "out"), "--seeds", "2", "--lattices", *options])
 
 
-def test_benchmark_replays_a_table_and_what_is_plugged_in(tmp_path, monkeypatch):
+def test_benchmark_replays_tables_and_custom_problems(tmp_path, monkeypatch):
     table(tmp_path)
     (tmp_path / "plugged.py").write_text(PLUGGED)
     monkeypatch.syspath_prepend(tmp_path)
@@ -60,7 +60,7 @@ def test_folder_without_tables_is_refused(tmp_path, capsys, text, told):
     assert told in f"{refused.value} {capsys.readouterr().err}"
 
 
-def test_without_the_environment_of_tvm_the_benchmark_says_what_is_missing(monkeypatch):
+def test_benchmark_names_missing_tvm_environment(monkeypatch):
     def fails(name):
         raise subprocess.CalledProcessError(2, ["uv", "pip", "install", name])
 

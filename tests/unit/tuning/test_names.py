@@ -10,7 +10,7 @@ from graphstash import tuning
 from graphstash_schema import DeviceType
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_exists():
     assert all(getattr(tuning, name) is not None for name in tuning.__all__)
     assert dir(tuning) == sorted(tuning.__all__)  # of the modules that have them
 
@@ -32,10 +32,10 @@ def problem(*shape):
 
 
 @pytest.mark.parametrize("size", [64.0, True, "64", None, -1, 2**63], ids=repr)
-def test_a_size_that_is_no_whole_number_is_refused(size):
+def test_size_that_is_no_integer_is_refused(size):
     with pytest.raises(ValueError, match="at most 16 sizes, whole numbers from 0"):
         problem(size)
 
 
-def test_a_size_may_be_a_number_of_numpy():
+def test_size_can_be_a_numpy_integer():
     assert problem(np.int64(64)).label == problem(64).label

@@ -61,7 +61,7 @@ def name(request):
 
 
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_a_search_visits_everything_once_and_then_has_nothing_more(name, space):
+def test_search_visits_every_configuration_once_and_ends(name, space):
     searcher = run(searcher_of(name, space), 2 * space.size, batch=3)
     visited = [trial.configuration for trial in searcher.trials]
     assert sorted(map(repr, visited)) == sorted(map(repr, space))
@@ -79,7 +79,7 @@ def test_equal_seeds_give_equal_searches_whatever_the_batches(name):
 
 
 @pytest.mark.parametrize("stopped", [1, 9, 23, 40])
-def test_a_resumed_search_goes_on_as_if_it_had_never_ended(name, stopped):
+def test_resumed_search_continues_as_uninterrupted_search(name, stopped):
     whole = run(searcher_of(name, seed=1), 70, batch=4)
     before = run(searcher_of(name, seed=1), stopped, batch=4)
     before.ask(3)  # was being measured when the process died
@@ -88,7 +88,7 @@ def test_a_resumed_search_goes_on_as_if_it_had_never_ended(name, stopped):
     assert run(after, 70, batch=4).trials == whole.trials
 
 
-def test_a_search_resumes_when_its_batches_were_told_in_any_order(name):
+def test_search_resumes_from_batches_in_any_order(name):
     order = random.Random(5)
     before = run(searcher_of(name, seed=1), 30, batch=5, shuffled=order)
     after = searcher_of(name, seed=1)
@@ -96,7 +96,7 @@ def test_a_search_resumes_when_its_batches_were_told_in_any_order(name):
     assert set(run(after, 60).trials) == set(run(before, 60).trials)
 
 
-def test_what_was_told_without_being_asked_for_is_not_measured_again(name):
+def test_known_trials_are_not_proposed_again(name):
     told = [each for each in SMALL if random.Random(repr(each)).random() < 0.3]
     searcher = searcher_of(name)
     asked = searcher.ask(2)
@@ -111,7 +111,7 @@ def test_what_was_told_without_being_asked_for_is_not_measured_again(name):
     assert len(asked) == SMALL.size - len(told)
 
 
-def test_never_more_is_asked_than_wanted(name):
+def test_batch_never_exceeds_requested_size(name):
     searcher = searcher_of(name)
     for count in (0, 1, 2, 5, 100):
         asked = searcher.ask(count)
@@ -120,7 +120,7 @@ def test_never_more_is_asked_than_wanted(name):
             searcher.tell(each, cost_of(each))
 
 
-def test_first_are_measured_first(name):
+def test_preferred_configurations_are_proposed_first(name):
     first = [(2, 2, 2, 2, 2, 2, 2, 2), (1, 1, 8, 1, 4, 8, 1, 1), (2, 2, 2, 2, 2, 2, 2, 2)]
     searcher = run(searcher_of(name, first=first), 20)
     visited = [trial.configuration for trial in searcher.trials]
@@ -130,7 +130,7 @@ def test_first_are_measured_first(name):
         searcher_of(name, first=[(1, 2, 3)])
 
 
-def test_a_search_survives_that_nothing_works(name):
+def test_search_continues_if_every_trial_fails(name):
     searcher = searcher_of(name)
     for _ in range(40):
         for each in searcher.ask():
@@ -142,7 +142,7 @@ def test_a_search_survives_that_nothing_works(name):
 @pytest.mark.parametrize(
     "cost", [math.nan, 0, -1.0, -math.inf, "1", None, True, 1j, 10**400, [1.0]], ids=repr
 )
-def test_a_cost_that_is_none_is_refused_and_changes_nothing(cost):
+def test_invalid_cost_is_refused_and_changes_nothing(cost):
     searcher = searcher_of("g-bfs", starts=0)
     [asked] = searcher.ask()
     with pytest.raises(CostError, match="above 0, or infinity"):
@@ -158,7 +158,7 @@ def test_a_configuration_of_another_space_is_refused():
         searcher_of("random").tell((1, 2), 1.0)
 
 
-def test_what_is_measured_again_counts_for_the_best_only():
+def test_repeated_measurement_changes_only_the_best():
     searcher = run(searcher_of("g-bfs", seed=2), 10)
     again = searcher.trials[4].configuration
     searcher.tell(again, 0.001)
@@ -225,7 +225,7 @@ def test_gbfs_draws_rho_neighbours_of_the_cheapest_that_was_not_expanded():
     assert rounds > 10
 
 
-def test_gbfs_starts_again_elsewhere_where_its_queue_is_empty():
+def test_gbfs_restarts_elsewhere_if_its_queue_is_empty():
     space = TableSpace("ab", [(0, 0), (0, 1), (5, 7), (9, 9)])  # three islands
     searcher = run(GBFS(space, starts=0), 10)
     assert {trial.configuration for trial in searcher.trials} == set(space)
@@ -292,7 +292,7 @@ def test_an_illegal_move_has_no_probability():
     np.testing.assert_allclose(np.exp(logs), [[0.5, 0, 0.5]])
 
 
-def test_n_a2c_collects_near_the_best_so_far():
+def test_n_a2c_samples_near_the_best_so_far():
     searcher = run(make_searcher("n-a2c", GemmSpace(64, 64, 64), seed=1, steps=1, starts=0), 1)
     for _ in range(3):
         around = searcher.space.neighbours(searcher.best.configuration)
@@ -327,7 +327,7 @@ def test_the_gradients_of_the_controller_are_those_of_its_definition():
     same(controller.gradients(Written(places, prior), advantage, 0.1), p)
 
 
-def test_the_controller_refuses_a_space_that_it_cannot_write():
+def test_controller_refuses_unsupported_space():
     class Other(SearchSpace):
         names, moves, size, start = ("a",), 0, 1, (1,)
         __contains__ = __iter__ = draw = moved = features = describe = None

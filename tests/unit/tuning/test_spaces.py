@@ -61,7 +61,7 @@ def test_a_space_lists_each_of_its_configurations_once(space):
 
 
 @given(spaces())
-def test_moves_lead_to_other_configurations_of_the_space_and_there_is_a_way_back(space):
+def test_moves_stay_in_the_space_and_are_reversible(space):
     for configuration in list(space)[:50]:
         for neighbour in space.neighbours(configuration):
             assert neighbour in space
@@ -70,7 +70,7 @@ def test_moves_lead_to_other_configurations_of_the_space_and_there_is_a_way_back
 
 
 @given(spaces())
-def test_a_space_survives_json(space):
+def test_space_round_trips_through_json(space):
     again = from_description(json.loads(json.dumps(space.describe())))
     assert again.describe() == space.describe()
     assert list(again) == list(space)
@@ -79,7 +79,7 @@ def test_a_space_survives_json(space):
 
 
 @given(spaces())
-def test_continuations_count_the_configurations_that_begin_so(space):
+def test_continuations_count_configurations_with_that_prefix(space):
     listed = list(space)
     for configuration in listed[:20]:
         for length in range(len(configuration)):
@@ -89,7 +89,7 @@ def test_continuations_count_the_configurations_that_begin_so(space):
 
 
 @given(spaces(), st.integers())
-def test_features_tell_configurations_apart(space, seed):
+def test_features_distinguish_configurations(space, seed):
     a, b = (space.draw(random.Random(seed + i)) for i in range(2))
     assert (list(space.features(a)) == list(space.features(b))) == (a == b)
     assert all(-1 <= each <= 1 for each in space.features(a))
@@ -164,13 +164,13 @@ def test_an_odd_part_stays_in_the_outermost_factor():
 
 
 @pytest.mark.parametrize("length", [0, -4, 2.0, "32", True, 2**41, None])
-def test_a_dimension_that_is_none_is_refused(length):
+def test_invalid_dimension_is_refused(length):
     with pytest.raises(SpaceError, match=r"k is .*from 1 to"):
         GemmSpace(32, length, 32)
 
 
 @pytest.mark.parametrize("factors", [(4, 2), (0, 2, 4), (4, 2.0, 4), (4, 2, 17)])
-def test_numbers_of_factors_that_are_none_are_refused(factors):
+def test_invalid_numbers_of_factors_are_refused(factors):
     with pytest.raises(SpaceError, match="factors is"):
         GemmSpace(32, 32, 32, factors=factors)
 
@@ -178,7 +178,7 @@ def test_numbers_of_factors_that_are_none_are_refused(factors):
 # --- Parameters and constraints
 
 
-def test_a_constraint_leaves_out_what_violates_it():
+def test_constraint_excludes_violating_configurations():
     space = ParameterSpace(TILES, [DIVIDES])
     wanted = [each for each in product(*TILES.values()) if each[0] % (each[1] * each[2]) == 0]
     assert list(space) == wanted
@@ -190,14 +190,14 @@ def test_moves_are_one_step_in_a_list_or_a_swap_of_two_values():
     assert space.neighbours((2, 4, 0)) == [(1, 4, 0), (2, 2, 0), (2, 4, 1), (4, 2, 0)]
 
 
-def test_a_space_is_counted_without_being_listed():
+def test_space_is_counted_without_enumeration():
     values = {f"p{i}": list(range(10)) for i in range(60)}
     space = ParameterSpace(values, [f"p{i} != p{i + 1}" for i in range(0, 60, 2)])
     assert space.size == 90**30
     assert space.draw(random.Random(0)) in space
 
 
-def test_a_contradiction_names_the_constraints_to_blame():
+def test_contradiction_names_conflicting_constraints():
     with pytest.raises(EmptySpaceError, match=r"without one of \['a > 2'\]"):
         ParameterSpace({"a": [1, 2], "b": [1]}, ["a > 2", "b == 1"])
     with pytest.raises(EmptySpaceError, match="contradict"):
@@ -228,12 +228,12 @@ def test_an_empty_space_has_its_own_error(parameters, message):
         ({"a": ["x"]}, ["a < 1"], "fails for"),
     ],
 )
-def test_what_is_no_space_is_refused(parameters, constraints, message):
+def test_invalid_space_is_refused(parameters, constraints, message):
     with pytest.raises(SpaceError, match=message):
         ParameterSpace(parameters, constraints)
 
 
-def test_true_is_not_one():
+def test_true_and_1_are_different_values():
     assert (True,) not in ParameterSpace({"a": [1, 2]})
     assert (1,) not in ParameterSpace({"a": [True, False]})
 
@@ -264,12 +264,12 @@ def test_a_constraint_computes_as_python_does(text, holds):
     ],
     ids=range(26),
 )
-def test_what_is_no_constraint_is_refused(text):
+def test_invalid_constraint_is_refused(text):
     with pytest.raises(SpaceError, match="the constraint"):
         Constraint(text)
 
 
-def test_texts_are_not_multiplied():
+def test_constraint_cannot_multiply_strings():
     with pytest.raises(SpaceError, match="not a number"):
         Constraint("a * 999999999999 == 'x'").holds({"a": "x"})
 
@@ -277,7 +277,7 @@ def test_texts_are_not_multiplied():
 # --- Tables
 
 
-def test_moves_in_a_table_go_to_the_next_value_if_that_row_is_there():
+def test_table_moves_go_to_next_value_if_row_exists():
     space = TableSpace("ab", [(16, 1), (32, 1), (128, 1), (32, 2), (128, 4)])
     assert space.neighbours((32, 1)) == [(16, 1), (128, 1), (32, 2)]
     assert space.neighbours((128, 4)) == []
@@ -292,7 +292,7 @@ def test_moves_in_a_table_go_to_the_next_value_if_that_row_is_there():
         ([(1, [2])], SpaceError, "cannot be a value"),
     ],
 )
-def test_what_is_no_table_is_refused(rows, error, message):
+def test_invalid_table_is_refused(rows, error, message):
     with pytest.raises(error, match=message):
         TableSpace("ab", rows)
 
@@ -313,7 +313,7 @@ def test_what_is_no_table_is_refused(rows, error, message):
     ],
     ids=range(11),
 )
-def test_what_describes_no_space_is_refused(description):
+def test_invalid_description_of_space_is_refused(description):
     with pytest.raises(SpaceError):
         from_description(description)
 
@@ -356,7 +356,7 @@ def small_limits(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_limits")
-def test_contradiction_is_told_even_if_the_rest_cannot_be_counted():
+def test_contradiction_is_reported_even_if_space_is_uncountable():
     values = {"x": [1]} | {f"p{i}": list(range(20)) for i in range(6)}
     with pytest.raises(EmptySpaceError, match="no configuration satisfies"):
         ParameterSpace(values, ["x > 1", "p0 * p1 * p2 + p3 * p4 * p5 == 7"])
@@ -389,6 +389,6 @@ def test_a_condition_that_is_too_deep_to_compute_has_its_own_error():
 
 
 @pytest.mark.parametrize("one", [True, 1.0])
-def test_a_table_does_not_turn_a_value_into_an_equal_one(one):
+def test_table_keeps_types_of_equal_values(one):
     with pytest.raises(SpaceError, match="two values of a are equal"):
         TableSpace(["a", "b"], [(1, "x"), (one, "y")])
