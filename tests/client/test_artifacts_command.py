@@ -142,7 +142,7 @@ def test_labels_are_cut_to_a_terminal_of_80_columns_and_whole_elsewhere(
     assert all(len(line) <= 80 for line in lines[1:-1])
 
 
-def test_everything_of_an_artifact_is_shown(put, command, namespace, hosts):
+def test_show_prints_all_details_of_an_artifact(put, command, namespace, hosts):
     key = put(1, label="jit(step)", parts={"program": "text", "jax": "0.10.2"})
     told = command("show", key.fingerprint[:6]).stdout
     for each in (
@@ -159,7 +159,7 @@ def test_everything_of_an_artifact_is_shown(put, command, namespace, hosts):
     assert command("show", f"{namespace}/{key}").stdout
 
 
-def test_show_says_what_is_ambiguous_or_absent(put, command):
+def test_show_reports_ambiguous_and_absent_artifacts(put, command):
     first, second = put(0x1234), put(0x12345)
     assert first.fingerprint[:4] == second.fingerprint[:4]
     several = command("show", "1234", status=1).stderr
@@ -177,7 +177,7 @@ def test_show_says_what_is_ambiguous_or_absent(put, command):
         (None, True, "refused", "is not signed"),
     ],
 )
-def test_show_says_whether_this_host_trusts_the_signature(
+def test_show_reports_whether_signature_is_trusted(
     put, command, team, signer, is_trusting, state, told
 ):
     team.trust("ci")
@@ -221,7 +221,7 @@ def test_a_server_of_an_earlier_release_is_named(server, command):
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--limit", "0"], ["export", os.devnull]])
-def test_a_list_that_leads_back_to_the_same_page_ends(server, command, arguments):
+def test_listing_ends_if_server_repeats_a_page(server, command, arguments):
     def endless(request, answer):
         if not request.path.partition("?")[0].endswith("/artifacts"):
             return answer

@@ -113,7 +113,7 @@ def test_a_part_of_a_namespace_is_exported(filled, command, file):
         file.unlink()
 
 
-def test_nothing_to_export_is_said_and_leaves_nothing(filled, command, tmp_path, file):
+def test_empty_export_is_reported_and_leaves_no_file(filled, command, tmp_path, file):
     filled()
     for options in (("--kind", "pjrt"), ("--job", "nobody-ran-it")):
         assert "graphstash: error: " in command("export", file, *options, status=1).stderr
@@ -131,7 +131,7 @@ def test_an_export_removes_nothing_but_its_own_downloads(filled, command, tmp_pa
         assert theirs.read_text() == "years of work"
 
 
-def test_what_is_there_is_skipped_and_what_differs_stays(
+def test_import_skips_stored_artifacts_and_keeps_different_ones(
     filled, command, file, hosts, namespace, server
 ):
     filled()
@@ -178,9 +178,7 @@ def test_check_imports_nothing(filled, command, file, namespace, server):
     assert server.stats(f"{namespace}-x")["artifacts"] == 0
 
 
-def test_an_interrupted_export_goes_on_where_it_stopped(
-    filled, command, file, monkeypatch, server, namespace
-):
+def test_interrupted_export_resumes(filled, command, file, monkeypatch, server, namespace):
     filled()
     download = bundles.ServerClient.download
     seen = []
@@ -203,7 +201,7 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
     assert not file.with_name("a.bundle.partial").exists()
 
 
-def test_what_an_interrupted_export_left_is_verified_again(filled, command, file, hosts):
+def test_leftovers_of_interrupted_export_are_verified(filled, command, file, hosts):
     filled()
     command("export", file)
     left = file.with_name("a.bundle.partial")
@@ -218,7 +216,7 @@ def test_what_an_interrupted_export_left_is_verified_again(filled, command, file
     assert file.read_bytes() == honest
 
 
-def test_an_artifact_that_goes_meanwhile_is_left_out_and_named(filled, command, file, monkeypatch):
+def test_artifact_deleted_during_export_is_left_out_and_named(filled, command, file, monkeypatch):
     filled()
     download = bundles.ServerClient.download
 
@@ -247,7 +245,7 @@ def test_a_busy_server_is_waited_for(filled, command, file, monkeypatch):
     assert pauses == [7, 7, 7]
 
 
-def test_what_does_not_verify_is_not_exported(filled, command, file, team, hosts, namespace):
+def test_unverified_artifact_is_not_exported(filled, command, file, team, hosts, namespace):
     filled(signing_key=team.trust("ci"))
     stranger = hosts("stranger", signing_key=team.key("stranger"))
     bad = key_of(9)
@@ -263,7 +261,7 @@ def test_what_does_not_verify_is_not_exported(filled, command, file, team, hosts
     assert strict.get(KEYS[0]) == b"0" * 10_000
 
 
-def test_another_namespace_takes_a_signature_of_this_host(
+def test_import_into_another_namespace_is_signed_by_this_host(
     filled, command, file, team, hosts, namespace
 ):
     filled(signing_key=team.trust("ci"))

@@ -73,7 +73,7 @@ def test_run_keeps_the_working_directory_on_a_path_that_has_it(tmp_path, path):
     assert (f"'{tmp_path}'" in run) is bool(path)
 
 
-def test_a_python_without_graphstash_just_starts():
+def test_python_without_graphstash_starts_normally():
     program = (
         "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; print(1)"
     )
@@ -100,7 +100,7 @@ JOB = "import graphstash, os; graphstash.install(); print('trained')"
         ("CACHE_DIR", "~nobody-here/x", "home directory"),
     ],
 )
-def test_job_with_a_wrong_setting_runs_without_the_cache_and_names_it(variable, value, told):
+def test_job_with_invalid_setting_runs_without_cache_and_names_setting(variable, value, told):
     result = run(JOB, **{f"GRAPHSTASH_{variable}": value})
     assert (result.returncode, result.stdout) == (0, "trained\n")
     (line,) = result.stderr.splitlines()
@@ -109,7 +109,7 @@ def test_job_with_a_wrong_setting_runs_without_the_cache_and_names_it(variable, 
     assert told in line
 
 
-def test_a_job_names_what_it_ignores_once_in_all_its_processes():
+def test_ignored_settings_are_logged_once_by_all_processes_of_a_job():
     program = f"import subprocess, sys; {JOB}; len(sys.argv) > 1 or subprocess.run("
     program += "[sys.executable, '-c', sys.orig_argv[2], 'child'], check=True)"
     result = run(program, GRAPHSTASH_HOOKS="jax,jx", GRAPHSTASH_LOCAL_LIMITS="1GiB")
@@ -136,7 +136,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("entry", ["__main__", "_cli.main"])
-def test_run_reads_its_options_alike_with_and_without_the_whole_command_line(entry):
+def test_fast_and_full_command_line_parse_run_options_alike(entry):
     program = (
         "import os; print({k: v for k, v in os.environ.items() if k.startswith('GRAPHSTASH_')})"
     )
@@ -158,7 +158,7 @@ def test_run_reads_its_options_alike_with_and_without_the_whole_command_line(ent
 @pytest.mark.parametrize(
     "words", [("--help",), ("--nothing", "x", "true"), ("--job",), ("--url=cache", "true"), ()]
 )
-def test_whole_command_line_answers_what_starts_no_job(words):
+def test_full_command_line_handles_calls_that_start_no_job(words):
     assert launcher.read(words) is None
 
 
@@ -245,14 +245,14 @@ def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):
     assert answer["local"]["size_bytes"] == 0
 
 
-def test_status_without_a_server_says_what_to_do(tmp_path):
+def test_status_without_server_names_the_setting(tmp_path):
     result = here("status", "--url", "http://127.0.0.1:9", GRAPHSTASH_CACHE_DIR=tmp_path)
     assert result.returncode == 1
     assert "the server does not answer" in result.stderr
     assert "graphstash doctor" in result.stderr
 
 
-def test_prefetch_of_a_job_that_nobody_ran_says_so(server, namespace, tmp_path):
+def test_prefetch_of_unknown_job_is_reported(server, namespace, tmp_path):
     command = ("prefetch", "job", "--url", server.url, "--namespace", namespace)
     result = here(*command, GRAPHSTASH_CACHE_DIR=tmp_path, **PATIENT_VARIABLES)
     assert result.returncode == 1
@@ -261,7 +261,7 @@ def test_prefetch_of_a_job_that_nobody_ran_says_so(server, namespace, tmp_path):
 
 @pytest.mark.parametrize("command", [("status",), ("prefetch", "job")])
 @pytest.mark.parametrize("variable", ["GRAPHSTASH_CA_FILE", "GRAPHSTASH_TRUSTED_KEYS"])
-def test_a_file_that_cannot_be_used_gets_one_clear_line(tmp_path, command, variable):
+def test_unusable_file_gets_one_clear_line(tmp_path, command, variable):
     result = here(*command, **{variable: tmp_path / "absent"})
     assert result.returncode == 2
     assert str(tmp_path / "absent") in result.stderr
@@ -288,7 +288,7 @@ def all_commands():
     return commands
 
 
-def test_no_help_has_markup_that_a_terminal_would_swallow():
+def test_help_has_no_markup_that_a_terminal_swallows():
     """Help is Markdown: `<scope>` outside of backticks is HTML there, and is not shown."""
     for path, command in all_commands():
         for told in (command.help, *(getattr(each, "help", "") for each in command.params)):
@@ -366,7 +366,7 @@ def test_an_interrupted_command_ends_with_its_status(tmp_path):
     assert "Traceback" not in told
 
 
-def test_help_imports_no_searchers_and_names_them():
+def test_help_names_searchers_without_importing_them():
     code = """
         import contextlib, io, sys
         from graphstash.__main__ import main

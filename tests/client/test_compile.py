@@ -46,7 +46,7 @@ def hosts(config):
         yield lambda name, **settings: stack.enter_context(Building(config(name, **settings)))
 
 
-def test_compiled_once_and_downloaded_once_elsewhere(hosts):
+def test_graph_is_compiled_once_and_downloaded_by_another_host(hosts):
     a, b = hosts("a"), hosts("b")
     assert a.build(1, seconds=0.2) == b"graph"
     assert a.stats.published == 1
@@ -59,7 +59,7 @@ def test_compiled_once_and_downloaded_once_elsewhere(hosts):
     assert stats.fallbacks == {}
 
 
-def test_eight_hosts_at_once_compile_one_graph_once(hosts, server):
+def test_concurrent_hosts_compile_a_graph_once(hosts, server):
     herd = [hosts(f"host{n}") for n in range(8)]
     all_wait = partial(until_waiting, server.url, 7)
     with ThreadPoolExecutor(8) as pool:
@@ -71,7 +71,7 @@ def test_eight_hosts_at_once_compile_one_graph_once(hosts, server):
     assert all(s.fallbacks == {} for s in stats)
 
 
-def test_when_the_holder_fails_the_next_waiter_compiles(hosts, server):
+def test_next_waiter_compiles_after_holder_fails(hosts, server):
     holder, waiter = hosts("a"), hosts("b")
     compiling = threading.Event()
 
@@ -114,7 +114,7 @@ def test_a_holder_that_lives_renews_its_lease(hosts):
     assert (holder.compiles, waiter.compiles) == (1, 0)
 
 
-def test_nobody_waits_longer_than_the_compile_budget(hosts):
+def test_waits_stay_within_the_compile_budget(hosts):
     hosts("a").stash.server.acquire(key(1))
     waiter = hosts("b", wait_seconds=0.6)
     assert waiter.build(1) == b"graph"
@@ -122,7 +122,7 @@ def test_nobody_waits_longer_than_the_compile_budget(hosts):
     assert waiter.stats.fallbacks == {"wait_budget": 1}
 
 
-def test_two_publishers_of_different_bytes_leave_the_first(hosts):
+def test_first_of_two_published_results_stays(hosts):
     a, b = hosts("a"), hosts("b", wait_seconds=0)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(a.build, 1, result=b"A", until=lambda: until(lambda: b.compiles == 1))
@@ -138,7 +138,7 @@ def test_two_publishers_of_different_bytes_leave_the_first(hosts):
     assert b.build(1) == b"A"  # also the loser's host runs what all others run from now on
 
 
-def test_without_a_server_everything_is_compiled_and_soon_nobody_asks_any_more(hosts):
+def test_unreachable_server_is_asked_ever_less_and_job_compiles(hosts):
     host = hosts("a", url="http://127.0.0.1:9")
     for number in range(6):
         assert host.build(number) == b"graph"
@@ -161,7 +161,7 @@ def test_a_full_upload_queue_drops_the_upload_not_the_job(hosts):
     assert other.compiles == 1
 
 
-def test_what_a_full_disk_does_not_take_leaves_nothing_there(hosts, tmp_path, monkeypatch):
+def test_write_to_full_disk_leaves_no_file(hosts, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
     (tmp_path / "full").mkdir()
     host = hosts("a")
@@ -172,7 +172,7 @@ def test_what_a_full_disk_does_not_take_leaves_nothing_there(hosts, tmp_path, mo
     assert host.stats.fallbacks == {"local_io": 1}
 
 
-def test_a_copy_that_a_full_disk_cuts_never_lies_where_a_compiler_looks(hosts, tmp_path):
+def test_copy_truncated_by_full_disk_is_never_visible_to_compiler(hosts, tmp_path):
     host = hosts("a")
     payload, destination = tmp_path / "payload", tmp_path / "destination"
     payload.write_bytes(bytes(2000))
@@ -216,7 +216,7 @@ def test_an_artifact_that_the_server_damaged_is_published_anew(hosts, server, na
     assert third.compiles == 0
 
 
-def test_an_artifact_that_was_damaged_on_the_way_stays(hosts, server, namespace):
+def test_artifact_damaged_in_transit_stays_on_the_server(hosts, server, namespace):
     first = hosts("first")
     first.build(1)
     assert first.stats.published == 1
@@ -231,7 +231,7 @@ def test_an_artifact_that_was_damaged_on_the_way_stays(hosts, server, namespace)
     assert third.compiles == 0
 
 
-def test_what_is_still_to_be_uploaded_survives_the_end_of_its_hook(hosts, tmp_path):
+def test_pending_uploads_survive_closing_of_hook(hosts, tmp_path):
     a, b = hosts("a"), hosts("b")
     with uploads_wait(a):
         finished, _ = (a.cache.fetch_bytes_or_start(request(number)) for number in (1, 2))
@@ -244,7 +244,7 @@ def test_what_is_still_to_be_uploaded_survives_the_end_of_its_hook(hosts, tmp_pa
     assert b.stash.server.acquire(key(2), wait_seconds=10).state is LeaseState.GRANTED
 
 
-def test_what_waits_for_its_upload_is_found_by_the_process_that_made_it(hosts):
+def test_process_finds_its_own_pending_uploads(hosts):
     host = hosts("a", wait_seconds=0.5)
     with uploads_wait(host):
         assert host.build(1) == b"graph"
@@ -265,7 +265,7 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_a_look_up_that_is_interrupted_gives_its_lease_back(hosts):
+def test_interrupted_look_up_releases_its_lease(hosts):
     with pytest.raises(KeyboardInterrupt):
         hosts("a").cache.fetch_bytes_or_start(replace(request(1), details=interrupt))
     assert granted_to_another(hosts)

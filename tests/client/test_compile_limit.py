@@ -80,7 +80,7 @@ def started(settings, code, *options):
             process.kill()
 
 
-def test_a_job_that_would_compile_ends_before_it_does_and_says_why(run, hosts):
+def test_job_that_would_compile_ends_first_with_reason(run, hosts):
     outcome = run("build(1, label='jit(step)\\x1b]0;x')\nprint('trained')", "--fail-on-miss")
     assert (outcome.returncode, outcome.stdout) == (86, "")
     told = "(schedule 000000000000) would be compiled: nobody has it"
@@ -91,12 +91,12 @@ def test_a_job_that_would_compile_ends_before_it_does_and_says_why(run, hosts):
     assert hosts("other").server.acquire(KEY).state is LeaseState.GRANTED
 
 
-def test_a_job_ends_where_nobody_can_be_told(run):
+def test_job_ends_if_its_parent_ignores_the_signal(run):
     outcome = run("build(1)\nprint('trained')", "--fail-on-miss", command=_DEAF)
     assert (outcome.returncode, outcome.stdout) == (86, "")
 
 
-def test_a_job_gets_signals_as_every_other_program_does(run):
+def test_job_gets_default_signal_handling(run):
     """Python ignores SIGPIPE; the programs that a job starts would inherit that."""
     code = "import subprocess; print(subprocess.run('yes | head -1', shell=True).returncode)"
     outcome = run(code, command=("sh", "-c", 'yes | head -1; exec "$0" "$1"', sys.executable))
@@ -110,7 +110,7 @@ def test_a_job_that_finds_everything_runs_to_its_end(run, hosts):
     assert (outcome.stdout, outcome.returncode) == ("trained\n", 3)
 
 
-def test_a_cache_that_cannot_help_ends_it_with_another_status(run):
+def test_fallback_ends_job_with_another_status(run):
     outcome = run("build(1)", "--fail-on-miss", GRAPHSTASH_URL="http://127.0.0.1:9")
     assert (outcome.returncode, outcome.stdout) == (75, "")
     assert "would be compiled: the cache could not help (connect)" in outcome.stderr
@@ -122,7 +122,7 @@ def test_without_graphstash_run_the_process_ends_itself(settings):
 
 
 @pytest.mark.extended
-def test_the_whole_run_ends_whatever_lies_between(run):
+def test_all_processes_of_a_run_end_across_intermediate_processes(run):
     """A launcher that does not care what becomes of its children, in sessions of their own."""
     code = """
 import subprocess
@@ -154,7 +154,7 @@ def is_running(process):
         return False
 
 
-def test_seconds_of_all_processes_count_and_the_next_compilation_does_not_begin(run):
+def test_compile_seconds_of_all_processes_count_towards_the_limit(run):
     code = """
 import subprocess
 if len(sys.argv) > 1:
@@ -180,7 +180,7 @@ def test_a_compilation_that_does_not_end_is_ended_and_those_before_are_published
     assert hosts("other").get(KEY) == b"x"
 
 
-def test_process_that_is_done_waits_for_its_thread_that_ends_the_run(settings):
+def test_exiting_process_waits_for_thread_that_ends_the_run(settings):
     """Otherwise other processes wait in vain for that end, and the run goes on without a limit."""
     code = """
 import threading
@@ -198,7 +198,7 @@ is_ending.wait()
     assert python(BUILD + code, **settings).returncode == 86
 
 
-def test_statuses_and_signals_of_a_supervised_command_are_its_own(settings):
+def test_supervisor_returns_status_and_signal_of_its_command(settings):
     code = "import time; print('ready', flush=True); time.sleep(1000)"
     with started(settings, code, "--fail-on-miss") as (process, line):
         assert line == "ready"
@@ -221,13 +221,13 @@ def test_a_command_does_not_outlive_graphstash_run_without_its_limit(settings):
 
 
 @pytest.mark.parametrize("value", ["", "0"])
-def test_a_job_that_may_not_be_ended_replaces_graphstash_run(settings, value):
+def test_run_without_limit_replaces_itself_by_the_command(settings, value):
     settings = settings | {"GRAPHSTASH_FAIL_ON_MISS": value}
     with started(settings, "import os; print(os.getpid())") as (process, line):
         assert line == str(process.pid)
 
 
-def test_the_status_of_a_command_that_has_ended_at_once_is_not_lost():
+def test_status_of_immediately_ending_command_is_returned():
     this_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     for _ in range(50):
         child = run_end._start("/bin/false", ["false"], os.environ, signal_mask=this_mask)
@@ -236,7 +236,7 @@ def test_the_status_of_a_command_that_has_ended_at_once_is_not_lost():
         assert child.returncode == 1
 
 
-def test_a_supervised_command_inherits_files_and_signals_as_any_other(settings):
+def test_supervised_command_inherits_files_and_signal_masks(settings):
     code = "import os, signal; os.write(3, b'written'); print(signal.pthread_sigmask(0, ()))"
     command = ["-m", "graphstash", "run", "--fail-on-miss", "--", sys.executable, "-c", code]
     outcome = subprocess.run(

@@ -46,7 +46,7 @@ def asked(listener, **settings):
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_wherever_a_server_sends_us_the_token_does_not_go(listener, tmp_path, status):
+def test_token_follows_no_redirect(listener, tmp_path, status):
     remote = ServerClient(ClientConfig.load({}, url=listener.url, token=CANARY))
     with Listener() as elsewhere:
         listener.status, listener.headers = status, f"Location: {elsewhere.url}/x\r\n"
@@ -70,7 +70,7 @@ class Clock:
         return self.seconds
 
 
-def test_a_token_is_one_bearer_header_and_no_token_is_none(listener, monkeypatch, tmp_path):
+def test_token_is_sent_as_one_bearer_header(listener, monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     assert asked(listener, token=CANARY) == [f"Authorization: Bearer {CANARY}"]
     assert asked(listener) == []
@@ -117,9 +117,7 @@ def test_netrc_gives_the_password_of_the_servers_host(listener, monkeypatch, tmp
         f'machine 127.0.0.1 login me password "{CANARY} two"\n',
     ],
 )
-def test_what_netrc_has_for_others_or_cannot_be_read_goes_to_nobody(
-    listener, monkeypatch, tmp_path, caplog, text
-):
+def test_netrc_entries_of_other_hosts_are_not_sent(listener, monkeypatch, tmp_path, caplog, text):
     path = tmp_path / "netrc"
     path.write_text(text)
     monkeypatch.setenv("NETRC", str(path))
@@ -128,7 +126,7 @@ def test_what_netrc_has_for_others_or_cannot_be_read_goes_to_nobody(
 
 
 @pytest.mark.parametrize("value", ["two words", "line\r\nX-Evil: 1", "tökén", "x" * 9000])
-def test_what_cannot_be_a_token_is_refused_and_not_repeated(value):
+def test_malformed_token_is_refused_without_being_shown(value):
     with pytest.raises(ConfigError) as caught:
         ClientConfig.load({"GRAPHSTASH_TOKEN": value})
     assert "GRAPHSTASH_TOKEN" in str(caught.value)
@@ -137,7 +135,7 @@ def test_what_cannot_be_a_token_is_refused_and_not_repeated(value):
 
 
 @pytest.mark.parametrize("url", ["http://me:s3cret@host:1", "me:s3cret@host", "http://s3cret@h"])
-def test_a_password_in_the_url_is_refused_and_not_repeated(url):
+def test_password_in_url_is_refused_without_being_shown(url):
     with pytest.raises(ConfigError, match="GRAPHSTASH_TOKEN") as caught:
         ClientConfig.load({"GRAPHSTASH_URL": url})
     assert "s3cret" not in str(caught.value)
@@ -154,7 +152,7 @@ def test_a_password_in_the_url_is_refused_and_not_repeated(url):
         ("http://[::1]:8077", False),
     ],
 )
-def test_a_token_that_goes_over_the_network_in_the_clear_is_told_once(caplog, url, warns):
+def test_unencrypted_token_is_logged_once(caplog, url, warns):
     credentials = Credentials(ClientConfig.load({}, url=url, token=CANARY))
     for _ in range(3):
         credentials.token()
@@ -162,7 +160,7 @@ def test_a_token_that_goes_over_the_network_in_the_clear_is_told_once(caplog, ur
     assert CANARY not in caplog.text
 
 
-def test_a_refused_token_rests_for_a_minute_or_until_there_is_another(tmp_path):
+def test_refused_token_is_retried_after_a_minute_or_with_a_new_one(tmp_path):
     path, clock = tmp_path / "token", Clock()
     path.write_text("first")
     credentials = Credentials(ClientConfig.load({}, token_file=path), clock=clock)
@@ -177,7 +175,7 @@ def test_a_refused_token_rests_for_a_minute_or_until_there_is_another(tmp_path):
     assert credentials.token() == "second."
 
 
-def test_an_unauthenticated_job_asks_once_and_compiles_on(listener, tmp_path, caplog):
+def test_unauthenticated_job_asks_once_and_compiles(listener, tmp_path, caplog):
     listener.status, listener.body = 401, problem(ErrorCode.UNAUTHENTICATED)
     config = ClientConfig.load({}, url=listener.url, token=CANARY, cache_dir=tmp_path)
     with Host(config) as host:
@@ -204,9 +202,7 @@ def connect(tokens, hosts):
     return partial(hosts, url=tokens.url)
 
 
-def test_a_real_server_lets_a_writer_write_a_reader_read_and_nobody_else(
-    tokens, connect, namespace
-):
+def test_server_grants_writers_and_readers_their_rights_only(tokens, connect, namespace):
     writer = connect("writer", token=tokens.token(f"write:{namespace}"))
     writer.put(key(), b"graph", METADATA)
     reader = connect("reader", token=tokens.token(f"read:{namespace}"))
@@ -222,7 +218,7 @@ def test_a_real_server_lets_a_writer_write_a_reader_read_and_nobody_else(
     assert str(error).count("set GRAPHSTASH_TOKEN") == 1
 
 
-def test_a_real_stranger_stops_asking_for_leases(tokens, connect, namespace):
+def test_job_without_rights_stops_asking_for_leases(tokens, connect, namespace):
     stranger = connect("stranger", token=tokens.token("write:elsewhere"))
     with pytest.raises(CacheError, match=rf"{namespace}.*set GRAPHSTASH_NAMESPACE"):
         stranger.server.acquire(key())
@@ -230,7 +226,7 @@ def test_a_real_stranger_stops_asking_for_leases(tokens, connect, namespace):
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_who_has_no_token_goes_on_reading_what_everybody_may(
+def test_job_without_token_reads_anonymous_namespaces(
     tokens, connect, namespace, monkeypatch, tmp_path, elsewhere
 ):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -249,7 +245,7 @@ def test_who_has_no_token_goes_on_reading_what_everybody_may(
     assert reader.server.is_read_only
 
 
-def test_a_revoked_token_is_told_from_an_absent_artifact(tokens, connect, namespace):
+def test_revoked_token_is_distinguished_from_absent_artifact(tokens, connect, namespace):
     token = tokens.token(f"write:{namespace}")
     host = connect("host", token=token)
     assert host.get(key()) is None

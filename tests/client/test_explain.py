@@ -147,7 +147,7 @@ def test_unshareable_program_is_named_with_its_cause_by_run_explain_and_doctor(
     assert ended.returncode == STATUS_NO_CACHE
 
 
-def test_what_lies_in_a_namespace_that_was_not_read_is_named(run, namespace, tmp_path):
+def test_artifact_in_unread_namespace_is_named(run, namespace, tmp_path):
     """On a server of its own: sixteen namespaces are looked through."""
     parts = {"step": {"jax": "0.10.2"}}
     with Server(tmp_path / "server") as server:
@@ -167,7 +167,7 @@ def test_a_run_without_misses_explains_nothing(run, explain):
     assert "1 hit, 0 misses" in explain("warm").stdout
 
 
-def test_a_run_without_a_server_says_why_nothing_was_found(run, explain):
+def test_explanation_without_server_names_the_reason(run, explain):
     alone = run("alone", {"step": {}}, GRAPHSTASH_URL="http://127.0.0.1:9")
     assert lines_of(alone)[-2:] == [
         "1 miss: the cache could not help (connect)",
@@ -201,7 +201,7 @@ def test_each_process_of_a_run_leaves_a_record(host, tmp_path):
     assert [len(list(each.glob("*.json"))) for each in runs] == [1, 2]
 
 
-def test_a_damaged_record_is_left_out_and_a_miss_that_is_not_there_is_named(host, explain):
+def test_damaged_record_is_left_out_and_unknown_miss_is_named(host, explain):
     (run_directory,) = (host / "records").iterdir()
     for content in ("", "{", "[]", '{"misses": 1}', '{"misses": [[{}, null, 0]]}'):
         (run_directory / "1.json").write_text(content)
@@ -211,7 +211,7 @@ def test_a_damaged_record_is_left_out_and_a_miss_that_is_not_there_is_named(host
     assert "'jit(nothing'" in outcome.stderr
 
 
-def test_without_a_run_the_way_to_one_is_named(explain, tmp_path):
+def test_explain_without_run_gives_advice(explain, tmp_path):
     outcome = explain("nowhere")
     assert outcome.returncode == 1
     assert "no run is recorded" in outcome.stderr

@@ -3,7 +3,7 @@
 from support.processes import python
 
 
-def test_a_fork_in_the_middle_of_a_connection_leaves_the_child_its_own():
+def test_child_forked_during_a_request_gets_its_own_connection():
     program = """
 import os, signal, ssl, threading
 from graphstash._http.deadline import ProcessClient

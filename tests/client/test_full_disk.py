@@ -92,7 +92,7 @@ def test_a_full_disk_turns_no_hit_into_a_compilation(hosts, disk):
 
 
 @pytest.mark.usefixtures("only_memory")
-def test_what_would_be_too_much_for_memory_is_compiled(hosts, disk, monkeypatch):
+def test_artifact_too_large_for_memory_is_compiled(hosts, disk, monkeypatch):
     monkeypatch.setattr(spill, "_MAX_MEMORY_BYTES", 2 * MIB)
     reader = hosts("full", cache_dir=disk / "tier")
     reader.result = GRAPH
@@ -101,7 +101,7 @@ def test_what_would_be_too_much_for_memory_is_compiled(hosts, disk, monkeypatch)
     assert reader.stats.fallbacks["local_io"] > 0
 
 
-def test_a_full_disk_keeps_nobody_from_publishing(hosts, disk, caplog):
+def test_full_disk_does_not_prevent_publishing(hosts, disk, caplog):
     publisher = hosts("full", cache_dir=disk / "tier")
     publisher.result = GRAPH
     publisher.build(key())
@@ -122,9 +122,7 @@ def unusable(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["a pseudo file system", "a file"])
-def test_an_unusable_cache_directory_is_told_once_counted_and_no_obstacle(
-    hosts, tmp_path, kind, caplog
-):
+def test_unusable_cache_directory_is_logged_once_and_counted(hosts, tmp_path, kind, caplog):
     place = unusable(tmp_path)[kind]
     publisher, reader = hosts("a"), hosts("b", cache_dir=place)
     publisher.build(key())

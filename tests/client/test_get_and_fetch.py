@@ -58,7 +58,7 @@ def published(server, tmp_path_factory):
         pytest.param("fetch", "does not shrink", 32 * MIB, marks=EXTENDED),
     ],
 )
-def test_a_large_artifact_takes_little_memory_beside_itself(published, tmp_path, call, name, most):
+def test_large_artifact_takes_little_extra_memory(published, tmp_path, call, name, most):
     settings, digests = published
     number = list(PAYLOADS).index(name) + 1
     case = case_arguments(
@@ -116,7 +116,7 @@ SLACK_BYTES = 64 * 1024
 """Keys, statements and tokens are hashed, too."""
 
 
-def test_a_download_is_hashed_once_as_it_comes(hosts, hashed):
+def test_download_is_hashed_once_while_it_arrives(hosts, hashed):
     payload = noise(8 * MIB)
     sent = publish(hosts("publisher"), 1, payload)
     reader = hosts("reader")

@@ -33,7 +33,7 @@ def answer(group, command, *arguments, **variables):
     return json.loads(done.stdout)
 
 
-def test_a_generated_key_is_its_owners_alone_and_signs(tmp_path):
+def test_generated_key_is_private_and_signs(tmp_path):
     path = tmp_path / "key.pem"
     made = SigningKey.generate(path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -45,7 +45,7 @@ def test_a_generated_key_is_its_owners_alone_and_signs(tmp_path):
     )
 
 
-def test_a_key_never_takes_the_place_of_another(tmp_path):
+def test_new_key_never_overwrites_another(tmp_path):
     path = tmp_path / "key.pem"
     first = SigningKey.generate(path)
     with pytest.raises(ConfigError, match="the file exists; choose another path"):
@@ -54,9 +54,7 @@ def test_a_key_never_takes_the_place_of_another(tmp_path):
 
 
 @pytest.mark.parametrize(("owner", "is_taken"), [(0, True), (1000, False)])
-def test_root_may_let_one_group_read_a_key_and_nobody_else_may(
-    tmp_path, monkeypatch, owner, is_taken
-):
+def test_only_root_may_share_a_key_with_a_group(tmp_path, monkeypatch, owner, is_taken):
     path = tmp_path / "key.pem"
     SigningKey.generate(path)
     status = list(path.stat()[:10])
@@ -70,7 +68,7 @@ def test_root_may_let_one_group_read_a_key_and_nobody_else_may(
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o620, 0o601])
-def test_a_key_that_others_may_use_is_refused_with_the_way_out(tmp_path, mode):
+def test_key_readable_by_others_is_refused_with_advice(tmp_path, mode):
     path = tmp_path / "key.pem"
     SigningKey.generate(path)
     path.chmod(mode)
@@ -91,7 +89,7 @@ def elliptic():
 
 
 @pytest.mark.parametrize("content", [lambda: b"", lambda: b"\x00" * 100_000, encrypted, elliptic])
-def test_what_is_no_such_key_is_refused_without_a_question(tmp_path, content):
+def test_file_that_is_no_private_key_is_refused_without_prompt(tmp_path, content):
     path = tmp_path / "key.pem"
     path.write_bytes(content())
     path.chmod(0o600)
@@ -113,7 +111,7 @@ def test_what_is_no_such_key_is_refused_without_a_question(tmp_path, content):
         (" " * (1024**2 + 1), "more than 1048576 bytes"),
     ],
 )
-def test_a_file_of_trusted_keys_that_is_not_understood_names_the_place(tmp_path, text, told):
+def test_malformed_file_of_trusted_keys_is_refused_naming_the_place(tmp_path, text, told):
     path = tmp_path / "trusted.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=told) as caught:
@@ -121,7 +119,7 @@ def test_a_file_of_trusted_keys_that_is_not_understood_names_the_place(tmp_path,
     assert str(path) in str(caught.value)
 
 
-def test_the_commands_lead_from_a_new_key_to_a_revoked_one(tmp_path):
+def test_commands_generate_trust_and_revoke_a_key(tmp_path):
     secret, trusted = tmp_path / "ci.pem", tmp_path / "trust" / "keys.json"
     made = answer("keys", "generate", secret)
     assert answer("keys", "show", secret) == made
@@ -143,13 +141,13 @@ def test_the_commands_lead_from_a_new_key_to_a_revoked_one(tmp_path):
 
 
 @pytest.mark.parametrize("public", [PUBLIC, DASHED], ids=["usual", "dashed"])
-def test_any_public_key_is_taken_before_and_after_options(tmp_path, public):
+def test_public_key_is_accepted_before_and_after_options(tmp_path, public):
     options = ("--file", tmp_path / "keys.json", "--name", "ci")
     for words in ((*options, public), (public, *options), (*options, "--", public)):
         assert answer("keys", "trust", *words)["public"] == public
 
 
-def test_to_trust_a_key_again_changes_what_was_said_of_it(tmp_path):
+def test_trusting_a_key_again_updates_its_entry(tmp_path):
     trusted = tmp_path / "keys.json"
     answer("keys", "trust", PUBLIC, "--file", trusted)
     answer("keys", "trust", PUBLIC, "--file", trusted, "--not-after", "2030-01-01")
@@ -177,7 +175,7 @@ def test_bad_input_gets_one_clear_line_and_changes_nothing(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_commands_at_the_same_time_lose_nothing(tmp_path):
+def test_concurrent_commands_lose_no_change(tmp_path):
     file = tmp_path / "trusted.json"
     made = [SigningKey.generate(tmp_path / f"{number}.pem") for number in range(4)]
     command = [sys.executable, "-m", "graphstash", "keys"]

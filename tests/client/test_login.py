@@ -125,7 +125,7 @@ def test_a_job_logs_in_with_a_jwt_from_standard_input(guarded, github, tmp_path)
     assert TOKEN_FORM.fullmatch(token)["secret"] not in done.stdout + done.stderr
 
 
-def test_a_job_of_two_hours_publishes_to_its_end_by_a_login_and_not_by_the_jwt(
+def test_two_hour_job_publishes_with_login_token_after_jwt_expires(
     login, github, guarded, place, tmp_path
 ):
     login(*GITHUB, "--hours", "2.1", **github.job)
@@ -160,7 +160,7 @@ def test_a_job_of_two_hours_publishes_to_its_end_by_a_login_and_not_by_the_jwt(
         assert publishes(place, 5) == 401
 
 
-def test_a_login_takes_less_than_the_jwt_gives(login, github, access):
+def test_login_can_request_fewer_rights_than_jwt(login, github, access):
     login(
         *(*GITHUB, "--grant", "read:ci-1", "--grant", "read:trusted"),
         *("--hours", "0.5"),
@@ -172,7 +172,7 @@ def test_a_login_takes_less_than_the_jwt_gives(login, github, access):
     assert [each["scope"] for each in access()["grants"]] == ["read", "read"]
 
 
-def test_a_second_login_replaces_the_token_for_jobs_that_run(login, github, guarded, place):
+def test_second_login_replaces_token_of_running_jobs(login, github, guarded, place):
     login(*GITHUB, **github.job)
     place.chmod(0o644)
     credentials = Credentials(ClientConfig(url=guarded.url, token_file=place))
@@ -184,7 +184,9 @@ def test_a_second_login_replaces_the_token_for_jobs_that_run(login, github, guar
     assert place.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_link_at_the_place_of_the_token_is_replaced_not_followed(login, github, place, tmp_path):
+def test_link_in_place_of_token_file_is_replaced_instead_of_followed(
+    login, github, place, tmp_path
+):
     (tmp_path / "other").write_text("mine")
     place.parent.mkdir()
     place.symlink_to(tmp_path / "other")
@@ -195,7 +197,7 @@ def test_a_link_at_the_place_of_the_token_is_replaced_not_followed(login, github
     assert not place.is_symlink()
 
 
-def test_the_doctor_finds_the_short_life_of_such_a_token_in_order(login, github, guarded, place):
+def test_doctor_accepts_short_lifetime_of_login_token(login, github, guarded, place):
     login(*GITHUB, **github.job)
 
     told = line(diagnose(guarded.url, token_file=place, namespace="ci-1"), "token")
@@ -203,7 +205,7 @@ def test_the_doctor_finds_the_short_life_of_such_a_token_in_order(login, github,
     assert (told.state, "expires in 6.0 hours" in told.found) == (State.OK, True)
 
 
-def test_a_login_in_no_way_says_which_there_is():
+def test_login_without_source_lists_the_sources():
     done = graphstash_here("login")
     assert (done.returncode, "login --oidc" in done.stderr) == (2, True)
 
@@ -233,7 +235,7 @@ def test_a_login_in_no_way_says_which_there_is():
         (("--jwt-file", "/etc/passwd"), {}, 2, "holds no JWT"),
     ],
 )
-def test_a_login_that_fails_says_why_and_keeps_the_old_token(
+def test_failed_login_reports_reason_and_keeps_old_token(
     login, github, place, arguments, variables, status, told
 ):
     place.parent.mkdir()

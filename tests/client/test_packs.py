@@ -71,7 +71,7 @@ def test_the_same_host_gets_them_without_a_server(jobs):
     assert again.fallbacks == {}
 
 
-def test_what_a_later_run_compiles_goes_into_the_next_pack(jobs, server, namespace):
+def test_programs_of_later_run_go_into_the_next_pack(jobs, server, namespace):
     for host, numbers in (("a", (0, 1)), ("b", (0, 1, 2, 3))):
         job = jobs(host)
         job.build(numbers)
@@ -89,7 +89,7 @@ def test_of_two_runs_at_once_the_second_adds_what_the_first_lacks(jobs, server, 
     assert jobs("c").build((0, 1, 2)) == {0, 1, 2}
 
 
-def test_who_is_beaten_to_a_number_takes_the_next(jobs, monkeypatch):
+def test_run_that_loses_a_pack_number_takes_the_next(jobs, monkeypatch):
     a, b = jobs("a"), jobs("b")
     a.build((0,))
     b.build((1,))
@@ -107,7 +107,7 @@ def test_who_is_beaten_to_a_number_takes_the_next(jobs, monkeypatch):
     assert jobs("c").build((0, 1)) == {0, 1}
 
 
-def test_what_takes_longer_than_it_looks_is_looked_up_alone_from_then_on(jobs, monkeypatch):
+def test_slow_program_is_looked_up_alone_from_then_on(jobs, monkeypatch):
     monkeypatch.setattr(module, "MAX_PACKED_SECONDS", -1.0)
     first, other = jobs("a"), jobs("b")
     assert first.packs.get(key(0)) is None
@@ -139,7 +139,7 @@ def test_noise_in_a_sound_pack_is_counted_and_programs_travel_alone(jobs, noise)
     assert job.fallbacks == {"corrupt": 1}
 
 
-def test_a_server_that_is_gone_costs_the_packs_only(jobs):
+def test_unreachable_server_loses_only_packs(jobs):
     job = jobs("a", url="http://127.0.0.1:9")
     assert job.build((0, 1)) == set()
     assert job.build((0, 1)) == {0, 1}
@@ -167,7 +167,7 @@ def test_a_miss_and_a_server_that_is_gone_end_a_job_with_different_statuses(
     assert (counted.get("misses", 0), counted.get("fallbacks", 0)) == counts
 
 
-def test_a_full_chain_takes_no_more(jobs, monkeypatch):
+def test_full_chain_accepts_no_pack(jobs, monkeypatch):
     monkeypatch.setattr(module, "_MAX_PACKS", 1)
     first = jobs("a")
     first.build((0,))
@@ -191,7 +191,7 @@ def test_a_pack_that_is_large_enough_is_published_at_once(jobs, monkeypatch):
     assert job.stats.published == 2
 
 
-def test_what_lies_on_this_host_alone_is_found_there(jobs):
+def test_pack_on_local_disk_only_is_found(jobs):
     job = jobs("a")
     metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=4)
     job.stash.put(key(0), b"here", metadata)

@@ -132,7 +132,7 @@ def manifests_in(link):
     return [each for each in link.requests if each.startswith("GET") and "/manifests/" in each]
 
 
-def test_next_run_downloads_everything_side_by_side_without_a_name(run, link):
+def test_next_run_prefetches_in_parallel_without_job_name(run, link):
     """Its arguments differ from the run before."""
     link.gather(4)
     (counted,) = run("b", f"wait={GRAPHS}")
@@ -144,19 +144,19 @@ def test_next_run_downloads_everything_side_by_side_without_a_name(run, link):
     assert link.most_at_once >= 4
 
 
-def test_a_setting_switches_it_off(run, link):
+def test_setting_disables_prefetch(run, link):
     (counted,) = run("b", GRAPHSTASH_PREFETCH_LIMIT=0)
     assert counted["hits_server"] == GRAPHS
     assert not any("/manifests/" in each for each in link.requests)
     assert link.most_at_once == 1
 
 
-def test_it_downloads_while_the_compiler_is_imported(run):
+def test_prefetch_runs_while_the_compiler_is_imported(run):
     (counted,) = run("b", "compiler=triton")
     assert counted["hits_prefetched"] == GRAPHS, counted
 
 
-def test_artifact_that_is_wanted_at_once_is_downloaded_once(run, link):
+def test_artifact_needed_during_prefetch_is_downloaded_once(run, link):
     (counted,) = run("b")
     assert counted["hits_prefetched"] + counted["hits_server"] == GRAPHS
     assert counted["misses"] == counted["fallbacks"].get("timeout", 0) == 0
@@ -178,7 +178,7 @@ def test_another_script_and_a_missing_manifest_download_nothing(run, link):
     assert len(downloads_in(link)) == 1
 
 
-def test_the_most_valuable_come_first_within_the_limit(run, writer, link):
+def test_most_valuable_artifacts_are_prefetched_first_within_limit(run, writer, link):
     """Seconds of compiling for each byte."""
     for number, (size, seconds) in enumerate([(1000, 1), (9000, 5), (1000, 9), (2000, 12)]):
         noise = random.Random(number).randbytes(size)
@@ -191,7 +191,7 @@ def test_the_most_valuable_come_first_within_the_limit(run, writer, link):
     assert not {0, 1} & numbers
 
 
-def test_the_command_downloads_side_by_side(writer, link, command):
+def test_command_downloads_in_parallel(writer, link, command):
     """It names what the server no longer has."""
     publish_job(writer, "mine")
     gone = _key(99)
@@ -226,7 +226,7 @@ def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, mo
     assert reader.is_on_this_host(_key(1))
 
 
-def test_nothing_pauses_when_all_has_come(hosts, monkeypatch):
+def test_finished_prefetch_does_not_pause(hosts, monkeypatch):
     hosts("writer").put(_key(1), b"small", _metadata(5, 1))
     reader, slept = hosts("reader"), []
     monkeypatch.setattr(prefetch, "sleep", slept.append)

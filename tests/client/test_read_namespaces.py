@@ -62,7 +62,7 @@ def asked(stash, monkeypatch):
     return paths
 
 
-def test_the_list_is_read_in_order_and_then_where_one_writes():
+def test_namespaces_are_read_in_order_and_write_namespace_last():
     config = ClientConfig.load(
         {"GRAPHSTASH_READ_NAMESPACES": "trusted, shared,trusted", "GRAPHSTASH_NAMESPACE": "own"}
     )
@@ -77,7 +77,7 @@ def test_a_long_list_is_refused_with_its_limit():
         ClientConfig.load({}, read_namespaces=",".join(f"n{n}" for n in range(9)))
 
 
-def test_the_first_that_has_it_gives_it(hosts, fill, names, monkeypatch):
+def test_first_namespace_with_the_artifact_serves_it(hosts, fill, names, monkeypatch):
     for name in reversed(names):
         fill(name, name.encode())
     stash = hosts()
@@ -87,9 +87,7 @@ def test_the_first_that_has_it_gives_it(hosts, fill, names, monkeypatch):
 
 
 @pytest.mark.parametrize("place", [0, 2])
-def test_a_later_one_costs_one_request_more_and_the_second_time_none(
-    hosts, fill, names, monkeypatch, place
-):
+def test_hit_in_later_namespace_costs_one_more_request_once(hosts, fill, names, monkeypatch, place):
     fill(names[place], b"graph")
     stash = hosts()
     paths = asked(stash, monkeypatch)
@@ -100,7 +98,7 @@ def test_a_later_one_costs_one_request_more_and_the_second_time_none(
     assert len(paths) == place + 1
 
 
-def test_a_miss_in_all_is_one_miss_and_asks_each_once(hosts, names, monkeypatch):
+def test_miss_in_all_namespaces_counts_once_and_asks_each_once(hosts, names, monkeypatch):
     stash = hosts(read_only=True)
     paths = asked(stash, monkeypatch)
     with Host(stash) as host:
@@ -110,7 +108,7 @@ def test_a_miss_in_all_is_one_miss_and_asks_each_once(hosts, names, monkeypatch)
     assert (stats.misses, stats.fallbacks) == (1, {})
 
 
-def test_what_is_compiled_leased_and_remembered_goes_to_one_namespace(hosts, fill, names):
+def test_artifacts_leases_and_manifests_go_to_write_namespace(hosts, fill, names):
     stash = hosts()
     stash.put(key(), b"graph", METADATA)
     assert stash.server.acquire(key(2)).state is LeaseState.GRANTED
@@ -125,7 +123,7 @@ def test_what_is_compiled_leased_and_remembered_goes_to_one_namespace(hosts, fil
     assert own.server.acquire(key(2)).state is LeaseState.HELD
 
 
-def test_a_prefetch_finds_what_lies_elsewhere(hosts, fill, names, tmp_path):
+def test_prefetch_finds_artifacts_of_other_namespaces(hosts, fill, names, tmp_path):
     fill(names[1], b"graph")
     stash = hosts()
     assert stash.ensure_local(key()).source == "remote"
@@ -133,7 +131,7 @@ def test_a_prefetch_finds_what_lies_elsewhere(hosts, fill, names, tmp_path):
     assert offline.get(key()) == b"graph"
 
 
-def test_what_a_compiler_could_not_load_is_forgotten_everywhere(hosts, fill, names):
+def test_artifact_that_compiler_rejects_is_dropped_in_all_namespaces(hosts, fill, names):
     fill(names[0], b"graph")
     fill(names[2], b"graph")
     stash = hosts()
@@ -143,7 +141,7 @@ def test_what_a_compiler_could_not_load_is_forgotten_everywhere(hosts, fill, nam
     assert stash.local.size_bytes() == 0
 
 
-def test_a_signature_counts_where_the_artifact_came_from(hosts, names, team, fill_signed):
+def test_signature_is_checked_for_namespace_of_origin(hosts, names, team, fill_signed):
     """The key may sign for the first namespace only; the same bytes in the second are refused."""
     team.trust("ci", namespaces=[names[0]])
     for name in names[:2]:
@@ -154,7 +152,7 @@ def test_a_signature_counts_where_the_artifact_came_from(hosts, names, team, fil
     assert error.namespace == names[1]
 
 
-def test_the_error_is_about_where_the_job_publishes_and_holds_the_others(hosts, names, team, fill):
+def test_error_names_write_namespace_and_includes_others(hosts, names, team, fill):
     team.trust("ci")
     for name in names:
         fill(name, b"unsigned")
@@ -167,7 +165,7 @@ def test_the_error_is_about_where_the_job_publishes_and_holds_the_others(hosts, 
     assert isinstance(caught.value.__cause__, VerificationError)
 
 
-def test_a_bad_one_is_counted_and_the_next_namespace_gives_a_sound_one(
+def test_bad_artifact_is_counted_and_next_namespace_serves(
     hosts, names, team, tmp_path, fill, fill_signed
 ):
     team.trust("ci")
@@ -182,7 +180,7 @@ def test_a_bad_one_is_counted_and_the_next_namespace_gives_a_sound_one(
     assert [error.reason for error in fetched.refused] == ["unsigned"]
 
 
-def test_a_bad_one_elsewhere_keeps_nobody_from_publishing_a_sound_one(hosts, names, team, fill):
+def test_bad_artifact_in_another_namespace_does_not_prevent_publishing(hosts, names, team, fill):
     fill(names[0], b"unsigned")
     fill(names[1], b"unsigned, too")
     team.trust("ci")

@@ -119,7 +119,7 @@ def transport_to():
 
 @pytest.mark.parametrize("end", [End.CLOSE, End.RESET])
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
-def test_a_request_on_a_connection_that_was_just_closed_is_sent_again(transport_to, method, end):
+def test_request_on_closed_connection_is_retried(transport_to, method, end):
     with Forgetful(end) as server:
         transport = transport_to(server)
         body = b'{"a": 1}' if method in {"POST", "PUT"} else None
@@ -130,7 +130,7 @@ def test_a_request_on_a_connection_that_was_just_closed_is_sent_again(transport_
     assert all(request.endswith(body or b"\r\n\r\n") for request in server.heard)
 
 
-def test_a_download_on_a_connection_that_was_just_closed_is_sent_again(transport_to):
+def test_download_on_closed_connection_is_retried(transport_to):
     with Forgetful(End.CLOSE) as server:
         transport = transport_to(server)
         transport.call("GET", "/x")
@@ -140,7 +140,7 @@ def test_a_download_on_a_connection_that_was_just_closed_is_sent_again(transport
     assert len(server.heard) == 3
 
 
-def test_an_upload_never_meets_an_old_connection(transport_to):
+def test_upload_always_uses_a_new_connection(transport_to):
     """Its body is a stream, which cannot be sent twice."""
     with Forgetful(End.CLOSE) as server:
         transport = transport_to(server)
@@ -163,7 +163,7 @@ def test_a_request_on_a_new_connection_is_sent_once(transport_to, end):
     assert len(server.heard) == 1
 
 
-def test_a_request_is_sent_again_once_and_no_more(transport_to):
+def test_request_is_retried_at_most_once(transport_to):
     with Forgetful(End.CLOSE) as server:
         transport = transport_to(server)
         transport.call("GET", "/x")
@@ -175,7 +175,7 @@ def test_a_request_is_sent_again_once_and_no_more(transport_to):
 
 
 @pytest.mark.parametrize("end", [End.HALF, End.SILENT])
-def test_request_whose_answer_had_begun_or_is_late_is_not_sent_again(transport_to, end):
+def test_request_with_partial_or_late_answer_is_not_retried(transport_to, end):
     with Forgetful(end) as server:
         transport = transport_to(server, first_byte_seconds=1 if end is End.SILENT else 30)
         transport.call("POST", "/x", json=b"{}")
@@ -184,7 +184,7 @@ def test_request_whose_answer_had_begun_or_is_late_is_not_sent_again(transport_t
     assert len(server.heard) == 2
 
 
-def test_a_call_within_a_call_leaves_it_its_deadline():
+def test_nested_call_keeps_deadline_of_outer_call():
     """As that of a signal handler does."""
     transport = DeadlineTransport(httpx.Limits(), context=None)
     with closing(transport), transport.within(Deadline(0)):

@@ -85,7 +85,7 @@ def test_no_credential_follows_a_redirect(hosts, proxy, tmp_path, monkeypatch):
         assert "canary" not in f"{seen.target} {seen.headers}"
 
 
-def test_a_redirected_artifact_is_checked_as_any_other(hosts, proxy, team):
+def test_redirected_artifact_is_verified(hosts, proxy, team):
     """Who controls the bucket has neither the digest nor a key that is trusted."""
     hosts("a", signing_key=team.trust("ci")).put(KEY, LARGE, METADATA)
     assert hosts("b", trusted_keys=team.file).get(KEY) == LARGE
@@ -94,7 +94,7 @@ def test_a_redirected_artifact_is_checked_as_any_other(hosts, proxy, team):
     assert refusal(hosts("c", trusted_keys=team.file).get, KEY).reason is Reason.REVOKED_KEY
 
 
-def test_a_small_one_comes_from_the_server(hosts, proxy):
+def test_small_artifact_is_sent_by_the_server(hosts, proxy):
     hosts("a").put(KEY, SMALL, METADATA)
 
     assert hosts("b").get(KEY) == SMALL
@@ -108,7 +108,7 @@ def test_a_small_one_comes_from_the_server(hosts, proxy):
         *(S3Fault.HANG, S3Fault.CUT, S3Fault.FLIP),
     ],
 )
-def test_download_that_fails_there_comes_from_the_server_from_then_on(hosts, proxy, fault):
+def test_failed_redirect_falls_back_to_the_server(hosts, proxy, fault):
     hosts("a").put(KEY, LARGE, METADATA)
     proxy.fault = fault
     reader = hosts("b", first_byte_seconds=5 if fault is S3Fault.HANG else 30)
@@ -131,7 +131,7 @@ def test_a_lost_object_is_a_miss(hosts, moto, bucket):
     assert hosts("b").get(key(2)) is None
 
 
-def test_a_redirect_says_where_and_what_and_counts_as_a_hit(hosts, server, answer_of, namespace):
+def test_redirect_names_location_and_digest_and_counts_as_hit(hosts, server, answer_of, namespace):
     hosts("a").put(KEY, LARGE, METADATA)
     answer = answer_of(**REDIRECTED)
     hits = hosts("b").server.server_stats
@@ -152,6 +152,6 @@ def test_a_redirect_says_where_and_what_and_counts_as_a_hit(hosts, server, answe
     "headers",
     [{}, {HEADER_ACCEPT_REDIRECT: "0"}, {HEADER_ACCEPT_REDIRECT: "1", "Range": "bytes=5-"}],
 )
-def test_nobody_else_is_redirected(hosts, answer_of, headers):
+def test_only_requests_that_accept_redirects_are_redirected(hosts, answer_of, headers):
     hosts("a").put(KEY, LARGE, METADATA)
     assert answer_of(**headers).status_code in (200, 206)

@@ -90,7 +90,7 @@ def test_the_folder_of_a_run_stays_while_one_of_its_processes_lives(start, save,
     assert {stat.S_IMODE(each.stat().st_mode) for each in records.glob("*/*.json")} == {0o600}
 
 
-def test_it_stays_for_a_child_that_outlives_its_parent(start, save, tmp_path):
+def test_folder_of_a_run_stays_for_child_that_outlives_its_parent(start, save, tmp_path):
     parent = start(name(1), "fork")
     parent.wait()
     for number in range(2, KEPT + 2):

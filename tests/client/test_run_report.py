@@ -103,7 +103,7 @@ def test_report_names_job_and_causes_and_no_arguments(run, recorder):
     assert not any(b"hunter2" in request.body for request in recorder.requests)
 
 
-def test_a_process_that_used_nothing_reports_nothing(run, recorder):
+def test_unused_cache_reports_nothing(run, recorder):
     run("a", code="import graphstash; graphstash.install()")
     assert reports_in(recorder) == []
 

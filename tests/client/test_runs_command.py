@@ -66,7 +66,7 @@ def two_runs(report_run):
     report_run("run-3", *misses)
 
 
-def test_the_last_run_of_a_job_is_compared_with_the_one_before(two_runs, command):
+def test_last_run_is_compared_with_previous_run(two_runs, command):
     told = command("explain", "--job", "nightly").stdout
     assert "run-3" in told.splitlines()[1]
     assert "run-2" in told.splitlines()[1]
@@ -75,7 +75,7 @@ def test_the_last_run_of_a_job_is_compared_with_the_one_before(two_runs, command
     assert "missed by both" not in told
 
 
-def test_the_last_run_of_a_job_is_compared_with_a_chosen_one(two_runs, command):
+def test_last_run_is_compared_with_chosen_run(two_runs, command):
     told = command("explain", "--job", "nightly", "--against", "run-1").stdout
     assert "missed by both:\n1 miss (30 s): new program\n    jit(new)" in told
     compared = json.loads(
@@ -94,7 +94,7 @@ def test_the_only_run_of_a_job_is_shown_alone(report_run, command):
     assert "against" not in told
 
 
-def test_a_run_that_is_not_there_is_named(two_runs, command):
+def test_missing_run_is_named(two_runs, command):
     for options, status, told in (
         (("--job", "nobody"), 1, "no run of the job nobody is reported"),
         (("--job", "a/b"), 2, "manifest name"),
@@ -144,13 +144,13 @@ def test_a_report_of_every_namespace_names_them(hosts, command, namespace):
     until(lambda: bool({namespace, "(others)"} & groups()))
 
 
-def test_a_month_without_anything_says_so(command):
+def test_empty_month_is_reported(command):
     told = command("report", "--month", "2001-02").stdout
     assert "Nothing was looked up in this month" in told
     assert told.startswith("# graphstash in February 2001")
 
 
-def test_a_month_out_of_form_is_refused(command):
+def test_malformed_month_is_refused(command):
     for month in ("november", "2026-13", "1999-12", "2026", "9999-12"):
         told = command("report", "--month", month, status=2).stderr
         assert f"--month={month!r}: expected a year and a month" in told

@@ -45,7 +45,7 @@ def free():
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_call_that_lacks_descriptors_keeps_none(tmp_path, count):
+def test_call_that_runs_out_of_descriptors_leaks_none(tmp_path, count):
     program = f"""
 transport = Transport(ClientConfig.load({{}}, url="unix:{tmp_path}/socket"))
 def call():
@@ -62,7 +62,7 @@ print([call(), call()], free())
     assert outcome.stdout == f"['connect', 'connect'] {count}\n"
 
 
-def test_a_cache_that_cannot_be_made_is_counted_and_the_job_compiles(tmp_path):
+def test_failed_construction_of_cache_is_counted_and_job_compiles(tmp_path):
     program = """
 tempfile.gettempdir()
 leave(1)
@@ -91,7 +91,7 @@ def no_thread(name):
         yield
 
 
-def test_a_lease_that_no_thread_can_keep_is_given_back(config):
+def test_lease_is_released_if_no_thread_can_renew_it(config):
     with Host(config("a")) as host, Host(config("b")) as other:
         with no_thread("graphstash-lease"):
             compilation = host.cache.fetch_bytes_or_start(request(1))
@@ -100,7 +100,7 @@ def test_a_lease_that_no_thread_can_keep_is_given_back(config):
         assert (host.stats.fallbacks, host.stats.misses) == ({}, 1)
 
 
-def test_a_limit_that_no_thread_can_watch_is_watched_from_the_next_compilation_on(config):
+def test_compile_limit_is_watched_from_next_compilation_if_no_thread_starts(config):
     ended = threading.Event()
     with Host(config("a", max_compile_seconds=0.01)) as host:
         host.cache.limit = CompileLimit(host.stash.config, lambda *_, **__: ended.set())
@@ -110,7 +110,7 @@ def test_a_limit_that_no_thread_can_watch_is_watched_from_the_next_compilation_o
         assert ended.wait(60)
 
 
-def test_a_program_for_a_pack_that_no_thread_will_send_is_kept_for_the_end(config):
+def test_program_of_pack_is_kept_until_exit_if_no_thread_starts(config):
     with Host(config("a")) as host:
         packs = Packs(host.cache, lambda number: request(1000 + number))
         assert packs.get(key(1)) is None
@@ -120,7 +120,7 @@ def test_a_program_for_a_pack_that_no_thread_will_send_is_kept_for_the_end(confi
         assert host.stats.published == 1
 
 
-def test_a_name_that_no_thread_can_resolve_is_no_connection(config):
+def test_name_lookup_without_thread_fails_as_connection_error(config):
     with Host(config("a", url="http://graphstash.invalid")) as host, no_thread("graphstash-res"):
         assert host.build(key(1)) == b"graph"
         assert list(host.stats.fallbacks) == ["connect"]

@@ -49,7 +49,7 @@ print(graphstash.install(wait_seconds=1, read_only=True) is first)
     assert "already running with a different read_only, wait_seconds" in after
 
 
-def test_a_cache_that_runs_without_the_check_that_is_asked_for_ends(variables, tmp_path):
+def test_running_cache_without_requested_signature_check_is_closed(variables, tmp_path):
     trusted = str(Team(tmp_path).file)
     code = f"""
 print(build(1))
@@ -88,7 +88,7 @@ print(json.dumps(cache.stash.server.acquire(key(1), wait_seconds=0).state))
     assert json.loads(outcome.stdout) == "granted"
 
 
-def test_a_fork_in_the_middle_of_an_import_leaves_the_child_a_cache(variables):
+def test_child_forked_during_an_import_gets_a_cache(variables):
     """As one does that comes right after `install`, which prefetches in a thread."""
     code = """
 import importlib.abc, signal, threading
@@ -117,7 +117,7 @@ thread.join()
     assert run(code, **variables).stdout == "0\n"
 
 
-def test_a_pipe_that_nobody_reads_keeps_no_job_from_its_end(variables, tmp_path):
+def test_unread_pipe_does_not_block_end_of_job(variables, tmp_path):
     os.mkfifo(tmp_path / "stats")
     outcome = run(
         "import signal; signal.alarm(30); build(1)", **variables, stats_file=tmp_path / "stats"

@@ -155,7 +155,7 @@ BAD = {
         *((bad, "prefer") for bad in ("by a stranger", "by a revoked key", "padded")),
     ],
 )
-def test_artifact_that_the_policy_refuses_is_neither_unpacked_nor_kept(
+def test_artifact_refused_by_policy_is_neither_decompressed_nor_stored(
     team, config, hosts, tmp_path, unpacked, bad, policy
 ):
     artifact, reason = BAD[bad]
@@ -176,7 +176,7 @@ def test_artifact_that_the_policy_refuses_is_neither_unpacked_nor_kept(
         (by_a_stranger, "off"),
     ],
 )
-def test_artifact_that_the_policy_allows_is_unpacked(
+def test_artifact_allowed_by_policy_is_decompressed(
     team, config, hosts, tmp_path, artifact, policy
 ):
     team.trust("ci")
@@ -197,9 +197,7 @@ def test_a_signed_artifact_is_checked_again_from_this_hosts_disk(hosts, team):
     assert reader.local.open(reader.config.namespace, key(), origin=reader.standing.origin) is None
 
 
-def test_what_a_job_with_the_policy_off_has_fetched_serves_one_that_requires_signatures(
-    hosts, team
-):
+def test_signed_copy_fetched_without_checks_serves_job_that_requires_signatures(hosts, team):
     hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
     assert hosts("shared").get(key()) == PAYLOAD
     reader = hosts("shared", trusted_keys=team.file)
@@ -213,7 +211,7 @@ def test_what_a_job_with_the_policy_off_has_fetched_serves_one_that_requires_sig
         *((2**20, "require"), (2**20 + 1, "prefer"), (3 * 2**20, "off")),
     ],
 )
-def test_a_payload_ends_where_it_ends_whatever_lies_behind_it_on_disk(hosts, team, policy, size):
+def test_bytes_behind_payload_on_disk_are_ignored(hosts, team, policy, size):
     """Random, so that pieces of the payload and of the file end at the same places."""
     payload = os.urandom(size)
     hosts("ci", signing_key=team.trust("ci")).put(key(), payload, metadata())
@@ -223,7 +221,7 @@ def test_a_payload_ends_where_it_ends_whatever_lies_behind_it_on_disk(hosts, tea
     assert reader.get(key()) == payload
 
 
-def test_what_this_host_compiled_without_a_key_serves_this_host_only(hosts, team):
+def test_unsigned_result_of_this_host_is_used_by_this_host_only(hosts, team):
     writer = hosts("writer", trusted_keys=team.file)
     writer.put(key(), PAYLOAD, metadata())
     assert writer.fetch(key(), writer.local.root / "x").source == "local"
@@ -232,7 +230,7 @@ def test_what_this_host_compiled_without_a_key_serves_this_host_only(hosts, team
 
 
 @pytest.mark.parametrize("theft", ["another key", "another namespace", "another host", "bytes"])
-def test_a_hosts_own_proof_is_worth_nothing_elsewhere(hosts, team, tmp_path, theft):
+def test_mac_of_one_host_is_invalid_on_another(hosts, team, tmp_path, theft):
     settings = {"trusted_keys": team.file, "url": "http://127.0.0.1:9"}
     writer = hosts("writer", **settings)
     writer.put(key(), PAYLOAD, metadata(), local_only=True)
@@ -260,7 +258,7 @@ def test_a_file_that_others_can_change_while_it_is_checked_is_not_used(hosts, te
         writer.get(key())
 
 
-def test_a_secret_that_others_can_read_proves_nothing(hosts, team):
+def test_secret_readable_by_others_is_not_used(hosts, team):
     writer = hosts("writer", trusted_keys=team.file, url="http://127.0.0.1:9")
     secret = writer.local.root / "secret"
     writer.put(key(), PAYLOAD, metadata(), local_only=True)
@@ -271,7 +269,7 @@ def test_a_secret_that_others_can_read_proves_nothing(hosts, team):
         writer.get(key())
 
 
-def test_a_secret_that_a_power_cut_left_empty_is_made_anew(hosts):
+def test_empty_secret_file_is_created_again(hosts):
     tier = hosts().local
     secret = tier.root / "secret"
     secret.touch(mode=0o600)
@@ -302,7 +300,7 @@ def test_threads_agree_on_one_secret(hosts):
         b"\xff\xfe" + struct.pack(">I", 2) + b"GSPROOF\n",
     ],
 )
-def test_what_is_no_proof_is_none(tmp_path, tail):
+def test_malformed_provenance_is_ignored(tmp_path, tail):
     path = tmp_path / "envelope"
     path.write_bytes(b"x" * 100 + tail)
     with path.open("rb") as file:
@@ -326,7 +324,7 @@ def test_keys_rotate_without_a_gap_and_the_old_one_ends(hosts, team):
         reader.get(key(1))
 
 
-def test_nothing_is_trusted_while_the_trusted_keys_cannot_be_read(hosts, team, server, namespace):
+def test_unreadable_trusted_keys_trust_no_artifact(hosts, team, server, namespace):
     hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
     reader = hosts("reader", trusted_keys=team.file)
     assert reader.get(key()) == PAYLOAD
@@ -381,7 +379,7 @@ def garbage(_team, _config, directory):
         (garbage, "corrupt"),
     ],
 )
-def test_what_is_wrong_is_reported_to_the_server_with_its_reason(
+def test_wrong_artifact_is_reported_to_server_with_reason(
     hosts, team, config, tmp_path, server, namespace, artifact, reason
 ):
     team.trust("ci")
@@ -413,7 +411,7 @@ def test_wrong_artifact_is_reported_once_and_a_late_server_is_told_nothing_more(
     assert told == [(key(number), "unknown_key") for number in reported]
 
 
-def test_what_this_hosts_disk_has_damaged_is_not_reported(hosts, team, server, namespace):
+def test_artifact_damaged_on_local_disk_is_not_reported(hosts, team, server, namespace):
     hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
     reader = hosts("reader", trusted_keys=team.file)
     reader.ensure_local(key())
@@ -435,7 +433,7 @@ def test_one_refused_artifact_does_not_end_a_prefetch(hosts, team, command):
     assert "1 rejected" in told
 
 
-def test_where_signatures_are_preferred_unsigned_hits_are_counted(cached, team):
+def test_unsigned_hits_are_counted_under_prefer(cached, team):
     cached("writer").build(key())
     assert cached("writer").stats.unsigned == 0
     signer = cached("signer", signing_key=team.trust("ci"))
@@ -453,14 +451,14 @@ def test_where_signatures_are_preferred_unsigned_hits_are_counted(cached, team):
 TRAIN = "import graphstash; print(graphstash.install()); print('trained')"
 
 
-def test_without_cryptography_a_policy_switches_the_cache_off(tmp_path, team):
+def test_policy_without_cryptography_disables_the_cache(tmp_path, team):
     program = f"import sys; sys.modules['cryptography'] = None; {TRAIN}"
     result = python(program, GRAPHSTASH_CACHE_DIR=tmp_path, GRAPHSTASH_TRUSTED_KEYS=team.file)
     assert result.stdout.split() == ["None", "trained"]
     assert "graphstash[signing]" in result.stderr
 
 
-def test_who_neither_signs_nor_checks_never_loads_cryptography(server, namespace, tmp_path):
+def test_job_without_signatures_does_not_import_cryptography(server, namespace, tmp_path):
     program = (
         "import sys, graphstash\n"
         "from graphstash_schema import ArtifactKey, ArtifactMetadata\n"
@@ -484,9 +482,7 @@ def test_who_neither_signs_nor_checks_never_loads_cryptography(server, namespace
         ("SIGNATURES", "require", "GRAPHSTASH_TRUSTED_KEYS"),
     ],
 )
-def test_policy_that_cannot_be_kept_switches_the_cache_off_not_the_check(
-    tmp_path, variable, value, told
-):
+def test_unenforceable_policy_disables_cache_instead_of_check(tmp_path, variable, value, told):
     variables = {f"GRAPHSTASH_{variable}": value, "GRAPHSTASH_CACHE_DIR": tmp_path}
     result = python(TRAIN, **variables)
     assert result.stdout.split() == ["None", "trained"]

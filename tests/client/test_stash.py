@@ -52,14 +52,14 @@ def hits(stash):
     return usage[stash.config.namespace]
 
 
-def test_what_one_host_puts_another_gets(hosts, server, namespace):
+def test_artifact_put_by_one_host_is_got_by_another(hosts, server, namespace):
     payload = b"graph" * 1000
     hosts("a").put(key(1), payload, metadata(payload))
     assert hosts("b").get(key(1)) == payload
     assert hosts("b").get(key(2)) is None
 
 
-def test_the_second_get_of_a_host_asks_nobody(hosts, server, tmp_path):
+def test_second_get_of_a_host_sends_no_request(hosts, server, tmp_path):
     hosts("a").put(key(1), b"graph", metadata())
     first = hosts("b").fetch(key(1), tmp_path / "one")
     again = hosts("b").fetch(key(1), tmp_path / "two")
@@ -87,7 +87,7 @@ def test_sixteen_threads_of_a_host_download_once(hosts):
     assert hits(stash) - before == 2
 
 
-def test_the_first_publisher_stays_and_the_second_learns_it(hosts):
+def test_first_upload_stays_and_second_publisher_is_informed(hosts):
     hosts("a").put(key(1), b"first", metadata())
     with pytest.raises(ConflictError) as caught:
         hosts("b").put(key(1), b"second", metadata())
@@ -117,7 +117,7 @@ def test_a_damaged_local_file_is_replaced_from_the_server(hosts, damage):
     assert stash.ensure_local(key(1)).source == "local"
 
 
-def test_a_sound_local_file_of_another_key_is_not_handed_out(hosts, tmp_path):
+def test_local_file_of_another_key_is_not_returned(hosts, tmp_path):
     stash = hosts("a")
     (tmp_path / "payload").write_bytes(b"wrong graph")
     path = path_of(stash)
@@ -145,7 +145,7 @@ def test_a_read_only_job_keeps_its_artifacts_to_itself(hosts):
     assert hosts("b").get(key(1)) is None
 
 
-def test_a_lookup_tells_found_from_missing_beyond_one_call(hosts):
+def test_look_up_of_many_keys_is_split_into_calls(hosts):
     stash = hosts("a")
     for number in (0, 1500):
         stash.put(key(number), b"x", metadata())
@@ -170,7 +170,7 @@ def test_a_lease_is_granted_once_renewed_and_lost(hosts):
         a.server.renew(key(1), mine.token)
 
 
-def test_a_waiter_is_told_when_the_artifact_is_there(hosts, server):
+def test_waiter_is_woken_when_the_artifact_exists(hosts, server):
     a, b = hosts("a"), hosts("b")
     a.server.acquire(key(1))
     with ThreadPoolExecutor(1) as pool:
@@ -181,7 +181,7 @@ def test_a_waiter_is_told_when_the_artifact_is_there(hosts, server):
         assert waiter.result(60).state is LeaseState.READY
 
 
-def test_a_manifest_remembers_what_runs_used(hosts):
+def test_manifest_lists_artifacts_used_by_runs(hosts):
     stash = hosts("a")
     name = ManifestName("train.py")
     assert stash.server.manifest(name) is None
@@ -227,7 +227,7 @@ def test_an_unreadable_local_file_does_not_hide_the_server(hosts):
 
 
 @pytest.mark.parametrize("path", ["/cache", "/v1"])
-def test_a_wrong_path_in_the_url_is_an_error_and_no_miss(hosts, path):
+def test_wrong_path_in_url_is_an_error_instead_of_a_miss(hosts, path):
     server = hosts("a").config.url
     with Host(hosts("b", url=server + path)) as host:
         for number in range(3):
@@ -239,7 +239,7 @@ def test_a_wrong_path_in_the_url_is_an_error_and_no_miss(hosts, path):
         hosts("c", url=server + path).get(key(1))
 
 
-def test_an_upload_counts_when_the_server_says_what_it_has_stored(tmp_path):
+def test_upload_counts_only_with_digest_confirmed_by_server(tmp_path):
     """A proxy may answer 200 to anything."""
     with (
         Listener() as proxy,

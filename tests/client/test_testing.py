@@ -173,7 +173,7 @@ def conversation(url, namespace):
     return heard
 
 
-def test_it_answers_every_call_as_the_real_server_does(server, fake, namespace):
+def test_double_answers_every_call_as_the_server_does(server, fake, namespace):
     real = conversation(server.url, namespace)
     ours = conversation(fake.url, namespace)
 
@@ -197,7 +197,7 @@ def test_it_answers_every_call_as_the_real_server_does(server, fake, namespace):
     ],
     ids=str,
 )
-def test_a_download_fails_as_it_was_asked_to_and_then_works(fake, tmp_path, fault, reason):
+def test_requested_failure_of_download_ends(fake, tmp_path, fault, reason):
     with Stash(fake.config(cache_dir=tmp_path / "one")) as stash:
         stash.put(key(1), b"graph", METADATA)
         stash.put(key(2), b"other", METADATA)
@@ -245,12 +245,12 @@ def test_failures_are_limited_by_number_kind_key_and_namespace(fake, stash, othe
         *(("get", each) for each in ({"fault": "explode"}, {"status": 200}, {"times": 0})),
     ],
 )
-def test_what_does_not_exist_cannot_fail(fake, operation, settings):
+def test_failure_of_unknown_call_is_refused(fake, operation, settings):
     with pytest.raises(ValueError, match=r"explode|download|status|times"):
         fake.fail_on(operation, **settings)
 
 
-def test_a_call_that_hangs_is_answered_when_its_failure_ends(fake, stash, tmp_path):
+def test_hanging_call_is_answered_when_its_failure_ends(fake, stash, tmp_path):
     stash.put(key(1), b"graph", METADATA)
     settings = {"first_byte_seconds": 60, "fetch_seconds": 60}
     got = []
@@ -267,7 +267,7 @@ def test_a_call_that_hangs_is_answered_when_its_failure_ends(fake, stash, tmp_pa
         failure.wait(count=2, timeout_seconds=0)
 
 
-def test_it_shows_what_it_was_told(fake, stash):
+def test_double_shows_received_requests(fake, stash):
     stash.put(key(1), b"graph", METADATA)
     stash.server.update_manifest(ManifestName("job"), [key(1)])
     (artifact,) = fake.artifacts
@@ -282,7 +282,7 @@ def test_it_shows_what_it_was_told(fake, stash):
     assert stash.get(key(1)) is None
 
 
-def test_it_asks_for_its_token(tmp_path):
+def test_double_requires_its_token(tmp_path):
     with FakeServer(token="secret") as fake:
         with Stash(fake.config(cache_dir=tmp_path)) as stash:
             assert stash.get(key(1)) is None
@@ -291,7 +291,7 @@ def test_it_asks_for_its_token(tmp_path):
         assert httpx.get(f"{fake.url}/healthz").status_code == 200
 
 
-def test_its_memory_is_bounded(tmp_path):
+def test_memory_of_double_is_bounded(tmp_path):
     with (
         FakeServer(max_bytes=10_000) as fake,
         Stash(fake.config(cache_dir=tmp_path)) as stash,
@@ -304,7 +304,7 @@ def test_its_memory_is_bounded(tmp_path):
         assert [artifact.key for artifact in fake.artifacts] == [key(1)]
 
 
-def test_no_thread_outlives_it_and_nobody_listens_any_more(tmp_path):
+def test_closing_double_ends_its_threads_and_socket(tmp_path):
     before = set(threading.enumerate())
     fake = FakeServer().start()
     with Stash(fake.config(cache_dir=tmp_path)) as stash:
@@ -329,7 +329,7 @@ def test_no_thread_outlives_it_and_nobody_listens_any_more(tmp_path):
     assert len(fake.artifacts) == 1
 
 
-def test_a_job_in_another_process_uses_it(fake, tmp_path):
+def test_job_in_another_process_uses_double(fake, tmp_path):
     job = (
         "import graphstash; from graphstash_schema import ArtifactKey\n"
         "graphstash.install(hooks=('triton',))\n"
@@ -352,7 +352,7 @@ def test_a_job_in_another_process_uses_it(fake, tmp_path):
     assert (warm.misses, warm.hits_server + warm.hits_prefetched) == (0, 1)
 
 
-def test_importing_it_needs_only_the_light_install():
+def test_importing_double_needs_only_the_light_install():
     program = (
         "import sys, graphstash.testing\n"
         "print([n for n in ('httpx', 'pytest', 'torch', 'fastapi') if n in sys.modules])"

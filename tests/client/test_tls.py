@@ -91,12 +91,12 @@ def connect(tmp_path):
         yield make
 
 
-def test_what_is_put_over_tls_is_got_over_tls(connect, secure, authority):
+def test_artifact_round_trips_over_tls(connect, secure, authority):
     connect(secure.url, "a", ca_file=authority.file).put(KEY, b"graph", METADATA)
     assert connect(secure.url, "b", ca_file=authority.file).get(KEY) == b"graph"
 
 
-def test_certificates_are_checked_whatever_httpx_makes_of_our_pools(secure):
+def test_certificates_are_checked_with_replaced_httpx_pools(secure):
     class Later(DeadlineTransport):
         """As if httpx kept its own pool under another name."""
 
@@ -112,7 +112,7 @@ def test_certificates_are_checked_whatever_httpx_makes_of_our_pools(secure):
         client.get(secure.url)
 
 
-def test_our_authorities_take_the_place_of_the_systems(
+def test_configured_authorities_replace_those_of_the_system(
     connect, secure, authority, tmp_path_factory, monkeypatch
 ):
     stranger = Authority(tmp_path_factory.mktemp("stranger"))
@@ -130,7 +130,7 @@ def test_our_authorities_take_the_place_of_the_systems(
         ("127.0.0.1", -1, "clock"),
     ],
 )
-def test_a_certificate_of_another_host_or_time_is_refused_with_the_way_out(
+def test_certificate_of_other_host_or_time_is_refused_with_advice(
     connect, authority, name, days, advice
 ):
     ends = dt.datetime.now(dt.UTC) + dt.timedelta(days=days)
@@ -141,7 +141,7 @@ def test_a_certificate_of_another_host_or_time_is_refused_with_the_way_out(
     assert listener.heads == []
 
 
-def test_a_stranger_gets_no_token_and_is_refused_with_the_way_out(connect, tmp_path_factory):
+def test_untrusted_server_gets_no_token_and_is_refused_with_advice(connect, tmp_path_factory):
     stranger = Authority(tmp_path_factory.mktemp("stranger"))
     with Listener(context=stranger.context()) as listener:
         error = refusal(connect(listener.url, token="t0ken-canary").server.server_stats)
@@ -151,20 +151,20 @@ def test_a_stranger_gets_no_token_and_is_refused_with_the_way_out(connect, tmp_p
     assert listener.heads == []
 
 
-def test_https_to_a_plain_server_says_so(connect, server):
+def test_https_to_plain_server_is_reported(connect, server):
     url = server.url.replace("http:", "https:")
     error = refusal(connect(url).server.server_stats)
     assert error.reason is Reason.TLS
     assert "http://" in str(error)
 
 
-def test_plain_http_to_a_secure_server_is_no_answer(connect, secure):
+def test_plain_http_to_tls_server_is_an_error(connect, secure):
     stash = connect(secure.url.replace("https:", "http:"))
     assert refusal(stash.server.server_stats).reason in (Reason.PROTOCOL, Reason.RESET)
 
 
 @pytest.mark.parametrize("in_one_file", [True, False])
-def test_our_certificate_opens_a_server_that_wants_one(
+def test_client_certificate_is_accepted_by_server_that_requires_it(
     connect, mutual, authority, tmp_path, in_one_file
 ):
     cert, key = authority.issue("job.internal")
@@ -193,7 +193,7 @@ def demanding(request, authority, mutual):
 
 
 @pytest.mark.parametrize("is_shown", [False, True], ids=["none", "a stranger's"])
-def test_without_a_certificate_of_its_authority_it_says_what_is_wanted(
+def test_missing_client_certificate_is_reported_with_setting(
     connect, demanding, authority, tmp_path_factory, is_shown
 ):
     shown = {}
@@ -224,9 +224,7 @@ def locked(key):
         ("client_key", locked),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named_before_anything_is_sent(
-    authority, tmp_path, setting, content
-):
+def test_unusable_file_is_named_before_anything_is_sent(authority, tmp_path, setting, content):
     cert, key = authority.issue("job.internal")
     path = tmp_path / "file.pem"
     if content is not None:
@@ -243,7 +241,7 @@ def test_a_key_without_its_certificate_is_refused(tmp_path):
         ClientConfig.load({}, client_key=tmp_path / "key.pem")
 
 
-def test_a_job_with_a_wrong_certificate_trains_on_without_the_cache(secure, tmp_path):
+def test_job_with_wrong_certificate_trains_without_cache(secure, tmp_path):
     program = (
         "import graphstash\n"
         "from graphstash_schema import ArtifactKey\n"

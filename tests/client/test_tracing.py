@@ -62,9 +62,7 @@ def test_a_provider_that_raises_is_counted(run_job, server, namespace):
     assert told["fallbacks"] == {"tracing": 1}
 
 
-def test_the_end_of_a_job_does_not_wait_for_a_collector_that_never_answers(
-    run_job, server, namespace
-):
+def test_job_ends_without_waiting_for_silent_collector(run_job, server, namespace):
     with Collector(is_frozen=True) as collector:
         patient = {"OTEL_EXPORTER_OTLP_TIMEOUT": "1000"}  # seconds; the SDK would wait for 30
         told = run_job(server.url, environment_of(collector, namespace) | patient)
@@ -73,7 +71,7 @@ def test_the_end_of_a_job_does_not_wait_for_a_collector_that_never_answers(
     assert told["fallbacks"] == {"tracing": 1}
 
 
-def test_a_collector_that_does_not_exist_is_counted(run_job, server, namespace):
+def test_failure_of_missing_collector_is_counted(run_job, server, namespace):
     with Collector() as collector:
         environment = environment_of(collector, namespace)
     told = run_job(server.url, environment)
@@ -113,7 +111,7 @@ child.start(); child.join(); raise SystemExit(child.exitcode)
         subprocess.run(command, env=environment, check=True, timeout=100)
 
 
-def test_an_outage_is_no_miss(tmp_path):
+def test_outage_is_traced_as_failure_instead_of_miss(tmp_path):
     config = ClientConfig.load(url="http://127.0.0.1:9", cache_dir=tmp_path)
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

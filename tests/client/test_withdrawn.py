@@ -126,7 +126,7 @@ def test_a_replaced_artifact_is_fetched_again(next_job):
     assert next_job().get(key()) == b"right"
 
 
-def test_a_second_process_obeys(next_job, config):
+def test_second_process_applies_withdrawals(next_job, config):
     publisher = next_job("publisher")
     publisher.put(key(), b"graph", METADATA)
     assert next_job().get(key()) == b"graph"
@@ -173,7 +173,7 @@ def test_a_copy_is_not_served_to_a_token_without_rights(next_job, monkeypatch, t
         assert next_job(token=reader, **trusted).get(key(2)) == b"refused"  # no server has it
 
 
-def test_a_teams_copy_is_not_preferred_to_the_trusted_one(next_job, namespace, monkeypatch):
+def test_copy_of_team_namespace_is_not_preferred_to_trusted_one(next_job, namespace, monkeypatch):
     names = {"namespace": namespace, "read_namespaces": f"{namespace}-trusted"}
     for number in range(20):
         next_job("team").put(key(number), b"team", METADATA)
@@ -249,7 +249,7 @@ def test_a_copy_whose_upload_was_not_answered_obeys_the_server(next_job, server,
         assert not later.is_on_this_host(key())
 
 
-def test_without_an_answer_copies_are_used_for_a_while(next_job, server, caplog):
+def test_copies_are_used_for_a_limited_time_without_answer(next_job, server, caplog):
     with FaultProxy(server.port) as proxy:
         next_job("publisher").put(key(), b"graph", METADATA)
         assert next_job(url=proxy.url).get(key()) == b"graph"
@@ -267,7 +267,7 @@ def test_without_an_answer_copies_are_used_for_a_while(next_job, server, caplog)
         assert next_job(url=proxy.url).ensure_local(key()).source == "local"
 
 
-def test_what_no_server_stored_is_used_without_one(next_job, monkeypatch):
+def test_unpublished_result_is_used_without_server(next_job, monkeypatch):
     job = next_job(url="none")
     job.put(key(), b"graph", METADATA)
     assert next_job(url="none").get(key()) == b"graph"
@@ -277,7 +277,7 @@ def test_what_no_server_stored_is_used_without_one(next_job, monkeypatch):
     assert next_job(read_only=True).get(key()) == b"another"  # as all other hosts
 
 
-def test_the_processes_of_a_run_ask_once_for_all_copies(next_job, monkeypatch):
+def test_processes_of_a_run_share_one_look_up_of_copies(next_job, monkeypatch):
     publisher = next_job("publisher")
     for number in range(30):
         publisher.put(key(number), b"graph", METADATA)
@@ -292,7 +292,7 @@ def test_the_processes_of_a_run_ask_once_for_all_copies(next_job, monkeypatch):
     assert asked == [[30], [], []]
 
 
-def test_a_run_asks_again_after_a_while(next_job, monkeypatch):
+def test_run_repeats_its_look_up_after_ten_minutes(next_job, monkeypatch):
     publisher = next_job("publisher")
     publisher.put(key(), b"graph", METADATA)
     job = next_job(run="a long run")
@@ -309,7 +309,7 @@ class Job(Host):
         self.packs = Packs(self.cache, lambda number: request(1000 + number))
 
 
-def test_packs_obey_on_disk_and_in_memory(next_job, monkeypatch):
+def test_withdrawals_apply_to_packs_on_disk_and_in_memory(next_job, monkeypatch):
     with Job(next_job("publisher")) as publisher:
         publisher.packs.get(key(1))
         publisher.packs.put(key(1), b"program")
@@ -325,7 +325,7 @@ def test_packs_obey_on_disk_and_in_memory(next_job, monkeypatch):
             assert job.packs.get(key(1)) is None
 
 
-def test_a_damaged_note_of_a_server_is_no_trouble(next_job):
+def test_damaged_note_about_server_is_ignored(next_job):
     next_job("publisher").put(key(), b"graph", METADATA)
     job = next_job()
     assert job.get(key()) == b"graph"
@@ -335,7 +335,7 @@ def test_a_damaged_note_of_a_server_is_no_trouble(next_job):
         assert next_job().get(key()) == b"graph"
 
 
-def test_an_unplugged_host_uses_what_it_has(next_job):
+def test_host_without_network_uses_its_copies(next_job):
     next_job("publisher").put(key(), b"graph", METADATA)
     job = next_job()
     assert job.get(key()) == b"graph"

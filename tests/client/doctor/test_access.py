@@ -19,20 +19,20 @@ def examine(guarded, namespace):
     return partial(diagnose, guarded.url, namespace=namespace)
 
 
-def test_a_token_that_may_write_passes_with_what_it_may(guarded, examine, namespace):
+def test_token_with_write_grant_passes_and_shows_grants(guarded, examine, namespace):
     findings = examine(token=guarded.token(f"write:{namespace}"))
     granted = f"from GRAPHSTASH_TOKEN, grants write:{namespace}; it does not expire"
     expect(findings, "token", State.OK, found=granted)
     expect(findings, "namespace", State.OK, found="can read and write")
 
 
-def test_without_a_token_the_advice_is_how_to_get_one(examine, namespace):
+def test_missing_token_gives_advice_to_get_one(examine, namespace):
     advice = f"graphstash token create --grant write:{namespace}"
     told = expect(examine(), "token", State.FAIL, found="none is set", advice=advice)
     assert "GRAPHSTASH_TOKEN" in told.advice
 
 
-def test_a_token_that_the_server_does_not_know_is_a_failure_with_where_it_came_from(examine):
+def test_unknown_token_is_a_failure_naming_its_source(examine):
     found = "rejected the token from GRAPHSTASH_TOKEN"
     expect(examine(token=CANARY), "token", State.FAIL, found=found, advice="ask an administrator")
 
@@ -71,7 +71,7 @@ def test_a_token_that_ends_soon_is_a_warning_and_an_ended_one_a_failure(
         ("read:{namespace}", {"read_only": "1"}, State.OK, "", ""),
     ],
 )
-def test_a_namespace_that_the_job_needs_is_held_against_the_grants(
+def test_namespaces_of_the_job_are_compared_with_grants(
     guarded, examine, namespace, grant, settings, state, found, advice
 ):
     findings = examine(token=guarded.token(grant.format(namespace=namespace)), **settings)
@@ -79,15 +79,13 @@ def test_a_namespace_that_the_job_needs_is_held_against_the_grants(
     expect(findings, "namespace", state, found=found, advice=advice)
 
 
-def test_a_namespace_that_everybody_may_read_is_told_to_a_job_without_a_token(
-    guarded, examine, namespace
-):
+def test_anonymous_namespace_is_reported_to_job_without_token(guarded, examine, namespace):
     guarded.set_policy(namespace, anonymous_read=True)
     found, advice = "readable without a token", "GRAPHSTASH_READ_ONLY=true"
     expect(examine(), "token", State.WARN, found=found, advice=advice)
 
 
-def test_a_token_comes_from_a_file_or_from_netrc_and_the_place_is_told(
+def test_token_from_file_or_netrc_is_reported_with_its_source(
     guarded, examine, namespace, tmp_path, monkeypatch
 ):
     file, netrc = tmp_path / "token", tmp_path / "netrc"
@@ -109,19 +107,19 @@ def test_a_token_in_the_clear_to_another_host_is_a_warning(guarded, namespace):
     assert line(list(check_access(config, Way(is_loopback=True))), "token").state == State.OK
 
 
-def test_an_open_server_needs_no_token_and_says_so(server):
+def test_open_server_is_reported_as_needing_no_token(server):
     expect(diagnose(server.url), "token", State.OK, found="does not require a token")
     expect(diagnose(server.url, token=CANARY), "token", State.OK, found="is not needed")
 
 
-def test_a_server_that_knows_no_tokens_yet_is_told(server):
+def test_server_without_tokens_is_reported(server):
     with altering(server.url, 404, at="/v1/-/access") as url:
         expect(diagnose(url), "token", State.OK)
         expect(diagnose(url, token=CANARY), "token", State.WARN, advice="upgrade")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
-def test_no_secret_is_ever_shown(guarded, arguments):
+def test_no_secret_is_shown(guarded, arguments):
     # Two typing errors, and what a server repeats.
     secrets = {"GRAPHSTASH_TOKEN": CANARY, "GRAPHSTASH_TOKE": CANARY, "GRAPHSTASH_SECRET": CANARY}
     for url in (guarded.url, f"http://me:{CANARY}@cache:1"):

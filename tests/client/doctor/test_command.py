@@ -20,7 +20,7 @@ def test_a_sound_host_passes_every_check_and_ends_with_0(server, namespace):
     assert result.stderr == ""
 
 
-def test_a_failure_ends_with_1_and_its_advice_stands_below_it():
+def test_failure_exits_with_1_and_shows_advice():
     result = doctor("--url", "http://127.0.0.1:9")
     assert result.returncode == 1
     lines = result.stdout.splitlines()
@@ -39,7 +39,7 @@ def test_json_is_the_list_of_findings_and_nothing_else():
     assert {each.state for each in findings} <= set(State)
 
 
-def test_a_terminal_without_unicode_is_no_obstacle():
+def test_output_works_on_terminal_without_unicode():
     command = ("doctor", "--url", "http://127.0.0.1:9")
     result = graphstash(*command, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert result.returncode == 1
@@ -47,7 +47,7 @@ def test_a_terminal_without_unicode_is_no_obstacle():
     assert result.stderr == ""
 
 
-def test_what_a_stranger_answers_does_nothing_to_the_terminal(server):
+def test_answer_of_unknown_server_is_escaped_for_terminal(server):
     body = b'{"version": "\\u001b[2J\\u001b]0;owned\\u0007"}'
     with altering(server.url, body=body, graphstash_protocol="2") as url:
         result = doctor("--url", url)
@@ -61,12 +61,12 @@ def test_the_doctor_changes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_look_that_never_ends_is_given_up():
+def test_endless_check_is_abandoned():
     with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
         within(0.05, threading.Event().wait)
 
 
-def test_a_check_that_fails_itself_is_a_finding_and_hides_no_other(monkeypatch):
+def test_crashing_check_is_a_finding_and_hides_no_other(monkeypatch):
     def broken(*_):
         raise RuntimeError("of this test")
         yield

@@ -9,7 +9,7 @@ from graphstash.hooks.versions import TRIED
 from support.doctor import diagnose, expect, line
 
 
-def test_without_a_compiler_the_advice_is_to_ask_the_jobs_own_python(installed):
+def test_missing_compiler_gives_advice_to_use_python_of_the_job(installed):
     advice = "-m graphstash doctor"
     expect(diagnose(), "compilers", State.WARN, found=sys.executable, advice=advice)
 
@@ -30,7 +30,7 @@ def test_without_a_compiler_the_advice_is_to_ask_the_jobs_own_python(installed):
         ("triton", {"triton": "3.10.0"}, State.WARN, "or a newer graphstash"),
     ],
 )
-def test_the_version_of_a_compiler_is_held_against_what_its_hook_knows(
+def test_compiler_version_is_compared_with_range_of_its_hook(
     installed, hook, distributions, state, told
 ):
     installed(**distributions)
@@ -39,7 +39,7 @@ def test_the_version_of_a_compiler_is_held_against_what_its_hook_knows(
     assert told in found.found + found.advice
 
 
-def test_a_hook_that_was_left_out_is_no_problem(installed):
+def test_deselected_hook_is_no_problem(installed):
     installed(triton="4.0.0", jax="0.10.2")
     expect(diagnose(hooks="jax"), "triton hook", State.OK, found="GRAPHSTASH_HOOKS")
 
@@ -54,7 +54,7 @@ def test_the_last_number_of_a_bound_is_compared_as_a_number(version, is_refused)
 @pytest.mark.parametrize(
     ("value", "state"), [("1", State.WARN), ("true", State.WARN), ("0", State.OK), ("", State.OK)]
 )
-def test_how_the_cache_gets_into_a_job_is_told(installed, value, state):
+def test_method_of_installation_is_reported(installed, value, state):
     installed(jax="0.10.2")
     told = expect(diagnose(autoload=value), "start", state)
     # Found by its metadata alone, graphstash announces nothing to torch and JAX.

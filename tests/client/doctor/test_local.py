@@ -9,7 +9,7 @@ from graphstash._cli.doctor.local import file_system_of
 from support.doctor import diagnose, expect
 
 
-def test_a_tier_that_cannot_be_written_is_a_failure_with_what_happens_instead(tmp_path):
+def test_unwritable_tier_is_a_failure_naming_the_consequence(tmp_path):
     (tmp_path / "cache").write_text("a file where the directory should be")
     found, advice = "uses a temporary directory instead", "GRAPHSTASH_CACHE_DIR"
     findings = diagnose(cache_dir=tmp_path / "cache")
@@ -22,7 +22,7 @@ def test_a_disk_that_is_smaller_than_the_limit_is_a_warning_with_a_limit_that_fi
     expect(findings, "local tier", State.WARN, found="of 900.0 TiB", advice=advice)
 
 
-def test_what_the_tier_holds_is_added_up_and_stale_files_are_told(tmp_path):
+def test_tier_contents_are_summed_and_stale_files_reported(tmp_path):
     for name, size in (("v1/a/b/c/dd/e", 3072), ("tmp/old", 2048), ("tmp/new", 1024)):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def test_a_tier_of_another_user_is_not_used(tmp_path, monkeypatch):
     expect(diagnose(cache_dir=tmp_path), "local tier", State.FAIL, found=found, advice=advice)
 
 
-def test_the_kernels_list_of_mounts_tells_a_network_disk(tmp_path, monkeypatch):
+def test_network_disk_is_detected_from_mounts(tmp_path, monkeypatch):
     mounts = tmp_path / "mountinfo"
     mounts.write_text(
         "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n"

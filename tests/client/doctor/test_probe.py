@@ -47,7 +47,7 @@ def test_the_probe_imports_a_real_compiler_and_finds_its_hook_in_place(installed
         ),
     ],
 )
-def test_an_import_that_fails_ends_or_never_ends_is_told_with_the_module(
+def test_failing_exiting_or_endless_import_is_reported_with_module(
     installed, code, seconds, state, found
 ):
     site = installed(triton="3.3.0")
@@ -56,7 +56,7 @@ def test_an_import_that_fails_ends_or_never_ends_is_told_with_the_module(
     assert ("the job's import fails too" in told.advice) == (state == State.WARN)
 
 
-def test_a_hook_that_steps_aside_is_told_in_its_own_words(installed):
+def test_inactive_hook_is_reported_with_its_own_message(installed):
     site = installed(triton="4.0.0")
     (site / "triton.py").write_text("__version__ = '4.0.0'")
     findings = probe(site)
@@ -73,13 +73,13 @@ def test_the_write_probe_leaves_nothing_on_the_server(installed, tmp_path, names
     assert answer["leases_held"] == 0
 
 
-def test_the_write_probe_tells_a_token_that_may_only_read(installed, guarded, namespace):
+def test_write_probe_detects_read_only_token(installed, guarded, namespace):
     token = guarded.token(f"read:{namespace}")
     findings = diagnose(guarded.url, token=token, namespace=namespace, probe=True)
     expect(findings, "write probe", State.FAIL, advice="GRAPHSTASH_READ_ONLY=true")
 
 
-def test_the_write_probe_finds_that_a_trusted_namespace_wants_an_exact_grant(
+def test_write_probe_detects_missing_exact_grant_of_trusted_namespace(
     installed, guarded, namespace
 ):
     guarded.set_policy(namespace, trusted=True)

@@ -12,7 +12,7 @@ from support.doctor import altering, diagnose, expect, line
 from support.fault_proxy import Fault, FaultProxy
 
 
-def test_a_name_without_address_is_told_apart_from_a_server_that_is_not_there():
+def test_unresolvable_name_and_absent_server_are_distinguished():
     findings = diagnose("http://cache.invalid:8077")
     found, advice = "cache.invalid has no address", "getent hosts cache.invalid"
     expect(findings, "connection", State.FAIL, found=found, advice=advice)
@@ -50,7 +50,7 @@ def test_connections_that_nobody_accepts_end_in_time_with_advice():
         (Fault.FAILING, "a proxy whose server is down", "start the server behind it"),
     ],
 )
-def test_what_is_not_a_server_is_told_by_what_it_does(server, fault, found, advice):
+def test_other_programs_on_the_port_are_recognized_by_their_answer(server, fault, found, advice):
     with FaultProxy(server.port) as proxy:
         proxy.fault = fault
         seconds = 0.3 if fault in {Fault.SILENT, Fault.DRIP} else 30  # others do answer
@@ -59,7 +59,7 @@ def test_what_is_not_a_server_is_told_by_what_it_does(server, fault, found, advi
     assert line(findings, "token").state == State.SKIPPED
 
 
-def test_a_server_of_another_protocol_is_told_with_both_versions(server):
+def test_other_protocol_version_is_reported_with_both_versions(server):
     with altering(server.url, graphstash_protocol="2") as url:
         findings = diagnose(url)
     found, advice = "speaks protocol 2, this client", "upgrade whichever is older"
@@ -84,7 +84,7 @@ def test_a_redirect_to_https_gives_the_url_to_set(server):
         (3600, State.FAIL, "s behind"),
     ],
 )
-def test_the_clock_is_held_against_the_servers(server, seconds, state, side):
+def test_clock_is_compared_with_the_server(server, seconds, state, side):
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
     with altering(server.url, date=date) as url:
         told = expect(diagnose(url), "clock", state, found=side)
@@ -98,7 +98,7 @@ def test_a_full_store_is_a_warning_because_hits_are_served(tmp_path):
     expect(findings, "readiness", State.WARN, found=found, advice=advice)
 
 
-def test_a_server_whose_store_fails_is_a_failure_with_what_the_server_says(tmp_path):
+def test_failing_store_is_a_failure_with_message_of_server(tmp_path):
     with LiveServer(tmp_path / "data") as broken:
         blobs = tmp_path / "data" / "blobs"
         blobs.rename(tmp_path / "elsewhere")
@@ -110,7 +110,7 @@ def test_a_server_whose_store_fails_is_a_failure_with_what_the_server_says(tmp_p
     expect(findings, "readiness", State.FAIL, found=found, advice=advice)
 
 
-def test_without_a_server_the_doctor_says_what_it_skips():
+def test_skipped_checks_are_listed_without_server():
     findings = diagnose("none")
     expect(findings, "server", State.WARN, advice="graphstash serve")
     for name in ("clock", "token", "trust"):
@@ -118,7 +118,7 @@ def test_without_a_server_the_doctor_says_what_it_skips():
     expect(diagnose(), "clock", State.SKIPPED, found="does not answer")
 
 
-def test_a_socket_that_answers_nobody_is_told_with_its_path(tmp_path):
+def test_dead_socket_is_reported_with_its_path(tmp_path):
     findings = diagnose(f"unix:{tmp_path}/socket")
     told = expect(findings, "connection", State.FAIL, advice="graphstash serve")
     assert f"unix:{tmp_path}/socket" in told.found

@@ -8,7 +8,7 @@ from graphstash_server.settings import Settings
 from support.doctor import diagnose, expect, line
 
 
-def test_settings_are_named_with_where_they_come_from():
+def test_settings_are_listed_with_their_source():
     environ = {"GRAPHSTASH_NAMESPACE": "mine", "GRAPHSTASH_URL": "http://127.0.0.1:9"}
     findings = list(examine(environ, {"url": "http://127.0.0.1:8", "namespace": None}))
     told = line(findings, "settings").found
@@ -30,18 +30,18 @@ def test_settings_are_named_with_where_they_come_from():
         ({"ca_file": "/nowhere/x.pem"}, State.FAIL, "GRAPHSTASH_CA_FILE=/nowhere/x.pem", ""),
     ],
 )
-def test_a_wrong_setting_is_named_with_what_to_do(settings, state, found, advice):
+def test_invalid_setting_is_reported_with_advice(settings, state, found, advice):
     expect(diagnose(**settings), "settings", state, found=found, advice=advice)
 
 
-def test_without_its_settings_nothing_that_needs_them_is_tried():
+def test_invalid_settings_skip_dependent_checks():
     findings = diagnose(wait_seconds="soon")
     found = "GRAPHSTASH_WAIT_SECONDS='soon'"
     told = expect(findings, "settings", State.FAIL, found=found, advice="unset it")
     assert {each.state for each in findings if each is not told} == {State.SKIPPED}
 
 
-def test_no_setting_of_the_server_is_taken_for_a_misspelled_one():
+def test_server_settings_are_not_reported_as_misspelled():
     findings = diagnose(**dict.fromkeys(Settings.model_fields, "1"), url="http://127.0.0.1:9")
     assert not [each for each in findings if "did you mean" in each.advice]
     assert any("GRAPHSTASH_DATABASE_URL" in each.found for each in findings)

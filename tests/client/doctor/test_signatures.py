@@ -36,7 +36,7 @@ def test_sound_keys_pass(keys):
     assert line(findings, "signing key").state == State.OK
 
 
-def test_a_namespace_that_no_trusted_key_counts_in_is_a_failure_under_require(keys):
+def test_namespace_without_trusted_key_is_a_failure_under_require(keys):
     settings = keys(trusted=[keys.own.public_text], namespaces=("other",))
     found, advice = "no key is trusted for namespace 'team'", "graphstash keys trust"
     expect(diagnose(**settings), "signatures", State.FAIL, found=found, advice=advice)
@@ -69,7 +69,7 @@ def test_a_private_key_that_others_may_read_is_a_failure(keys, tmp_path):
     expect(findings, "signing key", State.FAIL, found="chmod 600")
 
 
-def test_trusted_keys_that_are_not_understood_are_a_failure(keys, tmp_path):
+def test_malformed_trusted_keys_are_a_failure(keys, tmp_path):
     settings = keys()
     file = tmp_path / "trusted.json"
     file.write_text("{}}")

@@ -43,7 +43,7 @@ def tls_server(authority, folder, *names, client_ca=None, **terms):
         yield server
 
 
-def test_an_unknown_authority_is_told_with_the_setting_that_names_it(authority, tmp_path, ca_file):
+def test_unknown_authority_is_reported_with_its_setting(authority, tmp_path, ca_file):
     with tls_server(authority, tmp_path) as server:
         unknown = diagnose(server.url)
         known = diagnose(server.url, ca_file=ca_file)
@@ -55,7 +55,7 @@ def test_an_unknown_authority_is_told_with_the_setting_that_names_it(authority, 
     expect(plain, "server", State.FAIL, advice="https://")
 
 
-def test_https_to_a_plain_server_is_told(server):
+def test_https_to_plain_server_is_reported(server):
     findings = diagnose(server.url.replace("http:", "https:"))
     expect(findings, "TLS", State.FAIL, advice="http://")
 
@@ -73,7 +73,7 @@ SOON = NOW + timedelta(days=3, hours=1)
         (-1, SOON - NOW, State.WARN, "expires in 3 days", f"renew it before {SOON:%Y-%m-%d}"),
     ],
 )
-def test_the_time_of_a_certificate_is_told(
+def test_validity_of_certificate_is_reported(
     authority, tmp_path, ca_file, begins, ends, state, found, advice
 ):
     times = {"not_before": NOW + timedelta(days=begins), "not_after": NOW + ends}
@@ -83,17 +83,13 @@ def test_the_time_of_a_certificate_is_told(
     assert any(each.name == "server" for each in findings) == (state == State.WARN)
 
 
-def test_a_certificate_of_another_host_is_told_with_the_name_that_was_asked_for(
-    authority, tmp_path, ca_file
-):
+def test_certificate_of_another_host_is_reported_with_requested_name(authority, tmp_path, ca_file):
     with tls_server(authority, tmp_path, "cache.internal") as server:
         findings = diagnose(server.url, ca_file=ca_file)
     expect(findings, "TLS", State.FAIL, found="127.0.0.1", advice="a name in the certificate")
 
 
-def test_a_server_that_wants_our_certificate_is_told_with_the_settings(
-    authority, tmp_path, ca_file
-):
+def test_required_client_certificate_is_reported_with_settings(authority, tmp_path, ca_file):
     job = tmp_path / "job.pem"
     authority.issue_cert("job").private_key_and_cert_chain_pem.write_to_path(job)
     with tls_server(authority, tmp_path, client_ca=ca_file) as server:
@@ -103,13 +99,13 @@ def test_a_server_that_wants_our_certificate_is_told_with_the_settings(
     assert line(shown, "server").state == State.OK
 
 
-def test_a_proxy_that_wants_our_certificate_is_told_by_its_words(server):
+def test_client_certificate_required_by_proxy_is_recognized(server):
     body = b"<center>No required SSL certificate was sent</center><hr><center>nginx</center>"
     with altering(server.url, 400, body, graphstash_protocol=None) as url:
         expect(diagnose(url), "TLS", State.FAIL, advice="GRAPHSTASH_CLIENT_CERT")
 
 
-def test_a_refused_handshake_is_told_with_the_setting_for_our_certificate(authority, ca_file):
+def test_refused_handshake_is_reported_with_certificate_setting(authority, ca_file):
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca_file)
     context.verify_mode = ssl.CERT_REQUIRED
     authority.issue_cert("127.0.0.1").configure_cert(context)

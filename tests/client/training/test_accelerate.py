@@ -76,7 +76,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
-def test_the_losses_are_those_of_torchs_adamw(accelerate, settings):
+def test_losses_equal_torchs_adamw(accelerate, settings):
     ours = Loop(accelerate, **settings)
     losses = ours.run(STEPS)
 
@@ -90,7 +90,7 @@ def test_the_losses_are_those_of_torchs_adamw(accelerate, settings):
 
 
 @pytest.mark.parametrize("when", [None, "backward", "forward"])
-def test_a_loaded_state_goes_on_to_the_same_bits(accelerate, when, tmp_path):
+def test_loaded_state_resumes_to_the_same_bits(accelerate, when, tmp_path):
     whole = Loop(accelerate, when=when)
     whole.run(3)
     whole.accelerator.save_state(tmp_path / "state")
@@ -118,7 +118,7 @@ def test_a_fused_backward_ends_at_the_same_bits(accelerate):
     assert is_same(fused.states(), alone.states())
 
 
-def test_backward_fusion_refuses_what_accelerate_does_after_backward(accelerate):
+def test_backward_fusion_refuses_gradient_uses_of_accelerate(accelerate):
     for settings in ({"clip": 0.5}, {"accumulate": 2}):
         loop = Loop(accelerate, when="backward", **settings)
         with pytest.raises(training.FusionError, match='use when="forward"'):
@@ -126,7 +126,7 @@ def test_backward_fusion_refuses_what_accelerate_does_after_backward(accelerate)
 
 
 @pytest.mark.parametrize("settings", [{}, {"when": "forward"}], ids=["alone", "fused"])
-def test_the_host_reads_nothing(accelerate, settings):
+def test_no_step_reads_the_device(accelerate, settings):
     loop = Loop(accelerate, precision="bf16", accumulate=2, clip=0.5, **settings)
     loop.run(2)
     with Reads() as reads:

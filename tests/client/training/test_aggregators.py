@@ -36,19 +36,19 @@ def count(is_extended):
 
 
 @pytest.mark.parametrize("settings", [{}, {"payload_bytes": 1_452, "slots": 3}], ids=str)
-def test_sums_are_those_of_a_dense_all_reduce_and_cost_what_the_formula_says(run, count, settings):
+def test_sums_equal_dense_all_reduce_and_bytes_equal_formula(run, count, settings):
     run("sums", count=count, **settings)
 
 
-def test_sums_over_ipv6_are_those_of_a_dense_all_reduce(run):
+def test_sums_over_ipv6_equal_dense_all_reduce(run):
     run("sums_on_ipv6", count=6)
 
 
-def test_datagrams_that_are_lost_doubled_or_late_change_no_bit_and_are_sent_again(run, count):
+def test_lost_duplicated_and_late_datagrams_change_no_bit(run, count):
     assert sum(run("lossy", count=count)) > 10
 
 
-def test_what_strangers_send_changes_no_bit(run):
+def test_datagrams_of_strangers_change_no_bit(run):
     run("hostile", count=4)
 
 
@@ -89,7 +89,7 @@ MISTAKES = {
 }
 
 
-def test_mistakes_are_told_on_every_rank(run, tmp_path):
+def test_mistakes_are_reported_on_every_rank(run, tmp_path):
     reports = run("mistakes", directory=tmp_path)
     for told in reports:
         for name, text in MISTAKES.items():
@@ -105,7 +105,7 @@ def test_mistakes_are_told_on_every_rank(run, tmp_path):
     assert "over the ranks [0], and this state over [0, 1, 2]" in reports[0]["other ranks"]
 
 
-def test_what_goes_wrong_on_one_rank_is_told_on_all(run):
+def test_failure_on_one_rank_is_reported_on_all(run):
     texts = {
         "speaks first": "rank 2: the aggregator process did not start: its first line is b'-P -m",
         "no thread": "rank 2 has given up: RuntimeError can't start new thread",
@@ -222,7 +222,7 @@ def test_a_killed_rank_of_dedicated_aggregators_ends_the_others_within_the_bound
     [(True, "aggregator 0 has been started anew"), (False, "an aggregator was stopped")],
     ids=["started anew", "stopped"],
 )
-def test_a_dedicated_aggregator_that_does_not_stay_ends_all_ranks_with_the_cause(
+def test_dedicated_aggregator_that_exits_ends_all_ranks_with_cause(
     broken, secret, tmp_path, anew, text
 ):
     with (
@@ -243,7 +243,7 @@ def test_a_dedicated_aggregator_that_does_not_stay_ends_all_ranks_with_the_cause
 
 
 @pytest.mark.extended
-def test_a_job_that_is_suspended_goes_on(broken, tmp_path):
+def test_suspended_job_continues(broken, tmp_path):
     with broken("suspended") as ranks:
         until(lambda: are_going(tmp_path))
         everybody = ranks.pids + children(tmp_path)
@@ -275,7 +275,7 @@ def _switches(process):
     return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
 
 
-def test_a_dedicated_aggregator_with_64_sessions_says_so(secret):
+def test_dedicated_aggregator_refuses_more_than_64_sessions(secret):
     with dedicated(secret) as (_, address), socket.socket(type=socket.SOCK_DGRAM) as at:
         at.settimeout(100)
         at.connect(sockets.parsed(address))
@@ -287,7 +287,7 @@ def test_a_dedicated_aggregator_with_64_sessions_says_so(secret):
     assert answer.text.startswith("aggregator 0 has 64 sessions, and takes no more: wait until")
 
 
-def test_a_session_that_is_over_is_not_begun_again(secret):
+def test_finished_session_is_not_restarted(secret):
     """Or 64 recorded ones would keep all others out."""
     with dedicated(secret) as (_, address), socket.socket(type=socket.SOCK_DGRAM) as at:
         at.settimeout(100)
@@ -305,7 +305,7 @@ def test_a_session_that_is_over_is_not_begun_again(secret):
         assert answer(begin).text == "aggregator 0 has ended that aggregation session"
 
 
-def test_an_aggregator_without_a_secret_or_an_address_says_what_is_missing(tmp_path):
+def test_aggregator_names_missing_secret_or_address(tmp_path):
     command = [sys.executable, "-m", MODULE, "--listen", "127.0.0.1:0"]
     missing = subprocess.run([*command], capture_output=True, text=True, check=False)
     assert missing.returncode == 2
@@ -322,7 +322,7 @@ def test_an_aggregator_imports_no_torch():
     assert found.stdout == b"False\n"
 
 
-def test_a_rank_s_aggregator_imports_nothing_of_the_job_s_folder(tmp_path, monkeypatch):
+def test_colocated_aggregator_imports_nothing_from_folder_of_the_job(tmp_path, monkeypatch):
     (tmp_path / "numpy.py").write_text("raise RuntimeError('a file of the job')")
     monkeypatch.chdir(tmp_path)
     aggregator = ColocatedAggregator("127.0.0.1", rank=0)

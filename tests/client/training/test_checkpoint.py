@@ -36,7 +36,7 @@ class Color(IntEnum):
     RED = 3
 
 
-def test_what_was_saved_is_loaded(tmp_path):
+def test_saved_state_is_loaded(tmp_path):
     state = {
         "weights": torch.randn(3, 4),
         "parameter": nn.Parameter(torch.randn(2)),
@@ -80,7 +80,7 @@ def test_the_next_step_does_not_change_what_is_saved(tmp_path):
         assert torch.equal(checkpoints.load().state["weights"], weights)
 
 
-def test_tensors_that_are_one_are_written_once(tmp_path):
+def test_shared_tensors_are_written_once(tmp_path):
     tied = torch.randn(100_000)
     with Checkpoints(tmp_path) as checkpoints:
         path = checkpoints.save(1, {"in": tied, "out": tied.detach(), "head": tied[:10]}).result()
@@ -90,18 +90,18 @@ def test_tensors_that_are_one_are_written_once(tmp_path):
     assert torch.equal(state["head"], tied[:10])
 
 
-def test_a_view_brings_only_itself(tmp_path):
+def test_view_is_saved_without_its_base(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         path = checkpoints.save(1, {"row": torch.randn(1000, 1000)[3]}).result()
     assert path.stat().st_size < 10_000
 
 
-def test_where_there_is_none_nothing_is_loaded(tmp_path):
+def test_nothing_is_loaded_without_checkpoint(tmp_path):
     with Checkpoints(tmp_path / "new" / "directory") as checkpoints:
         assert checkpoints.load() is None
 
 
-def test_the_newest_stay(tmp_path):
+def test_newest_checkpoints_are_kept(tmp_path):
     with saved(tmp_path, 1, 5, 10, 100_000_000, keep=2) as checkpoints:
         assert checkpoints.load().step == 100_000_000
     assert names(tmp_path) == ["step-00000010.pt", "step-100000000.pt"]
@@ -118,7 +118,7 @@ def test_other_files_are_left_alone(tmp_path):
     assert all((tmp_path / name).read_text() == "mine" for name in others)
 
 
-def test_a_step_can_be_saved_again(tmp_path):
+def test_step_can_be_saved_twice(tmp_path):
     with saved(tmp_path, 1, 1) as checkpoints:
         assert checkpoints.load().step == 1
     assert names(tmp_path) == ["step-00000001.pt"]
@@ -177,7 +177,7 @@ def make_it_a_directory(path):
         make_it_a_directory,
     ],
 )
-def test_a_damaged_one_is_passed_over_and_named(tmp_path, caplog, damage):
+def test_damaged_checkpoint_is_skipped_and_named(tmp_path, caplog, damage):
     with saved(tmp_path, 1, 2) as checkpoints:
         damage(tmp_path / "step-00000002.pt")
         loaded = checkpoints.load()
@@ -186,7 +186,7 @@ def test_a_damaged_one_is_passed_over_and_named(tmp_path, caplog, damage):
     assert str(tmp_path / "step-00000002.pt") in caplog.text
 
 
-def test_where_all_are_damaged_training_does_not_begin_anew(tmp_path):
+def test_training_does_not_restart_if_all_checkpoints_are_damaged(tmp_path):
     with saved(tmp_path, 1, 2) as checkpoints:
         for path in tmp_path.iterdir():
             truncate(path)
@@ -194,7 +194,7 @@ def test_where_all_are_damaged_training_does_not_begin_anew(tmp_path):
             checkpoints.load()
 
 
-def test_what_is_saved_after_a_damaged_one_stays(tmp_path):
+def test_checkpoints_saved_after_a_damaged_one_are_kept(tmp_path):
     with saved(tmp_path, 1, 3, keep=1) as checkpoints:
         truncate(tmp_path / "step-00000003.pt")
         checkpoints.save(2, {}).result()
@@ -209,7 +209,7 @@ class Code:
         return Path.touch, (self.path,)
 
 
-def test_no_code_of_a_checkpoint_is_run(tmp_path):
+def test_loading_runs_no_code_of_checkpoint(tmp_path):
     proof = tmp_path / "proof"
     with saved(tmp_path, 1) as checkpoints:
         torch.save({"format": 1, "step": 2, "state": Code(proof)}, tmp_path / "step-00000002.pt")
@@ -229,7 +229,7 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path):
         ({"a": {torch.zeros(1): 1}}, "is a tensor: use a string"),
     ],
 )
-def test_what_would_need_code_to_load_is_refused_by_its_place(tmp_path, state, message):
+def test_state_that_needs_code_to_load_is_refused_by_its_path(tmp_path, state, message):
     with Checkpoints(tmp_path) as checkpoints, pytest.raises(GraphstashError, match=message):
         checkpoints.save(1, state)
     assert names(tmp_path) == []
@@ -248,7 +248,7 @@ def test_arguments_out_of_range_are_refused(tmp_path):
         checkpoints.save(-1, {})
 
 
-def test_there_is_one_copy_at_a_time(tmp_path, monkeypatch):
+def test_one_copy_is_in_memory_at_a_time(tmp_path, monkeypatch):
     events = []
 
     def copy(state):
@@ -308,7 +308,7 @@ def test_a_full_disk_does_not_hide_why_training_failed(tmp_path):
     assert "step-00000002.pt could not be written" in raised.value.__notes__[0]
 
 
-def test_what_was_saved_before_training_failed_is_written(tmp_path):
+def test_checkpoint_saved_before_failure_is_written(tmp_path):
     def train():
         with Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(2, {"weights": torch.randn(1_000_000)})
@@ -320,7 +320,7 @@ def test_what_was_saved_before_training_failed_is_written(tmp_path):
         assert checkpoints.load().step == 2
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):
+def test_leftovers_of_killed_process_are_removed_and_live_files_kept(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         temporary, file = checkpoint._create(tmp_path / "step-00000001.pt")
         with file:
@@ -330,7 +330,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not
     assert names(tmp_path) == []
 
 
-def test_a_file_taken_for_a_leftover_before_it_was_locked_is_made_again(tmp_path, monkeypatch):
+def test_file_removed_before_it_was_locked_is_created_again(tmp_path, monkeypatch):
     taken = []
 
     def flock(file, operation):
@@ -394,7 +394,7 @@ def test_killed_at_any_moment_the_newest_checkpoint_is_complete(tmp_path, is_ext
 
 
 @pytest.mark.extended
-def test_torch_xla_copies_all_in_one_transfer_and_goes_on_to_the_same_bits(jobs, tmp_path):
+def test_torch_xla_copies_state_in_one_transfer_and_resumes_to_the_bit(jobs, tmp_path):
     new, resumed = (
         jobs.start(
             tmp_path / start,

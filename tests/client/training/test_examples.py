@@ -39,7 +39,7 @@ def train_digits(monkeypatch, tmp_path):
     "optimizer",
     ["SGD", *(pytest.param(name, marks=pytest.mark.extended) for name in ("Adam", "AdamW"))],
 )
-def test_every_loop_learns_the_digits_and_goes_the_same_way(train_digits, optimizer):
+def test_every_loop_learns_the_digits_with_equal_losses(train_digits, optimizer):
     options = ("--optimizer", optimizer, "--steps", "200", "--log-every", "10")
     reports = {arm: train_digits("--loop", arm, *options) for arm in ("plain", "best", "ours")}
     for report in reports.values():
@@ -58,7 +58,7 @@ def test_half_precision_learns_the_digits(train_digits, precision):
 
 
 @pytest.mark.extended
-def test_the_default_run_reads_above_97_percent_of_the_test_images_rightly(train_digits):
+def test_default_run_classifies_97_percent_of_test_images(train_digits):
     assert train_digits()["accuracy"] > 0.97
 
 
@@ -76,7 +76,7 @@ def test_a_traced_loop_learns_the_digits(train_digits, tmp_path):
 
 
 @pytest.mark.extended
-def test_the_loops_go_the_same_way_on_torch_xla_and_only_the_plain_one_reads(jobs, tmp_path):
+def test_loops_have_equal_losses_on_torch_xla_and_only_the_plain_one_reads(jobs, tmp_path):
     options = case_arguments("examples:on_torch_xla")
     report = jobs.start(tmp_path, *options, script=RUN_CASE, under="").finish().report
     for example in ("digits", "gpt"):

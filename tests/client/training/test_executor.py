@@ -61,7 +61,7 @@ def fail(error):
     raise error
 
 
-def test_a_submission_gives_its_result(device):
+def test_submission_returns_its_result(device):
     assert device.submit(divmod, 7, 2).result() == (3, 1)
     assert device.submit(int, "ff", base=16).result() == 255
 
@@ -85,7 +85,7 @@ def test_the_host_works_while_a_submission_runs(device):
     assert running.result() == ()
 
 
-def test_what_does_not_fit_waits(device):
+def test_submission_waits_for_a_free_slot(device):
     held = Held()
     device.submit(held)
     device.submit(int)
@@ -107,12 +107,12 @@ def test_no_more_than_depth_are_unfinished(depth):
             assert sum(not future.done() for future in futures) <= depth
 
 
-def test_a_depth_without_room_for_a_step_is_refused():
+def test_depth_below_one_step_is_refused():
     with pytest.raises(GraphstashError, match=r"depth must be at least 1 \(got 0\)"):
         DeviceExecutor(depth=0)
 
 
-def test_futures_stand_for_their_results(device):
+def test_futures_as_arguments_are_resolved(device):
     one, two = device.submit(int, 1), device.submit(int, 2)
     nested = {"list": [one, (two, 3)], "pair": Pair(one, two), "text": "four"}
     assert device.submit(lambda *, value: value, value=nested).result() == {
@@ -137,7 +137,7 @@ def test_futures_of_another_executor_are_waited_for(device):
         assert doubled.result() == (4, 4)
 
 
-def test_waiting_for_a_result_ends_after_its_time(device):
+def test_wait_for_result_ends_at_its_timeout(device):
     held = Held()
     future = device.submit(held)
     with pytest.raises(TimeoutError):
@@ -164,7 +164,7 @@ def test_a_failure_is_raised_at_its_result_and_stops_the_run():
     assert seen == []
 
 
-def test_a_submitter_that_waits_for_room_is_told_of_a_failure():
+def test_submitter_waiting_for_a_slot_raises_the_failure():
     held = Held()
     device = DeviceExecutor(depth=1)
     device.submit(lambda: (held(), fail(ValueError("while you waited"))))
@@ -176,7 +176,7 @@ def test_a_submitter_that_waits_for_room_is_told_of_a_failure():
     device.close()
 
 
-def test_a_failure_reaches_what_depends_on_it_in_another_executor():
+def test_failure_reaches_dependents_in_another_executor():
     error = ValueError("no batch")
     loader = DeviceExecutor("loader")
     with DeviceExecutor("device") as device:
@@ -185,7 +185,7 @@ def test_a_failure_reaches_what_depends_on_it_in_another_executor():
     loader.close()
 
 
-def test_close_raises_a_failure_that_nobody_has_read():
+def test_close_raises_unread_failure():
     device = DeviceExecutor()
     device.submit(fail, ValueError("unread"))
     with pytest.raises(ValueError, match="unread"):
@@ -193,7 +193,7 @@ def test_close_raises_a_failure_that_nobody_has_read():
     device.close()
 
 
-def test_the_body_s_own_exception_goes_on_with_a_note_of_the_failure():
+def test_exception_of_body_is_raised_with_note_of_failure():
     held = Held()
 
     def body():
@@ -208,7 +208,7 @@ def test_the_body_s_own_exception_goes_on_with_a_note_of_the_failure():
     assert not threads_of("noted")
 
 
-def test_an_exception_in_the_body_drops_what_has_not_begun():
+def test_exception_in_body_drops_pending_submissions():
     held, seen = Held(), []
 
     def body():
@@ -236,7 +236,7 @@ def test_close_drains_and_leaves_no_thread():
     assert not threads_of("draining")
 
 
-def test_close_with_cancel_drops_what_has_not_begun():
+def test_close_with_cancel_drops_pending_submissions():
     held, seen = Held(), []
     device = DeviceExecutor(depth=2)
     running, queued = device.submit(held), device.submit(seen.append, 1)
@@ -259,7 +259,7 @@ def test_an_executor_that_was_never_used_closes():
     DeviceExecutor().close()
 
 
-def test_what_would_wait_for_itself_is_refused(device):
+def test_submission_that_waits_for_itself_is_refused(device):
     def wait_for_a_later_one():
         assert submitted.wait(SECONDS)
         return later[0].exception()
@@ -314,7 +314,7 @@ def test_after_ctrl_c_the_executor_closes(waits_in, one_interrupt):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_closes_and_is_told_to_make_its_own():
+def test_forked_child_may_close_and_is_refused_to_submit():
     held = Held()
     device = DeviceExecutor(depth=2)
     pending = [device.submit(held), device.submit(int)]
@@ -343,7 +343,7 @@ def run_script(body):
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
 
 
-def test_a_job_that_forgets_close_ends_after_its_last_step():
+def test_job_without_close_ends_after_its_last_step():
     done = run_script("""
 import atexit, threading, time
 
@@ -369,7 +369,7 @@ def test_a_failure_that_is_never_read_is_logged_at_exit():
     assert "ZeroDivisionError" in done.stderr
 
 
-def test_where_no_thread_can_be_had_nothing_is_submitted(monkeypatch):
+def test_nothing_is_submitted_if_no_thread_starts(monkeypatch):
     def no_thread(_):
         raise RuntimeError("can't start new thread")
 
@@ -393,7 +393,7 @@ def test_a_result_lives_as_long_as_its_future(device):
     assert result() is None
 
 
-def test_arguments_are_let_go_before_a_submission_is_done(device):
+def test_arguments_are_released_before_a_submission_is_done(device):
     argument = Thing()
     watched = weakref.ref(argument)
     future = device.submit(lambda _: None, argument)
@@ -420,7 +420,7 @@ def test_the_number_of_live_inputs_is_bounded_by_the_depth(depth):
     assert len(alive) == 0
 
 
-def test_an_executor_keeps_nothing_of_what_was_dropped_behind_a_failure():
+def test_executor_releases_submissions_dropped_after_failure():
     held = Held()
     device = DeviceExecutor(depth=3)
     device.submit(held)

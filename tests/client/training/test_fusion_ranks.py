@@ -28,12 +28,12 @@ def run(request, ranks):
 
 
 @pytest.mark.parametrize(("when", "optimizer", "settings", "steps"), REPLICATED)
-def test_fused_ddp_ends_where_the_optimizer_alone_ends(run, when, optimizer, settings, steps):
+def test_fused_ddp_equals_optimizer_alone(run, when, optimizer, settings, steps):
     run("replicated", when=when, optimizer=optimizer, settings=settings, steps=steps)
 
 
 @pytest.mark.parametrize(("optimizer", "steps"), SHARDED)
-def test_fused_fsdp_ends_where_the_optimizer_alone_ends(run, optimizer, steps):
+def test_fused_fsdp_equals_optimizer_alone(run, optimizer, steps):
     run("sharded", optimizer=optimizer, steps=steps)
 
 
@@ -67,7 +67,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_not_be_exact_is_refused_in_every_process(run, name):
+def test_inexact_fusion_is_refused_in_every_process(run, name):
     for told in run("refusal", name=name):
         assert told.startswith("FusionError: ")
         assert re.search(REFUSED[name], told)

@@ -92,7 +92,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
-def test_the_losses_are_those_of_torchs_adamw(trainer, settings):
+def test_losses_equal_torchs_adamw(trainer, settings):
     ours, theirs = trainer(**settings), trainer(torchs, **settings)
     losses, _ = train(ours)
     assert losses == pytest.approx(train(theirs)[0], rel=1e-4)
@@ -103,7 +103,7 @@ def test_the_losses_are_those_of_torchs_adamw(trainer, settings):
 
 @pytest.mark.parametrize("make", [adamw, muon])
 @pytest.mark.parametrize("when", [None, "forward"])
-def test_a_run_that_is_resumed_ends_at_the_same_bits(trainer, make, when):
+def test_resumed_run_ends_at_the_same_bits(trainer, make, when):
     whole = trainer(make, save_strategy="steps", save_steps=3)
     ended = train(whole, when)
     checkpoint = f"{whole.args.output_dir}/checkpoint-3"
@@ -139,7 +139,7 @@ def test_a_fused_forward_ends_at_the_same_bits(trainer):
         ("forward", {"torch_compile": True}, r"compiled by torch\.compile"),
     ],
 )
-def test_what_fusion_cannot_do_in_the_trainer_is_refused(trainer, when, settings, reason):
+def test_unsupported_fusion_in_trainer_is_refused(trainer, when, settings, reason):
     if "torch_compile" in settings:
         settings = settings | {"torch_compile_backend": "aot_eager"}
     trained = trainer(**settings)
@@ -149,7 +149,7 @@ def test_what_fusion_cannot_do_in_the_trainer_is_refused(trainer, when, settings
     assert is_same(states(trained.model, trained.optimizer), before)
 
 
-def test_the_trainer_makes_the_optimizer_that_it_is_told(trainer):
+def test_trainer_creates_requested_optimizer(trainer):
     ours = trainer(factory=(training.AdamW, {"lr": 0.01, "fused": False}))
     theirs = trainer(factory=(torch.optim.AdamW, {"lr": 0.01}))
     for each in (ours, theirs):
@@ -172,7 +172,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)  # reads nothing
 
 
-def test_the_optimizer_adds_no_read_of_the_device(trainer):
+def test_optimizer_adds_no_device_read(trainer):
     """The model reads one, of its attention mask; the Trainer reads where it logs."""
     settings = {"logging_steps": 100, "logging_nan_inf_filter": False}
     least = reads_of(trainer(sgd, **settings))

@@ -116,7 +116,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
-def test_the_losses_are_those_of_torchs_adamw(fit, settings):
+def test_losses_equal_torchs_adamw(fit, settings):
     ours, theirs = fit(**settings), fit(**settings | {"make": torch.optim.AdamW})
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-5, atol=1e-6)
     assert len(set(map(float, ours.losses))) == 2 * BATCHES
@@ -140,13 +140,13 @@ def test_a_fused_backward_ends_at_the_same_bits(fit, settings):
 
 
 @pytest.mark.parametrize("name", ["clipped", "accumulated", "manual"])
-def test_backward_fusion_refuses_what_lightning_does_after_backward(fit, name):
+def test_backward_fusion_refuses_gradient_uses_of_lightning(fit, name):
     with pytest.raises(training.FusionError, match='use when="forward"'):
         fit(when="backward", **SETTINGS[name])
 
 
 @pytest.mark.parametrize("when", [None, "backward", "forward"])
-def test_a_run_that_is_resumed_ends_at_the_same_bits(fit, when, tmp_path):
+def test_resumed_run_ends_at_the_same_bits(fit, when, tmp_path):
     whole = fit(when=when)
     fit(when=when, epochs=1, save=tmp_path / "last.ckpt")
     resumed = fit(when=when, start=tmp_path / "last.ckpt")
@@ -225,7 +225,7 @@ class FabricLoop:
 
 
 @pytest.mark.parametrize("when", [None, "backward", "forward"])
-def test_fabric_trains_as_with_torchs_adamw_and_resumes_to_the_same_bits(lightning, when, tmp_path):
+def test_fabric_trains_as_torchs_adamw_and_resumes_to_the_bit(lightning, when, tmp_path):
     def make(*args, **options):
         return training.AdamW(*args, amp_scaling=False, **options)
 

@@ -92,7 +92,7 @@ def test_one_step_changes_every_element_in_every_size_and_dtype(optimizer_class)
         )
     ),
 )
-def test_a_kernel_that_computes_something_else_is_not_used(name, fault, monkeypatch):
+def test_kernel_with_wrong_result_is_not_used(name, fault, monkeypatch):
     optimizer_class, reference_class, _ = OPTIMIZERS[name]
     calls = []
 
@@ -118,7 +118,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(name, fault, monkeypa
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_kernel_is_tried_once_for_each_case(monkeypatch):
+def test_kernel_is_checked_once_for_each_case(monkeypatch):
     tried = []
     check = cohort.computes_the_same
 

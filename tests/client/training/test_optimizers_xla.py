@@ -43,10 +43,10 @@ def errors(jobs, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_is_torchs_with_bad_steps_left_out_in_one_graph(errors, name):
+def test_run_equals_torch_with_skipped_steps_in_one_graph(errors, name):
     assert not errors[name], errors[name]
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_what_the_optimizers_promise_holds_on_torch_xla(errors, check):
+def test_optimizer_guarantees_hold_on_torch_xla(errors, check):
     assert not errors[check], errors[check]

@@ -17,7 +17,7 @@ def reports(ranks):
     return [*ranks(2).run("parallel:on_gloo"), *ranks(1).run("parallel:on_gloo")]
 
 
-def test_processes_know_their_place_and_a_group_of_one_is_one_process(reports):
+def test_processes_have_ranks_and_group_of_one_is_one_process(reports):
     assert [report["rank"] for report in reports] == [[0, 2, True], [1, 2, False], [0, 1, True]]
     kinds = [report["kind"] for report in reports]
     assert kinds == ["DistributedTorch", "DistributedTorch", "Parallel"]
@@ -32,7 +32,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(reports, how):
     assert first["scales"] == one["scales"]
 
 
-def test_processes_tell_each_other_values_and_that_they_disagree(reports):
+def test_processes_share_values_and_detect_disagreement(reports):
     first, second, one = reports
     assert first["gathered"] == second["gathered"] == [{"rank": 0}, {"rank": 1}]
     assert one["gathered"] == [{"rank": 0}]
@@ -41,7 +41,7 @@ def test_processes_tell_each_other_values_and_that_they_disagree(reports):
     assert one["error"] == ""
 
 
-def test_one_process_is_on_its_own():
+def test_single_process_reduces_nothing():
     parallel = Parallel.current(CPU)
     model = nn.Linear(2, 1)
     assert parallel.wrap(model) is model
@@ -54,7 +54,7 @@ def test_one_process_is_on_its_own():
     assert parallel.gather("x") == ["x"]
 
 
-def test_processes_of_torchrun_that_do_not_know_each_other_are_refused(monkeypatch):
+def test_processes_of_torchrun_without_group_are_refused(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(GraphstashError, match=r"torchrun .* call torch.distributed.init_process"):
         Parallel.current(CPU)

@@ -16,7 +16,7 @@ HOOKS = [
 ]
 
 
-def test_sums_are_torchs_on_every_rank_and_cost_the_blocks_of_the_union(ranks, is_extended):
+def test_sums_equal_torch_on_every_rank_and_send_union_of_blocks(ranks, is_extended):
     ranks(3).run("reduce:sums", count=160 if is_extended else 40)
 
 
@@ -39,7 +39,7 @@ DISAGREEMENTS = {
 }
 
 
-def test_ranks_that_differ_are_all_told(ranks):
+def test_all_ranks_report_differing_arguments(ranks):
     first, *others = ranks(3).run("reduce:disagreements")
     assert others == [first, first]
     for name, texts in DISAGREEMENTS.items():
@@ -58,11 +58,11 @@ def test_mistakes_with_groups_and_models_are_named(ranks):
             assert ranks_differ in told["some ranks"]
 
 
-def test_what_thresholding_holds_back_is_in_checkpoints(ranks):
+def test_held_back_gradients_are_in_checkpoints(ranks):
     ranks(3).run("reduce:held_back")
 
 
-def test_train_goes_on_with_the_hook_from_a_checkpoint(ranks, tmp_path):
+def test_train_resumes_from_checkpoint_with_the_hook(ranks, tmp_path):
     ranks(3).run("reduce:resumed", directory=tmp_path)
 
 
@@ -81,7 +81,7 @@ def test_a_killed_rank_ends_all_others_with_an_error(jobs, tmp_path):
     ],
     ids=["one process", "a loss scale and thresholding"],
 )
-def test_reduction_that_cannot_work_is_refused(options, message):
+def test_invalid_reduction_is_refused(options, message):
     state, model = object.__new__(SparseState), nn.Linear(2, 1)
     state._thresholding = Thresholding(model) if options else None
     optimizer = training.SGD(model.parameters(), lr=0.1)

@@ -63,7 +63,7 @@ def bench(folder, *options, **environment):
 
 @needs_namespaces
 @pytest.mark.extended
-def test_the_smallest_cell_is_measured_on_links_and_all_bytes_are_the_formulas(tmp_path):
+def test_smallest_cell_on_shaped_links_sends_bytes_of_the_formula(tmp_path):
     report, _ = bench(tmp_path)
     assert report["links"] == "network namespaces"
     sums, training = report["parts"].values()
@@ -83,7 +83,7 @@ def test_the_smallest_cell_is_measured_on_links_and_all_bytes_are_the_formulas(t
 
 
 @pytest.mark.extended
-def test_without_namespaces_the_benchmark_says_so_and_counts_bytes_on_loopback(tmp_path):
+def test_benchmark_without_namespaces_counts_bytes_on_loopback(tmp_path):
     path = tmp_path / "bin"
     path.mkdir()
     (path / "setpriv").symlink_to(shutil.which("setpriv"))  # and no `ip`

@@ -15,7 +15,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "scaled", "clip"), CASES)
-def test_shards_are_updated_and_left_alone_as_whole_parameters(ranks, name, scaled, clip):
+def test_sharded_updates_and_skips_equal_whole_parameters(ranks, name, scaled, clip):
     ranks(2).run("sharded:updates_as_whole", name=name, scaled=scaled, clip=clip)
 
 
@@ -35,7 +35,7 @@ REFUSED = {
 }
 
 
-def test_shards_are_refused_by_what_needs_whole_tensors(ranks, tmp_path, is_extended):
+def test_optimizers_of_whole_tensors_refuse_shards(ranks, tmp_path, is_extended):
     names = REFUSED.keys() - {"Checkpoints", "" if is_extended else "Adam8bit"}  # imports torchao
     for told in ranks(2).run("sharded:refusals", directory=tmp_path, names=sorted(names)):
         assert told.keys() == names | {"Checkpoints"}

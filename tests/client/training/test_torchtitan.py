@@ -154,7 +154,7 @@ def ends(loop):
     return [loop.state()[name].state_dict() for name in ("model", "optimizer")]
 
 
-def test_the_losses_are_those_of_torchs_adamw():
+def test_losses_equal_torchs_adamw():
     ours, theirs = Loop(adamw), Loop(torchs)
     losses = ours.run(0, STEPS)
     torch.testing.assert_close(losses, theirs.run(0, STEPS), rtol=1e-5, atol=1e-6)
@@ -193,7 +193,7 @@ def test_no_step_reads_the_device(when):
 
 
 @pytest.mark.parametrize(("old", "new"), [(torchs, adamw), (adamw, torchs)], ids=["from", "to"])
-def test_a_distributed_checkpoint_of_torchs_adamw_goes_on_and_back(old, new, tmp_path):
+def test_distributed_checkpoint_is_exchanged_with_torchs_adamw(old, new, tmp_path):
     """Options that only one of the two has stay as they are."""
     before, after = Loop(old), Loop(new)
     before.run(0, 3)

@@ -31,17 +31,17 @@ def errors(jobs, tmp_path_factory):
 
 
 @pytest.mark.parametrize("check", TRACED)
-def test_a_traced_step_trains_as_step_by_step(errors, check):
+def test_traced_steps_train_as_lazy_steps(errors, check):
     assert not errors[check], errors[check]
 
 
 @pytest.mark.parametrize("check", REFUSED)
-def test_what_cannot_be_frozen_is_refused_with_the_reason_and_trained_as_it_is(errors, check):
+def test_unfreezable_step_is_refused_with_reason_and_runs_lazily(errors, check):
     assert not errors[check], errors[check]
 
 
 @pytest.mark.parametrize("look_up", ["exact", "hint"])
-def test_what_one_host_has_traced_another_does_not_compile(
+def test_step_traced_on_one_host_is_not_compiled_on_another(
     jobs, server, namespace, tmp_path, look_up
 ):
     settings = {"url": server.url, "namespace": namespace, "torch_xla_mode": look_up}

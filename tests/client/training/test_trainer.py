@@ -57,7 +57,7 @@ def run(steps=5, *, loss=mse, seed=0, of=None, **options):
     return training.train(model, optimizer, data, steps=steps, loss=loss, **options), model
 
 
-def test_it_makes_the_steps_of_a_plain_loop():
+def test_train_makes_the_steps_of_a_plain_loop():
     result, model = run(15)
     plain_model, optimizer, data = problem()
     losses = []
@@ -84,7 +84,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("how", FUSED)
-def test_fused_updates_are_those_of_the_optimizer_alone(how, tmp_path):
+def test_fused_updates_equal_optimizer_alone(how, tmp_path):
     def trained(steps, directory, fuse):
         model, optimizer, data = problem()
         result, _ = run(
@@ -107,7 +107,7 @@ def test_fused_updates_are_those_of_the_optimizer_alone(how, tmp_path):
     assert (first + losses, weights) == (alone[0], alone[2])
 
 
-def test_a_step_whose_updates_were_made_in_part_is_not_saved(tmp_path, monkeypatch):
+def test_partially_updated_step_is_not_saved(tmp_path, monkeypatch):
     def trained(directory):
         options = {"log_every": 3, "fuse": "forward", "checkpoint_every": 3}
         return run(10, checkpoints=tmp_path / directory, **options)[0]
@@ -132,7 +132,7 @@ def test_a_step_whose_updates_were_made_in_part_is_not_saved(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("fuse", [None, *FUSED])
-def test_the_last_log_sees_all_updates(fuse):
+def test_last_log_includes_all_updates(fuse):
     seen, of = [], problem()
 
     class Look(training.Callback):
@@ -172,18 +172,18 @@ def test_weights_that_a_callback_averages_after_each_step_are_the_newest(fuse):
         ({"fuse": "backward", "precision": "fp16"}, "fp16 would wait for"),
     ],
 )
-def test_a_fusion_that_would_not_be_exact_is_refused(options, message):
+def test_inexact_fusion_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         run(1, **options)
 
 
-def test_a_model_that_cannot_be_fused_is_refused_with_the_reason():
+def test_model_that_cannot_be_fused_is_refused_with_reason():
     of = problem()
     with training.fuse(*of[:2]), pytest.raises(ConfigError, match=r"fuse='forward': .* already fu"):
         run(1, of=of, fuse="forward")
 
 
-def test_an_exception_in_a_fused_step_is_what_comes_out():
+def test_exception_in_fused_step_is_raised():
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(context, value):
@@ -229,7 +229,7 @@ def test_nothing_reads_the_device_between_logging_boundaries():
         assert mode.count == 1  # it does count
 
 
-def test_a_log_entry_tells_of_every_step_since_the_last():
+def test_log_entry_covers_every_step_since_the_last():
     model, optimizer, data = problem()
     seen = Seen()
     result, _ = run(
@@ -256,7 +256,7 @@ def test_a_log_entry_tells_of_every_step_since_the_last():
     assert seen.ends == [result]
 
 
-def test_evaluation_is_without_dropout_and_gradients_and_leaves_modes_as_they_were():
+def test_evaluation_runs_without_dropout_and_gradients_and_restores_modes():
     of = problem()
     of[0].append(nn.Dropout(0.0))
     of[0].insert(1, nn.BatchNorm1d(8).eval())  # frozen
@@ -303,7 +303,7 @@ def nan_from(step, *, only=None):
 
 
 @pytest.mark.parametrize("fuse", [None, "forward"])
-def test_a_loss_that_is_nan_for_ever_is_an_error_that_names_step_and_scale(fuse):
+def test_lasting_nan_loss_is_an_error_naming_step_and_scale(fuse):
     of = problem()
     with pytest.raises(training.DivergedError) as error:
         run(
@@ -334,7 +334,7 @@ def test_without_a_loss_scale_the_first_boundary_with_a_nan_is_the_last(fuse):
     ],
     ids=["fp32", "fp16", "bf16"],
 )
-def test_a_single_bad_step_is_left_out_and_told_and_training_learns(options, scale):
+def test_single_bad_step_is_skipped_and_reported(options, scale):
     seen = Seen()
     loss = nan_from(10, only=10)
     result, _ = run(100, loss=loss, log_every=10, callbacks=[seen], **options)
@@ -360,7 +360,7 @@ def test_gradients_that_are_infinite_at_any_scale_are_an_error():
         run(200, loss=loss, loss_scale=training.LossScale(1.0), log_every=10)
 
 
-def test_a_callback_can_end_the_training_with_a_checkpoint_from_which_it_goes_on(tmp_path):
+def test_callback_can_stop_training_with_resumable_checkpoint(tmp_path):
     class Enough(training.Callback):
         def on_log(self, entry):
             if entry.step == 6:
@@ -385,9 +385,7 @@ def test_a_callback_can_end_the_training_with_a_checkpoint_from_which_it_goes_on
         (training.SGD, {"loss_scale": training.LossScale()}, "loss_scale=None, but this run has"),
     ],
 )
-def test_another_kind_of_run_does_not_go_on_from_a_checkpoint(
-    tmp_path, optimizer, options, message
-):
+def test_run_with_other_options_does_not_resume_checkpoint(tmp_path, optimizer, options, message):
     run(5, checkpoints=tmp_path)
     model, _, data = problem()
     of = (model, optimizer(model.parameters()), data)
@@ -421,7 +419,7 @@ FOR_TWO = training.Batches((torch.ones(8, 4), torch.ones(8, 1)), 2, rank=1, worl
         ({}, {"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, "needs a metric"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_with_the_cause(changed, options, message):
+def test_untrainable_arguments_are_refused_with_reason(changed, options, message):
     of = other(**changed)
     if "schedule" in options:
         options = {"schedule": options["schedule"](of[1])}
@@ -468,7 +466,7 @@ def test_the_loss_may_come_with_other_numbers_and_from_an_object():
         run(4, loss=losses, metrics=["kl"])
 
 
-def test_averaged_parameters_are_kept_at_every_step_and_in_checkpoints(tmp_path):
+def test_averaged_parameters_are_updated_every_step_and_saved(tmp_path):
     def trained(steps, directory, seed=0):
         model, optimizer, _ = problem(seed=seed)
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -549,7 +547,7 @@ def test_an_exception_in_the_middle_of_a_step_leaves_no_checkpoint(tmp_path):
     assert list(tmp_path.glob("*.pt")) == []
 
 
-def test_progress_is_lines_where_nobody_watches(capfd):
+def test_progress_is_printed_as_lines_without_terminal(capfd):
     run(6, log_every=3, evaluate=lambda model: {"a": 1.0}, progress=True)
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith("step 3/6  loss ")
@@ -566,7 +564,7 @@ def drawing_evaluation(model):
     ("ahead", "checkpoint_every", "stop"),
     [(0, 1, 4), (3, 1, 5), (0, 2, 5), (3, 2, 4), (0, 3, 4), (3, 3, 5)],
 )
-def test_a_run_goes_on_exactly_wherever_it_stopped(tmp_path, ahead, checkpoint_every, stop):
+def test_run_resumes_exactly_from_any_step(tmp_path, ahead, checkpoint_every, stop):
     def losses_of(steps, **options):
         inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(5))
         samples = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
@@ -582,7 +580,7 @@ def test_a_run_goes_on_exactly_wherever_it_stopped(tmp_path, ahead, checkpoint_e
     assert first + rest == whole
 
 
-def test_data_that_can_be_gone_through_once_serves_without_checkpoints(tmp_path):
+def test_one_shot_data_is_accepted_without_checkpoints(tmp_path):
     model, optimizer, data = problem()
     of = (model, optimizer, (next(data) for _ in range(50)))
     assert run(20, of=of, ahead=2, log_every=5)[0].step == 20
@@ -590,7 +588,7 @@ def test_data_that_can_be_gone_through_once_serves_without_checkpoints(tmp_path)
         run(30, of=of, checkpoints=tmp_path)
 
 
-def test_to_stop_and_to_terminate_at_once_makes_a_checkpoint_and_ends_the_process(tmp_path):
+def test_stop_and_sigterm_at_once_write_checkpoint_and_end_process(tmp_path):
     class StopAtOnce(training.Callback):
         def on_log(self, entry):
             raise training.StopTraining
@@ -621,7 +619,7 @@ def test_a_callback_that_stops_before_the_first_step_stops():
     assert (result.step, result.stopped_by) == (0, "callback")
 
 
-def test_what_a_checkpoint_cannot_hold_is_refused_before_the_first_step(tmp_path):
+def test_unsavable_state_is_refused_before_first_step(tmp_path):
     class Odd(nn.Linear):
         def get_extra_state(self):
             return {1, 2}
@@ -674,9 +672,7 @@ def test_killed_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
         (signal.SIGINT, ()),
     ],
 )
-def test_a_signal_makes_a_checkpoint_of_the_step_it_meets_and_ends_the_process(
-    start, tmp_path, options, asked
-):
+def test_signal_writes_checkpoint_of_current_step_and_ends_process(start, tmp_path, options, asked):
     start(*options, name="whole").finish()
     checkpoints = (f"--checkpoints={tmp_path / 'checkpoints'}", "--checkpoint-every=1000")
     job = start(*options, *checkpoints, "--hold-at=70")  # in the second epoch
@@ -737,7 +733,7 @@ def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path,
     assert rest.report["weights"] == pytest.approx(whole.report["weights"], abs=1e-5)
 
 
-def test_another_number_of_processes_needs_data_that_knows_its_position(tmp_path):
+def test_other_number_of_processes_needs_data_with_position(tmp_path):
     model, optimizer, batches = problem()
     data = [next(batches) for _ in range(6)]
     options = {"loss": mse, "checkpoints": tmp_path, "progress": False}

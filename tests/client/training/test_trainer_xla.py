@@ -37,7 +37,7 @@ def between(report, first, last):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_step_is_one_execution_and_a_boundary_one_read(whole, traced):
+def test_step_is_one_execution_and_boundary_one_read(whole, traced):
     report, losses = whole[traced]
     assert len(losses) == STEPS
     counts = between(report, 10, 20)

@@ -49,7 +49,7 @@ def failures(found):
     return [measurement.failure for measurement in found]
 
 
-def test_values_may_be_numbers_of_numpy():
+def test_values_can_be_numpy_numbers():
     given = {"x": np.int64(36), "a": np.float32(0.5), "b": np.bool_(1), "c": np.str_("c")}
     with Pool(costing(trials.costs_its_distance), method=Method(samples=1)) as pool:
         (submitted,) = measure(pool, given)
@@ -61,7 +61,7 @@ def test_values_may_be_numbers_of_numpy():
 # --- statistics
 
 
-def test_the_cost_is_the_median_whatever_a_minority_of_samples_say():
+def test_cost_is_the_median_of_samples():
     found = Measurement.of({"x": 1}, [2.0, 1000.0, 1.0, 3.0, 1e-9])
     assert found == Measurement({"x": 1}, cost=2.0, spread=2.0, count=5, failure=None)
 
@@ -104,14 +104,14 @@ def test_a_measurement_is_json(measurement):
         ({"more": 1}, "has the fields configuration, cost"),
     ],
 )
-def test_what_is_no_measurement_is_refused(change, message):
+def test_malformed_measurement_is_refused(change, message):
     document = Measurement.of({"x": 1}, [1.0]).to_json()
     with pytest.raises(ValueError, match=message):
         Measurement.from_json(document | change)
 
 
 @pytest.mark.parametrize("document", [None, [], "x", {}])
-def test_what_is_no_object_is_no_measurement(document):
+def test_json_that_is_no_object_is_no_measurement(document):
     with pytest.raises(ValueError, match="has the fields"):
         Measurement.from_json(document)
 
@@ -174,7 +174,7 @@ def pool():
         extended("closes every descriptor", "crash"),
     ],
 )
-def test_a_failure_has_its_name_and_harms_no_other_trial(pool, does, failure):
+def test_failure_is_named_and_affects_no_other_trial(pool, does, failure):
     assert failures(measure(pool, GOOD, {"does": does}, GOOD)) == [None, failure, None]
 
 
@@ -188,7 +188,7 @@ def test_a_trial_that_hangs_is_killed(does):
         assert failures(measure(pool, GOOD)) == [None]
 
 
-def test_cost_that_is_no_number_above_0_is_a_failure_and_the_process_goes_on():
+def test_invalid_cost_is_a_failure_and_process_continues():
     good = [{"says": says} for says in ("right", "of numpy")]
     bad = [{"says": says} for says in trials._COSTS if {"says": says} not in good]
     with Pool(costing(trials.costs_what_it_says), method=unhurried()) as pool:
@@ -205,13 +205,13 @@ def test_a_trial_builds_where_the_search_was_started(tmp_path, monkeypatch):
     assert failures(found) == [None, None]
 
 
-def test_what_a_trial_prints_is_no_result(pool, capfd):
+def test_output_of_trial_is_no_result(pool, capfd):
     (found,) = measure(pool, {"does": "prints"})
     assert found.failure is None
     assert "garbage" not in "".join(capfd.readouterr())
 
 
-def test_the_beginning_of_what_a_trial_writes_to_standard_error_is_shown(capfd):
+def test_start_of_stderr_of_trial_is_shown(capfd):
     with Pool(target()) as pool:
         assert failures(measure(pool, {"does": "shouts"}, GOOD)) == [None, None]
     told = capfd.readouterr().err
@@ -221,13 +221,13 @@ def test_the_beginning_of_what_a_trial_writes_to_standard_error_is_shown(capfd):
 
 
 @pytest.mark.parametrize("ends", ["exits", "returns"])
-def test_the_end_of_a_forked_child_is_no_failure(pool, ends):
+def test_exit_of_forked_child_is_no_failure(pool, ends):
     does = {"does": f"forks a child that {ends}"}
     assert failures(measure(pool, GOOD, does, GOOD)) == [None, None, None]
 
 
 @pytest.mark.parametrize("by", ["crash", "wrong"])
-def test_a_trial_does_not_fail_for_what_an_earlier_one_has_done(pool, by):
+def test_trial_is_not_failed_by_an_earlier_one(pool, by):
     found = measure(
         pool, {"does": "poisons its process"}, {"does": "fails when poisoned", "by": by}
     )
@@ -293,7 +293,7 @@ def test_a_target_may_be_made_of_functions_of_a_script(tmp_path):
         assert job.communicate()[0] == "None\n"
 
 
-def test_a_script_that_starts_a_search_when_it_is_imported_is_told_so(tmp_path):
+def test_script_that_searches_on_import_gets_explanation(tmp_path):
     with start(
         tmp_path,
         """
@@ -314,7 +314,7 @@ def test_a_script_that_starts_a_search_when_it_is_imported_is_told_so(tmp_path):
         assert 'under `if __name__ == "__main__":`' in job.communicate()[0]
 
 
-def test_a_target_that_cannot_be_prepared_ends_the_search():
+def test_failed_preparation_of_target_ends_the_search():
     with Pool(trials.Unprepared(trials.build, name="trials")) as pool:
         pool.submit(GOOD)
         with pytest.raises(MeasuringError, match=r"measured here: .* No module named 'compiler'"):
@@ -347,7 +347,7 @@ def test_several_processes_run_one_at_a_time(tmp_path):
         assert (x, begins, ends) == (y, "begins", "ends")
 
 
-def test_what_is_compared_is_measured_in_turns(tmp_path):
+def test_finalists_are_measured_in_turns(tmp_path):
     log = tmp_path / "log"
     configurations = [{"x": x, "log": str(log)} for x in (3, 1, 2)]
     with Pool(costing(trials.logged_cost), method=unhurried(samples=4)) as pool:
@@ -357,13 +357,13 @@ def test_what_is_compared_is_measured_in_turns(tmp_path):
     assert "".join(order) == "312" + "312" + "213" + "312" + "213"  # the warm-up first
 
 
-def test_what_is_compared_is_compared_without_those_that_fail(pool):
+def test_failing_finalists_are_left_out_of_the_comparison(pool):
     pair = [GOOD, {"does": "aborts"}, {"does": "is wrong"}, {"does": "does not compile"}]
     assert failures(pool.compare(pair)) == [None, "crash", "wrong", "compile"]
     assert pool.compare([]) == []
 
 
-def test_what_is_compared_runs_beside_nothing_else(pool):
+def test_comparison_runs_alone(pool):
     pool.submit(GOOD)
     with pytest.raises(RuntimeError, match="1 configurations are pending"):
         pool.compare([GOOD])
@@ -383,7 +383,7 @@ def test_configurations_may_be_longer_than_a_packet(pool):
     assert failures(pool.compare(long)) == [None] * 8
 
 
-def test_a_path_is_handed_over_as_text(pool, tmp_path, monkeypatch):
+def test_path_is_passed_as_text(pool, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     pool.close()
     assert failures(measure(pool, GOOD)) == [None]

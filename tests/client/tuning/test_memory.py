@@ -77,7 +77,7 @@ def until_published(hosts):
     return lambda count: until(lambda: len(server.list_artifacts(query).artifacts) == count)
 
 
-def test_host_that_may_not_wait_joins_in_with_what_is_measured(team, until_published):
+def test_host_that_may_not_wait_reuses_published_measurements(team, until_published):
     first = team.start("first", hang_after=20, batch=5)
     until_published(3)
     joined = team.run("joined", wait_seconds=0)
@@ -101,7 +101,7 @@ def test_lease_of_a_killed_tuner_is_taken_over_with_its_measurements(team, until
 
 
 @pytest.mark.extended
-def test_all_ranks_of_a_torch_job_run_what_one_of_them_found(team, tmp_path):
+def test_all_ranks_of_torch_job_use_schedule_of_one_rank(team, tmp_path):
     ranks = [
         team.start(f"rank-{rank}", seed=rank, noise=3.0, ranks=(rank, 4, tmp_path / "store"))
         for rank in range(4)
@@ -126,7 +126,7 @@ def test_schedule_that_does_not_work_is_searched_for_again_once(team):
 
 
 @pytest.mark.parametrize("is_listening", [False, True], ids=["absent", "silent"])
-def test_without_an_answer_of_the_server_a_host_tunes_for_itself(team, is_listening):
+def test_host_tunes_alone_if_server_does_not_answer(team, is_listening):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1] if is_listening else reserved_port()
         url = f"http://127.0.0.1:{port}"
@@ -248,7 +248,7 @@ def test_malformed_answer_is_counted_not_found_and_searched_for_again(memories, 
     assert second.measured == []
 
 
-def test_malformed_measurements_are_counted_and_made_here(memories):
+def test_malformed_measurements_are_counted_and_repeated_here(memories):
     hostile, first = memories("hostile"), memories("first")
     for number, payload in enumerate(BAD.values()):
         hostile.plant("measurements", number, payload)
@@ -258,7 +258,7 @@ def test_malformed_measurements_are_counted_and_made_here(memories):
     assert first.fallbacks == {"corrupt": len(BAD)}
 
 
-def test_nothing_large_is_unpacked(memories):
+def test_oversized_answer_is_not_decompressed(memories):
     hostile, first = memories("hostile"), memories("first")
     large = b" " * (256 * 1024 + 1)
     hostile.plant("answer", 0, large)
@@ -267,7 +267,7 @@ def test_nothing_large_is_unpacked(memories):
     assert first.fallbacks == {"too_large": 2}
 
 
-def test_a_lie_about_a_cost_does_not_decide(memories):
+def test_false_cost_of_peer_does_not_decide(memories):
     hostile, first = memories("hostile"), memories("first")
     lies = [record(tile=tile, cost=1e-9, count=10**6) for tile in (8, 16)]
     hostile.plant("measurements", 0, of(*lies, record(tile=32, cost=1e3)))
@@ -299,13 +299,13 @@ def hints(memories):
     return begun_at
 
 
-def test_a_search_begins_only_at_configurations_of_the_spaces_own_types(hints):
+def test_search_starts_only_at_configurations_with_types_of_the_space(hints):
     begun = hints(record(tile=32.0), record(tile=True), record(tile=4096), record(tile=64))
     assert begun == [(64,)]
     assert type(begun[0][0]) is int
 
 
-def test_one_neighbour_does_not_spend_the_budget(hints):
+def test_configurations_of_one_neighbour_do_not_exhaust_the_budget(hints):
     begun = hints(*[record(tile=each) for each in range(1, 400)], fit=lambda told: (told["tile"],))
     assert begun == [(8,)]  # the first eight of them were looked at
 
@@ -320,11 +320,11 @@ def test_one_neighbour_does_not_spend_the_budget(hints):
         lambda _: ([8],),
     ],
 )
-def test_a_search_goes_on_where_a_neighbours_values_cannot_be_fitted(hints, fit):
+def test_search_continues_if_values_of_neighbour_do_not_fit(hints, fit):
     assert hints(record(tile=64), fit=fit) == []
 
 
-def test_what_holds_here_is_believed(memories):
+def test_costs_of_peers_are_accepted_after_local_check(memories):
     colleague, first = memories("colleague"), memories("first")
     told = [record(tile=tile, cost=2 * COSTS[tile,]) for tile in (8, 16, 32, 128)]
     colleague.plant("measurements", 0, of(*told))
@@ -333,9 +333,7 @@ def test_what_holds_here_is_believed(memories):
 
 
 @pytest.mark.parametrize("tiles", [(8, 16, 32, 64, 128), (16, 32, 64, 128)])
-def test_failures_that_only_others_saw_are_tried_where_nothing_else_works(
-    memories, monkeypatch, tiles
-):
+def test_failures_of_peers_are_tried_if_nothing_else_works(memories, monkeypatch, tiles):
     broken, first = memories("broken"), memories("first")
     failed = {"cost": None, "count": 0, "failure": "compile"}
     broken.plant("measurements", 0, of(*[record(tile=tile, **failed) for tile in tiles]))
@@ -345,7 +343,7 @@ def test_failures_that_only_others_saw_are_tried_where_nothing_else_works(
     assert first.measured.count((128,)) == 1
 
 
-def test_a_searcher_may_publish_numbers_of_numpy(memories):
+def test_numpy_numbers_are_published(memories):
     first, second = memories("first"), memories("second")
     first.measure = lambda each: Finding((np.int64(each[0]),), COSTS[each], count=1)
     assert first.schedule().configuration == (32,)
@@ -353,7 +351,7 @@ def test_a_searcher_may_publish_numbers_of_numpy(memories):
     assert second.measured == []
 
 
-def test_what_is_there_is_found_without_a_search_or_a_wait(memories):
+def test_stored_schedule_is_found_without_search_or_wait(memories):
     ranks = MemoryRanks(Values(), 0, 2)
     first, second, ranked = memories("first"), memories("second"), memories("rank", ranks=ranks)
     assert second.memory.find(PROBLEM, SPACE) is None
@@ -411,23 +409,23 @@ def remembered(memories):
 NUMBERS = ParameterSpace({"x": list(range(1000))})
 
 
-def test_a_search_of_many_measurements_is_remembered_whole(remembered, monkeypatch):
+def test_all_of_many_measurements_are_stored(remembered, monkeypatch):
     monkeypatch.setattr(team_module, "_MAX_BATCHES", 16)
     assert remembered(NUMBERS, 8 + 2 * 8, batch_count=1) == 24
 
 
-def test_a_search_of_hours_is_remembered_whole(remembered, monkeypatch):
+def test_all_measurements_of_long_search_are_stored(remembered, monkeypatch):
     monkeypatch.setattr(team_module, "_MAX_BATCHES", 16)
     monkeypatch.setattr(team_module, "monotonic", count(0, 11).__next__)
     assert remembered(NUMBERS, 60) == 60
 
 
-def test_measurements_that_are_too_long_for_one_artifact_go_into_several(remembered):
+def test_long_measurements_are_split_into_several_artifacts(remembered):
     names = [f"{'parameter' * 10}_{number}" for number in range(100)]
     assert remembered(ParameterSpace({name: [1, 2] for name in names}), 64) == 64
 
 
-def test_an_answer_has_as_many_of_the_best_as_there_is_room_for(memories):
+def test_answer_holds_as_many_best_configurations_as_fit(memories):
     first, second = memories("first"), memories("second")
     space = ParameterSpace({f"flags_{number}": ["x" * 400, "y" * 400] for number in range(100)})
     random_ = random.Random(0)
@@ -447,7 +445,7 @@ def test_an_answer_has_as_many_of_the_best_as_there_is_room_for(memories):
     assert 1 < len(stored.best) < len(found.best) == 8
 
 
-def test_what_a_host_has_measured_is_merged_with_what_others_have():
+def test_measurements_of_hosts_are_merged():
     def batch(host, cost, **other):
         counted = {"count": 0 if cost is None else 1} | other
         return [Finding((8,), cost, hosts=frozenset({host}), **counted)]
@@ -463,7 +461,7 @@ def test_what_a_host_has_measured_is_merged_with_what_others_have():
     assert merged([failed, failed])[8,].cost is None
 
 
-def test_all_ranks_get_one_answer_however_noisy_their_measurements_are(memories):
+def test_all_ranks_get_one_answer_despite_noise(memories):
     values = Values()
     ranks = [
         memories(f"rank-{rank}", ranks=MemoryRanks(values, rank, 4), noise=random.Random(rank))
@@ -477,7 +475,7 @@ def test_all_ranks_get_one_answer_however_noisy_their_measurements_are(memories)
     assert len({each.schedule().configuration for each in alone}) > 1  # such is the noise
 
 
-def test_all_ranks_leave_an_answer_behind_that_does_not_verify(memories):
+def test_all_ranks_skip_invalid_answers(memories):
     memories("hostile").plant("answer", 0, b" " * (256 * 1024 + 1))
     memories("hostile-too").plant("answer", 1, of(record(tile=4096)))
     values = Values()

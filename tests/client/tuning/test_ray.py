@@ -17,7 +17,7 @@ def report(tmp_path_factory):
 
 
 @pytest.mark.extended
-def test_what_a_trial_does_wrong_ends_as_on_this_host(report):
+def test_misbehaving_trial_fails_as_on_this_host(report):
     assert report["measured"] == {
         "{'x': 1}": [1.0, None],
         "{'x': 2}": [2.0, None],
@@ -29,7 +29,7 @@ def test_what_a_trial_does_wrong_ends_as_on_this_host(report):
 
 
 @pytest.mark.extended
-def test_what_is_compared_is_compared_in_one_worker(report):
+def test_finalists_are_compared_in_one_worker(report):
     assert report["compared"] == [[5.0, 2], [4.0, 2]]
 
 
@@ -40,7 +40,7 @@ def test_a_search_keeps_its_budget(report):
 
 
 @pytest.mark.extended
-def test_the_command_measures_there_what_only_this_host_has(report):
+def test_command_measures_local_target_on_ray_machines(report):
     assert report["command"]["searched"]
     assert set(report["command"]["configuration"]) == {"tile", "vector"}
     assert len(report["built"]) >= 8
@@ -48,7 +48,7 @@ def test_the_command_measures_there_what_only_this_host_has(report):
 
 
 @pytest.mark.extended
-def test_a_search_goes_on_when_a_machine_dies(report):
+def test_search_continues_after_a_machine_dies(report):
     assert report["after a machine died"] == {
         "measured": {"{'x': 7, 'does': 'waits'}": [7.0, None]},
         "machines": 2,
@@ -56,14 +56,14 @@ def test_a_search_goes_on_when_a_machine_dies(report):
 
 
 @pytest.mark.extended
-def test_a_search_that_cannot_measure_says_why(report):
+def test_search_that_cannot_measure_reports_the_reason(report):
     assert "RAY_ADDRESS=ray://127.0.0.1:1: " in report["without a cluster"]
     assert "no such device" in report["unprepared"]
     assert "has the cluster such a machine" in report["without machines"]
 
 
 @pytest.mark.extended
-def test_nothing_is_left_running(report):
+def test_no_process_is_left_running(report):
     assert report["is_over"]
 
 

@@ -71,7 +71,7 @@ def test_host_with_the_cache_off_searches_within_its_budget(search, built):
     assert 4 <= built() <= 4 + 4  # the finalists are built again
 
 
-def test_host_without_a_server_searches_for_itself(search, built):
+def test_host_without_server_searches_alone(search, built):
     done = search("task", "--trials", 25, "--json", url="http://127.0.0.1:9")
     found = json.loads(done.stdout)
     assert (found["configuration"], found["searched"]) == (BEST, True)
@@ -89,9 +89,7 @@ def test_host_without_a_server_searches_for_itself(search, built):
         ("undescribed", (), 2, r"describe\(\) of the target must be JSON: "),
     ],
 )
-def test_search_that_cannot_be_made_is_told_in_one_line(
-    search, built, name, arguments, status, told
-):
+def test_invalid_search_is_reported_in_one_line(search, built, name, arguments, status, told):
     done = search(name, *arguments, status=status, enabled=False)
     assert re.search(told, done.stderr)
     assert "Traceback" not in done.stderr

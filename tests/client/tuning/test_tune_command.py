@@ -30,7 +30,7 @@ def fields_of_the_page():
 
 
 @pytest.mark.usefixtures("tuned")
-def test_show_lists_what_was_tuned_and_export_writes_it(command, tmp_path):
+def test_show_lists_schedules_and_export_writes_them(command, tmp_path):
     every = json.loads(command("tune", "show", "--json").stdout)
     assert [each["shape"] for each in every] == [[16, 16, 16], [1024, 1024, 1024]]
     (large,) = json.loads(command("tune", "show", "MATMUL float32 - 1024x", "--json").stdout)
@@ -74,7 +74,7 @@ NO_ANSWERS = {
 
 
 @pytest.mark.usefixtures("tuned")
-def test_show_says_where_entries_of_helion_are(command, hosts):
+def test_show_names_location_of_helion_entries(command, hosts):
     assert "Helion" not in command("tune", "show").stderr
     key = ArtifactKey.parse("schedule", "cuda-sm_90", "8" * 64)
     host = hosts("helion")
@@ -87,7 +87,7 @@ def test_show_says_where_entries_of_helion_are(command, hosts):
 
 
 @pytest.mark.parametrize("case", NO_ANSWERS)
-def test_what_is_no_answer_is_told_and_left_out(command, hosts, namespace, case):
+def test_malformed_answer_is_reported_and_left_out(command, hosts, namespace, case):
     key = ArtifactKey.parse("schedule", "cuda-sm_90", namespace.encode().hex().ljust(64, "0"))
     host = hosts("hostile")
     payload = json.dumps(NO_ANSWERS[case]).encode()
@@ -100,7 +100,7 @@ def test_what_is_no_answer_is_told_and_left_out(command, hosts, namespace, case)
 
 
 @pytest.mark.usefixtures("tuned")
-def test_a_terminal_without_the_letter_of_microseconds_shows_the_rest(config):
+def test_terminal_without_micro_sign_shows_the_rest(config):
     settings = {"GRAPHSTASH_URL": config().url, "GRAPHSTASH_NAMESPACE": config().namespace}
     shown = subprocess.run(
         [sys.executable, "-m", "graphstash", "tune", "show"],
@@ -111,7 +111,7 @@ def test_a_terminal_without_the_letter_of_microseconds_shows_the_rest(config):
     assert shown.stdout.count(b"0 ?s") == 2
 
 
-def test_what_cannot_be_done_says_a_way_out(command, tmp_path):
+def test_impossible_request_is_refused_with_advice(command, tmp_path):
     nothing = command("tune", "export", tmp_path / "a.json", status=1)
     assert "`graphstash tune show` lists all" in nothing.stderr
     wrong = command("tune", "show", "--device-type", "A B", status=2)
@@ -127,7 +127,7 @@ def test_what_cannot_be_done_says_a_way_out(command, tmp_path):
         ("xgboost", "xgboost is not installed here: graphstash[tuning] brings it\n"),
     ],
 )
-def test_a_search_names_what_is_not_installed(command, tmp_path, monkeypatch, absent, told):
+def test_search_names_missing_package(command, tmp_path, monkeypatch, absent, told):
     monkeypatch.syspath_prepend(tmp_path)  # and takes out what the command adds
     monkeypatch.setitem(sys.modules, absent, None)
     (tmp_path / "needs_it.py").write_text(f"import {absent}")

@@ -74,7 +74,7 @@ def asked(result, finalists=5):
     return [each.configuration["x"] for each in made]
 
 
-def test_a_search_finds_the_best_past_failures():
+def test_search_finds_the_best_despite_failures():
     result = run(measurements=60)
     assert result.ended == "measurements"
     assert result.best == (37,)
@@ -83,7 +83,7 @@ def test_a_search_finds_the_best_past_failures():
     assert result.seconds > 0
 
 
-def test_with_one_worker_the_same_seed_gives_the_same_search():
+def test_equal_seeds_give_equal_searches_with_one_worker():
     first, second = run(measurements=25, seed=3), run(measurements=25, seed=3)
     assert asked(first) == asked(second)
     assert len(set(asked(first))) == 25
@@ -94,25 +94,25 @@ def test_with_several_workers_every_configuration_is_measured_once():
     assert len(asked(result)) == len(set(asked(result))) == 30
 
 
-def test_a_search_ends_when_the_space_does():
+def test_search_ends_when_space_is_exhausted():
     result = run(size=12, measurements=1000)
     assert result.ended == "exhausted"
     assert sorted(asked(result)) == list(range(12))
 
 
-def test_a_search_ends_in_time():
+def test_search_ends_at_its_deadline():
     result = run(seconds=1e-9)
     assert (result.ended, result.best, result.measurement) == ("seconds", None, None)
     assert result.measurements == []
 
 
-def test_a_search_without_any_that_works_has_no_best():
+def test_search_without_working_configuration_has_no_best():
     result = run(measurements=3, cost=trials.costs_what_it_says)  # which needs another parameter
     assert result.best is None
     assert [each.failure for each in result.measurements] == ["run"] * 3
 
 
-def test_the_best_few_decide_it_in_a_round_of_their_own():
+def test_finalists_are_decided_in_their_own_round():
     known = [Measurement.of({"x": x}, [cost]) for x, cost in ((3, 9.0), (4, 4.0), (6, 6.0))]
     result = run(measurements=1, finalists=2, known=known, cost=trials.flatters_at_first)
     assert [each.configuration["x"] for each in result.measurements] == [5, 5, 4]
@@ -121,7 +121,7 @@ def test_the_best_few_decide_it_in_a_round_of_their_own():
     assert result.measurement == result.measurements[-1]
 
 
-def test_what_is_known_is_told_and_not_measured_again():
+def test_known_findings_are_passed_on_and_not_measured_again():
     known = [Measurement.of({"x": 36}, [2.0]), Measurement.failed({"x": 37}, "crash")]
     result = run(measurements=5, known=known, finalists=2)
     assert result.known == 2
@@ -129,14 +129,14 @@ def test_what_is_known_is_told_and_not_measured_again():
     assert 37 not in asked(result, finalists=0)
 
 
-def test_what_is_known_of_another_space_is_left_out(caplog):
+def test_findings_of_another_space_are_ignored(caplog):
     known = [Measurement.of({"y": 1}, [1e-9]), Measurement.of({"x": 1000}, [1e-9])]
     result = run(measurements=3, known=known)
     assert result.known == 0
     assert caplog.text.count("a known measurement is left out") == 2
 
 
-def test_what_is_known_is_believed_only_when_it_is_measured_here():
+def test_finding_wins_only_after_measurement_here():
     known = [Measurement.of({"x": 95}, [1e-9]), Measurement.of({"x": 38}, [2.0])]
     result = run(measurements=1, known=known)
     assert result.best == (38,)
@@ -149,7 +149,7 @@ def test_every_measurement_is_published_as_soon_as_it_is_made():
     assert len(published) == 15
 
 
-def test_a_search_goes_on_when_nothing_can_be_published(caplog):
+def test_search_continues_if_publishing_fails(caplog):
     def publish(measurement):
         raise OSError("no server")
 
@@ -158,7 +158,7 @@ def test_a_search_goes_on_when_nothing_can_be_published(caplog):
     assert "a measurement was not published" in caplog.text
 
 
-def test_the_method_says_how_often_each_is_measured():
+def test_method_decides_number_of_measurements():
     result = run(measurements=2, samples=2)
     assert {each.count for each in result.measurements if each.failure is None} == {2}
 

@@ -40,7 +40,7 @@ def test_factors_whose_product_is_too_small_do_not_compile(found):
 
 
 @pytest.mark.parametrize("kernel", ["DoesNothing", "MissesOneProduct"])
-def test_a_kernel_with_a_wrong_result_is_found_out(found, kernel):
+def test_kernel_with_wrong_result_is_detected(found, kernel):
     assert [each["failure"] for each in found[kernel]] == ["wrong"]
 
 

@@ -45,7 +45,7 @@ def test_a_memoized_result_passes_only_if_inputs_stay():
         assert failures(pool.compare([{"does": "memoizes"}])) == {"memoizes": None}
 
 
-def test_wrong_schedules_lose_though_others_call_them_fast():
+def test_wrong_schedules_lose_despite_fast_costs_of_peers():
     known = [
         Measurement.of({"does": does}, [0.5 if failure else 2.0])
         for does, failure in EXPECTED.items()
@@ -61,7 +61,7 @@ def test_wrong_schedules_lose_though_others_call_them_fast():
     assert result.best == ("right",)
 
 
-def test_the_team_gets_no_wrong_schedule(monkeypatch):
+def test_wrong_schedule_is_not_published(monkeypatch):
     monkeypatch.setattr("graphstash.tuning.task.team_memory", lambda: None)
     schedule = tuning.tune(wrong_kernels.task(), budget=Budget(measurements=6), method=QUICK)
     assert schedule.configuration == ("right",)
@@ -97,27 +97,27 @@ def test_output_holds_what_was_written(dtype):
     assert not output.holds(expected)
 
 
-def test_element_that_is_left_out_does_not_hold():
+def test_missing_element_fails_the_check():
     output = tuning.CheckedOutput((4,), "float32")
     output.array[:3] = 0
     assert not output.holds(np.zeros(4))
 
 
-def test_sum_onto_garbage_does_not_hold():
+def test_sum_onto_uninitialized_memory_fails_the_check():
     output = tuning.CheckedOutput((4,), "float32")
     output.array += 1
     assert not output.holds(np.ones(4), tolerance=1e-3)
 
 
 @pytest.mark.parametrize("place", [-1, 4], ids=["before", "after"])
-def test_write_beside_the_output_does_not_hold(place):
+def test_write_beside_the_output_fails_the_check(place):
     output = tuning.CheckedOutput((4,), "float32")
     output.array[...] = 0
     ctypes.memset(output.array.ctypes.data + 4 * place, 0, 4)
     assert not output.holds(np.zeros(4))
 
 
-def test_nan_and_infinity_agree_with_themselves_only():
+def test_nan_and_infinity_equal_only_themselves():
     output = tuning.CheckedOutput((3,), "float32")
     output.array[...] = [np.nan, np.inf, -np.inf]
     assert output.holds(np.array([np.nan, np.inf, -np.inf]), tolerance=1)
@@ -159,7 +159,7 @@ LATER = Finding((2,), 2.0, count=5)
 
 @pytest.mark.parametrize("failure", ["wrong", "run", "crash"])
 @pytest.mark.parametrize("has_failed", [True, False], ids=["in its round", "once more"])
-def test_best_that_fails_in_its_round_or_once_more_is_not_chosen(failure, has_failed):
+def test_finalist_that_fails_in_final_round_or_recheck_is_not_chosen(failure, has_failed):
     fails = Finding((1,), None, failure=failure)
     journal = Journal(Finding((1,), 1.0, count=5), LATER, *[fails] * has_failed)
 
