@@ -7,7 +7,7 @@ def parts(**environ):
     return environment_parts(environ)
 
 
-def test_the_order_of_flags_makes_no_difference_the_last_of_two_does():
+def test_order_of_flags_does_not_matter_except_for_repeated_flags():
     assert parts(XLA_FLAGS="--xla_a=1 --xla_b=2") == parts(XLA_FLAGS="--xla_b=2 --xla_a=1")
     assert parts(XLA_FLAGS="--xla_a=1 --xla_a=2") != parts(XLA_FLAGS="--xla_a=2 --xla_a=1")
 
@@ -17,7 +17,7 @@ def test_a_value_that_stands_beside_its_flag_stays_with_it():
     assert one != parts(NEURON_CC_FLAGS="--optlevel 2 --lnc 1")
 
 
-def test_what_only_says_which_process_it_is_makes_no_difference():
+def test_variables_that_identify_the_process_do_not_matter():
     assert parts(TPU_WORKER_ID="3", NEURON_PJRT_PROCESS_INDEX="3", HOME="/root") == {}
 
 

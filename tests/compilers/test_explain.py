@@ -54,7 +54,7 @@ CASES = {
 
 @pytest.mark.extended
 @pytest.mark.parametrize("framework", CASES)
-def test_the_one_thing_that_changed_is_named(server, namespace, tmp_path, framework):
+def test_changed_part_is_named(server, namespace, tmp_path, framework):
     environment, label, changes = CASES[framework]
     settings = {
         "url": server.url,

@@ -115,7 +115,7 @@ def test_answer_longer_than_the_liveness_time_is_waited_for(slot, open_gate, tmp
     assert gate.give_ups == 0
 
 
-def test_caller_goes_on_when_python_cannot_run(slot, open_gate, tmp_path):
+def test_caller_continues_if_python_cannot_run(slot, open_gate, tmp_path):
     seen: list[str] = []
 
     def answer(path):
@@ -148,7 +148,7 @@ def test_request_given_up_is_still_answered_in_order(slot, open_gate, tmp_path, 
     assert finished == ["one", "two"]
 
 
-def test_failing_answer_is_logged_and_the_next_one_comes(slot, open_gate, tmp_path, caplog):
+def test_failing_answer_is_logged_and_next_request_is_answered(slot, open_gate, tmp_path, caplog):
     def answer(path):
         if path.endswith("bad"):
             raise ValueError(path)
@@ -194,7 +194,7 @@ def test_opening_and_closing_keeps_no_descriptor(open_gate):
     assert open_descriptors() == before
 
 
-def test_closing_lets_a_waiting_caller_go(slot, open_gate, tmp_path):
+def test_closing_releases_waiting_caller(slot, open_gate, tmp_path):
     asked, may_end = threading.Event(), threading.Event()
 
     def answer(path):
@@ -212,7 +212,7 @@ def test_closing_lets_a_waiting_caller_go(slot, open_gate, tmp_path):
     assert results == [-1]
 
 
-def test_closing_leaves_the_slot_to_whoever_changed_it_since(slot, open_gate):
+def test_closing_keeps_slot_changed_by_another_tool(slot, open_gate):
     gate = open_gate(print)
     slot.cell.value = 1234
     gate.close()
@@ -220,7 +220,7 @@ def test_closing_leaves_the_slot_to_whoever_changed_it_since(slot, open_gate):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_forked_child_asks_nobody_until_it_has_threads_of_its_own(slot, open_gate, tmp_path):
+def test_forked_child_sends_no_request_until_it_has_threads(slot, open_gate, tmp_path):
     seen: list[str] = []
 
     def answer(path):
@@ -249,7 +249,7 @@ def test_forked_child_asks_nobody_until_it_has_threads_of_its_own(slot, open_gat
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_child_that_closes_the_inherited_gate_leaves_the_parents_alone(slot, open_gate, tmp_path):
+def test_child_closing_inherited_gate_keeps_gate_of_parent(slot, open_gate, tmp_path):
     gate = open_gate(lambda path: Path(path).touch())
     child = os.fork()
     if child == 0:
@@ -285,7 +285,7 @@ def no_new_code(*_):
     ],
     ids=["other machine", "kernel that forbids new code", "stub that does not work"],
 )
-def test_host_without_what_the_gate_needs_is_refused(
+def test_host_without_requirements_of_the_gate_is_refused(
     slot, tmp_path, monkeypatch, module, name, value, reason
 ):
     monkeypatch.setattr(module, name, value)
@@ -307,6 +307,6 @@ def test_prefix_that_no_path_begins_with_is_refused(prefix):
         StatGate(A_LIBRARY, prefix, print)
 
 
-def test_liveness_of_no_time_is_refused():
+def test_zero_liveness_time_is_refused():
     with pytest.raises(ValueError, match="liveness_seconds"):
         StatGate(A_LIBRARY, "/x/", print, liveness_seconds=0)

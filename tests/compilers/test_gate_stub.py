@@ -51,7 +51,7 @@ class Wired:
         self.far.close()
 
 
-def test_machine_code_is_what_the_assembler_makes_of_the_listing(tmp_path):
+def test_machine_code_equals_assembled_listing(tmp_path):
     names = {name.upper(): getattr(Block, name).offset for name, _ in Block._fields_}
     names |= {"PAGE": PAGE, "PATH_LIMIT": PATH_LIMIT}
     lines = [".intel_syntax noprefix", *(f".equ {name}, {value}" for name, value in names.items())]
@@ -159,7 +159,7 @@ def test_path_is_sent_whole_or_not_at_all(length):
 
 
 @pytest.mark.parametrize("path", [b"", b"/pre", b"/prefiX", b"/other/file", None])
-def test_path_outside_the_prefix_is_not_asked_for(path):
+def test_path_outside_the_prefix_is_not_requested(path):
     with Wired("/prefix/") as wired:
         buffer = ctypes.create_string_buffer(256)
         assert FUNCTION(wired.stub.address)(1, path, ctypes.addressof(buffer)) == -1

@@ -47,21 +47,21 @@ def test_a_team_tunes_a_kernel_once(hosts):
     assert first.stats["fallbacks"] == {}
 
 
-def test_a_search_begins_at_what_the_team_has_found(hosts):
+def test_search_begins_at_findings_of_the_team(hosts):
     first, second, _ = hosts
     assert first.report["similar"] == []
     rows, columns, *_ = (*second.report["similar"][0],)
     assert [rows, columns] == second.report["chosen"]["block_sizes"]
 
 
-def test_what_helion_could_not_read_is_counted_and_not_handed_over(hosts):
+def test_entry_that_helion_cannot_read_is_counted_and_withheld(hosts):
     _, second, _ = hosts
     assert second.report["found"] == [None] * len(BAD)
     assert second.stats["fallbacks"].pop("rejected") == len(BAD)
     assert set(second.stats["fallbacks"]) <= {"corrupt"}  # `list` met them, too
 
 
-def test_a_kernel_is_tuned_without_the_team_where_that_fails(hosts):
+def test_kernel_is_tuned_without_the_team_after_failure(hosts):
     _, _, third = hosts
     assert third.report["measured"] == 2
     assert third.report["is_right"]

@@ -55,7 +55,7 @@ def test_another_host_runs_no_compiler(torch, cold, warm):
     assert torch.compiled("warm") == []
 
 
-def test_no_more_is_called_saved_than_the_first_job_took(cold, warm):
+def test_saved_time_does_not_exceed_time_of_the_first_job(cold, warm):
     assert 0 < warm.stats["saved_compile_seconds"] < 1.5 * cold.report["seconds"]
 
 
@@ -117,7 +117,7 @@ def test_graphs_that_differ_in_their_guards_are_all_found(torch):
 
 
 @pytest.mark.extended
-def test_where_a_name_is_missing_the_hook_says_so_once_and_torch_compiles(torch):
+def test_hook_with_missing_name_logs_once_and_torch_compiles(torch):
     lacking = {"matmul": True, "without": "RemoteBundledAutotuneCache"}
     outcome = torch.run("lacking", "training", lacking, under="graphstash run")
     assert outcome.report["fx"]["fxgraph_cache_miss"] > 0

@@ -59,7 +59,7 @@ def test_a_graph_is_compiled_once(host):
         assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
-def test_the_parts_tell_what_torch_leaves_out(host):
+def test_parts_cover_what_torchs_key_omits(host):
     with host("a"):
         parts = fingerprint.entry_parts("name", variant=0)
     assert parts["torch"] == torch.__version__
@@ -86,7 +86,7 @@ def test_a_fault_is_counted_and_the_function_computes_the_same(host, server, fau
 
 @pytest.mark.parametrize("kind", [ArtifactKind.INDUCTOR, ArtifactKind.AOT_AUTOGRAD])
 @pytest.mark.parametrize("garbage", [b"no JSON", base64.b64encode(b"no pickle")])
-def test_an_entry_that_torch_cannot_load_is_passed_over_and_replaced(host, tmp_path, kind, garbage):
+def test_unloadable_entry_is_skipped_and_replaced(host, tmp_path, kind, garbage):
     with host("sound", namespace="elsewhere") as sound:
         compute()
         assert sound.stats.fallbacks == {}
@@ -193,7 +193,7 @@ def seams():
     ]
 
 
-def test_taking_the_hook_out_leaves_torch_as_it_was(host):
+def test_uninstall_restores_torch(host):
     before = seams()
     with host("a") as a:
         assert seams() != before
@@ -204,7 +204,7 @@ def test_taking_the_hook_out_leaves_torch_as_it_was(host):
     assert a.stats.misses == 2
 
 
-def test_a_forked_child_goes_on_with_a_cache_of_its_own(host):
+def test_forked_child_uses_a_cache_of_its_own(host):
     counted = Counters()
     with host("a") as a:
         own = CompileCache(a.cache.stash, counters=counted, publisher=a.cache.publisher)
@@ -214,7 +214,7 @@ def test_a_forked_child_goes_on_with_a_cache_of_its_own(host):
         assert counted.snapshot().published == 2
 
 
-def test_profiles_autotuning_without_a_gpu_and_local_caches_are_left_alone(host):
+def test_profiles_autotuning_results_and_local_caches_are_not_shared(host):
     with host("a"):
         assert remote_cache.RemoteDynamoPGOCache.backend_override_cls is None
         assert remote_cache.RemoteCache.backend_override_cls is None
@@ -236,7 +236,7 @@ def test_what_a_user_switched_off_stays_off(host):
         assert c.stats.misses == 0
 
 
-def test_where_a_name_is_missing_the_hook_says_so_once(host, monkeypatch, caplog):
+def test_hook_with_missing_name_logs_once(host, monkeypatch, caplog):
     monkeypatch.delattr(remote_cache, "RemoteFxGraphCache")
     with host("a") as a:
         compute()

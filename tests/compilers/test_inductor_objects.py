@@ -79,7 +79,7 @@ def including(content):
     return f'#include "{path}"\nextern "C" int answer() {{ return ANSWER; }}\n'
 
 
-def test_the_place_of_files_does_not_matter_and_their_content_does(host, commands):
+def test_content_of_files_changes_key_and_path_does_not(host, commands):
     header = "#pragma once\n#define ANSWER 42\n"
 
     with host("a"):
@@ -175,7 +175,7 @@ def test_a_search_path_that_is_written_into_the_object_stays_in_the_key(host):
         assert f"-rpath,{cache_dir()}" in parts["command"]
 
 
-def test_a_build_that_fails_is_told_and_leaves_no_lease(host, tmp_path):
+def test_failed_build_is_reported_and_leaves_no_lease(host, tmp_path):
     with Server(tmp_path / "server") as quiet, host("a", url=quiet.url) as a:
         with pytest.raises(CppCompileError):
             build("no C++")
@@ -197,7 +197,7 @@ def test_a_damaged_object_is_built_here(host, server, commands, fault):
     assert len(commands) == 2
 
 
-def test_what_is_exported_is_not_kept(host):
+def test_ahead_of_time_export_is_not_cached(host):
     with host("a") as a:
         build(SOURCE, aot_mode=True)
         assert a.stats.misses == 0

@@ -35,7 +35,7 @@ def test_a_team_measures_a_product_once(hosts):
 
 
 @pytest.mark.extended
-def test_what_no_longer_compiles_is_left_behind_and_counted(hosts):
+def test_schedule_that_no_longer_compiles_is_dropped_and_counted(hosts):
     _, second = hosts
     assert second.report["refused"]["chosen"] == LIBRARY
     assert second.report["refused"]["measured"].count(CPP) <= 1
@@ -43,7 +43,7 @@ def test_what_no_longer_compiles_is_left_behind_and_counted(hosts):
 
 
 @pytest.mark.extended
-def test_torch_measures_for_itself_where_the_team_fails(hosts):
+def test_torch_measures_alone_after_failure_of_team_memory(hosts):
     _, second = hosts
     broken = second.report["broken"]
     assert set(broken["measured"]) == set(broken["generated"])
@@ -54,7 +54,7 @@ def test_torch_measures_for_itself_where_the_team_fails(hosts):
 
 
 @pytest.mark.extended
-def test_no_code_is_generated_for_what_the_team_found_slow(hosts):
+def test_no_code_is_generated_for_slow_candidates(hosts):
     first, second = (each.report["triton"] for each in hosts)
     assert first["chosen"] == second["chosen"] == BEST
     assert set(first["measured"]) == set(first["generated"])
@@ -64,7 +64,7 @@ def test_no_code_is_generated_for_what_the_team_found_slow(hosts):
 
 
 @pytest.mark.extended
-def test_installing_leaves_alone_what_the_user_has_set(hosts):
+def test_installing_keeps_settings_of_user(hosts):
     for each in hosts:
         assert each.report["is_one"]  # installed twice
         assert each.report["by_hand"] == ["ByHand", "ByHand"]
@@ -73,11 +73,11 @@ def test_installing_leaves_alone_what_the_user_has_set(hosts):
 
 
 @pytest.mark.extended
-def test_closing_takes_everything_out_of_torch(hosts):
+def test_closing_restores_torch(hosts):
     assert all(each.report["is_taken_out"] for each in hosts)
 
 
-def test_a_torch_without_the_lookup_table_says_so_and_goes_on(server, namespace, tmp_path):
+def test_torch_without_lookup_table_is_reported_and_tunes(server, namespace, tmp_path):
     with CompilerJobs(tmp_path, url=server.url, namespace=namespace, **JOBS) as jobs:
         job = jobs.run("host", "products")
     assert not job.report["is_installed"]

@@ -57,17 +57,17 @@ def assert_is_cold(outcome):
     assert outcome.hits == 0
 
 
-def test_what_one_host_compiled_another_does_not(warm, cold):
+def test_program_compiled_on_one_host_is_loaded_on_another(warm, cold):
     assert_is_warm(warm.run("b", "training"), cold)
 
 
 @pytest.mark.extended
-def test_the_entry_point_alone_is_enough(warm, cold):
+def test_entry_point_installs_the_hook(warm, cold):
     assert_is_warm(warm.run("b", "training", under="python -I"), cold)
 
 
 @pytest.mark.extended
-def test_the_oldest_jax_shares_too(fresh):
+def test_oldest_supported_jax_shares(fresh):
     cold = fresh.run("a", "training", environment="jax-oldest")
     assert_is_cold(cold)
     assert cold.stats["published"] == PROGRAMS
@@ -99,19 +99,19 @@ def test_a_host_with_other_cpu_features_misses(warm):
 
 
 @pytest.mark.extended
-def test_whether_jax_finds_a_zstandard_makes_no_difference(warm, cold):
+def test_programs_are_shared_with_and_without_zstandard(warm, cold):
     assert_is_warm(warm.run("b", "training", WITHOUT_ZSTANDARD, under="python"), cold)
 
 
 @pytest.mark.extended
-def test_what_a_jax_without_zstandard_published_all_others_find(fresh):
+def test_program_published_without_zstandard_is_found_by_all(fresh):
     cold = fresh.run("a", "training", WITHOUT_ZSTANDARD, under="python")
     assert cold.stats["published"] == PROGRAMS
     assert_is_warm(fresh.run("b", "training"), cold)
 
 
 @pytest.mark.extended
-def test_a_cache_directory_of_the_users_own_gets_nothing_and_changes_no_key(warm, cold, tmp_path):
+def test_cache_directory_of_user_stays_empty_and_changes_no_key(warm, cold, tmp_path):
     outcome = warm.run("b", "training", {"cache_dir": tmp_path / "own"})
     assert_is_warm(outcome, cold)
     assert outcome.errors.count("nothing is written to jax_compilation_cache_dir") == 1
@@ -119,7 +119,9 @@ def test_a_cache_directory_of_the_users_own_gets_nothing_and_changes_no_key(warm
 
 
 @pytest.mark.extended
-def test_settings_of_the_user_win_and_what_is_not_written_holds_no_lease(fresh, server, tmp_path):
+def test_settings_of_user_take_precedence_and_unwritten_programs_hold_no_lease(
+    fresh, server, tmp_path
+):
     outcome = fresh.run(
         "a",
         "training",
@@ -150,7 +152,7 @@ def test_a_process_that_jax_does_not_let_write_holds_no_lease(fresh, server):
 
 
 @pytest.mark.extended
-def test_a_compile_that_fails_gives_its_lease_back_and_its_error_to_the_user(fresh, server):
+def test_failed_compilation_releases_its_lease_and_raises_its_error(fresh, server):
     broken = {"break_compiler": True, "stats_url": server.url}
     outcome = fresh.run("a", "training", broken)
     assert outcome.report["error"] == "the compiler fails"
@@ -194,7 +196,7 @@ def test_forked_children_share_with_all_others_and_wait_for_each_other(fresh):
     assert fresh.run("b", "training").report["compiled"] == []
 
 
-def test_three_processes_at_once_compile_once_what_is_not_small(fresh):
+def test_concurrent_processes_compile_large_program_once(fresh):
     herd = [fresh.start(f"host{n}", "training") for n in range(3)]
     outcomes = [running.finish() for running in herd]
     assert compiles_of((o.report for o in outcomes), STEP) == 1
@@ -205,7 +207,7 @@ def test_three_processes_at_once_compile_once_what_is_not_small(fresh):
 
 
 @pytest.mark.extended
-def test_with_another_version_the_hook_says_so_once_and_goes_on(fresh):
+def test_untested_version_is_logged_once_and_shares(fresh):
     newer = {"pretend_version": "0.99.1", "install": True}
     outcome = fresh.run("a", "training", newer, under="python")
     assert outcome.errors.count("tested with jax 0.4.31 to 0.10.2, not 0.99.1") == 1
@@ -213,7 +215,7 @@ def test_with_another_version_the_hook_says_so_once_and_goes_on(fresh):
 
 
 @pytest.mark.extended
-def test_where_the_private_name_is_missing_the_hook_says_so_once_and_is_not_installed(fresh):
+def test_hook_with_missing_private_name_logs_once_and_is_not_installed(fresh):
     gone = {"rename": "get_file_cache", "install": True}
     outcome = fresh.run("a", "training", gone, under="python", environment="jax-oldest")
     assert outcome.errors.count("get_file_cache") == 1
@@ -223,7 +225,7 @@ def test_where_the_private_name_is_missing_the_hook_says_so_once_and_is_not_inst
     assert outcome.report["state"]["jax_compilation_cache_dir"] is None
 
 
-def test_a_job_that_is_to_fail_on_a_miss_ends_before_anything_is_compiled(fresh):
+def test_job_with_fail_on_miss_ends_before_compiling(fresh):
     ended = fresh.start("a", "training", fail_on_miss=True)
     assert ended.status() == 86
     errors = ended.errors.read_text()
@@ -233,5 +235,5 @@ def test_a_job_that_is_to_fail_on_a_miss_ends_before_anything_is_compiled(fresh)
 
 
 @pytest.mark.extended
-def test_a_job_that_is_to_fail_on_a_miss_runs_where_everything_is_there(warm, cold):
+def test_job_with_fail_on_miss_runs_with_full_cache(warm, cold):
     assert_is_warm(warm.run("b", "training", fail_on_miss=True), cold)

@@ -32,7 +32,7 @@ def test_a_compile_within_a_compile_does_not_end_the_outer_one(jax_program):
     assert told == ["begins jit_outer", "begins jit_inner", "ended"]
 
 
-def test_a_collective_program_that_cannot_be_written_is_told_to_the_hook_only(jax_program):
+def test_unserializable_collective_program_is_reported_to_the_hook_only(jax_program):
     told = jax_program(
         """
         from jax._src import compilation_cache, compiler
@@ -52,7 +52,7 @@ def test_a_collective_program_that_cannot_be_written_is_told_to_the_hook_only(ja
     assert told == ["UNIMPLEMENTED: it cannot be serialized"]
 
 
-def test_what_processes_share_is_seen_at_once(jax_program):
+def test_shared_entry_is_visible_at_once(jax_program):
     told = jax_program(
         """
         import jax
@@ -70,7 +70,7 @@ def test_what_processes_share_is_seen_at_once(jax_program):
     assert told == ["None", "b'first' b'first'", "b'first'", "{b'first'}"]
 
 
-def test_where_jax_itself_shares_among_processes_no_process_waits_for_another(jax_program):
+def test_no_process_waits_if_jax_shares_among_processes(jax_program):
     told = jax_program(
         """
         import jax

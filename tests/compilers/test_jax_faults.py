@@ -59,9 +59,7 @@ def test_the_job_ends_with_the_same_losses_and_the_reason_is_counted(server, job
 
 
 @pytest.mark.extended
-def test_an_entry_of_another_program_runs_in_a_bare_jax_and_never_reaches_it_here(
-    server, jobs, tmp_path
-):
+def test_entry_of_another_program_is_loaded_by_bare_jax_and_refused_by_hook(server, jobs, tmp_path):
     bare = {
         "under": "python",
         "variables": {
@@ -93,7 +91,7 @@ def test_an_entry_of_another_program_runs_in_a_bare_jax_and_never_reaches_it_her
 
 
 @pytest.mark.extended
-def test_noise_in_a_sound_envelope_is_told_by_jax_and_counted(server, jobs, sound, tmp_path):
+def test_noise_in_valid_envelope_is_detected_by_jax_and_counted(server, jobs, sound, tmp_path):
     outcome, keys = sound
     noise = b"\0\0\0\1" + np.random.default_rng(0).bytes(5000)
     config = ClientConfig(url=server.url, namespace="jax-noise", cache_dir=tmp_path)

@@ -88,7 +88,7 @@ def test_thirty_small_programs_cost_a_job_three_requests(
 
 
 @pytest.mark.parametrize("environment", VERSIONS)
-def test_small_is_what_has_few_quick_operations_and_no_large_constant(jax_program, environment):
+def test_program_with_few_quick_operations_and_no_large_constant_is_small(jax_program, environment):
     told = jax_program(LOOKS, environment=environment)
     looks = dict(line.rsplit(" ", 1) for line in told)
     assert looks == {

@@ -54,7 +54,7 @@ def test_a_train_step_is_compiled_for_a_tpu_and_published(first, server):
     assert len(answer.content) == first["size_bytes"]
 
 
-def test_a_second_run_finds_it_and_compiles_nothing(first, options, server, tmp_path):
+def test_second_run_finds_the_program_and_compiles_nothing(first, options, server, tmp_path):
     words, _ = options
     puts = server.stats("jax-prewarm")["puts"]
     result = prewarm(*words, STEP, GRAPHSTASH_CACHE_DIR=str(tmp_path))
@@ -66,9 +66,7 @@ def test_a_second_run_finds_it_and_compiles_nothing(first, options, server, tmp_
     assert server.stats("jax-prewarm")["puts"] == puts
 
 
-def test_its_key_is_the_one_that_jax_logs_in_a_job_and_the_job_publishes_the_same(
-    first, server, tmp_path
-):
+def test_prewarmed_key_and_artifact_equal_those_of_a_job(first, server, tmp_path):
     with JaxJobs(tmp_path, url=server.url, namespace="jax-prewarm") as jobs:
         job = jobs.run("job", "prewarmed_by_hand", environment="jax-newest", under="graphstash run")
     assert job.report["components"] == first["components"]
@@ -83,14 +81,14 @@ def test_its_key_is_the_one_that_jax_logs_in_a_job_and_the_job_publishes_the_sam
     ("environment", "told"),
     [("jax-oldest", "pip install libtpu"), ("torch-newest", "pip install jax libtpu")],
 )
-def test_what_is_missing_in_the_environment_is_named(options, environment, told):
+def test_missing_package_is_named(options, environment, told):
     words, variables = options
     result = prewarm(*words, STEP, environment=environment, **variables)
     assert result.returncode == 2
     assert told in result.stderr
 
 
-def test_what_cannot_be_used_is_named(options, server, tmp_path):
+def test_unusable_argument_is_named(options, server, tmp_path):
     words, _ = options
     cases = {
         "step": "expected module:function or script.py:function",

@@ -41,7 +41,7 @@ def test_the_first_compile_under_a_context_manager_changes_no_global_setting(run
 
 
 @pytest.mark.parametrize("environment", VERSIONS)
-def test_what_is_installed_and_removed_under_context_managers_leaves_nothing(run, environment):
+def test_install_and_uninstall_under_context_managers_leave_no_change(run, environment):
     told = run(
         """
         import jax
@@ -93,13 +93,13 @@ CHECKED = """
 
 
 @pytest.mark.parametrize("operation", ["x @ x", "x + x"])  # the second one travels in a pack
-def test_jax_compares_what_is_cached_with_what_it_compiles(run, operation):
+def test_jax_compares_cached_program_with_its_compilation(run, operation):
     program = CHECKED.replace("x @ x", operation)
     run(program.replace("True)", "False)"))
     assert run(program) == ["1 True {}"]
 
 
-def test_jax_tells_that_what_is_cached_is_not_what_it_compiles(run, tmp_path):
+def test_jax_reports_cached_program_that_differs_from_its_compilation(run, tmp_path):
     run(CHECKED)
     tier = tmp_path / "host" / "tier"
     (found,) = (tier / "v2").glob("*/default/jax/*/??/*")

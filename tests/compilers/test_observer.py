@@ -88,21 +88,21 @@ def assembled(tmp_path, lines):
 
 
 @pytest.mark.parametrize("listing", [COMPARED, ADDED, FINISH])
-def test_machine_code_is_what_the_assembler_makes_of_the_listing(tmp_path, listing):
+def test_machine_code_equals_assembled_listing(tmp_path, listing):
     lines = [re.sub(r"\{\w+\}", "0x11223344", text) for _, text in listing]
     distance = (0x11223344).to_bytes(4, "little").hex()
     ours = "".join(code + (distance if "{" in text else "") for code, text in listing)
     assert bytes.fromhex(ours) == assembled(tmp_path, lines)
 
 
-def test_arguments_of_torch_xla_are_loaded_by_what_the_assembler_makes(tmp_path):
+def test_assembled_code_loads_arguments_of_torch_xla(tmp_path):
     arguments = [argument for each in operations() for argument in each.arguments]
     lines = [line for argument in arguments for line in argument.assembly.split("; ")]
     ours = bytes.fromhex("".join(argument.code for argument in arguments))
     assert ours == assembled(tmp_path, lines)
 
 
-def test_observer_notes_a_value_that_all_calls_have(library):
+def test_observer_records_common_value_of_all_calls(library):
     path, loaded = library
     observer = Observer(path, "observed", [FIRST, SECOND, COUNT])
     assert observer.observation() == Observation(called=False, values=(0, 0, 0))
@@ -110,14 +110,14 @@ def test_observer_notes_a_value_that_all_calls_have(library):
     assert observer.observation() == Observation(called=True, values=(7, 0, 14))
 
 
-def test_observer_notes_that_values_differ(library):
+def test_observer_records_that_values_differ(library):
     path, loaded = library
     observer = Observer(path, "observed", [FIRST, SECOND])
     assert [loaded.calls(0, 3.0), loaded.calls(1, 3.0)] == [4, 14]
     assert observer.observation() == Observation(called=True, values=(None, 3))
 
 
-def test_observer_notes_all_calls_of_several_threads(library):
+def test_observer_records_calls_of_all_threads(library):
     path, loaded = library
     observer = Observer(path, "observed", [COUNT, FIRST])
     threads = [

@@ -22,7 +22,7 @@ TESTS = ("test_inductor_entries.py", "test_inductor_objects.py", "test_inductor.
     [("default", "avx2"), ("avx2", "avx2 avx512 amx_tile")],
     ids=["without vectors or AMX", "AMX"],
 )
-def test_what_is_promised_holds_there_too(capability, seen):
+def test_promises_hold_on_other_processors(capability, seen):
     done = subprocess.run(
         [
             sys.executable,

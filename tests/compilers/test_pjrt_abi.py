@@ -68,7 +68,7 @@ def fields_of(header, name):
     return tuple(names[2:])
 
 
-def test_every_function_is_where_the_header_has_it(header):
+def test_function_offsets_equal_the_header(header):
     table = header[header.index("typedef struct PJRT_Api {") :]
     listed = re.findall(r"_PJRT_API_STRUCT_FIELD\((\w+)\)", table)
     lower = [name.replace("_", "").lower() for name in listed]
@@ -76,14 +76,14 @@ def test_every_function_is_where_the_header_has_it(header):
         assert lower[function] == name.replace("_", "").lower()
 
 
-def test_what_is_asked_about_an_object_has_one_layout(header):
+def test_query_structures_have_one_layout(header):
     for name, fields in ASKED.items():
         assert fields_of(header, f"PJRT_{name}_Args") == tuple(fields.split())
     offsets = [getattr(abi.AskArgs, name).offset for name, _ in abi.AskArgs._fields_]
     assert offsets == [0, 8, 16, 24, 32, 40, 48, 56]
 
 
-def test_the_other_structures_have_the_fields_of_the_header_in_their_order(header):
+def test_other_structures_have_fields_of_the_header_in_order(header):
     for name, structure in FILLED.items():
         ours = [field for field, _ in structure._fields_[2:] if field != "later"]
         assert len(ours) == len(fields_of(header, name)), name
@@ -92,7 +92,7 @@ def test_the_other_structures_have_the_fields_of_the_header_in_their_order(heade
         ]
 
 
-def test_codes_and_extensions_are_those_of_the_header(header):
+def test_codes_and_extensions_equal_the_header(header):
     assert f"PJRT_Error_Code_UNIMPLEMENTED = {abi.UNIMPLEMENTED}" in header
     listed = re.findall(r"PJRT_Extension_Type_(\w+)", header)
     assert listed[abi.PROFILER_EXTENSION] == "Profiler"
@@ -107,7 +107,7 @@ def test_a_plug_in_is_found_by_its_path_and_then_among_what_is_loaded(package):
     assert plugin.identity.startswith(f"xla_cpu_pjrt.so {path.stat().st_size} ")
 
 
-def test_a_library_that_is_no_plug_in_is_none():
+def test_library_without_plug_in_is_ignored():
     assert plugin_at("libc.so.6") is None
 
 

@@ -60,7 +60,7 @@ def test_the_order_of_map_entries_does_not_matter(messages):
 
 
 @given(tables, tables)
-def test_other_contents_stay_different(one, other):
+def test_different_contents_stay_different(one, other):
     written = [canonical(text(3, mapping(216, table.items()))) for table in (one, other)]
     assert (written[0] == written[1]) == (one == other)
 
@@ -82,7 +82,7 @@ def test_any_bytes_keep_their_length_and_are_done_in_one_pass(message):
         mapping(5, [(b"b", b"1"), (b"a", b"2")]) + b"\x80",  # a message that is cut
     ],
 )
-def test_what_is_no_message_is_returned_as_it_came(garbage):
+def test_bytes_that_are_no_message_are_returned_unchanged(garbage):
     assert canonical(garbage) == garbage
 
 

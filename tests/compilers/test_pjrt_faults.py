@@ -73,7 +73,7 @@ def test_the_result_is_right_and_the_reason_is_counted(faults, fault):
     assert faults[fault]["stats"]["fallbacks"].get(REASONS[fault], 0) >= 1
 
 
-def test_a_plug_in_that_is_loaded_already_is_served(faults):
+def test_already_loaded_plug_in_is_hooked(faults):
     sound = faults["sound"]
     assert (sound["stats"]["misses"], sound["stats"]["hits_host"]) == (1, 1)
     assert sound["results"] == [faults["plain"]] * 2
@@ -90,7 +90,7 @@ def test_uninstalling_puts_the_functions_of_the_plug_in_back(faults):
         assert not set(faults[name]["patched"]) & set(faults["untouched"])
 
 
-def test_what_jax_compiles_is_left_to_the_jax_hook_where_that_is_on(faults):
+def test_programs_of_jax_are_left_to_active_jax_hook(faults):
     assert faults["beside the jax hook"]["patched"] == faults["untouched"]
 
 
@@ -111,7 +111,7 @@ def test_a_compilation_outlives_the_cache_it_began_with(process):
 
 
 @pytest.mark.extended
-def test_an_interrupt_while_compiling_is_raised_when_the_framework_is_back_in_python(process):
+def test_interrupt_during_compilation_is_raised_after_return_to_python(process):
     before, after, handled = process["interrupts"]
     assert before["raised"] == after["raised"] == "KeyboardInterrupt()"
     assert handled["raised"] == "SystemExit('stopped')"
@@ -121,7 +121,7 @@ def test_an_interrupt_while_compiling_is_raised_when_the_framework_is_back_in_py
 
 
 @pytest.mark.extended
-def test_a_compilation_that_was_done_when_the_interrupt_came_is_not_repeated(process):
+def test_finished_compilation_is_not_repeated_after_interrupt(process):
     before, after, handled = process["interrupts"]
     assert (after["compiled"], handled["compiled"]) == (1, 1)
     # Signals are handled in the main thread. JAX 0.10 compiles in another one, on some machines.

@@ -25,7 +25,7 @@ def outcomes(server, tmp_path_factory):
     }
 
 
-def test_what_one_process_compiles_all_others_load(outcomes):
+def test_program_compiled_by_one_process_is_loaded_by_others(outcomes):
     cold, warm = outcomes["cold"], outcomes["warm"]
     assert cold.hits == 0
     assert cold.stats["published"] == cold.report["compiles"] >= 1
@@ -39,19 +39,19 @@ def test_losses_are_equal_to_the_bit(outcomes):
     assert outcomes["late"].report["losses"] == outcomes["cold"].report["losses"]
 
 
-def test_the_own_cache_of_torch_xla_cannot_load_what_it_stored_for_a_plug_in(outcomes):
+def test_cache_of_torch_xla_cannot_load_entries_of_a_plug_in(outcomes):
     assert outcomes["cold"].report["own_cache_failures"] == 0
     assert outcomes["warm"].report["own_cache_failures"] >= 1
 
 
-def test_a_hook_that_comes_when_the_plug_in_has_computed_serves_what_follows(outcomes):
+def test_late_hook_serves_following_programs(outcomes):
     late = outcomes["late"]
     assert late.report["before"] == 3.0
     assert late.hits == outcomes["cold"].report["compiles"]
     assert late.report["compiles"] == late.hits + 1  # one before the hook
 
 
-def test_nobody_is_told_that_nothing_can_be_shared_unless_the_hook_is_left_out(outcomes):
+def test_warning_about_missing_sharing_appears_only_without_the_hook(outcomes):
     assert "9094" not in outcomes["warm"].errors
     told = outcomes["late"].errors
     assert "add pjrt to GRAPHSTASH_HOOKS" in told.replace("\n", " ")

@@ -73,7 +73,7 @@ def test_a_process_group_leaves_nothing_for_the_next_one_at_its_address(programs
 
 
 @pytest.mark.extended
-def test_a_forked_child_stays_out_of_its_parents_talk(programs):
+def test_forked_child_does_not_join_agreement_of_its_parent(programs):
     told = programs(
         """
         import os
@@ -100,7 +100,7 @@ def losses(reports):
     return [report["losses"] for report in reports]
 
 
-def test_ranks_load_one_artifact_also_those_that_cannot_reach_the_cache(ranks):
+def test_all_ranks_load_one_artifact_even_without_access_to_cache(ranks):
     cold, warm = ranks("cold"), ranks("warm", broken=[2])
     assert sum(graphs(cold, "miss")) == 2  # forward and backward, each by one rank
     assert sum(graphs(cold, "hit")) == 2 * (SIZE - 1)
@@ -112,7 +112,7 @@ def test_ranks_load_one_artifact_also_those_that_cannot_reach_the_cache(ranks):
 
 
 @pytest.mark.extended
-def test_when_no_rank_reaches_the_cache_they_still_share(ranks):
+def test_ranks_share_results_if_no_rank_reaches_the_cache(ranks):
     lone = ranks("lone", broken=range(SIZE))
     assert sum(graphs(lone, "miss")) == 2
     assert sum(report["stats"]["hits_ranks"] for report in lone) == 2 * (SIZE - 1)
@@ -141,7 +141,7 @@ def processes(request, jobs, server, namespace, tmp_path):
 
 
 @pytest.mark.extended
-def test_processes_of_jax_load_one_executable_also_those_that_cannot_reach_the_cache(processes):
+def test_all_processes_of_jax_load_one_executable_even_without_access_to_cache(processes):
     cold = processes("cold")
     assert sum(report["compiled"] for report in cold) == 1  # whoever asked first
     assert len({report["total"] for report in cold}) == 1

@@ -54,7 +54,7 @@ def assert_shared(cold, warm):
     assert f"{warm.hits} hits" in warm.errors
 
 
-def test_what_one_host_compiled_another_does_not(hosts):
+def test_graph_compiled_on_one_host_is_loaded_on_another(hosts):
     assert_shared(hosts.cold, hosts.warm)
 
 
@@ -90,7 +90,7 @@ def test_every_way_to_install_the_cache_shares(job, under, options):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("look_up", ["exact", "hint"])
-def test_a_hook_that_loses_what_it_relies_on_does_not_get_into_a_step(job, look_up):
+def test_sabotaged_hook_does_not_disturb_a_step(job, look_up):
     sound = job("a").finish()
     outcome = job("b", "--sabotage", torch_xla_mode=look_up).finish()
     assert outcome.report["losses"] == sound.report["losses"]
@@ -99,7 +99,7 @@ def test_a_hook_that_loses_what_it_relies_on_does_not_get_into_a_step(job, look_
 
 
 @pytest.mark.extended
-def test_a_host_with_other_instruction_sets_gets_nothing_of_this_one(job):
+def test_host_with_other_instruction_sets_shares_nothing(job):
     job("a").finish()
     other = job("b", "--pretend-features", "sse2 avx2").finish()
     assert other.report["compiles"] == 2
@@ -109,7 +109,7 @@ def test_a_host_with_other_instruction_sets_gets_nothing_of_this_one(job):
 
 
 @pytest.mark.extended
-def test_a_job_with_a_name_finds_its_artifacts_on_its_disk_beforehand(job, server, namespace):
+def test_named_job_prefetches_its_artifacts(job, server, namespace):
     job("a", job="train").finish()
     prefetched = job("b", job="train")  # makes the host's directory, and runs once
     assert prefetched.finish().report["compiles"] == 0
@@ -158,7 +158,7 @@ def test_the_same_host_needs_the_server_only_once(jobs, hosts, server):
     assert again.report["losses"] == hosts.cold.report["losses"]
 
 
-def test_once_nothing_new_compiles_a_step_never_meets_the_cache(hosts):
+def test_warm_step_makes_no_cache_call(hosts):
     bare = hosts.bare
     for outcome in (hosts.cold, hosts.warm):
         # hits, misses and fallbacks stand still after the two steps that were new
@@ -185,7 +185,7 @@ def test_processes_that_start_at_once_compile_each_graph_once(job, is_extended):
 
 
 @pytest.mark.extended
-def test_torchrun_and_shells_in_between_are_fine(job, tmp_path):
+def test_torchrun_and_intermediate_shells_work(job, tmp_path):
     torchrun = (
         *("sh", "-c", '"$@"', "sh", sys.executable, "-m", "torch.distributed.run"),
         *("--standalone", "--nproc-per-node", "2"),
@@ -200,7 +200,7 @@ def test_torchrun_and_shells_in_between_are_fine(job, tmp_path):
 
 
 @pytest.mark.extended
-def test_a_script_that_sets_a_cache_of_its_own_still_runs(job, tmp_path):
+def test_script_with_its_own_cache_directory_runs(job, tmp_path):
     outcome = job("a", "--initialize-cache", tmp_path / "own").finish()
     assert outcome.stats["published"] == 2
     assert "has no effect" in outcome.errors
@@ -224,7 +224,7 @@ def test_forked_children_share_with_all_others_and_with_each_other(job):
 @pytest.mark.parametrize(
     ("version", "told"), [("2.9.0", "pytorch/xla#9094"), ("3.0.1", "supports torch_xla 2.7")]
 )
-def test_on_other_versions_the_hook_says_so_once_and_steps_aside(job, version, told):
+def test_hook_logs_once_and_is_not_installed_on_other_versions(job, version, told):
     outcome = job("a", "--pretend-version", version, "--install", under="").finish()
     assert outcome.errors.count(told) == 1
     assert len(outcome.errors.splitlines()) == 1

@@ -65,13 +65,13 @@ def test_no_damaged_artifact_stays_on_this_host(outcomes, tmp_path_factory):
 
 
 @pytest.mark.extended
-def test_one_of_two_swapped_artifacts_is_the_right_one_and_the_other_never_arrives(outcomes):
+def test_swapped_artifacts_are_never_loaded_under_the_wrong_key(outcomes):
     outcome = outcomes[Fault.SWAP]
     assert outcome.hits == 1
     assert outcome.report["compiles"] == 1
 
 
-def test_a_fault_is_told_once_per_reason(outcomes):
+def test_fault_is_logged_once_per_reason(outcomes):
     for fault, outcome in outcomes.items():
         for reason in outcome.stats["fallbacks"]:
             assert outcome.errors.count(f"graphstash: {reason}:") == 1, (fault, outcome.errors)

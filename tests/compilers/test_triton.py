@@ -48,7 +48,7 @@ def warm(triton, cold):
     return triton.run("warm", "kernels", {"count": KERNELS})
 
 
-def test_what_one_host_compiled_another_does_not(triton, cold, warm):
+def test_kernel_compiled_on_one_host_is_loaded_on_another(triton, cold, warm):
     assert cold.report["version"] == triton.version
     assert cold.report["ptxas"] == cold.stats["misses"] == cold.stats["published"] == KERNELS
     assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
@@ -61,7 +61,7 @@ def test_what_one_host_compiled_another_does_not(triton, cold, warm):
 
 
 @pytest.mark.usefixtures("cold", "warm")
-def test_the_files_that_arrive_are_those_that_a_compilation_leaves(triton):
+def test_loaded_files_equal_files_of_a_compilation(triton):
     def files(host):
         found = {}
         for path in (triton.directory / host / "triton").glob("*/*"):
@@ -79,7 +79,7 @@ def test_the_files_that_arrive_are_those_that_a_compilation_leaves(triton):
 
 
 @pytest.mark.extended
-def test_a_directory_that_was_moved_and_one_half_written_are_no_trouble(triton, cold):
+def test_moved_and_half_written_directories_are_handled(triton, cold):
     here = triton.directory / "moved"
     here.mkdir()
     (triton.directory / "cold" / "triton").rename(here / "triton")
@@ -109,7 +109,7 @@ def test_a_directory_that_was_moved_and_one_half_written_are_no_trouble(triton, 
 
 
 @pytest.mark.extended
-def test_tritons_variables_are_enough_and_a_line_more_is_another_kernel(triton, cold):
+def test_triton_variables_install_hook_and_changed_source_changes_key(triton, cold):
     assert cold.report["environment"] is None  # nothing that children could inherit
     shifted = {"shift": True, "count": 2}
     manager = triton.run("manager", "kernels", {"shift": True}, variables=MANAGER, under="python")
@@ -127,7 +127,7 @@ def test_tritons_variables_are_enough_and_a_line_more_is_another_kernel(triton, 
 
 
 @pytest.mark.extended
-def test_a_global_that_tritons_key_leaves_out_makes_another_artifact(triton, fresh):
+def test_global_missing_in_key_of_triton_changes_our_key(triton, fresh):
     def run(host, kind):
         return triton.run(host, "kernels", namespace=fresh, variables={"KERNEL_TYPE": kind})
 
@@ -144,9 +144,7 @@ def test_a_global_that_tritons_key_leaves_out_makes_another_artifact(triton, fre
 
 
 @pytest.mark.extended
-def test_a_managers_files_are_published_when_they_are_a_whole_kernel_for_a_gpu(
-    triton, server, fresh
-):
+def test_complete_gpu_kernel_of_a_manager_is_published(triton, server, fresh):
     first = triton.run("by-hand-a", "manager_calls", namespace=fresh)
     assert server.stats(fresh)["artifacts"] == first.stats["published"] == 1
     assert set(first.report["found"].values()) == {None}
@@ -189,7 +187,7 @@ def test_a_compilation_that_fails_holds_no_lease_while_the_job_goes_on(triton, s
 
 
 @pytest.mark.extended
-def test_what_is_uninstalled_leaves_triton_as_it_was(triton, server, fresh):
+def test_uninstall_restores_triton(triton, server, fresh):
     outcome = triton.run("uninstalled", "uninstalled", namespace=fresh)
     assert outcome.report["manager"] == "SharedCacheManager"
     assert outcome.report["compile"] == ["triton"]  # the hook's folder
@@ -202,7 +200,7 @@ def test_what_is_uninstalled_leaves_triton_as_it_was(triton, server, fresh):
 
 
 @pytest.mark.extended
-def test_a_users_own_manager_stays(triton, server, fresh):
+def test_cache_manager_of_user_is_kept(triton, server, fresh):
     own = {"TRITON_CACHE_MANAGER": OWN_MANAGER}
     outcome = triton.run("own", "kernels", namespace=fresh, variables=own, under="graphstash run")
     assert outcome.errors.count(f"{OWN_MANAGER}, so kernels are not shared") == 1

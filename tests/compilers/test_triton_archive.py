@@ -59,7 +59,7 @@ def structure_of(packed):
 
 
 @given(archives)
-def test_what_was_packed_comes_out(files):
+def test_packed_files_round_trip(files):
     packed = pack(files)
     assert unpack(packed) == files
     assert pack(dict(reversed(files.items()))) == packed
@@ -76,7 +76,7 @@ def test_a_cut_archive_is_refused(files, data):
 
 
 @given(st.binary(max_size=300))
-def test_of_the_same_files_there_is_one_archive(noise):
+def test_equal_files_make_equal_archives(noise):
     for candidate in (noise, b"graphstash-triton\1" + noise):
         try:
             files = unpack(candidate)
@@ -86,7 +86,7 @@ def test_of_the_same_files_there_is_one_archive(noise):
 
 
 @given(st.data())
-def test_every_flipped_bit_of_a_kernels_structure_is_noticed(data):
+def test_every_flipped_bit_of_kernel_structure_is_detected(data):
     packed = pack_kernel("k.json", kernel(), key=KEY)
     damaged = bytearray(packed)
     damaged[data.draw(st.sampled_from(structure_of(packed)))] ^= 1 << data.draw(st.integers(0, 7))
@@ -94,7 +94,7 @@ def test_every_flipped_bit_of_a_kernels_structure_is_noticed(data):
         unpack_kernel("k.json", bytes(damaged), key=KEY)
 
 
-def test_a_kernel_survives_the_way():
+def test_kernel_round_trips():
     packed = pack_kernel("k.json", kernel(), key=KEY)
     assert unpack_kernel("k.json", packed, key=KEY) == kernel()
     for length in range(len(packed)):
@@ -110,7 +110,7 @@ def test_a_name_that_is_more_than_a_file_name_is_refused(name):
         pack({name: b""})
 
 
-def test_an_archive_has_a_number_of_files():
+def test_number_of_files_in_archive_is_limited():
     with pytest.raises(ArchiveError):
         pack({})
     with pytest.raises(ArchiveError):
@@ -135,7 +135,7 @@ def test_an_archive_has_a_number_of_files():
         (kernel(hash="?"), "another kernel"),
     ],
 )
-def test_what_may_not_travel_is_neither_packed_nor_unpacked(files, told):
+def test_forbidden_files_are_neither_packed_nor_unpacked(files, told):
     children = kernel() | files
     with pytest.raises(KernelError, match=told):
         pack_kernel("k.json", children, key=KEY)
@@ -158,7 +158,7 @@ def test_the_key_up_to_3_1_is_the_hash_itself():
     assert unpack_kernel("k.json", packed, key=DESCRIPTION["hash"]) == kernel()
 
 
-def test_where_files_lie_makes_no_other_artifact_and_what_the_compiler_does_makes_one():
+def test_paths_do_not_change_the_key_and_compiler_options_do():
     def key(**environ):
         return request_of(KEY, "k.json", environ, ASSEMBLY).key
 
@@ -206,7 +206,7 @@ def test_a_forked_child_without_a_session_does_not_use_its_parents(monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["2.3.1", "3.10.0", "4.0.0"])
-def test_on_other_versions_the_hook_says_so_once_and_steps_aside(monkeypatch, caplog, version):
+def test_hook_logs_once_and_is_not_installed_on_other_versions(monkeypatch, caplog, version):
     monkeypatch.setattr("triton.__version__", version)
     assert install(None) is None
     assert len(caplog.messages) == 1

@@ -149,7 +149,7 @@ def test_hosts_that_start_at_once_compile_each_kernel_once(triton, fresh):
 
 
 @pytest.mark.extended
-def test_binaries_alone_are_other_artifacts_than_kernels_with_all_stages(triton, cold):
+def test_binary_only_kernels_and_complete_kernels_are_different_artifacts(triton, cold):
     alone = [
         triton.run(host, "kernels", variables={"TRITON_STORE_BINARY_ONLY": "1"})
         for host in ("binary-a", "binary-b")
@@ -162,7 +162,7 @@ def test_binaries_alone_are_other_artifacts_than_kernels_with_all_stages(triton,
 
 
 @pytest.mark.extended
-def test_with_kernels_of_the_users_own_nothing_is_shared(triton, server, fresh):
+def test_nothing_is_shared_with_user_supplied_kernels(triton, server, fresh):
     own = {"TRITON_KERNEL_OVERRIDE": "1"}
     outcome = triton.run("override", "kernels", namespace=fresh, variables=own)
     assert outcome.report["ptxas"] == 1
@@ -180,7 +180,7 @@ def test_a_forked_child_shares_as_its_parent_does(triton, cold):
     assert outcome.report["kernels"] == cold("3.3.0").report["kernels"]
 
 
-def test_a_fault_of_the_cache_does_not_get_into_triton(triton, cold):
+def test_cache_faults_do_not_reach_triton(triton, cold):
     outcome = triton.run("raising", "with_a_fault_of_the_cache", {"count": len(DAMAGES)})
     assert outcome.report["ptxas"] == len(DAMAGES)
     assert outcome.report["kernels"] == cold("3.3.0").report["kernels"]

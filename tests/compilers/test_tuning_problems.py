@@ -47,7 +47,7 @@ SQUARE = torch.zeros(64, 64)
     ],
     ids=["transposed", "every second", "odd rows", "expanded", "odd address", "two", "sixteen"],
 )
-def test_arguments_that_are_compiled_otherwise_are_another_problem(changed):
+def test_arguments_compiled_differently_are_different_problems(changed):
     given = {"x": SQUARE, "y": SQUARE}
     assert problem(**given) == problem(**given)
     assert problem(**given | changed).parts != problem(**given).parts
