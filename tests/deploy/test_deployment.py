@@ -19,7 +19,7 @@ def deployment(standing_deployment):
     return standing_deployment
 
 
-def test_what_one_host_puts_another_gets_and_nginx_sends_the_bytes(deployment, http):
+def test_artifact_of_one_host_is_sent_to_another_by_nginx(deployment, http):
     key = deployment.new_key()
     deployment.put(key)
 
@@ -31,7 +31,7 @@ def test_what_one_host_puts_another_gets_and_nginx_sends_the_bytes(deployment, h
     assert deployment.nginx.has_sent(answer.headers["x-request-id"])
 
 
-def test_both_servers_answer_for_each_others_artifacts(deployment, http):
+def test_each_server_serves_artifacts_of_the_other(deployment, http):
     key = deployment.new_key()
     deployment.put(key)
     path = str(key.artifact_path("default"))
@@ -78,7 +78,7 @@ def test_a_token_revoked_in_one_server_is_refused_behind_nginx(deployment, http)
     assert token.split("_", 2)[2] not in listed.stdout
 
 
-def test_by_the_first_commands_of_the_guide_ci_writes_and_developers_read(deployment, http):
+def test_first_commands_of_guide_let_ci_write_and_developers_read(deployment, http):
     guide = (DOCKER / "README.md").read_text()
     form = re.compile(r"^dc exec -T server-1 (graphstash (?:namespace|token) .*)", re.MULTILINE)
     commands = form.findall(guide)
@@ -103,7 +103,7 @@ def test_by_the_first_commands_of_the_guide_ci_writes_and_developers_read(deploy
     assert all(ends)
 
 
-def test_one_server_killed_and_requests_go_on(deployment):
+def test_requests_continue_after_one_server_is_killed(deployment):
     keys = [deployment.new_key() for _ in range(4)]
     for key in keys:
         deployment.put(key)
@@ -139,7 +139,7 @@ def test_a_rolling_restart_under_load_fails_no_request(deployment):
     assert load.failures == []
 
 
-def test_the_health_checks_tell_good_from_bad(deployment):
+def test_health_checks_distinguish_healthy_from_broken(deployment):
     for service in ("postgres", "server-1", "server-2", "nginx"):
         assert deployment.check(service) == 0, service
 

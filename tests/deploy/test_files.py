@@ -61,7 +61,7 @@ def test_the_specification_refuses_what_is_not_in_it():
         PyCompose.from_yaml(yaml.safe_dump(composed))
 
 
-def test_what_services_name_is_there(composed):
+def test_files_that_services_name_exist(composed):
     services = composed["services"]
     for name, service in services.items():
         assert set(service.get("depends_on", ())) <= set(services), name
@@ -93,7 +93,7 @@ def test_the_example_shows_the_defaults():
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_what_has_no_default_is_asked_for(name):
+def test_variable_without_default_is_required(name):
     given = {**NEEDED, name: ""}
 
     with pytest.raises(KeyError, match=name):
@@ -163,7 +163,7 @@ def test_the_servers_reach_their_identity_providers(composed):
         assert {f"GRAPHSTASH_{each.upper()}" for each in settings} <= set(service["environment"])
 
 
-def test_the_guide_makes_no_token_that_lasts_for_ever():
+def test_guide_creates_no_token_without_expiry():
     text = (DOCKER / "README.md").read_text()
     made = re.findall(r"graphstash token create .*", text)
 
@@ -258,7 +258,7 @@ def test_the_image_runs_as_the_user_of_compose_without_a_shell(image):
     assert image.healthcheck[:2] == ["python", "-I"]
 
 
-def test_the_image_asks_for_tokens_and_takes_two_words_to_do_without(image):
+def test_image_requires_tokens_unless_two_options_disable_them(image):
     environment = {"PATH": os.environ["PATH"], **image.environment, "GRAPHSTASH_AUTH": "none"}
     assert not {"GRAPHSTASH_AUTH", "GRAPHSTASH_INSECURE"} & set(image.environment)
     environment["PATH"] = f"{sysconfig.get_path('scripts')}:{environment['PATH']}"

@@ -112,7 +112,7 @@ def entry_of(project, answer):
     return found()[0]
 
 
-def test_by_the_first_block_of_the_guide_everything_is_healthy_and_locked(project):
+def test_first_block_of_guide_starts_healthy_locked_down_deployment(project):
     containers = project.containers()
     migrate = containers.pop("migrate")
     assert (migrate["State"]["Status"], migrate["State"]["ExitCode"]) == ("exited", 0)
@@ -197,7 +197,7 @@ def over(project, file):
         project.sh("dc up --detach --wait")
 
 
-def test_tls_is_two_files_and_plain_http_is_refused(project, callers, tmp_path):
+def test_tls_variant_needs_two_files_and_refuses_plain_http(project, callers, tmp_path):
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
     subject = ("-subj", "/CN=cache", "-addext", "subjectAltName=IP:127.0.0.1")
     new = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")

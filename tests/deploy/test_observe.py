@@ -73,7 +73,7 @@ def test_prometheus_takes_its_configuration_and_the_rules():
     assert f"{len(RULES)} rules found" in promtool("check", "rules", "alerts.yml")
 
 
-def test_every_query_of_the_dashboard_is_one(tmp_path):
+def test_every_dashboard_query_is_valid(tmp_path):
     rules = [{"record": f"r{n}", "expr": each} for n, each in enumerate(queries())]
     file = tmp_path / "queries.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
@@ -156,7 +156,7 @@ TROUBLE = {
 }
 
 
-def test_every_alert_has_a_case():
+def test_every_alert_is_tested():
     assert {rule["alert"] for rule in RULES if "alert" in rule} == set(TROUBLE)
 
 

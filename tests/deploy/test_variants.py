@@ -40,7 +40,7 @@ def certificate(tmp_path):
     return tmp_path / "tls.crt", tmp_path / "tls.key"
 
 
-def test_tls_is_two_files(deploy, certificate):
+def test_tls_variant_needs_two_files(deploy, certificate):
     deployment = deploy(
         "compose.yaml",
         "compose.tls.yaml",

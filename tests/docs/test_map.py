@@ -39,7 +39,7 @@ def test_every_package_has_tests():
 
 
 @pytest.mark.parametrize("package", _rows())
-def test_what_the_map_names_is_there(package):
+def test_paths_named_by_the_map_exist(package):
     assert (ROOT / package).is_dir()
     absent = [each for each in _rows()[package] if not (ROOT / each).exists()]
     assert absent == []

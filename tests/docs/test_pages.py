@@ -80,12 +80,12 @@ def test_a_snippet_that_fails_fails_its_page(block, tmp_path):
         "no-such-program",
     ],
 )
-def test_a_command_that_cannot_be_right_is_refused_though_it_is_only_parsed(command):
+def test_impossible_command_in_parsed_snippet_is_refused(command):
     with pytest.raises(SystemExit, match=r"[a-z]"):
         check(*shlex.split(command))
 
 
-def test_a_command_that_is_only_parsed_is_not_run(tmp_path):
+def test_parsed_snippet_is_not_run(tmp_path):
     page = _page(
         "<!-- snippet: parse: needs containers -->\n"
         "```sh\n"
@@ -100,7 +100,7 @@ def test_a_command_that_is_only_parsed_is_not_run(tmp_path):
     assert not (tmp_path / "home" / ".local").exists()
 
 
-def test_a_wrong_command_fails_its_page_though_it_is_only_parsed(tmp_path):
+def test_wrong_command_in_parsed_snippet_fails_its_page(tmp_path):
     page = _page("<!-- snippet: parse: needs containers -->\n```sh\nno-such-program\n```\n")
     assert run_page(page, tmp_path).status != 0
 

@@ -65,7 +65,7 @@ def test_every_target_is_run_here_and_by_make():
         pytest.param("conversations", marks=pytest.mark.extended),  # instruments the server: 5 s
     ],
 )
-def test_target_holds_for_every_input(target, tmp_path, is_extended):
+def test_target_accepts_every_input(target, tmp_path, is_extended):
     runs = RUNS[target] if is_extended else RUNS[target] // 20
     done = fuzz(FUZZ / f"{target}.py", tmp_path, f"-runs={runs}")
 
@@ -73,7 +73,7 @@ def test_target_holds_for_every_input(target, tmp_path, is_extended):
     assert f"Done {runs} runs" in done.stderr
 
 
-def test_a_planted_bug_is_found_and_its_input_is_printed_and_plays_again(tmp_path):
+def test_planted_bug_is_found_and_its_printed_input_reproduces_it(tmp_path):
     (tmp_path / "planted.py").write_text(PLANTED)
     inputs = tmp_path / "inputs"
 

@@ -94,7 +94,9 @@ def test_an_extra_of_torch_xla_takes_the_torch_that_it_was_built_for(extra, tmp_
 
 @pytest.mark.extended
 @pytest.mark.parametrize("extra", CASES)
-def test_an_extra_alone_compiles_once_for_two_processes(extra, server, namespace, tmp_path):
+def test_each_extra_alone_shares_a_compilation_between_processes(
+    extra, server, namespace, tmp_path
+):
     pins, job, more = CASES[extra]
     pins = ENVIRONMENTS / f"{pins}.txt" if pins else ROOT / "constraints.txt"
     python = tmp_path / "venv" / "bin" / "python"

@@ -121,7 +121,7 @@ LOADED = f"import sys; print(sorted({NOT_AT_START} & set(sys.modules)), file=sys
     ],
     ids=["install without a server", "install", "run"],
 )
-def test_a_job_that_compiles_nothing_loads_no_package_of_others(command, tmp_path):
+def test_job_that_compiles_nothing_imports_no_dependency(command, tmp_path):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, check=True
@@ -130,7 +130,7 @@ def test_a_job_that_compiles_nothing_loads_no_package_of_others(command, tmp_pat
     assert list(tmp_path.iterdir()) == []  # nor does it make a local tier
 
 
-def test_packages_import_what_is_used_and_list_what_exists():
+def test_packages_import_lazily_and_list_existing_names():
     """The words of the wire need no pydantic, and `import graphstash` no other module of it."""
     program = (
         "import sys, graphstash\n"
@@ -149,7 +149,7 @@ def test_packages_import_what_is_used_and_list_what_exists():
 
 
 @pytest.mark.extended
-def test_the_light_client_runs_commands_and_says_what_serve_needs(light):
+def test_light_client_runs_commands_and_names_extra_for_serve(light):
     assert run(light / "graphstash", "--version").startswith("graphstash ")
     assert run(light / "graphstash", "run", "--", "echo", "hello") == "hello\n"
     refused = subprocess.run(
@@ -160,7 +160,7 @@ def test_the_light_client_runs_commands_and_says_what_serve_needs(light):
     assert "Traceback" not in refused.stderr
 
 
-def test_nothing_but_the_agreed_names_is_in_the_root():
+def test_root_holds_only_the_agreed_names():
     listed = run("git", "ls-files", cwd=ROOT).splitlines()
     assert {name.split("/")[0] for name in listed} <= {
         *("service", "client", "schema", "migrations", "docker", "tests", "pyproject.toml"),
@@ -181,7 +181,7 @@ def test_the_lock_names_no_index():
 
 @pytest.mark.parametrize("group", ["jax_plugins", "torch.backends"])
 @pytest.mark.parametrize("autoload", ["0", "1"])
-def test_what_compilers_load_by_themselves_does_nothing_unless_it_is_told_to(group, autoload):
+def test_entry_points_do_nothing_without_autoload(group, autoload):
     program = (
         "import sys; from importlib.metadata import entry_points\n"
         f"(point,) = entry_points(group={group!r}, name='graphstash')\n"
