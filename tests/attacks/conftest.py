@@ -1,6 +1,7 @@
-"""These tests attack real servers and jobs. No attack changes what a server stores, reads what its
-rights do not include, or makes a job run bytes that the team did not publish; the server counts
-each refusal.
+"""Promise: no attack changes what a server stores, reads what its rights exclude, or makes a job
+run bytes that the team did not publish. The server counts each refusal.
+
+Each test's name is the attack. Servers and jobs are real.
 """
 
 import itertools

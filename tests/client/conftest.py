@@ -1,5 +1,8 @@
-"""The client alone and against a real server: a job gets verified bytes or compiles, never fails
-because of the cache, and every command says what it did."""
+"""Promise: a job gets verified bytes or compiles. The cache never makes a job fail, and every
+command reports what it did.
+
+The client runs alone and against a real server.
+"""
 
 from contextlib import ExitStack
 

@@ -1,8 +1,8 @@
-"""Real compilers, each in both ends of the versions tried, on hosts that share a real server.
+"""Promise: another host loads what one host compiled, and computes the same bits. If the cache
+fails, the compiler compiles and the hook counts the reason.
 
-This folder proves: what one host compiled, another host loads instead of compiling; results stay
-equal to the bit; whatever fails, the compiler compiles, and the reason is counted. `wrong_hits`
-proves that two programs share a key only when they compile to the same executable.
+Real compilers run, each in the oldest and the newest tested version, on hosts that share a real
+server.
 """
 
 import textwrap

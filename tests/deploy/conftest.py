@@ -1,9 +1,8 @@
-"""The files of docker/ make the deployment that docker/README.md describes.
+"""Promise: the files of docker/ make the deployment that docker/README.md describes.
 
-Here the services of compose.yaml run by hand: their commands, environments and checks.
-
-`Deployment` says what is replaced because there is no container: addresses, ports and directories.
-Everything else is taken from the compose files and the Dockerfile as it stands there.
+The services of compose.yaml run here without containers: their commands, environments and checks.
+`Deployment` lists the replacements: addresses, ports and directories. All else comes from the
+compose files and the Dockerfile.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Every command and program in the documentation works, and the map of tests is complete."""
+"""Promise: every command and program in the documentation works, and its maps are complete."""
 
 from snippets import SnippetError, pages, read
 

@@ -1,5 +1,6 @@
 """CONTRIBUTING names, for every package, the tests that prove a change in it."""
 
+import ast
 import re
 import subprocess
 import tomllib
@@ -50,6 +51,17 @@ def test_the_map_reaches_every_folder_of_tests():
     named = [Path(each) for each in re.findall(r"\btests/[\w/.]+\w", _section())]
     reached = {path.parent if path.suffix else path for path in named}
     assert folders - reached == set()
+
+
+def test_every_folder_of_tests_states_its_promise():
+    folders = {file.parent for file in _files(r"/test_\w+\.py$", "tests")} - {Path("tests")}
+    docstrings = {
+        folder: ast.get_docstring(ast.parse((ROOT / folder / "conftest.py").read_text()))
+        for folder in folders
+    }
+    assert {
+        folder for folder, text in docstrings.items() if "Promise: " not in (text or "")
+    } == set()
 
 
 def test_contract_on_compilers_covers_all_modules_outside_hooks_training_and_targets():

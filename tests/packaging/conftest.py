@@ -1,1 +1,1 @@
-"""What a user installs: the sdist and the wheel, each extra alone, and an upgrade in place."""
+"""Promise: sdist and wheel install, each extra works alone, and an upgrade keeps all data."""

@@ -1,5 +1,5 @@
-"""The service keeps the promises of its protocol: answers, counters, leases, eviction and access,
-on real databases, blob stores and proxies, and after crashes.
+"""Promise: the service keeps its protocol: answers, counters, leases, eviction and access. It keeps
+the protocol on real databases, blob stores and proxies, and after crashes.
 
 Most tests share one live server and take a namespace of their own.
 """

@@ -1,1 +1,4 @@
-"""Rules that need neither a server nor a job of a compiler: keys, words, formats, numbers."""
+"""Promise: rules about keys, words, formats and numbers hold for every input.
+
+The tests need neither a server nor a job of a compiler.
+"""

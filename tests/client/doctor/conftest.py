@@ -1,4 +1,4 @@
-"""`graphstash doctor` names each problem with what to do about it, and changes nothing."""
+"""Promise: `graphstash doctor` names each problem with a remedy, and changes nothing."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Training in whole jobs and in the loops of others: equal to the plain loop, or refused.
+"""Promise: training in whole jobs and in other loops equals the plain loop, or is refused.
 
-Several processes reduce, shard and fuse to the same bits; a killed or stopped run resumes to the
-same losses; Accelerate, Lightning, Hugging Face's Trainer and torchtitan's loop take the optimizers
-and the fusion; a step on torch_xla is one graph that nobody reads between two boundaries.
+Several processes reduce, shard and fuse to the same bits. A killed or stopped run resumes to the
+same losses. Accelerate, Lightning, Hugging Face's Trainer and torchtitan's loop run the optimizers
+and the fusion. A step on torch_xla is one graph, and the host reads results only at boundaries.
 """
 
 from contextlib import ExitStack

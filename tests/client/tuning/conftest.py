@@ -1,5 +1,7 @@
-"""A team tunes a kernel once. Each measurement happens in a process that may crash, hang or lie,
-and every host checks what others have published.
+"""Promise: a team tunes a kernel once, and no wrong or false measurement decides.
+
+Each measurement runs in a process that may crash, hang or report a false cost. Every host checks
+the results of its peers.
 """
 
 from pathlib import Path

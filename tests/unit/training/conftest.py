@@ -1,8 +1,8 @@
-"""The parts of training, each beside its reference: equal to the bit, or refused with the cause.
+"""Promise: each part of training equals its reference to the bit, or is refused with the cause.
 
-Optimizers, loss scales and clipping go as torch's or a public implementation's; fused and traced
-steps end where the plain loop ends; data and random numbers go on where they stood; the protocol of
-aggregators gives exact sums on a network with any faults.
+Optimizers, loss scales and clipping equal torch's or a public implementation's. Fused and traced
+steps end where the plain loop ends. Data and random numbers resume at their position. The protocol
+of aggregators gives exact sums on a network with any faults.
 """
 
 import pytest

@@ -1,3 +1,5 @@
-"""A space holds exactly the schedules that exist, and says which lie next to each other. A searcher
-measures each schedule at most once, resumes as if it had never ended, and does what its paper says.
+"""Promise: a space holds exactly the schedules that exist, and its moves connect neighbours.
+
+A searcher measures each schedule at most once, resumes as if it had never ended, and follows its
+paper.
 """

@@ -1,0 +1,4 @@
+"""Promise: parsers accept or refuse every input, in bounded time and memory.
+
+Each target is a program for atheris.
+"""
