@@ -345,23 +345,7 @@ class Settings(
     LimitSettings,
     MaintenanceSettings,
 ):
-    """Settings of one server. A setting that the constructor does not get is read from the
-    environment.
-    """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_environment(cls, given: dict[str, Any]) -> dict[str, Any]:
-        # `serve` declares its options without the server's packages, and imports this module.
-        from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
-
-        source = EnvSettingsSource(
-            cast("type[BaseSettings]", cls), env_prefix=ENV_PREFIX, env_ignore_empty=True
-        )
-        try:
-            return {**source(), **given}
-        except SettingsError as error:
-            raise StartError(f"{_named_in(error)} is not valid: it takes JSON") from None
+    """Settings of one server."""
 
     @property
     def own_socket(self) -> Path | None:
@@ -393,9 +377,17 @@ def load_settings(**options: Any) -> Settings:
         StartError: a value is malformed or out of range. The message names variable, value and
             range.
     """
+    # `serve` declares its options from this module without the server's packages.
+    from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
+
     given = {name: value for name, value in options.items() if value is not None}
+    environment = EnvSettingsSource(
+        cast("type[BaseSettings]", Settings), env_prefix=ENV_PREFIX, env_ignore_empty=True
+    )
     try:
-        return Settings(**given)
+        return Settings(**{**environment(), **given})
+    except SettingsError as error:
+        raise StartError(f"{_named_in(error)} is not valid: it takes JSON") from None
     except ValidationError as error:
         lines = []
         for problem in error.errors(include_url=False):

@@ -11,7 +11,6 @@ import pytest
 from graphstash import CacheError, ClientConfig, ConflictError, LeaseLostError, Reason
 from graphstash._artifacts import local_tier
 from graphstash._artifacts.envelope import seal
-from graphstash.testing import FakeServer
 from graphstash_schema import ArtifactMetadata, LeaseOutcome, LeaseState, ManifestName
 from support.host import Host, key, request
 from support.listener import Listener
@@ -26,25 +25,6 @@ def metadata(payload=b"", seconds=3.0):
 def path_of(stash):
     """Where the copy of key(1) lies."""
     return stash.local.path(stash.config.namespace, key(1), origin=stash.standing.origin)
-
-
-@pytest.fixture(params=["real", "fake"])
-def kind(request):
-    return request.param
-
-
-@pytest.fixture
-def server(kind, request):
-    """The client cannot tell the server from the double that it ships for users' tests.
-
-    This fixture has no parameters of its own: with them, pytest would start the real server for
-    each test.
-    """
-    if kind == "real":
-        yield request.getfixturevalue("server")
-        return
-    with FakeServer() as fake:
-        yield fake
 
 
 def hits(stash):

@@ -1,26 +1,38 @@
-"""The server double that users test with: it answers as the real server does, and fails on demand.
-
-`test_stash.py` runs on both as well.
-"""
+"""The server that users test with: it answers as the real server does, and fails on demand."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+from typing import get_args
 
 import httpx
 import pytest
 
 from graphstash import CacheError, Reason, Stash
-from graphstash.testing import FakeServer
+from graphstash.testing import FakeServer, ServerCall
 from graphstash_schema import ArtifactMetadata, Digest, LeaseState, ManifestName
+from graphstash_server.app import create_app
+from graphstash_server.settings import Settings
 from support.host import key
 from support.processes import python
 from support.refusals import refusal
+from support.waiting import until_waiting
 
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 DEVICE = key().device_type
+NAMES = {
+    "namespace": "team",
+    "kind": "triton",
+    "device_type": DEVICE,
+    "fingerprint": 64 * "a",
+    "name": "job",
+    "run": "one",
+    "process": "p0",
+    "manifest": "job",
+}
 
 
 @pytest.fixture
@@ -56,7 +68,6 @@ def conversation(url, namespace):
             if body and "json" in told.get("content-type", ""):
                 body = answer.json()
                 free = ("instance", "detail", "limit", "token", "used_at", "created_at")
-                # The double keeps no list of withdrawals, like a server of an earlier release.
                 for each in (*free, "newest_withdrawal"):
                     body.pop(each, None)
                 for entry in body.get("entries", ()):
@@ -282,6 +293,26 @@ def test_double_shows_received_requests(fake, stash):
     assert stash.get(key(1)) is None
 
 
+def test_every_call_of_the_server_can_fail(fake):
+    """`fail_on()` also reaches calls that have no name of their own."""
+    asked = [
+        (method, re.sub(r"\{(\w+)\}", lambda found: NAMES.get(found[1], "x"), path))
+        for path, methods in create_app(Settings()).openapi()["paths"].items()
+        for method in methods
+    ]
+    body = b'{"key": %s, "reason": "corrupt", "digest": "%s"}'
+    bodies = {
+        "verify": key().model_dump_json().encode(),
+        "report": body % (key().model_dump_json().encode(), str(Digest.of(b"x")).encode()),
+    }
+    with fake.fail_on(status=502), httpx.Client(base_url=fake.url, trust_env=False) as http:
+        for method, path in asked:
+            content = bodies.get(path.rpartition(":")[2])
+            assert http.request(method, path, content=content).status_code == 502, (method, path)
+    assert len(asked) > 20
+    assert {call.operation for call in fake.calls} == set(get_args(ServerCall))
+
+
 def test_double_requires_its_token(tmp_path):
     with FakeServer(token="secret") as fake:
         with Stash(fake.config(cache_dir=tmp_path)) as stash:
@@ -299,7 +330,7 @@ def test_memory_of_double_is_bounded(tmp_path):
         stash.put(key(1), os.urandom(4000), METADATA)
         with pytest.raises(CacheError, match="max_bytes"):
             stash.put(key(2), os.urandom(6000), METADATA)
-        with pytest.raises(CacheError, match="10000 bytes"):
+        with pytest.raises(CacheError, match="limit of this server is 10000"):
             stash.put(key(3), os.urandom(20_000), METADATA)
         assert [artifact.key for artifact in fake.artifacts] == [key(1)]
 
@@ -359,3 +390,35 @@ def test_importing_double_needs_only_the_light_install():
     )
     command = [sys.executable, "-I", "-c", program]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_without_the_packages_of_a_server_it_names_the_extra(monkeypatch):
+    monkeypatch.delitem(sys.modules, "graphstash.testing.real", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ModuleNotFoundError, match=r"uvicorn is missing: .*graphstash\[server\]"):
+        FakeServer()
+
+
+def test_settings_of_a_server_in_the_environment_do_not_reach_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", f"sqlite:///{tmp_path}/production.sqlite3")
+    monkeypatch.setenv("GRAPHSTASH_AUTH", "tokens")
+    with FakeServer() as fake, Stash(fake.config(cache_dir=tmp_path / "one")) as stash:
+        stash.put(key(1), b"graph", METADATA)
+        assert len(fake.artifacts) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def test_clearing_answers_calls_that_wait_and_keeps_the_port(fake, stash):
+    stash.server.acquire(key(1))
+    answers = []
+
+    def wait():
+        answers.append(stash.server.acquire(key(1), wait_seconds=50).state)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    until_waiting(fake.url)
+    fake.clear()
+    waiter.join(60)
+    assert answers == [LeaseState.HELD]
+    assert stash.server.acquire(key(1)).state is LeaseState.GRANTED

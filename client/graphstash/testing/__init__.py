@@ -1,4 +1,4 @@
-"""In-memory graphstash server for tests, on loopback, with injectable failures.
+"""graphstash server for tests, in this process and on loopback, with injectable failures.
 
     from graphstash.testing import FakeServer
 
@@ -16,12 +16,11 @@ As a pytest fixture:
         with FakeServer() as server:
             yield server
 
-The server uses real HTTP, so that the code under test may run in a subprocess without patches. It
-needs none of graphstash's extras.
+It is the real server with a temporary directory, so it needs the extra `server`. It uses real HTTP,
+so that the code under test may run in a subprocess without patches.
 """
 
-from graphstash.testing.failures import Call, Failure, Fault, ServerCall
+from graphstash.testing.failures import Call, Failure, Fault, ServerCall, StoredArtifact
 from graphstash.testing.server import FakeServer
-from graphstash.testing.store import StoredArtifact
 
 __all__ = ["Call", "Failure", "FakeServer", "Fault", "ServerCall", "StoredArtifact"]

@@ -1,20 +1,24 @@
-"""Protocol calls, and failures that a test can inject into them."""
+"""Protocol calls, stored artifacts, and failures that a test can inject."""
 
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self, TypeAlias
 
-from graphstash_schema import ArtifactKey
+from graphstash_schema import ArtifactKey, ArtifactMetadata
 
-__all__ = ["Call", "Failure", "Fault", "ServerCall"]
+__all__ = ["Call", "Failure", "Fault", "ServerCall", "StoredArtifact"]
 
 ServerCall: TypeAlias = Literal[
     "get", "head", "put", "delete", "lookup", "verify", "report", "acquire", "renew", "release",
     "get_manifest", "put_manifest", "put_run", "get_run", "list_runs",
+    "list_withdrawals", "other",
     "stats", "access", "health", "ready",
 ]  # fmt: skip
-"""A protocol call on an artifact, its compile lease, a manifest, a run report, or the server."""
+"""A protocol call on an artifact, its compile lease, a manifest, a run report, or the server.
+
+`other` is any other request to the server.
+"""
 
 Fault: TypeAlias = Literal[
     "reset", "hang", "truncate", "flip", "wrong_artifact", "stranger",
@@ -116,3 +120,24 @@ class Call:
     key: ArtifactKey | None
     headers: Mapping[str, str]
     failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArtifact:
+    """One artifact on the server.
+
+    Attributes:
+        namespace: namespace of the artifact.
+        key: key of the artifact.
+        blob: uploaded bytes: the compressed envelope. `Stash.get` returns the payload inside.
+        metadata: metadata from the publisher, if any.
+        is_withheld: whether a client reported the artifact as wrong, so that it is not served.
+        hits: number of downloads.
+    """
+
+    namespace: str
+    key: ArtifactKey
+    blob: bytes
+    metadata: ArtifactMetadata | None = None
+    is_withheld: bool = False
+    hits: int = 0

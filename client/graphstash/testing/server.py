@@ -1,14 +1,11 @@
 """FakeServer: the interface that tests use."""
 
-import threading
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, get_args
 
-from graphstash.testing.failures import Call, Failure, Fault, ServerCall
-from graphstash.testing.http import CLOSE_SECONDS, HttpServer
-from graphstash.testing.store import POLL_SECONDS, Store, StoredArtifact
+from graphstash.testing.failures import Call, Failure, Fault, ServerCall, StoredArtifact
 from graphstash_schema import ArtifactKey
 from graphstash_schema.run import RunReport
 
@@ -21,15 +18,12 @@ _MAX_CALLS: Final = 100_000
 
 
 class FakeServer:
-    """An in-memory graphstash server for tests, on a free loopback port. Thread-safe.
+    """A graphstash server for tests, on a free loopback port. Thread-safe.
 
-    Use it as a context manager, or call `start` and `close`. Its state is lost when the object is
-    deleted.
+    Use it as a context manager, or call `start` and `close`. Its data is in a temporary directory.
 
-    It follows a real server with default settings. The first artifact of a key stays. Leases are
-    exclusive and expire. Reported artifacts are withheld. Manifests merge, and a run is the sum of
-    its processes. The fake server never evicts, ignores byte ranges and does not explain misses. It
-    has no history, no namespace policies and no list of withdrawals.
+    It is the real server with default settings, behind a layer that records calls and makes them
+    fail. It never evicts.
 
     Args:
         token: bearer token that clients must present. None requires no token.
@@ -37,16 +31,25 @@ class FakeServer:
 
     Attributes:
         url: `GRAPHSTASH_URL` for the code under test.
+
+    Raises:
+        ModuleNotFoundError: graphstash was installed without the extra `server`.
     """
 
     def __init__(self, *, token: str | None = None, max_bytes: int = 256 * 1024**2) -> None:
+        try:
+            from graphstash.testing.real import RealServer
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"FakeServer runs the real server, and {error.name} is missing: "
+                "pip install 'graphstash[server] @ git+<repository>'",
+                name=error.name,
+            ) from error
         self._token = token
-        self._store = Store(max_bytes)
         self._calls: deque[Call] = deque(maxlen=_MAX_CALLS)
         self._failures: deque[Failure] = deque()
-        self._http = HttpServer(self._store, token=token, record=self._record)
-        self._thread: threading.Thread | None = None
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._real = RealServer(token=token, max_bytes=max_bytes, record=self._record)
+        self.url = f"http://127.0.0.1:{self._real.port}"
 
     def __enter__(self) -> Self:
         return self.start()
@@ -56,10 +59,7 @@ class FakeServer:
 
     def start(self) -> Self:
         """Start serving in the background. Entering the context manager does the same."""
-        if self._thread is None:
-            serve = self._http.serve_forever
-            self._thread = threading.Thread(target=serve, args=(POLL_SECONDS,), daemon=True)
-            self._thread.start()
+        self._real.start()
         return self
 
     def close(self) -> None:
@@ -67,12 +67,7 @@ class FakeServer:
 
         Recorded calls and stored artifacts stay readable. Closing twice does nothing.
         """
-        self._store.close()
-        if self._thread is not None:
-            self._http.shutdown()
-            self._thread.join(CLOSE_SECONDS)
-            self._thread = None
-        self._http.close()
+        self._real.close()
 
     def config(self, *, cache_dir: Path, **settings: Any) -> "ClientConfig":
         """Return client settings for this server. The environment is not read.
@@ -178,17 +173,17 @@ class FakeServer:
     @property
     def artifacts(self) -> tuple[StoredArtifact, ...]:
         """Every stored artifact, oldest first, including withheld artifacts."""
-        return self._store.listed()
+        return self._real.artifacts()
 
     @property
     def reports(self) -> tuple[RunReport, ...]:
         """The reports that processes sent when they ended, oldest first."""
-        return self._store.reported()
+        return self._real.reports()
 
     def clear(self) -> None:
         """Remove all artifacts, leases, manifests, reports, calls and failures. Keep serving."""
         self.recover()
-        self._store.clear()
+        self._real.clear()
         self._calls.clear()
 
     def _record(self, call: Call) -> Failure | None:
