@@ -262,10 +262,16 @@ class TransportError(CacheError):
 
 
 class BusyError(CacheError):
-    """The server asks the client to pause."""
+    """The server asks the client to pause.
 
-    def __init__(self, detail: str, *, retry_after_seconds: float) -> None:
+    Attributes:
+        retry_after_seconds: seconds until a further call makes sense.
+        is_full: whether the server works and only lacks a free connection for this call.
+    """
+
+    def __init__(self, detail: str, *, retry_after_seconds: float, is_full: bool = False) -> None:
         self.retry_after_seconds = retry_after_seconds
+        self.is_full = is_full
         super().__init__(Reason.BUSY, detail)
 
 

@@ -201,9 +201,15 @@ class ErrorCode(StrEnum):
     Do nothing in a job: it compiles. An administrator stops the servers and restores a backup with
     `graphstash restore`. `graphstash fsck` names the damage.
     """
+    TOO_MANY_CONNECTIONS = "too_many_connections"
+    """A process of the server has as many connections as it may, and none of them is idle.
+
+    Wait for the seconds in `Retry-After`, as graphstash's client does within the time that a job
+    may wait. If it lasts, raise `GRAPHSTASH_MAX_CONNECTIONS` or `GRAPHSTASH_WORKERS`.
+    """
     UNAVAILABLE = "unavailable"
-    """The server cannot answer now: it is shutting down, has too many connections, or its database
-    or blob store does not respond.
+    """The server cannot answer now: it is shutting down, or its database or blob store does not
+    respond.
 
     Wait for the seconds in `Retry-After`. Jobs compile in the meantime. If it lasts, check
     `/readyz` and the server's log.
@@ -238,6 +244,7 @@ STATUS: Final[dict[ErrorCode, int]] = dict.fromkeys(ErrorCode, 400) | {
     ErrorCode.HEADERS_TOO_LARGE: 431,
     ErrorCode.INTERNAL: 500,
     ErrorCode.DATABASE_CORRUPT: 500,
+    ErrorCode.TOO_MANY_CONNECTIONS: 503,
     ErrorCode.UNAVAILABLE: 503,
     ErrorCode.INSUFFICIENT_STORAGE: 507,
 }
@@ -245,6 +252,7 @@ STATUS: Final[dict[ErrorCode, int]] = dict.fromkeys(ErrorCode, 400) | {
 
 RETRYABLE: Final[frozenset[ErrorCode]] = frozenset(
     {
+        ErrorCode.TOO_MANY_CONNECTIONS,
         ErrorCode.UNAVAILABLE,
         ErrorCode.UPLOAD_TIMEOUT,
         ErrorCode.LENGTH_MISMATCH,

@@ -89,7 +89,7 @@ def test_an_upload_stops_or_hangs_up_in_the_middle_and_its_room_is_given_back(ha
 
 
 def test_many_half_open_connections_leave_the_others_served(hasty, space):
-    """One connection is left, and whoever has it is served; one more is told to come back."""
+    """One connection is left. Those who are idle share it; while it is busy, others come back."""
     hasty.fill(space)
     good = hasty.http(hasty.admin)
     assert good.get(artifact_path(space)).status_code == 200  # its connection stays
@@ -100,11 +100,16 @@ def test_many_half_open_connections_leave_the_others_served(hasty, space):
         for wire in half_open:
             wire.send(b"GET /healthz HTTP/1.1\r\nHo")
         assert good.get(artifact_path(space)).content == f"{space} 0".encode()
+        for _ in range(2):
+            assert stack.enter_context(Wire(hasty.url)).ask(_HEALTH).status == 200
+            assert good.get(artifact_path(space)).content == f"{space} 0".encode()
+        half_open.append(stack.enter_context(Wire(hasty.url)))  # takes the place of the idle one
+        half_open[-1].send(b"GET /healthz HTTP/1.1\r\nHo")
         beyond = stack.enter_context(Wire(hasty.url)).answer()
-        assert (beyond.status, beyond.headers["retry-after"]) == (503, "2")
-        assert good.get(artifact_path(space)).content == f"{space} 0".encode()
+        assert beyond.problem["code"] == "too_many_connections"
+        assert (beyond.status, beyond.headers["retry-after"]) == (503, "1")
         assert {wire.answer().status for wire in half_open} == {408}
-    assert refused == {"unavailable": 1, "upload_timeout": free}
+    assert refused == {"too_many_connections": 1, "upload_timeout": free + 1}
     assert hasty.http(hasty.admin).delete(artifact_path(space)).status_code == 204
 
 
@@ -148,7 +153,7 @@ def test_one_address_holds_every_connection(patient, way):
             for request in asked:
                 assert wire.ask(request).status in {200, 401}
             wire.send(held)
-        _assert_others_are_served(patient, stack)
+        _assert_others_are_served(patient, stack, is_full=way != "idle")
 
 
 @pytest.mark.parametrize(
@@ -161,17 +166,20 @@ def test_one_anonymous_reader_holds_every_connection(patient, sent, begun):
             wire = stack.enter_context(Wire(patient.url))
             wire.send(sent)
             assert wire.begin() == begun
-        _assert_others_are_served(patient, stack)
+        _assert_others_are_served(patient, stack, is_full=True)
 
 
-def _assert_others_are_served(patient, stack):
+def _assert_others_are_served(patient, stack, *, is_full):
     others = [
         stack.enter_context(Wire(patient.url, source=f"127.0.0.{number}"))
         for number in (2, 3, 2, 3)
     ]
     assert [other.ask(_HEALTH).status for other in others] == [200] * 4
-    beyond = stack.enter_context(Wire(patient.url)).answer()
-    assert beyond.problem["code"] == "unavailable"
+    beyond = stack.enter_context(Wire(patient.url))
+    if is_full:
+        assert beyond.answer().problem["code"] == "too_many_connections"
+    else:  # an idle connection of the same address makes room
+        assert beyond.ask(_HEALTH).status == 200
     assert [other.ask(_HEALTH).status for other in others] == [200] * 4
 
 
@@ -206,7 +214,7 @@ def test_many_addresses_take_the_connections_of_callers_at_work(patient, space):
         stack.enter_context(taken)
         assert taken.ask(_HEALTH).status == 200
         beyond = stack.enter_context(Wire(patient.url, source="127.0.0.3")).answer()
-        assert beyond.problem["code"] == "unavailable"
+        assert beyond.problem["code"] == "too_many_connections"
 
 
 def test_an_endless_upload_holds_a_lease(hasty, space):

@@ -3,7 +3,8 @@
     local tier -> server -> lease: granted   compile here, publish in the background
                                    ready     fetch the artifact
                                    held      wait, as long as `WaitBudget` allows
-    any error on the way                     compile here, and count the reason
+    every connection of the server taken     wait likewise, and ask again
+    any other error on the way               compile here, and count the reason
 
 An error of the cache never raises, and every wait has a bound.
 """
@@ -12,9 +13,11 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from random import uniform
 from time import monotonic, sleep
-from typing import Final
+from typing import Final, TypeVar
 
 from graphstash._artifacts.run_downloads import Source
 from graphstash._artifacts.stash import Destination, Fetched, Memory, Stash
@@ -26,7 +29,13 @@ from graphstash._compile.stats import Counters
 from graphstash._compile.waiting import WaitBudget
 from graphstash._executor import BoundedExecutor
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError, ConflictError, Reason, VerificationError
+from graphstash.errors import (
+    BusyError,
+    CacheError,
+    ConflictError,
+    Reason,
+    VerificationError,
+)
 from graphstash_schema import (
     ArtifactKey,
     ArtifactMetadata,
@@ -52,6 +61,9 @@ because a server may return a new name in each reply."""
 _OWN_COMPILE: Final = "this process compiles something itself, which that one may wait for"
 """Why a process does not wait, see `InFlightCompile.is_awaited`."""
 
+_NO_CONNECTION: Final = "a server without a free connection"
+"""What the job waits for, in the place of another job's name."""
+
 _DAMAGED: Final = (
     *(Reason.DIGEST_MISMATCH, Reason.CORRUPT, Reason.WRONG_KEY, Reason.TOO_LARGE),
     *(Reason.BAD_SIGNATURE, Reason.UNKNOWN_KEY, Reason.REVOKED_KEY, Reason.UNSIGNED),
@@ -63,6 +75,8 @@ _GOODBYE_SECONDS: Final = 2.0
 
 _READY_WITHOUT_ARTIFACT: Final = 3
 """Number of "ready" replies without an artifact after which the process compiles."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +271,9 @@ class CompileCache:
         self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
     ) -> bool:
         try:
-            sent = self.stash.put(key, payload, metadata, local_only=local_only)
+            sent = self._when_free(
+                lambda: self.stash.put(key, payload, metadata, local_only=local_only)
+            )
         except ConflictError:
             self.counters.add(conflicts=1)
             self._used[key] = None
@@ -401,13 +417,36 @@ class CompileCache:
             )
         return fetched
 
+    def _when_free(self, call: Callable[[], _T]) -> _T:
+        """Make a call of the server, again and again while all its connections are taken.
+
+        Raises:
+            BusyError: the job has waited as long as it may.
+            CacheError: the call failed.
+        """
+        with self.waits.wait() as wait:
+            while True:
+                try:
+                    result = call()
+                except BusyError as error:
+                    if not error.is_full or wait.why_not(_NO_CONNECTION) is not None:
+                        raise
+                    # Many processes are refused at the same time; they must not return together.
+                    pause = error.retry_after_seconds * uniform(0.1, 1.0)  # noqa: S311 - no secret
+                    sleep(min(pause, wait.left))
+                else:
+                    wait.saved_seconds = 0.0  # an answer, even a miss, is worth the wait
+                    return result
+
     def _source_of(self, key: ArtifactKey, fetched: Fetched) -> Source:
         return "server" if fetched.source == "remote" else self.stash.downloads.source_of(key)
 
     def _fetch(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
         started = monotonic()
         try:
-            fetched = self._copy_unsent(key, destination) or self.stash.fetch(key, destination)
+            fetched = self._copy_unsent(key, destination) or self._when_free(
+                lambda: self.stash.fetch(key, destination)
+            )
         except VerificationError as error:
             for refused in error.earlier:
                 self.record_fallback(refused)
@@ -466,7 +505,9 @@ class CompileCache:
         with self.waits.wait() as wait:
             while True:
                 asked, seconds = monotonic(), min(_MAX_POLL_SECONDS, wait.left)
-                reply = self.stash.server.acquire(key, wait_seconds=seconds)
+                reply = self._when_free(
+                    partial(self.stash.server.acquire, key, wait_seconds=seconds)
+                )
                 match reply.state:
                     case LeaseState.GRANTED:
                         return False, self._hold(key, reply)

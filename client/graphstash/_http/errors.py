@@ -116,7 +116,8 @@ def refuse_errors(response: httpx.Response, *, url: str) -> None:
     problem = problem_of(read_small(response, most=MAX_PROBLEM_BYTES))
     detail = problem.detail if problem else f"{url} answered {status}"
     if status in (429, 503):
-        raise BusyError(detail, retry_after_seconds=retry_after(response))
+        is_full = problem is not None and problem.code is ErrorCode.TOO_MANY_CONNECTIONS
+        raise BusyError(detail, retry_after_seconds=retry_after(response), is_full=is_full)
     code = problem.code if problem else None
     kind = _CLASS_OF_CODE.get(code, RefusedError) if code else RefusedError
     raise kind(detail, code=code, status=status)

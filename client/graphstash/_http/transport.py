@@ -265,7 +265,8 @@ class Transport:
                     refuse_errors(response, url=self._config.url)
                     yield response
         except BusyError as error:
-            self._breaker.pause(error.retry_after_seconds)
+            # A full server answers those who have a connection.
+            self._breaker.pause(0.0 if error.is_full else error.retry_after_seconds)
             raise
         except TransportError:
             self._breaker.failed()

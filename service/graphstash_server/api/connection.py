@@ -10,6 +10,10 @@ whose caller stalls in the middle of a body or a response. So no single address 
 others by being slow. Behind a proxy, all callers share its address, and the proxy has to distribute
 the connections.
 
+Otherwise a new connection takes the place of an idle one of its own address, between two requests:
+processes of one host keep connections that they do not use while they compile. Clients send a
+request again if a kept connection ends before the response begins.
+
 A refusal is a problem document, after which the connection ends. If a response is in progress, the
 server finishes it and then closes the connection.
 """
@@ -92,7 +96,7 @@ class Connection(HttpToolsProtocol):
         elif len(self.connections) <= most + _MAX_LINGERING:
             self._refuse(
                 ServerError(
-                    ErrorCode.UNAVAILABLE,
+                    ErrorCode.TOO_MANY_CONNECTIONS,
                     f"this server process has {most} connections, its limit: retry, or raise "
                     "GRAPHSTASH_MAX_CONNECTIONS or GRAPHSTASH_WORKERS",
                     limit=most,
@@ -196,30 +200,46 @@ class Connection(HttpToolsProtocol):
         return newest is not None and not newest.response_complete
 
     @property
+    def is_between_requests(self) -> bool:
+        """Whether a request was answered completely, and nothing of another one has arrived."""
+        newest: RequestResponseCycle | None = self.cycle
+        is_reading = self._is_in_head or self._is_in_body
+        return newest is not None and newest.response_complete and not is_reading
+
+    @property
     def is_up_to_caller(self) -> bool:
         """Whether the caller still has to send a body or to read a response."""
         return self._is_in_body or self._write_timer is not None
 
     def _take_place(self) -> bool:
         """Evict the oldest connection waiting for its caller, of the address with most. Connections
-        without a request go first. Return False if no address has more connections than this one's.
+        without a request go first. If no address has more connections than this one's, close the
+        oldest idle connection of this address. Return False if there is none.
         """
-        own_count = len(self.by_address[self._address])
+        own = self.by_address[self._address]
         for others in sorted(self.by_address.values(), key=len, reverse=True):
-            if len(others) <= own_count:
-                return False
+            if len(others) <= len(own):
+                break
             idle = (other for other in others if not other.is_answering)
             slow = (other for other in others if other.is_up_to_caller)
             if (other := next(chain(idle, slow), None)) is not None:
-                self.count_refusal(ErrorCode.UNAVAILABLE)
+                self.count_refusal(ErrorCode.TOO_MANY_CONNECTIONS)
                 other.cut()
                 return True
-        return False
+        if (unused := next((other for other in own if other.is_between_requests), None)) is None:
+            return False
+        unused.end()
+        return True
 
     def cut(self) -> None:
         """End the connection at once."""
         self._stop_listening()
         self.transport.abort()
+
+    def end(self) -> None:
+        """End the connection after what was already written to it."""
+        self._stop_listening()
+        self.transport.close()
 
     def _stop_listening(self) -> None:
         """Discard further input, and stop counting the connection for its address."""
@@ -265,8 +285,7 @@ class Connection(HttpToolsProtocol):
                 )
             )
         elif not self.is_answering:
-            self._stop_listening()
-            self.transport.close()
+            self.end()
 
     def _end_after_answer(self) -> None:
         """Make the newest request of this connection the last one."""
@@ -359,7 +378,7 @@ def _answer(error: ServerError) -> bytes:
         "X-Request-Id": request_id,
         "X-Content-Type-Options": "nosniff",
     }
-    if error.code is ErrorCode.UNAVAILABLE:
-        headers["Retry-After"] = 2
+    if error.code is ErrorCode.TOO_MANY_CONNECTIONS:
+        headers["Retry-After"] = 1
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return STATUS_LINE[problem.status] + lines.encode() + b"\r\n" + body

@@ -1,0 +1,81 @@
+"""A server whose connections are all taken is busy and not down: jobs share them, and wait."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from graphstash_server.testing import LiveServer
+from support.host import Host, key
+from support.wire import Wire
+
+CONNECTIONS = 3
+GRAPHS = 20
+HALF_A_REQUEST = b"GET /healthz HTTP/1.1\r\nHo"
+
+
+@pytest.fixture
+def server(tmp_path):
+    with LiveServer(tmp_path / "small", max_connections=CONNECTIONS) as server:
+        yield server
+
+
+@pytest.fixture
+def host(config):
+    with ExitStack() as stack:
+        yield lambda name, **settings: stack.enter_context(Host(config(name, **settings)))
+
+
+@pytest.fixture
+def stored(host):
+    publisher = host("publisher")
+    for number in range(GRAPHS):
+        publisher.build(key(number))
+    assert publisher.stats.published == GRAPHS
+
+
+def test_more_jobs_than_connections_compile_nothing_that_is_stored(host, stored):
+    jobs = [host(f"job{number}") for number in range(8 * CONNECTIONS)]
+
+    def read_all(job):
+        for number in range(GRAPHS):
+            assert job.build(key(number)) == b"graph"
+
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        list(threads.map(read_all, jobs))
+    assert [job.compiles for job in jobs] == [0] * len(jobs)
+    assert [job.fallbacks for job in jobs] == [{}] * len(jobs)
+    assert sum(job.stats.hits_server for job in jobs) == GRAPHS * len(jobs)
+
+
+def test_a_job_waits_for_a_connection_as_long_as_it_may(host, stored, server, monkeypatch):
+    waiting, hasty = host("waiting"), host("hasty", wait_seconds=0)
+    with ExitStack() as others:
+        for _ in range(CONNECTIONS):
+            others.enter_context(Wire(server.url)).send(HALF_A_REQUEST)
+        assert hasty.build(key(0)) == b"graph"
+        assert (hasty.compiles, hasty.fallbacks) == (1, {"busy": 2})  # the upload, too
+
+        slept = []
+
+        def sleep(seconds):
+            slept.append(seconds)
+            if len(slept) == 3:
+                others.close()
+
+        monkeypatch.setattr("graphstash._compile.cache.sleep", sleep)
+        assert waiting.build(key(0)) == b"graph"
+    assert (waiting.compiles, waiting.fallbacks) == (0, {})
+    assert len(slept) >= 3
+    assert all(0 < seconds <= 1 for seconds in slept)
+
+
+def test_an_upload_waits_for_a_connection(host, server, monkeypatch):
+    job = host("job")
+    with ExitStack() as others:
+        for _ in range(CONNECTIONS):
+            others.enter_context(Wire(server.url)).send(HALF_A_REQUEST)
+        monkeypatch.setattr("graphstash._compile.cache.sleep", lambda _: others.close())
+        job.build(key(0))
+    assert job.stats.published == 1
+    assert job.fallbacks == {}
