@@ -20,7 +20,7 @@ from support.ports import reserved_port
 from support.processes import graphstash, python
 from support.reader_job import OWN, ReaderJob
 from support.signing import sealed
-from support.strangers import STRANGER, Stranger
+from support.strangers import Stranger, give
 
 POISON = b"what the other user wants to run " * 100
 TOKEN = "gst_" + "a" * 16 + "_" + "b" * 43
@@ -155,7 +155,8 @@ def test_a_socket_where_others_could_have_put_it_is_not_used(
     else:
         (place / "socket").rename(state)
     if theirs == "owner":
-        os.chown(state.parent, STRANGER, STRANGER)
+        state.parent.chmod(0o755)
+        give(state.parent)
     if theirs == "mode":
         state.parent.chmod(0o777)
 
@@ -279,7 +280,7 @@ def test_something_else_lies_where_an_artifact_was_kept(
             path.mkdir()
         case "theirs":
             path.write_bytes(poison.read_bytes())
-            os.chown(path, STRANGER, STRANGER)
+            give(path)
         case "writable":
             path.write_bytes(poison.read_bytes())
             path.chmod(0o666)
@@ -320,7 +321,7 @@ def test_another_user_has_made_the_directory_of_the_cache(signed, job, key, shar
 def test_another_user_has_made_a_part_of_the_cache(job, key, shared, part, caplog):
     (shared / "cache").mkdir(mode=0o755)
     (shared / "cache" / part).mkdir()
-    os.chown(shared / "cache" / part, STRANGER, STRANGER)
+    give(shared / "cache" / part)
     victim = job(url="none", cache_dir=shared / "cache")
     assert victim.build(key(1)) == OWN
     assert list((shared / "cache" / part).iterdir()) == []

@@ -3,9 +3,10 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Self
 
-__all__ = ["STRANGER", "Stranger"]
+__all__ = ["STRANGER", "Stranger", "give"]
 
 STRANGER = 65534
 
@@ -16,6 +17,17 @@ os.setgid({STRANGER})
 os.setuid({STRANGER})
 os.chdir("/")
 """
+
+
+def give(path: Path) -> None:
+    """Makes that user the owner of a file or a directory. Whoever is not root needs sudo."""
+    # The path may lead through a descriptor of this process.
+    real = path.parent.resolve() / path.name
+    subprocess.run([*_as_root(), "chown", f"{STRANGER}:{STRANGER}", real], check=True)
+
+
+def _as_root() -> list[str]:
+    return [] if os.geteuid() == 0 else ["sudo", "--non-interactive"]
 
 
 class Stranger:
@@ -30,9 +42,8 @@ class Stranger:
     """
 
     def __init__(self, program: str, *arguments: object) -> None:
-        become_root = () if os.geteuid() == 0 else ("sudo", "--non-interactive")
         self._process = subprocess.Popen(
-            [*become_root, sys.executable, "-c", _BECOME + program, *map(str, arguments)],
+            [*_as_root(), sys.executable, "-c", _BECOME + program, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
