@@ -1,7 +1,7 @@
 """Entry points that JAX and torch call at startup wherever graphstash is installed.
 
     jax_plugins       `initialize()`, before JAX creates its backends
-    torch.backends    `load()`, at the end of `import torch` (2.5 and newer)
+    torch.backends    `initialize()`, at the end of `import torch` (2.5 and newer)
 
 Both do nothing unless `GRAPHSTASH_AUTOLOAD=1` is set, as `graphstash run` does. They warn about an
 unknown value. Under `graphstash run`, they also reach interpreters that skip `sitecustomize`
@@ -12,24 +12,44 @@ import os
 from contextlib import suppress
 from functools import cache
 
-from graphstash.hooks import AUTOLOAD, AUTOLOAD_OFF, HOOKS, install_when_needed
+from graphstash.hooks.import_hook import before_first_package
+from graphstash.hooks.installing import AUTOLOAD, AUTOLOAD_OFF, install_when_needed
 
 __all__ = ["initialize", "load"]
 
 
 @cache
 def load() -> None:
-    """Install every hook, now or when its compiler is imported. Further calls do nothing."""
+    """Watch for compilers as soon as this process imports a package. Further calls do nothing.
+
+    `sitecustomize` calls it in every process, of which many import no package.
+    """
     value = os.environ.get(AUTOLOAD, "")
     if value == "1":
-        install_when_needed(HOOKS, _add, begun=_begin)  # raising would break `import torch`
+        before_first_package(_watch)
     elif value not in AUTOLOAD_OFF:
         _warn_of(value)
 
 
 def initialize() -> None:
-    """Entry point of the JAX plugin, under the name that JAX calls."""
+    """Install every hook, now or when its compiler is imported. Further calls do nothing."""
     load()
+    if os.environ.get(AUTOLOAD) == "1":
+        _watch()
+
+
+@cache
+def _watch() -> None:
+    try:  # raising would break `import torch`
+        from graphstash.hooks.registry import broken_hooks, hook_specs
+
+        install_when_needed(hook_specs().values(), _add, begun=_begin)
+        if broken_hooks():
+            _warn_of_broken_hooks()
+    except Exception:
+        import logging  # most processes never get here
+
+        logging.getLogger("graphstash").warning("graphstash: cannot install hooks", exc_info=True)
 
 
 def _warn_of(value: str) -> None:
@@ -37,6 +57,14 @@ def _warn_of(value: str) -> None:
         from graphstash._process.notices import autoload_notice, tell_once
 
         tell_once([autoload_notice(value)])
+
+
+def _warn_of_broken_hooks() -> None:
+    with suppress(Exception):  # a session reports unusable settings
+        from graphstash._process.notices import tell_once, unusable_hooks
+        from graphstash.config import ClientConfig
+
+        tell_once(unusable_hooks(ClientConfig.load()))
 
 
 def _begin(name: str) -> None:

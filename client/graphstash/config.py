@@ -244,8 +244,8 @@ class SharingSettings:
 
     enabled: bool = setting(True, flag())
     """Whether to install hooks."""
-    hooks: tuple[str, ...] = setting(("torch_xla", "pjrt", "jax", "inductor", "triton"), listed())
-    """Compilers to hook."""
+    hooks: tuple[str, ...] | None = setting(None, listed())
+    """Compilers to hook. Default: all for which an installed package has a hook."""
     read_only: bool = setting(False, flag(), Option({"--read-only": True, "--read-write": False}))
     """Fetch artifacts, but do not publish and do not take leases."""
     job: ManifestName | None = setting(None, text(ManifestName), Option())
@@ -355,6 +355,10 @@ class ClientConfig(
         """Return the option of each setting that has one."""
         all_ = ((each.name, each.metadata.get("option")) for each in fields(cls))
         return {name: option for name, option in all_ if option is not None}
+
+    def wants_hook(self, name: str) -> bool:
+        """Return whether to install a hook when its compiler is imported."""
+        return self.hooks is None or name in self.hooks
 
     @property
     def readable(self) -> tuple[Namespace, ...]:

@@ -41,14 +41,25 @@ MAX_LABEL_CHARACTERS: Final = 128
 MAX_PARTS_CHARACTERS: Final = 8192
 """Maximum size of a program's parts, and of its environment's parts, names included."""
 
-_OPAQUE: Final = frozenset({"graph", "jax_key", "name", "triton_key"})
+_OPAQUE: Final = re.compile(r"graph|name|.*_key")
 """Keys that only the compiler can read. They cover the program and much of its environment. A
 difference in one is therefore uninformative if another part differs."""
 
-_PROGRAM: Final = _OPAQUE | {
-    *("command", "compile_options", "constants", "format", "group", "header", "inputs", "options"),
-    *("program", "signature", "values", "variant"),
-}
+_PROGRAM: Final = frozenset(
+    {
+        *(
+            "command",
+            "compile_options",
+            "constants",
+            "format",
+            "group",
+            "header",
+            "inputs",
+            "options",
+        ),
+        *("program", "signature", "values", "variant"),
+    }
+)
 
 _TEXT: Final = frozenset({"program", "command"})
 
@@ -65,7 +76,7 @@ Parts = Annotated[dict[PartName, str], Field(default_factory=dict, max_length=MA
 
 def is_of_program(name: str) -> bool:
     """Return whether a part describes one program, not the environment of the whole job."""
-    return name in _PROGRAM
+    return name in _PROGRAM or _is_opaque(name)
 
 
 def identity_of(parts: Mapping[str, str]) -> str:
@@ -190,8 +201,8 @@ def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Differen
         if all(_DIGEST.fullmatch(side.get(name, "0" * 64)) for side in (here, there))
     }
     told = (
-        [name for name in names if name not in _OPAQUE | digests | _TEXT]
-        or [name for name in names if name not in _OPAQUE]
+        [name for name in names if name not in digests | _TEXT and not _is_opaque(name)]
+        or [name for name in names if not _is_opaque(name)]
         or names
     )
     return tuple(_difference(name, here.get(name), there.get(name)) for name in told)
@@ -206,11 +217,15 @@ def words(difference: Difference, *, where: str = "there") -> str:
         return "the program itself changed"
     if difference.part == "graph":
         return "another graph of the same line: other operations, shapes or types"
-    if difference.part in _OPAQUE:
+    if _is_opaque(difference.part):
         return "the compiler's own key differs, and it does not say in what"
     if difference.here and difference.there and _DIGEST.fullmatch(difference.here):
         return f"other {name}"
     return f"{name}: {_told(difference.here)} here, {_told(difference.there)} {where}"
+
+
+def _is_opaque(name: str) -> bool:
+    return _OPAQUE.fullmatch(name) is not None
 
 
 def _told(value: str | None) -> str:

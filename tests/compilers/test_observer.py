@@ -35,7 +35,7 @@ import logging
 
 import torch_xla
 
-from graphstash.hooks import torch_xla as hook
+from graphstash.hooks.torch_xla import hook
 from graphstash.hooks.torch_xla import omitted
 
 messages = []
@@ -53,7 +53,7 @@ import logging
 import torch
 import torch_xla
 
-from graphstash.hooks import torch_xla as hook
+from graphstash.hooks.torch_xla import hook
 
 messages = []
 logging.getLogger("graphstash").addFilter(lambda record: messages.append(record.getMessage()))

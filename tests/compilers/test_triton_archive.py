@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphstash.errors import CacheError, Reason
-from graphstash.hooks.triton import install
 from graphstash.hooks.triton.fingerprint import request_of
+from graphstash.hooks.triton.hook import install
 from graphstash.hooks.triton.kernel import (
     MAX_FILES,
     ArchiveError,

@@ -27,15 +27,20 @@ def python_of(name: str) -> Path:
     directory = _ROOT / f".venv-{name}"
     python = directory / "bin" / "python"
     done = directory / ".installed"
-    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    digests = [
+        hashlib.sha256(each.read_bytes()).hexdigest()
+        for each in (requirements, _ROOT / "pyproject.toml")  # of which come the entry points
+    ]
     with FileLock(Path(sys.prefix) / f"{name}.lock"):
-        if not done.exists() or done.read_text() != digest:
+        installed = done.read_text().split() if done.exists() else [""]
+        if installed != digests:
             uv = [sys.executable, "-m", "uv", "--quiet"]
             install = [*uv, "pip", "install", "--python", str(python)]
-            subprocess.run([*uv, "venv", "--clear", str(directory)], check=True)
-            subprocess.run([*install, "--requirement", str(requirements)], check=True)
+            if installed[0] != digests[0]:
+                subprocess.run([*uv, "venv", "--clear", str(directory)], check=True)
+                subprocess.run([*install, "--requirement", str(requirements)], check=True)
             subprocess.run([*install, "--no-deps", "--editable", str(_ROOT)], check=True)
-            done.write_text(digest)
+            done.write_text("\n".join(digests))
     return python
 
 

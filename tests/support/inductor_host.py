@@ -12,7 +12,7 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.utils import fresh_inductor_cache
 
 from graphstash import ClientConfig
-from graphstash.hooks import inductor
+from graphstash.hooks.inductor.hook import install
 from support.host import Host
 from support.waiting import PATIENT
 
@@ -28,7 +28,7 @@ class InductorHost(Host):
 
     def __init__(self, config: ClientConfig) -> None:
         super().__init__(config, capacity=64)
-        hook = inductor.install(self.cache)
+        hook = install(self.cache)
         assert hook is not None
         self.hook = hook
 

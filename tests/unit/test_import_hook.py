@@ -34,8 +34,10 @@ except ImportError as error:
 """
 HEAVY = """
 import sys
-from graphstash.hooks import HOOKS, install_when_needed
-install_when_needed(HOOKS, print)
+from graphstash.hooks.installing import install_when_needed
+from graphstash.hooks.registry import hook_specs
+install_when_needed(hook_specs().values(), print)
+assert len(hook_specs()) == 5
 heavy = {"pydantic", "httpx", "zstandard", "torch", "torch_xla", "typer", "rich"}
 print(sorted(heavy & set(sys.modules)))
 """
@@ -108,14 +110,15 @@ def test_running_import_is_waited_for(tmp_path):
         compiler="import library; ready = True",
         library="""
         import sys
-        from graphstash.hooks import HOOKS, install_when_needed
+        from graphstash.hooks.installing import install_when_needed
+        from graphstash.hooks.registry import hook_specs
         from graphstash.hooks.import_hook import when_imported
 
         def act(name):
             print(name, sys.modules["compiler"].ready)
 
-        HOOKS["first"] = HOOKS["second"] = ("compiler",)
-        install_when_needed(["first", "second"], act)
+        spec = hook_specs()["jax"]._replace(modules=("compiler",))
+        install_when_needed([spec._replace(name=name) for name in ("first", "second")], act)
         when_imported("compiler", lambda: 1 / 0)
         """,
     )
@@ -147,8 +150,8 @@ def test_missing_dependency_of_graphstash_does_not_fail_import_of_compiler(tmp_p
         import os
         os.environ["GRAPHSTASH_AUTOLOAD"] = "1"
         import triton
-        from graphstash._entry_points import load
-        load()  # as torch does at the end of its import, which an exception would fail
+        from graphstash._entry_points import initialize
+        initialize()  # as torch does at the end of its import, which an exception would fail
         print("goes on")
         """,
         triton="",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
 from graphstash._process.run_name import COMMAND_VARIABLE, RUN_VARIABLE, joined, new_run
-from graphstash.hooks import AUTOLOAD
+from graphstash.hooks.installing import AUTOLOAD
 
 __all__ = ["CannotRunError", "Launch", "as_variables", "read"]
 

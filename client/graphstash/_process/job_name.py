@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Final
 
 from graphstash.hooks.environment import version_of
+from graphstash.hooks.registry import hook_specs
 from graphstash_schema import ManifestName
 
 __all__ = ["names_of"]
-
-_COMPILERS: Final = ("torch", "torch_xla", "jax", "jaxlib", "libtpu", "triton")
 
 _VARYING: Final = frozenset(
     {
@@ -60,7 +59,7 @@ _OPTION: Final = re.compile(r"([+-]{0,2}[A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 
 def names_of(command: Sequence[str]) -> tuple[ManifestName, ManifestName]:
     """Return the exact and the coarse name of the job that a command runs."""
-    coarse = [platform.machine(), *(f"{each} {version_of(each)}" for each in _COMPILERS)]
+    coarse = [platform.machine(), *_compilers()]
     arguments, is_value_of_varying = [], False
     for before, word in zip(("", *command), command, strict=False):
         if before in ("-m", "-c") or _is_script(word):
@@ -77,6 +76,13 @@ def names_of(command: Sequence[str]) -> tuple[ManifestName, ManifestName]:
             arguments += _values(word, is_varying=is_value_of_varying)
             is_value_of_varying = False
     return _name([*coarse, "--", *arguments]), _name(coarse)
+
+
+def _compilers() -> list[str]:
+    """Return the installed compilers that have a hook, with their versions."""
+    specs = hook_specs().values()
+    names = sorted({name for spec in specs for name in (*spec.distributions, *spec.runtimes)})
+    return [f"{name} {version}" for name in names if (version := version_of(name))]
 
 
 def _name(words: Sequence[str]) -> ManifestName:

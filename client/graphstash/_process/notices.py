@@ -7,10 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig, SignaturePolicy, is_on_this_host
-from graphstash.hooks import AUTOLOAD, HOOKS
+from graphstash.hooks.installing import AUTOLOAD
+from graphstash.hooks.registry import broken_hooks, hook_specs
 from graphstash_schema.names import printable
 
-__all__ = ["autoload_notice", "notices", "tell_once", "unknown_hooks", "unknown_variables"]
+__all__ = [
+    "autoload_notice",
+    "notices",
+    "tell_once",
+    "unknown_hooks",
+    "unknown_variables",
+    "unusable_hooks",
+]
 
 _log = logging.getLogger("graphstash")
 
@@ -23,6 +31,8 @@ prefix. The most similar pair of a server setting and a job setting has a simila
 
 
 _VALUE_CHARACTERS: Final = 40
+
+_REASON_CHARACTERS: Final = 300
 
 
 def tell_once(lines: Iterable[str]) -> None:
@@ -52,6 +62,7 @@ def notices(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[str]:
         )
     if (wrong := unknown_hooks(config)) is not None:
         yield "; ".join(wrong)
+    yield from unusable_hooks(config)
     if unknown := unknown_variables(environ):
         told = ", ".join(
             f"{variable} (did you mean {nearest}?)" if nearest else variable
@@ -71,13 +82,21 @@ def autoload_notice(value: str) -> str:
 
 def unknown_hooks(config: ClientConfig) -> tuple[str, str] | None:
     """Return a warning about unknown hooks and the remedy, or None if all hooks exist."""
-    if not (unknown := sorted(set(config.hooks) - set(HOOKS))):
+    known = hook_specs()
+    if not (unknown := sorted(set(config.hooks or ()) - {*known, *broken_hooks()})):
         return None
-    near = difflib.get_close_matches(unknown[0], HOOKS, n=1)
+    near = difflib.get_close_matches(unknown[0], known, n=1)
     return (
         f"GRAPHSTASH_HOOKS: unknown hook {', '.join(unknown)}, ignored",
-        (f"did you mean {near[0]}? " if near else "") + f"Use {', '.join(sorted(HOOKS))}",
+        (f"did you mean {near[0]}? " if near else "") + f"Use {', '.join(sorted(known))}",
     )
+
+
+def unusable_hooks(config: ClientConfig) -> Iterator[str]:
+    """Yield a warning about each hook whose package is broken, unless it was not requested."""
+    for name, reason in broken_hooks().items():
+        if config.wants_hook(name):
+            yield f"the hook {name} cannot be used: {printable(reason, most=_REASON_CHARACTERS)}"
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
@@ -85,7 +104,8 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
 
     The value is None for a variable without a similar setting, which may be a server setting.
     """
-    known = {*(ENVIRONMENT_PREFIX + name.upper() for name in ClientConfig.rules()), AUTOLOAD}
+    settings = set(ClientConfig.rules()).union(*(each.settings for each in hook_specs().values()))
+    known = {*(ENVIRONMENT_PREFIX + name.upper() for name in settings), AUTOLOAD}
     bare = {name.removeprefix(ENVIRONMENT_PREFIX): name for name in known}
     unknown = {}
     for variable in sorted(environ):

@@ -20,7 +20,6 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from graphstash import hooks
 from graphstash._compile.stats import Counters, Stats, plural
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import unforked
@@ -28,6 +27,8 @@ from graphstash._process.notices import notices, tell_once
 from graphstash._process.run_name import command_of_run, this_run
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, Reason
+from graphstash.hooks import installing
+from graphstash.hooks.registry import hook_specs
 from graphstash_schema import ManifestName
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from graphstash._compile.compile_limit import CompileLimit
     from graphstash._compile.explaining import Cause
     from graphstash._tracing import Close, Tracer
+    from graphstash.hooks import Hook
     from graphstash_schema import ArtifactKey
 
 __all__ = [
@@ -91,7 +93,7 @@ class Session:
             "graphstash-publish", workers=1, capacity=config.publish_queue
         )
         self._prefetcher = BoundedExecutor("graphstash-prefetch", workers=1, capacity=1)
-        self._hooks: dict[str, hooks.Hook | None] = {}
+        self._hooks: dict[str, Hook | None] = {}
         if any(getattr(config, name) for name in _FILES):
             self.cache  # noqa: B018 - report a file error now, not at the first compilation
 
@@ -173,7 +175,7 @@ class Session:
             return
         self._hooks[name] = None
         try:
-            self._hooks[name] = hooks.install(name, self.cache)
+            self._hooks[name] = installing.install(name, self.cache)
         except Exception as error:  # noqa: BLE001 - outermost frame of a hook; training must go on
             _log.warning("graphstash: cannot install the %s hook: %s", name, error)
             _log.debug("hook installation failed", exc_info=True)
@@ -191,7 +193,7 @@ class Session:
 
         The import takes long, so that the prefetch runs in the meantime.
         """
-        if name in self.config.hooks and not self._closed:
+        if self.config.wants_hook(name) and not self._closed:
             self.cache  # noqa: B018 - opening starts the prefetch
 
     def end_in_child(self) -> None:
@@ -453,15 +455,16 @@ def install(**settings: Any) -> Session | None:
     """
     session = _session(settings)
     if session is not None:
-        known = [name for name in session.config.hooks if name in hooks.HOOKS]
-        hooks.install_when_needed(known, session.add_hook, begun=session.begin_for_hook)
+        specs = hook_specs().values()
+        wanted = [spec for spec in specs if session.config.wants_hook(spec.name)]
+        installing.install_when_needed(wanted, session.add_hook, begun=session.begin_for_hook)
     return session
 
 
 def add_hook(name: str) -> None:
     """Start the cache if necessary and install one hook, after its compiler was imported."""
     session = _session({})
-    if session is not None and name in session.config.hooks:
+    if session is not None and session.config.wants_hook(name):
         session.add_hook(name)
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "cpu_features",
     "cpu_model",
     "environment_parts",
+    "installed_pjrt_plugins",
     "libc",
     "read_part",
     "sample_of",
@@ -49,6 +50,15 @@ _MAX_NAME_LENGTH: Final = 60
 _WHERE_TO_WRITE: Final = re.compile(r"--xla_dump_\w+(=\S*)?")
 
 _SAMPLE_BYTES: Final = 1024**2
+
+_PLUGIN_GROUPS: Final = ("jax_plugins", "torch_xla.plugins")
+"""Entry-point groups in which PJRT plug-ins register."""
+
+_NO_PLUGINS: Final = ("graphstash", "torch_xla")
+"""Distributions in these groups that are not plug-ins."""
+
+_PLUGINS: Final = ("libtpu", "libneuronxla")
+"""Distributions of plug-ins that frameworks find without an entry point."""
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
@@ -148,6 +158,17 @@ def version_of(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def installed_pjrt_plugins() -> list[str]:
+    """The distributions that contain a PJRT plug-in."""
+    announced = {
+        point.dist.name
+        for group in _PLUGIN_GROUPS
+        for point in metadata.entry_points(group=group)
+        if point.dist is not None and point.dist.name.replace("-", "_") not in _NO_PLUGINS
+    }
+    return sorted(announced | {name for name in _PLUGINS if version_of(name)})
 
 
 def cpu_features() -> list[str]:

@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["is_imported", "when_imported"]
+__all__ = ["before_first_package", "is_imported", "when_imported"]
+
+_PYTHONS_OWN: Final = sys.stdlib_module_names | {"sitecustomize", "usercustomize", "graphstash"}
+"""Top-level modules whose import never imports a compiler."""
 
 
 def is_imported(module: str) -> bool:
@@ -34,6 +37,14 @@ def when_imported(
     elif type(spec := sys.modules[module].__spec__) in (ModuleSpec, _Ending):
         spec.__class__ = _Ending
         spec.__dict__.setdefault("_actions", []).append(action)
+
+
+def before_first_package(action: Callable[[], None]) -> None:
+    """Calls `action` once, before the next import of a module that is not Python's own.
+
+    Its exceptions are logged, not raised. A process that imports no package never calls it.
+    """
+    sys.meta_path.insert(0, _FirstPackage(action))
 
 
 def _is_being_imported(module: str) -> bool:
@@ -66,6 +77,29 @@ class _Ending(ModuleSpec):
         for action in self.__dict__.pop("_actions"):
             if self.name in sys.modules:  # else it has failed
                 _carry_out(action)
+
+
+class _FirstPackage:
+    """Finds no module itself: lets other finders search after the action, which may add some."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002 - the interface of a finder
+        target: ModuleType | None = None,  # noqa: ARG002 - likewise
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] in _PYTHONS_OWN:
+            return None
+        if (action := self._action) is None:
+            return None  # an import by the action
+        self._action = None
+        _carry_out(action)  # Python holds its import lock: imports of other threads wait
+        with suppress(ValueError):
+            sys.meta_path.remove(self)
+        return importlib.util.find_spec(fullname)
 
 
 class _Finder:

@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from graphstash.hooks.environment import version_of
+from graphstash.hooks.registry import hook_specs
 from support.tokens import Guarded
 
 
@@ -25,6 +27,7 @@ def guarded(tmp_path_factory):
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """Makes distributions the only ones that this Python finds, by their metadata."""
+    hook_specs()  # of the real path
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.setattr(sys, "path", [str(site)])
@@ -34,7 +37,9 @@ def installed(tmp_path, monkeypatch):
             folder = site / f"{name}-{version}.dist-info"
             folder.mkdir()
             (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        version_of.cache_clear()
         return site
 
     install(graphstash="0.1.0")
-    return install
+    yield install
+    version_of.cache_clear()

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from graphstash._cli.doctor.findings import State
-from graphstash.hooks.versions import TRIED
+from graphstash.hooks.triton import SPEC
 from support.doctor import diagnose, expect, line
 
 
@@ -48,7 +48,7 @@ def test_deselected_hook_is_no_problem(installed):
     ("version", "is_refused"), [("2.9.1", True), ("3.0.0", False), ("3.9.2", False), ("3.10", True)]
 )
 def test_the_last_number_of_a_bound_is_compared_as_a_number(version, is_refused):
-    assert TRIED["triton"].is_refused(version) is is_refused
+    assert SPEC.tested.is_refused(version) is is_refused
 
 
 @pytest.mark.parametrize(

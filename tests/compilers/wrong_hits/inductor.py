@@ -16,7 +16,7 @@ def prepare() -> None:
     import torch._inductor.compile_fx
     from torch._inductor import config, cpu_vec_isa
 
-    import graphstash.hooks.inductor  # noqa: F401 - imported once, for all programs
+    import graphstash.hooks.inductor.hook  # noqa: F401 - imported once, for all programs
     from graphstash.hooks.inductor.user_code import user_code_of
 
     torch.set_num_threads(1)
@@ -31,9 +31,9 @@ def prepare() -> None:
 
 def install(cache: Any) -> None:
     """Puts the hook into torch."""
-    from graphstash.hooks import inductor
+    from graphstash.hooks.inductor.hook import install
 
-    assert inductor.install(cache) is not None
+    assert install(cache) is not None
 
 
 _DEFINE = """

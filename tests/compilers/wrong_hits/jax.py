@@ -16,16 +16,16 @@ def prepare() -> None:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     import jax  # noqa: F401 - imported once, for all programs
 
-    import graphstash.hooks.jax  # noqa: F401 - imported once, for all programs
+    import graphstash.hooks.jax.hook  # noqa: F401 - imported once, for all programs
 
 
 def install(cache: Any) -> None:
     """Put the hook into JAX; every program is looked up by its own key, not in a pack."""
-    from graphstash.hooks import jax
     from graphstash.hooks.jax import compiling
+    from graphstash.hooks.jax.hook import install
 
     compiling.is_small = lambda _: False
-    assert jax.install(cache) is not None
+    assert install(cache) is not None
 
 
 _START = """

@@ -26,14 +26,14 @@ def prepare() -> None:
 
     import jax  # noqa: F401 - imported once, for all programs
 
-    import graphstash.hooks.pjrt  # noqa: F401 - imported once, for all programs
+    import graphstash.hooks.pjrt.hook  # noqa: F401 - imported once, for all programs
 
 
 def install(cache: Any) -> None:
     """Put the hook into the plug-in."""
-    from graphstash.hooks import pjrt
+    from graphstash.hooks.pjrt.hook import install
 
-    assert pjrt.install(cache) is not None
+    assert install(cache) is not None
 
 
 _PROGRAM = """

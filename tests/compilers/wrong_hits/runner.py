@@ -49,7 +49,7 @@ class Recorder(CompileCache):
         self.answer: dict[str, str] | None = None
         # The pjrt hook raises an exception again in the main thread, at any later time: it could
         # meet the end of the child.
-        self.answers_at_once = "jax" not in config.hooks
+        self.answers_at_once = not config.wants_hook("jax")
         self.output = output
 
     def fetch_or_start(self, request: CompileRequest, *_: object, **__: object) -> NoReturn:

@@ -19,14 +19,14 @@ def prepare() -> None:
 
     import torch_xla  # noqa: F401 - imported once, for all programs
 
-    import graphstash.hooks.torch_xla  # noqa: F401 - imported once, for all programs
+    import graphstash.hooks.torch_xla.hook  # noqa: F401 - imported once, for all programs
 
 
 def install(cache: Any) -> None:
     """Put the hook into torch_xla."""
-    from graphstash.hooks import torch_xla
+    from graphstash.hooks.torch_xla.hook import install
 
-    assert torch_xla.install(cache) is not None
+    assert install(cache) is not None
 
 
 _IMPORT = """

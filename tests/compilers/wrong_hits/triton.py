@@ -16,7 +16,7 @@ def prepare() -> None:
     from triton.compiler import compiler
     from triton.runtime import cache
 
-    import graphstash.hooks.triton  # noqa: F401 - imported once, for all programs
+    import graphstash.hooks.triton.hook  # noqa: F401 - imported once, for all programs
 
     (getattr(compiler, "triton_key", None) or cache.triton_key)()
     assert triton.__version__
@@ -24,9 +24,9 @@ def prepare() -> None:
 
 def install(cache: Any) -> None:
     """Put the hook into Triton."""
-    from graphstash.hooks import triton
+    from graphstash.hooks.triton.hook import install
 
-    assert triton.install(cache) is not None
+    assert install(cache) is not None
 
 
 _START = """

@@ -94,7 +94,7 @@ def _report(losses: list[float]) -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "losses": losses,
-        "has_hook": "graphstash.hooks.inductor" in sys.modules,
+        "has_hook": "graphstash.hooks.inductor.hook" in sys.modules,
         "fx": _counted("fxgraph_cache"),
         "aot": dict(counters["aot_autograd"]),
     }

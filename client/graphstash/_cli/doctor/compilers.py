@@ -12,33 +12,22 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from graphstash._cli.doctor.findings import Finding, fail, ok, skipped, warn
 from graphstash._process.notices import autoload_notice
 from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig
-from graphstash.hooks import AUTOLOAD, AUTOLOAD_OFF, HOOKS
-from graphstash.hooks.versions import TRIED, TriedVersions
+from graphstash.hooks import HookSpec
+from graphstash.hooks.environment import version_of
+from graphstash.hooks.installing import AUTOLOAD, AUTOLOAD_OFF
+from graphstash.hooks.registry import hook_specs
 
 __all__ = ["check_compilers", "probe_hooks"]
 
 _IMPORT_SECONDS: Final = 120.0
 """Limit for the imports: torch_xla takes 20 s on a busy host, and a broken driver may hang."""
-
-_PLUGIN_GROUPS: Final = ("jax_plugins", "torch_xla.plugins")
-"""Entry-point groups in which PJRT plug-ins register."""
-
-_NO_PLUGINS: Final = ("graphstash", "torch_xla")
-"""Distributions in these groups that are not plug-ins."""
-
-_PLUGINS: Final = ("libtpu", "libneuronxla")
-"""Distributions of plug-ins that frameworks find without an entry point."""
-
-_DISTRIBUTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    **{hook: (tried.distribution,) for hook, tried in TRIED.items()},
-    "pjrt": ("torch_xla", "jax"),
-}
 
 _HOW_TO_REPEAT: Final = (
     "reproduce it with: graphstash run -- python -c 'import <compiler>'; see the table of "
@@ -56,25 +45,23 @@ def check_compilers(config: ClientConfig, environ: Mapping[str, str]) -> Iterato
             "run the doctor with the Python of the job: <its python> -m graphstash doctor",
         )
         return
-    for hook in HOOKS:
+    for hook, spec in hook_specs().items():
         name = f"{hook} hook"
         if hook not in installed:
-            wanted = " or ".join(_DISTRIBUTIONS[hook])
+            wanted = " or ".join(spec.distributions)
             yield ok(name, f"not needed: {wanted} is not installed")
-        elif hook not in config.hooks:
+        elif not config.wants_hook(hook):
             yield ok(name, f"disabled by GRAPHSTASH_HOOKS ({installed[hook]} is installed)")
-        elif hook in TRIED:
-            yield _judged(hook, TRIED[hook], config)
         else:
-            yield _plugins()
+            yield _judged(spec, installed[hook], config)
     yield _start(environ)
 
 
 def _installed_hooks() -> dict[str, str]:
     """Map each hook whose compiler is installed to the versions, such as `torch 2.7.0`."""
     found = {}
-    for hook in HOOKS:
-        versions = ((each, _version(each)) for each in _DISTRIBUTIONS[hook])
+    for hook, spec in hook_specs().items():
+        versions = ((each, version_of(each)) for each in spec.distributions)
         if told := ", ".join(f"{each} {version}" for each, version in versions if version):
             found[hook] = told
     return found
@@ -82,13 +69,21 @@ def _installed_hooks() -> dict[str, str]:
 
 def _modules_to_import() -> list[str]:
     """Return the modules of installed compilers whose import installs the hooks."""
-    modules = dict.fromkeys(module for each in HOOKS.values() for module in each)
-    # For these compilers, the distribution and the package have the same name.
-    return [module for module in modules if _version(module.partition(".")[0])]
+    modules = dict.fromkeys(module for spec in hook_specs().values() for module in spec.modules)
+    return [module for module in modules if find_spec(module.partition(".")[0]) is not None]
 
 
-def _judged(hook: str, tried: TriedVersions, config: ClientConfig) -> Finding:
-    name, version = f"{hook} hook", _version(tried.distribution)
+def _judged(spec: HookSpec, installed: str, config: ClientConfig) -> Finding:
+    name, tried = f"{spec.name} hook", spec.tested
+    try:
+        verdict = spec.judge(config)
+    except Exception as error:  # noqa: BLE001 - a third party's code, outermost frame
+        return warn(name, f"its diagnosis failed: {error!r}", "tell the authors of the hook")
+    if verdict is not None and verdict.remedy:
+        return warn(name, *verdict)
+    if verdict is not None or tried is None:
+        return ok(name, installed if verdict is None else verdict.finding)
+    version = version_of(tried.distribution)
     told = f"{tried.distribution} {version}"
     if tried.covers(version):
         return ok(name, f"{told} (supported: {tried})")
@@ -99,8 +94,6 @@ def _judged(hook: str, tried: TriedVersions, config: ClientConfig) -> Finding:
             "internals it needs",
             "check with `graphstash doctor --probe`",
         )
-    if hook == "torch_xla" and tried.is_above(version):
-        return _left_to_pjrt(name, told, config)
     return warn(
         name,
         f"{told} is not supported (supported: {tried}); what {tried.distribution} compiles is not "
@@ -108,39 +101,6 @@ def _judged(hook: str, tried: TriedVersions, config: ClientConfig) -> Finding:
         f"install {tried.distribution} {tried}"
         + (", or a newer graphstash" if tried.is_above(version) else ""),
     )
-
-
-def _left_to_pjrt(name: str, told: str, config: ClientConfig) -> Finding:
-    """Refer to the pjrt hook: torch_xla 2.8 and newer cannot load its compiled graphs."""
-    plugins = _plugin_names()
-    if plugins and "pjrt" in config.hooks:
-        return ok(name, f"{told} cannot load cached graphs; {', '.join(plugins)}: see pjrt hook")
-    return warn(
-        name,
-        f"{told} is not supported: its own cache cannot load a compiled graph (pytorch/xla#9094)",
-        "on a TPU or another PJRT plug-in the pjrt hook shares it (GRAPHSTASH_HOOKS must hold "
-        "pjrt); on the built-in CPU device install torch_xla 2.7",
-    )
-
-
-def _plugins() -> Finding:
-    names = _plugin_names()
-    if not names:
-        return ok("pjrt hook", "no PJRT plug-in is installed")
-    return ok(
-        "pjrt hook",
-        f"will be installed into {', '.join(names)} when it is loaded",
-    )
-
-
-def _plugin_names() -> list[str]:
-    announced = {
-        point.dist.name
-        for group in _PLUGIN_GROUPS
-        for point in metadata.entry_points(group=group)
-        if point.dist is not None and point.dist.name.replace("-", "_") not in _NO_PLUGINS
-    }
-    return sorted(announced | {name for name in _PLUGINS if _version(name)})
 
 
 def _start(environ: Mapping[str, str]) -> Finding:
@@ -162,13 +122,6 @@ def _start(environ: Mapping[str, str]) -> Finding:
             f"install graphstash into {sys.prefix} with pip, or start jobs with {by_hand}",
         )
     return ok("start", f"{AUTOLOAD}=1: torch (2.5 and newer) and JAX start the cache themselves")
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def probe_hooks(

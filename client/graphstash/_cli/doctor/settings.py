@@ -7,7 +7,7 @@ from typing import Any, Final
 from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, skipped, warn
 from graphstash._cli.output import plural
 from graphstash._http.tls import server_context
-from graphstash._process.notices import unknown_hooks, unknown_variables
+from graphstash._process.notices import unknown_hooks, unknown_variables, unusable_hooks
 from graphstash._trust.signing_keys import SigningKey, check_available
 from graphstash._trust.trusted_keys import TrustedKey, TrustedKeys
 from graphstash.config import (
@@ -96,6 +96,8 @@ def _what_they_mean(config: ClientConfig) -> Iterator[Finding]:
         )
     if (wrong := unknown_hooks(config)) is not None:
         yield fail("settings", *wrong)
+    for broken in unusable_hooks(config):
+        yield warn("settings", broken, "update or remove the package that registers it")
 
 
 def check_signatures(config: ClientConfig) -> Iterator[Finding]:

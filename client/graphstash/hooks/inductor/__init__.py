@@ -1,192 +1,24 @@
-"""The inductor hook: torch.compile's remote caches, and the C++ objects that they leave out.
+"""The inductor hook, described without an import of torch. `hook` explains how it works."""
 
-    entries    FX graphs, AOTAutograd results, autotuning results: the classes behind torch's remote
-               caches have a place for another backend (`backend_override_cls`), made for tests and
-               of the same form in 2.6 to 2.15. It needs no Redis.
-    objects    g++'s results, at `CppBuilder.build`
+from typing import Final
 
-The remote caches are switched on by settings of this process, not by environment variables: a child
-without the hook would look for a Redis.
+from graphstash.hooks.spec import HookSpec, TestedVersions
 
-Profiles for dynamic shapes (`RemoteDynamoPGOCache`) are left alone. A profile is state of one rank
-of one job, written anew whenever a shape is seen; an artifact never changes. And a profile decides
-which graphs are compiled at all: another job's profile would do so for reasons that no log shows.
-"""
+__all__ = ["SPEC"]
 
-import logging
-import os
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Final
-
-import torch
-from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import autograd_cache
-from torch._inductor import codecache, compile_fx, config, cpp_builder, remote_cache
-from torch.utils._triton import has_triton
-
-from graphstash._compile.cache import CompileCache
-from graphstash.hooks.inductor.entries import Entries, offering_variants
-from graphstash.hooks.inductor.fingerprint import torch_release
-from graphstash.hooks.inductor.objects import Objects, late
-from graphstash.hooks.patching import Patches
-from graphstash.hooks.versions import is_supported
-from graphstash_schema import ArtifactKind
-
-__all__ = ["InductorHook", "install"]
-
-_log = logging.getLogger("graphstash")
-
-_REMOTE_CACHES: Final = {
-    "RemoteFxGraphCache": ArtifactKind.INDUCTOR,
-    "RemoteAOTAutogradCache": ArtifactKind.AOT_AUTOGRAD,
-    "RemoteAutotuneCache": ArtifactKind.AUTOTUNE,
-    "RemoteBundledAutotuneCache": ArtifactKind.AUTOTUNE,
-}
-"""Never their base `RemoteCache`: local caches of torch inherit from it."""
-
-_SEAMS: Final = (
-    *((remote_cache, name, "backend_override_cls") for name in _REMOTE_CACHES),
-    (codecache, "FxGraphCache", "_lookup_graph"),
-    (autograd_cache, "AOTAutogradCache", "_lookup"),
+SPEC: Final = HookSpec(
+    name="inductor",
+    compiler="torch.compile: FX graphs, AOTAutograd results, and the C++ objects that torch's "
+    "remote caches omit",
+    tested_with="2.7.0, 2.15.0",
+    modules=("torch._inductor.compile_fx",),
+    install="graphstash.hooks.inductor.hook:install",
+    kinds=("inductor", "aot_autograd", "autotune"),
+    distributions=("torch",),
+    runtimes=("triton",),
+    # With 2.7 and 2.15; the names are the same in between and in 2.6.
+    tested=TestedVersions(
+        "torch", (2, 6), (2, 15), steps_aside_below=True, steps_aside_above=False
+    ),
+    requirement="graphstash[torch]",
 )
-
-_KEY_MAKERS: Final = (
-    (codecache, "compiled_fx_graph_hash"),
-    (autograd_cache, "autograd_cache_key"),
-)
-
-
-def install(cache: CompileCache) -> "InductorHook | None":
-    """Puts the cache into torch.compile.
-
-    Returns:
-        The hook, or None when it was not installed; a warning says why.
-    """
-    return InductorHook(cache) if is_supported("inductor", str(torch.__version__)) else None
-
-
-class InductorHook:
-    """Everything that is put into torch, and the way back."""
-
-    def __init__(self, cache: CompileCache) -> None:
-        self._patches = Patches()
-        self._objects = self._put_objects(cache)
-        self._entries = Entries(cache, built_seconds=self._built_seconds)
-        if missing := _missing():
-            _log.warning(
-                "graphstash: torch %s has no %s; its graphs are not shared",
-                torch.__version__,
-                missing,
-            )
-        else:
-            self._put_entries()
-
-    def close(self) -> None:
-        """Takes the hook out of torch and finishes what it has begun."""
-        self._patches.undo()
-        _forget_remote_cache()
-        self._entries.close()
-        if self._objects is not None:
-            self._objects.close()
-
-    def after_fork(self, cache: CompileCache) -> bool:
-        """Continues in the child with its own cache; the parent keeps its compilations."""
-        self._entries.use(cache)
-        if self._objects is not None:
-            self._objects.use(cache)
-        return True
-
-    def _put_objects(self, cache: CompileCache) -> Objects | None:
-        builder: Any = getattr(cpp_builder, "CppBuilder", None)
-        if not hasattr(builder, "build"):
-            _log.warning(
-                "graphstash: torch %s has no CppBuilder.build; its C++ objects are not shared",
-                torch.__version__,
-            )
-            return None
-        objects = Objects(cache, builder.build, is_awaited=lambda: self._entries.is_compiling)
-
-        def build(builder: Any) -> Any:
-            return objects.build(builder)
-
-        self._patches.replace(builder, "build", build)
-        if hasattr(codecache, "_precompile_header"):
-            header = late(codecache._precompile_header)
-            self._patches.replace(codecache, "_precompile_header", header)
-        return objects
-
-    def _built_seconds(self) -> float:
-        return 0.0 if self._objects is None else self._objects.built_seconds
-
-    def _put_entries(self) -> None:
-        for name, kind in _REMOTE_CACHES.items():
-            made = partial(self._entries.backend, kind)
-            self._patches.replace(getattr(remote_cache, name), "backend_override_cls", made)
-        self._offer_variants(
-            codecache.FxGraphCache, "_lookup_graph", is_miss=lambda result: result[0] is None
-        )
-        self._offer_variants(
-            autograd_cache.AOTAutogradCache, "_lookup", is_miss=lambda result: result is None
-        )
-        for module, name in _KEY_MAKERS:
-            if hasattr(module, name):
-                self._patches.wrap(module, name, self._entries.key_info.listen)
-        if hasattr(codecache, "log_cache_bypass"):  # torch's own place for a listener
-            self._patches.wrap(codecache, "log_cache_bypass", _telling_why)
-        original = compile_fx._compile_fx_inner
-
-        def compile_fx_inner(*args: Any, **kwargs: Any) -> Any:
-            with self._entries.compilation():
-                return original(*args, **kwargs)
-
-        self._patches.replace(compile_fx, "_compile_fx_inner", compile_fx_inner)
-        _forget_remote_cache()
-        self._switch_on()
-
-    def _offer_variants(self, owner: Any, name: str, *, is_miss: Callable[[Any], bool]) -> None:
-        offered = offering_variants(getattr(owner, name), self._entries, is_miss=is_miss)
-        self._patches.replace(owner, name, staticmethod(offered))
-
-    def _switch_on(self) -> None:
-        """Switches torch's remote caches on where the user has not switched caching off."""
-        if torch_release() < (2, 7) and "TORCHINDUCTOR_AUTOGRAD_CACHE" not in os.environ:
-            self._patches.switch_on(functorch_config, "enable_autograd_cache", unset=False)
-        if config.fx_graph_cache:
-            self._patches.switch_on(config, "fx_graph_remote_cache")
-        if functorch_config.enable_autograd_cache:
-            self._patches.switch_on(functorch_config, "enable_remote_autograd_cache")
-        # Without a device for Triton, torch fails a compilation that bundles autotuning results.
-        # One bundle per graph, not also a result per kernel: that setting is written into generated
-        # code, and torch's compile workers, which may have no hook, act on it.
-        if torch.accelerator.is_available() and has_triton():
-            self._patches.switch_on(config, "bundled_autotune_remote_cache")
-
-
-def _telling_why(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Also says, once for each reason, why torch keeps a graph out of its caches."""
-    told: set[str] = set()
-
-    def listened(*args: Any, **kwargs: Any) -> Any:
-        reason = str(args[-1]) if args else ""
-        if reason not in told:
-            told.add(reason)
-            _log.warning("graphstash: torch caches no graph like this one: %s", reason)
-        return original(*args, **kwargs)
-
-    return listened
-
-
-def _forget_remote_cache() -> None:
-    """Torch makes its AOTAutograd cache once, with the backend of that moment."""
-    made: Any = getattr(autograd_cache.AOTAutogradCache, "get_remote_cache", None)
-    if hasattr(made, "cache_clear"):
-        made.cache_clear()
-
-
-def _missing() -> str:
-    """The first name that the hook needs and this torch does not have; empty when all are there."""
-    for module, owner, name in _SEAMS:
-        if not hasattr(getattr(module, owner, None), name):
-            return f"{owner}.{name}"
-    return "" if hasattr(compile_fx, "_compile_fx_inner") else "_compile_fx_inner"

@@ -1,61 +1,23 @@
-"""The jax hook: JAX's persistent compilation cache, backed by the shared cache.
+"""The jax hook, described without an import of JAX. `hook` explains how it works."""
 
-    compiling    the program that each thread compiles, and the end of each compilation
-    fingerprint  makes the artifact's key from JAX's key and the inputs that JAX's key omits
-    smallness    selects the programs that travel in packs
-    entries      translates JAX's look-ups and results to artifacts, and back
-    seam         installs the hook in JAX, and removes it
+from typing import Final
 
-JAX does not check the bytes that its cache returns. An entry of another program with equal shapes
-would silently compute wrong numbers. Therefore the artifact contains its key, which the
-client verifies before JAX receives a byte. If JAX still cannot load an entry, JAX warns and
-compiles. A program in memory causes no look-up. The hook does not share a program that calls back
-into Python, or that Python code partitions: its key would contain addresses in this process.
-"""
+from graphstash.hooks.spec import HookSpec, TestedVersions
 
-import logging
+__all__ = ["SPEC"]
 
-import jax
-
-from graphstash._compile.cache import CompileCache
-from graphstash.hooks.jax.entries import Entries
-from graphstash.hooks.jax.seam import Seam, SeamUnavailableError
-from graphstash.hooks.versions import is_supported
-
-__all__ = ["JaxHook", "install"]
-
-_log = logging.getLogger("graphstash")
-
-
-def install(cache: CompileCache) -> "JaxHook | None":
-    """Install the cache in JAX. It shares only programs that are compiled afterwards.
-
-    Returns:
-        The hook. None if this version of JAX is not supported; a warning gives the reason.
-    """
-    version = str(jax.__version__)
-    if not is_supported("jax", version):
-        return None
-    try:
-        return JaxHook(cache)
-    except SeamUnavailableError as error:
-        _log.warning("graphstash: the jax hook cannot be installed into %s: %s", version, error)
-        return None
-
-
-class JaxHook:
-    """The installed hook: owns the patches in JAX."""
-
-    def __init__(self, cache: CompileCache) -> None:
-        self._entries = Entries(cache)
-        self._seam = Seam(self._entries)
-
-    def close(self) -> None:
-        """Restore JAX's cache and settings. Running compilations are not shared."""
-        self._seam.close()
-        self._entries.close()
-
-    def after_fork(self, cache: CompileCache) -> bool:
-        """Continue in a forked child with the child's cache. The hook has no threads to restart."""
-        self._entries.go_on(cache)
-        return True
+SPEC: Final = HookSpec(
+    name="jax",
+    compiler="JAX's persistent compilation cache",
+    tested_with="0.4.31, 0.10.2",
+    modules=("jax",),
+    install="graphstash.hooks.jax.hook:install",
+    kinds=("jax",),
+    distributions=("jax",),
+    runtimes=("jaxlib", "libtpu"),
+    # First and last version with tests; what the hook needs was read in 0.4.25 to 0.12.0.
+    tested=TestedVersions(
+        "jax", (0, 4, 31), (0, 10, 2), steps_aside_below=False, steps_aside_above=False
+    ),
+    requirement="graphstash[jax]",
+)

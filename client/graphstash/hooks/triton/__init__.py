@@ -1,172 +1,29 @@
-"""The triton hook: kernels that another process has compiled are put into Triton's own cache.
+"""The triton hook, described without an import of Triton. `hook` explains how it works.
 
-Triton asks its cache manager for a kernel before it compiles it, and hands the result over file by
-file. The manager is replaced, in this process only: Triton's variables would do as well, but child
-processes would inherit them, with or without a graphstash to import.
-
-    kernels    the managers; look-up, publication, and the lease between them
-    kernel     which files are one whole kernel that may be shared; their bytes in one artifact
-    fingerprint, source    the key; what a kernel reads and Triton's own key leaves out
-
-Without `graphstash run` or `graphstash.install()`, Triton's variables are enough:
-
-    TRITON_CACHE_MANAGER=graphstash.hooks.triton:SharedCacheManager
-
-or, with one more look-up for every kernel that lies on the disk already,
-
-    TRITON_CACHE_MANAGER=triton.runtime.cache:RemoteCacheManager
-    TRITON_REMOTE_CACHE_BACKEND=graphstash.hooks.triton:SharedCacheBackend
-
-Stays on its host: what Triton has the host's C compiler build, and autotuning results
-(`TRITON_CACHE_AUTOTUNING`), which are measurements of one machine under the load of that moment.
+Triton's variables name the two classes here.
 """
 
-import functools
-import logging
-import os
-import sys
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
-import triton
-from triton.runtime import cache as triton_cache
+from graphstash._lazy import lazy
+from graphstash.hooks.spec import HookSpec, TestedVersions
 
-from graphstash._compile.cache import CompileCache
-from graphstash.hooks.patching import Patches
-from graphstash.hooks.triton.kernels import Kernels, SharedCacheBackend, SharedCacheManager
-from graphstash.hooks.versions import is_supported
+if TYPE_CHECKING:
+    from graphstash.hooks.triton.kernels import SharedCacheBackend, SharedCacheManager
 
-__all__ = ["SharedCacheBackend", "SharedCacheManager", "TritonHook", "install"]
+__all__ = ["SPEC", "SharedCacheBackend", "SharedCacheManager"]
 
-_log = logging.getLogger("graphstash")
+SPEC: Final = HookSpec(
+    name="triton",
+    compiler="Triton kernels, however they are launched",
+    tested_with="3.3.0, 3.9.0, for sm_90",
+    modules=("triton",),
+    install="graphstash.hooks.triton.hook:install",
+    kinds=("triton",),
+    distributions=("triton",),
+    # Their seams are the same two; run with 3.3, 3.5 and 3.9.
+    tested=TestedVersions("triton", (3, 0), (3, 9), steps_aside_below=True, steps_aside_above=True),
+    requirement="graphstash[torch]",
+)
 
-_MANAGER_VARIABLE: Final = "TRITON_CACHE_MANAGER"
-_BACKEND_VARIABLE: Final = "TRITON_REMOTE_CACHE_BACKEND"
-_OURS: Final = "graphstash.hooks.triton"
-_REMOTE: Final = "triton.runtime.cache:RemoteCacheManager"
-_GLOBAL: Final = "__cache_cls"
-
-
-def install(cache: CompileCache) -> "TritonHook | None":
-    """Puts the cache into Triton.
-
-    Returns:
-        The hook, or None when it was not installed; a warning says why.
-    """
-    if not is_supported("triton", triton.__version__):
-        return None
-    chosen = _chosen_manager()
-    if chosen and not _is_ours(chosen):
-        _log.warning(
-            "graphstash: triton uses the cache manager %s, so kernels are not shared; set %s to "
-            "%s:SharedCacheManager, or unset it, to share them",
-            chosen,
-            _MANAGER_VARIABLE,
-            __name__,
-        )
-        return None
-    return TritonHook(cache, manager=None if chosen else SharedCacheManager)
-
-
-class TritonHook:
-    """Sets Triton's cache manager, and wraps `triton.compile` so that its lease ends with it.
-
-    `manager` is None when the user has named one of ours already.
-    """
-
-    def __init__(self, cache: CompileCache, *, manager: type[SharedCacheManager] | None) -> None:
-        self._kernels = Kernels.of_this_process = Kernels(cache)
-        self._patches = _watch_compile(self._kernels)
-        self._manager = manager
-        if manager is not None:
-            _set_manager(manager)
-
-    def close(self) -> None:
-        """Takes the hook out; a compilation in flight continues without it."""
-        if self._manager is not None and _manager() is self._manager:
-            _set_manager(None)
-        self._patches.undo()
-        Kernels.of_this_process = None
-        self._kernels.close()
-
-    def after_fork(self, cache: CompileCache) -> bool:
-        """Continues in the child as in its parent."""
-        self._kernels.go_on_with(cache)
-        return True
-
-
-def _has_knob() -> bool:
-    """Whether this is Triton 3.4 or newer, where the manager is a knob."""
-    # In the class: to read the knob itself would import whatever the user has named.
-    return "manager_class" in vars(type(getattr(getattr(triton, "knobs", None), "cache", None)))
-
-
-def _manager() -> type | None:
-    """The cache manager that a program has set in this process; None for Triton's default."""
-    if _has_knob():
-        knob: type | None = vars(triton.knobs.cache).get("manager_class")
-        return knob
-    # Before 3.4: a global of Triton's module, where the variable's class is put, too.
-    value: type = vars(triton_cache)[_GLOBAL]
-    return None if value is triton_cache.FileCacheManager else value
-
-
-def _set_manager(manager: type | None) -> None:
-    """Sets the cache manager of this process; None for Triton's default.
-
-    Unlike other knobs, a class is not propagated to the environment.
-    """
-    if not _has_knob():
-        vars(triton_cache)[_GLOBAL] = manager or triton_cache.FileCacheManager
-    elif manager is None:
-        vars(triton.knobs.cache).pop("manager_class", None)
-    else:
-        triton.knobs.cache.manager_class = manager
-
-
-def _chosen_manager() -> str:
-    """The manager that the user has chosen, as `module:class`; empty for Triton's default.
-
-    For Triton's `RemoteCacheManager` it is the backend that counts. Nothing is imported for it: a
-    class that the user names may not exist yet.
-    """
-    manager = _name(_manager()) or os.environ.get(_MANAGER_VARIABLE, "")
-    if manager != _REMOTE:
-        return manager
-    cache = getattr(getattr(triton, "knobs", None), "cache", None)
-    backend = _name(getattr(cache, "__dict__", {}).get("remote_manager_class"))
-    return backend or os.environ.get(_BACKEND_VARIABLE, "") or manager
-
-
-def _is_ours(manager: str) -> bool:
-    """Whether `_chosen_manager` has named a class of this package."""
-    return manager.partition(":")[0].startswith(_OURS)
-
-
-def _watch_compile(kernels: Kernels) -> Patches:
-    """Wraps Triton's `compile`, wherever Triton has a name for it."""
-    original: Callable[..., Any] = triton.compiler.compiler.compile
-
-    @functools.wraps(original)
-    def compile_and_end(*args: Any, **kwargs: Any) -> Any:
-        with kernels.compiling():
-            return original(*args, **kwargs)
-
-    patches = Patches()
-    for module in _modules_with(original):
-        patches.replace(module, "compile", compile_and_end)
-    return patches
-
-
-def _modules_with(function: Callable[..., Any]) -> list[ModuleType]:
-    return [
-        module
-        for name, module in tuple(sys.modules.items())
-        if name.partition(".")[0] == "triton"
-        and getattr(module, "__dict__", {}).get("compile") is function
-    ]
-
-
-def _name(manager: type | None) -> str:
-    return "" if manager is None else f"{manager.__module__}:{manager.__qualname__}"
+__getattr__, __dir__ = lazy(__name__, {"kernels": "SharedCacheBackend SharedCacheManager"})

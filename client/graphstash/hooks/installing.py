@@ -1,0 +1,55 @@
+"""Installs hooks when their compilers are imported.
+
+Every Python process under `graphstash run` imports this module, which imports nothing heavy.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Final, cast
+
+from graphstash.hooks.import_hook import is_imported, when_imported
+
+if TYPE_CHECKING:
+    from graphstash._compile.cache import CompileCache
+    from graphstash.hooks.spec import Hook, HookSpec
+
+__all__ = ["AUTOLOAD", "AUTOLOAD_OFF", "install", "install_when_needed"]
+
+AUTOLOAD: Final = "GRAPHSTASH_AUTOLOAD"
+"""Variable that is 1 in processes whose compilers get their hooks without a call, as under
+`graphstash run`."""
+
+AUTOLOAD_OFF: Final = ("", "0")
+"""Its other values; any further one is a mistake, which does nothing either."""
+
+
+def install(name: str, cache: "CompileCache") -> "Hook | None":
+    """Install one hook into its compiler, which must have been imported.
+
+    Raises:
+        ValueError: there is no such hook.
+    """
+    from graphstash.hooks.registry import hook_specs
+    from graphstash.hooks.spec import load
+
+    if (spec := hook_specs().get(name)) is None:
+        raise ValueError(f"no hook {name!r}; there are: {', '.join(sorted(hook_specs()))}")
+    return cast("Hook | None", load(spec.install)(cache))
+
+
+def install_when_needed(
+    specs: Iterable["HookSpec"],
+    action: Callable[[str], None],
+    *,
+    begun: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Call `action(hook name)` now for every imported compiler, for the others on their import.
+
+    `begun(hook name)` is called when that import begins.
+    """
+    for spec in specs:
+        if any(map(is_imported, spec.modules)):
+            action(spec.name)
+        else:
+            for module in spec.modules:
+                when_imported(module, partial(action, spec.name), begun=partial(begun, spec.name))

@@ -1,0 +1,207 @@
+"""The pjrt hook: replaces the compile functions in the table of a PJRT plug-in.
+
+A plug-in (TPU, Neuron, CUDA, CPU) is a shared library with one table of functions. All frameworks
+in a process call through this table. So a replaced function affects all of them, even a framework
+that has looked up the table before.
+
+    from_torch_xla             reports the plug-ins that torch_xla loads
+    plugins, api, abi          find a plug-in and call its functions
+    interceptor                replaces the functions, and keeps exceptions out of C++
+    call                       serves or publishes one compilation
+    fingerprint, canonical     make the key
+
+The hook serves torch_xla 2.8 and newer, whose persistent cache cannot load from a plug-in
+(pytorch/xla#9094). The torch_xla hook serves older versions. This hook serves JAX only if the jax
+hook is off. The jax hook's key ignores source lines, and with both hooks, the server would store
+JAX's programs twice. If JAX and torch_xla share a plug-in in one process, this hook serves both.
+"""
+
+import ctypes
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from graphstash._compile.cache import CompileCache
+from graphstash.hooks.import_hook import when_imported
+from graphstash.hooks.patching import Patches
+from graphstash.hooks.pjrt.abi import FIRST_MINOR, POINTER_BYTES, TRIED_MINORS, Function
+from graphstash.hooks.pjrt.plugins import Plugin, loaded_plugins, plugin_at
+
+if TYPE_CHECKING:
+    from graphstash.hooks.pjrt.from_torch_xla import TorchXlaSeam
+    from graphstash.hooks.pjrt.interceptor import Interceptor
+
+__all__ = ["PjrtHook", "install"]
+
+_log = logging.getLogger("graphstash")
+
+_FIRST_TORCH_XLA: Final = (2, 8)
+
+_NEEDED: Final = (
+    Function.ERROR_DESTROY,
+    Function.ERROR_MESSAGE,
+    Function.ERROR_GET_CODE,
+    Function.CLIENT_PLATFORM_NAME,
+    Function.CLIENT_PLATFORM_VERSION,
+    Function.CLIENT_COMPILE,
+    Function.EXECUTABLE_DESTROY,
+    Function.EXECUTABLE_SERIALIZE,
+    Function.LOADED_EXECUTABLE_GET_EXECUTABLE,
+    Function.EXECUTABLE_DESERIALIZE_AND_LOAD,
+)
+
+
+def install(cache: CompileCache) -> "PjrtHook | None":
+    """Install the cache in all plug-ins that are loaded now or later.
+
+    Returns:
+        The hook. None on a platform other than 64-bit Linux, with a warning.
+    """
+    if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != POINTER_BYTES:
+        _log.warning("graphstash: the pjrt hook supports only 64-bit Linux; it is not installed")
+        return None
+    return PjrtHook(cache)
+
+
+class PjrtHook:
+    """The installed hook: owns the patches of plug-ins and frameworks."""
+
+    def __init__(self, cache: CompileCache) -> None:
+        self._cache = cache
+        self._owner = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()  # guards the next field; never held during a compilation
+        self._interceptors: dict[int, Interceptor | None] = {}
+        self._patches = Patches()
+        self._torch_xla: TorchXlaSeam | None = None
+        self._follow("torch_xla", self._into_torch_xla)
+        if not cache.config.wants_hook("jax"):
+            self._follow("jax", self._into_jax)
+
+    def close(self) -> None:
+        """Restore plug-ins and frameworks. Running calls finish, as callbacks are never freed."""
+        self._closed = True
+        with self._lock:
+            interceptors, self._interceptors = self._interceptors, {}
+        self._patches.undo()
+        if self._torch_xla is not None:
+            self._torch_xla.close()
+        for interceptor in interceptors.values():
+            if interceptor is not None:
+                interceptor.close()
+
+    def after_fork(self, cache: CompileCache) -> bool:
+        """Give the child's cache to the callbacks, which the child inherits in every table."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._cache = cache
+        self._owner = os.getpid()
+        return True
+
+    def _cache_now(self) -> CompileCache | None:
+        """Return the cache. None if the hook is closed, or in a forked child without a session."""
+        return self._cache if not self._closed and self._owner == os.getpid() else None
+
+    def _follow(self, framework: str, action: Callable[[], None]) -> None:
+        """Call `action` now if the framework is imported, else after its import."""
+        careful = partial(self._careful, framework, action)
+        if framework in sys.modules:
+            careful()
+        else:
+            when_imported(framework, careful)
+
+    def _careful(self, framework: str, action: Callable[[], None]) -> None:
+        if self._closed:
+            return
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - the hook's outermost frame
+            version = getattr(sys.modules.get(framework), "__version__", "of an unknown version")
+            _log.warning(
+                "graphstash: the pjrt hook cannot be installed into %s %s: %r; what it compiles "
+                "is not shared",
+                framework,
+                version,
+                error,
+            )
+
+    def _into_torch_xla(self) -> None:
+        version = re.match(r"(\d+)\.(\d+)", str(sys.modules["torch_xla"].__version__))
+        if version is not None and tuple(map(int, version.groups())) < _FIRST_TORCH_XLA:
+            return  # the torch_xla hook serves it
+        from graphstash.hooks.pjrt.from_torch_xla import TorchXlaSeam
+
+        self._torch_xla = TorchXlaSeam(self._attach_path)
+
+    def _into_jax(self) -> None:
+        """Attach each plug-in right before JAX loads it, and those that are loaded already.
+
+        JAX 0.4.31 to 0.10.2 load all plug-ins by this function, with this name and these arguments.
+        """
+        from jaxlib import xla_client
+
+        self._patches.wrap(xla_client, "load_pjrt_plugin_dynamically", self._attach_before)
+        for plugin in loaded_plugins():
+            self._attach(plugin)
+
+    def _attach_before(self, load_plugin: Callable[..., Any]) -> Callable[..., Any]:
+        def load(plugin_name: str, library_path: str) -> Any:
+            self._attach_path(str(library_path))
+            return load_plugin(plugin_name, library_path)
+
+        return load
+
+    def _attach_path(self, path: str) -> None:
+        """Attach the plug-in at a path. Never raises."""
+        if self._closed:
+            return
+        try:
+            plugin = plugin_at(path)
+            if plugin is not None:
+                self._attach(plugin)
+        except Exception as error:  # noqa: BLE001 - the hook's outermost frame
+            # If the library cannot be loaded, the framework reports that when it loads the library.
+            _log.debug("no hook in %s: %r", path, error)
+
+    def _attach(self, plugin: Plugin) -> None:
+        with self._lock:
+            if plugin.api.table in self._interceptors:
+                return
+            self._interceptors[plugin.api.table] = None
+            if self._is_known(plugin):
+                # Import late: only a process with a plug-in needs the interceptor.
+                from graphstash.hooks.pjrt.interceptor import Interceptor
+
+                try:
+                    interceptor = Interceptor(plugin, self._cache_now)
+                except OSError as error:
+                    _log.warning("graphstash: %s is not shared: %s", plugin.path, error)
+                    return
+                self._interceptors[plugin.api.table] = interceptor
+
+    @staticmethod
+    def _is_known(plugin: Plugin) -> bool:
+        api = plugin.api
+        if api.major != 0 or api.minor < FIRST_MINOR or not api.has(*_NEEDED):
+            _log.warning(
+                "graphstash: the pjrt hook does not support PJRT %d.%d of %s (it needs 0.%d or "
+                "newer, with serialization); what it compiles is not shared",
+                api.major,
+                api.minor,
+                plugin.path,
+                FIRST_MINOR,
+            )
+            return False
+        if not TRIED_MINORS[0] <= api.minor <= TRIED_MINORS[1]:
+            _log.warning(
+                "graphstash: the pjrt hook was tested with PJRT 0.%d to 0.%d, not 0.%d of %s; it "
+                "is installed, because the interface only grows",
+                *TRIED_MINORS,
+                api.minor,
+                plugin.path,
+            )
+        return True
