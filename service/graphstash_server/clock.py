@@ -1,11 +1,12 @@
-"""Clock: the source of time, passed as an argument so that tests can control it."""
+"""Clocks: the sources of time, passed as arguments so that tests can control them."""
 
 import random
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TypeAlias
 
-__all__ = ["Clock", "jitter", "system_clock"]
+__all__ = ["Clock", "SteadyClock", "jitter", "steady_seconds", "system_clock"]
 
 Clock: TypeAlias = Callable[[], datetime]
 """Returns the current time as an aware UTC time."""
@@ -14,6 +15,17 @@ Clock: TypeAlias = Callable[[], datetime]
 def system_clock() -> datetime:
     """Return the time of this host."""
     return datetime.now(UTC)
+
+
+SteadyClock: TypeAlias = Callable[[], float]
+"""Returns seconds since an arbitrary time. Setting the host's clock does not change it."""
+
+_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def steady_seconds() -> float:
+    """Return the seconds since this host booted, including the time that it was suspended."""
+    return time.clock_gettime(_STEADY)
 
 
 _random = random.SystemRandom()

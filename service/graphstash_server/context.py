@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.engine import make_url
 
-from graphstash_server.clock import Clock, jitter
+from graphstash_server.clock import Clock, SteadyClock, jitter, steady_seconds
 from graphstash_server.db.corruption import find_corruption, what_to_do
 from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import check_revision, migrate
@@ -44,6 +44,7 @@ from graphstash_server.services.maintenance.reconciler import Reconciler
 from graphstash_server.services.maintenance.schedule import Maintenance, RetentionService
 from graphstash_server.services.metrics import HealthService, SpaceService, StatisticsService
 from graphstash_server.services.namespaces import Budget, Budgets, PolicyService
+from graphstash_server.services.plausible_clock import PlausibleClock
 from graphstash_server.services.wait_queue import Notification, WaitQueue
 from graphstash_server.settings import LimitSettings, Settings
 from graphstash_server.storage import BlobStore, open_blob_store
@@ -74,12 +75,20 @@ class ProcessContext:
         blobs: BlobStore,
         counters: Counters,
         clock: Clock,
+        steady: SteadyClock,
         tracing: "Tracing | None" = None,
     ) -> None:
         self.settings = settings
         self.database = database
+        self.clock = clock
+        # Decides what is deleted: the services that age, pin or delete rows share it.
+        self.plausible_clock = plausible = PlausibleClock(
+            database=database, clock=clock, steady=steady
+        )
         self.wait_queue = WaitQueue(counters=counters, tracing=tracing)
-        self.accounting = Accounting(database=database, counters=counters, clock=clock)
+        self.accounting = Accounting(
+            database=database, counters=counters, clock=clock, bounded=plausible.bound
+        )
         self.audit = AuditService(database=database)
         self.tokens = TokenService(database=database, clock=clock)
         self.access = AccessService(
@@ -98,6 +107,7 @@ class ProcessContext:
             collector=self.collector,
             accounting=self.accounting,
             clock=clock,
+            plausible_clock=plausible,
         )
         budgets = _budgets(settings)
         self.evictor = Evictor(
@@ -106,6 +116,7 @@ class ProcessContext:
             policies=self.policies,
             artifacts=self.artifacts,
             clock=clock,
+            plausible_clock=plausible,
         )
         self.rooms = RoomKeeper(
             database=database,
@@ -114,14 +125,16 @@ class ProcessContext:
             evictor=self.evictor,
             budgets=budgets,
             policies=self.policies,
-            clock=clock,
+            clock=plausible,
         )
         self.uploads = UploadService(
             blobs=blobs,
             collector=self.collector,
             artifacts=self.artifacts,
             accounting=self.accounting,
-            committer=CommitBatcher(database=database, blobs=blobs, clock=clock),
+            committer=CommitBatcher(
+                database=database, blobs=blobs, clock=clock, plausible_clock=plausible
+            ),
             rooms=self.rooms,
             wait_queue=self.wait_queue,
             max_artifact_bytes=settings.max_artifact_bytes,
@@ -141,14 +154,14 @@ class ProcessContext:
             clock=clock,
         )
         self.catalog = CatalogService(database=database)
-        self.explanations = ExplanationService(database=database, clock=clock)
+        self.explanations = ExplanationService(database=database, clock=plausible)
         self.listing = ListingService(database=database)
-        self.withdrawals = WithdrawalService(database=database, clock=clock)
-        self.manifests = ManifestService(database=database, rooms=self.rooms, clock=clock)
+        self.withdrawals = WithdrawalService(database=database, clock=plausible)
+        self.manifests = ManifestService(database=database, rooms=self.rooms, clock=plausible)
         self.pins = PinService(database=database)
         self.history = HistoryService(database=database, clock=clock)
         self.runs = RunService(database=database, clock=clock)
-        self.health = HealthService(database=database, blobs=blobs)
+        self.health = HealthService(database=database, blobs=blobs, plausible_clock=plausible)
         self.space = SpaceService(
             budgets=budgets,
             policies=self.policies,
@@ -166,15 +179,16 @@ class ProcessContext:
             database=database,
             counters=counters,
             leases=self.leases,
+            plausible_clock=plausible,
             store_limit_bytes=settings.store_limit_bytes,
         )
-        self.retention = RetentionService(database=database, clock=clock)
+        self.retention = RetentionService(database=database, clock=plausible)
         self.reconciler = Reconciler(
             database=database,
             blobs=blobs,
             collector=self.collector,
             artifacts=self.artifacts,
-            clock=clock,
+            clock=plausible,
         )
         self.maintenance = Maintenance(
             database=database,
@@ -189,7 +203,7 @@ class ProcessContext:
             runs=self.runs,
             audit=self.audit,
             tokens=self.tokens,
-            clock=clock,
+            clock=plausible,
             unused_longer_than=(
                 timedelta(days=settings.retain_days) if settings.retain_days else None
             ),
@@ -230,6 +244,7 @@ async def open_context(
             stack.callback(checking.cancel)
             checking.add_done_callback(partial(_checked, context.database))
         try:
+            await context.plausible_clock.observe()
             await context.reconciler.check_store_not_empty()
         except ServerError as error:
             raise StartError(error.detail) from error
@@ -260,6 +275,7 @@ async def open_services(
     blob_store: BlobStore | None,
     counters: Counters | None = None,
     clock: Clock,
+    steady: SteadyClock = steady_seconds,
     tracing: "Tracing | None" = None,
 ) -> AsyncIterator[ProcessContext]:
     """Open the database and the blob store, and close them in reverse. Starts no background task.
@@ -281,6 +297,7 @@ async def open_services(
             blobs=blobs,
             counters=counters,
             clock=clock,
+            steady=steady,
             tracing=tracing,
         )
 

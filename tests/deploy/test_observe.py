@@ -126,6 +126,7 @@ CALM = [
     *(series("graphstash_store_limit_bytes", f"100x{DAY + 24}", **each) for each in (ONE, TWO)),
     series("graphstash_requests_total", f"0+100x{DAY + 24}", **ONE, status="200"),
     series("graphstash_requests_total", f"0+1x{DAY + 24}", **ONE, status="503"),
+    series("graphstash_deletion_suspended", f"0x{DAY + 24}", **ONE),
     series("graphstash_leases_expired_total", f"0x{DAY + 24}", **ONE),
     series("graphstash_healed_total", f"0x{DAY + 24}", **ONE),
     series("graphstash_refused_total", f"0x{DAY + 24}", **ONE, code="insufficient_storage"),
@@ -133,6 +134,9 @@ CALM = [
 TROUBLE = {
     "GraphstashDown": [series("up", f"1x{DAY} 0x24", **ONE)],
     "GraphstashDatabaseDown": [series("graphstash_database_up", f"1x{DAY} 0x24", **ONE)],
+    "GraphstashDeletionSuspended": [
+        series("graphstash_deletion_suspended", f"0x{DAY} 1x24", **ONE)
+    ],
     "GraphstashListenerLost": [series("graphstash_listener_connected", f"1x{DAY} 0x24", **ONE)],
     "GraphstashErrors": [
         series("graphstash_requests_total", f"0+1x{DAY} {DAY}+20x24", **ONE, status="503")

@@ -397,7 +397,9 @@ async def services(database_url, clock):
         is_open=False,
         tokens=KnownTokens(database=database, clock=clock),
         oidc=None,
-        accounting=Accounting(database=database, counters=Counters.alone(), clock=clock),
+        accounting=Accounting(
+            database=database, counters=Counters.alone(), clock=clock, bounded=lambda at: at
+        ),
         clock=clock,
     )
     yield access, TokenService(database=database, clock=clock)

@@ -29,7 +29,7 @@ def test_health_and_readiness_name_their_parts_and_leave_no_blob(api, files):
 
     assert (health.status_code, health.json()) == (200, {"status": "ok", "version": __version__})
     assert ready.status_code == 200
-    parts = {"database": "ok", "blob_store": "ok", "locks": "ok"}
+    parts = {"database": "ok", "blob_store": "ok", "locks": "ok", "clock": "ok"}
     assert ready.json() == {"status": "ready"} | parts
     assert ready.headers["cache-control"] == "no-store"
     assert files() == before
@@ -52,7 +52,10 @@ async def test_concurrent_readiness_requests_share_one_probe(opened):
     async with opened() as server:
         probes, new_probe = counted_probes()
         health = HealthService(
-            database=server.context.database, blobs=MemoryBlobStore(), new_probe=new_probe
+            database=server.context.database,
+            blobs=MemoryBlobStore(),
+            plausible_clock=server.context.plausible_clock,
+            new_probe=new_probe,
         )
         together = await asyncio.gather(*(health.check() for _ in range(50)))
         assert {each.is_ready for each in together} == {True}
@@ -72,7 +75,12 @@ async def test_hanging_disk_is_reported_and_probed_once(opened, tmp_path, monkey
     store = DiskBlobStore(tmp_path / "blobs")
     async with opened() as server:
         database = server.context.database
-        health = HealthService(database=database, blobs=store, new_probe=new_probe)
+        health = HealthService(
+            database=database,
+            blobs=store,
+            plausible_clock=server.context.plausible_clock,
+            new_probe=new_probe,
+        )
         monkeypatch.setattr(os, "fsync", hang)
         monkeypatch.setattr(metrics, "_STORE_SECONDS", 0.1)
         try:

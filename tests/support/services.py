@@ -32,15 +32,25 @@ OVERWRITE = NamespacePolicy(mode=WriteMode.OVERWRITE)
 
 
 class FakeClock:
-    """A clock that a test turns."""
+    """A clock that a test turns, and a monotonic clock beside it."""
 
     def __init__(self) -> None:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
+        self._passed_seconds = 0.0
 
     def __call__(self) -> datetime:
         return self.now
 
+    def steady(self) -> float:
+        return self._passed_seconds
+
     def turn(self, seconds: float) -> None:
+        """Lets time pass."""
+        self._passed_seconds += seconds
+        self.jump(seconds)
+
+    def jump(self, seconds: float) -> None:
+        """Sets the clock forward or back while no time passes."""
         self.now += timedelta(seconds=seconds)
 
 
@@ -119,7 +129,9 @@ def opener(directory: Path, database_url: str) -> Any:
     async def opened(**options: Any) -> AsyncIterator[ServiceClient]:
         settings = load_settings(data_dir=directory, database_url=database_url, **options)
         await prepare_database(settings, is_migrating=True)
-        async with open_services(settings, blob_store=blobs, clock=clock) as context:
+        async with open_services(
+            settings, blob_store=blobs, clock=clock, steady=clock.steady
+        ) as context:
             yield ServiceClient(context)
 
     opened.blobs = blobs  # type: ignore[attr-defined] # for tests

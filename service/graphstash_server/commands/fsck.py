@@ -56,18 +56,17 @@ async def _check(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from graphstash_server.clock import system_clock
-
     total_bytes = sum(
         namespace.size_bytes for namespace in (await context.statistics.read()).namespaces
     )
+    await context.plausible_clock.observe()
     found = 0
     columns = (TextColumn("checking"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not is_deep, transient=True) as progress:
         bar = progress.add_task("checking", total=total_bytes)
         async for finding in context.reconciler.check(
-            blobs_before=system_clock() - age,
+            blobs_before=context.plausible_clock() - age,
             is_deep=is_deep,
             is_repair=is_repair,
             checked=lambda size_bytes: progress.advance(bar, size_bytes),

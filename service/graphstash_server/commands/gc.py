@@ -44,7 +44,8 @@ def gc(
     """Collect garbage: enforce limits and retention, delete what is marked, find orphans.
 
     Servers do this periodically. Run it on a host of the server, with its `GRAPHSTASH_*`
-    variables, also while servers run.
+    variables, also while servers run. It refuses to delete while the clock is doubtful, see
+    `graphstash clock`.
     """
     age = parse_age(unused_for) if unused_for else None
     orphan_age = parse_age(orphans_older_than)
@@ -59,12 +60,16 @@ def gc(
         from rich.console import Console
 
         from graphstash_server.actor import Actor
-        from graphstash_server.clock import system_clock
         from graphstash_server.services.maintenance.garbage import GarbageWanted, collect_garbage
 
+        if dry_run:
+            await context.plausible_clock.observe()
+        else:
+            await context.plausible_clock.require()
+        blobs_before = context.plausible_clock() - orphan_age
         with Console(stderr=True).status("collecting garbage"):
             totals = await collect_garbage(
-                GarbageWanted(dry_run, age, toolchain, namespace, system_clock() - orphan_age),
+                GarbageWanted(dry_run, age, toolchain, namespace, blobs_before),
                 actor=Actor.local(),
                 maintenance=context.maintenance,
                 found=found,

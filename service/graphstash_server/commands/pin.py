@@ -41,9 +41,11 @@ def pin(
     Pins what the job's manifest lists now. Run it on a host of the server, with its
     `GRAPHSTASH_*` variables.
     """
-    until = _WITHOUT_END if for_ is None else datetime.now(UTC) + parse_age(for_)
+    age = None if for_ is None else parse_age(for_)
 
     async def work(context: "ProcessContext") -> None:
+        await context.plausible_clock.observe()
+        until = _WITHOUT_END if age is None else context.plausible_clock() + age
         count = await context.pins.pin(
             parse(Namespace, namespace), parse(ManifestName, job), until=until
         )

@@ -40,6 +40,7 @@ __all__ = [
     "manifest_entries",
     "metadata",
     "namespaces",
+    "recorded_times",
     "reports",
     "runs",
     "sessions",
@@ -220,6 +221,14 @@ chores = Table(
 )
 """Periodic work that one server does for all. The server that advances `next_at` does it."""
 
+recorded_times = Table(
+    "recorded_times",
+    metadata,
+    Column("name", String(64), primary_key=True, comment="of a clock"),
+    Column("recorded_at", UtcTime, nullable=False),
+)
+"""What time it is, as far as the servers have followed it (see `services.plausible_clock`)."""
+
 leases = Table(
     "leases",
     metadata,
@@ -235,6 +244,12 @@ leases = Table(
         nullable=False,
         server_default="",
         comment="who holds it, as in the audit log",
+    ),
+    Column(
+        "ttl_seconds",
+        Double,
+        nullable=True,
+        comment="of the last grant; null if an earlier release wrote it",
     ),
     Index(None, "expires_at"),
     Index(None, "caller", "expires_at"),

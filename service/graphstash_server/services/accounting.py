@@ -173,11 +173,13 @@ class Accounting:
         refused: requests that this process refused, by error code.
         when_written: called with the keys whose hits were written to the database.
         reads: GETs and HEADs of artifacts, by the code path that answered (see `fast`).
+        bounded: corrects the times of uses, by which artifacts are evicted.
     """
 
     database: Database
     counters: Counters
     clock: Clock
+    bounded: Callable[[datetime], datetime]
 
     def __post_init__(self) -> None:
         self._counts = _Counts()
@@ -303,7 +305,7 @@ class Accounting:
 
         async def write(connection: Transaction) -> None:
             if uses:  # all transactions lock artifacts, then usage, then history
-                used = [(key, use.hits, use.at) for key, use in uses]
+                used = [(key, use.hits, self.bounded(use.at)) for key, use in uses]
                 await touch_artifacts(connection, used)
             if hours:
                 total = _Usage()

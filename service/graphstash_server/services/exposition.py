@@ -26,6 +26,7 @@ from graphstash_server.db.queries.usage import UsageChange, list_usage
 from graphstash_server.errors import ServerError
 from graphstash_server.services.counters import BUCKETS, Counted, Counters
 from graphstash_server.services.jobs.leases import LeaseService
+from graphstash_server.services.plausible_clock import PlausibleClock
 
 __all__ = ["MAX_LABELLED", "OTHER", "ExpositionService"]
 
@@ -45,6 +46,7 @@ class ExpositionService:
     database: Database
     counters: Counters
     leases: LeaseService
+    plausible_clock: PlausibleClock
     store_limit_bytes: int | None
 
     async def read(self) -> bytes:
@@ -52,6 +54,9 @@ class ExpositionService:
         host = list(_of_host(self.counters.host.sums(), is_postgresql=self.database.is_postgresql))
         is_corrupt = self.database.corruption is not None
         host.append(_gauge("database_corrupt", "Whether the database is damaged.", is_corrupt))
+        jump, suspended = self.plausible_clock.jump, self.plausible_clock.is_suspended
+        host.append(_gauge("clock_jump_seconds", _CLOCK_JUMP, jump.total_seconds()))
+        host.append(_gauge("deletion_suspended", "Whether nothing is deleted by age.", suspended))
         limit = self.store_limit_bytes
         if limit is not None:
             host.append(_gauge("store_limit_bytes", "Hard limit of all that is stored.", limit))
@@ -75,6 +80,7 @@ class ExpositionService:
         return await asyncio.to_thread(text)  # slow with ten thousand namespaces
 
 
+_CLOCK_JUMP = "How far the clock is ahead of the time that the servers have recorded."
 _DATABASE_UP = "Whether the database answered this scrape."
 
 

@@ -77,11 +77,11 @@ class HistoryService:
             points = await list_points(connection, asked, by, shown=shown)
         return History(step=step, by=by, points=tuple(points))
 
-    async def drop_old(self) -> None:
-        """Delete points that are older than `HISTORY_KEPT`."""
+    async def drop_old(self, *, now: datetime) -> None:
+        """Delete points that are older than `HISTORY_KEPT` at a time."""
         for step, kept in HISTORY_KEPT.items():
             async with self.database.writing() as connection:
-                await drop_history(connection, step, before=self.clock() - kept)
+                await drop_history(connection, step, before=now - kept)
 
 
 def _check(since: datetime, until: datetime, step: Step, by: Grouping) -> None:

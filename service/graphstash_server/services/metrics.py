@@ -21,6 +21,7 @@ from graphstash_server.logs import in_background
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.namespaces import Budget, Budgets, PolicyService
+from graphstash_server.services.plausible_clock import PlausibleClock
 from graphstash_server.services.wait_queue import WaitQueue
 from graphstash_server.storage import BlobStore
 
@@ -51,11 +52,13 @@ class Readiness(NamedTuple):
         blob_store: whether the store writes and returns a blob.
         locks: transactions of any server that wait in the database. They leave the server ready,
             because other requests continue.
+        clock: whether the servers may delete by age. Otherwise they only keep more than usual.
     """
 
     database: str
     blob_store: str
     locks: str
+    clock: str
 
     @property
     def is_ready(self) -> bool:
@@ -69,6 +72,7 @@ class HealthService:
 
     database: Database
     blobs: BlobStore
+    plausible_clock: PlausibleClock
     new_probe: Callable[[], bytes] = lambda: b"graphstash probe " + secrets.token_bytes(16)
 
     def __post_init__(self) -> None:
@@ -94,7 +98,8 @@ class HealthService:
                 self._verdict("database", self._ask_database, _DATABASE_SECONDS),
                 self._verdict("blob store", self._use_store, _STORE_SECONDS),
                 self._verdict("locks", self._ask_for_waiting, _DATABASE_SECONDS),
-            )
+            ),
+            self.plausible_clock.state,
         )
         self.last = readiness
         if readiness.is_ready:

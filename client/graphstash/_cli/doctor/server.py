@@ -301,7 +301,10 @@ def _check_readiness(wire: _Wire) -> Topic[None]:
         )
         return
     store = _word(heard.body, "blob_store")
-    if store != "ok":
+    clock = _word(heard.body, "clock")
+    if clock not in ("ok", "?"):  # earlier servers do not report it
+        yield warn("readiness", clock, "correct the clock of the server's host or database")
+    elif store != "ok":
         yield warn(
             "readiness",
             f"blob store {store}: hits are served, nothing new is stored",

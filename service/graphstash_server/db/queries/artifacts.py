@@ -322,7 +322,7 @@ def _values(new: Artifact) -> dict[str, Any]:
         "sha256": new.digest.sha256,
         "size_bytes": new.digest.size_bytes,
         "density": worth,
-        "eviction_rank": worth + aged(new.created_at),
+        "eviction_rank": worth + aged(new.last_used_at),
     }
     return values | {name: getattr(new, name) for name in _NEW if name not in values}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple, TypeGuard
 
-from sqlalchemy import ARRAY, BigInteger, bindparam, func, select, text
+from sqlalchemy import ARRAY, BigInteger, bindparam, func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
@@ -121,12 +121,13 @@ async def claim_chore(
     connection: AsyncConnection, name: str, *, now: datetime, every: timedelta
 ) -> bool:
     """Return whether a chore is due and this caller must do it, in one statement. If a server dies
-    during a chore, another server does it when it is due again.
+    during a chore, another server does it when it is due again. A chore that is planned further
+    ahead than twice its interval was planned by a wrong clock, and is due.
     """
     statement = insert_into(connection, chores).values(name=name, next_at=now + every)
     statement = statement.on_conflict_do_update(
         index_elements=[chores.c.name],
         set_={"next_at": statement.excluded.next_at},
-        where=chores.c.next_at <= now,
+        where=or_(chores.c.next_at <= now, chores.c.next_at > now + 2 * every),
     )
     return (await connection.execute(statement)).rowcount == 1

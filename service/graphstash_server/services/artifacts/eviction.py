@@ -53,6 +53,7 @@ class Evictor:
     policies: PolicyService
     artifacts: ArtifactService
     clock: Clock
+    plausible_clock: Clock
 
     def __post_init__(self) -> None:
         self.is_needed = asyncio.Event()
@@ -82,7 +83,11 @@ class Evictor:
             while excess > 0:
                 async with self.database.reading() as connection:
                     page = await list_least_valuable(
-                        connection, namespace=namespace, now=self.clock(), limit=_PAGE, after=after
+                        connection,
+                        namespace=namespace,
+                        now=self.plausible_clock(),
+                        limit=_PAGE,
+                        after=after,
                     )
                 fresh = [each for each in page if not _is_planned(each, last)]
                 for candidate in _enough(fresh, excess):
@@ -100,7 +105,7 @@ class Evictor:
         evicted = 0
         for page in _by_namespace(chosen):
             async with self.database.writing() as connection:
-                gone = await evict_artifacts(connection, page, now=self.clock())
+                gone = await evict_artifacts(connection, page, now=self.plausible_clock())
                 await self._log(connection, gone, actor=actor, reason=reason)
             self._forget(gone)
             evicted += len(gone)
@@ -147,7 +152,7 @@ class Evictor:
                 excess = await stored_bytes(connection, measured) - goal_bytes
                 if excess <= 0:
                     return evicted
-                now = self.clock()
+                now = self.plausible_clock()
                 page = await list_least_valuable(
                     connection,
                     namespace=evicted_from or measured,

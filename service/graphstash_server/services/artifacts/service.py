@@ -135,6 +135,7 @@ class ArtifactService:
     collector: BlobCollector
     accounting: Accounting
     clock: Clock
+    plausible_clock: Clock
 
     def __post_init__(self) -> None:
         self._recent = RecentRows(clock=self.clock)
@@ -249,7 +250,7 @@ class ArtifactService:
         read access must not determine what stays. Protection lasts twice that time, so that a
         second lookup soon after writes nothing. Blobs are not checked: a GET detects a lost blob.
         """
-        promised = self.clock() + _PIN
+        promised = self.plausible_clock() + _PIN
         found = await find_artifacts(self.database, namespace, keys, until=promised)
         loose = found.unprotected
         if loose := loose[: self._allowance(namespace, caller, len(loose))]:

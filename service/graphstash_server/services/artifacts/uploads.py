@@ -119,6 +119,7 @@ class CommitBatcher:
     database: Database
     blobs: BlobStore
     clock: Clock
+    plausible_clock: Clock
 
     def __post_init__(self) -> None:
         self._waiting: dict[str, list[_Waiting]] = {}
@@ -227,7 +228,7 @@ class CommitBatcher:
         if not self._are_there_now(uploads):
             raise _UnknownError
         are_there = [True] * len(uploads)
-        return await _store_all(connection, uploads, are_there, locked, now=self.clock())
+        return await self._store_all(uploads, are_there, locked, connection)
 
     async def _lock_to_look(self, uploads: Sequence[Upload], connection: Transaction) -> "_Locked":
         """Run the first of two steps, which takes locks and changes nothing."""
@@ -245,11 +246,28 @@ class CommitBatcher:
         connection: Transaction,
     ) -> list[_Outcome]:
         await end_pause(connection)
-        return await _store_all(connection, uploads, are_there, locked, now=self.clock())
+        return await self._store_all(uploads, are_there, locked, connection)
+
+    async def _store_all(
+        self,
+        uploads: Sequence[Upload],
+        are_there: Sequence[bool],
+        locked: "_Locked",
+        connection: Transaction,
+    ) -> list[_Outcome]:
+        times = _Times(self.clock(), self.plausible_clock())
+        return await _store_all(connection, uploads, are_there, locked, times)
 
 
 class _UnknownError(Exception):
     """The store cannot answer at once whether it has a blob."""
+
+
+class _Times(NamedTuple):
+    """The time of a commit, and the time by which the artifacts age."""
+
+    now: datetime
+    used_at: datetime
 
 
 class _Locked(NamedTuple):
@@ -284,8 +302,7 @@ async def _store_all(
     uploads: Sequence[Upload],
     are_there: Sequence[bool],
     locked: _Locked,
-    *,
-    now: datetime,
+    times: _Times,
 ) -> list[_Outcome]:
     """Store the artifacts whose blobs are in the store and not being deleted."""
     change = UsageChange()
@@ -294,20 +311,20 @@ async def _store_all(
     for upload, is_there in zip(uploads, are_there, strict=True):
         outcome: _Outcome = _deleted_meanwhile()
         if is_there and upload.digest.sha256 not in locked.doomed:
-            outcome = await _store(connection, upload, now, locked=locked.blobs)
+            outcome = await _store(connection, upload, times, locked=locked.blobs)
         if isinstance(outcome, Commit) and outcome.stays is None:
             stored.append((upload, outcome.replaced))
             change = change.plus(_change(upload, outcome.replaced))
         outcomes.append(outcome)
     if stored:
         await add_usage(connection, uploads[0].key.namespace, change)
-        await end_leases(connection, [upload.key for upload, _ in stored], now=now)
+        await end_leases(connection, [upload.key for upload, _ in stored], now=times.now)
         news = [Notification.ready(upload.key, upload.digest).payload for upload, _ in stored]
         await notify(connection, news)
         gone = [(row.key, row.digest) for _, row in stored if row is not None]
         await add_deletions(connection, [digest for _, digest in gone])
-        await add_audit(connection, [_record(*each, now) for each in stored])
-        await add_withdrawals(connection, gone, cause=WithdrawalCause.REPLACED, now=now)
+        await add_audit(connection, [_record(*each, times.now) for each in stored])
+        await add_withdrawals(connection, gone, cause=WithdrawalCause.REPLACED, now=times.now)
     return outcomes
 
 
@@ -318,7 +335,7 @@ async def _in_the_way(connection: Transaction, uploads: Sequence[Upload]) -> lis
 
 
 async def _store(
-    connection: Transaction, upload: Upload, now: datetime, *, locked: Collection[Digest]
+    connection: Transaction, upload: Upload, times: _Times, *, locked: Collection[Digest]
 ) -> _Outcome:
     """Insert or replace one artifact. Retry if the existing artifact disappears meanwhile.
     Replacing marks the old blob for deletion, which always requires the lock of that blob.
@@ -330,8 +347,8 @@ async def _store(
         compile_seconds=upload.compile_seconds,
         toolchain=upload.toolchain,
         hits=0,
-        created_at=now,
-        last_used_at=now,
+        created_at=times.now,
+        last_used_at=times.used_at,
     )
     while True:
         if await insert_artifact(connection, new):

@@ -65,6 +65,9 @@ _EXCHANGED_COUNTS_FOR = timedelta(hours=1)
 """Time for which an exchanged token counts at least, and is listed after its end. Otherwise short
 lifetimes could fill the table and the audit log."""
 
+_MIN_KEPT = timedelta(days=30)
+"""Minimum time for which an ended token is listed, so that its owner can find out why it ended."""
+
 _ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _ID_CHARACTERS = 16
 _ID = re.compile(rf"[{_ID_ALPHABET}]{{{_ID_CHARACTERS}}}")
@@ -184,13 +187,16 @@ class TokenService:
             row = (await find_tokens(connection, [token_id])).get(token_id)
         return row.info if row is not None else None
 
-    async def forget_ended(self, *, before: datetime) -> int:
-        """Delete tokens that were revoked or expired before a time. Return their number. Exchanged
-        tokens are deleted an hour after their end.
+    async def forget_ended(self, *, now: datetime, kept_for: timedelta) -> int:
+        """Delete tokens that were revoked or expired `kept_for` before a time, and at least
+        `_MIN_KEPT`. Return their number. Exchanged tokens are deleted an hour after their end.
         """
-        soon = max(before, self.clock() - _EXCHANGED_COUNTS_FOR)
         async with self.database.writing() as connection:
-            return await delete_ended_tokens(connection, before=before, exchanged_before=soon)
+            return await delete_ended_tokens(
+                connection,
+                before=now - max(kept_for, _MIN_KEPT),
+                exchanged_before=now - _EXCHANGED_COUNTS_FOR,
+            )
 
 
 def sha256_of_secret(secret: str) -> str:

@@ -14,6 +14,7 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
 
 from pydantic import TypeAdapter
@@ -207,9 +208,9 @@ class RunService:
                 reports = await list_reports(connection, namespace, [run], with_misses=True)
             return await asyncio.to_thread(_sum, reports) if reports else None
 
-    async def drop_old(self) -> None:
-        """Delete reports that are older than `RUNS_KEPT`."""
-        before = self.clock() - RUNS_KEPT
+    async def drop_old(self, *, now: datetime) -> None:
+        """Delete reports that are older than `RUNS_KEPT` at a time."""
+        before = now - RUNS_KEPT
         dropped = _PRUNED_AT_ONCE
         while dropped == _PRUNED_AT_ONCE:
             async with self.database.writing() as connection:

@@ -1,7 +1,8 @@
 """Maintenance: periodic work of a server, beside serving.
 
 Every server does it, and no two servers do the same work. Evictions queue for one lock, servers
-claim marked blobs, and one server claims each chore when it is due.
+claim marked blobs, and one server claims each chore when it is due. All chores compare stored times
+with the clock, so no chore is due while the clock is doubtful (`services.plausible_clock`).
 """
 
 import asyncio
@@ -34,6 +35,7 @@ from graphstash_server.services.identity.tokens import TokenService
 from graphstash_server.services.jobs.manifests import ManifestService
 from graphstash_server.services.jobs.runs import RunService
 from graphstash_server.services.maintenance.reconciler import Reconciler
+from graphstash_server.services.plausible_clock import PlausibleClock
 
 __all__ = ["Candidate", "Maintenance", "RetentionService"]
 
@@ -118,7 +120,7 @@ class Maintenance:
     runs: RunService
     audit: AuditService
     tokens: TokenService
-    clock: Clock
+    clock: PlausibleClock
     unused_longer_than: timedelta | None
     toolchains_kept: int | None
     audit_kept_for: timedelta
@@ -143,8 +145,11 @@ class Maintenance:
 
     async def run_once(self) -> None:
         """Run one round."""
+        is_plausible = await self.clock.observe()
         await self.evictor.run(actor=Actor.server())
         await self.collector.collect_marked()
+        if not is_plausible:
+            return
         if await self._is_due("drop old leases", _HOURLY):
             await self.reconciler.drop_old_leases()
         if await self._is_due("drop old withdrawals", _HOURLY):
@@ -154,14 +159,14 @@ class Maintenance:
         if await self._is_due("drop unused environments", _HOURLY):
             await self.explanations.drop_unused()
         if await self._is_due("drop old history and runs", _HOURLY):
-            await self.history.drop_old()
-            await self.runs.drop_old()
+            await self.history.drop_old(now=self.clock())
+            await self.runs.drop_old(now=self.clock())
         if await self._is_due("retention", _HOURLY):
             await self.retain()
         if await self._is_due("prune the audit log", _HOURLY):
-            oldest = self.clock() - self.audit_kept_for
-            await self.audit.prune(older_than=oldest)
-            await self.tokens.forget_ended(before=oldest)
+            now = self.clock()
+            await self.audit.prune(older_than=now - self.audit_kept_for)
+            await self.tokens.forget_ended(now=now, kept_for=self.audit_kept_for)
         if await self._is_due("compare rows and blobs", _DAILY):
             await self.reconciler.reconcile(blobs_before=self.clock() - _ORPHAN_AGE)
 

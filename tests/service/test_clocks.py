@@ -1,0 +1,174 @@
+"""A wrong clock destroys nothing: clocks of real servers that jump, and what the servers keep."""
+
+import sqlite3
+from datetime import timedelta
+
+import pytest
+import sqlalchemy as sa
+
+from graphstash_server.db import tables
+from graphstash_server.db.queries.artifacts import pin_artifacts
+from graphstash_server.errors import ServerError
+from support.clocks import HostClock
+from support.services import key_of
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+
+DAY = timedelta(days=1)
+HOUR_SECONDS = 3600
+DAY_SECONDS = 24 * HOUR_SECONDS
+_CHORES = {"GRAPHSTASH_MAINTENANCE_SECONDS": "0.5", "GRAPHSTASH_RETAIN_DAYS": "30"}
+
+
+@pytest.fixture
+def host_clock(tmp_path):
+    return HostClock(tmp_path)
+
+
+def is_done(data_dir, chore="compare rows and blobs"):
+    """Whether a server has claimed a chore, by default the last one of a round."""
+    with sqlite3.connect(data_dir / "graphstash.sqlite3", timeout=60) as database:
+        return (chore,) in database.execute("SELECT name FROM chores").fetchall()
+
+
+def clock_of(api):
+    return api.http.get("/readyz").json()["clock"]
+
+
+def test_a_clock_that_is_200_days_ahead_for_a_moment_deletes_nothing(
+    start, connect, host_clock, eventually
+):
+    server = start(environment=_CHORES | host_clock.environment)
+    api = connect(server.url)
+    for number in range(20):
+        assert api.put(b"blob %d" % number, number).status_code == 201
+    eventually(lambda: is_done(server.data_dir))
+
+    host_clock.set(200 * DAY)
+    eventually(lambda: "suspended" in clock_of(api))
+    assert [api.get(number).status_code for number in range(20)] == [200] * 20
+
+    host_clock.set(0 * DAY)
+    eventually(lambda: clock_of(api) == "ok")
+    assert [api.get(number).status_code for number in range(20)] == [200] * 20
+
+
+async def rounds(clock, *servers, days):
+    """Lets days pass, with a round of maintenance of each server in every hour."""
+    for _ in range(days * 24):
+        clock.turn(HOUR_SECONDS)
+        for server in servers:
+            await server.context.maintenance.run_once()
+
+
+async def test_servers_that_were_off_delete_by_age_after_a_tenth_of_that_time(
+    opened,
+):
+    async with opened(retain_days=30) as server:
+        await server.put(b"blob")
+        await server.context.maintenance.run_once()
+    opened.clock.jump(60 * DAY_SECONDS)
+    async with opened(retain_days=30) as one, opened(retain_days=30) as other:
+        for server in (one, other):
+            await server.context.maintenance.run_once()
+        assert "60 days ahead" in (await one.context.health.check()).clock
+        await rounds(opened.clock, one, other, days=6)
+        assert await one.get() == b"blob"
+        await rounds(opened.clock, one, other, days=1)
+        assert (await one.context.health.check()).clock == "ok"
+        assert await one.get() is None
+
+
+async def test_restarts_do_not_advance_the_recorded_time(opened):
+    for _ in range(3):
+        async with opened(retain_days=30) as server:
+            await server.put(b"blob")
+            await server.context.maintenance.run_once()
+            opened.clock.jump(20 * DAY_SECONDS)
+    async with opened(retain_days=30) as server:
+        await server.context.maintenance.run_once()
+        assert await server.get() == b"blob"
+        assert server.context.plausible_clock.jump == 60 * DAY
+
+
+async def test_an_operator_accepts_a_clock(opened):
+    async with opened(retain_days=30) as server:
+        await server.put(b"blob")
+        await server.context.maintenance.run_once()
+        opened.clock.jump(60 * DAY_SECONDS)
+        await server.context.maintenance.run_once()
+        assert await server.get() == b"blob"
+        await server.context.plausible_clock.accept()
+        await server.context.maintenance.run_once()
+        assert await server.get() is None
+
+
+async def test_a_chore_that_a_wrong_clock_planned_for_a_later_year_is_due(opened):
+    async with opened(retain_days=30) as server:
+        opened.clock.jump(200 * DAY_SECONDS)
+        await server.context.maintenance.run_once()
+        opened.clock.jump(-200 * DAY_SECONDS)
+        await server.context.plausible_clock.accept()
+        await server.put(b"blob")
+        opened.clock.turn(31 * DAY_SECONDS)
+        await server.context.maintenance.run_once()
+        assert await server.get() is None
+
+
+async def test_the_first_round_after_an_upgrade_compares_the_clock_with_planned_chores(opened):
+    async with opened(retain_days=30) as server:
+        await server.put(b"blob")
+        await server.context.maintenance.run_once()
+        async with server.context.database.writing() as connection:
+            await connection.execute(sa.delete(tables.recorded_times))
+    opened.clock.jump(200 * DAY_SECONDS)
+    async with opened(retain_days=30) as server:
+        await server.context.maintenance.run_once()
+        assert await server.get() == b"blob"
+
+
+async def test_a_pin_survives_a_clock_that_is_ahead(opened):
+    async with opened() as server:
+        await server.put(b"pinned", 0)
+        until = opened.clock() + 30 * DAY
+        async with server.context.database.writing() as connection:
+            await pin_artifacts(connection, [key_of(0)], until=until)
+        await server.context.plausible_clock.observe()
+        opened.clock.jump(200 * DAY_SECONDS)
+        assert not await server.evict_one()
+        assert await server.get(0) == b"pinned"
+
+
+async def test_a_use_while_the_clock_was_ahead_protects_an_artifact_no_longer_than_others(opened):
+    async with opened() as server:
+        for number in range(2):
+            await server.put(b"blob %d" % number, number)
+        await server.context.plausible_clock.observe()
+        opened.clock.jump(200 * DAY_SECONDS)
+        server.context.accounting.count_hit(key_of(0), saved_seconds=1)
+        await server.context.accounting.flush()
+        opened.clock.jump(-200 * DAY_SECONDS)
+        opened.clock.turn(DAY_SECONDS)
+        server.context.accounting.count_hit(key_of(1), saved_seconds=1)
+        await server.context.accounting.flush()
+        assert await server.evict_one()
+        assert [await server.get(number) for number in range(2)] == [None, b"blob 1"]
+
+
+async def test_retention_keeps_what_was_stored_while_the_clock_was_behind(opened):
+    async with opened(retain_days=30) as server:
+        await server.context.maintenance.run_once()
+        opened.clock.jump(-200 * DAY_SECONDS)
+        await server.put(b"blob")
+        opened.clock.jump(200 * DAY_SECONDS)
+        opened.clock.turn(HOUR_SECONDS)
+        await server.context.maintenance.run_once()
+        assert await server.get() == b"blob"
+
+
+async def test_gc_refuses_to_delete_while_the_clock_is_doubtful(opened):
+    async with opened() as server:
+        await server.context.plausible_clock.observe()
+        opened.clock.jump(2 * HOUR_SECONDS)
+        with pytest.raises(ServerError, match=r"2\.0 hours ahead"):
+            await server.context.plausible_clock.require()
