@@ -50,7 +50,7 @@ class ClaimRule(RequestModel):
     )
 
     @model_validator(mode="after")
-    def _say_something(self) -> Self:
+    def _require_claims(self) -> Self:
         if all(set(pattern) <= {"*"} for pattern in _leaves(self.claims)):
             raise ValueError("a rule needs a claim with a value: `*` alone matches every token")
         return self

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 from sqlalchemy.engine import make_url
 
 from graphstash_server.clock import Clock, SteadyClock, jitter, steady_seconds
-from graphstash_server.db.corruption import find_corruption, what_to_do
+from graphstash_server.db.corruption import advice_for, find_corruption
 from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import check_revision, migrate
 from graphstash_server.db.notifications import Listener
 from graphstash_server.errors import ServerError, StartError
 from graphstash_server.services.accounting import Accounting
+from graphstash_server.services.artifacts.allocation import Allocator
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.catalog import CatalogService
 from graphstash_server.services.artifacts.eviction import Evictor
 from graphstash_server.services.artifacts.explanations import ExplanationService
 from graphstash_server.services.artifacts.listing import ListingService
 from graphstash_server.services.artifacts.quarantine import QuarantineService
-from graphstash_server.services.artifacts.room import RoomKeeper
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.artifacts.uploads import CommitBatcher, UploadService
 from graphstash_server.services.artifacts.withdrawals import WithdrawalService
@@ -118,7 +118,7 @@ class ProcessContext:
             clock=clock,
             plausible_clock=plausible,
         )
-        self.rooms = RoomKeeper(
+        self.allocator = Allocator(
             database=database,
             blobs=blobs,
             collector=self.collector,
@@ -135,7 +135,7 @@ class ProcessContext:
             committer=CommitBatcher(
                 database=database, blobs=blobs, clock=clock, plausible_clock=plausible
             ),
-            rooms=self.rooms,
+            allocator=self.allocator,
             wait_queue=self.wait_queue,
             max_artifact_bytes=settings.max_artifact_bytes,
         )
@@ -157,7 +157,9 @@ class ProcessContext:
         self.explanations = ExplanationService(database=database, clock=plausible)
         self.listing = ListingService(database=database)
         self.withdrawals = WithdrawalService(database=database, clock=plausible)
-        self.manifests = ManifestService(database=database, rooms=self.rooms, clock=plausible)
+        self.manifests = ManifestService(
+            database=database, allocator=self.allocator, clock=plausible
+        )
         self.pins = PinService(database=database)
         self.history = HistoryService(database=database, clock=clock)
         self.runs = RunService(database=database, clock=clock)
@@ -324,7 +326,7 @@ async def _check_database(settings: Settings) -> "asyncio.Task[str | None]":
     checking = asyncio.create_task(find_corruption(make_url(settings.database_url)))
     await asyncio.wait([checking], timeout=_CHECK_SECONDS)
     if checking.done() and (reason := checking.result()) is not None:
-        raise StartError(what_to_do(reason))
+        raise StartError(advice_for(reason))
     return checking
 
 

@@ -180,7 +180,7 @@ class AccessSettings(_Group):
         return self.auth == "none" or (self.insecure and "auth" not in self.model_fields_set)
 
     @model_validator(mode="after")
-    def _know_the_providers(self) -> Self:
+    def _require_complete_oidc(self) -> Self:
         if self.oidc_issuer is None:
             if self.oidc_audience is not None or self.oidc_jwks_url is not None or self.oidc_rules:
                 raise PydanticCustomError(
@@ -227,7 +227,7 @@ class DatabaseSettings(_Group):
 
     @field_validator("database_url")
     @classmethod
-    def _name_the_driver(cls, url: str) -> str:
+    def _with_driver(cls, url: str) -> str:
         scheme, _, rest = url.partition("://")
         if scheme in ("postgres", "postgresql", "postgresql+asyncpg") and rest:
             # asyncpg's name for the option that other tools call sslmode.
@@ -242,7 +242,7 @@ class DatabaseSettings(_Group):
         return url
 
     @model_validator(mode="after")
-    def _place_the_database(self) -> Self:
+    def _default_database(self) -> Self:
         if not self.database_url:
             path = self.data_dir.absolute() / "graphstash.sqlite3"
             object.__setattr__(self, "database_url", f"sqlite+aiosqlite:///{path}")
@@ -280,7 +280,7 @@ class StoreSettings(_Group):
 
     @field_validator("s3_bucket")
     @classmethod
-    def _need_a_bucket(cls, value: str, info: ValidationInfo) -> str:
+    def _require_bucket(cls, value: str, info: ValidationInfo) -> str:
         if not value and info.data.get("blob_store") == "s3":
             raise ValueError("blob_store is s3, which needs the name of a bucket")
         return value
@@ -308,7 +308,7 @@ class LimitSettings(_Group):
     The first matching pattern applies."""
 
     @model_validator(mode="after")
-    def _order_the_limits(self) -> Self:
+    def _require_ordered_limits(self) -> Self:
         soft, hard = self.soft_limit_bytes, self.store_limit_bytes
         if soft is not None and hard is not None and soft > hard:
             raise PydanticCustomError(

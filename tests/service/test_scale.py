@@ -17,7 +17,7 @@ from graphstash_server.clock import system_clock
 from graphstash_server.context import open_services, prepare_database
 from graphstash_server.errors import NoSpaceError
 from graphstash_server.keys import StoredKey
-from graphstash_server.services.artifacts.room import Room
+from graphstash_server.services.artifacts.allocation import Allocation
 from graphstash_server.services.jobs.leases import Acquisition
 from graphstash_server.settings import load_settings
 from graphstash_server.testing.stores import as_chunks
@@ -114,9 +114,9 @@ async def test_hot_queries_use_an_index(filled):
                 gone=asyncio.get_running_loop().create_future(),
             )
             await context.artifacts.delete(key(9), actor=ACTOR)
-            room = Room(Namespace("bench"), blob_bytes=2**60, row_bytes=0, actor=ACTOR)
+            allocation = Allocation(Namespace("bench"), blob_bytes=2**60, row_bytes=0, actor=ACTOR)
             with pytest.raises(NoSpaceError):
-                await context.rooms.check(room)
+                await context.allocator.check(allocation)
         plans = {
             statement: await plan_of(context.database, statement, parameters)
             for statement, parameters in statements

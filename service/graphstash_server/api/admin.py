@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from graphstash_schema import ErrorCode, Namespace, ServerStats
 from graphstash_schema.protocol import API_PREFIX
 from graphstash_server import __version__
-from graphstash_server.api.calls import ANYBODY, KNOWN, NO_STORE, Call, Calls, json_answer
+from graphstash_server.api.calls import ANONYMOUS_RIGHT, KNOWN, NO_STORE, Call, Calls, json_answer
 from graphstash_server.errors import ServerError
 
 __all__ = ["router"]
@@ -32,7 +32,7 @@ async def get_health() -> Response:
 @router.call(
     "GET",
     "/readyz",
-    needs=ANYBODY,
+    needs=ANONYMOUS_RIGHT,
     answers={
         200: {
             "description": "database and blob store work; a full store still serves hits",

@@ -53,7 +53,7 @@ ROUTE: Final = API_PREFIX + _PATH
 """Template of an artifact's path."""
 
 
-def _absent_there(request: Request) -> ServerError:
+def _hidden(request: Request) -> ServerError:
     """Return the error for an artifact that the caller may not read, as if it did not exist."""
     return absent(key_of(request))
 
@@ -61,7 +61,7 @@ def _absent_there(request: Request) -> ServerError:
 @router.call(
     "GET",
     _PATH,
-    needs=in_namespace(Scope.READ, absent=_absent_there),
+    needs=in_namespace(Scope.READ, absent=_hidden),
     answers={
         200: {"description": "the whole blob", **BYTES},
         206: {"description": "the range that was asked for", **BYTES},
@@ -80,7 +80,7 @@ async def get_artifact(call: NamespaceCall) -> Response:
 @router.call(
     "HEAD",
     _PATH,
-    needs=in_namespace(Scope.READ, absent=_absent_there),
+    needs=in_namespace(Scope.READ, absent=_hidden),
     answers={
         200: {"description": "the headers of a GET, and how often it was served"},
         304: {"description": "the caller has it: If-None-Match names its ETag"},
@@ -114,7 +114,7 @@ async def _read(call: NamespaceCall, *, is_head: bool) -> Response:
 @router.call(
     "PUT",
     _PATH,
-    needs=in_namespace(Scope.WRITE, absent=_absent_there),
+    needs=in_namespace(Scope.WRITE, absent=_hidden),
     takes_bytes=True,
     answers={
         200: {"description": "the same bytes were there already"},
@@ -167,7 +167,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
 @router.call(
     "DELETE",
     _PATH,
-    needs=in_namespace(Scope.ADMIN, absent=_absent_there),
+    needs=in_namespace(Scope.ADMIN, absent=_hidden),
     answers={204: {"description": "gone"}},
 )
 async def delete_artifact(call: NamespaceCall) -> Response:

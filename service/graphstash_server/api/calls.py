@@ -42,7 +42,7 @@ from graphstash_server.services.identity.principals import ANONYMOUS, OPEN_ACCES
 
 __all__ = [
     "ADMINISTRATOR",
-    "ANYBODY",
+    "ANONYMOUS_RIGHT",
     "BYTES",
     "KEY",
     "KNOWN",
@@ -53,11 +53,11 @@ __all__ = [
     "Calls",
     "NamespaceCall",
     "Right",
+    "hidden_namespace",
     "in_namespace",
     "json_answer",
     "key_of",
     "manifest_of",
-    "nothing_there",
     "principal_of",
     "until_gone",
 ]
@@ -167,7 +167,7 @@ def in_namespace(
             if is_anonymous:
                 raise _unauthenticated()
             if not principal.may_read(where, policy):
-                raise absent(request) if absent is not None else nothing_there(where)
+                raise absent(request) if absent is not None else hidden_namespace(where)
             raise _forbidden(principal, scope, where, policy)
         return NamespaceCall(request, context, principal, check, where, policy)
 
@@ -189,8 +189,8 @@ def in_namespace(
     )
 
 
-async def _anybody(request: Request) -> Call:
-    return Call(request, request.app.state.context, ANONYMOUS, _anybody)
+async def _anonymous(request: Request) -> Call:
+    return Call(request, request.app.state.context, ANONYMOUS, _anonymous)
 
 
 async def _known(request: Request) -> Call:
@@ -212,7 +212,7 @@ async def _administrator(request: Request) -> Call:
     return Call(request, call.context, call.principal, _administrator)
 
 
-ANYBODY: Final = Right(_anybody, ())
+ANONYMOUS_RIGHT: Final = Right(_anonymous, ())
 """No authentication is needed."""
 
 KNOWN: Final = Right(_known, (ErrorCode.UNAUTHENTICATED, ErrorCode.UNAVAILABLE))
@@ -263,7 +263,7 @@ def _unauthenticated() -> ServerError:
     )
 
 
-def nothing_there(where: Namespace) -> ServerError:
+def hidden_namespace(where: Namespace) -> ServerError:
     """Return the error for a namespace that does not exist or that the caller may not read."""
     return ServerError(
         ErrorCode.NOT_FOUND,

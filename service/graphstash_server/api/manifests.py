@@ -27,7 +27,7 @@ router = Calls(prefix=API_PREFIX, tags=["manifests"])
 _PATH: Final = "/{namespace}/manifests/{name}"
 
 
-def _absent_there(request: Request) -> ServerError:
+def _hidden(request: Request) -> ServerError:
     """Return the error for a manifest that the caller may not read, as if it did not exist."""
     return _absent(Namespace(request.path_params["namespace"]), manifest_of(request))
 
@@ -35,7 +35,7 @@ def _absent_there(request: Request) -> ServerError:
 @router.call(
     "GET",
     _PATH,
-    needs=in_namespace(Scope.READ, absent=_absent_there),
+    needs=in_namespace(Scope.READ, absent=_hidden),
     answers={200: {"model": Manifest}},
 )
 async def get_manifest(call: NamespaceCall) -> Response:
@@ -50,7 +50,7 @@ async def get_manifest(call: NamespaceCall) -> Response:
 @router.call(
     "PUT",
     _PATH,
-    needs=in_namespace(Scope.WRITE, absent=_absent_there),
+    needs=in_namespace(Scope.WRITE, absent=_hidden),
     body=ManifestUpdate,
     answers={
         200: {"model": Manifest, "description": "merged"},

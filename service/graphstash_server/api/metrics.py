@@ -6,7 +6,7 @@ from typing import Final
 from fastapi import Request, Response
 
 from graphstash_schema import ErrorCode
-from graphstash_server.api.calls import ANYBODY, KNOWN, NO_STORE, Call, Calls
+from graphstash_server.api.calls import ANONYMOUS_RIGHT, KNOWN, NO_STORE, Call, Calls
 from graphstash_server.errors import ServerError
 
 __all__ = ["router"]
@@ -22,7 +22,7 @@ _PROXIED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 @router.call(
     "GET",
     "/metrics",
-    needs=ANYBODY,
+    needs=ANONYMOUS_RIGHT,
     answers={
         200: {"description": "series of Prometheus", "content": {"text/plain": {"schema": {}}}}
     },

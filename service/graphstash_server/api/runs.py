@@ -33,7 +33,7 @@ class _RunsQuery(WireModel):
     limit: int = Field(default=20, ge=1, le=MAX_LISTED_RUNS, description="most runs")
 
 
-def _absent_there(request: Request) -> ServerError:
+def _hidden(request: Request) -> ServerError:
     """Return the error for a run that the caller may not read, as if it did not exist."""
     return _absent(Namespace(request.path_params["namespace"]), RunName(request.path_params["run"]))
 
@@ -82,7 +82,7 @@ async def list_runs(call: NamespaceCall) -> Response:
 @router.call(
     "GET",
     _PATH + "/{run}",
-    needs=in_namespace(Scope.READ, absent=_absent_there),
+    needs=in_namespace(Scope.READ, absent=_hidden),
     answers={200: {"model": Run}},
 )
 async def get_run(call: NamespaceCall) -> Response:

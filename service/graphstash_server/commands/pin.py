@@ -50,7 +50,7 @@ def pin(
             parse(Namespace, namespace), parse(ManifestName, job), until=until
         )
         what = "pinned until unpinned" if for_ is None else f"pinned for {for_}"
-        _say(count, job, what, until=until, as_json=as_json)
+        _print_result(count, job, what, until=until, as_json=as_json)
 
     run_with_services(work)
 
@@ -60,12 +60,14 @@ def unpin(job: _Job, *, namespace: _Namespace = "default", as_json: Json = False
 
     async def work(context: "ProcessContext") -> None:
         count = await context.pins.unpin(parse(Namespace, namespace), parse(ManifestName, job))
-        _say(count, job, "no longer pinned", until=None, as_json=as_json)
+        _print_result(count, job, "no longer pinned", until=None, as_json=as_json)
 
     run_with_services(work)
 
 
-def _say(count: int, job: str, what: str, *, until: datetime | None, as_json: bool) -> None:
+def _print_result(
+    count: int, job: str, what: str, *, until: datetime | None, as_json: bool
+) -> None:
     if not count:
         fail(f"the job {job} has no manifest: run it with `graphstash run --job {job}` first")
     if as_json:

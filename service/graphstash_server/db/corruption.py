@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from graphstash_server.db.sqlite import SqliteThread
 
-__all__ = ["corruption_in", "find_corruption", "what_to_do"]
+__all__ = ["advice_for", "corruption_in", "find_corruption"]
 
 _SQLITE_CODES: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _POSTGRES_STATES: Final = ("XX001", "XX002")
@@ -35,7 +35,7 @@ def corruption_in(error: BaseException) -> str | None:
     return said if is_damage else None
 
 
-def what_to_do(reason: str) -> str:
+def advice_for(reason: str) -> str:
     """Return the sentence for callers, logs and commands."""
     return (
         f"the database is corrupt ({reason}): nothing is served from it and nothing is deleted. "

@@ -28,7 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.pool import NullPool
 
 from graphstash_schema import ErrorCode
-from graphstash_server.db.corruption import corruption_in, what_to_do
+from graphstash_server.db.corruption import advice_for, corruption_in
 from graphstash_server.db.prepared import NOTHING, Parameters, Prepared, Row
 from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.reads import PostgresLane, Reads, SqliteLane
@@ -186,7 +186,7 @@ class Database:
             ServerError: 503 if the database does not respond.
         """
         with self._failures_named():
-            async with self._turn_to_write(), self._writing.begin() as connection:
+            async with self._write_turn(), self._writing.begin() as connection:
                 yield connection
 
     @asynccontextmanager
@@ -199,7 +199,7 @@ class Database:
                 async with self._writing.begin() as connection:
                     yield _PostgresSteps(connection)
                 return
-            async with self._turn_to_write():
+            async with self._write_turn():
                 transaction = SqliteTransaction(self._writer)
                 try:
                     yield transaction
@@ -207,7 +207,7 @@ class Database:
                     await transaction.roll_back()  # unless the last step has committed
 
     @asynccontextmanager
-    async def _turn_to_write(self) -> AsyncIterator[None]:
+    async def _write_turn(self) -> AsyncIterator[None]:
         """Queue the writers of this process in their order of arrival."""
         if self.is_postgresql:
             yield
@@ -226,12 +226,12 @@ class Database:
         """End all use of the database by this process, and log once what to do."""
         if self.corruption is None:
             self.corruption = reason
-            _LOGGER.error("%s", what_to_do(reason))
+            _LOGGER.error("%s", advice_for(reason))
 
     @contextmanager
     def _failures_named(self) -> Iterator[None]:
         if self.corruption is not None:
-            raise CorruptDatabaseError(what_to_do(self.corruption))
+            raise CorruptDatabaseError(advice_for(self.corruption))
         try:
             yield
         except PoolTimeoutError as error:
@@ -239,7 +239,7 @@ class Database:
                 ErrorCode.UNAVAILABLE, "the database is busy: retry in a second"
             ) from error
         except (IntegrityError, ProgrammingError, DataError) as error:
-            if not _is_passing(error):
+            if not _is_transient(error):
                 raise  # a bug in this program
             raise self._no_answer(error) from error
         except DBAPIError as error:
@@ -269,7 +269,7 @@ class Database:
     def _no_answer(self, error: Exception) -> ServerError:
         if (reason := corruption_in(error)) is not None:
             self.note_corruption(reason)
-            return CorruptDatabaseError(what_to_do(reason))
+            return CorruptDatabaseError(advice_for(reason))
         said = error.orig if isinstance(error, DBAPIError) else error
         _LOGGER.warning("the database does not answer: %s: %s", type(error).__name__, said)
         return ServerError(ErrorCode.UNAVAILABLE, "the database does not answer: retry in a second")
@@ -343,7 +343,7 @@ def _is_full(error: DBAPIError) -> bool:
     return "disk is full" in str(error.orig) or _sqlstate(error) == "53100"
 
 
-def _is_passing(error: DatabaseError) -> bool:
+def _is_transient(error: DatabaseError) -> bool:
     """Return whether the database is starting, stopping or out of resources (classes 53 and 57)."""
     return _sqlstate(error)[:2] in ("53", "57")
 

@@ -18,7 +18,7 @@ from sqlalchemy import inspect, text
 from sqlalchemy.engine import Connection, make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from graphstash_server.db.corruption import corruption_in, what_to_do
+from graphstash_server.db.corruption import advice_for, corruption_in
 from graphstash_server.db.engine import make_engine
 from graphstash_server.errors import StartError
 
@@ -161,7 +161,7 @@ def _failures_named(url: str) -> Iterator[None]:
         ) from error
     except (OSError, TypeError, SQLAlchemyError) as error:
         if (reason := corruption_in(error)) is not None:
-            raise StartError(what_to_do(reason)) from error
+            raise StartError(advice_for(reason)) from error
         raise StartError(f"cannot use the database {shown}: {_first_line(error)}") from error
     except Exception as error:
         if type(error).__module__.startswith("asyncpg"):

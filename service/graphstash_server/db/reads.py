@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from graphstash_server.db.prepared import Compiled, Parameters, Prepared, Row
-from graphstash_server.db.sqlite import SqliteThread, as_core_says
+from graphstash_server.db.sqlite import SqliteThread, as_core_error
 from graphstash_server.logs import in_background
 
 __all__ = ["Lane", "PostgresLane", "Reads", "SqliteLane"]
@@ -122,7 +122,7 @@ def _fetch(connection: sqlite3.Connection, statement: Compiled, values: Sequence
     try:
         return statement.rows(connection.execute(statement.sql, values).fetchall())
     except sqlite3.Error as error:
-        return as_core_says(error)
+        return as_core_error(error)
 
 
 class PostgresLane:

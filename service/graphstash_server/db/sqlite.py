@@ -25,7 +25,7 @@ __all__ = [
     "SqliteHere",
     "SqliteThread",
     "SqliteTransaction",
-    "as_core_says",
+    "as_core_error",
     "set_pragmas",
 ]
 
@@ -103,7 +103,7 @@ class SqliteThread:
                     connection = _connect(self._url, is_reader=self._is_reader)
                 answer = partial(_settle, future, work(connection))
             except sqlite3.Error as error:
-                answer = partial(_fail, future, as_core_says(error))
+                answer = partial(_fail, future, as_core_error(error))
             except BaseException as error:  # noqa: BLE001 - the caller raises it
                 answer = partial(_fail, future, error)
             try:
@@ -212,12 +212,12 @@ class SqliteTransaction:
                 raise
             return result
 
-        return await _to_its_end(self._thread.call(steps))
+        return await _completed(self._thread.call(steps))
 
     async def roll_back(self) -> None:
         """Roll the transaction back. Does nothing if it has ended."""
         if self._is_open:
-            await _to_its_end(self._thread.call(self._end))
+            await _completed(self._thread.call(self._end))
 
     def fetch(self, sql: str, values: Sequence[Any]) -> Sequence[Sequence[Any]]:
         """Run a statement and return its rows. Call it only in the thread."""
@@ -278,7 +278,7 @@ def set_pragmas(connection: Any, _record: Any) -> None:
     cursor.close()
 
 
-def as_core_says(error: sqlite3.Error) -> Exception:
+def as_core_error(error: sqlite3.Error) -> Exception:
     """Wrap an error as SQLAlchemy's connections raise it, for the same handlers."""
     return DBAPIError.instance(None, None, error, sqlite3.Error)
 
@@ -293,7 +293,7 @@ def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
         future.set_exception(error)
 
 
-async def _to_its_end(future: "asyncio.Future[T]") -> T:
+async def _completed(future: "asyncio.Future[T]") -> T:
     """Return the result of a future. A caller waits for it even if cancelled repeatedly."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():

@@ -67,7 +67,7 @@ class FastConnection(Connection):
         if self._current is not None:
             self._current.disconnected = True
         super().connection_lost(exc)
-        self._go_on()
+        self._resume()
 
     def _left_of(self, data: bytes) -> bytes:
         """Handle requests from the beginning of `data`, and return the remaining bytes."""
@@ -257,14 +257,14 @@ class FastConnection(Connection):
             return
         self._writable = self.loop.create_future()
         self.pause_writing()
-        self.loop.add_writer(out, self._go_on)
+        self.loop.add_writer(out, self._resume)
         try:
             await self._writable
         finally:
             self.loop.remove_writer(out)
             self.resume_writing()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
 

@@ -104,7 +104,9 @@ async def overview_of(visitor: Visitor) -> dict[str, Any]:
     everything = await visitor.statistics()
     stats = [each for each in everything.namespaces if chosen is None or each.namespace == chosen]
     listed = visitor.listed(stats)
-    names = None if chosen is None and visitor.sees_server else [each.namespace for each in stats]
+    names = (
+        None if chosen is None and visitor.may_see_server else [each.namespace for each in stats]
+    )
     (saved, rates, runs, space), (herds, recent, withheld, readiness) = await asyncio.gather(
         asyncio.gather(
             _saved(visitor, names, stats),
@@ -132,7 +134,7 @@ async def overview_of(visitor: Visitor) -> dict[str, Any]:
         "withheld": withheld,
         "readiness": readiness,
         **space,
-        "totals": everything if visitor.sees_server else None,
+        "totals": everything if visitor.may_see_server else None,
     }
 
 
@@ -337,7 +339,7 @@ async def _space(
     used = [each.size_bytes + each.metadata_bytes + each.manifest_bytes for each in stats]
     budgets = await visitor.context.space.of_namespaces([each.namespace for each in stats])
     rows = sorted(map(SpaceRow, stats, used, budgets), key=lambda row: -row.used_bytes)
-    is_store = is_whole and visitor.sees_server
+    is_store = is_whole and visitor.may_see_server
     store = await visitor.context.space.of_store() if is_store else None
     most = None
     if store is not None:

@@ -12,7 +12,7 @@ from typing import Final
 from fastapi import Request
 
 from graphstash_schema import AccessKind, ErrorCode, Namespace, NamespaceStats, Scope, ServerStats
-from graphstash_server.api.calls import nothing_there, principal_of
+from graphstash_server.api.calls import hidden_namespace, principal_of
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 from graphstash_server.services.identity.principals import ANONYMOUS, Principal
@@ -55,7 +55,7 @@ class Visitor:
         return self.principal.kind is AccessKind.ANONYMOUS
 
     @property
-    def sees_server(self) -> bool:
+    def may_see_server(self) -> bool:
         """Whether the visitor may see data about the server as a whole."""
         return self.principal.may_see_totals
 
@@ -80,7 +80,7 @@ class Visitor:
             raise unauthenticated()
         where = Namespace(name)
         if not await self.may_read(where):
-            raise unauthenticated() if self.is_anonymous else nothing_there(where)
+            raise unauthenticated() if self.is_anonymous else hidden_namespace(where)
         self.context.policies.admit(where, await self.context.policies.of(where))
         return where
 

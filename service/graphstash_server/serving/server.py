@@ -54,7 +54,7 @@ PARENT_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SI
 """Signals that the parent of workers handles. A freshly forked worker has them blocked."""
 
 
-def _spare_collector() -> None:
+def _freeze_garbage() -> None:
     """Exclude the objects of the start from garbage collection, and collect less often.
 
     Measured with look-ups of 1,000 keys: 12.8 ms of CPU each with Python's defaults, 9.4 ms with
@@ -99,7 +99,7 @@ class GraphstashServer(uvicorn.Server):
             if listener.family == socket.AF_UNIX:
                 await self._listen_to_owner(listener)
         if self.started:
-            _spare_collector()
+            _freeze_garbage()
             self._when_ready()
 
     async def _listen_to_owner(self, listener: socket.socket) -> None:

@@ -121,7 +121,7 @@ class _Supervisor:
             self._act(now)
             for key, _ in self._selector.select(self._rest_seconds(now)):
                 if isinstance(key.data, _Worker):
-                    self._hear(key.data)
+                    self._handle_ready(key.data)
             self._take_signals()
             self._reap()
         return not self._has_failed
@@ -171,7 +171,7 @@ class _Supervisor:
                 elif number in {signal.SIGTERM, signal.SIGINT}:
                     self._stop()
 
-    def _hear(self, worker: _Worker) -> None:
+    def _handle_ready(self, worker: _Worker) -> None:
         """Handle a worker that is ready, or that ended before it was."""
         if worker.says is None:
             return
@@ -202,7 +202,7 @@ class _Supervisor:
             if worker is not None:  # process 1 also inherits foreign children
                 self._hang_up(worker)
                 self._counters.give_back(worker.row)
-                self._replace(worker, _how(status))
+                self._replace(worker, _exit_text(status))
 
     def _replace(self, worker: _Worker, ended: str) -> None:
         slot = worker.slot
@@ -255,7 +255,7 @@ class _Supervisor:
         try:
             pid = os.fork()
             if pid == 0:
-                self._be_worker(say, row)
+                self._run_worker(say, row)
         except OSError as error:
             os.close(says)
             self._counters.give_back(row)
@@ -269,7 +269,7 @@ class _Supervisor:
         self._selector.register(says, selectors.EVENT_READ, worker)
         return worker
 
-    def _be_worker(self, say: int, row: int) -> NoReturn:
+    def _run_worker(self, say: int, row: int) -> NoReturn:
         """Close the parent's files and serve. Never returns into the parent's frames."""
         try:
             signal.set_wakeup_fd(-1)
@@ -301,7 +301,7 @@ def _pause_seconds(worker: _Worker) -> float:
     return min(_FIRST_PAUSE_SECONDS * 2.0**doublings, _MAX_PAUSE_SECONDS)
 
 
-def _how(status: int) -> str:
+def _exit_text(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"ended with exit code {code}"

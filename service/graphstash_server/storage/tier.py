@@ -171,7 +171,7 @@ class TieredBlobStore(BlobStore):
             if digest.size_bytes <= self._limit_bytes:
                 return await self._fill_of(digest).follow()
         except (OSError, TierError) as error:
-            self._complain(error)
+            self._log_error(error)
         return await self._back.open(digest)
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
@@ -234,7 +234,7 @@ class TieredBlobStore(BlobStore):
         try:
             self._budget.added(size_bytes)
         except OSError as error:
-            self._complain(error)
+            self._log_error(error)
 
     async def _is_damaged(self, digest: Digest) -> bool:
         """Return whether the back holds wrong bytes. Concurrent callers share one check."""
@@ -267,7 +267,7 @@ class TieredBlobStore(BlobStore):
         try:
             await self._on_thread(partial(self._path(digest).unlink, missing_ok=True))
         except OSError as error:
-            self._complain(error)
+            self._log_error(error)
 
     def _open_copy(self, digest: Digest) -> FileReader | None:
         path = self._path(digest)
@@ -291,7 +291,7 @@ class TieredBlobStore(BlobStore):
     def _path(self, digest: Digest) -> Path:
         return self._blobs / digest.sha256[:2] / digest.sha256
 
-    def _complain(self, error: Exception) -> None:
+    def _log_error(self, error: Exception) -> None:
         self.bypassed_count += 1
         self._log.warning(f"the disk tier failed, reading from the store behind it: {error}")
 

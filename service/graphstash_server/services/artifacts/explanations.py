@@ -125,7 +125,7 @@ class ExplanationService:
 def _nearest(rows: Sequence[DescribedRow], wanted: Description) -> tuple[Relative, ...]:
     """Rank candidates. Run this in a thread: many large ones take some milliseconds."""
     relatives = heapq.nsmallest(_COMPARED, (_relative(row, wanted) for row in rows), key=_distance)
-    relatives.sort(key=lambda each: (_distance(each)[:3], _unlikeness(each)))  # stable
+    relatives.sort(key=lambda each: (_distance(each)[:3], _tie_break(each)))  # stable
     return tuple(relatives[:_RELATIVES])
 
 
@@ -138,7 +138,7 @@ def _distance(relative: Relative) -> tuple[bool, bool, int, float]:
     )
 
 
-def _unlikeness(relative: Relative) -> float:
+def _tie_break(relative: Relative) -> float:
     """Return how much values differ: among many shapes, the nearest differs in its type only."""
     return sum(
         1 - SequenceMatcher(None, each.here or "", each.there or "").quick_ratio()

@@ -42,8 +42,8 @@ from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.logs import in_background
 from graphstash_server.services.accounting import Accounting
+from graphstash_server.services.artifacts.allocation import Allocation, Allocator
 from graphstash_server.services.artifacts.blobs import BlobCollector
-from graphstash_server.services.artifacts.room import Room, RoomKeeper
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.namespaces import check_writable
 from graphstash_server.services.wait_queue import Notification, WaitQueue
@@ -190,7 +190,7 @@ class CommitBatcher:
         The transaction locks the blobs and then checks that the store has them. If the store
         answers without waiting, the transaction is one step. Otherwise the check runs between two.
         """
-        if self._are_there_now(uploads[:1]):  # False for a store that cannot answer at once
+        if self._are_stored_now(uploads[:1]):  # False for a store that cannot answer at once
             with suppress(_UnknownError):
                 async with self.database.writing_in_steps() as steps:
                     return await steps.run(partial(self._commit_now, uploads), is_last=True)
@@ -207,7 +207,7 @@ class CommitBatcher:
                 partial(self._commit_after_look, uploads, are_there, locked), is_last=True
             )
 
-    def _are_there_now(self, uploads: Sequence[Upload]) -> bool:
+    def _are_stored_now(self, uploads: Sequence[Upload]) -> bool:
         """Whether every blob is stored. False also if the answer takes waiting."""
         for upload in uploads:
             file = self.blobs.open_now(upload.digest)
@@ -225,7 +225,7 @@ class CommitBatcher:
         wait.
         """
         locked = await _lock(connection, uploads)
-        if not self._are_there_now(uploads):
+        if not self._are_stored_now(uploads):
             raise _UnknownError
         are_there = [True] * len(uploads)
         return await self._store_all(uploads, are_there, locked, connection)
@@ -288,7 +288,7 @@ async def _lock(connection: Transaction, uploads: Sequence[Upload]) -> _Locked:
     """Lock the blobs of uploads. Change nothing."""
     digests = [upload.digest for upload in uploads]
     # Take all locks at once: two transactions that take them in two steps could deadlock.
-    blobs = {*digests, *await _in_the_way(connection, uploads)}
+    blobs = {*digests, *await _blobs_to_replace(connection, uploads)}
     await share_blobs(connection, list(blobs))
     doomed = await doomed_digests(connection, digests)
     # Read generations after the deletions: ending a deletion increments the generation in the same
@@ -328,7 +328,7 @@ async def _store_all(
     return outcomes
 
 
-async def _in_the_way(connection: Transaction, uploads: Sequence[Upload]) -> list[Digest]:
+async def _blobs_to_replace(connection: Transaction, uploads: Sequence[Upload]) -> list[Digest]:
     """Return the blobs of artifacts that uploads will replace, as seen before locking."""
     rows = [await find_stored(connection, upload.key) for upload in uploads if upload.replaces]
     return [row.digest for row in rows if row is not None]
@@ -423,7 +423,7 @@ class UploadService:
     artifacts: ArtifactService
     accounting: Accounting
     committer: CommitBatcher
-    rooms: RoomKeeper
+    allocator: Allocator
     wait_queue: WaitQueue
     max_artifact_bytes: int
 
@@ -444,18 +444,18 @@ class UploadService:
             return self._refuse_other(upload, existing.digest)
         size_bytes = upload.digest.size_bytes
         rows_bytes = metadata_bytes(size_bytes, upload.metadata_header)
-        room = Room(
+        allocation = Allocation(
             upload.key.namespace,
             blob_bytes=size_bytes,
             row_bytes=rows_bytes,
             actor=upload.actor,
         )
-        await self.rooms.check(room)
+        await self.allocator.check(allocation)
         is_due = False
         try:
-            with self.collector.uploading(upload.digest), self.rooms.opened(room):
+            with self.collector.uploading(upload.digest), self.allocator.opened(allocation):
                 is_due = await self.collector.settle(upload.digest)
-                await self.blobs.put(upload.digest, self.rooms.passed(room, chunks))
+                await self.blobs.put(upload.digest, self.allocator.passed(allocation, chunks))
                 is_due = True
                 commit = await self.committer.commit(upload)
         except BaseException:

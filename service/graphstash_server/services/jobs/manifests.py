@@ -28,7 +28,7 @@ from graphstash_server.db.queries.manifests import (
 )
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.keys import StoredKey
-from graphstash_server.services.artifacts.room import Room, RoomKeeper
+from graphstash_server.services.artifacts.allocation import Allocation, Allocator
 
 __all__ = ["ManifestService", "PinService", "StoredEntry"]
 
@@ -51,7 +51,7 @@ class ManifestService:
     """
 
     database: Database
-    rooms: RoomKeeper
+    allocator: Allocator
     clock: Clock
 
     async def get(self, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
@@ -79,10 +79,12 @@ class ManifestService:
         wanted = list(dict.fromkeys(keys))
         known = {entry.name for entry in await list_entries(self.database, namespace, name)}
         more = sum((key.kind, key.device_type, key.fingerprint) not in known for key in wanted)
-        room = Room(namespace, blob_bytes=0, row_bytes=more * MANIFEST_ENTRY_BYTES, actor=actor)
-        await self.rooms.check(room)
-        with self.rooms.opened(room):
-            await self.rooms.take(room, room.row_bytes)
+        allocation = Allocation(
+            namespace, blob_bytes=0, row_bytes=more * MANIFEST_ENTRY_BYTES, actor=actor
+        )
+        await self.allocator.check(allocation)
+        with self.allocator.opened(allocation):
+            await self.allocator.take(allocation, allocation.row_bytes)
             async with self.database.writing_in_steps() as steps:
                 run = partial(_merge, name=name, keys=wanted, writer=writer, now=self.clock())
                 return await steps.run(run, is_last=True)

@@ -91,7 +91,7 @@ async def _chosen(
     if wanted.toolchain is not None:
         async for page in retention.of_toolchains(wanted.toolchain, namespace=wanted.namespace):
             yield "toolchain", page
-    async for page in maintenance.outlived():
+    async for page in maintenance.retired():
         yield "retention", page
     if wanted.is_dry_run:
         async for candidate in maintenance.evictor.plan():

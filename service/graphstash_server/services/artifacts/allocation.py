@@ -1,4 +1,4 @@
-"""RoomKeeper: decides whether new bytes fit within the limits, and evicts artifacts to make room.
+"""Allocator: decides whether new bytes fit within the limits, and evicts artifacts to make room.
 
 An announcement alone evicts nothing. Before the first byte, `check` refuses only what would not fit
 even after evicting everything evictable. Room is taken for bytes that have arrived.
@@ -31,7 +31,7 @@ from graphstash_server.services.artifacts.eviction import Evictor
 from graphstash_server.services.namespaces import Budgets, PolicyService
 from graphstash_server.storage.base import CHUNK_BYTES, BlobStore
 
-__all__ = ["Room", "RoomKeeper"]
+__all__ = ["Allocation", "Allocator"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _MAX_STEP_BYTES = 16 * CHUNK_BYTES
 
 
 @dataclass(slots=True)
-class Room:
+class Allocation:
     """Room that one upload or one manifest needs, and has taken so far.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Excess(NamedTuple):
 
 
 @dataclass(kw_only=True, eq=False)
-class RoomKeeper:
+class Allocator:
     """Track the room that uploads of this process have taken, and make room."""
 
     database: Database
@@ -98,13 +98,15 @@ class RoomKeeper:
         self._taken: Counter[Namespace] = Counter()
         self._unwritten_bytes = 0
 
-    async def check(self, room: Room) -> None:
+    async def check(self, allocation: Allocation) -> None:
         """Raise if an upload would not fit even after evicting everything evictable. Evict nothing.
 
         Raises:
             NoSpaceError: the upload is too large, or too much is pinned, withheld or in uploads.
         """
-        for excess in await self._excesses(room, ahead_bytes=room.size_bytes - room.taken_bytes):
+        for excess in await self._excesses(
+            allocation, ahead_bytes=allocation.size_bytes - allocation.taken_bytes
+        ):
             async with self.database.reading() as connection:
                 stored = await stored_bytes(connection, excess.where)
                 kept = await kept_bytes(connection, namespace=excess.where, now=self.clock())
@@ -112,17 +114,19 @@ class RoomKeeper:
                 raise excess.refusal
 
     @contextmanager
-    def opened(self, room: Room) -> Iterator[None]:
+    def opened(self, allocation: Allocation) -> Iterator[None]:
         """Give back the taken room at the end: the artifact is counted by then, or has failed."""
         try:
             yield
         finally:
-            self._taken[room.namespace] -= room.taken_bytes
-            if not self._taken[room.namespace]:
-                del self._taken[room.namespace]
-            self._unwritten_bytes -= room.step_bytes
+            self._taken[allocation.namespace] -= allocation.taken_bytes
+            if not self._taken[allocation.namespace]:
+                del self._taken[allocation.namespace]
+            self._unwritten_bytes -= allocation.step_bytes
 
-    async def passed(self, room: Room, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def passed(
+        self, allocation: Allocation, chunks: AsyncIterator[bytes]
+    ) -> AsyncIterator[bytes]:
         """Pass on the bytes of a blob once they have room.
 
         Chunks are held back until more than 1 MiB of them has no room yet. Room is then taken for
@@ -141,43 +145,43 @@ class RoomKeeper:
                 continue
             if arrived > passable:
                 ahead = min(arrived, _MAX_STEP_BYTES)
-                passable = min(arrived + ahead, max(room.blob_bytes, arrived))
-                await self.take(room, room.row_bytes + passable)
+                passable = min(arrived + ahead, max(allocation.blob_bytes, arrived))
+                await self.take(allocation, allocation.row_bytes + passable)
             for each in waiting:
                 yield each
             waiting = []
-        await self.take(room, room.row_bytes + arrived)
+        await self.take(allocation, allocation.row_bytes + arrived)
         for each in waiting:
             yield each
 
-    async def take(self, room: Room, size_bytes: int) -> None:
+    async def take(self, allocation: Allocation, size_bytes: int) -> None:
         """Raise the room taken to `size_bytes` in total, and evict what has to go for it.
 
         Raises:
             NoSpaceError: see `check`.
         """
-        more_bytes = size_bytes - room.taken_bytes
+        more_bytes = size_bytes - allocation.taken_bytes
         if more_bytes <= 0:
             return
-        self._taken[room.namespace] += more_bytes
-        self._unwritten_bytes += more_bytes - room.step_bytes
-        room.taken_bytes, room.step_bytes = size_bytes, more_bytes
-        excesses = await self._excesses(room)
+        self._taken[allocation.namespace] += more_bytes
+        self._unwritten_bytes += more_bytes - allocation.step_bytes
+        allocation.taken_bytes, allocation.step_bytes = size_bytes, more_bytes
+        excesses = await self._excesses(allocation)
         for _ in range(_ATTEMPTS):
             if not excesses:
                 return
-            await self.check(room)
+            await self.check(allocation)
             for excess in excesses:
-                await self._make_room(room, excess)
-            excesses = await self._excesses(room)
+                await self._make_room(allocation, excess)
+            excesses = await self._excesses(allocation)
         if excesses:
             raise excesses[0].refusal
 
-    async def _excesses(self, room: Room, *, ahead_bytes: int = 0) -> list[_Excess]:
+    async def _excesses(self, allocation: Allocation, *, ahead_bytes: int = 0) -> list[_Excess]:
         """Return the limits that the taken bytes and `ahead_bytes` more would exceed. Set the
         evictor's `is_needed` if the taken bytes exceed a soft limit.
         """
-        where, store = room.namespace, self.budgets.store
+        where, store = allocation.namespace, self.budgets.store
         budget = self.budgets.of(where, await self.policies.limits())
         full = await self.blobs.full(self._unwritten_bytes + ahead_bytes)
         if budget.is_none and store.is_none and full is None:
@@ -193,22 +197,22 @@ class RoomKeeper:
             self.evictor.is_needed.set()
         found = []
         if budget.hard_bytes is not None and own + ahead_bytes > budget.hard_bytes:
-            refusal = _refusal(room, f"the namespace {where}", own, budget.hard_bytes)
+            refusal = _refusal(allocation, f"the namespace {where}", own, budget.hard_bytes)
             excess_bytes = own + ahead_bytes - budget.hard_bytes
             found.append(_Excess(where, excess_bytes, refusal, "over the namespace's limit"))
         if store.hard_bytes is not None and stored + pending + ahead_bytes > store.hard_bytes:
-            refusal = _refusal(room, "the store", stored, store.hard_bytes)
+            refusal = _refusal(allocation, "the store", stored, store.hard_bytes)
             excess_bytes = stored + ahead_bytes - store.hard_bytes
             found.append(_Excess(None, excess_bytes, refusal, "over the store's limit"))
         if full is not None and full.missing_bytes is not None:
             found.append(_Excess(None, full.missing_bytes - pending, full, "the disk is full"))
         return found
 
-    async def _make_room(self, room: Room, excess: _Excess) -> None:
+    async def _make_room(self, allocation: Allocation, excess: _Excess) -> None:
         """Evict until one exceeded limit is met, or nothing more can be evicted."""
         async with self.database.reading() as connection:
             goal_bytes = max(await stored_bytes(connection, excess.where) - excess.size_bytes, 0)
-        evicted = await self._evict(room, excess, goal_bytes)
+        evicted = await self._evict(allocation, excess, goal_bytes)
         if excess.where is not None:
             return
         await self.collector.collect_marked()
@@ -216,20 +220,20 @@ class RoomKeeper:
         # its blobs stay, evict other artifacts.
         pending = await self.collector.pending_bytes(patience_seconds=_PATIENCE_SECONDS)
         if pending:
-            evicted += await self._evict(room, excess, max(goal_bytes - pending, 0))
+            evicted += await self._evict(allocation, excess, max(goal_bytes - pending, 0))
             await self.collector.collect_marked()
         if evicted:
             _LOGGER.info("the store is full: evicted %d artifacts for an upload", evicted)
 
-    async def _evict(self, room: Room, excess: _Excess, goal_bytes: int) -> int:
+    async def _evict(self, allocation: Allocation, excess: _Excess, goal_bytes: int) -> int:
         evicted = 0
-        own = room.namespace
+        own = allocation.namespace
         for evicted_from in (own,) if excess.where is not None else (own, None):
             for spares_looked_up in (True, False):
                 evicted += await self.evictor.shrink(
                     excess.where,
                     goal_bytes=goal_bytes,
-                    actor=room.actor,
+                    actor=allocation.actor,
                     reason=excess.reason,
                     evicted_from=evicted_from,
                     spares_looked_up=spares_looked_up,
@@ -237,10 +241,10 @@ class RoomKeeper:
         return evicted
 
 
-def _refusal(room: Room, where: str, used_bytes: int, limit_bytes: int) -> NoSpaceError:
-    used_bytes -= room.taken_bytes
+def _refusal(allocation: Allocation, where: str, used_bytes: int, limit_bytes: int) -> NoSpaceError:
+    used_bytes -= allocation.taken_bytes
     return NoSpaceError(
-        f"{room.size_bytes} bytes are to be stored, {where} has {used_bytes} of at most "
+        f"{allocation.size_bytes} bytes are to be stored, {where} has {used_bytes} of at most "
         f"{limit_bytes}, and not enough can be evicted: unpin or delete artifacts, or raise the "
         "limit (GRAPHSTASH_STORE_LIMIT_BYTES, GRAPHSTASH_NAMESPACE_LIMIT_BYTES, graphstash "
         "namespace set --limit)",
