@@ -54,17 +54,17 @@ def _watch() -> None:
 
 def _warn_of(value: str) -> None:
     with suppress(Exception):  # raising would break the import, as in `load`
-        from graphstash._process.notices import autoload_notice, tell_once
+        from graphstash._process.notices import autoload_notice, log_once
 
-        tell_once([autoload_notice(value)])
+        log_once([autoload_notice(value)])
 
 
 def _warn_of_broken_hooks() -> None:
     with suppress(Exception):  # a session reports unusable settings
-        from graphstash._process.notices import tell_once, unusable_hooks
+        from graphstash._process.notices import log_once, unusable_hooks
         from graphstash.config import ClientConfig
 
-        tell_once(unusable_hooks(ClientConfig.load()))
+        log_once(unusable_hooks(ClientConfig.load()))
 
 
 def _begin(name: str) -> None:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from graphstash import ClientConfig
-from graphstash._process.notices import notices, tell_once, unknown_variables
+from graphstash._process.notices import log_once, notices, unknown_variables
 
 REMOTE = "http://cache.internal:8077"
 
@@ -56,8 +56,8 @@ def nothing_told(monkeypatch):
 
 @pytest.mark.usefixtures("nothing_told")
 def test_notice_is_logged_once_by_a_process_and_its_children(caplog):
-    tell_once(["one", "two"])
-    tell_once(["two", "three"])
+    log_once(["one", "two"])
+    log_once(["two", "three"])
     assert [record.getMessage() for record in caplog.records] == [
         f"graphstash: {line}" for line in ("one", "two", "three")
     ]

@@ -30,10 +30,10 @@ def wait(clock, budget):
     def run(holder, seconds=float("inf"), *, saved=None):
         started = clock.now
         with budget.wait() as one:
-            if one.why_not(holder) is None:
+            if one.reason_to_skip(holder) is None:
                 clock.now += min(seconds, one.left)
                 one.saved_seconds = saved
-                assert seconds < float("inf") or one.why_not(holder) is not None
+                assert seconds < float("inf") or one.reason_to_skip(holder) is not None
         return clock.now - started
 
     return run
@@ -42,7 +42,7 @@ def wait(clock, budget):
 def test_one_holder_uses_at_most_half_of_the_budget(wait, budget):
     assert wait("a") == 50.0
     assert wait("a") == 0.0
-    assert "waited long enough, 50 s" in budget.why_not("a")
+    assert "waited long enough, 50 s" in budget.reason_to_skip("a")
     assert wait("b") == 50.0
     assert wait("c") == 0.0
 
@@ -57,7 +57,7 @@ def test_waits_in_vain_cost_one_budget_under_any_holder_names(wait, clock):
 
 def test_three_waits_in_vain_cause_a_pause_and_one_try(wait, budget, clock):
     assert [wait("a", 1) for _ in range(4)] == [1, 1, 1, 0]
-    assert "last 3 waits" in budget.why_not("a")
+    assert "last 3 waits" in budget.reason_to_skip("a")
     clock.now += 300.0
     assert [wait("a", 1), wait("a", 1)] == [1, 0]
 
@@ -92,15 +92,15 @@ def test_a_wait_that_would_end_before_a_compilation_does_not_begin(wait, budget)
         budget.compiled(seconds)
     assert wait("a", 20) == 20
     assert wait("a", 20) == 0.0
-    assert "compiling takes 40 s here on average" in budget.why_not("a")
+    assert "compiling takes 40 s here on average" in budget.reason_to_skip("a")
     assert wait("b", 20) == 20
 
 
 def test_the_holder_may_change_during_a_wait(budget, clock):
     with budget.wait() as one:
-        assert one.why_not("a") is None
+        assert one.reason_to_skip("a") is None
         clock.now += 30.0
-        assert one.why_not("b") is None
+        assert one.reason_to_skip("b") is None
         assert one.left == 50.0
         clock.now += 30.0
     assert (budget.left, budget.left_for("a"), budget.left_for("b")) == (40.0, 20.0, 20.0)
@@ -115,4 +115,4 @@ def test_ranks_share_one_budget(budget, clock):
 
 
 def test_a_budget_of_zero_never_waits(clock):
-    assert WaitBudget(0.0, clock=clock).why_not("a") is not None
+    assert WaitBudget(0.0, clock=clock).reason_to_skip("a") is not None

@@ -127,9 +127,9 @@ class LocalTier:
 
     def path(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> Path:
         """Where the envelope of a key is, or would be. Words are checked, so joining is safe."""
-        return self._shelf(namespace, key, origin) / key.fingerprint[:2] / key.fingerprint
+        return self._directory_of(namespace, key, origin) / key.fingerprint[:2] / key.fingerprint
 
-    def _shelf(self, namespace: Namespace, key: ArtifactKey, origin: str) -> Path:
+    def _directory_of(self, namespace: Namespace, key: ArtifactKey, origin: str) -> Path:
         return self._place / "v2" / origin / namespace / key.kind / key.device_type
 
     def has(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> bool:
@@ -150,7 +150,7 @@ class LocalTier:
         each after the time of its last use; in no order.
         """
         with contextlib.suppress(OSError):
-            for folder in os.scandir(self._shelf(namespace, key, origin)):
+            for folder in os.scandir(self._directory_of(namespace, key, origin)):
                 with contextlib.suppress(OSError):
                     for file in os.scandir(folder):
                         yield file.stat(follow_symlinks=False).st_mtime, file.name

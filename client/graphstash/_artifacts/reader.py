@@ -121,7 +121,11 @@ class Reader:
             if fetched := self._from_disk(namespace, key, into):
                 return dataclasses.replace(fetched, refused=tuple(refused))
             later = self._config.readable[number + 1 :]
-            if not self._server.is_known or trouble or self._is_only_later(namespace, key, later):
+            if (
+                not self._server.is_known
+                or trouble
+                or self._has_only_later_copy(namespace, key, later)
+            ):
                 continue
             try:
                 fetched = self._download(namespace, key, into, going_on)
@@ -147,7 +151,7 @@ class Reader:
             ) from last.__cause__
         return None
 
-    def _is_only_later(
+    def _has_only_later_copy(
         self, namespace: Namespace, key: ArtifactKey, later: Sequence[Namespace]
     ) -> bool:
         """Whether a namespace lacks an artifact of which this host has a copy from a later one. One

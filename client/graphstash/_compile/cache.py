@@ -126,7 +126,7 @@ class CompileCache:
         self._open: set[InFlightCompile] = set()
         self._leases: list[HeldLease] = []
         self._used: dict[ArtifactKey, None] = {}
-        self._count_troubles()
+        self._count_tier_errors()
 
     @property
     def config(self) -> ClientConfig:
@@ -281,7 +281,7 @@ class CompileCache:
         except Exception as error:  # noqa: BLE001 - a background thread's outermost frame
             self.record_fallback(error)
             return False
-        self._count_troubles()
+        self._count_tier_errors()
         if sent:
             self.counters.add(published=1, published_bytes=sent)
             self._used[key] = None
@@ -329,7 +329,7 @@ class CompileCache:
             if sent:
                 self.counters.add(published=artifact_count, published_bytes=sent)
                 self._used[key] = None
-        self._count_troubles()
+        self._count_tier_errors()
         return True
 
     def record_fallback(self, error: Exception) -> None:
@@ -429,7 +429,7 @@ class CompileCache:
                 try:
                     result = call()
                 except BusyError as error:
-                    if not error.is_full or wait.why_not(_NO_CONNECTION) is not None:
+                    if not error.is_full or wait.reason_to_skip(_NO_CONNECTION) is not None:
                         raise
                     # Many processes are refused at the same time; they must not return together.
                     pause = error.retry_after_seconds * uniform(0.1, 1.0)  # noqa: S311 - no secret
@@ -459,7 +459,7 @@ class CompileCache:
             return None
         for refused in fetched.refused:
             self.record_fallback(refused)
-        self._count_troubles()
+        self._count_tier_errors()
         self._used[key] = None
         self.counters.add(
             unsigned=int(fetched.is_unsigned),
@@ -468,7 +468,7 @@ class CompileCache:
         )
         return fetched
 
-    def _count_troubles(self) -> None:
+    def _count_tier_errors(self) -> None:
         """Count the errors of the local tier as fallbacks."""
         while self.stash.local.troubles:
             self.record_fallback(self.stash.local.troubles.popleft())
@@ -522,9 +522,9 @@ class CompileCache:
                             return False, None
                     case LeaseState.HELD:
                         holder = printable(reply.holder or "another job", most=_HOLDER_CHARACTERS)
-                        why_not = _OWN_COMPILE if is_awaited else wait.why_not(holder)
-                        if why_not is not None:
-                            detail = f"{holder} still compiles {key}: {why_not}"
+                        reason_to_skip = _OWN_COMPILE if is_awaited else wait.reason_to_skip(holder)
+                        if reason_to_skip is not None:
+                            detail = f"{holder} still compiles {key}: {reason_to_skip}"
                             raise CacheError(Reason.WAIT_BUDGET, detail)
                         # A closing server replies without waiting. Do not poll it in a busy loop.
                         if seconds:

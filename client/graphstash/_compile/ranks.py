@@ -162,7 +162,7 @@ class RankCoordinator:
             if isinstance(found, InFlightCompile):
                 found.abandon()
             with suppress(Exception):
-                self._say(name, {"word": "pass"})
+                self._send_word(name, {"word": "pass"})
             raise
 
     def _tell(
@@ -174,11 +174,11 @@ class RankCoordinator:
             return found
         if found.fallback_reason is not None and not alone:
             found.abandon()
-            self._say(name, {"word": "pass"})
+            self._send_word(name, {"word": "pass"})
             return None
         nobody_waits = not lease or self._cache.config.wait_seconds == 0
         if nobody_waits or self.store.compiles_together:
-            self._say(name, {"word": "each"})
+            self._send_word(name, {"word": "each"})
             return CompileTurn(found, no_op)
         return CompileTurn(found, lambda payload: self._announce_compiled(name, payload))
 
@@ -237,7 +237,7 @@ class RankCoordinator:
     def _announce(self, name: str, payload: bytes | None) -> None:
         """Announce a payload, and store it for ranks that cannot reach the cache."""
         if payload is None:
-            self._say(name, {"word": "each"})
+            self._send_word(name, {"word": "each"})
             return
         compressed = zstandard.compress(payload)
         chunks = [
@@ -248,7 +248,7 @@ class RankCoordinator:
             chunks = []  # too large for the store: a rank without the cache has to compile
         for number, chunk in enumerate(chunks):
             self.store.set(f"{name}/chunk/{number}", chunk)
-        self._say(
+        self._send_word(
             name,
             {
                 "word": "artifact",
@@ -271,7 +271,7 @@ class RankCoordinator:
                 for number in range(count):
                     self.store.delete(f"{old}/chunk/{number}")
 
-    def _say(self, name: str, word: dict[str, Any]) -> None:
+    def _send_word(self, name: str, word: dict[str, Any]) -> None:
         with self._lock:
             self._leading.pop(name, None)
         self.store.set(f"{name}/word", self._encoded(word))

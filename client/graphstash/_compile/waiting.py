@@ -64,11 +64,11 @@ class WaitBudget:
             share = _HOLDER_SHARE * self._seconds - self._spent_on[holder]
             return max(0.0, min(self._left, share))
 
-    def why_not(self, holder: str) -> str | None:
+    def reason_to_skip(self, holder: str) -> str | None:
         """Return why the job must not begin a wait for a holder, or None if it may."""
         left = self.left_for(holder)
         if left <= 0.0:
-            return self.what_is_spent()
+            return self.spent_message()
         if self.clock() < self._paused_until:
             return f"the last {self._vain_waits} waits brought nothing"
         expected = self._compile_seconds / max(1, self._compile_count)
@@ -79,7 +79,7 @@ class WaitBudget:
             )
         return None
 
-    def what_is_spent(self) -> str:
+    def spent_message(self) -> str:
         """Return a message for a wait that ends because the budget is spent."""
         return (
             f"this job has waited long enough, {self._spent:.3g} s (GRAPHSTASH_WAIT_SECONDS is "
@@ -149,7 +149,7 @@ class Wait:
         self._since = 0.0
         self._spent: defaultdict[str, float] = defaultdict(float)
 
-    def why_not(self, holder: str) -> str | None:
+    def reason_to_skip(self, holder: str) -> str | None:
         """Begin the wait, or deduct the time since the last call.
 
         Returns:
@@ -157,14 +157,14 @@ class Wait:
         """
         if self.has_begun:
             self._pay()
-            why_not = None if self._budget.left_for(holder) else self._budget.what_is_spent()
+            reason_to_skip = None if self._budget.left_for(holder) else self._budget.spent_message()
         else:
-            why_not = self._budget.why_not(holder)
-            self.has_begun = why_not is None
+            reason_to_skip = self._budget.reason_to_skip(holder)
+            self.has_begun = reason_to_skip is None
             self._since = self._budget.clock()
         self._holder = holder
         self.left = self._budget.left_for(holder)
-        return why_not
+        return reason_to_skip
 
     def _pay(self) -> None:
         now = self._budget.clock()

@@ -65,7 +65,7 @@ class Credentials:
                     raise CacheError(Reason.UNAUTHENTICATED, f"{self._config.url}: {self._advice}")
             if token and not self._is_warned:
                 self._is_warned = True
-                self._warn_where_others_read_along()
+                self._warn_of_unencrypted_token()
             return token
 
     @property
@@ -121,7 +121,7 @@ class Credentials:
             ) from None
         return self._from_file
 
-    def _warn_where_others_read_along(self) -> None:
+    def _warn_of_unencrypted_token(self) -> None:
         # Teams on private networks may run without TLS, so log a warning instead of failing.
         if self._config.url.startswith("http:") and not is_on_this_host(self._config.url):
             _log.warning(

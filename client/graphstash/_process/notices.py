@@ -13,8 +13,8 @@ from graphstash_schema.names import printable
 
 __all__ = [
     "autoload_notice",
+    "log_once",
     "notices",
-    "tell_once",
     "unknown_hooks",
     "unknown_variables",
     "unusable_hooks",
@@ -35,7 +35,7 @@ _VALUE_CHARACTERS: Final = 40
 _REASON_CHARACTERS: Final = 300
 
 
-def tell_once(lines: Iterable[str]) -> None:
+def log_once(lines: Iterable[str]) -> None:
     """Log the lines that neither this process nor an ancestor has logged."""
     told = os.environ.get(_TOLD, "").split("\n")
     for line in lines:

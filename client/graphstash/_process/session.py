@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from graphstash._compile.stats import Counters, Stats, plural
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import unforked
-from graphstash._process.notices import notices, tell_once
+from graphstash._process.notices import log_once, notices
 from graphstash._process.run_name import command_of_run, this_run
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, Reason
@@ -241,7 +241,7 @@ class Session:
             if not run_end.is_first(status):
                 run_end.wait_for_end(status)
             try:
-                _say(f"graphstash: the job ends: {why}")
+                _print_to_stderr(f"graphstash: the job ends: {why}")
                 if not self._closed:
                     self._closed = True
                     with suppress(Exception):
@@ -373,7 +373,7 @@ class Session:
                 lines.append(f"{plural(more, 'miss')}: small programs, which are not compared")
         except Exception as error:  # noqa: BLE001 - an explanation must not fail the job
             lines = [f"the misses cannot be explained: {error}"]
-        _say("\n".join(f"graphstash: {line}" for line in lines))
+        _print_to_stderr("\n".join(f"graphstash: {line}" for line in lines))
         return causes
 
     def _report(self, causes: Sequence["Cause"]) -> None:
@@ -412,7 +412,7 @@ class Session:
         if not (stats.hits or stats.misses or stats.published or stats.fallbacks):
             return
         if self.config.summary:
-            _say(f"graphstash: {stats.summary()}")
+            _print_to_stderr(f"graphstash: {stats.summary()}")
         if self.config.stats_file is not None:
             record = {"pid": os.getpid(), "argv": sys.argv, **asdict(stats)}
             # Append the line with a single write, because several processes may share the file.
@@ -429,7 +429,7 @@ class Session:
                 _log.warning("graphstash: %s: %s", self.config.stats_file, error)
 
 
-def _say(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
     """Print to stderr, if it is still writable."""
     with suppress(OSError, ValueError, AttributeError):  # full, closed, or absent
         print(text, file=sys.stderr, flush=True)  # noqa: T201 - for the user
@@ -571,9 +571,9 @@ def _session(settings: dict[str, Any]) -> Session | None:
                     return None
                 _current = Session(config)
             except (ConfigError, OSError) as error:
-                tell_once([f"disabled: {error}; the job runs without the cache"])
+                log_once([f"disabled: {error}; the job runs without the cache"])
                 return None
-            tell_once(notices(config, os.environ))
+            log_once(notices(config, os.environ))
             if config.job is not None:
                 _current.start_prefetch()
             atexit.register(_current.close)

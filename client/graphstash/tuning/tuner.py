@@ -87,7 +87,7 @@ def search(
     if not 1 <= finalists <= _MAX_FINALISTS:
         raise ValueError(f"finalists must be from 1 to {_MAX_FINALISTS} (got {finalists})")
     started = monotonic()
-    told = _tell_known(searcher, known)
+    told = _replay_known(searcher, known)
     measurements: list[Measurement] = []
 
     def record(measurement: Measurement) -> None:
@@ -115,7 +115,7 @@ def search(
     )
 
 
-def _tell_known(searcher: Searcher, known: Iterable[Measurement]) -> int:
+def _replay_known(searcher: Searcher, known: Iterable[Measurement]) -> int:
     count = 0
     for measurement in known:
         try:

@@ -7,7 +7,7 @@ import pytest
 
 from graphstash._cli.doctor.access import check_access
 from graphstash._cli.doctor.findings import State
-from graphstash._cli.doctor.server import Way
+from graphstash._cli.doctor.server import ReachedServer
 from graphstash.config import ClientConfig
 from graphstash_schema import TOKEN_FORM
 from support.doctor import CANARY, altering, diagnose, doctor, expect, line
@@ -102,9 +102,11 @@ def test_token_from_file_or_netrc_is_reported_with_its_source(
 def test_a_token_in_the_clear_to_another_host_is_a_warning(guarded, namespace):
     token = guarded.token(f"write:{namespace}")
     config = ClientConfig.load({}, url=guarded.url, namespace=namespace, token=token)
-    away = list(check_access(config, Way(is_loopback=False)))
+    away = list(check_access(config, ReachedServer(is_loopback=False)))
     expect(away, "token", State.WARN, found="sent unencrypted", advice="https://")
-    assert line(list(check_access(config, Way(is_loopback=True))), "token").state == State.OK
+    assert (
+        line(list(check_access(config, ReachedServer(is_loopback=True))), "token").state == State.OK
+    )
 
 
 def test_open_server_is_reported_as_needing_no_token(server):

@@ -93,7 +93,7 @@ def test_output_holds_what_was_written(dtype):
     assert not output.holds(expected)
     output.array[...] = expected
     assert output.holds(expected)
-    output.soil()
+    output.fill_with_garbage()
     assert not output.holds(expected)
 
 

@@ -115,7 +115,7 @@ def test_a_gate_becomes_dense_and_sparse_at_different_densities():
     for density in (0.1, 0.69, 0.71, 0.6, 0.51, 0.5, 0.69):
         while gate.skips():
             pass
-        gate.saw(density)
+        gate.record(density)
         seen.append(gate.is_dense)
     assert seen == [False, False, True, True, True, False, False]
 
@@ -126,7 +126,7 @@ def test_dense_gate_checks_density_ever_more_rarely():
     for number in range(40):
         if not gate.skips():
             looks.append(number)
-            gate.saw(1.0)
+            gate.record(1.0)
     assert looks == [0, 2, 5, 10, 19, 28, 37]
 
 
@@ -136,7 +136,7 @@ def test_gates_with_equal_input_decide_alike(densities):
     for density in densities:
         assert len({gate.skips() for gate in gates}) == 1
         for gate in gates:
-            gate.saw(density)
+            gate.record(density)
         assert len({(gate.is_dense, gate.limit) for gate in gates}) == 1
 
 

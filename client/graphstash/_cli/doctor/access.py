@@ -9,7 +9,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, skipped, warn
-from graphstash._cli.doctor.server import Way
+from graphstash._cli.doctor.server import ReachedServer
 from graphstash._http.client import ServerClient
 from graphstash._http.credentials import Credentials
 from graphstash._http.transport import Answer, Transport
@@ -24,14 +24,14 @@ __all__ = ["check_access", "probe_lease"]
 _EXPIRES_SOON: Final = timedelta(days=7)
 
 
-def check_access(config: ClientConfig, way: Way) -> Topic[None]:
+def check_access(config: ClientConfig, server: ReachedServer) -> Topic[None]:
     """Check the token, and which namespaces this job may read and write."""
     try:
         source = _source_of_token(config)
     except CacheError as error:
         yield fail("token", f"{error}", "make the file readable by this user only (chmod 600)")
         return
-    if source is not None and config.url.startswith("http:") and not way.is_loopback:
+    if source is not None and config.url.startswith("http:") and not server.is_loopback:
         yield warn(
             "token",
             f"the token is sent unencrypted to {config.url}",
@@ -65,7 +65,7 @@ def check_access(config: ClientConfig, way: Way) -> Topic[None]:
             "a proxy must not change responses",
         )
         return
-    yield _who(access, source)
+    yield _caller(access, source)
     if access.kind is not AccessKind.OPEN:
         yield from _rights(config, access)
 
@@ -133,7 +133,7 @@ def _older_server(source: str | None) -> Finding:
     return warn("token", told, f"upgrade the server: it does not check the token from {source}")
 
 
-def _who(access: Access, source: str | None) -> Finding:
+def _caller(access: Access, source: str | None) -> Finding:
     if access.kind is AccessKind.OWNER:
         return ok("token", "none is needed: only this user can reach the server's socket")
     if access.kind is AccessKind.OPEN:

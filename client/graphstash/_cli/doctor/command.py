@@ -126,11 +126,11 @@ def _examine_server(config: ClientConfig, *, with_probe: bool) -> Iterator[Findi
             "none: this job shares nothing and has only the local tier of this host",
             "set GRAPHSTASH_URL to the server of your team, or run `graphstash serve` on this host",
         )
-        way, why = None, _NO_URL
+        server, why = None, _NO_URL
     else:
-        way, why = (yield from _guarded("server", check_server(config))), _NO_SERVER
-    if way is not None:
-        yield from _guarded("token", check_access(config, way))
+        server, why = (yield from _guarded("server", check_server(config))), _NO_SERVER
+    if server is not None:
+        yield from _guarded("token", check_access(config, server))
         if with_probe:
             yield from _guarded("write probe", _topic(probe_lease(config)))
         return

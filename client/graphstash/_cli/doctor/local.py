@@ -67,7 +67,7 @@ def _look_at(root: Path, limit_bytes: int) -> list[Finding]:
 def _refusal(root: Path) -> str:
     """Return why the tier cannot be used, or "". Creates nothing."""
     for folder in (root, *(root / name for name in FOLDERS)):
-        place = next(path for path in (folder, *folder.parents) if _is_there(path))
+        place = next(path for path in (folder, *folder.parents) if _exists(path))
         try:
             if place == folder:
                 os.close(open_own_directory(folder, open_to_others=0o777))
@@ -80,7 +80,7 @@ def _refusal(root: Path) -> str:
     return ""
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
         path.lstat()
     except FileNotFoundError:

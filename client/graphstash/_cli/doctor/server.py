@@ -27,7 +27,7 @@ from graphstash._http.tls import server_context, tls_failure
 from graphstash.config import UNIX, ClientConfig
 from graphstash_schema.protocol import HEADER_PROTOCOL, PROTOCOL_VERSION
 
-__all__ = ["Way", "check_server"]
+__all__ = ["ReachedServer", "check_server"]
 
 _SLOW_SECONDS: Final = 0.1
 """Seconds above which a round trip is noticeable: every download needs at least one."""
@@ -51,7 +51,7 @@ _WRONG_NAME: Final = (62, 64)  # host name, IP address
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ReachedServer:
     """Connection to a server that answers.
 
     Attributes:
@@ -62,7 +62,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
+class _Response:
     """A response as received.
 
     Attributes:
@@ -95,7 +95,7 @@ class _Wire:
     def close(self) -> None:
         self._client.close()
 
-    def get(self, path: str, *, patience_seconds: float = 0.0) -> _Heard:
+    def get(self, path: str, *, patience_seconds: float = 0.0) -> _Response:
         """Send a request and wait `patience_seconds` longer than a job does.
 
         Raises:
@@ -115,10 +115,12 @@ class _Wire:
                 if len(body) > _MAX_BYTES:
                     break
         seconds = monotonic() - started
-        return _Heard(response.status_code, response.headers, bytes(body[:_MAX_BYTES]), seconds, at)
+        return _Response(
+            response.status_code, response.headers, bytes(body[:_MAX_BYTES]), seconds, at
+        )
 
 
-def check_server(config: ClientConfig) -> Topic[Way | None]:
+def check_server(config: ClientConfig) -> Topic[ReachedServer | None]:
     """Check everything up to readiness. Return None if the server is unusable."""
     if config.url.startswith(UNIX):
         with closing(_Wire(config)) as wire:
@@ -135,13 +137,15 @@ def check_server(config: ClientConfig) -> Topic[Way | None]:
         return (yield from _check_answers(config, wire, is_loopback=_is_loopback(address)))
 
 
-def _check_answers(config: ClientConfig, wire: _Wire, *, is_loopback: bool) -> Topic[Way | None]:
-    heard = yield from _check_protocol(config, wire)
-    if heard is None:
+def _check_answers(
+    config: ClientConfig, wire: _Wire, *, is_loopback: bool
+) -> Topic[ReachedServer | None]:
+    response = yield from _check_protocol(config, wire)
+    if response is None:
         return None
-    yield from _check_clock(heard)
+    yield from _check_clock(response)
     yield from _check_readiness(wire)
-    return Way(is_loopback=is_loopback)
+    return ReachedServer(is_loopback=is_loopback)
 
 
 def _check_connection(config: ClientConfig, host: str, port: int) -> Topic[str | None]:
@@ -180,17 +184,17 @@ def _check_connection(config: ClientConfig, host: str, port: int) -> Topic[str |
     return address
 
 
-def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Heard | None]:
+def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Response | None]:
     try:
-        heard = wire.get("/healthz")
+        response = wire.get("/healthz")
     except httpx.HTTPError as error:
         yield _no_answer(config, error)
         return None
-    spoken = heard.headers.get(HEADER_PROTOCOL)
+    spoken = response.headers.get(HEADER_PROTOCOL)
     if spoken is None:
-        yield _stranger(config, heard)
+        yield _other_program(config, response)
         return None
-    release = _word(heard.body, "version")
+    release = _word(response.body, "version")
     if spoken != str(PROTOCOL_VERSION):
         yield fail(
             "server",
@@ -199,10 +203,10 @@ def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Heard | None]:
             "install matching releases: upgrade whichever is older",
         )
         return None
-    if heard.status != 200:
-        yield fail("server", f"GET /healthz answered {heard.status}", "see the server's log")
+    if response.status != 200:
+        yield fail("server", f"GET /healthz answered {response.status}", "see the server's log")
         return None
-    seconds = heard.seconds
+    seconds = response.seconds
     with suppress(httpx.HTTPError):
         # The first request opened the connection. The fastest of three more is the round trip.
         seconds = min(wire.get("/healthz").seconds for _ in range(3))
@@ -216,7 +220,7 @@ def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Heard | None]:
         )
     else:
         yield ok("server", told)
-    return heard
+    return response
 
 
 def _no_answer(config: ClientConfig, error: httpx.HTTPError) -> Finding:
@@ -256,27 +260,27 @@ def _own_certificate(config: ClientConfig) -> str:
     )
 
 
-def _stranger(config: ClientConfig, heard: _Heard) -> Finding:
-    location = heard.headers.get("Location", "")
-    if 300 <= heard.status < 400 and location.startswith("https://"):
+def _other_program(config: ClientConfig, response: _Response) -> Finding:
+    location = response.headers.get("Location", "")
+    if 300 <= response.status < 400 and location.startswith("https://"):
         home = urlsplit(location)
         return fail(
             "server",
             f"{config.url} redirects to {home.scheme}://{home.netloc}, which clients do not follow",
             f"set GRAPHSTASH_URL={home.scheme}://{home.netloc}",
         )
-    if b"SSL certificate" in heard.body:  # nginx reports this over HTTP
+    if b"SSL certificate" in response.body:  # nginx reports this over HTTP
         return fail("TLS", f"{config.url} requires a client certificate", _own_certificate(config))
-    if heard.status >= 500:
+    if response.status >= 500:
         return fail(
             "server",
-            f"{config.url} answered {heard.status} without {HEADER_PROTOCOL}: probably a proxy "
+            f"{config.url} answered {response.status} without {HEADER_PROTOCOL}: probably a proxy "
             "whose server is down",
             "start the server behind it; the proxy's log names it",
         )
     return fail(
         "server",
-        f"{config.url} is not a graphstash server: it answered {heard.status} without "
+        f"{config.url} is not a graphstash server: it answered {response.status} without "
         f"{HEADER_PROTOCOL}",
         "check the port. A proxy must not change the path",
     )
@@ -284,7 +288,7 @@ def _stranger(config: ClientConfig, heard: _Heard) -> Finding:
 
 def _check_readiness(wire: _Wire) -> Topic[None]:
     try:
-        heard = wire.get("/readyz", patience_seconds=_READY_PATIENCE_SECONDS)
+        response = wire.get("/readyz", patience_seconds=_READY_PATIENCE_SECONDS)
     except httpx.HTTPError as error:
         yield fail(
             "readiness",
@@ -292,16 +296,16 @@ def _check_readiness(wire: _Wire) -> Topic[None]:
             "its database or its blob store hangs; see the server's log",
         )
         return
-    if heard.status != 200:
-        problem = problem_of(heard.body)
+    if response.status != 200:
+        problem = problem_of(response.body)
         yield fail(
             "readiness",
-            problem.detail if problem else f"GET /readyz answered {heard.status}",
+            problem.detail if problem else f"GET /readyz answered {response.status}",
             "repair what failed; until then jobs compile what they need. See the server's log",
         )
         return
-    store = _word(heard.body, "blob_store")
-    clock = _word(heard.body, "clock")
+    store = _word(response.body, "blob_store")
+    clock = _word(response.body, "clock")
     if clock not in ("ok", "?"):  # earlier servers do not report it
         yield warn("readiness", clock, "correct the clock of the server's host or database")
     elif store != "ok":
@@ -401,14 +405,14 @@ def _advice(error: ssl.SSLCertVerificationError, host: str) -> str:
     )
 
 
-def _check_clock(heard: _Heard) -> Iterator[Finding]:
+def _check_clock(response: _Response) -> Iterator[Finding]:
     try:
-        told = parsedate_to_datetime(heard.headers.get("Date", ""))
+        told = parsedate_to_datetime(response.headers.get("Date", ""))
         told = told if told.tzinfo else told.replace(tzinfo=UTC)
     except (TypeError, ValueError):
         yield ok("clock", "skipped: the server's answer has no date")
         return
-    seconds = _ahead_seconds(heard.at, told, heard.seconds)
+    seconds = _ahead_seconds(response.at, told, response.seconds)
     side = "ahead of" if seconds > 0 else "behind"
     found = f"this host is {abs(seconds):.0f} s {side} the server"
     advice = "set both clocks by NTP (`timedatectl`): certificates and tokens depend on the time"

@@ -50,7 +50,7 @@ def check_settings(
         )
         return None
     yield ok("settings", _told(environ, overrides))
-    yield from _what_they_mean(config)
+    yield from _consequences(config)
     return config
 
 
@@ -83,7 +83,7 @@ def _unknown_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield ok("settings", f"not settings of a job, perhaps of the server: {', '.join(others)}")
 
 
-def _what_they_mean(config: ClientConfig) -> Iterator[Finding]:
+def _consequences(config: ClientConfig) -> Iterator[Finding]:
     if not config.enabled:
         yield warn(
             "settings",
@@ -104,7 +104,7 @@ def check_signatures(config: ClientConfig) -> Iterator[Finding]:
     """Check the policy and the job's keys, and list which keys each namespace trusts."""
     policy = config.signature_policy
     if policy is SignaturePolicy.OFF:
-        yield from _trust_in_writers(config)
+        yield from _trusted_writers(config)
     if policy is SignaturePolicy.OFF and config.signing_key is None:
         yield ok("signatures", "not configured (GRAPHSTASH_TRUSTED_KEYS, GRAPHSTASH_SIGNING_KEY)")
         return
@@ -129,7 +129,7 @@ def check_signatures(config: ClientConfig) -> Iterator[Finding]:
         yield from _check_own(config, trusted)
 
 
-def _trust_in_writers(config: ClientConfig) -> Iterator[Finding]:
+def _trusted_writers(config: ClientConfig) -> Iterator[Finding]:
     if not config.url:
         yield skipped("trust", "skipped: there is no server")
         return

@@ -154,7 +154,7 @@ class BackwardFusion(Fusion):
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         for module in self.model.modules():
             if isinstance(module, DistributedDataParallel):
-                buckets = Buckets(module, self._updater_of, self._has_come)
+                buckets = Buckets(module, self._updater_of, self._has_gradient)
                 self.keep(buckets)
                 self._reduced |= set(buckets.parameters) & set(trained)
         order = {parameter: number for number, parameter in enumerate(self.names)}
@@ -385,7 +385,7 @@ class BackwardFusion(Fusion):
 
     # The buckets of DDP.
 
-    def _has_come(self, parameter: Tensor) -> bool:
+    def _has_gradient(self, parameter: Tensor) -> bool:
         return parameter in self._came
 
     def _updater_of(self, bucket: GradBucket) -> Callable[[Sequence[Tensor | None]], None] | None:

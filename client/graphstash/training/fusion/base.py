@@ -19,7 +19,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from graphstash.training.fusion.errors import FusionError, named
 from graphstash.training.fusion.guards import Guards
 from graphstash.training.fusion.memory import Memory
-from graphstash.training.fusion.partial_step import PartialStep, bare
+from graphstash.training.fusion.partial_step import PartialStep, undecorated
 from graphstash.training.optimizers.base import SyncFreeOptimizer
 from graphstash.training.sharding import is_flat_parallel, is_sharded, local
 
@@ -293,7 +293,8 @@ def _overridden(kind: type[SyncFreeOptimizer]) -> list[str]:
     return [
         name
         for name in names
-        if callable(known := getattr(base, name, None)) and bare(getattr(kind, name)) != bare(known)
+        if callable(known := getattr(base, name, None))
+        and undecorated(getattr(kind, name)) != undecorated(known)
     ]
 
 

@@ -60,18 +60,18 @@ class Buckets:
 
     def remove(self) -> None:
         """Stop updating: the hook only reduces, as DDP does."""
-        self._state.updater = _nobody
+        self._state.updater = _no_owner
 
 
-def _nobody() -> None:
+def _no_owner() -> None:
     """Return None, as a dead weak reference does."""
 
 
 class _State:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = weakref.ref(ddp)
-        self.updater: Callable[[], Any] = _nobody
-        self.is_used: Callable[[], Any] = _nobody
+        self.updater: Callable[[], Any] = _no_owner
+        self.is_used: Callable[[], Any] = _no_owner
 
 
 def _state_of(ddp: DistributedDataParallel) -> _State | None:

@@ -139,7 +139,7 @@ class ForwardFusion(Fusion):
 
     def _take_gradients(self) -> None:
         for unit in self._all_units:
-            if any(map(_can_be_read_unseen, unit)):
+            if any(map(_has_hidden_readers, unit)):
                 continue  # the step updates the unit
             for parameter in unit:
                 if parameter.grad is not None:
@@ -371,7 +371,7 @@ def _refuse_compiled(name: str) -> None:
     )
 
 
-def _can_be_read_unseen(parameter: Tensor) -> bool:
+def _has_hidden_readers(parameter: Tensor) -> bool:
     return not is_sharded(parameter) and is_held(parameter)
 
 

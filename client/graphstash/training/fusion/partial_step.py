@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from graphstash.training.optimizers.base import SyncFreeOptimizer
 from graphstash.training.optimizers.prepared import PreparedUpdate, prepared
 
-__all__ = ["Options", "PartialStep", "bare", "in_units", "options_of", "small_of"]
+__all__ = ["Options", "PartialStep", "in_units", "options_of", "small_of", "undecorated"]
 
 _UNIT_BYTES: Final = 1024**2
 """Size in bytes up to which small parameters are updated together: each update costs the host about
@@ -74,7 +74,7 @@ class PartialStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._step = bare(type(optimizer).step)
+        self._step = undecorated(type(optimizer).step)
         self._group_of = {
             parameter: number
             for number, group in enumerate(optimizer.param_groups)
@@ -178,7 +178,7 @@ def _scaled(optimizer: Optimizer, found_inf: Tensor, grad_scale: Tensor | None) 
         vars(optimizer).update(before)
 
 
-def bare(step: Any) -> Any:
+def undecorated(step: Any) -> Any:
     """Return a class's own `step` without hooks and profiling, which belong to the whole step."""
     while getattr(step, "hooked", False):
         step = step.__wrapped__

@@ -42,8 +42,8 @@ from graphstash.training.optimizers.base import (
     at_least,
     can_be_squared,
     options_in,
+    require_count,
     selecting,
-    so_many,
 )
 from graphstash.training.sharding import is_sharded
 
@@ -141,7 +141,7 @@ class Adafactor(SyncFreeOptimizer):
         at_least(group, 1, "d")
         if not group["beta2_decay"] <= 0:
             raise ValueError(f"beta2_decay must be at most 0 (got {group['beta2_decay']})")
-        so_many(group, 2, "eps")
+        require_count(group, 2, "eps")
         eps1, eps2 = group["eps"]
         at_least({"eps[0]": 0 if eps1 is None else eps1, "eps[1]": eps2}, 0, "eps[0]", "eps[1]")
 

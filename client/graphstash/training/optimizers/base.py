@@ -53,8 +53,8 @@ __all__ = [
     "can_be_squared",
     "decayed",
     "options_in",
+    "require_count",
     "selecting",
-    "so_many",
 ]
 
 Options = tuple[Any, ...]
@@ -233,7 +233,7 @@ def at_least(group: Group, least: float, *names: str) -> None:
             raise ValueError(f"{name} must be at least {least} (got {value})")
 
 
-def so_many(group: Group, count: int, name: str) -> None:
+def require_count(group: Group, count: int, name: str) -> None:
     """Reject an option of a group that is not a tuple or a list of `count` elements.
 
     Raises:
@@ -344,7 +344,7 @@ class SyncFreeOptimizer(Optimizer):
     def _check(self, group: Group) -> None:
         at_least(group, 0, *self._nonnegative)
         if "betas" in group:
-            so_many(group, 2, "betas")
+            require_count(group, 2, "betas")
             self._check_betas(*group["betas"])
 
     def _check_betas(self, *betas: float) -> None:

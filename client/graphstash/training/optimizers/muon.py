@@ -35,8 +35,8 @@ from graphstash.training.optimizers.base import (
     SyncFreeOptimizer,
     TorchOptions,
     options_in,
+    require_count,
     selecting,
-    so_many,
 )
 from graphstash.training.optimizers.cohort import Cohort
 from graphstash.training.sharding import is_sharded
@@ -173,7 +173,7 @@ class Muon(SyncFreeOptimizer):
             raise ValueError(
                 f"ns_steps must be a whole number from 1 to 99 (got {group['ns_steps']})"
             )
-        so_many(group, 3, "ns_coefficients")
+        require_count(group, 3, "ns_coefficients")
         if group["adjust_lr_fn"] not in (None, *_RATIOS):
             raise ValueError(
                 f"adjust_lr_fn must be None, {' or '.join(_RATIOS)} (got {group['adjust_lr_fn']})"

@@ -1,6 +1,6 @@
 """The block-sparse all-reduce: first a bitmap, then the blocks of the union, slot by slot.
 
-    mark     -- MAX over the ranks -->  whether all ranks sum the same  (16 bytes)
+    hash     -- MAX over the ranks -->  whether all ranks sum the same  (16 bytes)
     bitmap   -- OR over the ranks -->   union                           (one bit for each block)
     blocks of the union, packed  -- SUM over the ranks -->  written back in place
 
@@ -38,7 +38,7 @@ class Sent(NamedTuple):
         blocks: Blocks of the tensor; 0 if it was sent whole without a look at its blocks.
         own_blocks: Blocks that were nonzero on this rank.
         union_blocks: Blocks that were nonzero on at least one rank.
-        bitmap_bytes: Bytes sent to agree on the union: mark and bitmap, or through aggregators
+        bitmap_bytes: Bytes sent to agree on the union: hash and bitmap, or through aggregators
             everything but the blocks.
         block_bytes: Bytes of the blocks that were sent.
         dense_bytes: Bytes of the whole tensor.
@@ -140,7 +140,7 @@ class BlockSparseAllReduce:
     ) -> Sent:
         began = time.perf_counter()
         blocks = BlockView(flat, self.block_size)
-        mark = _Mark(
+        check = _SameCallCheck(
             f"{flat.numel()} {flat.dtype} in blocks of {self.block_size}, "
             f"{scale=}, {wire_dtype=}, {dense_above=}",
             flat.device,
@@ -149,7 +149,7 @@ class BlockSparseAllReduce:
         nonzero = blocks.nonzero()
         own = int(nonzero.sum())
         looked = time.perf_counter()
-        mark.require_same()
+        check.require_same()
         require_floats(flat, wire_dtype)
         union, bitmap_bytes = self.union_of(nonzero)
         chosen = union.nonzero().flatten()
@@ -163,7 +163,7 @@ class BlockSparseAllReduce:
             blocks.count,
             own,
             len(chosen),
-            bitmap_bytes + mark.nbytes,
+            bitmap_bytes + check.nbytes,
             block_bytes,
             flat.nbytes,
             looked - began + pack,
@@ -221,7 +221,7 @@ def _scaled(values: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:
     return values if dtype is None else values.to(dtype)
 
 
-class _Mark:
+class _SameCallCheck:
     """Checks that all ranks sum the same, while this rank looks for its nonzero blocks.
 
     All ranks max-reduce 8 bytes of a hash, each byte b together with 255 - b. If every pair still
@@ -230,18 +230,18 @@ class _Mark:
 
     def __init__(self, text: str, device: torch.device, group: Any) -> None:
         digest = hashlib.sha256(text.encode()).digest()[:8]
-        marks = [*digest, *(255 - byte for byte in digest)]
+        pairs = [*digest, *(255 - byte for byte in digest)]
         self._text, self._group = text, group
-        self._marks = torch.tensor(marks, dtype=torch.uint8, device=device)
-        self.nbytes = self._marks.nbytes
+        self._bytes = torch.tensor(pairs, dtype=torch.uint8, device=device)
+        self.nbytes = self._bytes.nbytes
         self._work = distributed.all_reduce(
-            self._marks, distributed.ReduceOp.MAX, group=group, async_op=True
+            self._bytes, distributed.ReduceOp.MAX, group=group, async_op=True
         )
 
     def require_same(self) -> None:
         """Raise ConfigError on every rank if the ranks sum different tensors."""
         self._work.wait()
-        digest, rest = self._marks.int().view(2, 8)
+        digest, rest = self._bytes.int().view(2, 8)
         if bool((digest + rest != 255).any()):
             require_same(
                 self._group,

@@ -113,7 +113,7 @@ class BlockView:
         Args:
             chosen: Numbers of the blocks, ascending, int64.
         """
-        ends_short = self._ends_short(chosen)
+        ends_short = self._ends_with_tail(chosen)
         full = chosen[:-1] if ends_short else chosen
         elements = len(full) * self._size
         packed = self._tail.new_empty(elements + (len(self._tail) if ends_short else 0))
@@ -123,14 +123,14 @@ class BlockView:
 
     def unpack(self, chosen: Tensor, packed: Tensor) -> None:
         """Write packed blocks back in place; the inverse of `pack`."""
-        ends_short = self._ends_short(chosen)
+        ends_short = self._ends_with_tail(chosen)
         full = chosen[:-1] if ends_short else chosen
         elements = len(full) * self._size
         self._whole.index_copy_(0, full, packed[:elements].view(len(full), self._size))
         if ends_short:
             self._tail.copy_(packed[elements:])
 
-    def _ends_short(self, chosen: Tensor) -> bool:
+    def _ends_with_tail(self, chosen: Tensor) -> bool:
         return len(self._tail) > 0 and len(chosen) > 0 and int(chosen[-1]) == len(self._whole)
 
 

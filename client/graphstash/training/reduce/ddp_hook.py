@@ -228,7 +228,7 @@ class SparseState:
             wire_dtype=self._wire_dtype,
             dense_above=gate.limit,
         )
-        gate.saw(sent.union_density)
+        gate.record(sent.union_density)
         self._count(key, sent)
         return gradients
 

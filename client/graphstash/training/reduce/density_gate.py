@@ -9,7 +9,7 @@ __all__ = ["DensityGate"]
 class DensityGate:
     """Switches between sparse and dense sending, with hysteresis.
 
-    Call `skips` before each send, and `saw` after a look at the blocks. While dense, the gate
+    Call `skips` before each send, and `record` after a look at the blocks. While dense, the gate
     skips 1, 2, 4, ... and at most `longest` sends between two looks. A tensor that stays dense
     therefore costs almost nothing. The gate needs the density of the union, which is the same on
     every rank.
@@ -48,7 +48,7 @@ class DensityGate:
             return True
         return False
 
-    def saw(self, union_density: float) -> None:
+    def record(self, union_density: float) -> None:
         """Record the density that a look has found."""
         was_dense, self.is_dense = self.is_dense, union_density > self.limit
         if self.is_dense:

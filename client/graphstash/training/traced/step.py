@@ -202,9 +202,9 @@ class TracedStep(ABC, Generic[R]):
 
     def _refuse(self, reason: str) -> None:
         self._refused = True
-        self._be_lazy(reason)
+        self._fall_back(reason)
 
-    def _be_lazy(self, reason: str) -> None:
+    def _fall_back(self, reason: str) -> None:
         self.mode = "lazy"
         self.reason = reason
         if reason not in self._warned:

@@ -185,7 +185,7 @@ class CudaGraphStep(TracedStep[R]):
         capture = self._captures.get(structure)
         if capture is None:
             if structure not in self._steps and len(self._steps) >= STRUCTURES:
-                self._be_lazy(
+                self._fall_back(
                     f"batches and the host's state have more than {STRUCTURES} structures; pad "
                     "batches, and use the optimizers of graphstash.training for scheduled values"
                 )

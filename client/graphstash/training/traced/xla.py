@@ -161,7 +161,7 @@ class XlaStep(TracedStep[R]):
             and structure not in self._records
             and len(self._programs.keys() | self._records.keys()) >= STRUCTURES
         ):
-            self._be_lazy(
+            self._fall_back(
                 f"batches (or modes of the model) have more than {STRUCTURES} structures; each "
                 "shape, dtype and Python value in a batch makes one: pad batches, or pass tensors"
             )

@@ -12,7 +12,7 @@ class CheckedOutput:
     """An array between two guard bands; needs numpy.
 
         output = CheckedOutput((512, 512), "float32")
-        output.soil()
+        output.fill_with_garbage()
         kernel(a, b, output.array)
         return output.holds(a @ b, tolerance=1e-3)
 
@@ -36,9 +36,9 @@ class CheckedOutput:
         self._guards = (memory[skipped:first], memory[end : end + _GUARD_BYTES])
         self._patterns: tuple[Any, ...] = ()
         self.array = memory[first:end].view(empty.dtype).reshape(shape)
-        self.soil()
+        self.fill_with_garbage()
 
-    def soil(self) -> None:
+    def fill_with_garbage(self) -> None:
         """Fill the array with new garbage, and the guard bands with a new pattern.
 
         The garbage is far from 0, so that a kernel that adds to it gives a wrong result.

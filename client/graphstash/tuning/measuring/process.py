@@ -113,12 +113,12 @@ class MeasuringProcess:
             packet = self.channel.recv(MAX_MESSAGE_BYTES + 1)
         except BlockingIOError:
             if self._has_ended():
-                raise EndedError(self._how_it_ended()) from None
+                raise EndedError(self._exit_description()) from None
             return None
         except OSError as error:
             raise EndedError(str(error)) from error
         if not packet:
-            raise EndedError(self._how_it_ended())
+            raise EndedError(self._exit_description())
         try:
             message = json.loads(packet)
             is_its = message["token"] == self._token
@@ -157,7 +157,7 @@ class MeasuringProcess:
             return False
         return True
 
-    def _how_it_ended(self) -> str:
+    def _exit_description(self) -> str:
         self.lifeline.settimeout(_END_SECONDS)
         status = b""
         with contextlib.suppress(OSError):

@@ -22,14 +22,14 @@ from typing import Final
 from graphstash.tuning.measuring.measurement import Method
 from graphstash.tuning.measuring.target import Kernel, Target
 
-__all__ = ["Built", "only_here", "take_samples"]
+__all__ = ["Built", "ending_forks", "take_samples"]
 
 _MAX_CALLS: Final = 1_000_000
 """Most calls of a kernel for one sample, in case a clock stands still."""
 
 
 @contextmanager
-def only_here() -> Iterator[None]:
+def ending_forks() -> Iterator[None]:
     """End forked copies of this process when they leave the block.
 
     They would otherwise measure and answer beside this process.
@@ -67,7 +67,7 @@ class Built:
     def attempt(self, word: str, call: Callable[[], object]) -> object:
         """Return a call's result; if it raises, fail with the given word."""
         try:
-            with only_here():
+            with ending_forks():
                 return call()
         except MemoryError as error:
             self.fail("memory", repr(error))
@@ -116,7 +116,7 @@ def _begin(target: Target, built: Built, method: Method) -> None:
             _check(target, built)
     _warm_up(target, built, method)
     if built.kernel is None:
-        with suppress(Exception), only_here():  # the last check raises the same error
+        with suppress(Exception), ending_forks():  # the last check raises the same error
             target.renew()
 
 

@@ -30,7 +30,7 @@ from reprlib import repr as short
 from typing import Any, Final
 
 from graphstash.tuning.measuring.measurement import Method
-from graphstash.tuning.measuring.sampling import Built, only_here, take_samples
+from graphstash.tuning.measuring.sampling import Built, ending_forks, take_samples
 from graphstash.tuning.measuring.target import Kernel, Target
 
 __all__ = ["LAST", "MAX_MESSAGE_BYTES", "MORE", "is_starting", "main"]
@@ -67,7 +67,7 @@ def main(channel_number: int, payload_number: int) -> None:
     try:
         if method.memory_bytes is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (method.memory_bytes, method.memory_bytes))
-        with only_here():
+        with ending_forks():
             is_starting = True
             multiprocessing.spawn.prepare(payload["preparation"])
             is_starting = False

@@ -106,7 +106,7 @@ def _fitting(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap `get` of Helion's caches, which have the kernel, unlike the backend."""
 
     @wraps(get)
-    def found_that_fits(cache: Any) -> Any:
+    def found_if_valid(cache: Any) -> Any:
         backend = getattr(cache, "_backend", None)
         if not isinstance(backend, TeamBackend):
             return get(cache)
@@ -120,7 +120,7 @@ def _fitting(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return None
         return config
 
-    return found_that_fits
+    return found_if_valid
 
 
 for _cache in (RemoteAutotuneCache, StrictRemoteAutotuneCache):

@@ -31,7 +31,7 @@ from graphstash.tuning.memory.findings import Finding
 from graphstash.tuning.memory.process import record_failure, team_memory
 from graphstash.tuning.memory.team import Schedule, Search, TeamMemory
 from graphstash.tuning.space import MAX_COST, Configuration
-from graphstash.tuning.targets.inductor_candidates import CandidateSpace, problem_of, told_of
+from graphstash.tuning.targets.inductor_candidates import CandidateSpace, identity_of, problem_of
 
 __all__ = ["TeamGemms", "install"]
 
@@ -158,7 +158,7 @@ def _answer(
 ) -> dict[Any, float] | None:
     """Return the candidate to use, with its milliseconds, or None to let torch tune alone."""
     memory = team_memory()
-    space = CandidateSpace((told_of(choice), choice) for choice in choices)
+    space = CandidateSpace((identity_of(choice), choice) for choice in choices)
     if memory is None or not 1 < space.size == len(choices):
         return None
     problem = problem_of(name, nodes)

@@ -15,7 +15,7 @@ from graphstash.tuning.space import Configuration
 from graphstash.tuning.spaces.listed import ListedSpace
 from graphstash.tuning.targets.torch_device import device_type_of
 
-__all__ = ["CandidateSpace", "problem_of", "told_of", "told_of_template"]
+__all__ = ["CandidateSpace", "identity_of", "problem_of", "template_identity"]
 
 _COUNTED: Final = re.compile(r"_\d+$")
 """Suffix with which torch numbers the kernels of a process."""
@@ -88,7 +88,7 @@ def problem_of(name: str, nodes: Sequence[Any]) -> Problem:
     )
 
 
-def told_of_template(choice: Any) -> dict[str, str]:
+def template_identity(choice: Any) -> dict[str, str]:
     """Identify a `KernelTemplateChoice` by its template and the template's parameters."""
     given = choice.params.to_serializeable_dict()
     if (source := getattr(choice.template, "src_hash", None)) is not None:
@@ -99,10 +99,10 @@ def told_of_template(choice: Any) -> dict[str, str]:
     }
 
 
-def told_of(choice: Any) -> dict[str, str]:
+def identity_of(choice: Any) -> dict[str, str]:
     """Identify a `ChoiceCaller` by its template, or else by its name and description."""
     if (made_of := choice.annotations.get("ktc")) is not None:
-        return told_of_template(made_of)
+        return template_identity(made_of)
     return {"template": _COUNTED.sub("", choice.name), "parameters": choice.description}
 
 

@@ -23,7 +23,7 @@ from graphstash.tuning.memory.process import record_failure, team_memory
 from graphstash.tuning.targets.inductor_candidates import (
     CandidateSpace,
     problem_of,
-    told_of_template,
+    template_identity,
 )
 
 __all__ = ["TeamChoices", "register"]
@@ -36,11 +36,11 @@ _torch: Final[Any] = choices
 
 def register() -> Callable[[], None]:
     """Register the team's table beside a user's table; return the function that undoes this."""
-    _keeping_the_users(lambda: _torch.register_inductor_choices(_NAME, TeamChoices))
-    return lambda: _keeping_the_users(lambda: _torch.unregister_inductor_choices(_NAME))
+    _keeping_user_handler(lambda: _torch.register_inductor_choices(_NAME, TeamChoices))
+    return lambda: _keeping_user_handler(lambda: _torch.unregister_inductor_choices(_NAME))
 
 
-def _keeping_the_users(change: Callable[[], None]) -> None:
+def _keeping_user_handler(change: Callable[[], None]) -> None:
     """Change torch's handler of choices, but keep a handler that the user has set.
 
     With a handler from `V.set_choices_handler`, there is no team table.
@@ -110,7 +110,7 @@ class TeamChoices(LookupTableChoices):  # type: ignore[misc] # as above
         if memory is None or key is None or len(all_offered) < 3 or not _is_tuned():
             return {}
         space = CandidateSpace(
-            ((told_of_template(each), each) for each in all_offered),
+            ((template_identity(each), each) for each in all_offered),
             complete_for=frozenset(offered),
         )
         found = memory.find(problem_of(op_name, kernel_inputs.nodes()), space)

@@ -51,7 +51,7 @@ class Aggregator:
     """Aggregator number `number` in one session with `world` workers.
 
     A worker counts as dead after `lost_after_seconds` of silence. Times are in seconds of any
-    monotonic clock. WELCOME tells workers `room_bytes`, the size of the receive buffer.
+    monotonic clock. WELCOME tells workers `buffer_bytes`, the size of the receive buffer.
 
     Attributes:
         failure: Why the session has failed, or None.
@@ -65,13 +65,13 @@ class Aggregator:
         world: int,
         now: float,
         lost_after_seconds: float,
-        room_bytes: int = 0,
+        buffer_bytes: int = 0,
     ) -> None:
         self._seal = seal
         self._number = number
         self._world = world
         self._lost_after = lost_after_seconds
-        self._room_bytes = room_bytes
+        self._buffer_bytes = buffer_bytes
         self._addresses: dict[int, Hashable] = {}
         self._heard = [now] * world
         self._alive = [0] * world
@@ -98,7 +98,7 @@ class Aggregator:
             return self._open(header, source, len(message.body), now)
         match header.kind if address == source else None:
             case Kind.ALIVE:
-                return self._alive_again(header, source, now)
+                return self._record_heartbeat(header, source, now)
             case Kind.LEAVE:
                 return self._leave(header, message.text, source)
             case Kind.DATA | Kind.ASK if header.slot < MAX_SLOTS:
@@ -135,10 +135,10 @@ class Aggregator:
         self._addresses[header.rank] = source
         if not self._alive[header.rank]:  # a replayed OPEN must not keep a dead worker alive
             self._heard[header.rank] = now
-        welcome = header._replace(kind=Kind.WELCOME, filled=0, elements=self._room_bytes)
+        welcome = header._replace(kind=Kind.WELCOME, filled=0, elements=self._buffer_bytes)
         return [Reply(source, self._seal.close(welcome, bytes(body_bytes)))]
 
-    def _alive_again(self, header: Header, source: Hashable, now: float) -> list[Reply]:
+    def _record_heartbeat(self, header: Header, source: Hashable, now: float) -> list[Reply]:
         if header.round > self._alive[header.rank]:  # otherwise a replay
             self._alive[header.rank] = header.round
             self._heard[header.rank] = now
@@ -186,7 +186,7 @@ class Aggregator:
             return _closed(self._left)
         if slot.tensor is not None and slot.tensor.tensor_fields != header.tensor_fields:
             return f"{DIFFERENT}{_tensor_text(slot.tensor)}; {_tensor_text(header)}"
-        if header.kind != Kind.DATA or not _is_sound(message) or not slot.goes_on_with(message):
+        if header.kind != Kind.DATA or not _is_sound(message) or not slot.accepts(message):
             return f"rank {header.rank} has sent what aggregator {self._number} cannot read"
         return None
 
@@ -227,7 +227,7 @@ class _Slot:
         self._begin = 0
         self._waiting: list[list[tuple[Numbers, Values]]] = [[] for _ in range(world)]
 
-    def goes_on_with(self, message: Message) -> bool:
+    def accepts(self, message: Message) -> bool:
         """Check a rank's DATA against the tensor and the round. Its block numbers have to ascend,
         from the beginning of the round or later, and stay below the rank's next block. A rank must
         not send blocks while earlier blocks of it wait.

@@ -27,7 +27,7 @@ from graphstash.training.reduce.aggregators.datagrams import (
 from graphstash.training.reduce.aggregators.errors import AggregationError
 from graphstash.training.reduce.aggregators.worker import Outgoing, Totals, Worker
 
-__all__ = ["Client", "Counters", "Way"]
+__all__ = ["Client", "Counters", "PathLimits"]
 
 _OPEN_AGAIN_SECONDS: Final = 0.1
 _LARGEST_SECONDS: Final = 1.0
@@ -65,13 +65,13 @@ class Counters:
 
 
 @dataclass
-class Way:
+class PathLimits:
     """How one rank reaches the aggregators: sizes of datagrams that reach all aggregators and come
     back, ascending, and the smallest receive buffer of this rank and the aggregators, in bytes.
     """
 
     payload_bytes: list[int]
-    room_bytes: int
+    buffer_bytes: int
 
 
 class Client:
@@ -104,7 +104,7 @@ class Client:
         self._clock = AwakeClock()
         self._closing = threading.Event()
         self._thread = threading.Thread(
-            target=self._say_that_it_lives, name="graphstash-alive", daemon=True
+            target=self._send_heartbeats, name="graphstash-alive", daemon=True
         )
         try:
             for number, address in enumerate(addresses):
@@ -114,7 +114,7 @@ class Client:
             self._close_sockets()
             raise
 
-    def open(self, sizes: Sequence[int]) -> Way:
+    def open(self, sizes: Sequence[int]) -> PathLimits:
         """Begin the session with every aggregator, and find out which datagram sizes pass.
 
         Tries all `sizes`, in bytes, and stops a second after the first size has passed everywhere.
@@ -123,7 +123,7 @@ class Client:
             AggregationError: an aggregator does not answer, or refuses the session.
         """
         passed: list[set[int]] = [set() for _ in self._addresses]
-        rooms = [sockets.room_of(each) for each in self._sockets]
+        buffers = [sockets.receive_buffer_of(each) for each in self._sockets]
         began = again = since = time.monotonic()
         while True:
             now = time.monotonic()
@@ -151,9 +151,9 @@ class Client:
                     raise AggregationError(message.text)
                 if message.header.kind == Kind.WELCOME:
                     passed[number].add(len(datagram))
-                    rooms.append(message.header.elements)
+                    buffers.append(message.header.elements)
         self._thread.start()
-        return Way(sorted(common), min(rooms))
+        return PathLimits(sorted(common), min(buffers))
 
     def reduce(
         self,
@@ -204,12 +204,12 @@ class Client:
                 header = Header(Kind.LEAVE, rank=self._rank, aggregator=number)
                 farewell = self._seals[number].close(header, why.encode()[:_MAX_WHY_BYTES])
                 sockets.send(self._sockets[number], farewell)
-            missing -= self._let_go(time.monotonic() + _LEAVE_AGAIN_SECONDS, len(missing))
+            missing -= self._await_leaves(time.monotonic() + _LEAVE_AGAIN_SECONDS, len(missing))
         if self._thread.ident is not None:
             self._thread.join()
         self._close_sockets()
 
-    def _let_go(self, until: float, missing: int) -> set[int]:
+    def _await_leaves(self, until: float, missing: int) -> set[int]:
         """Return the aggregators that have confirmed LEAVE or are gone."""
         gone: set[int] = set()
         while len(gone) < missing and (now := time.monotonic()) < until:
@@ -250,7 +250,7 @@ class Client:
             body = bytes(size - OVERHEAD_BYTES)
             sockets.send(self._sockets[aggregator], self._seals[aggregator].close(header, body))
 
-    def _say_that_it_lives(self) -> None:
+    def _send_heartbeats(self) -> None:
         count = 0
         while not self._closing.wait(self._lost_after / 5):
             count += 1

@@ -49,11 +49,11 @@ def _single_to_half(values: _Array) -> _Array:
         return values.astype(np.float16)
 
 
-def _brain_to_single(bits: _Array) -> _Array:
+def _bfloat16_to_single(bits: _Array) -> _Array:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _single_to_brain(values: _Array) -> _Array:
+def _single_to_bfloat16(values: _Array) -> _Array:
     """Round to nearest, ties to even. NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))
@@ -68,7 +68,7 @@ ELEMENTS: Final = {
     1: _plain("float32"),
     2: _plain("float64"),
     3: Element("float16", np.dtype(np.float16), _half_to_single, _single_to_half),
-    4: Element("bfloat16", np.dtype(np.uint16), _brain_to_single, _single_to_brain),
+    4: Element("bfloat16", np.dtype(np.uint16), _bfloat16_to_single, _single_to_bfloat16),
     5: _plain("int8"),
     6: _plain("int16"),
     7: _plain("int32"),

@@ -105,7 +105,7 @@ class Server:
             world=header.filled,
             now=now,
             lost_after_seconds=header.round / 1000,
-            room_bytes=sockets.room_of(self._socket),
+            buffer_bytes=sockets.receive_buffer_of(self._socket),
         )
 
     def _tick(self, now: float) -> None:

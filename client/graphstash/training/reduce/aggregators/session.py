@@ -21,7 +21,7 @@ from torch import distributed
 from graphstash.errors import ConfigError, GraphstashError
 from graphstash.training.reduce.aggregators import sockets
 from graphstash.training.reduce.aggregators.block_rows import BlockRows
-from graphstash.training.reduce.aggregators.client import Client, Counters, Way
+from graphstash.training.reduce.aggregators.client import Client, Counters, PathLimits
 from graphstash.training.reduce.aggregators.colocated import ColocatedAggregator
 from graphstash.training.reduce.aggregators.datagrams import Operation, Seal
 from graphstash.training.reduce.aggregators.errors import AggregationError
@@ -110,8 +110,8 @@ class Session:
                 addresses = offers[0].addresses
                 keys = [self._secret] * len(addresses)
             seals = [Seal(key, offers[0].session) for key in keys]
-            ways = _gathered(group, self._way(addresses, seals, settings, rank, world))
-            self.payload_bytes, slots = _agreed(ways, settings, world)
+            limits = _gathered(group, self._path_limits(addresses, seals, settings, rank, world))
+            self.payload_bytes, slots = _agreed(limits, settings, world)
             self._worker = Worker(
                 seals,
                 rank=rank,
@@ -218,14 +218,14 @@ class Session:
         addresses = [sockets.parsed(each) for each in settings.aggregators]
         return addresses, hashlib.sha256(self._secret).digest()
 
-    def _way(
+    def _path_limits(
         self,
         addresses: Sequence[sockets.Address],
         seals: Sequence[Seal],
         settings: Settings,
         rank: int,
         world: int,
-    ) -> Way | str:
+    ) -> PathLimits | str:
         """Return how this rank reaches the aggregators, or a text that says why it does not."""
         sizes = _PAYLOADS if settings.payload_bytes is None else (settings.payload_bytes,)
         try:
@@ -290,16 +290,16 @@ def _require_agreement(offers: Sequence[_Offer], settings: Settings) -> None:
             )
 
 
-def _agreed(found: Sequence[Way | str], settings: Settings, world: int) -> tuple[int, int]:
+def _agreed(found: Sequence[PathLimits | str], settings: Settings, world: int) -> tuple[int, int]:
     """Return datagram bytes and slots per aggregator, the same on all ranks. The smallest receive
     buffer has to hold the datagrams of all ranks at once; otherwise many would be lost.
     """
     problems = [each for each in found if isinstance(each, str)]
     if problems:
         raise AggregationError(problems[0])
-    ways = [each for each in found if isinstance(each, Way)]
-    room = min(way.room_bytes for way in ways) // 2  # Linux also counts its own overhead
-    common = sorted(set.intersection(*(set(way.payload_bytes) for way in ways)))
+    limits = [each for each in found if isinstance(each, PathLimits)]
+    room = min(each.buffer_bytes for each in limits) // 2  # Linux also counts its own overhead
+    common = sorted(set.intersection(*(set(each.payload_bytes) for each in limits)))
     if not common:
         raise AggregationError("no size of datagrams passes between all ranks and aggregators")
     fitting = [size for size in common if size * world <= room]

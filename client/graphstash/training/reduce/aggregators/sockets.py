@@ -16,8 +16,8 @@ __all__ = [
     "connected",
     "is_refused",
     "parsed",
+    "receive_buffer_of",
     "received",
-    "room_of",
     "send",
 ]
 
@@ -81,7 +81,7 @@ def address_of(name: Name) -> Address:
     return str(name[0]), int(name[1])
 
 
-def room_of(at: socket.socket) -> int:
+def receive_buffer_of(at: socket.socket) -> int:
     """Return how many bytes of datagrams the receive buffer holds. Linux reports twice the size
     that was set, and also counts its overhead for each datagram.
     """

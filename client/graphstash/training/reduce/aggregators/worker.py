@@ -188,7 +188,7 @@ class Worker:
                 stream.is_repeated = True
                 stream.wait = min(stream.wait * 2, self._patience.longest)
                 stream.due = now + stream.wait
-                self._patience.had_to(stream.wait)
+                self._patience.record_resend(stream.wait)
                 again.append(Outgoing(stream.aggregator, stream.datagram, is_again=True))
         return again
 
@@ -225,7 +225,7 @@ class Worker:
         self._finished_rounds += 1
         self._heard[stream.aggregator] = now
         if not stream.is_repeated:  # after a resend, the round trip is ambiguous (Karn)
-            self._patience.saw(now - stream.sent)
+            self._patience.record_round_trip(now - stream.sent)
         stream.round += 1
         self._rounds[stream.aggregator, stream.header.slot] = stream.round
         if message.header.next == END:
@@ -290,13 +290,13 @@ class _Patience:
         self._usual: float | None = None
         self._deviation = 0.0
 
-    def had_to(self, wait: float) -> None:
+    def record_resend(self, wait: float) -> None:
         """Raise the next wait to that of a resent datagram. On a link slower than the first wait,
         every datagram is resent, and no round trip can be measured.
         """
         self.seconds = max(self.seconds, wait)
 
-    def saw(self, seconds: float) -> None:
+    def record_round_trip(self, seconds: float) -> None:
         if self._usual is None:
             self._usual, self._deviation = seconds, seconds / 2
         else:
