@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from graphstash.tuning.measuring import Budget, MakeExecutor, Measurement, Method, Pool, Target
+from graphstash.tuning.measuring import Budget, MakeExecutor, Method, Pool, Target
 from graphstash.tuning.memory.findings import Finding
 from graphstash.tuning.memory.problem import Problem
 from graphstash.tuning.memory.process import team_memory
@@ -111,8 +111,8 @@ def tune(
             workers=workers,
             method=method,
             executor=executor,
-            known=[_measurement(each, space) for each in turn.known.values()],
-            publish=lambda measurement: turn.publish(_finding(measurement, space)),
+            known=[each.named(space) for each in turn.known.values()],
+            publish=lambda measurement: turn.publish(measurement.within(space)),
         )
         _log.info(
             "%s: %d measurements in %.0f s, %d were known; ended by %s",
@@ -122,7 +122,7 @@ def tune(
             found.known,
             found.ended,
         )
-        return None if found.measurement is None else _finding(found.measurement, space)
+        return None if found.measurement is None else found.measurement.within(space)
 
     memory = team_memory()
     if memory is None:
@@ -148,21 +148,6 @@ def _measuring(task: Task, method: Method | None, executor: MakeExecutor) -> Ite
 
         def measure(configuration: Configuration) -> Finding:
             (measured,) = pool.compare([task.space.named(configuration)])
-            return _finding(measured, task.space)
+            return measured.within(task.space)
 
         yield measure
-
-
-def _finding(measured: Measurement, space: SearchSpace) -> Finding:
-    return Finding(
-        space.configuration(measured.configuration),
-        measured.cost,
-        measured.spread,
-        measured.count,
-        measured.failure,
-    )
-
-
-def _measurement(found: Finding, space: SearchSpace) -> Measurement:
-    named = space.named(found.configuration)
-    return Measurement(named, found.cost, found.spread, found.count, found.failure)

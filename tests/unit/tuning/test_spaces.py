@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphstash.tuning.memory.findings import Finding
+from graphstash.tuning.memory.findings import read
 from graphstash.tuning.space import EmptySpaceError, SpaceError
 from graphstash.tuning.spaces import (
     GemmSpace,
@@ -344,7 +344,8 @@ def test_a_finding_has_the_types_of_its_parameters_values(values, told, is_its):
     space = ParameterSpace({"a": values})
     record = {"configuration": {"a": told}, "cost": 1, "spread": 0, "count": 1, "failure": None}
     with nullcontext() if is_its else pytest.raises(ValueError, match="types"):
-        assert Finding.from_json(record, space).configuration == (told,)
+        (found,) = read(json.dumps({"measurements": [record]}).encode(), space)
+        assert found.configuration == (told,)
 
 
 @pytest.fixture

@@ -1,16 +1,24 @@
 """Measurements of configurations, how thoroughly to measure, and when a search ends."""
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from reprlib import repr as short
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, cast
+
+from typing_extensions import TypeVar
 
 from graphstash.tuning.search.base import Trial
-from graphstash.tuning.space import MAX_COST, SearchSpace, Value
+from graphstash.tuning.space import MAX_COST, Configuration, SearchSpace, Value
 
-__all__ = ["FAILURES", "Budget", "Measurement", "Method"]
+__all__ = ["FAILURES", "FIELDS", "Budget", "Measurement", "Method", "named_values"]
+
+C = TypeVar("C", default=dict[str, Value])
+
+FIELDS: Final = ("configuration", "cost", "spread", "count", "failure")
+"""Fields of a stored measurement."""
 
 FAILURES: Final = {
     "compile": "building it raised an error",
@@ -23,69 +31,92 @@ FAILURES: Final = {
 }
 """Why a configuration has no cost, and what that means."""
 
-
 _MAX_SAMPLES: Final = 1000
+_MAX_COUNT: Final = 10**6
+_FAILURE: Final = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 
 
-class Measurement(NamedTuple):
-    """The result of measuring a configuration.
+@dataclass(frozen=True)
+class Measurement(Generic[C]):
+    """The result of measuring a configuration, on one host or on all of them.
 
     The cost is the median of the samples, which tolerates outliers of any size in up to half of
     them; nothing is trimmed. Measurements are stored as `to_json` returns them.
 
     Attributes:
-        configuration: value of each parameter by its name.
-        cost: cost of one call in seconds, or in the target's unit; None if it failed.
+        configuration: value of each parameter by its name, or a configuration of a space.
+        cost: cost of one call in seconds, or in the target's unit, above 0 and at most `MAX_COST`;
+            None if it failed.
         spread: interquartile range of the samples, in the unit of the cost; 0 for a single one.
-        count: number of samples; 0 if it failed.
-        failure: a key of `FAILURES`; None if it has a cost.
+        count: number of samples, at most 1,000,000; 0 if it failed.
+        failure: why it has no cost, a lower-case word such as a key of `FAILURES`; None if it has.
+        hosts: self-reported names of the measuring hosts; shown, never trusted, and not stored.
+
+    Raises:
+        ValueError: on construction, if a value is out of range. The message says which.
     """
 
-    configuration: dict[str, Value]
+    configuration: C
     cost: float | None
-    spread: float
-    count: int  # type: ignore[assignment] # hides a method of tuples
-    failure: str | None
+    spread: float = 0.0
+    count: int = 0
+    failure: str | None = None
+    hosts: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if (problem := _problem(self.cost, self.spread, self.count, self.failure)) is not None:
+            raise ValueError(problem)
 
     @classmethod
     def of(cls, configuration: Mapping[str, Value], samples: Sequence[object]) -> "Measurement":
         """Return a measurement of samples; with failure "cost" if a sample is not a cost."""
         if not samples or not all(map(_is_cost, samples)):
-            return cls.failed(configuration, "cost")
+            return Measurement.failed(configuration, "cost")
         costs: list[float] = [float(sample) for sample in samples]  # type: ignore[arg-type] # checked
         spread = 0.0
         if len(costs) > 1:
             low, _, high = statistics.quantiles(costs, n=4, method="inclusive")
             spread = high - low
-        return cls(dict(configuration), statistics.median(costs), spread, len(costs), None)
+        return Measurement(dict(configuration), statistics.median(costs), spread, len(costs))
 
     @classmethod
     def failed(cls, configuration: Mapping[str, Value], failure: str) -> "Measurement":
         """Return a measurement of a configuration that failed, for a reason of `FAILURES`."""
-        return cls(dict(configuration), None, 0.0, 0, failure)
+        return Measurement(dict(configuration), None, failure=failure)
 
     @classmethod
-    def from_json(cls, document: object) -> "Measurement":
+    def from_json(cls, document: object, *, hosts: frozenset[str] = frozenset()) -> "Measurement":
         """Return a measurement from untrusted JSON; the inverse of `to_json`.
 
         Raises:
             ValueError: the document is not a measurement; the message says why.
         """
-        if not isinstance(document, dict) or set(document) != set(cls._fields):
-            raise ValueError(f"a measurement has the fields {', '.join(cls._fields)}")
-        if (problem := _problem(**document)) is not None:
-            raise ValueError(problem)
-        return cls(**document)
+        if not isinstance(document, dict) or set(document) != set(FIELDS):
+            raise ValueError(f"a measurement has the fields {', '.join(FIELDS)}")
+        values = dict(named_values(document["configuration"]))
+        return Measurement(**document | {"configuration": values}, hosts=hosts)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self: "Measurement") -> dict[str, Any]:
         """Return the measurement as JSON.
 
         Form: `{"configuration": {name: value}, "cost": seconds or null, "spread": seconds, "count":
         samples, "failure": null or a word}`.
         """
-        return self._asdict()
+        return {name: getattr(self, name) for name in FIELDS}
 
-    def trial(self, space: SearchSpace) -> Trial:
+    def named(self: "Measurement[Configuration]", space: SearchSpace) -> "Measurement":
+        """Return the measurement with the names of the space's parameters."""
+        return replace(self, configuration=space.named(self.configuration))  # type: ignore[arg-type, return-value] # another form
+
+    def within(self: "Measurement", space: SearchSpace) -> "Measurement[Configuration]":
+        """Return the measurement of a configuration of the space.
+
+        Raises:
+            ValueError: the space lacks the configuration.
+        """
+        return replace(self, configuration=space.configuration(self.configuration))  # type: ignore[arg-type, return-value] # another form
+
+    def trial(self: "Measurement", space: SearchSpace) -> Trial:
         """Return the trial for a searcher; a failure has infinite cost.
 
         Raises:
@@ -95,24 +126,37 @@ class Measurement(NamedTuple):
         return Trial(space.configuration(self.configuration), cost)
 
 
-def _problem(
-    configuration: object, cost: object, spread: object, count: object, failure: object
-) -> str | None:
-    if not isinstance(configuration, dict) or not all(
-        isinstance(name, str) and isinstance(value, int | float | str)
-        for name, value in configuration.items()
+def named_values(values: object) -> Mapping[str, Value]:
+    """Return the values of parameters by name, from untrusted JSON.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(values, dict) and all(
+        isinstance(name, str) and (isinstance(each, str | bool) or _is_finite(each))
+        for name, each in values.items()
     ):
-        return f"configuration is {configuration!r}: it must map names to plain values"
+        return cast("Mapping[str, Value]", values)
+    raise ValueError(f"configuration is {short(values)}: it must map names to plain values")
+
+
+def _problem(cost: object, spread: object, count: object, failure: object) -> str | None:
     if failure is not None:
-        if not isinstance(failure, str) or failure not in FAILURES:
-            return f"failure is {failure!r}: it must be null or one of {', '.join(FAILURES)}"
+        if not isinstance(failure, str) or _FAILURE.fullmatch(failure) is None:
+            return f"failure is {short(failure)}: it must be null or a lower-case word of 1 to 32"
         has_samples = (cost, spread, count) != (None, 0, 0)
         return "it failed, but has a cost, a spread or samples" if has_samples else None
     if not _is_cost(cost):
         return f"cost is {short(cost)}: it must be a number above 0 and at most {MAX_COST:g}"
     if not _is_cost(spread) and (spread != 0 or isinstance(spread, bool)):
         return f"spread is {short(spread)}: it must be a number from 0 to {MAX_COST:g}"
-    return None if _is_count(count) else f"count is {count!r}: it must be an integer above 0"
+    if not _is_count(count) or cast("int", count) > _MAX_COUNT:
+        return f"count is {short(count)}: it must be an integer from 1 to {_MAX_COUNT}"
+    return None
+
+
+def _is_finite(number: object) -> bool:
+    return isinstance(number, int | float) and abs(number) < math.inf
 
 
 def _is_count(number: object) -> bool:

@@ -5,16 +5,14 @@ returns only configurations of the searched space.
 """
 
 import json
-import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from reprlib import repr as short
+from dataclasses import replace
 from statistics import median
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
-from graphstash.tuning.space import MAX_COST, Configuration, SearchSpace, Value
+from graphstash.tuning.measuring.measurement import FIELDS, Measurement, named_values
+from graphstash.tuning.space import Configuration, SearchSpace, Value
 from graphstash_schema.names import printable
 
 __all__ = [
@@ -42,77 +40,9 @@ _MAX_COUNT: Final = 10**6
 _MAX_MEASURED: Final = 10**12
 _MOST_WEIGHT: Final = 10
 _HOST_CHARACTERS: Final = 128
-_FAILURE: Final = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-_FIELDS: Final = {"configuration", "cost", "spread", "count", "failure"}
 
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The measurements of a configuration.
-
-    Attributes:
-        configuration: a configuration of the space.
-        cost: median in seconds, above 0 and at most `MAX_COST`; None if the configuration fails.
-        spread: interquartile range in seconds, 0 to `MAX_COST`; 0 if it fails.
-        count: number of measurements, 0 to 1,000,000; 0 if it fails.
-        failure: why it fails, a lower-case word of at most 32 characters; None if it works.
-        hosts: self-reported names of the measuring hosts; shown, never trusted.
-
-    Raises:
-        ValueError: on construction, if a value is out of range.
-    """
-
-    configuration: Configuration
-    cost: float | None
-    spread: float = 0.0
-    count: int = 0
-    failure: str | None = None
-    hosts: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        if type(self.count) is not int or not 0 <= self.count <= _MAX_COUNT:
-            raise ValueError(f"the count {short(self.count)} is not from 0 to {_MAX_COUNT}")
-        if self.failure is not None and not _is_word(self.failure):
-            raise ValueError(f"the failure {self.failure!r} is no lower-case word of 1 to 32")
-        if (self.cost is None) is (self.failure is None):
-            raise ValueError("a measurement has either a cost or a failure")
-        if self.cost is None and (self.spread or self.count):
-            raise ValueError("what does not work has no spread and no count")
-        if self.cost is not None and not 0 < _number(self.cost) <= MAX_COST:
-            raise ValueError(f"the cost {short(self.cost)} is not above 0 and at most {MAX_COST:g}")
-        if not 0 <= _number(self.spread) <= MAX_COST:
-            raise ValueError(f"the spread {short(self.spread)} is no number from 0 to {MAX_COST:g}")
-
-    def to_json(self, space: SearchSpace) -> dict[str, Any]:
-        """Return the finding as JSON, in the form that artifacts hold."""
-        return {
-            "configuration": space.named(self.configuration),
-            "cost": self.cost,
-            "spread": self.spread,
-            "count": self.count,
-            "failure": self.failure,
-        }
-
-    @classmethod
-    def from_json(
-        cls, record: object, space: SearchSpace, *, hosts: frozenset[str] = frozenset()
-    ) -> "Finding":
-        """Read a finding of another host.
-
-        Raises:
-            ValueError: the record is malformed, or not of this space.
-        """
-        if not isinstance(record, dict) or set(record) != _FIELDS:
-            raise ValueError(f"a measurement has the fields {sorted(_FIELDS)}")
-        try:
-            configuration = space.configuration(_named(record["configuration"]))
-        except TypeError as error:  # a value is neither a number nor a text
-            raise ValueError(str(error)) from None
-        # 1, 1.0 and true are equal, so membership in the space does not imply its types.
-        if not space.has_types(configuration):
-            raise ValueError(f"{configuration!r} has not the types of the space's values")
-        told = {name: record[name] for name in ("cost", "spread", "count", "failure")}
-        return cls(configuration, **told, hosts=hosts)
+Finding: TypeAlias = Measurement[Configuration]
+"""What is known of a configuration of a space, on one host or over all hosts."""
 
 
 class Answer(NamedTuple):
@@ -122,7 +52,7 @@ class Answer(NamedTuple):
         compiler: name and version.
         hosts: names of the hosts that measured.
         measured: number of configurations that these hosts measured.
-        best: the record of the best configuration, in the form of `Finding.to_json`.
+        best: the record of the best configuration, in the form of `Measurement.to_json`.
     """
 
     compiler: str
@@ -139,18 +69,18 @@ def read_answer(payload: bytes) -> Answer:
     """
     record = _parsed(payload)
     first = record["measurements"][0]
-    values = _named(first.get("configuration") if isinstance(first, dict) else None)
-    finding = Finding((), *(first.get(name) for name in ("cost", "spread", "count", "failure")))
+    # A later release may add fields.
+    known = {name: first.get(name) for name in FIELDS} if isinstance(first, dict) else first
+    best = Measurement.from_json(known)
     hosts, measured = record.get("hosts"), record.get("measured")
     is_count = type(measured) is int and 0 <= measured <= _MAX_MEASURED
     if not isinstance(hosts, list) or not is_count:
         raise ValueError("it does not say who has measured how much")
-    told = {name: getattr(finding, name) for name in ("cost", "spread", "count", "failure")}
     return Answer(
         compiler=printable(str(record.get("compiler", "")), most=_HOST_CHARACTERS),
         hosts=tuple(printable(str(each), most=_HOST_CHARACTERS) for each in hosts),
         measured=cast("int", measured),
-        best={"configuration": dict(values), **told},
+        best=best.to_json(),
     )
 
 
@@ -163,7 +93,15 @@ def read(payload: bytes, space: SearchSpace) -> list[Finding]:
     record = _parsed(payload)
     host = record.get("host")
     hosts = frozenset({printable(host, most=_HOST_CHARACTERS)} if isinstance(host, str) else ())
-    return [Finding.from_json(each, space, hosts=hosts) for each in record["measurements"]]
+    found = [Measurement.from_json(each, hosts=hosts) for each in record["measurements"]]
+    return [_typed(each.within(space), space) for each in found]
+
+
+def _typed(found: Finding, space: SearchSpace) -> Finding:
+    """Check the types, because 1, 1.0 and true are equal and a space may contain any of them."""
+    if not space.has_types(found.configuration):
+        raise ValueError(f"{found.configuration!r} has not the types of the space's values")
+    return found
 
 
 def values_of(payload: bytes) -> list[Mapping[str, Value]]:
@@ -174,7 +112,8 @@ def values_of(payload: bytes) -> list[Mapping[str, Value]]:
     """
     records = _parsed(payload)["measurements"]
     return [
-        _named(each.get("configuration") if isinstance(each, dict) else None) for each in records
+        named_values(each.get("configuration") if isinstance(each, dict) else None)
+        for each in records
     ]
 
 
@@ -226,21 +165,3 @@ def _parsed(payload: bytes) -> dict[str, Any]:
     if not isinstance(found, list) or not 1 <= len(found) <= MAX_MEASUREMENTS:
         raise ValueError(f"it has no list of 1 to {MAX_MEASUREMENTS} measurements")
     return dict(record)
-
-
-def _named(values: object) -> Mapping[str, Value]:
-    is_flat = isinstance(values, dict) and all(
-        isinstance(each, str | bool) or abs(_number(each)) < math.inf for each in values.values()
-    )
-    if not is_flat:
-        raise ValueError("a configuration names the values of its parameters")
-    return cast("Mapping[str, Value]", values)
-
-
-def _is_word(text: object) -> bool:
-    return isinstance(text, str) and _FAILURE.fullmatch(text) is not None
-
-
-def _number(value: object) -> float:
-    """Return the number, or NaN, for which every comparison is false."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan

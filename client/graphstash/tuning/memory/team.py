@@ -431,7 +431,7 @@ class _Journal:
         payload = _encoded(
             {
                 "host": _this_host(),
-                "measurements": [each.to_json(self._space) for each in pending],
+                "measurements": [each.named(self._space).to_json() for each in pending],
             }
         )
         if len(payload) > MAX_RECORD_BYTES and len(pending) > 1:
@@ -548,7 +548,7 @@ def _answer(
             "compiler": problem.compiler,
             "hosts": sorted(hosts)[:_MAX_HOSTS],
             "measured": len({each.configuration for each in journal.own} | known.keys()),
-            "measurements": [each.to_json(space) for each in best],
+            "measurements": [each.named(space).to_json() for each in best],
         }
     )
     if len(answer) > MAX_RECORD_BYTES and len(best) > 1:
