@@ -1,26 +1,39 @@
 """Import a package's submodules when one of their names is first used (PEP 562)."""
 
-from collections.abc import Callable, Mapping
+import ast
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 __all__ = ["lazy"]
 
 
-def lazy(
-    package: str, names: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` functions for a package.
 
-    Args:
-        package: name of the package.
-        names: maps each module, relative to the package, to its names, separated by spaces.
+    The package lists its names once, as imports in a block `if TYPE_CHECKING:`. The first use of a
+    name reads them there, which takes a millisecond.
     """
-    home = {name: module for module, several in names.items() for name in several.split()}
+
+    @cache
+    def homes() -> dict[str, str]:
+        tree = ast.parse(inspect.getsource(sys.modules[package]))
+        return {
+            alias.name: node.module
+            for block in tree.body
+            if isinstance(block, ast.If)
+            for node in block.body
+            if isinstance(node, ast.ImportFrom) and node.module is not None
+            for alias in node.names
+        }
 
     def find(name: str) -> Any:
-        if name in home:
-            return getattr(import_module(f"{package}.{home[name]}"), name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = None if name.startswith("__") else homes().get(name)
+        if module is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(module), name)
 
-    return find, lambda: sorted(home)
+    return find, lambda: sorted(homes())

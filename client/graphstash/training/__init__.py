@@ -91,22 +91,4 @@ __all__ = [
     "train",
 ]
 
-_NAMES = {
-    "checkpoints": "Checkpoint CheckpointError Checkpoints",
-    "data.batches": "Batches",
-    "data.device_loader": "DeviceLoader to_device",
-    "fusion": "Fusion FusionError fuse",
-    "loop.events": "Callback DivergedError LogEntry StopTraining TrainingResult",
-    "loop.trackers": "TensorBoardCallback WandbCallback",
-    "loop.trainer": "train",
-    "optimizers": (
-        "LAMB SGD SOAP Adafactor Adam AdamW Lion Muon ScheduleFreeAdamW Shampoo muon_groups"
-    ),
-    "optimizers.eight_bit": "Adam8bit AdamW8bit",
-    "optimizers.gradients": "LossScale clip_grad_norm_ clip_grad_value_",
-    "threads": "DeviceExecutor",
-    "traced": "TracedStep traced_step",
-    "traced.step": "DeviceState",
-}
-
-__getattr__, __dir__ = lazy(__name__, _NAMES)
+__getattr__, __dir__ = lazy(__name__)

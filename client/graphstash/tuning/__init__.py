@@ -74,25 +74,4 @@ __all__ = [
     "tune",
 ]
 
-_NAMES = {
-    "measuring": "Budget MeasuringError Method Target",
-    "measuring.outputs": "CheckedOutput",
-    "measuring.ray_pool": "RayPool",
-    "memory.problem": "Problem shape_bucket",
-    "memory.team": "Schedule",
-    "search": "SEARCHERS make_searcher",
-    "search.base": "CostError Searcher Trial",
-    "search.exhaustive": "Exhaustive",
-    "search.gbfs": "GBFS",
-    "search.na2c": "NA2C",
-    "search.random_search": "RandomSearch",
-    "search.rnn": "RNNController",
-    "search.xgb": "XGBoostSearch",
-    "space": "Configuration EmptySpaceError SearchSpace SpaceError",
-    "spaces": "GemmSpace ParameterSpace TableSpace from_description",
-    "targets.callable": "CallableTarget",
-    "targets.tvm_gemm": "TvmGemm",
-    "task": "Task tune",
-}
-
-__getattr__, __dir__ = lazy(__name__, _NAMES)
+__getattr__, __dir__ = lazy(__name__)

@@ -40,14 +40,4 @@ __all__ = [
     "sparse_hook",
 ]
 
-_NAMES = {
-    "aggregators.all_reduce": "AggregatedAllReduce",
-    "aggregators.client": "Counters",
-    "aggregators.errors": "AggregationError",
-    "all_reduce": "BlockSparseAllReduce Sent",
-    "ddp_hook": "SparseState sparse_hook",
-    "forecast": "Forecast report",
-    "thresholding": "Thresholding",
-}
-
-__getattr__, __dir__ = lazy(__name__, _NAMES)
+__getattr__, __dir__ = lazy(__name__)
