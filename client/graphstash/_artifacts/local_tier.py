@@ -6,7 +6,8 @@
     <root>/tmp/                   files that are being written
     <root>/records/               what the last runs missed (`_process.run_record`) and
                                   downloaded (`run_downloads`)
-    <root>/servers/               when servers were last reached (`standing`)
+    <root>/servers/               when servers were last reached (`standing`), and how far their
+                                  lists were read (`withdrawals`)
 
 An origin is a server, `own` (compiled by this user on this host and not stored on a server), or
 `offer-<server>` (compiled here, and an upload to that server has begun). A job gets copies of its
@@ -39,7 +40,12 @@ from typing import IO, Final, NamedTuple
 from filelock import FileLock, Timeout
 
 from graphstash._artifacts.spill import SpillFile
-from graphstash._trust.provenance import Provenance, append_provenance, open_ours
+from graphstash._trust.provenance import (
+    Provenance,
+    append_provenance,
+    open_ours,
+    read_provenance,
+)
 from graphstash.errors import LocalTierError
 from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
 from graphstash_schema.own_files import make_own_directory, open_own_directory
@@ -257,6 +263,21 @@ class LocalTier:
         """Removes an envelope that turned out to be bad, or that its server withdrew."""
         with contextlib.suppress(OSError):
             self.path(namespace, key, origin=origin).unlink()
+
+    def discard_if(
+        self,
+        namespace: Namespace,
+        key: ArtifactKey,
+        is_unwanted: Callable[[Provenance], bool],
+        *,
+        origin: str,
+    ) -> None:
+        """Remove an envelope whose provenance says that it is unwanted, and change no other."""
+        with contextlib.suppress(OSError):
+            with open_ours(self.path(namespace, key, origin=origin)) as file:
+                proof, _ = read_provenance(file)
+            if is_unwanted(proof):
+                self.discard(namespace, key, origin=origin)
 
     def hand_over(
         self, namespace: Namespace, key: ArtifactKey, *, from_origin: str, to_origin: str

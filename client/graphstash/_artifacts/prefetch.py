@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from typing import Final, TypeAlias
 
 from graphstash._artifacts.envelope import Nowhere
@@ -100,13 +100,16 @@ class Prefetch:
         absent = [key for key in keys if not self._stash.is_on_this_host(key)]
         if not absent:
             return ()
-        found = self.server.lookup(absent).found
+        asked_at, stash = time(), self._stash
+        reply = self.server.lookup(absent)
+        stash.standing.follow(stash.config.namespace, reply.newest_withdrawal, asked_at=asked_at)
+        found = reply.found
         chosen, left = [], self._limit_bytes
         for info in sorted(found, key=_value, reverse=True):
             if info.size_bytes <= left:
                 left -= info.size_bytes
                 chosen.append(info.key)
-        if len(self._stash.config.readable) > 1:  # the look-up covered one namespace only
+        if len(stash.config.readable) > 1:  # the look-up covered one namespace only
             known = {info.key for info in found}
             chosen += [key for key in absent if key not in known]
         return chosen

@@ -2,7 +2,8 @@
 
 A copy on this host's disk outlives what its server decides: the artifact may be withheld, deleted
 or replaced, and the job may have no right to read it. So a run asks the server before it uses a
-copy, for many copies at once, and again after `RECHECK_SECONDS`.
+copy, for many copies at once, and again after `RECHECK_SECONDS`. If a look-up says that something
+was withdrawn since, it reads what (`withdrawals`).
 
     the server has these bytes      the copy is used
     it has none, or others          the copy is deleted
@@ -11,10 +12,11 @@ copy, for many copies at once, and again after `RECHECK_SECONDS`.
                                     GRAPHSTASH_OFFLINE_SECONDS, else not
 
 What this host compiled and no server has stored needs no leave of a server, but yields to other
-bytes there: all hosts run the same executable. Whether a server has stored a copy is unknown when
-its upload began and did not end, because the process was killed or the answer was lost. Such a copy
-is on offer: it is used while the server does not answer, and deleted when the server lacks it. The
-server may have stored and withdrawn it since.
+bytes there: all hosts run the same executable. It is deleted when the server withdraws equal bytes.
+
+Whether a server has stored a copy is unknown when its upload began and did not end, because the
+process was killed or the answer was lost. Such a copy is on offer: it is used while the server does
+not answer, and deleted when the server lacks it. The server may have stored and withdrawn it since.
 """
 
 import hashlib
@@ -31,10 +33,12 @@ from time import monotonic, time
 from typing import Final
 
 from graphstash._artifacts.local_tier import OWN, LocalTier
+from graphstash._artifacts.withdrawals import Named, Withdrawals
 from graphstash._http.client import ServerClient
 from graphstash._trust.provenance import Provenance
 from graphstash.errors import CacheError, RefusedError
 from graphstash_schema import ArtifactInfo, ArtifactKey, InvalidValueError, Namespace
+from graphstash_schema.names import ListPosition
 from graphstash_schema.protocol import MAX_LOOKUP_KEYS
 
 __all__ = ["RECHECK_SECONDS", "Standing", "Verdict"]
@@ -54,8 +58,15 @@ _MAX_BYTES: Final = 4 * 1024**2
 """Of what the processes of a run tell each other at a time."""
 
 _ABSENT: Final = "-"
-_WITHDRAWN: Final = "!"
+_WITHHELD: Final = "!"
 """Begins the SHA-256 of an artifact that the server withholds."""
+
+_WITHDRAWN: Final = "~"
+"""Begins the SHA-256 of a listed withdrawal. The key may have other bytes now."""
+
+_OUTDATED: Final = "@outdated"
+_MOVED: Final = "@moved"
+"""Stand for a key, in lines about all answers and about the position in the list."""
 
 _ORIGIN: Final = "_origin"
 """The file that says which server answered at a URL; no namespace has such a name."""
@@ -89,17 +100,35 @@ class Standing:
         token = self._config.token.reveal() if self._config.token else ""
         caller = f"{name} {token} {self._config.token_file}"
         asked = hashlib.sha256(caller.encode()).hexdigest()[:16]
-        self._shared = None if run_folder is None else run_folder / f"stored-{asked}"
+        self._shared = None if run_folder is None else run_folder / f"answers-{asked}"
         self._read_bytes = 0
         self._folder = tier.server_folder(name)
         self._origin = _read_origin(self._folder / _ORIGIN) or f"url-{name}"
         # A signal handler may compile in the same thread.
         self._asking = threading.RLock()
         self._stored: dict[tuple[Namespace, ArtifactKey], tuple[str | None, float]] = {}
-        self._withdrawn: dict[tuple[Namespace, ArtifactKey], str] = {}
+        self._withdrawn: dict[tuple[Namespace, ArtifactKey], dict[str, float]] = {}
+        self._void_before: dict[Namespace, float] = {}
         self._failed: dict[Namespace, tuple[CacheError, float]] = {}
         self._touched: dict[Namespace, float] = {}
         self._is_told = False
+        self._changes = 0
+        self._withdrawals = Withdrawals(
+            self._config,
+            tier,
+            self._folder,
+            origins=lambda: self.origins,
+            listener=self,
+        )
+
+    @property
+    def changes(self) -> int:
+        """A number that changes when something was withdrawn that this process may have in memory.
+
+        It includes what other processes of the run have read.
+        """
+        self._read_shared()
+        return self._changes
 
     @property
     def origin(self) -> str:
@@ -131,8 +160,10 @@ class Standing:
             proof: what lies behind it.
             origin: under which it lies.
         """
-        is_offered = origin == self.offered
-        is_own = origin == OWN or is_offered
+        self._read_shared()
+        if self._is_withdrawn(namespace, key, proof):
+            return Verdict.DELETE
+        is_own = origin in (OWN, self.offered)
         is_new = 0 <= time() - proof.stored_at < RECHECK_SECONDS
         if is_own and (is_new or not self._server.is_known):
             return Verdict.USE
@@ -140,18 +171,33 @@ class Standing:
             stored = self.stored(namespace, key)
         except RefusedError as error:
             _log.debug("graphstash: no copy of %s is used: %s", namespace, error)
-            if is_own or (error.status >= 500 and self._was_reached(namespace)):
-                return Verdict.USE
-            return Verdict.LEAVE
+            is_free = is_own or (error.status >= 500 and self._was_reached(namespace))
+            return Verdict.USE if is_free else Verdict.LEAVE
         except CacheError:
             return Verdict.USE if is_own or self._was_reached(namespace) else Verdict.LEAVE
-        if stored == proof.sha256:
-            if is_own:
-                self._tier.hand_over(namespace, key, from_origin=origin, to_origin=self.origin)
-            return Verdict.USE
-        is_withdrawn = self._withdrawn.get((namespace, key)) == proof.sha256
-        is_ours_alone = is_own and not is_offered and stored is None and not is_withdrawn
-        return Verdict.USE if is_ours_alone else Verdict.DELETE
+        if stored == proof.sha256 and is_own:
+            self._tier.hand_over(namespace, key, from_origin=origin, to_origin=self.origin)
+        if stored is None and origin == OWN:
+            return self._verdict_of_own(namespace, key, proof)
+        return Verdict.USE if stored == proof.sha256 else Verdict.DELETE
+
+    def _verdict_of_own(self, namespace: Namespace, key: ArtifactKey, proof: Provenance) -> Verdict:
+        """What becomes of a copy that this host compiled, if the server has nothing under its key.
+
+        The list says whether the server had these bytes and withdrew them.
+        """
+        patience = self._config.connect_seconds + self._config.first_byte_seconds
+        is_current = self._withdrawals.is_current(namespace, wait_seconds=patience)
+        if self._is_withdrawn(namespace, key, proof):
+            return Verdict.DELETE
+        # The copy was opened before the list was read, and may have been deleted since.
+        is_there = self._tier.has(namespace, key, origin=OWN)
+        return Verdict.USE if is_current and is_there else Verdict.LEAVE
+
+    def _is_withdrawn(self, namespace: Namespace, key: ArtifactKey, proof: Provenance) -> bool:
+        """Whether these bytes were withdrawn after this host got or compiled them."""
+        at = self._withdrawn.get((namespace, key), {}).get(proof.sha256)
+        return at is not None and proof.stored_at <= at
 
     def stored(self, namespace: Namespace, key: ArtifactKey) -> str | None:
         """The SHA-256 of what the server has under a key, None for nothing; as old as
@@ -163,16 +209,46 @@ class Standing:
         with self._asking:
             known = self._known(namespace, key)
             if known is None:
-                self._ask(namespace, key)
-                known = self._stored[namespace, key]
+                known = self._ask(namespace, key)
             return known[0]
 
     def note(self, namespace: Namespace, key: ArtifactKey, sha256: str, *, asked_at: float) -> None:
         """The server has just given this, or confirmed that it stored it."""
-        self._stored[namespace, key] = sha256, asked_at
-        self._withdrawn.pop((namespace, key), None)
+        self._learn(namespace, key, sha256, asked_at)
         self._share([_line(asked_at, namespace, key, sha256)])
         self._reached(namespace)
+
+    def follow(self, namespace: Namespace, newest: str | None, *, asked_at: float) -> None:
+        """Read the server's list if a look-up, requested at a time, says that something is new."""
+        self._withdrawals.follow(namespace, newest, asked_at=asked_at)
+
+    def withdrawn(self, namespace: Namespace, named: Named, *, at: float) -> None:
+        """See `Listener`."""
+        for key, sha256 in named:
+            self._learn(namespace, key, f"{_WITHDRAWN}{sha256}", at)
+        self._changes += bool(named)
+        self._share([_line(at, namespace, key, f"{_WITHDRAWN}{sha256}") for key, sha256 in named])
+
+    def outdated(self, namespace: Namespace, *, before: float, is_for_run: bool) -> None:
+        """See `Listener`."""
+        self._drop_answers(namespace, before)
+        if is_for_run:
+            self._share([_line(before, namespace, _OUTDATED, "-")])
+
+    def moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
+        """See `Listener`."""
+        self._share([_line(time(), namespace, _MOVED, f"{start}/{end}")])
+
+    def _is_void(self, namespace: Namespace, at: float) -> bool:
+        """Whether an answer is too old. A limit in the future is from before the clock was set."""
+        return at < self._void_before.get(namespace, 0.0) <= time()
+
+    def _drop_answers(self, namespace: Namespace, before: float) -> None:
+        self._void_before[namespace] = max(before, self._void_before.get(namespace, 0.0))
+        for where, (_, at) in tuple(self._stored.items()):
+            if where[0] == namespace and at < before:
+                self._stored.pop(where, None)
+        self._changes += 1
 
     def _reached(self, namespace: Namespace) -> None:
         if monotonic() - self._touched.get(namespace, -_TOUCH_SECONDS) < _TOUCH_SECONDS:
@@ -203,13 +279,11 @@ class Standing:
         return False
 
     def _known(self, namespace: Namespace, key: ArtifactKey) -> tuple[str | None, float] | None:
+        self._read_shared()
         known = self._stored.get((namespace, key))
-        if known is None or not _is_recent(known[1]):
-            self._read_shared()
-            known = self._stored.get((namespace, key))
         return known if known is not None and _is_recent(known[1]) else None
 
-    def _ask(self, namespace: Namespace, key: ArtifactKey) -> None:
+    def _ask(self, namespace: Namespace, key: ArtifactKey) -> tuple[str | None, float]:
         """Asks for a key, and for what this host has beside it: one request answers for all."""
         if failed := self._failed.get(namespace):
             error, at = failed
@@ -225,22 +299,34 @@ class Standing:
         self._reached(namespace)
         words = dict.fromkeys(batch, _ABSENT)
         words |= {each.key: _sha256_of(each) for each in reply.found}
-        words |= {each.key: f"{_WITHDRAWN}{_sha256_of(each)}" for each in reply.withdrawn}
+        words |= {each.key: f"{_WITHHELD}{_sha256_of(each)}" for each in reply.withdrawn}
         for each, word in words.items():
             self._learn(namespace, each, word, asked_at)
         self._share([_line(asked_at, namespace, *each) for each in words.items()])
+        self.follow(namespace, reply.newest_withdrawal, asked_at=asked_at)
+        word = words[key]
+        return None if word == _ABSENT or word.startswith(_WITHHELD) else word, asked_at
 
     def _learn(self, namespace: Namespace, key: ArtifactKey, word: str, at: float) -> None:
         """Keep the newest answer about a key."""
         where = namespace, key
-        if where in self._stored and self._stored[where][1] > at:
-            return
-        is_stored = word != _ABSENT and not word.startswith(_WITHDRAWN)
-        self._stored[where] = word if is_stored else None, at
+        if word.startswith((_WITHHELD, _WITHDRAWN)):
+            withdrawn = self._withdrawn.setdefault(where, {})
+            withdrawn[word[1:]] = max(at, withdrawn.get(word[1:], 0.0))
+        known = self._stored.get(where)
         if word.startswith(_WITHDRAWN):
-            self._withdrawn[where] = word.removeprefix(_WITHDRAWN)
-        else:
-            self._withdrawn.pop(where, None)
+            if known is not None and known[1] <= at:
+                self._stored.pop(where, None)  # the next use asks what is there now
+            return
+        if (known is not None and known[1] > at) or self._is_void(namespace, at):
+            return
+        is_stored = word != _ABSENT and not word.startswith(_WITHHELD)
+        if is_stored:
+            withdrawn = self._withdrawn.get(where, {})
+            if withdrawn.get(word, -1.0) >= at:
+                return  # requested before the withdrawal
+            withdrawn.pop(word, None)
+        self._stored[where] = word if is_stored else None, at
 
     def _batch(self, namespace: Namespace, key: ArtifactKey) -> list[ArtifactKey]:
         """The key, and those that were used last of the same kind and device type."""
@@ -288,9 +374,16 @@ class Standing:
             self._read_bytes = start + len(whole)  # two threads may have read the same
             for line in whole.decode("ascii").splitlines():
                 at, namespace, key, word = line.split(" ")
-                self._learn(
-                    Namespace(namespace), ArtifactKey.parse(*key.split("/")), word, float(at)
-                )
+                self._learn_line(float(at), Namespace(namespace), key, word)
+
+    def _learn_line(self, at: float, namespace: Namespace, key: str, word: str) -> None:
+        if key == _OUTDATED:
+            self._drop_answers(namespace, at)
+        elif key == _MOVED:
+            self._withdrawals.note_moved(namespace, *map(ListPosition, word.split("/")))
+        else:
+            self._learn(namespace, ArtifactKey.parse(*key.split("/")), word, at)
+            self._changes += word.startswith(_WITHDRAWN)
 
 
 def _is_recent(at: float) -> bool:
@@ -302,8 +395,8 @@ def _sha256_of(found: ArtifactInfo) -> str:
     return found.digest.partition(":")[2]
 
 
-def _line(at: float, namespace: Namespace, key: ArtifactKey, word: str) -> str:
-    return f"{at:.3f} {namespace} {key} {word}\n"
+def _line(at: float, namespace: Namespace, key: ArtifactKey | str, word: str) -> str:
+    return f"{at:.6f} {namespace} {key} {word}\n"
 
 
 def _read_origin(path: Path) -> str | None:

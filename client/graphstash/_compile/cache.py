@@ -287,6 +287,11 @@ class CompileCache:
             self._used[key] = None
         return bool(sent)
 
+    @property
+    def withdrawals(self) -> int:
+        """A number that changes when something may have been withdrawn (`Standing.changes`)."""
+        return self.stash.standing.changes
+
     def is_on_this_host(self, key: ArtifactKey) -> bool:
         """Return whether the local tier has an artifact under the key."""
         return self.stash.is_on_this_host(key)

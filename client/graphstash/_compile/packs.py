@@ -79,6 +79,7 @@ class Packs:
         self._reading = threading.RLock()
         self._is_read = False
         self._read_at = monotonic()
+        self._withdrawals = cache.withdrawals
         self._trouble: Reason | None = None  # why the chain could not be read to its end
         self._next = 0  # number of the first missing pack
         self._packed: set[ArtifactKey] = set()  # keys in the packs before it
@@ -92,7 +93,7 @@ class Packs:
     def get(self, key: ArtifactKey) -> bytes | None:
         """Return the payload. None: the caller looks it up alone if `is_alone`, else compiles."""
         began = monotonic()
-        if began - self._read_at > RECHECK_SECONDS:
+        if began - self._read_at > RECHECK_SECONDS or self._cache.withdrawals != self._withdrawals:
             self._forget_fetched()
         if key not in self._entries and not self._is_read:
             self._read_for(key)
@@ -197,7 +198,7 @@ class Packs:
                 key: entry for key, entry in self._entries.items() if not entry.is_fetched
             }
             self._is_read, self._next, self._packed = False, 0, set()
-            self._read_at = monotonic()
+            self._read_at, self._withdrawals = monotonic(), self._cache.withdrawals
 
     def _read_for(self, key: ArtifactKey) -> None:
         """Read the chain up to the pack with a key, to avoid requests for further packs."""

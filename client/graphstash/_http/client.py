@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from graphstash_schema.history import History
     from graphstash_schema.listing import ArtifactList, ArtifactQuery, ListedArtifact
     from graphstash_schema.run import Run, RunList, RunName, RunReport
+    from graphstash_schema.withdrawals import WithdrawalList, WithdrawalQuery
 
 __all__ = ["ServerClient"]
 
@@ -161,6 +162,7 @@ class ServerClient:
         found: list[schema.ArtifactInfo] = []
         missing: list[schema.ArtifactKey] = []
         withdrawn: list[schema.ArtifactInfo] = []
+        newest: str | None = None
         for start in range(0, len(wanted), MAX_LOOKUP_KEYS):
             request = schema.LookupRequest(keys=wanted[start : start + MAX_LOOKUP_KEYS])
             answer = self._post("lookup", request, namespace=namespace)
@@ -168,9 +170,24 @@ class ServerClient:
             found += reply.found
             missing += reply.missing
             withdrawn += reply.withdrawn
+            newest = reply.newest_withdrawal
         return schema.LookupResponse(
-            found=tuple(found), missing=tuple(missing), withdrawn=tuple(withdrawn)
+            found=tuple(found),
+            missing=tuple(missing),
+            withdrawn=tuple(withdrawn),
+            newest_withdrawal=newest,
         )
+
+    def withdrawals(self, query: WithdrawalQuery, *, namespace: schema.Namespace) -> WithdrawalList:
+        """Return one page of what a namespace has withdrawn.
+
+        Raises:
+            CacheError: as for every call, and if the server is too old for this call.
+        """
+        from graphstash_schema.withdrawals import WithdrawalList
+
+        wanted = query.model_dump(mode="json")
+        return self._read(f"{API_PREFIX}/{namespace}/withdrawals", wanted, WithdrawalList)
 
     def list_artifacts(self, query: ArtifactQuery) -> ArtifactList:
         """Return one page of the namespace's artifacts.

@@ -1,0 +1,314 @@
+"""Withdrawals: this process follows a server's lists of what was withheld, deleted or replaced.
+
+Every look-up answers with the newest position of a namespace's list. If that is another position
+than this host's, a background thread reads what follows, deletes the copies that the list names,
+and then notes the position in `<tier>/servers/<server>/_withdrawals/<namespace>`.
+
+The list may not continue at this host's position: the host was away for longer than the server
+keeps entries, or the server's database was restored from a backup. Then the thread looks up every
+copy of the namespace instead, and deletes those that the server does not have.
+"""
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from time import monotonic, time
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+
+from graphstash._artifacts.local_tier import LocalTier
+from graphstash._forking import unforked
+from graphstash._http.client import ServerClient
+from graphstash._trust.provenance import Provenance
+from graphstash.config import ClientConfig
+from graphstash.errors import CacheError
+from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
+from graphstash_schema.names import LIST_START, ListPosition
+from graphstash_schema.protocol import MAX_LOOKUP_KEYS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphstash_schema.withdrawals import WithdrawalList
+
+__all__ = ["HostPositions", "Listener", "Named", "Withdrawals"]
+
+_log = logging.getLogger("graphstash")
+
+_MAX_READ: Final = 20_000
+"""Entries that a host reads at a time. If more are new, looking up its copies costs less."""
+
+_MAX_PAGES: Final = 50
+"""Pages that one thread reads. A server sends up to a thousand entries in each."""
+
+_RETRY_SECONDS: Final = 30.0
+"""How long a list that could not be read is left alone."""
+
+Named: TypeAlias = Sequence[tuple[ArtifactKey, str]]
+"""Withdrawn artifacts, each with the SHA-256 of its blob."""
+
+
+class HostPositions:
+    """How far this host has applied the lists of one server. A file appears whole or not at all."""
+
+    def __init__(self, server_folder: Path) -> None:
+        self._folder = server_folder / "_withdrawals"
+
+    def read(self, namespace: Namespace) -> ListPosition | None:
+        """Return the position in a namespace's list, or None if there is none."""
+        with suppress(OSError, ValueError):
+            return ListPosition((self._folder / namespace).read_text("ascii"))
+        return None
+
+    def write(self, namespace: Namespace, position: ListPosition) -> None:
+        """Replace the position in a namespace's list.
+
+        An earlier position, which a slower process writes, is safe: the next run applies the same
+        withdrawals again.
+        """
+        with suppress(OSError):
+            self._folder.parent.mkdir(mode=0o700, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            made = self._folder / f"_{os.getpid()}-{threading.get_ident()}"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(made, flags, 0o600)
+            try:
+                os.write(descriptor, position.encode())
+            finally:
+                os.close(descriptor)
+            made.replace(self._folder / namespace)
+
+
+class Listener(Protocol):
+    """Keeps what this process knows from a server in memory."""
+
+    def withdrawn(self, namespace: Namespace, named: Named, *, at: float) -> None:
+        """Stop using these artifacts with these bytes, if they were received before a time."""
+
+    def outdated(self, namespace: Namespace, *, before: float, is_for_run: bool) -> None:
+        """Drop every answer that was requested before a time, of this process or of the run."""
+
+    def moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
+        """Tell the run that it was told of every withdrawal between two positions."""
+
+
+class Withdrawals:
+    """Follows the lists of one server for one process. Thread-safe, and usable in a forked child.
+
+    Args:
+        config: server, and its time limits.
+        tier: copies to delete.
+        server_folder: where this host keeps what it knows of the server.
+        origins: returns the origins of the copies that obey this server.
+        listener: is told what a list names.
+    """
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        tier: LocalTier,
+        server_folder: Path,
+        *,
+        origins: Callable[[], Sequence[str]],
+        listener: Listener,
+    ) -> None:
+        self._config = config
+        self._tier = tier
+        self._host = HostPositions(server_folder)
+        self._origins = origins
+        self._listener = listener
+        self._lock = threading.RLock()  # guards the fields below
+        self._positions: dict[Namespace, ListPosition] = {}
+        self._newest: dict[Namespace, ListPosition] = {}
+        self._readers: dict[Namespace, threading.Thread] = {}
+        self._reading: set[Namespace] = set()  # a reader leaves it when it has read all
+        self._failed_at: dict[Namespace, float] = {}
+        self._slow: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+    def follow(self, namespace: Namespace, newest: str | None, *, asked_at: float) -> None:
+        """Read the list in the background, if a look-up's answer says that something is new.
+
+        Args:
+            namespace: namespace of the look-up.
+            newest: position in the answer. None for a server without lists.
+            asked_at: time of the request.
+        """
+        position = None
+        with suppress(InvalidValueError):
+            position = None if newest is None else ListPosition(newest)
+        with self._holding():
+            if position is None:
+                self._newest.pop(namespace, None)
+                return
+            self._newest[namespace] = position
+            if namespace not in self._positions:
+                self._begin(namespace, position)
+                # Another run may have applied withdrawals that this process was not told of.
+                self._listener.outdated(namespace, before=asked_at, is_for_run=False)
+            if self._positions.get(namespace) != position:
+                self._start(namespace)
+
+    def is_current(self, namespace: Namespace, *, wait_seconds: float = 0.0) -> bool:
+        """Return whether this process has applied the list as far as the server has said.
+
+        The first call waits for the list. Others do not wait for the same reader again.
+        """
+        reader = self._readers.get(namespace)
+        if wait_seconds and reader is not None and reader not in self._slow:
+            reader.join(wait_seconds)
+            if reader.is_alive():
+                self._slow.add(reader)
+        newest = self._newest.get(namespace)
+        return newest is None or self._positions.get(namespace) == newest
+
+    def note_moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
+        """Move like another process of the run, if this process is where that one was."""
+        with self._holding():
+            if self._positions.get(namespace) == start:
+                self._positions[namespace] = end
+
+    @contextmanager
+    def _holding(self) -> "Iterator[None]":
+        """Hold the lock. A forked child must not find it held by a thread that it lacks."""
+        with unforked(), self._lock:
+            yield
+
+    def _begin(self, namespace: Namespace, newest: ListPosition) -> None:
+        """Set the first position, if there is one: this host's, or else the end of the list if the
+        host has no copies that the list might name.
+        """
+        applied = self._host.read(namespace)
+        if applied is None:
+            copies = (self._tier.keys(namespace, origin=each) for each in self._origins())
+            if newest == LIST_START or all(next(found, None) is None for found in copies):
+                self._host.write(namespace, newest)
+                applied = newest
+        if applied is not None:
+            self._positions[namespace] = applied
+
+    def _start(self, namespace: Namespace) -> None:
+        reader = self._readers.get(namespace)
+        is_reading = namespace in self._reading and reader is not None and reader.is_alive()
+        failed_at = self._failed_at.get(namespace, -_RETRY_SECONDS)
+        if is_reading or monotonic() - failed_at < _RETRY_SECONDS:
+            return
+        self._reading.add(namespace)
+        reader = threading.Thread(
+            target=self._read, args=(namespace,), name="graphstash-withdrawals", daemon=True
+        )
+        with suppress(RuntimeError):  # raised at the thread limit and at the process's end
+            reader.start()
+            self._readers[namespace] = reader
+
+    def _read(self, namespace: Namespace) -> None:
+        """Apply the list to its end. Outermost frame of a thread."""
+        try:
+            server = ServerClient(self._config)  # its failures do not stop the job's requests
+            try:
+                for _ in range(_MAX_PAGES):
+                    if not self._read_page(server, namespace):
+                        return
+                raise ValueError(f"the list of {self._config.url} does not end")
+            finally:
+                server.close()
+        except Exception as error:  # noqa: BLE001 - outermost frame of a thread: the job goes on
+            is_expected = isinstance(error, CacheError)
+            _log.debug("graphstash: withdrawals: %s", error, exc_info=not is_expected)
+            with self._holding():
+                self._failed_at[namespace] = monotonic()
+                self._reading.discard(namespace)
+
+    def _read_page(self, server: ServerClient, namespace: Namespace) -> bool:
+        """Apply one page of the list. Return False at its end."""
+        with self._holding():
+            known, newest = self._positions.get(namespace), self._newest.get(namespace)
+            if newest is None or newest == known:
+                self._reading.discard(namespace)
+                return False
+        position = known or LIST_START
+        if newest.number - position.number > _MAX_READ:
+            self._compare(server, namespace, newest, since=known)
+            reached = end = newest
+        else:
+            page = self._page(server, namespace, position)
+            reached, end = page.position, page.newest
+            if not page.is_complete:
+                self._compare(server, namespace, end, since=known)
+                reached = end
+            elif reached.number <= position.number and reached != end:
+                raise ValueError(f"{self._config.url} repeats {position} of its list")
+            else:
+                self._apply(namespace, page)
+        with self._holding():
+            self._host.write(namespace, reached)
+            self._positions[namespace] = reached
+            self._listener.moved(namespace, position, reached)
+            # A look-up meanwhile may have said more.
+            if self._newest.get(namespace) == newest:
+                self._newest[namespace] = end
+        return True
+
+    def _page(
+        self, server: ServerClient, namespace: Namespace, after: ListPosition
+    ) -> "WithdrawalList":
+        with unforked():
+            from graphstash_schema.withdrawals import WithdrawalQuery
+        return server.withdrawals(WithdrawalQuery(after=after), namespace=namespace)
+
+    def _apply(self, namespace: Namespace, page: "WithdrawalList") -> None:
+        named = []
+        for each in page.withdrawals:
+            with suppress(InvalidValueError, TypeError):  # a kind of a later release
+                key = ArtifactKey.parse(*each.key.split("/"))
+                named.append((key, each.digest.partition(":")[2]))
+        # Memory first: until a file is deleted, another thread may open it.
+        self._listener.withdrawn(namespace, named, at=time())
+        for key, sha256 in named:
+            is_withdrawn = partial(_has_digest, sha256=sha256)
+            for origin in self._origins():
+                self._tier.discard_if(namespace, key, is_withdrawn, origin=origin)
+
+    def _compare(
+        self,
+        server: ServerClient,
+        namespace: Namespace,
+        newest: ListPosition,
+        *,
+        since: ListPosition | None,
+    ) -> None:
+        """Look up every copy, because the list does not say everything up to `newest`."""
+        if since is not None:
+            _log.warning(
+                "graphstash: the withdrawals of namespace %s at %s do not continue where this host "
+                "has read them (%d, now %d): it was away for too long, or the server was restored "
+                "from a backup; copies on this host's disk are compared with the server",
+                namespace,
+                self._config.url,
+                since.number,
+                newest.number,
+            )
+        now = time()
+        self._listener.outdated(namespace, before=now, is_for_run=True)
+        for origin in self._origins():
+            keys = self._tier.keys(namespace, origin=origin)
+            while batch := tuple(islice(keys, MAX_LOOKUP_KEYS)):
+                found = server.lookup(batch, namespace=namespace).found
+                stored = {each.key: each.digest.partition(":")[2] for each in found}
+                for key in batch:
+                    is_gone = partial(_is_other, sha256=stored.get(key), before=now)
+                    self._tier.discard_if(namespace, key, is_gone, origin=origin)
+
+
+def _has_digest(proof: Provenance, *, sha256: str) -> bool:
+    """Whether a copy has a digest, or none is noted."""
+    return proof.sha256 in ("", sha256)
+
+
+def _is_other(proof: Provenance, *, sha256: str | None, before: float) -> bool:
+    """Whether a copy of before a time differs from what the server has now."""
+    return proof.sha256 != sha256 and proof.stored_at < before

@@ -1,0 +1,535 @@
+"""A server's list of withdrawals reaches every process of a host: disk, packs, prefetch, memory."""
+
+import io
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from graphstash import Stash
+from graphstash._artifacts import withdrawals as module
+from graphstash._artifacts.prefetch import Prefetch
+from graphstash._compile.packs import Packs
+from graphstash_schema import ArtifactMetadata, Digest, ReportReason
+from graphstash_schema.withdrawals import WithdrawalList
+from graphstash_server.testing import LiveServer, ServerProcess
+from support.fault_proxy import FaultProxy
+from support.host import Host, key, request
+from support.waiting import PATIENT_VARIABLES, until
+
+pytestmark = pytest.mark.sql
+
+METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
+
+_runs = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def server(start_once):
+    """A server on each database."""
+    return start_once(LiveServer)
+
+
+@pytest.fixture
+def next_job(config):
+    """Another job on a host: a run of its own, and nothing in memory."""
+
+    with ExitStack() as stack:
+
+        def start(host="host", *, run="", **settings):
+            name = run or f"run-{next(_runs)}"
+            return stack.enter_context(Stash(config(host, **settings), run=name))
+
+        yield start
+
+
+@pytest.fixture
+def let_overwrite(server, namespace):
+    path = f"{server.url}/v1/-/namespaces/{namespace}"
+    assert httpx.put(path, json={"mode": "overwrite"}).is_success
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Turns the clock of the copies to a time at which the server is asked about own ones."""
+    at = time.time() + 601
+    monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
+    monkeypatch.setattr("graphstash._artifacts.withdrawals.time", lambda: at)
+
+
+def withhold(stash, number=1):
+    (found,) = stash.server.lookup([key(number)]).found
+    digest = Digest(found.digest.partition(":")[2], found.size_bytes)
+    reply = stash.server.report(key(number), digest=digest, reason=ReportReason.BAD_SIGNATURE)
+    assert reply.withheld
+
+
+def delete(stash, number=1):
+    stash.server._transport.call("DELETE", key(number).artifact_path(stash.config.namespace))
+
+
+def replace(stash, number=1):
+    stash.put(key(number), b"right", METADATA)
+
+
+def publish(next_job, *numbers, payload=b"graph"):
+    publisher = next_job("publisher")
+    for number in numbers:
+        publisher.put(key(number), payload, METADATA)
+    return publisher
+
+
+def look_up(stash):
+    """Makes a look-up, as the first use of a copy does that the run has not asked about."""
+    stash.standing._ask(stash.config.namespace, key(999))
+
+
+def calls(stash, monkeypatch, *names):
+    """Notes the calls of a process that ask the server about copies."""
+    made = []
+    for name in names:
+        real = getattr(module.ServerClient, name)
+
+        def noting(client, *arguments, _real=real, _name=name, **named):
+            made.append(_name)
+            return _real(client, *arguments, **named)
+
+        monkeypatch.setattr(module.ServerClient, name, noting)
+    return made
+
+
+def position(stash):
+    """How far the host has applied the list; None for nothing."""
+    found = stash.standing._withdrawals._host.read(stash.config.namespace)
+    return None if found is None else found.number
+
+
+@pytest.mark.parametrize("withdraw", [withhold, delete, replace])
+@pytest.mark.usefixtures("later", "let_overwrite")
+def test_copy_that_a_host_compiled_itself_goes_with_equal_withdrawn_bytes(next_job, withdraw):
+    for number in (1, 2):
+        next_job(url="none").put(key(number), b"wrong", METADATA)
+    publisher = publish(next_job, 1, payload=b"wrong")
+    withdraw(publisher)
+    if withdraw is replace:
+        delete(publisher)  # or its bytes would take precedence anyway
+
+    job = next_job()
+    assert job.get(key(1)) is None
+    assert not job.is_on_this_host(key(1))
+    assert job.get(key(2)) == b"wrong"  # nothing is known against it
+    assert position(job) == (1 if withdraw is not replace else 2)
+
+
+def test_copy_that_a_host_compiles_after_the_withdrawal_stays(next_job, monkeypatch):
+    delete(publish(next_job, 1))
+    look_up(first := next_job())
+    assert position(first) == 1
+    first.put(key(1), b"graph", METADATA, local_only=True)
+    at = time.time() + 601
+    monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
+    assert next_job().get(key(1)) == b"graph"
+
+
+def test_withdrawn_copies_leave_the_disk_without_being_used(next_job):
+    publisher = publish(next_job, 1, 2, 3)
+    for number in (1, 2, 3):
+        next_job().ensure_local(key(number))
+    look_up(next_job())
+    delete(publisher, 1)
+    withhold(publisher, 2)
+
+    job = next_job()
+    assert job.get(key(3)) == b"graph"
+    until(lambda: position(job) == 2)
+    assert [job.is_on_this_host(key(number)) for number in (1, 2, 3)] == [False, False, True]
+
+
+@pytest.mark.parametrize("withdraw", [withhold, delete, replace])
+@pytest.mark.usefixtures("let_overwrite")
+def test_running_job_learns_with_its_next_look_up(next_job, withdraw):
+    publisher = publish(next_job, 1, 2)
+    job = next_job()
+    for number in (1, 2):
+        assert job.get(key(number)) == b"graph"
+    look_up(job)
+    withdraw(publisher)
+
+    look_up(job)
+    until(lambda: position(job) == 1)
+    assert job.get(key(1)) == (b"right" if withdraw is replace else None)
+    assert job.fetch(key(2), io.BytesIO()).source == "local"
+
+
+def test_nothing_new_costs_no_request(next_job, monkeypatch):
+    publish(next_job, 1, 2)
+    delete(publish(next_job, 3), 3)
+    for number in (1, 2):
+        next_job().ensure_local(key(number))
+    look_up(first := next_job())
+    until(lambda: position(first) == 1)
+
+    job = next_job()
+    made = calls(job, monkeypatch, "lookup", "withdrawals")
+    for number in (1, 2):
+        assert job.fetch(key(number), io.BytesIO()).source == "local"
+    assert made == ["lookup"]
+
+
+def test_host_without_copies_of_its_own_begins_at_the_end_of_the_list(next_job, monkeypatch):
+    delete(publish(next_job, 1))
+    job = next_job()
+    made = calls(job, monkeypatch, "withdrawals")
+    look_up(job)
+    assert position(job) == 1
+    assert made == []
+
+
+def test_other_processes_of_the_run_obey_without_a_look_up(next_job, monkeypatch):
+    publisher = publish(next_job, 1)
+    one, other = next_job(run="one run"), next_job(run="one run")
+    assert [each.get(key(1)) for each in (one, other)] == [b"graph"] * 2
+    look_up(one)
+    delete(publisher)
+    look_up(one)
+    until(lambda: position(one) == 1)
+
+    made = calls(other, monkeypatch, "withdrawals")
+    changes = other.standing.changes
+    assert changes
+    assert other.get(key(1)) is None
+    look_up(other)
+    assert other.standing._withdrawals.is_current(other.config.namespace)
+    assert made == []
+
+
+def test_real_process_of_the_run_does_not_use_what_another_one_read(next_job, config):
+    """It holds the server's earlier answer in memory."""
+    publisher = publish(next_job, 1)
+    program = """
+        import graphstash, sys
+        from graphstash_schema import ArtifactKey
+        key = ArtifactKey.parse(*sys.argv[1].split("/"))
+        with graphstash.Stash(graphstash.ClientConfig.load(), run="one-run") as stash:
+            for line in sys.stdin:
+                print(stash.get(key), flush=True)
+    """
+    job = next_job(run="one-run")
+    assert job.get(key(1)) == b"graph"
+    look_up(job)
+    variables = PATIENT_VARIABLES | {
+        "GRAPHSTASH_URL": job.config.url,
+        "GRAPHSTASH_NAMESPACE": job.config.namespace,
+        "GRAPHSTASH_CACHE_DIR": str(job.config.cache_dir),
+    }
+    command = [sys.executable, "-c", textwrap.dedent(program), str(key(1))]
+    with subprocess.Popen(
+        command,
+        env=os.environ | variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+
+        def ask():
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        assert ask() == "b'graph'"
+        delete(publisher)
+        look_up(job)
+        until(lambda: position(job) == 1)
+        assert ask() == "None"
+        process.stdin.close()
+
+
+class Job(Host):
+    def __init__(self, stash):
+        super().__init__(stash)
+        self.packs = Packs(self.cache, lambda number: request(1000 + number))
+
+
+def test_packs_in_memory_obey_the_list(next_job):
+    with Job(next_job("publisher")) as publisher:
+        publisher.packs.get(key(1))
+        publisher.packs.put(key(1), b"program")
+        publisher.packs.flush()
+        assert publisher.publisher.drain(20)
+        with Job(next_job()) as job:
+            assert job.packs.get(key(1)) == b"program"
+            look_up(job.stash)
+            delete(publisher.stash, 1000)
+            look_up(job.stash)
+            until(lambda: position(job.stash) == 1)
+            assert job.packs.get(key(1)) is None
+
+
+def test_prefetch_learns_with_its_look_up(next_job):
+    publisher = publish(next_job, 1, 2)
+    job = next_job()
+    assert job.get(key(1)) == b"graph"
+    look_up(job)
+    delete(publisher)
+    prefetch = Prefetch(job, is_stopped=lambda: False, done=lambda *_: None)
+    prefetch.fetch_best([key(1), key(2)])
+    prefetch.close()
+    until(lambda: position(job) == 1)
+    assert job.get(key(1)) is None
+    assert job.fetch(key(2), io.BytesIO()).source == "local"
+
+
+def test_download_that_began_before_the_withdrawal_is_not_kept_as_known(next_job):
+    """Its bytes arrive at the disk after the list was applied."""
+    publisher = publish(next_job, 1)
+    look_up(next_job())
+    job = next_job()
+    with FaultProxy(int(job.config.url.rpartition(":")[2])) as proxy:
+        slow = next_job(url=proxy.url, run="one run")
+        beside = next_job(url=proxy.url, run="one run")
+        look_up(beside)
+        proxy.hold = re.compile(rb"GET /v1/[^/ ]+/artifacts/")
+        got = []
+        thread = threading.Thread(target=lambda: got.append(slow.get(key(1))))
+        thread.start()
+        assert proxy.held.wait(60)
+        delete(publisher)
+        look_up(beside)
+        until(lambda: position(beside) == 1)
+        proxy.hold = None
+        proxy.go_on.set()
+        thread.join(60)
+        assert got == [b"graph"]  # the server had sent it before
+        assert [each.get(key(1)) for each in (slow, beside)] == [None, None]
+
+
+KILLED = """
+import os, signal, sys
+from graphstash import ClientConfig, Stash
+from graphstash._artifacts.local_tier import LocalTier
+from graphstash._artifacts.withdrawals import HostPositions
+from graphstash_schema import ArtifactKey
+
+phase = sys.argv[2]
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if phase == "read":
+    LocalTier.discard_if = die
+if phase == "applied":
+    HostPositions.write = die
+with Stash(ClientConfig.load(), run="killed") as stash:
+    stash.standing._ask(stash.config.namespace, ArtifactKey.parse(*sys.argv[1].split("/")))
+    stash.standing._withdrawals._readers[stash.config.namespace].join(60)
+"""
+
+
+@pytest.mark.parametrize("phase", ["read", "applied"])
+@pytest.mark.usefixtures("later")
+def test_kill_between_reading_and_applying_loses_nothing(next_job, phase):
+    own = next_job(url="none")
+    own.put(key(1), b"wrong", METADATA)
+    delete(publish(next_job, 1, payload=b"wrong"))
+    job = next_job()
+    variables = PATIENT_VARIABLES | {
+        "GRAPHSTASH_URL": job.config.url,
+        "GRAPHSTASH_NAMESPACE": job.config.namespace,
+        "GRAPHSTASH_CACHE_DIR": str(job.config.cache_dir),
+    }
+    command = [sys.executable, "-c", KILLED, str(key(999)), phase]
+    done = subprocess.run(command, env=os.environ | variables, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert position(job) is None
+    assert job.get(key(1)) is None
+    look_up(job)
+    until(lambda: position(job) == 1)
+
+
+@pytest.mark.usefixtures("later")
+def test_list_that_does_not_answer_costs_only_own_copies(next_job):
+    """And these only until it answers: nothing says whether they were withdrawn."""
+    next_job(url="none").put(key(1), b"own", METADATA)
+    publish(next_job, 2)
+    publisher = publish(next_job, 3)
+    next_job().ensure_local(key(2))
+    delete(publisher, 3)
+    with FaultProxy(int(publisher.config.url.rpartition(":")[2])) as proxy:
+        next_job(url=proxy.url).ensure_local(key(2))
+        proxy.hold = re.compile(rb"GET /v1/[^/ ]+/withdrawals")
+        job = next_job(url=proxy.url, first_byte_seconds=0.2, connect_seconds=0.2)
+        assert job.get(key(2)) == b"graph"
+        assert job.get(key(1)) is None
+        proxy.hold = None
+        proxy.go_on.set()
+        again = next_job(url=proxy.url)
+        assert again.get(key(1)) == b"own"
+
+
+@pytest.mark.usefixtures("later")
+def test_host_that_was_away_for_too_long_compares_its_copies_again(next_job, caplog, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_READ", 2)
+    publisher = publish(next_job, 1, 2, 3, 4, payload=b"wrong")
+    look_up(first := next_job())
+    assert position(first) == 0
+    next_job(url="none").put(key(1), b"wrong", METADATA)
+    next_job().ensure_local(key(4))
+    for number in (1, 2, 3):
+        delete(publisher, number)
+
+    job = next_job()
+    made = calls(job, monkeypatch, "withdrawals")
+    assert job.get(key(1)) is None
+    assert not job.is_on_this_host(key(1))
+    assert made == []
+    assert "away for too long" in caplog.text
+    assert position(job) == 3
+    assert job.fetch(key(4), io.BytesIO()).source == "local"
+    caplog.clear()
+    look_up(next_job())
+    assert caplog.text == ""
+
+
+def test_server_restored_from_a_backup_is_noticed(tmp_path, config, caplog, monkeypatch):
+    """The backup is of a time before the withdrawal, so the restored server serves it again."""
+    data = tmp_path / "server"
+    server = ServerProcess(data)
+
+    def job(host="host", **settings):
+        given = {"url": proxy.url, "namespace": "team"} | settings
+        return stack.enter_context(Stash(config(host, **given), run=f"run-{next(_runs)}"))
+
+    with ExitStack() as stack, FaultProxy(server.port) as proxy:
+        publisher = job("publisher")
+        for number in (1, 2):
+            publisher.put(key(number), b"wrong", METADATA)
+        job().ensure_local(key(2))
+        delete(publisher, 2)
+        look_up(first := job())
+        until(lambda: position(first) == 1)
+        server.stop()
+        shutil.copytree(data, tmp_path / "backup")
+        server = ServerProcess(data)
+        proxy._upstream_port = server.port
+        delete(publisher, 1)
+        look_up(second := job())
+        until(lambda: position(second) == 2)
+        job(url="none").put(key(3), b"own", METADATA)
+
+        server.stop()
+        shutil.rmtree(data)
+        shutil.copytree(tmp_path / "backup", data)
+        server = ServerProcess(data)
+        proxy._upstream_port = server.port
+        look_up(third := job())
+        until(lambda: position(third) == 1)
+        assert "restored from a backup" in caplog.text
+        delete(publisher, 1)  # the operator repeats it
+        look_up(fourth := job())
+        until(lambda: position(fourth) == 2)
+        at = time.time() + 601
+        monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
+        last = job()
+        assert last.get(key(1)) is None
+        assert last.get(key(3)) is None  # it may have been withdrawn between backup and crash
+        server.stop()
+
+
+def test_two_servers_with_one_database_behind_one_url(next_job, server):
+    """Either may withdraw, and either may answer."""
+    database_url = server._settings.database_url
+    with (
+        LiveServer(server.data_dir, database_url=database_url) as other,
+        FaultProxy(int(server.url.rpartition(":")[2])) as proxy,
+    ):
+        ports = [int(each.url.rpartition(":")[2]) for each in (server, other)]
+        publisher = publish(next_job, *range(1, 7))
+        for number in range(1, 7):
+            next_job(url=proxy.url).ensure_local(key(number))
+        look_up(job := next_job(url=proxy.url))
+        for number in range(1, 6):
+            assert job.get(key(number)) == b"graph"
+            proxy._upstream_port = ports[number % 2]
+            delete(publisher, number)
+            proxy._upstream_port = ports[(number + 1) % 2]
+            look_up(job)
+            until(lambda: position(job) == number)  # noqa: B023 - awaited at once
+            assert job.get(key(number)) is None
+        assert job.get(key(6)) == b"graph"
+
+
+def test_two_servers_with_two_databases_behind_one_url_cost_only_time(
+    next_job, server, tmp_path, caplog
+):
+    """Nothing that one of them has withdrawn is used while it answers."""
+    with (
+        LiveServer(tmp_path / "other server") as other,
+        FaultProxy(int(server.url.rpartition(":")[2])) as proxy,
+    ):
+        ports = [int(each.url.rpartition(":")[2]) for each in (server, other)]
+        publisher = publish(next_job, 1, 2)
+        next_job(url=proxy.url).ensure_local(key(1))
+        delete(publisher, 2)
+        look_up(first := next_job(url=proxy.url))
+        until(lambda: position(first) == 1)
+        proxy._upstream_port = ports[1]
+        elsewhere = next_job(url=proxy.url)
+        assert elsewhere.get(key(1)) is None
+        until(lambda: "do not continue" in caplog.text)
+        proxy._upstream_port = ports[0]
+        assert next_job(url=proxy.url).get(key(1)) == b"graph"
+        delete(publisher, 1)
+        assert next_job(url=proxy.url).get(key(1)) is None
+
+
+@pytest.mark.parametrize("text", ["", "x", "7", "7-0123456789abcdef", "0"])
+def test_torn_or_forged_position_is_no_trouble(next_job, text):
+    publish(next_job, 1)
+    look_up(job := next_job())
+    noted = job.standing._withdrawals._host._folder / job.config.namespace
+    noted.write_text(text)
+    assert next_job().get(key(1)) == b"graph"
+
+
+def test_hostile_list_ends(next_job, monkeypatch):
+    """A server that repeats a page, or names nonsense, costs a job nothing."""
+    publish(next_job, 1)
+    job = next_job()
+    assert job.get(key(1)) == b"graph"
+    look_up(job)
+    made = []
+
+    def endless(client, query, *, namespace):
+        made.append(query.after)
+        return WithdrawalList(
+            is_complete=True,
+            withdrawals=(
+                {
+                    "number": 1,
+                    "key": "a/../../b",
+                    "digest": "x",
+                    "cause": "new",
+                    "withdrawn_at": "2026-01-01T00:00:00Z",
+                },
+            ),
+            position=query.after,
+            newest="9-0123456789abcdef",
+        )
+
+    monkeypatch.setattr(module.ServerClient, "withdrawals", endless)
+    namespace = job.config.namespace
+    for newest in ("9-0123456789abcdef", "nonsense", "9" * 99):
+        job.standing.follow(namespace, newest, asked_at=time.time())
+        job.standing._withdrawals._readers[namespace].join(60)
+    assert made == ["0"]
+    assert job.get(key(1)) == b"graph"
