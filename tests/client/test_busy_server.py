@@ -1,5 +1,6 @@
 """A server whose connections are all taken is busy and not down: jobs share them, and wait."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -46,6 +47,24 @@ def test_more_jobs_than_connections_compile_nothing_that_is_stored(host, stored)
     assert [job.compiles for job in jobs] == [0] * len(jobs)
     assert [job.fallbacks for job in jobs] == [{}] * len(jobs)
     assert sum(job.stats.hits_server for job in jobs) == GRAPHS * len(jobs)
+
+
+@pytest.mark.parametrize("path", ["healthz", "artifact"])
+def test_the_idlest_connection_yields_to_any_address(server, namespace, path):
+    where = "/healthz" if path == "healthz" else key(1).artifact_path(namespace)
+    request = f"GET {where} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
+    with ExitStack() as stack:
+
+        def connect(number):
+            return stack.enter_context(Wire(server.url, source=f"127.0.0.{number}"))
+
+        first, second, third = map(connect, range(1, 4))
+        for each in (first, second, third, first):
+            assert each.ask(request).status in {200, 404}
+            time.sleep(0.002)  # the server's clock counts milliseconds
+        assert connect(4).ask(request).status in {200, 404}
+        assert second.is_closed
+        assert [each.ask(request).status in {200, 404} for each in (first, third)] == [True, True]
 
 
 def test_a_job_waits_for_a_connection_as_long_as_it_may(host, stored, server, monkeypatch):

@@ -42,6 +42,9 @@ __all__ = ["Deadline", "DeadlineTransport", "ProcessClient"]
 
 _WRITE_BYTES: Final = 64 * 1024
 
+_KEEP_ALIVE_SECONDS: Final = 110.0
+"""Seconds after which an idle connection is not used again. A server closes it after 120."""
+
 _READ_BYTES: Final = 128 * 1024
 """Bytes that one read takes at most. httpcore asks for 64 KiB, and each piece of a body passes
 through four layers of Python. Larger pieces than this no longer fit into the processor's cache."""
@@ -181,7 +184,7 @@ class ProcessClient:
                 raise TransportError(Reason.CONNECT, f"{self._url}: the client is closed")
             # A forked child must not use its parent's sockets.
             if self._connection is None or self._connection[0] != os.getpid():
-                limits = httpx.Limits(max_connections=16, keepalive_expiry=30.0)
+                limits = httpx.Limits(max_connections=16, keepalive_expiry=_KEEP_ALIVE_SECONDS)
                 path = self._url.removeprefix(UNIX) if self._url.startswith(UNIX) else None
                 transport = DeadlineTransport(limits, context=self._context(), socket_path=path)
                 client = httpx.Client(

@@ -10,9 +10,10 @@ whose caller stalls in the middle of a body or a response. So no single address 
 others by being slow. Behind a proxy, all callers share its address, and the proxy has to distribute
 the connections.
 
-Otherwise a new connection takes the place of an idle one of its own address, between two requests:
-processes of one host keep connections that they do not use while they compile. Clients send a
-request again if a kept connection ends before the response begins.
+Otherwise a new connection takes the place of the one that has been idle between two requests for
+the longest time, among addresses that have at least as many: processes keep connections that they
+do not use while they compile. Clients send a request again if a kept connection ends before the
+response begins.
 
 A refusal is a problem document, after which the connection ends. If a response is in progress, the
 server finishes it and then closes the connection.
@@ -23,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from ipaddress import IPv6Address
 from itertools import chain
+from operator import attrgetter
 from secrets import token_hex
 from typing import Any, ClassVar, Final
 
@@ -207,6 +209,12 @@ class Connection(HttpToolsProtocol):
         return newest is not None and newest.response_complete and not is_reading
 
     @property
+    def idle_since(self) -> float:
+        """When the last response ended, on the loop's clock; 0 during a request."""
+        timer = self.timeout_keep_alive_task
+        return 0.0 if timer is None else timer.when() - self.timeout_keep_alive
+
+    @property
     def is_up_to_caller(self) -> bool:
         """Whether the caller still has to send a body or to read a response."""
         return self._is_in_body or self._write_timer is not None
@@ -214,11 +222,11 @@ class Connection(HttpToolsProtocol):
     def _take_place(self) -> bool:
         """Evict the oldest connection waiting for its caller, of the address with most. Connections
         without a request go first. If no address has more connections than this one's, close the
-        oldest idle connection of this address. Return False if there is none.
+        idlest connection of those that have as many. Return False if none is idle.
         """
-        own = self.by_address[self._address]
+        own_count = len(self.by_address[self._address])
         for others in sorted(self.by_address.values(), key=len, reverse=True):
-            if len(others) <= len(own):
+            if len(others) <= own_count:
                 break
             idle = (other for other in others if not other.is_answering)
             slow = (other for other in others if other.is_up_to_caller)
@@ -226,10 +234,11 @@ class Connection(HttpToolsProtocol):
                 self.count_refusal(ErrorCode.TOO_MANY_CONNECTIONS)
                 other.cut()
                 return True
-        if (unused := next((other for other in own if other.is_between_requests), None)) is None:
-            return False
-        unused.end()
-        return True
+        peers = (others for others in self.by_address.values() if len(others) >= own_count)
+        unused = [other for other in chain.from_iterable(peers) if other.is_between_requests]
+        if unused:
+            min(unused, key=attrgetter("idle_since")).end()
+        return bool(unused)
 
     def cut(self) -> None:
         """End the connection at once."""

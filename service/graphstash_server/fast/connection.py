@@ -118,6 +118,11 @@ class FastConnection(Connection):
             self.transport.close()
         return keep_alive
 
+    @property
+    def idle_since(self) -> float:
+        """When the last response ended, on the loop's clock; 0 during a request."""
+        return super().idle_since or self._idle_since
+
     def _wait_for_more(self) -> None:
         """Close the connection if no request arrives for a while. One timer runs on over many
         requests. Setting one per request costs more than reading the clock.

@@ -41,6 +41,11 @@ __all__ = ["PARENT_SIGNALS", "GraphstashServer", "make_server", "run_server", "r
 
 _LOGGER = logging.getLogger(__name__)
 
+_KEEP_ALIVE_SECONDS: Final = 120
+"""Seconds until an idle connection is closed. A job keeps its connection while it compiles, because
+a new one with TLS costs 23 times as much as a request. When connections run out, idle ones yield.
+"""
+
 _FIRST_REQUEST_SECONDS = 5.0
 """Seconds that a connection without a request may delay the shutdown. Its client has connected and
 is about to send a request, which takes a while on a loaded host. Closing would fail that request.
@@ -190,6 +195,7 @@ def make_server(
         access_log=settings.access_log,
         server_header=False,
         proxy_headers=False,  # no code depends on the caller's address
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=settings.shutdown_seconds,
     )
     config.load()
