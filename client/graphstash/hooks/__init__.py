@@ -17,4 +17,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Hook", "HookSpec", "TestedVersions", "Verdict"]
 
-__getattr__, __dir__ = lazy(__name__, {"spec": "Hook HookSpec TestedVersions Verdict"})
+__getattr__, __dir__ = lazy(__name__)

@@ -26,4 +26,4 @@ SPEC: Final = HookSpec(
     requirement="graphstash[torch]",
 )
 
-__getattr__, __dir__ = lazy(__name__, {"kernels": "SharedCacheBackend SharedCacheManager"})
+__getattr__, __dir__ = lazy(__name__)
