@@ -67,7 +67,7 @@ _REFLECTION: Final = frozenset(
         *("currentframe", "f_back", "f_builtins", "f_globals", "f_locals", "gi_frame", "tb_frame"),
     }
 )
-"""Names that lead to values which no description of the code around them holds."""
+"""Names that lead to values outside the description of the surrounding code."""
 
 _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
@@ -75,7 +75,7 @@ _CELLS: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"})
 _REFUSED: Final = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _SKIPPED: Final = frozenset({"CACHE", "EXTENDED_ARG", "NOP"})
 _IMPORTED: Final = "import "
-"""Begins the first name of a chain that a function imports instead of reading a global."""
+"""Prefix of the first name in a chain that a function imports."""
 
 _OWN_OF_CLASSES: Final = frozenset(
     {
@@ -84,22 +84,22 @@ _OWN_OF_CLASSES: Final = frozenset(
         *("_abc_impl", "__dataclass_fields__", "__dataclass_params__"),
     }
 )
-"""Entries of a class that Python adds. Fields of dataclasses are described apart from them."""
+"""Class attributes that Python adds. Fields of dataclasses are described separately."""
 
 _MAX_ARRAY: Final = 4096
-"""Elements of an array of NumPy in a description."""
+"""Limit of elements in a described NumPy array."""
 
 _OPTIONS: Final = ("noinline", "debug", "do_not_specialize", "do_not_specialize_on_alignment")
-"""Arguments of `triton.jit`, which Triton's key of an inner function leaves out."""
+"""Arguments of `triton.jit` that Triton's key of an inner function omits."""
 
 _MAX_OBJECTS: Final = 20_000
-"""Objects in one description. Code that refers to more refers to a library."""
+"""Limit of objects in one description. Code that exceeds the limit refers to a library."""
 
 _ABSENT: Final = object()
 
 
 class UndescribableError(ValueError):
-    """A value has no words that are equal in every process; the message names the value."""
+    """A value has no description that is equal in every process. The message names the value."""
 
 
 class CodeDescriber:
@@ -111,7 +111,7 @@ class CodeDescriber:
 
     def __init__(self, *known: str) -> None:
         self._known = frozenset({"builtins", *known})
-        # By id. The objects are kept alive, so that no other object gets the id.
+        # By id. Keeping the objects alive prevents Python from reusing an id.
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def describe(self, value: Any) -> str:
@@ -126,7 +126,7 @@ class CodeDescriber:
             return f"{type(value).__name__} {value!r}"
         if (special := self.special(value)) is not None:
             return special
-        if type(value) is tuple:  # not numbered: which equal constants are one depends on the host
+        if type(value) is tuple:  # not numbered: sharing of equal constants depends on the host
             return f"({', '.join(map(self.describe, value))})"
         number = len(self._seen)
         if (before := self._seen.setdefault(id(value), (number, value)))[0] != number:
@@ -136,14 +136,14 @@ class CodeDescriber:
         return f"#{number}={self._object(value)}"
 
     def special(self, value: Any) -> str | None:  # noqa: ARG002 - for subclasses
-        """Return the description of a value of the compiler; None for values of Python."""
+        """Return the description of a value of the compiler, or None for a value of Python."""
         return None
 
     def registered(self, function: Any) -> str:
         """Return the description of a function that a user gave to the compiler.
 
         Raises:
-            UndescribableError: as `describe`, and when the function has no readable source.
+            UndescribableError: as in `describe`, or the function has no readable source.
         """
         inner = inspect.unwrap(function.func if isinstance(function, partial) else function)
         if isinstance(inner, FunctionType) and not self.is_known(str(inner.__module__)):
@@ -153,20 +153,20 @@ class CodeDescriber:
         return self.describe(function)
 
     def reads_state(self, function: Any) -> str:  # noqa: ARG002 - for subclasses
-        """Return why a known function has other results on other hosts; empty if it has not."""
+        """Return why the results of a known function depend on the host, or an empty string."""
         return ""
 
     def check_names(self, names: Iterable[str]) -> None:
         """Check the names of globals, attributes and methods in a function.
 
         Raises:
-            UndescribableError: one of them leads to what no description holds.
+            UndescribableError: a name leads to a value outside the description.
         """
         if found := _REFLECTION.intersection(names):
             raise UndescribableError(f"code reads {min(found)}")
 
     def is_known(self, module: str) -> bool:
-        """Whether the compiler's key or Python's version covers a module."""
+        """Return whether the compiler's key or Python's version covers a module."""
         root = _root(module)
         return root in self._known or root.removeprefix("_") in _PURE
 
@@ -192,7 +192,7 @@ class CodeDescriber:
         return f"{type(value).__name__}({', '.join(sorted(map(self.describe, value)))})"
 
     def _module(self, module: ModuleType) -> str:
-        # A module by itself may be read under any name, e.g. with `getattr`.
+        # Code may read any name of a bare module, e.g. with `getattr`.
         if not self.is_known(module.__name__):
             raise UndescribableError(f"the module {module.__name__} is read as a whole")
         return f"module {module.__name__} {platform.python_version()}"
@@ -279,7 +279,7 @@ class CodeDescriber:
         return f"function({function.__name__}; {self._code(function.__code__)}; {around}{given})"
 
     def _kernel(self, kernel: Any) -> str:
-        """Describe a function of Triton by its text, and by what Triton takes from around it."""
+        """Describe a function of Triton by its text and by the outer values that Triton reads."""
         kind = type(kernel).__qualname__
         name = getattr(kernel, "__qualname__", kernel.__name__)
         if self.is_known(str(kernel.__module__)):
@@ -301,7 +301,7 @@ class CodeDescriber:
         *,
         is_kernel: bool = False,
     ) -> str:
-        """Describe the defaults of a function and the values that it reads around it."""
+        """Describe the defaults of a function and the outer values that it reads."""
         own = [self.describe(function.__defaults__), self.describe(function.__kwdefaults__)]
         read = [
             f"{'.'.join(chain)}={self._read(function, chain, is_kernel=is_kernel)}"
@@ -314,8 +314,8 @@ class CodeDescriber:
         if value is _ABSENT and chain[0].startswith(_IMPORTED):
             raise UndescribableError(f"{function.__qualname__}: {chain[0]} was not imported yet")
         for name in chain[1:]:
-            # What Python reads of an object is in the description of the object. Triton reads
-            # attributes of constants, and nothing else of them.
+            # The description of an object covers what Python reads of the object. Triton reads
+            # only attributes of constants.
             if not (is_kernel or isinstance(value, ModuleType) or self.is_path(value)):
                 break
             try:
@@ -330,11 +330,11 @@ class CodeDescriber:
             ) from error
 
     def is_path(self, value: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Whether a value only leads to others, as a module does."""
+        """Return whether a value only leads to other values, as a module does."""
         return False
 
     def _chains(self, function: FunctionType) -> Iterator[tuple[str, ...]]:
-        """The names that a function reads around it, with the attributes that it reads of them."""
+        """Return the outer names that a function reads, each with the attributes that it reads."""
         free = function.__code__.co_freevars
         imported: dict[str, tuple[str, ...]] = {}
         for each in _codes(function.__code__):
@@ -361,7 +361,7 @@ class CodeDescriber:
     def _imported(
         self, function: FunctionType, steps: list[dis.Instruction]
     ) -> dict[str, tuple[str, ...]]:
-        """The local names that a function imports, each with the chain that it stands for."""
+        """Return the local names that a function imports, each with its chain."""
         found: dict[str, tuple[str, ...]] = {}
         base: tuple[str, ...] = ()
         chain: tuple[str, ...] = ()
@@ -382,7 +382,7 @@ class CodeDescriber:
         return found
 
     def _code(self, code: CodeType) -> str:
-        """What a code object does, without its file, its lines and its documentation."""
+        """Describe a code object without its file, line numbers and docstrings."""
         consts = [
             self._code(each) if isinstance(each, CodeType) else self.describe(each)
             for each in code.co_consts
@@ -394,11 +394,11 @@ class CodeDescriber:
 
 
 class _Empty:
-    """Tells how large an instance is that has nothing but its `__dict__`."""
+    """Reference for the size of an instance that has only a `__dict__`."""
 
 
 def _is_all_in_dict(cls: type) -> bool:
-    """Whether the `__dict__` of an instance holds all of it: no slots, nothing written in C."""
+    """Return whether `__dict__` holds the whole state: no slots and no fields of C."""
     if cls is SimpleNamespace:
         return True
     python = sys.stdlib_module_names
@@ -414,14 +414,14 @@ def _root(module: str) -> str:
 
 
 def _is_kernel(value: Any) -> bool:
-    """Whether a value is a function of Triton."""
-    # By class: an object with a `__getattr__` has every attribute.
+    """Return whether a value is a function of Triton."""
+    # Compare the class, because an object with `__getattr__` has every attribute.
     is_tritons = any(_root(each.__module__) == "triton" for each in type(value).__mro__)
     return is_tritons and isinstance(getattr(value, "fn", None), FunctionType)
 
 
 def _module_of(value: Any) -> str:
-    """The module that a function or a class was written in, whatever decorators made of it."""
+    """Return the module that defines a function or class, also through decorators."""
     return str(getattr(value, "__globals__", {}).get("__name__") or value.__module__)
 
 
@@ -433,7 +433,7 @@ def _content(cell: Any) -> Any:
 
 
 def _file_of(module: str) -> str:
-    """Digest of the file of an extension module."""
+    """Return the digest of an extension module's file."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if not file:
         raise UndescribableError(f"the module {module} has no file")
@@ -445,10 +445,10 @@ def _is_named_tuple(cls: type) -> bool:
 
 
 def _array(value: Any) -> str:
-    """Describe an array or a scalar of NumPy.
+    """Describe a NumPy array or scalar.
 
     Raises:
-        UndescribableError: it is neither, or it is large.
+        UndescribableError: the value is neither, or it is too large.
     """
     plain = getattr(getattr(value, "dtype", None), "kind", "") in "biufcSU"
     if type(value).__name__ == "dtype":
@@ -468,10 +468,10 @@ def _look_up(function: FunctionType, name: str) -> Any:
 
 
 def _chains_of_text(function: FunctionType, tree: ast.AST) -> Iterator[tuple[str, ...]]:
-    """The names that the text of a kernel reads around it, with the attributes that it reads.
+    """Return the outer names that the text of a kernel reads, each with its attributes.
 
-    The text, not the bytecode: Triton compiles the text, which programs may replace, and reads a
-    global before the kernel assigns to a local of the same name.
+    Reads the text instead of the bytecode: Triton compiles the text, which programs may replace.
+    Triton also reads a global before the kernel assigns to a local of the same name.
     """
     code = function.__code__
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -489,7 +489,7 @@ def _is_assigned(name: ast.Name) -> bool:
 
 
 class _Chains(ast.NodeVisitor):
-    """Collects the names in a tree, each with the attributes behind it."""
+    """Collect the names in a tree, each with the attributes that follow it."""
 
     def of(self, tree: ast.AST) -> list[tuple[str, ...]]:
         """Return the names, in the order of the text."""
@@ -502,7 +502,7 @@ class _Chains(ast.NodeVisitor):
         self._found.append((node.id,))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """Add a name with its attributes; look further into anything else."""
+        """Add a name with its attributes, or visit the parts of another expression."""
         names: list[str] = []
         inner: ast.expr = node
         while isinstance(inner, ast.Attribute):

@@ -1,4 +1,4 @@
-"""What of a process's environment, its host and its libraries makes another executable."""
+"""The parts of a process's environment, host and libraries that change an executable."""
 
 import hashlib
 import json
@@ -40,12 +40,13 @@ _SAME_EXECUTABLE: Final = re.compile(
     r"|XLA_COORDINATOR_PORT"
     r"|NEURON_(RT_\w+|LIBRARY_PATH|COMPILE_CACHE_URL|PJRT_PROCESS_INDEX)"
 )
-"""Those of them that differ between hosts, ranks or jobs, or only say where to find, write or log
-something. A rank that kept its number in the fingerprint would share nothing with its neighbours.
-Which libtpu is loaded is a part of its own."""
+"""Exceptions: variables that identify the host, rank or job, or name a place to read, write or log.
+
+If a rank's number were in the fingerprint, ranks would share nothing. The loaded libtpu is a part
+of its own."""
 
 _MAX_NAME_LENGTH: Final = 60
-"""The name of a part has at most 64 characters; no variable that is read has more than 40."""
+"""A part's name has at most 64 characters. No variable that is read has more than 40."""
 
 _WHERE_TO_WRITE: Final = re.compile(r"--xla_dump_\w+(=\S*)?")
 
@@ -64,17 +65,17 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 
 
 def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that make another executable, as parts named `env.<NAME>`.
+    """Return the variables that change an executable, as parts named `env.<NAME>`.
 
-    `--xla_dump_*` tokens are left out: they say where to write. The contents of a flag file that
-    `XLA_FLAGS` names are included, because compilers hash only its name, if that.
+    Omits `--xla_dump_*` tokens, which only name a place to write. Includes the contents of a flag
+    file that `XLA_FLAGS` names, because compilers hash at most the name of the file.
     """
     parts = {}
     for name, value in environ.items():
         if len(name) <= _MAX_NAME_LENGTH and _is_read(name):
             tokens = _WHERE_TO_WRITE.sub("", value).split()
             if all(token.startswith("-") for token in tokens):  # else `--flag value`, in this order
-                # By flag, not by token: of a flag that is given twice, the last one counts.
+                # Sort by flag instead of by token: the last occurrence of a repeated flag counts.
                 tokens.sort(key=_flag)
             parts[f"env.{name}"] = " ".join(tokens)
             if name == "XLA_FLAGS":
@@ -84,11 +85,10 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class EnvironmentStates:
-    """Every state of the variables that a compiler reads, in the order of observation.
+    """The states of the variables that a compiler reads, in the order of observation.
 
     Compilers read some variables when they start, and others at the first program that needs them.
-    Which state a process compiles with can therefore depend on an earlier one, so all of them
-    belong to a key.
+    A compilation can therefore depend on an earlier state, so a key contains all states.
     """
 
     def __init__(self, *, without: Collection[str] = ()) -> None:
@@ -96,10 +96,10 @@ class EnvironmentStates:
         self._states: list[tuple[bool, dict[str, str]]] = []
 
     def observe(self, *, has_started: bool = True) -> None:
-        """Add the present state, if it differs from the last one.
+        """Add the current state if it differs from the last one.
 
         Args:
-            has_started: whether the compiler has read the variables that it reads when it starts.
+            has_started: whether the compiler has read its start-up variables.
         """
         state = {
             name: value
@@ -110,12 +110,12 @@ class EnvironmentStates:
             self._states.append((has_started, state))
 
     def parts(self) -> dict[str, str]:
-        """Return the last state as parts, and a digest of the states before it, if there are any.
+        """Return the last state as parts, with a digest of any earlier states.
 
-        A process whose variables never change has the parts of `environment_parts` alone.
+        If the variables never change, the parts equal those of `environment_parts`.
         """
         states = list(self._states)
-        # The start alone changes nothing. A state from before it that lasted is the state after it.
+        # The start alone changes nothing: a state that lasts over the start is one state.
         following = [*states[1:], (False, None)]
         *earlier, (_, last) = [
             each for each, later in zip(states, following, strict=True) if each[1] != later[1]
@@ -127,13 +127,13 @@ class EnvironmentStates:
 
 
 def sample_of(library: Path) -> str:
-    """Size and hash of the beginning and the end of a file: tells builds of a library apart.
+    """Return the size of a file and a hash of its beginning and end, to distinguish builds.
 
-    The first and the last MiB hold the build's id, its symbols and its tables; reading hundreds of
-    megabytes in every process is not needed.
+    The first and last MiB hold the build ID, symbols and tables, so that a process need not read
+    hundreds of megabytes.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     size = library.stat().st_size
     with library.open("rb") as file:
@@ -144,16 +144,16 @@ def sample_of(library: Path) -> str:
 
 
 def read_part(source: Callable[[], Any]) -> str:
-    """A part that cannot be read is a part all the same: hosts without it share with each other."""
+    """Return a part, or a placeholder if reading fails: hosts without the part still share."""
     try:
         return str(source())
-    except Exception as error:  # noqa: BLE001 - compilers and their bindings raise what they like
+    except Exception as error:  # noqa: BLE001 - compilers and bindings may raise any exception
         return f"none ({type(error).__name__})"
 
 
 @cache
 def version_of(distribution: str) -> str:
-    """The version of an installed distribution; empty where there is none."""
+    """Return the version of an installed distribution, or an empty string."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -172,24 +172,24 @@ def installed_pjrt_plugins() -> list[str]:
 
 
 def cpu_features() -> list[str]:
-    """The instruction-set features of this host's CPU, as the kernel lists them; sorted."""
+    """Return the sorted instruction-set features of this host's CPU, as the kernel lists them."""
     return sorted(set(_cpuinfo("flags", "Features").split()))
 
 
 def cpu_model() -> str:
-    """What the CPU calls itself; compilers tune for it under `-march=native`."""
+    """Return the CPU's model name. Compilers tune for the model under `-march=native`."""
     return " ".join(
         _cpuinfo(name) for name in ("vendor_id", "cpu family", "model", "model name", "CPU part")
     )
 
 
 def libc() -> str:
-    """Name and version of the C library, e.g. `glibc-2.36`."""
+    """Return name and version of the C library, e.g. `glibc-2.36`."""
     return "-".join(platform.libc_ver())
 
 
 def cpu_device_type() -> DeviceType:
-    """The device type of this host's CPU."""
+    """Return the device type of this host's CPU."""
     return DeviceType.cpu(platform.machine(), cpu_features())
 
 
@@ -203,7 +203,7 @@ def _flag(token: str) -> str:
 
 @cache
 def _cpuinfo(*names: str) -> str:
-    """The first value under one of the names; empty where the kernel does not say."""
+    """Return the first value under one of the names, or an empty string."""
     try:
         lines = _CPUINFO.read_text("utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Calls a function right after a module has been imported for the first time.
+"""Call a function right after the first import of a module.
 
-Standard library only, and cheap: every Python process under `graphstash run` passes through it.
+Uses only the standard library and is cheap: every Python process under `graphstash run` runs it.
 """
 
 import importlib.util
@@ -18,19 +18,19 @@ _PYTHONS_OWN: Final = sys.stdlib_module_names | {"sitecustomize", "usercustomize
 
 
 def is_imported(module: str) -> bool:
-    """Whether a module has been executed to its end."""
+    """Return whether a module has been executed completely."""
     return module in sys.modules and not _is_being_imported(module)
 
 
 def when_imported(
     module: str, action: Callable[[], None], *, begun: Callable[[], None] | None = None
 ) -> None:
-    """Calls `action` once, when `module` has been executed; its exceptions are logged, not raised.
+    """Call `action` once after `module` has been executed. Log its exceptions.
 
     Args:
         module: top-level name of a module that is not imported yet, or is being imported.
         action: called without arguments.
-        begun: likewise, before its execution begins, unless that has begun already.
+        begun: called before the module is executed, unless its execution has begun.
     """
     if not _is_being_imported(module):
         sys.meta_path.insert(0, _Finder(module, action, begun))
@@ -40,9 +40,9 @@ def when_imported(
 
 
 def before_first_package(action: Callable[[], None]) -> None:
-    """Calls `action` once, before the next import of a module that is not Python's own.
+    """Call `action` once before the next import of a module outside the standard library.
 
-    Its exceptions are logged, not raised. A process that imports no package never calls it.
+    Logs its exceptions. A process that imports no package never calls `action`.
     """
     sys.meta_path.insert(0, _FirstPackage(action))
 
@@ -64,7 +64,7 @@ def _carry_out(action: Callable[[], None]) -> None:
 
 
 class _Ending(ModuleSpec):
-    """The spec of a module that is being executed: Python notes there when it has finished."""
+    """Spec of a module during its execution. Python records in the spec when it ends."""
 
     @property
     def _initializing(self) -> bool:
@@ -75,7 +75,7 @@ class _Ending(ModuleSpec):
         self.__class__ = ModuleSpec  # type: ignore[assignment] # as it was
         self._initializing = value
         for action in self.__dict__.pop("_actions"):
-            if self.name in sys.modules:  # else it has failed
+            if self.name in sys.modules:  # otherwise the import failed
                 _carry_out(action)
 
 
@@ -103,10 +103,10 @@ class _FirstPackage:
 
 
 class _Finder:
-    """Finds one module by asking all other finders, and wraps its loader.
+    """Find one module with all other finders, and wrap its loader.
 
-    It stays until the module has been executed: libraries ask `importlib.util.find_spec` whether a
-    compiler is there before they import it.
+    The finder stays until the module has been executed. Before that, libraries call
+    `importlib.util.find_spec` to check whether a compiler is installed.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class _Finder:
 
 
 class _Loader:
-    """Stands in for the real loader until the module has been executed."""
+    """Wrapper of the real loader until the module has been executed."""
 
     def __init__(
         self, loader: Any, executed: Callable[[], None], begin: Callable[[], None]

@@ -1,4 +1,4 @@
-"""What a user calls a program: the name that their framework gives it, or the line that asked."""
+"""Labels of programs: the name from the framework, or the user's line that compiles."""
 
 import re
 import sys
@@ -16,18 +16,18 @@ _MAX_FRAMES: Final = 200
 
 
 def function_label(module_name: str) -> str:
-    """The name of a compiled module as its user wrote it: `jit_train_step` is `jit(train_step)`."""
+    """Return a module's name as its user wrote it: `jit_train_step` is `jit(train_step)`."""
     found = _TRANSFORMED.fullmatch(module_name)
     return f"{found[1]}({found[2]})" if found else module_name
 
 
 def user_line(frame: FrameType | None = None) -> str:
-    """The innermost line of a stack that is no library's, e.g. `train.py:41 in main`.
+    """Return the innermost line of a stack outside libraries, e.g. `train.py:41 in main`.
 
-    The name of the file stands without its directory: a label is shown to the whole team.
+    Omits the file's directory, because the whole team can read a label.
 
     Args:
-        frame: where to begin; by default the caller's.
+        frame: frame to begin at. Default: the caller's frame.
     """
     frame = frame or sys._getframe(1)
     for _ in range(_MAX_FRAMES):
@@ -43,7 +43,7 @@ def user_line(frame: FrameType | None = None) -> str:
 
 @cache
 def _is_library(filename: str) -> bool:
-    """Whether a file belongs to an installed package, to Python, or to this one."""
+    """Return whether a file belongs to Python, to this package or to another installed one."""
     return filename.startswith(_places())
 
 

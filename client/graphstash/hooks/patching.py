@@ -1,4 +1,4 @@
-"""Replaces attributes and settings of a compiler, and puts them back."""
+"""Replace attributes and settings of a compiler, and restore them."""
 
 import logging
 from collections.abc import Callable
@@ -10,17 +10,17 @@ _log = logging.getLogger("graphstash")
 
 
 class Patches:
-    """What a hook has replaced in its compiler; `undo` puts it back, last replaced first."""
+    """Replacements of a hook in its compiler. `undo` restores the latest replacement first."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, name: str, new: object) -> None:
-        """Sets an attribute of a class or a module.
+        """Set an attribute of a class or a module.
 
-        An attribute that was inherited is deleted again by `undo`, and a static method comes back
-        as one: what stood in the owner itself is kept, not what `getattr` makes of it. `undo` does
-        nothing if another tool has replaced the attribute in the meantime.
+        Keeps the owner's own entry instead of the result of `getattr`. `undo` therefore deletes an
+        inherited attribute, and restores a static method as such. `undo` changes nothing if another
+        tool has replaced the attribute meanwhile.
         """
         inherited = name not in vars(owner)
         before = vars(owner).get(name)
@@ -37,7 +37,7 @@ class Patches:
         self._undo.append(undo)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], object]) -> None:
-        """Replaces a function by `wrapper(function)`.
+        """Replace a function by `wrapper(function)`.
 
         Raises:
             AttributeError: the owner has no such function.
@@ -45,7 +45,7 @@ class Patches:
         self.replace(owner, name, wrapper(getattr(owner, name)))
 
     def switch_on(self, config: Any, name: str, *, unset: bool | None = None) -> None:
-        """Sets a setting of torch to True unless it differs from `unset`, or does not exist.
+        """Set a setting of torch to True, unless it differs from `unset` or does not exist.
 
         The setting lives in this process only: an environment variable would reach child processes
         that have no hook.
@@ -55,9 +55,9 @@ class Patches:
             self._undo.append(lambda: setattr(config, name, unset))
 
     def undo(self) -> None:
-        """Puts everything back as it was."""
+        """Restore all replacements."""
         while self._undo:
             try:
                 self._undo.pop()()
-            except Exception:  # noqa: BLE001 - the others are put back all the same
+            except Exception:  # noqa: BLE001 - the other replacements are still restored
                 _log.debug("putting a patch back failed", exc_info=True)

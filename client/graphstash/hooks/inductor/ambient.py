@@ -1,4 +1,4 @@
-"""Switches of the process that a graph can read, and that torch's own keys leave out.
+"""Switches of the process that a graph can read, and that torch's own keys omit.
 
 The list follows the setters in `torch._C` of 2.7 and 2.15, and torch's own guards on global state
 (`GlobalStateGuard`). A torch with a setter that the list lacks shares no graph: the new switch may
@@ -38,7 +38,7 @@ _READ: Final = (
     *("is_inference_mode_enabled", "_is_torch_function_enabled"),
     "_check_sparse_tensor_invariants",
 )
-"""Functions of `torch._C` without arguments that tell the state of a switch."""
+"""Functions of `torch._C` without arguments that return the state of a switch."""
 
 _SET: Final = frozenset(
     {
@@ -80,11 +80,11 @@ _NOT_READ: Final = frozenset(
         *("meta_in_tls_dispatch_include", "multithreading_enabled", "neg"),
         *("only_lift_cpu_tensors", "override_stale_capture_stream", "skip_next_torch_function"),
         *("tensor_metadata", "tracing_state", "value_trace"),
-        # They act when an executable runs, and are this process's own.
+        # Read when an executable runs, in this process.
         *("flush_denormal", "num_interop_threads"),
     }
 )
-"""Setters of what no executable depends on."""
+"""Setters whose switches change no executable."""
 
 _SETTER: Final = re.compile(r"_?set_(\w+)")
 
@@ -99,13 +99,13 @@ _AUTOCAST_DEVICES: Final = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", 
 
 @cache
 def unknown_switches() -> tuple[str, ...]:
-    """Setters of this torch that this module does not know."""
+    """Return the setters of this torch that this module does not list."""
     found = (_SETTER.fullmatch(name) for name in dir(torch._C))
     return tuple(sorted({each[1] for each in found if each} - _SET - _NOT_READ))
 
 
 def ambient_state() -> str:
-    """Every switch and its state, a line each."""
+    """Return every switch with its state, one line each."""
     core: Any = torch._C
     lines = [
         f"{name}={read_part(getter)}"

@@ -1,12 +1,12 @@
 """Entries of torch's remote caches: FX graphs, AOTAutograd results and autotuning results.
 
-torch asks by a key of its own and hands over JSON with a pickle inside. Both go through as they
-are. What this adds:
+torch asks by its own key and passes JSON with a pickle inside. Both pass through unchanged. This
+module adds:
 
-* a lease, while an FX graph is compiled. An AOTAutograd entry gets none: it is put only after the
-  backward was compiled, and a job that waited for it would wait for training steps of another.
-* several entries under one key. Dynamic shapes make entries that differ in their guards, and torch
-  asks its remote cache for one. When its guards do not fit, the next one is offered (`look_up`).
+* a lease while an FX graph is compiled. An AOTAutograd entry takes no lease: torch puts the entry
+  only after it compiled the backward, so a waiter would wait for training steps of another job.
+* several entries under one key. With dynamic shapes, entries differ in their guards, and torch asks
+  its remote cache for one entry. If its guards do not fit, `look_up` offers the next entry.
 """
 
 import base64
@@ -33,13 +33,13 @@ __all__ = ["Entries", "offering_variants"]
 
 
 _VARIANTS: Final = 4
-"""Entries under one of torch's keys; what is compiled beyond them is not shared."""
+"""Limit of entries under one of torch's keys. Further entries are not shared."""
 
 _T = TypeVar("_T")
 
 
 class _LookUp:
-    """One look-up by torch, which may see several variants."""
+    """One look-up by torch, which may be offered several variants."""
 
     def __init__(self) -> None:
         self.variant = 0
@@ -47,7 +47,7 @@ class _LookUp:
 
 
 class _Thread(threading.local):
-    """What a thread is doing inside torch."""
+    """State of a thread inside torch."""
 
     compiling = 0
     look_up: _LookUp | None = None
@@ -57,12 +57,12 @@ class _Thread(threading.local):
 
 
 class Entries:
-    """Gets and puts for torch's remote caches; never raises, because a put that raises ends a job.
+    """Get and put for torch's remote caches. Never raises, because an error in a put ends the job.
 
-    `built_seconds` returns the time that this process has spent on C++ objects so far.
+    `built_seconds` returns the seconds that this process has spent on C++ objects.
 
     Attributes:
-        key_info: what is inside the keys that torch makes.
+        key_info: contents of torch's keys.
     """
 
     def __init__(self, cache: CompileCache, *, built_seconds: Callable[[], float]) -> None:
@@ -78,25 +78,25 @@ class Entries:
         self._thread = _Thread()
         self._lock = threading.Lock()  # guards the count below
         self._compilations = 0
-        self._free: dict[str, int | None] = {}  # by torch's key: where the next put goes
+        self._free: dict[str, int | None] = {}  # by torch's key: number of the next put
 
     def close(self) -> None:
-        """Finds and publishes nothing from now on: torch may keep its objects that call this."""
+        """Stop finding and publishing. torch may keep objects that call this one."""
         self._closed = True
         self._exchange.close()
 
     def backend(self, kind: ArtifactKind) -> RemoteCacheBackend[bytes]:
-        """The backend of one of torch's remote caches."""
+        """Return the backend of one of torch's remote caches."""
         return _Backend(self, kind)
 
     @property
     def is_compiling(self) -> bool:
-        """Whether any thread is inside the compilation of a graph."""
+        """Return whether any thread compiles a graph."""
         return self._compilations > 0
 
     @contextmanager
     def compilation(self) -> Iterator[None]:
-        """The compilation of one graph, whatever its end: no lease of it is held afterwards."""
+        """Enclose the compilation of one graph. Its lease ends here, even if the call fails."""
         self._thread.compiling += 1
         self._count(1)
         try:
@@ -109,7 +109,7 @@ class Entries:
 
     @contextmanager
     def look_up(self) -> Iterator[_LookUp]:
-        """One look-up by torch: within it, every `get` offers the next variant."""
+        """Enclose one look-up by torch. Each `get` within it offers the next variant."""
         before, self._thread.look_up = self._thread.look_up, _LookUp()
         try:
             yield self._thread.look_up
@@ -117,16 +117,16 @@ class Entries:
             self._thread.look_up = before
 
     def get(self, kind: ArtifactKind, name: str) -> bytes | None:
-        """What was put under torch's key `name`, or None."""
+        """Return the value under torch's key `name`, or None."""
         return None if self._closed else self._guarded(lambda: self._get(kind, name))
 
     def put(self, kind: ArtifactKind, name: str, value: bytes) -> None:
-        """Publishes a value in the background."""
+        """Publish a value in the background."""
         if not self._closed:
             self._guarded(lambda: self._put(kind, name, value))
 
     def did_not_fit(self, look_up: _LookUp) -> bool:
-        """Torch did not take what it was served: True when there may be another variant."""
+        """Record that torch rejected an entry. Return True if there may be another variant."""
         if look_up.served is None:
             return False
         self._guarded(lambda: self._check(look_up))
@@ -168,7 +168,7 @@ class Entries:
         variant = self._free.pop(name, 0)
         if self.key_info.unshared(name):
             return
-        if variant is None:  # it was served, or there are enough
+        if variant is None:  # an entry was served, or the limit is reached
             return
         self._exchange.put(
             self._request(kind, name, variant),
@@ -177,11 +177,11 @@ class Entries:
         )
 
     def _seconds(self, kind: ArtifactKind, value: bytes) -> float:
-        """What making the value took, without what other artifacts account for.
+        """Return the seconds to make the value, without those counted for other artifacts.
 
-        The time that torch notes in an FX graph includes its C++ objects; that in an AOTAutograd
-        entry is the time of its FX graphs. The latter's own share is the tracing before the first
-        of them was looked up.
+        torch's time in an FX graph includes its C++ objects, and its time in an AOTAutograd entry
+        is that of its FX graphs. An AOTAutograd entry itself took the tracing before the first
+        look-up of its FX graphs.
         """
         if kind is ArtifactKind.AOT_AUTOGRAD:
             return self._thread.traced_seconds
@@ -191,22 +191,22 @@ class Entries:
             return max(0.0, float(noted["time_taken_ms"]) / 1000 - built)
         return sum(
             float(one.get("time_taken_ms", 0)) / 1000
-            for one in (noted, *noted.values())  # one kernel's, or those of a graph by file name
+            for one in (noted, *noted.values())  # of one kernel, or of a graph by file name
             if isinstance(one, dict)
         )
 
     def _check(self, look_up: _LookUp) -> None:
-        """Whether what did not fit was an entry at all."""
+        """Reject an unusable entry if torch could not load it at all."""
         if look_up.served is None:
             return
         key, value = look_up.served
         try:
             pickle.loads(base64.b64decode(json.loads(value)["data"]))  # noqa: S301 - as torch has just done
-        except Exception as error:  # noqa: BLE001 - a pickle raises what it likes
+        except Exception as error:  # noqa: BLE001 - a pickle may raise any exception
             self._exchange.reject(key, f"torch could not load {key}: {error!r}")
 
     def _guarded(self, work: Callable[[], _T]) -> _T | None:
-        """The hook's outermost frame: none of our exceptions reaches a compilation."""
+        """Run `work` in the hook's outermost frame. No exception reaches a compilation."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - see above
@@ -215,7 +215,7 @@ class Entries:
 
 
 class _Backend(RemoteCacheBackend[bytes]):
-    """The interface that torch expects."""
+    """A backend with the interface that torch expects."""
 
     def __init__(self, entries: Entries, kind: ArtifactKind) -> None:
         super().__init__()
@@ -232,10 +232,10 @@ class _Backend(RemoteCacheBackend[bytes]):
 def offering_variants(
     original: Callable[..., Any], entries: Entries, *, is_miss: Callable[[Any], bool]
 ) -> Callable[..., Any]:
-    """Wraps a look-up of torch: as long as it does not take what it is served, it looks again.
+    """Wrap a look-up of torch: repeat it while torch rejects the offered entry.
 
-    torch evaluates an entry's guards with hints, not with symbols, so an entry that does not fit
-    leaves no trace in the compilation.
+    torch evaluates guards with hints instead of symbols, so a rejected entry leaves no trace in the
+    compilation.
     """
 
     def look_up(*args: Any, **kwargs: Any) -> Any:

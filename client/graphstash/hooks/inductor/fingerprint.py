@@ -1,10 +1,10 @@
-"""What torch's own key of a graph leaves out: the parts of an entry's fingerprint.
+"""The parts of an entry's fingerprint that torch's own key of a graph omits.
 
 The key of the FX and AOTAutograd caches (2.7 to 2.15) holds the graph, the inputs' metadata,
-Inductor's settings, a hash of torch's Python files, the GPU's name and the CUDA version. It does
-not hold what the C++ code in an entry was generated for: an AVX-512 entry that is served to an AVX2
-host is a hit there, and computes wrong numbers without a word. So the vector instruction set, the
-CPU, the thread count (2.7), the C++ compiler, the C library, Python and the driver are parts here.
+Inductor's settings, a hash of torch's Python files, the GPU's name and the CUDA version. It omits
+the target of the C++ code in an entry: an AVX-512 entry is a hit on an AVX2 host, and silently
+computes wrong numbers. The parts here are therefore the vector instruction set, the CPU, the thread
+count (2.7), the C++ compiler, the C library, Python and the driver.
 """
 
 import os
@@ -40,7 +40,7 @@ _MAX_SCRIPT_BYTES: Final = 1024**2
 _OF_USERS: Final = frozenset(
     {"HOME", "LOGNAME", "OLDPWD", "PATH", "PWD", "SHLVL", "TMPDIR", "USER", "_"}
 )
-"""Variables that lead a script to files and differ between users."""
+"""Variables that point a script to files and differ between users."""
 
 _OF_CPU: Final = frozenset({"compiler", "cpu_features", "cpu_model"})
 
@@ -54,22 +54,22 @@ def entry_request(
     variant: int,
     details: Callable[[], Mapping[str, str]] = dict,
 ) -> CompileRequest:
-    """What is looked up for what torch calls `name`; `details` tells what is inside of the name.
+    """Return the request for torch's `name`. `details` lists the contents of the name.
 
-    Neither the name nor the value says which device a graph is for: a process that has an
-    accelerator files everything under it, graphs for its CPU included.
+    Neither name nor value contains the device of a graph. A process with an accelerator therefore
+    stores all graphs under the accelerator, including those for its CPU.
 
-    `name` is e.g. `pt2:fx-graph-v1::f3a…:c1`; entries under one name have different variant numbers
-    and differ in their guards.
+    An example of `name` is `pt2:fx-graph-v1::f3a…:c1`. Entries under one name have different
+    variant numbers and guards.
     """
     parts = entry_parts(name, variant=variant)
     return request_of(kind, parts, _device_type(), details=details)
 
 
 def entry_parts(name: str, *, variant: int) -> dict[str, str]:
-    """Everything that the key of `name` is made of.
+    """Return all parts of the key of `name`.
 
-    An executable that computes on GPUs only is the same on hosts with other CPUs and compilers.
+    An executable that only computes on GPUs is equal on hosts with other CPUs and compilers.
     """
     if GPU_SUFFIX in name:
         host = {part: value for part, value in host_parts().items() if part not in _OF_CPU}
@@ -79,7 +79,7 @@ def entry_parts(name: str, *, variant: int) -> dict[str, str]:
         **_accelerator_parts(),
         "name": name,
         "variant": str(variant),
-        # Both may change while the process runs, and torch reads them when it generates code.
+        # Both may change during the process. torch reads them when it generates code.
         "threads": read_part(torch.get_num_threads),
         "vec_isa": read_part(_vec_isa),
     }
@@ -93,8 +93,8 @@ def request_of(
     label: str = "",
     details: Callable[[], Mapping[str, str]] = dict,
 ) -> CompileRequest:
-    """What is looked up for `device_type`; without one, for this host's CPU. The label is the
-    user's line unless another one is given.
+    """Return a request for `device_type`. Default: this host's CPU. The default label is the
+    user's line.
     """
     return CompileRequest.of(
         kind,
@@ -107,7 +107,7 @@ def request_of(
 
 
 def host_parts() -> Mapping[str, str]:
-    """What holds for everything that is compiled on this host; the compiler may change."""
+    """Return the parts for all compilations on this host. The compiler may change."""
     return {**_fixed_parts(), "compiler": read_part(_compiler)}
 
 
@@ -124,10 +124,10 @@ def _fixed_parts() -> Mapping[str, str]:
 
 
 def _compiler() -> str:
-    """Version of the C++ compiler, and digest of its binary or of the script in its place.
+    """Return the version of the C++ compiler, and the digest of its binary or script.
 
-    Neither holds the spelling: `g++` and `/usr/bin/g++` share artifacts. Of a script, the variables
-    of the environment that it names are included.
+    Neither depends on the spelling: `g++` and `/usr/bin/g++` share artifacts. For a script, include
+    the environment variables that it names.
     """
     path = shutil.which(compiler := get_cpp_compiler())
     if path is None:
@@ -147,7 +147,7 @@ def _version(compiler: str, path: str, _changed_ns: int) -> str:
 
 @cache
 def _named_in(script: str, _changed_ns: int) -> tuple[str, ...]:
-    """Words of a script that can be names of variables; none for a binary."""
+    """Return the words of a script that can name variables. Empty for a binary."""
     with Path(script).open("rb") as file:
         if file.read(2) != b"#!":
             return ()
@@ -156,14 +156,14 @@ def _named_in(script: str, _changed_ns: int) -> tuple[str, ...]:
 
 
 def torch_release() -> tuple[int, int]:
-    """Major and minor version, e.g. `(2, 7)`."""
+    """Return major and minor version, e.g. `(2, 7)`."""
     major, minor, *_ = torch.__version__.split(".")
     return int(major), int(minor)
 
 
 @cache
 def _accelerator() -> str:
-    """The accelerator of this process, e.g. `cuda`; empty when there is none."""
+    """Return the accelerator of this process, e.g. `cuda`, or an empty string."""
     if not torch.accelerator.is_available():
         return ""
     device = torch.accelerator.current_accelerator()
@@ -202,11 +202,11 @@ def _device_name() -> str:
 
 
 def _vec_isa() -> str:
-    """The vector instructions that Inductor generates CPU code for.
+    """Return the vector instructions for which Inductor generates CPU code.
 
-    To pick them, Inductor builds and loads probes. It does so anyway when it compiles for a CPU; a
-    process that computes on an accelerator may never, so there the things that decide the pick
-    stand for it (`pick_vec_isa`, 2.7 and 2.15), next to compiler and CPU features.
+    To pick them, Inductor builds and loads probes, which it also does to compile for a CPU. A
+    process with an accelerator may never build them. There, the inputs of the choice stand in for
+    the choice (`pick_vec_isa`, 2.7 and 2.15), beside compiler and CPU features.
     """
     if _accelerator():
         setting = os.environ.get("ATEN_CPU_CAPABILITY", "")

@@ -1,16 +1,16 @@
-"""The inductor hook: torch.compile's remote caches, and the C++ objects that they leave out.
+"""The inductor hook: torch.compile's remote caches, and the C++ objects that they omit.
 
     entries    FX graphs, AOTAutograd results, autotuning results: the classes behind torch's remote
                caches have a place for another backend (`backend_override_cls`), made for tests and
                of the same form in 2.6 to 2.15. It needs no Redis.
     objects    g++'s results, at `CppBuilder.build`
 
-The remote caches are switched on by settings of this process, not by environment variables: a child
-without the hook would look for a Redis.
+Settings of this process enable the remote caches, instead of environment variables: a child without
+the hook would look for a Redis server.
 
-Profiles for dynamic shapes (`RemoteDynamoPGOCache`) are left alone. A profile is state of one rank
-of one job, written anew whenever a shape is seen; an artifact never changes. And a profile decides
-which graphs are compiled at all: another job's profile would do so for reasons that no log shows.
+The hook does not share profiles for dynamic shapes (`RemoteDynamoPGOCache`). A profile is mutable
+state of one rank, which torch rewrites for every new shape; an artifact never changes. A profile
+also decides which graphs are compiled: another job's profile would do so for reasons in no log.
 """
 
 import logging
@@ -43,7 +43,7 @@ _REMOTE_CACHES: Final = {
     "RemoteAutotuneCache": ArtifactKind.AUTOTUNE,
     "RemoteBundledAutotuneCache": ArtifactKind.AUTOTUNE,
 }
-"""Never their base `RemoteCache`: local caches of torch inherit from it."""
+"""Excludes their base `RemoteCache`, from which local caches of torch inherit."""
 
 _SEAMS: Final = (
     *((remote_cache, name, "backend_override_cls") for name in _REMOTE_CACHES),
@@ -58,16 +58,16 @@ _KEY_MAKERS: Final = (
 
 
 def install(cache: CompileCache) -> "InductorHook | None":
-    """Puts the cache into torch.compile.
+    """Install the cache into torch.compile.
 
     Returns:
-        The hook, or None when it was not installed; a warning says why.
+        The hook, or None if it was not installed. A warning gives the reason.
     """
     return InductorHook(cache) if SPEC.is_supported(str(torch.__version__)) else None
 
 
 class InductorHook:
-    """Everything that is put into torch, and the way back."""
+    """The changes to torch, and their removal."""
 
     def __init__(self, cache: CompileCache) -> None:
         self._patches = Patches()
@@ -83,7 +83,7 @@ class InductorHook:
             self._put_entries()
 
     def close(self) -> None:
-        """Takes the hook out of torch and finishes what it has begun."""
+        """Uninstall the hook and finish pending work."""
         self._patches.undo()
         _forget_remote_cache()
         self._entries.close()
@@ -91,7 +91,7 @@ class InductorHook:
             self._objects.close()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """Continues in the child with its own cache; the parent keeps its compilations."""
+        """Continue in the child with its own cache. The parent keeps its compilations."""
         self._entries.use(cache)
         if self._objects is not None:
             self._objects.use(cache)
@@ -149,7 +149,7 @@ class InductorHook:
         self._patches.replace(owner, name, staticmethod(offered))
 
     def _switch_on(self) -> None:
-        """Switches torch's remote caches on where the user has not switched caching off."""
+        """Enable torch's remote caches, unless the user has disabled caching."""
         if torch_release() < (2, 7) and "TORCHINDUCTOR_AUTOGRAD_CACHE" not in os.environ:
             self._patches.switch_on(functorch_config, "enable_autograd_cache", unset=False)
         if config.fx_graph_cache:
@@ -157,14 +157,14 @@ class InductorHook:
         if functorch_config.enable_autograd_cache:
             self._patches.switch_on(functorch_config, "enable_remote_autograd_cache")
         # Without a device for Triton, torch fails a compilation that bundles autotuning results.
-        # One bundle per graph, not also a result per kernel: that setting is written into generated
+        # One bundle per graph, without a result per kernel: that setting is written into generated
         # code, and torch's compile workers, which may have no hook, act on it.
         if torch.accelerator.is_available() and has_triton():
             self._patches.switch_on(config, "bundled_autotune_remote_cache")
 
 
 def _telling_why(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Also says, once for each reason, why torch keeps a graph out of its caches."""
+    """Wrap torch's listener: log each reason why torch does not cache a graph, once."""
     told: set[str] = set()
 
     def listened(*args: Any, **kwargs: Any) -> Any:
@@ -178,14 +178,14 @@ def _telling_why(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forget_remote_cache() -> None:
-    """Torch makes its AOTAutograd cache once, with the backend of that moment."""
+    """Drop torch's AOTAutograd cache, which torch creates once with the current backend."""
     made: Any = getattr(autograd_cache.AOTAutogradCache, "get_remote_cache", None)
     if hasattr(made, "cache_clear"):
         made.cache_clear()
 
 
 def _missing() -> str:
-    """The first name that the hook needs and this torch does not have; empty when all are there."""
+    """Return the first name that the hook needs and this torch lacks, or an empty string."""
     for module, owner, name in _SEAMS:
         if not hasattr(getattr(module, owner, None), name):
             return f"{owner}.{name}"

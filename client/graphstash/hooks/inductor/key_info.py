@@ -1,11 +1,11 @@
-"""What is inside the keys that torch makes: the graph, its inputs, and the settings in force.
+"""The contents of torch's keys: the graph, its inputs, and the settings in force.
 
-torch lists all that it hashes beside every key, for its own logs: `compiled_fx_graph_hash`
+For its own logs, torch lists beside every key what it hashes: `compiled_fx_graph_hash`
 and `autograd_cache_key` (2.7 and 2.15; in 2.15 the latter only where it is logged).
 
-The hook adds to each key what torch leaves out: the switches of the process and the code of the
-user. It does so where torch makes the key, because torch stores the keys of FX graphs inside the
-results of AOTAutograd and looks them up later, in another state of the process.
+The hook adds to each key the switches of the process and the code of the user. It does so when
+torch makes the key: torch stores the keys of FX graphs inside the results of AOTAutograd, and looks
+them up later, in another state of the process.
 """
 
 import os
@@ -30,9 +30,9 @@ from graphstash.hooks.inductor.user_code import user_code_of
 __all__ = ["GPU_SUFFIX", "KeyInfo"]
 
 GPU_SUFFIX: Final = "_gpu"
-"""Ends the key of a graph that computes on GPUs only.
+"""Suffix of the key of a graph that only computes on GPUs.
 
-It is part of the key because results of AOTAutograd name the graphs inside them by their keys.
+The suffix is in the key because results of AOTAutograd name their graphs by key.
 """
 
 _GPUS: Final = frozenset({"cuda", "xpu"})
@@ -55,14 +55,14 @@ _READ: Final = frozenset(
         ),
     }
 )
-"""Variables that choose code and hold no secret. Others, such as the address of a Redis with its
-password, stay on this host."""
+"""Variables that choose code and hold no secret. Other variables stay on this host, such as the
+address of a Redis server with its password."""
 _MAX_VALUE: Final = 200
 _MAX_KEYS: Final = 64
 
 
 class KeyInfo:
-    """Completes torch's keys, and remembers what is inside the last ones; for many threads."""
+    """Complete torch's keys, and remember the contents of recent keys. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the fields below
@@ -70,7 +70,7 @@ class KeyInfo:
         self._unshared: OrderedDict[str, str] = OrderedDict()
 
     def listen(self, make_key: Callable[..., tuple[str, list[str]]]) -> Callable[..., Any]:
-        """Wraps a function of torch that makes keys."""
+        """Wrap a function of torch that makes keys."""
 
         @wraps(make_key)
         def listened(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[str, list[str]]:
@@ -79,14 +79,14 @@ class KeyInfo:
                 key, own = _completed(key, getattr(graph, "gm", graph), inputs, *args[:1])
                 self._remember(self._lists, key, [*lines, *own])
             except Exception as error:  # noqa: BLE001 - the hook's outermost frame
-                # torch's own caches keep their key: they serve this host as they do without us.
+                # torch's own caches keep their key, and serve this host as without the hook.
                 self._remember(self._unshared, key, str(error) or repr(error))
             return key, lines
 
         return listened
 
     def unshared(self, name: str) -> str:
-        """Why torch's entry of a name is not shared; empty when it is."""
+        """Return why torch's entry of a name is not shared, or an empty string."""
         with self._lock:
             return next((why for key, why in self._unshared.items() if key in name), "")
 
@@ -97,7 +97,7 @@ class KeyInfo:
                 place.popitem(last=False)
 
     def details(self, name: str) -> dict[str, str]:
-        """What is inside of torch's name of an entry; empty when torch has not listed it."""
+        """Return the contents of torch's name of an entry. Empty if torch has not listed them."""
         with self._lock:
             lines = next((each for key, each in self._lists.items() if key in name), [])
         inputs, settings, details = [], [], {}
@@ -119,7 +119,7 @@ class KeyInfo:
 
 
 def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> tuple[str, list[str]]:
-    """The key with what torch leaves out, and a list of that.
+    """Return the completed key, and a list of the added parts.
 
     `settings` are those of AOTAutograd or of Inductor.
 
@@ -138,7 +138,7 @@ def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> tuple
 
 
 def _is_on_gpu(graph: Any, inputs: Any) -> bool:
-    """Whether no tensor of a graph is on the CPU, and Inductor wraps the graph in Python."""
+    """Return whether a graph has no CPU tensor and Inductor wraps it in Python."""
     values = list(inputs)
     if config.cpp_wrapper or not any(isinstance(each, torch.Tensor) for each in values):
         return False
@@ -158,13 +158,13 @@ def _pairs(ambient: str) -> list[tuple[str, str, str]]:
 
 
 def _input(value: str) -> str:
-    """Type and shape of a tensor, e.g. `float32[8, 4]`; other inputs as torch shows them."""
+    """Return type and shape of a tensor, e.g. `float32[8, 4]`, or torch's text of an input."""
     found = _TENSOR.search(value)
     return f"{found[1]}[{found[2]}]" if found else value[:_MAX_VALUE]
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torch reads its defaults from: what they change counts as no setting."""
+    """Return the variables of torch's defaults. Values from them count as no setting."""
     return {f"env.{name}": value for name, value in environ.items() if name in _READ}
 
 

@@ -1,7 +1,7 @@
-"""The shared libraries of a process that can hold operations: those that need one of torch's.
+"""The shared libraries of a process that can hold operations: those linked to torch.
 
-A library that defines an operation, or replaces kernels of torch's, takes part in compilations. It
-is described by the digest of its file, and of the files that it needs in turn.
+A library that defines an operation or replaces torch's kernels takes part in compilations. Its
+description is the digest of its file, and of the files that it needs.
 """
 
 import ctypes
@@ -30,10 +30,10 @@ _ATEN: Final = b"\0aten\0"
 
 
 class Library:
-    """A library that needs one of torch's.
+    """A library linked to torch.
 
     Attributes:
-        path: of its file.
+        path: path of its file.
         needed: names of the libraries that it needs.
     """
 
@@ -46,7 +46,7 @@ class Library:
         self._mentions: dict[str, bool] = {}
 
     def mentions(self, operation: str) -> bool:
-        """Whether the names of an operation and of its namespace stand in the library."""
+        """Return whether the library contains the names of an operation and its namespace."""
         if operation not in self._mentions:
             words = [word.encode() for word in operation.split("::")]
             self._mentions[operation] = all(word in self._content for word in words)
@@ -54,16 +54,16 @@ class Library:
 
 
 def libraries() -> list[Library]:
-    """The loaded libraries that need one of torch's, and are neither torch's nor the system's.
+    """Return the loaded libraries linked to torch that belong to neither torch nor the system.
 
-    Without those whose files were replaced or deleted after they were loaded.
+    Excludes libraries whose files were replaced or deleted after loading.
     """
     found = (_library(path, *_version(path)) for path in _loaded(_count()))
     return [each for each in found if each is not None]
 
 
 def needed_by(library: Library) -> Iterator[str]:
-    """Digests of a library and of all that it needs, but for torch's and the system's."""
+    """Return the digests of a library and its dependencies, except torch and the system."""
     files = {Path(path).name: path for path in _loaded(_count())}
     names, seen = [library.path.name], set[str]()
     while names:
@@ -101,7 +101,7 @@ def _read_count(info: Any, _size: int, into: Any) -> int:
 
 
 def _count() -> tuple[int, int]:
-    """How many libraries this process has loaded, and unloaded."""
+    """Return how many libraries this process has loaded, and how many unloaded."""
     counts = (ctypes.c_ulonglong * 2)()
     ctypes.CDLL(None).dl_iterate_phdr(_read_count, counts)
     return counts[0], counts[1]
@@ -123,7 +123,7 @@ def _loaded(_count: tuple[int, int]) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _version(path: str) -> tuple[int, int]:
-    """Time of the last change of a loaded file and its size, when it was first seen."""
+    """Return modification time and size of a loaded file when it was first seen."""
     status = Path(path).stat()
     return status.st_mtime_ns, status.st_size
 
@@ -141,7 +141,7 @@ def _needed_and_digest(path: str, _changed_ns: int, _size: int) -> tuple[tuple[s
 
 
 def needed_libraries(path: Path) -> tuple[str, ...]:
-    """Names of the libraries that a 64-bit ELF file needs; empty for other files."""
+    """Return the names of the libraries that a 64-bit ELF file needs. Empty for other files."""
     try:
         with path.open("rb") as file:
             return tuple(_needed(file))

@@ -1,10 +1,10 @@
-"""C++ objects: what g++ makes of the source code that Inductor generates for CPUs.
+"""C++ objects that g++ builds from the source code that Inductor generates for CPUs.
 
-torch's caches hold the source code and not the object: without this, a process that finds all its
-graphs still runs g++ for every kernel. `CppBuilder.build` is the one place that does (2.6 to 2.15).
+torch's caches hold the source code without the object. Without this module, a process that finds
+all its graphs still runs g++ for every kernel. Only `CppBuilder.build` runs g++ (2.6 to 2.15).
 
-An object is found by the bytes of everything that the command reads, the command itself without
-the places where things lie, the compiler, and the CPU: the command says `-march=native`.
+The key of an object contains the bytes of everything that the command reads, the command without
+paths, the compiler, and the CPU, because the command has `-march=native`.
 """
 
 import logging
@@ -58,15 +58,15 @@ _LABEL: Final = "C++ kernel"
 
 
 class LateHeader(str):
-    """Stands for the path of a header that is not prepared yet; it is empty, so torch uses none.
+    """An empty path for a header that is not prepared yet. torch uses no header then.
 
-    Since 2.8 Inductor preprocesses a header (to name it by its content), precompiles it, and only
-    then asks for the C++ objects that would use it. With the objects fetched, both were for
-    nothing, and they are the most expensive thing left in a warm process. So the header is prepared
-    when the first object is really built. The source code includes the header by itself: without
-    its precompiled form an object takes longer to build and is the same.
+    Since 2.8, Inductor preprocesses a header, to name it by its content, and precompiles the header
+    before it asks for the C++ objects. If the objects are fetched, both are wasted, and they are
+    the largest cost of a warm process. So the header is prepared when the first object is built.
+    The source code includes the header in any case: without the precompiled form, an object takes
+    longer to build and is equal.
 
-    It travels inside the builder's options to the thread that builds.
+    This path travels inside the builder's options to the thread that builds.
     """
 
     __slots__ = ("prepare",)
@@ -74,7 +74,7 @@ class LateHeader(str):
 
 
 def late(original: Callable[..., str]) -> Callable[..., str]:
-    """Takes the place of `codecache._precompile_header`."""
+    """Replace `codecache._precompile_header`."""
 
     def precompile_header(*args: Any, **kwargs: Any) -> str:
         header = LateHeader()
@@ -85,7 +85,7 @@ def late(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def _build_header_of(builder: Any) -> None:
-    """Prepares the header that a builder was to use, and lets it use it; never raises."""
+    """Prepare the header of a builder, and make the builder use it. Never raises."""
     header = getattr(builder._build_option, "precompiled_header", None)
     if not isinstance(header, LateHeader):
         return
@@ -120,20 +120,20 @@ class Objects:
         self.use(cache)
 
     def use(self, cache: CompileCache) -> None:
-        """Switches to another cache: a forked child has its own."""
+        """Switch to another cache, in a forked child."""
         self._cache = cache
         self._exchange = TwoCallCache(cache)
 
     def close(self) -> None:
-        """Releases the leases of unfinished builds."""
+        """Release the leases of unfinished builds."""
         self._exchange.close()
 
     def build(self, builder: Any) -> Any:
-        """Puts the object where the builder would put it; fetched, or built by the original."""
+        """Put the object at the builder's path: fetched, or built by the original function."""
         target = Path(builder.get_target_file_path())
         found = self._find(builder, target)
         if found is True:
-            # What the original returns: nothing since 2.7, before that g++'s output and the path.
+            # The original returns nothing since 2.7, and g++'s output and the path before.
             return None if torch_release() >= (2, 7) else (b"", str(target))
         _build_header_of(builder)
         if not found:
@@ -150,7 +150,7 @@ class Objects:
         return result
 
     def _find(self, builder: Any, target: Path) -> CompileRequest | bool:
-        """True when the object is in place, False when it is not shared, else what to publish."""
+        """Return True if the object is in place, False if it is not shared, else the request."""
         try:
             if config.force_disable_caches or not _is_shared(builder):
                 return False
@@ -177,19 +177,19 @@ class Objects:
 
 
 def object_parts(command: str, target: Path) -> dict[str, str]:
-    """Everything that decides what `command`, a command line of g++, writes to `target`."""
+    """Return all parts that decide what the g++ command line `command` writes to `target`."""
     compiler, *words = shlex.split(command)
     return {
         **host_parts(),
         "command": " ".join([Path(compiler).name, *(_word(word, target) for word in words)]),
-        # torch names a precompiled header by everything that it includes; g++ does not look.
+        # torch names a precompiled header by all that it includes. g++ does not check that.
         "header": target.name if target.suffix in {".gch", ".pch"} else "",
         "environment": " ".join(f"{name}={os.environ.get(name, '')}" for name in _READ_BY_GCC),
     }
 
 
 def _word(word: str, target: Path) -> str:
-    """A word of the command without the place where this host keeps its files."""
+    """Return a word of the command without the directories of this host."""
     if word == str(target):
         return f"<target>{target.suffix}"
     path = Path(word)
@@ -206,9 +206,9 @@ def _word(word: str, target: Path) -> str:
 
 
 def _places() -> list[tuple[str, str]]:
-    """Directories that differ between hosts, and what stands for them; longest first.
+    """Return directories that differ between hosts with their placeholders, longest first.
 
-    Before 2.8 the source code includes a header from Inductor's own directory, by its absolute
+    Before 2.8, the source code includes a header from Inductor's own directory, by its absolute
     path; the header is named by its content.
     """
     inductor = dict.fromkeys((default_cache_dir(), cache_dir()), "<cache>")
@@ -228,17 +228,17 @@ def _fixed_places() -> Mapping[str, str]:
 
 
 def _is_shared(builder: Any) -> bool:
-    """Whether the object is one that a process of another job would make again.
+    """Return whether a process of another job would build the same object.
 
-    Preprocessed text is hashed and thrown away; it is how torch sees that a header of this host has
-    changed. What is compiled ahead of time for export is the job's product.
+    torch hashes preprocessed text to detect a changed header of this host, and drops the text. The
+    result of an ahead-of-time export is the job's product.
     """
     kept_back = ("_preprocessing", "_aot_mode", "_use_relative_path")
     return not any(getattr(builder, name, False) for name in kept_back)
 
 
 def _write(target: Path, payload: bytes) -> None:
-    """Another process sees all of it or nothing: torch looks only whether the file exists."""
+    """Write a file atomically, because torch only checks whether the file exists."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(
         dir=target.parent, prefix=".graphstash-", delete=False

@@ -1,4 +1,4 @@
-"""What the ranks of a `torch.distributed` job share: the store that its process group met in."""
+"""The store of a `torch.distributed` job's process group, shared by its ranks."""
 
 import os
 import time
@@ -15,13 +15,13 @@ _MAX_POLL_SECONDS: Final = 0.2
 
 
 class TorchRanks:
-    """A `RankStore` in torch's key-value store; for TCP, file and hash stores alike.
+    """A `RankStore` in torch's key-value store: a TCP, file or hash store.
 
-    Nothing here blocks inside the store: a client has one connection, and whatever waited on it
-    would keep NCCL's watchdog from it.
+    No call blocks inside the store: a client has one connection, and a blocking call would keep
+    NCCL's watchdog from it.
 
-    The store is the process group's: one that outlived its group would serve the next one at the
-    same address with the addresses of the last. So this only refers to it.
+    The process group owns the store. A store that outlived its group would give the next group at
+    the same address stale addresses. This class therefore only refers to the store.
     """
 
     def __init__(self, store: Any, *, rank: int, size: int) -> None:
@@ -33,8 +33,9 @@ class TorchRanks:
     def compiles_together(self) -> bool:
         """Whether Inductor gathers from all ranks while it compiles a graph.
 
-        It does to balance estimates for overlapping (`comms.py`, `overlap_scheduling.py`), to
-        compare graphs (`spmd_check.py`) and to share out autotuning (`distributed_autotune.py`).
+        Inductor does that to balance estimates for overlapping (`comms.py`,
+        `overlap_scheduling.py`), to compare graphs (`spmd_check.py`) and to distribute autotuning
+        (`distributed_autotune.py`).
         """
         overlap = getattr(config, "aten_distributed_optimizations", None)
         return bool(
@@ -74,9 +75,9 @@ _known: Final[weakref.WeakKeyDictionary[Any, TorchRanks | None]] = weakref.WeakK
 
 
 def ranks() -> TorchRanks | None:
-    """What this job's ranks share; None while it has no process group, or has one rank.
+    """Return the store of this job's ranks, or None without a process group or with one rank.
 
-    None also in a forked child with its parent's group: both would talk on one connection.
+    Also return None in a forked child with its parent's group: both would use one connection.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None

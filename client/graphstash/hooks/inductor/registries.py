@@ -1,9 +1,9 @@
-"""What is registered for torch's own operations, and takes part in compiling every graph.
+"""Registrations for torch's own operations, which take part in compiling every graph.
 
-torch's keys cover torch's files, and so what torch itself registers. Programs add to the same
-tables: lowerings, decompositions, patterns of graph passes, kernels. Each torch operation's entry
-is described here: torch's functions by their names, the user's functions by their code. An entry
-that the user removed, or took from another operation, therefore also changes the description.
+torch's keys cover torch's files, and therefore torch's own registrations. Programs add lowerings,
+decompositions, patterns of graph passes and kernels to the same tables. This module describes the
+entry of each torch operation: torch's functions by name, the user's functions by code. Removing an
+entry, or copying it from another operation, therefore also changes the description.
 """
 
 import enum
@@ -40,7 +40,7 @@ _OWN: Final = frozenset(
         *("static_runtime", "streams", "symm_mem"),
     }
 )
-"""Namespaces of operations that torch 2.7 and 2.15 bring."""
+"""Namespaces of the operations in torch 2.7 and 2.15."""
 
 _KERNELS_OF_TORCH: Final = frozenset(
     {
@@ -57,7 +57,7 @@ _KERNELS_OF_TORCH: Final = frozenset(
         ),
     }
 )
-"""Kernels in Python for operations of ATen that torch 2.7 and 2.15 bring, besides fake ones."""
+"""Python kernels for operations of ATen in torch 2.7 and 2.15, except fake kernels."""
 
 _FAKE_KERNELS: Final = frozenset(each for each in library._impls if each.endswith("/Meta"))
 """Fake kernels that torch had registered when this module was imported."""
@@ -65,7 +65,7 @@ _FAKE_KERNELS: Final = frozenset(each for each in library._impls if each.endswit
 _PACKAGES: Final = frozenset(
     {"functorch", "graphstash", "sympy", "torch", "torchgen", *sys.stdlib_module_names}
 ) - {"__main__"}
-"""Packages whose functions are torch's, or that Python brings."""
+"""Packages whose functions belong to torch or Python."""
 
 _COMPILERS: Final = ("fw_compiler", "bw_compiler", "inference_compiler", "partition_fn")
 
@@ -76,11 +76,11 @@ _MAX_DEPTH: Final = 6
 
 
 class _ForeignError(Exception):
-    """A function is not torch's, or holds one that is not."""
+    """A function does not belong to torch, or contains such a function."""
 
 
 def tables() -> Iterator[tuple[str, Any]]:
-    """The tables of functions by operation, each with its name."""
+    """Return the tables of functions by operation, each with its name."""
     yield "lowering", lowering.lowerings
     yield "decomposition", decompositions
     for name, table in global_decomposition_table.items():
@@ -88,12 +88,12 @@ def tables() -> Iterator[tuple[str, Any]]:
 
 
 def is_torchs_namespace(name: str) -> bool:
-    """Whether torch brings the operations of a namespace, or of an operation's namespace."""
+    """Return whether a namespace, or the namespace of an operation, belongs to torch."""
     return name.partition("::")[0] in _OWN
 
 
 def is_torchs(function: Any) -> bool:
-    """Whether a function, and everything that it wraps or holds, is torch's."""
+    """Return whether a function and all that it wraps or contains belong to torch."""
     try:
         _name(function, 0)
     except _ForeignError:
@@ -102,10 +102,10 @@ def is_torchs(function: Any) -> bool:
 
 
 def registered_for_torch(describer: CodeDescriber) -> Iterator[str]:
-    """Describe what is registered for torch's own operations, a line each.
+    """Describe the registrations for torch's own operations, one line each.
 
     Raises:
-        UndescribableError: some of it has no description.
+        UndescribableError: a registration has no description.
     """
     _check_kernels(len(library._impls))
     digest, foreign = _entries()
@@ -120,10 +120,10 @@ def registered_for_torch(describer: CodeDescriber) -> Iterator[str]:
 
 
 def compilers_of(describer: CodeDescriber, settings: Any) -> Iterator[str]:
-    """Describe what a backend gave to AOTAutograd in place of Inductor's own functions.
+    """Describe the functions that a backend passed to AOTAutograd in place of Inductor's.
 
     Raises:
-        UndescribableError: some of it has no description.
+        UndescribableError: a function has no description.
     """
     given = _given(settings)
     table = given.get("decompositions") or {}
@@ -139,10 +139,10 @@ def compilers_of(describer: CodeDescriber, settings: Any) -> Iterator[str]:
 
 
 def _given(settings: Any) -> dict[str, Any]:
-    """What AOTAutograd was called with: from its settings, or from the call in this thread.
+    """Return the compilers passed to AOTAutograd: from its settings, or from this thread's call.
 
     Raises:
-        UndescribableError: there is neither.
+        UndescribableError: both are absent.
     """
     held = {name: getattr(settings, name, None) for name in ("decompositions", *_COMPILERS)}
     frame = sys._getframe()
@@ -156,11 +156,11 @@ def _given(settings: Any) -> dict[str, Any]:
 
 
 _known_entries: list[Any] = [None, ("", [])]
-"""The values of all tables, and what `_entries` returned for them."""
+"""The values of all tables, and the result of `_entries` for them."""
 
 
 def _entries() -> tuple[str, list[tuple[str, Any]]]:
-    """A digest of torch's functions in the tables, and the functions that are not torch's."""
+    """Return a digest of torch's functions in the tables, and the other functions."""
     # This runs for every graph. Lists of the same objects compare without a call in Python.
     state = [list(table.values()) for _, table in tables()]
     if _known_entries[0] == state:
@@ -179,7 +179,7 @@ def _entries() -> tuple[str, list[tuple[str, Any]]]:
             except _ForeignError:
                 foreign.append((f"{label} {target}", function))
                 continue
-            # Inductor adds these when it first meets an operation without a lowering. A process
+            # Inductor adds these at its first operation without a lowering. A process
             # that finds its graphs never does.
             if not name.startswith("function torch._inductor.lowering.fallback_handler."):
                 names.append(f"{label} {_target(target)} {name}")
@@ -203,10 +203,10 @@ def _target(target: Any) -> str:
 
 
 def _name(value: Any, depth: int) -> str:  # noqa: PLR0911 - a case each
-    """The name of a function of torch, with the names of what it holds.
+    """Return the name of a function of torch, with the names of the functions that it contains.
 
     Raises:
-        _ForeignError: it, or something that it holds, is not torch's.
+        _ForeignError: one of them does not belong to torch.
     """
     if type(value) in _PLAIN:
         return repr(value)
@@ -253,7 +253,7 @@ def _content(cell: CellType) -> Any:
 
 
 def _foreign_in(value: Any, depth: int) -> Iterator[Any]:
-    """The functions within a compiler of a backend that are not torch's."""
+    """Return the functions in a compiler of a backend that do not belong to torch."""
     if depth > _MAX_DEPTH or value is None or type(value) in _PLAIN:
         return
     if isinstance(value, partial):
@@ -276,10 +276,10 @@ def _foreign_in(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _check_kernels(_count: int) -> None:
-    """Refuse kernels in Python that a program put in the place of ATen's.
+    """Refuse Python kernels that a program registered in place of ATen's.
 
     Raises:
-        UndescribableError: there is one; torch does not give it back.
+        UndescribableError: such a kernel exists; torch does not return it.
     """
     if found := _foreign_impls(_count):
         raise UndescribableError(f"a program replaced the kernel {found}")
@@ -297,21 +297,21 @@ def _foreign_impls(_count: int) -> str:
 
 @lru_cache(maxsize=1)
 def _packets(_count: int) -> list[dict[str, Any]]:
-    """The overloads of each operation of ATen that was used."""
+    """Return the overloads of each used operation of ATen."""
     found = list(vars(torch.ops.aten).values())
     return [vars(each) for each in found if isinstance(each, OpOverloadPacket)]
 
 
 @lru_cache(maxsize=1)
 def _operations(count: int, _overload_count: int) -> tuple[list[OpOverload], list[dict[Any, Any]]]:
-    """The overloads, and their kernels in Python."""
+    """Return the overloads, and their Python kernels."""
     found = [each for packet in _packets(count) for each in list(packet.values())]
     operations = [each for each in found if isinstance(each, OpOverload)]
     return operations, [each.py_kernels for each in operations]
 
 
 def _foreign_kernels() -> list[tuple[str, Any]]:
-    """Kernels that a program gave to operations of ATen with `py_impl`."""
+    """Return the kernels that a program registered for ATen with `py_impl`."""
     count = len(vars(torch.ops.aten))
     operations, tables_of_kernels = _operations(count, sum(map(len, _packets(count))))
     state = (len(operations), sum(map(len, tables_of_kernels)))
@@ -338,7 +338,7 @@ def _passes() -> Iterator[PatternMatcherPass]:
 
 
 def _foreign_patterns() -> list[tuple[str, Any]]:
-    """Functions of the user in the patterns of Inductor's passes over graphs."""
+    """Return functions of the user in the patterns of Inductor's graph passes."""
     lists = [entries for one in _passes() for entries in list(one.patterns.values())]
     return _remembered(
         "patterns",
@@ -359,7 +359,7 @@ _remembered_states: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}
 def _remembered(
     what: str, state: Any, functions: Callable[[], Iterable[tuple[str, Any]]]
 ) -> list[tuple[str, Any]]:
-    """The functions that are not torch's; looked for when the state differs from the last one."""
+    """Return the functions of the user; search again only if the state has changed."""
     if what not in _remembered_states or _remembered_states[what][0] != state:
         found = [(label, each) for label, each in functions() if not _is_torchs_once(each)]
         _remembered_states[what] = (state, found)
@@ -367,7 +367,7 @@ def _remembered(
 
 
 _checked: dict[int, tuple[Any, bool]] = {}
-"""By id of a function: the function, and whether it is torch's."""
+"""By ID of a function: the function, and whether it belongs to torch."""
 
 
 def _is_torchs_once(function: Any) -> bool:
@@ -377,6 +377,6 @@ def _is_torchs_once(function: Any) -> bool:
 
 
 def _choices() -> Any:
-    """The object of the user that makes Inductor's choices; None if torch's makes them."""
+    """Return the user's handler of Inductor's choices, or None for torch's handler."""
     handler: Any = V.choices
     return None if type(handler).__module__.partition(".")[0] == "torch" else handler

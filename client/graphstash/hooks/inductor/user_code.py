@@ -1,10 +1,10 @@
-"""Code of the user that takes part in a compilation, and that torch's keys know by name at most.
+"""Code of the user that takes part in a compilation. torch's keys contain at most its name.
 
-torch computes the key of a graph before it traces the graph, and names a custom operation in it.
-What runs behind the name is here: kernels, the fake kernel, the backward pass, the types of
-autocast, `vmap`, lowerings, decompositions, graph passes, and the files of C++ libraries. Only
-operations that the graph names count, and those that their code names. Replacements of torch's own
-lowerings and decompositions count always. Code without a description makes a graph unshareable.
+torch computes the key of a graph before tracing, and the key only names a custom operation. This
+module describes the code behind the name: kernels, the fake kernel, the backward pass, the types of
+autocast, `vmap`, lowerings, decompositions, graph passes, and the files of C++ libraries. It covers
+the operations that the graph names, and those that their code names. It always covers replacements
+of torch's own lowerings and decompositions. Code without a description makes a graph unshareable.
 """
 
 import ctypes
@@ -61,23 +61,23 @@ _STATE_OF_PROCESS: Final = frozenset(
         *("get_rng_state", "get_world_size", "initial_seed"),
     }
 )
-"""Functions and methods of torch whose results are this process's own, or a file's."""
+"""Functions and methods of torch whose results depend on this process or on a file."""
 
 _MODULES_OF_STATE: Final = ("torch.distributed", "torch.hub", "torch.random", "torch.serialization")
-"""Modules of torch with such functions only, or with functions that call them."""
+"""Modules of torch with only such functions, or with functions that call them."""
 
 _FUNCTIONS: Final = torch._C._VariableFunctions
 """The class whose static methods are torch's functions."""
 
 _MAX_VALUES: Final = 4096
-"""Elements of a tensor in a description of code."""
+"""Limit of tensor elements in a description of code."""
 
 _MAX_CONSTANT: Final = 64 * 1024**2
-"""Elements of a tensor that a graph holds as a constant."""
+"""Limit of elements of a constant tensor in a graph."""
 
 
 class _Describer(CodeDescriber):
-    """Describes torch's values; notes the operations that it meets."""
+    """Describe torch's values, and record the operations among them."""
 
     def __init__(self) -> None:
         super().__init__("torch", "triton")
@@ -111,7 +111,7 @@ class _Describer(CodeDescriber):
     def _special_code(self, value: Any) -> str | None:
         if isinstance(value, BuiltinFunctionType) and value.__self__ is _FUNCTIONS:
             return f"torch.{value.__name__}"
-        for label, table in tables():  # what a user put there is described with the graph
+        for label, table in tables():  # entries of the user are described with the graph
             if value is table:
                 return label
         if isinstance(value, CustomGraphPass):
@@ -135,15 +135,15 @@ class _Describer(CodeDescriber):
 
 
 def user_code_of(graph: GraphModule, inputs: Iterable[Any], settings: Any = None) -> str:
-    """Describe the code of the user that takes part in compiling a graph, and what it is added to.
+    """Describe the user's code that takes part in compiling a graph.
 
     Args:
-        graph: of AOTAutograd or of Inductor.
-        inputs: its inputs; fake ones.
-        settings: of AOTAutograd, before it traces the graph; None in front of Inductor.
+        graph: graph of AOTAutograd or of Inductor.
+        inputs: fake inputs of the graph.
+        settings: settings of AOTAutograd before tracing. None for Inductor.
 
     Raises:
-        UndescribableError: some of it has no description.
+        UndescribableError: some code has no description.
     """
     describer = _Describer()
     lines = [line for each in inputs for line in _input(describer, each)]
@@ -177,7 +177,7 @@ def _input(describer: _Describer, value: Any) -> Iterator[str]:
 def _node(
     describer: _Describer, module: GraphModule, node: Node, *, is_traced: bool
 ) -> Iterator[str]:
-    """Describe what a node of a graph refers to and torch's key leaves out."""
+    """Describe what a node refers to and torch's key omits."""
     if node.op == "call_function":
         describer.special(node.target)
         if "kernel_idx" in node.kwargs:  # a kernel of Triton, in a table of this process
@@ -196,7 +196,7 @@ def _node(
 
 
 def _is_input(module: GraphModule, value: torch.Tensor) -> bool:
-    """Whether AOTAutograd makes an attribute of a graph an input: then its values do not count."""
+    """Return whether AOTAutograd turns an attribute into an input, whose values do not count."""
     lifted = (*module.parameters(), *module.buffers())
     return isinstance(value, FakeTensor) or any(each is value for each in lifted)
 
@@ -216,10 +216,10 @@ def _module(describer: _Describer, called: torch.nn.Module) -> Iterator[str]:
 
 
 def _outputs(graph: GraphModule) -> Iterator[str]:
-    """What Inductor reads of the compilation around a graph, and torch's key leaves out.
+    """Describe what Inductor reads of the surrounding compilation and torch's key omits.
 
-    Outputs that the user sees keep their strides. Saved tensors that nothing else refers to are
-    overwritten by gradients.
+    Outputs that the user gets keep their strides. Gradients overwrite saved tensors without other
+    references.
     """
     meta = graph.graph.find_nodes(op="output")[0].meta if hasattr(graph, "graph") else {}
     context = TracingContext.try_get()
@@ -240,7 +240,7 @@ def _functions_of_settings(describer: _Describer) -> Iterator[str]:
 
 @cache
 def _names_of_functions(module: Any) -> tuple[str, ...]:
-    """Names of the settings of a module that can hold functions or objects."""
+    """Return the names of a module's settings that can hold functions or objects."""
     return tuple(
         name
         for name, entry in module._config.items()
@@ -253,7 +253,7 @@ def _names_of_functions(module: Any) -> tuple[str, ...]:
 
 
 def _operation(describer: _Describer, packet: Any, name: str) -> str:
-    """Everything that is registered for one operation of a user."""
+    """Describe all registrations for one operation of a user."""
     overloads = [getattr(packet, each) for each in packet.overloads()]
     found = [f"operation {name}", *(f"{each._schema} {each.tags}" for each in overloads)]
     found += [_handling(each) for each in overloads]
@@ -276,14 +276,14 @@ def _operation(describer: _Describer, packet: Any, name: str) -> str:
 
 
 _constraints: Final[dict[str, str]] = {}
-"""Constraints of layouts by operation, from before Inductor first met the operation."""
+"""Layout constraints by operation, from before Inductor first compiled the operation."""
 
 
 def _handling(operation: OpOverload) -> str:
-    """How passes over graphs and Inductor treat an operation.
+    """Describe how graph passes and Inductor treat an operation.
 
-    Inductor adds its own constraint of layouts when it compiles an operation without a lowering. A
-    process that finds its graphs never does. So the constraint from before that moment counts.
+    Inductor adds its own layout constraint when it compiles an operation without a lowering. A
+    process that finds its graphs never compiles. So the constraint from before that moment counts.
     """
     known = getattr(lowering, "_maybe_layout_constraints", {})
     name = str(operation)
@@ -310,10 +310,10 @@ def _definition(describer: _Describer, definition: CustomOpDef) -> Iterator[str]
 
 
 def _check_kernels(name: str, definition: CustomOpDef | None) -> None:
-    """Refuse an operation with a kernel in Python that torch gives back to nobody.
+    """Refuse an operation with a Python kernel that torch does not return.
 
     Raises:
-        UndescribableError: there is one.
+        UndescribableError: the operation has such a kernel.
     """
     known: set[str] = set()
     if definition is not None:
@@ -337,7 +337,7 @@ def _fake(describer: _Describer, entry: Any) -> str:
 
 
 def _unchecked(function: Any) -> Any:
-    """The fake kernel inside of torch's wrapper, which notes in a closure that it was called."""
+    """Return the fake kernel inside torch's wrapper, which records calls in a closure."""
     if getattr(function, "__qualname__", "") != "_check_pystubs_once.<locals>.inner":
         return function
     return inspect.getclosurevars(function).nonlocals["func"]
@@ -359,10 +359,10 @@ def _constant(tensor: torch.Tensor, *, most: int = _MAX_VALUES) -> str:
 
 
 def _libraries_with(name: str, *, is_required: bool) -> list[str]:
-    """Digests of the loaded libraries that mention an operation.
+    """Return the digests of the loaded libraries that mention an operation.
 
     Raises:
-        UndescribableError: there is none, but the operation is not defined in Python.
+        UndescribableError: no library does, and the operation is not defined in Python.
     """
     found = {
         f"library {digest}"

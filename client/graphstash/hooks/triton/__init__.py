@@ -21,7 +21,7 @@ SPEC: Final = HookSpec(
     install="graphstash.hooks.triton.hook:install",
     kinds=("triton",),
     distributions=("triton",),
-    # Their seams are the same two; run with 3.3, 3.5 and 3.9.
+    # The tests run 3.3, 3.5 and 3.9, whose interfaces are equal here.
     tested=TestedVersions("triton", (3, 0), (3, 9), steps_aside_below=True, steps_aside_above=True),
     requirement="graphstash[torch]",
 )

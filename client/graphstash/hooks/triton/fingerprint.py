@@ -1,10 +1,10 @@
-"""The key of a Triton kernel's artifact: Triton's own key, and the settings it leaves out.
+"""The key of a Triton kernel's artifact: Triton's own key, and the settings that it omits.
 
 Triton's key is a hash of its own files and library, the kernel's source with its line number, the
 target with its architecture, the options with the contents of device libraries, ptxas' version and
-a list of environment variables. Other variables change the result as well (on AMD, most of them):
-those are parts here, all but the ones that are known not to matter. So are the values that a kernel
-takes from the modules around it (see `source`).
+a list of environment variables. Other variables also change the result, on AMD most of them. The
+key here contains all of them except those known not to matter, and the values that a kernel reads
+from the surrounding modules (see `source`).
 """
 
 import re
@@ -29,9 +29,9 @@ from graphstash_schema import ArtifactKind, DeviceType
 __all__ = ["request_of", "unshared_request"]
 
 _DEVICE: Final = DeviceType("gpu")
-"""One word for all. The architecture is inside Triton's key, which is all that a cache manager is
-told; whatever it guessed beyond that (the active GPU is not always the target) could only make two
-artifacts of one kernel. What a kernel's description says of its target is checked on arrival."""
+"""One device type for all GPUs. Triton's key contains the architecture, and a cache manager gets
+only that key. A guess, such as the active GPU, could only make two artifacts of one kernel. On
+arrival, the hook checks the target in the kernel's description."""
 
 _READ: Final = re.compile(r"(?a:(TRITON|AMDGCN|NVPTX|PTXAS)_\w+)")
 
@@ -43,11 +43,11 @@ _SAME_KERNEL: Final = re.compile(
     r"|TRITON_(PRINT_AUTOTUNING|CACHE_AUTOTUNING|ALLOW_NON_CONSTEXPR_GLOBALS|INTERPRET)"
     r"|TRITON_REPRODUCER_PATH|(NVPTX|AMDGCN)_ENABLE_DUMP"
 )
-"""Those that say where to find, write or print something. The device library is in Triton's key by
+"""Variables that name a place to find, write or print. Triton's key contains the device library's
 content; ptxas is a part of its own."""
 
 _FOREIGN_CODE: Final = ("TRITON_KERNEL_OVERRIDE", "TRITON_SWAP_MIR", "LLVM_PASS_PLUGIN_PATH")
-"""With one of these, files of the user take part in the compilation, and no key knows of them."""
+"""Variables that add files of the user to the compilation, which no key covers."""
 
 _PLUGIN: Final = re.compile(r"(?a:TRITON_\w*PLUGIN\w*)")
 
@@ -57,9 +57,9 @@ _MAX_NAME_LENGTH: Final = 60  # the name of a part has at most 64 characters
 
 
 def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) -> CompileRequest:
-    """What is looked up for the kernel that Triton calls `key`.
+    """Return the request for the kernel with Triton's key `key`.
 
-    `source` is what Triton compiles; None when that is not known.
+    `source` is Triton's source, or None if the hook does not have it.
 
     Raises:
         CacheError: no key covers everything that Triton compiles.
@@ -94,7 +94,7 @@ def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) ->
 
 
 def unshared_request(key: str, group: str) -> CompileRequest:
-    """Return a request that names a kernel which no key covers. It is never looked up."""
+    """Return a request for a kernel that no key covers. The request is never looked up."""
     return CompileRequest.of(
         ArtifactKind.TRITON,
         _DEVICE,
@@ -105,9 +105,9 @@ def unshared_request(key: str, group: str) -> CompileRequest:
 
 
 def _ptxas(target: Any) -> str:
-    """Digest of the assembler; empty for targets without one.
+    """Return the digest of the assembler, or an empty string for targets without one.
 
-    Triton's key holds its version, which another program in its place may give as well.
+    Triton's key contains only its version, which another program may also report.
     """
     if getattr(target, "backend", "") != "cuda":
         return ""
@@ -127,7 +127,7 @@ def _sample(path: Path) -> str:
 
 
 def _argument(function: Any, place: Any) -> str:
-    """The name of an argument that Triton knows by its place, `(2,)`."""
+    """Return the name of an argument that Triton identifies by position, such as `(2,)`."""
     names = getattr(function, "arg_names", ())
     match place:
         case (int(at),) if at < len(names):
@@ -136,7 +136,7 @@ def _argument(function: Any, place: Any) -> str:
 
 
 def _details(source: Any) -> dict[str, str]:
-    """What Triton has hashed into its key."""
+    """Return the values that Triton has hashed into its key."""
     function = getattr(source, "fn", None)
     signature = getattr(source, "signature", None) or {}
     constants = getattr(source, "constants", None) or {}

@@ -1,24 +1,24 @@
-"""The triton hook: kernels that another process has compiled are put into Triton's own cache.
+"""The triton hook: puts kernels that another process has compiled into Triton's own cache.
 
-Triton asks its cache manager for a kernel before it compiles it, and hands the result over file by
-file. The manager is replaced, in this process only: Triton's variables would do as well, but child
-processes would inherit them, with or without a graphstash to import.
+Before Triton compiles a kernel, Triton asks its cache manager for the kernel. Triton then passes
+the result to the manager file by file. The hook replaces the manager in this process only. Triton's
+variables could do that, but child processes without graphstash would inherit them.
 
     kernels    the managers; look-up, publication, and the lease between them
-    kernel     which files are one whole kernel that may be shared; their bytes in one artifact
-    fingerprint, source    the key; what a kernel reads and Triton's own key leaves out
+    kernel     the files of one complete, shareable kernel, and their bytes in one artifact
+    fingerprint, source    the key; the values that a kernel reads and Triton's key omits
 
 Without `graphstash run` or `graphstash.install()`, Triton's variables are enough:
 
     TRITON_CACHE_MANAGER=graphstash.hooks.triton:SharedCacheManager
 
-or, with one more look-up for every kernel that lies on the disk already,
+or, with one more look-up for every kernel that is already on the disk,
 
     TRITON_CACHE_MANAGER=triton.runtime.cache:RemoteCacheManager
     TRITON_REMOTE_CACHE_BACKEND=graphstash.hooks.triton:SharedCacheBackend
 
-Stays on its host: what Triton has the host's C compiler build, and autotuning results
-(`TRITON_CACHE_AUTOTUNING`), which are measurements of one machine under the load of that moment.
+The hook shares neither the output of the host's C compiler nor autotuning results
+(`TRITON_CACHE_AUTOTUNING`), which are measurements of one machine under momentary load.
 """
 
 import functools
@@ -49,10 +49,10 @@ _GLOBAL: Final = "__cache_cls"
 
 
 def install(cache: CompileCache) -> "TritonHook | None":
-    """Puts the cache into Triton.
+    """Install the cache into Triton.
 
     Returns:
-        The hook, or None when it was not installed; a warning says why.
+        The hook, or None if it was not installed. A warning gives the reason.
     """
     if not SPEC.is_supported(triton.__version__):
         return None
@@ -70,9 +70,9 @@ def install(cache: CompileCache) -> "TritonHook | None":
 
 
 class TritonHook:
-    """Sets Triton's cache manager, and wraps `triton.compile` so that its lease ends with it.
+    """Set Triton's cache manager, and wrap `triton.compile` so that a lease ends with the call.
 
-    `manager` is None when the user has named one of ours already.
+    `manager` is None if the user has already chosen a manager of this package.
     """
 
     def __init__(self, cache: CompileCache, *, manager: type[SharedCacheManager] | None) -> None:
@@ -83,7 +83,7 @@ class TritonHook:
             _set_manager(manager)
 
     def close(self) -> None:
-        """Takes the hook out; a compilation in flight continues without it."""
+        """Uninstall the hook. A compilation in flight continues without it."""
         if self._manager is not None and _manager() is self._manager:
             _set_manager(None)
         self._patches.undo()
@@ -91,29 +91,29 @@ class TritonHook:
         self._kernels.close()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """Continues in the child as in its parent."""
+        """Continue in the child as in its parent."""
         self._kernels.go_on_with(cache)
         return True
 
 
 def _has_knob() -> bool:
-    """Whether this is Triton 3.4 or newer, where the manager is a knob."""
-    # In the class: to read the knob itself would import whatever the user has named.
+    """Return whether this is Triton 3.4 or newer, which sets the manager by a knob."""
+    # Look in the class: reading the knob would import the class that the user named.
     return "manager_class" in vars(type(getattr(getattr(triton, "knobs", None), "cache", None)))
 
 
 def _manager() -> type | None:
-    """The cache manager that a program has set in this process; None for Triton's default."""
+    """Return the cache manager that a program has set, or None for Triton's default."""
     if _has_knob():
         knob: type | None = vars(triton.knobs.cache).get("manager_class")
         return knob
-    # Before 3.4: a global of Triton's module, where the variable's class is put, too.
+    # Before 3.4: a global of Triton's module, also for the class that the variable names.
     value: type = vars(triton_cache)[_GLOBAL]
     return None if value is triton_cache.FileCacheManager else value
 
 
 def _set_manager(manager: type | None) -> None:
-    """Sets the cache manager of this process; None for Triton's default.
+    """Set the cache manager of this process. None restores Triton's default.
 
     Unlike other knobs, a class is not propagated to the environment.
     """
@@ -126,10 +126,10 @@ def _set_manager(manager: type | None) -> None:
 
 
 def _chosen_manager() -> str:
-    """The manager that the user has chosen, as `module:class`; empty for Triton's default.
+    """Return the manager that the user has chosen as `module:class`, or "" for Triton's default.
 
-    For Triton's `RemoteCacheManager` it is the backend that counts. Nothing is imported for it: a
-    class that the user names may not exist yet.
+    For Triton's `RemoteCacheManager`, return the backend. Imports nothing, because the class may
+    not exist yet.
     """
     manager = _name(_manager()) or os.environ.get(_MANAGER_VARIABLE, "")
     if manager != _REMOTE:
@@ -140,12 +140,12 @@ def _chosen_manager() -> str:
 
 
 def _is_ours(manager: str) -> bool:
-    """Whether `_chosen_manager` has named a class of this package."""
+    """Return whether the chosen manager is a class of this package."""
     return manager.partition(":")[0].startswith(_OURS)
 
 
 def _watch_compile(kernels: Kernels) -> Patches:
-    """Wraps Triton's `compile`, wherever Triton has a name for it."""
+    """Wrap Triton's `compile` under every name that Triton has for it."""
     original: Callable[..., Any] = triton.compiler.compiler.compile
 
     @functools.wraps(original)

@@ -1,16 +1,15 @@
-r"""Which files are one whole Triton kernel that may be handed to other hosts.
+r"""The files of one complete Triton kernel, and their form in an artifact.
 
 Triton writes `<name>.<stage>` for every stage of its compiler, `<name>.json` about the kernel, and
-`__grp__<name>.json` last, the list of all of them. Triton believes what it finds: a truncated
-`<name>.json` ends the job with an exception, a truncated cubin is loaded. So these files travel
-together, and are checked on both sides. An artifact holds the files one after the other:
+`__grp__<name>.json` last, the list of all files. Triton does not check the files: a truncated
+`<name>.json` ends the job with an exception, and Triton loads a truncated cubin. So the files
+travel together, and both sides check them. An artifact holds the files one after the other:
 
     "graphstash-triton\1"  u32(number of files)
     then for every file, sorted by name:  u16(len(name)) u64(len(content)) name content
 
-Numbers are big-endian, names are UTF-8. The same files always make the same bytes, and of every
-archive there is one form only: whatever is not exactly that is refused as a whole. The contents
-need no checksum here, the envelope around the payload has one.
+Numbers are big-endian, names are UTF-8. Equal files make equal bytes. An archive has exactly one
+form, and any deviation is refused. The contents need no checksum, because the envelope has one.
 """
 
 import base64
@@ -33,19 +32,20 @@ __all__ = [
 ]
 
 GROUP_PREFIX: Final = "__grp__"
-"""What Triton puts before a group's name to name the file that lists the group."""
+"""Prefix of the name of the file that lists a group."""
 
 _BINARY: Final = {"cuda": "cubin", "hip": "hsaco"}
-"""Triton's backends whose keys pin what the kernel runs on, and the stage that is loaded. Others
-are not shared: what a CPU backend makes depends on more of its host than Triton's key knows."""
+"""Triton's backends whose keys determine the device, each with the stage that is loaded. Kernels
+of other backends are not shared: a CPU backend depends on more of its host than the key covers.
+"""
 
 _STAGE: Final = re.compile(r"(?a:[a-z]\w{0,15})")
 
 _HOST_CODE: Final = frozenset({"so", "o", "a", "dll", "dylib", "pyd"})
-"""Stages that are built by the host's own C compiler, for the host's own C library."""
+"""Stages that the host's C compiler builds for the host's C library."""
 
 MAX_FILES: Final = 64
-"""Most files in one archive; a kernel has about eight."""
+"""Limit of files in one archive. A kernel has about eight."""
 
 _MAGIC: Final = b"graphstash-triton\1"
 _COUNT: Final = struct.Struct(">I")
@@ -54,20 +54,20 @@ _MAX_NAME_BYTES: Final = 255  # NAME_MAX of <linux/limits.h>
 
 
 class KernelError(ValueError):
-    """Not a whole kernel, or not one that may be shared; the message says why."""
+    """The files are incomplete or must not be shared. The message gives the reason."""
 
 
 class ArchiveError(KernelError):
-    """Not an archive, or not one that may be unpacked; the message says why."""
+    """The bytes are no archive that may be unpacked. The message gives the reason."""
 
 
 def group_file(children: Iterable[str]) -> bytes:
-    """The list of a group's files, as Triton's `RemoteCacheManager` writes it: names, no paths."""
+    """Return the list of a group's files as Triton's `RemoteCacheManager` writes it: names only."""
     return json.dumps({"child_paths": sorted(children)}).encode()
 
 
 def pack_kernel(group: str, children: Mapping[str, bytes], *, key: str) -> bytes:
-    """Makes the payload of an artifact.
+    """Return the payload of an artifact.
 
     Args:
         group: the name of the group, `<name>.json`.
@@ -75,14 +75,14 @@ def pack_kernel(group: str, children: Mapping[str, bytes], *, key: str) -> bytes
         key: Triton's key of the kernel, i.e. the name of its directory.
 
     Raises:
-        KernelError: the files are not a whole kernel, or not one that may be shared.
+        KernelError: the files are incomplete or must not be shared.
     """
     _check(group, children, key=key)
     return pack({**children, GROUP_PREFIX + group: group_file(children)})
 
 
 def unpack_kernel(group: str, payload: bytes, *, key: str) -> dict[str, bytes]:
-    """The files of a kernel from the payload of its artifact; all of them, or an error.
+    """Return all files of a kernel from the payload of its artifact.
 
     Args and errors as for `pack_kernel`.
     """
@@ -145,7 +145,7 @@ def _text(name: str, content: bytes) -> None:
 
 
 def _is_key(hexadecimal: object, key: str) -> bool:
-    """Whether the hash that a kernel was compiled under belongs to its directory's name.
+    """Return whether the hash that a kernel was compiled under matches its directory's name.
 
     The name is the hash itself up to Triton 3.1, and base32 of it since.
     """
@@ -157,7 +157,7 @@ def _is_key(hexadecimal: object, key: str) -> bool:
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """Makes an archive.
+    """Return an archive.
 
     Args:
         files: contents by file name; 1 to `MAX_FILES`.
@@ -175,10 +175,10 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(archive: bytes) -> dict[str, bytes]:
-    """The files of an archive, by name.
+    """Return the files of an archive by name.
 
     Raises:
-        ArchiveError: the bytes are not what `pack` makes.
+        ArchiveError: the bytes are no output of `pack`.
     """
     read = _Reader(archive)
     if read.take(len(_MAGIC)) != _MAGIC:
@@ -235,7 +235,7 @@ def _decoded(name: bytes) -> str:
 
 
 def _check_name(name: bytes) -> None:
-    """A name is joined to a directory later, so nothing in it may lead out of there."""
+    """Refuse a name that would lead out of the directory to which it is joined later."""
     if not 1 <= len(name) <= _MAX_NAME_BYTES:
         raise ArchiveError(f"a name of {len(name)} bytes")
     if name in {b".", b".."} or any(byte < 0x20 or byte in b"/\\\x7f" for byte in name):

@@ -1,13 +1,13 @@
-"""Cache managers that Triton calls, and what they share: kernels found and published as a whole.
+"""Cache managers that Triton calls, and their shared state. Kernels are found and published whole.
 
-Triton makes a new cache manager for every kernel that it compiles, by the manager's class alone. So
-what the managers of a process have in common is kept in the class `Kernels`.
+Triton constructs a new cache manager from its class for every kernel. The class `Kernels` therefore
+holds the state that all managers of a process share.
 
-Triton's `RemoteCacheManager` asks its backend for every file, even for those that lie on the disk,
-and for files that must stay there. So `SharedCacheManager` is derived from `FileCacheManager`: a
-fetched kernel is put into Triton's directory as if it had been compiled, and everything that is not
-a kernel (launchers built by the host's C compiler, autotuning results) is left to Triton.
-`SharedCacheBackend` is for those who configure Triton with its `RemoteCacheManager`.
+Triton's `RemoteCacheManager` asks its backend for every file, also for files on the disk and for
+files that must stay there. `SharedCacheManager` therefore extends `FileCacheManager`: it puts a
+fetched kernel into Triton's directory as if Triton had compiled it. It leaves other files to
+Triton: launchers built by the host's C compiler, and autotuning results. `SharedCacheBackend`
+serves users who configure Triton with `RemoteCacheManager`.
 """
 
 import json
@@ -43,10 +43,10 @@ _log = logging.getLogger("graphstash")
 
 
 class Kernels:
-    """What the cache does for all kernels of this process.
+    """The cache for all kernels of this process.
 
     Attributes:
-        of_this_process: the installed hook's; None while there is none.
+        of_this_process: instance of the installed hook, or None.
     """
 
     of_this_process: ClassVar["Kernels | None"] = None
@@ -56,18 +56,17 @@ class Kernels:
         self.go_on_with(cache)
 
     def go_on_with(self, cache: CompileCache) -> None:
-        """Switches to another cache: a forked child has its own."""
+        """Switch to another cache, in a forked child."""
         self._cache = cache
         self._owner = os.getpid()
         self.exchange = TwoCallCache(cache)
 
     @staticmethod
     def kernel(key: str) -> "SharedKernel | None":
-        """One kernel by Triton's key; None where the cache is off.
+        """Return the kernel with Triton's key, or None if the cache is off.
 
-        It is off in a forked child that has no session of its own: the cache is its parent's.
-        Starts the cache when Triton was pointed at this package by its own variables and nothing
-        else has started it.
+        The cache is off in a forked child without a session of its own. If only Triton's own
+        variables name this package, this call starts the cache.
         """
         if Kernels.of_this_process is None:
             _start()
@@ -78,7 +77,7 @@ class Kernels:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Around one call of Triton's `compile`: its lease ends here, even if the call fails."""
+        """Enclose one call of Triton's `compile`. Its lease ends here, even if the call fails."""
         depth = getattr(self._thread, "depth", 0)
         self._thread.depth = depth + 1
         try:
@@ -90,10 +89,11 @@ class Kernels:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether this thread is inside `compiling`.
+        """Return whether this thread is inside `compiling`.
 
-        Only there a lease may be taken: it would be held until the job ends if an unseen call of
-        `compile` failed. Unseen is the first one when nothing but Triton's variables starts us.
+        A lease is taken only there. If an unobserved call of `compile` failed, its lease would be
+        held until the job ends. The first call is unobserved if only Triton's variables start the
+        hook.
         """
         return getattr(self._thread, "depth", 0) > 0
 
@@ -109,7 +109,7 @@ class Kernels:
             self._cache.record_fallback(error)
 
     def close(self) -> None:
-        """Releases the leases of what was started."""
+        """Release the leases of unfinished compilations."""
         self.exchange.close()
 
     def _end(self) -> None:
@@ -121,8 +121,8 @@ class Kernels:
 
 @once
 def _start() -> None:
-    """Installs this hook; once, so that it can be uninstalled for good."""
-    import graphstash  # the session lies above the hooks; only its public name is known here
+    """Install this hook at most once, so that uninstalling is final."""
+    import graphstash  # the session is a layer above: use only its public name
 
     try:
         graphstash.install(hooks=("triton",))
@@ -139,7 +139,7 @@ class _Wanted:
 
 
 class SharedKernel:
-    """One kernel from its look-up to its publication; belongs to one compilation in one thread."""
+    """One kernel from its look-up to its publication, in one thread."""
 
     def __init__(self, kernels: Kernels, key: str) -> None:
         self._kernels = kernels
@@ -148,7 +148,7 @@ class SharedKernel:
         self._written: dict[str, bytes] = {}
 
     def find(self, group: str) -> dict[str, bytes] | None:
-        """The files of a whole kernel, by name; None when it has to be compiled."""
+        """Return the files of a kernel by name, or None if Triton must compile."""
         try:
             return self._find(group)
         except CacheError as error:
@@ -159,21 +159,21 @@ class SharedKernel:
             return None
 
     def add(self, name: str, content: bytes | str) -> None:
-        """Remembers a file that the compiler has written.
+        """Remember a file that the compiler has written.
 
-        Its bytes are kept until the group is complete, and not read again from the disk, where
-        another process may write the same kernel at the same time.
+        Keeps the bytes until the group is complete. Another process may write the same kernel to
+        the disk meanwhile, so the file is not read again.
         """
         if self._wanted is not None:
-            # Content that is not text is found when the kernel is packed.
+            # `pack_kernel` detects content that is not text.
             if isinstance(content, str):
                 content = content.encode("utf-8", "surrogatepass")
             self._written[name] = content
 
     def publish(self, group: str, names: Iterable[str]) -> None:
-        """Publishes a group when all of its files were written; nothing happens otherwise.
+        """Publish a group if all its files were written.
 
-        What was found, or found and refused, is not published again: the server has it.
+        Does not publish a kernel that was found, even if it was refused: the server has it.
         """
         wanted, self._wanted = self._wanted, None
         written, self._written = self._written, {}
@@ -191,7 +191,7 @@ class SharedKernel:
             self._kernels.record_fallback(error)
 
     def record_fallback(self, error: Exception) -> None:
-        """Counts that files could not be used here."""
+        """Count files that could not be used here."""
         self._kernels.record_fallback(error)
 
     def _find(self, group: str) -> dict[str, bytes] | None:
@@ -210,14 +210,14 @@ class SharedKernel:
 
 
 class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships no types
-    """One kernel's directory, backed by the shared cache; signatures are Triton's."""
+    """One kernel's directory, backed by the shared cache. Triton defines the signatures."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         super().__init__(key, override=override, dump=dump)
         self._kernel = None if override or dump else Kernels.kernel(key)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """The paths of a kernel's files, by name; None when Triton has to compile."""
+        """Return the paths of a kernel's files by name, or None if Triton must compile."""
         if self._kernel is None:
             found: dict[str, str] | None = super().get_group(filename)
             return found
@@ -227,7 +227,7 @@ class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships
         return paths
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
-        """Writes a file atomically; gives its path."""
+        """Write a file atomically and return its path."""
         content = data if isinstance(data, bytes) else str(data)
         path: str = super().put(content, filename, binary)
         if self._kernel is not None:
@@ -235,17 +235,17 @@ class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships
         return path
 
     def put_group(self, filename: str, group: Mapping[str, str]) -> str:
-        """Writes the list of a kernel's files, which completes the kernel."""
+        """Write the list of a kernel's files, which completes the kernel."""
         path: str = super().put_group(filename, group)
         if self._kernel is not None:
             self._kernel.publish(filename, group)
         return path
 
     def _local_group(self, filename: str) -> dict[str, str] | None:
-        """What lies in Triton's directory, when it is whole.
+        """Return the paths in Triton's directory if the kernel there is complete.
 
-        Triton's own look-up takes paths from the list, so that a directory that was moved is empty
-        for it; some of its versions hand out half a group, and fail with a broken description.
+        Triton's own look-up uses the paths in the list, and finds nothing in a moved directory.
+        Some versions return half a group, and fail with a broken description.
         """
         listed = self.get_file(GROUP_PREFIX + filename)
         if listed is None:
@@ -259,13 +259,13 @@ class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships
         return None if None in found.values() else found
 
     def _keep(self, filename: str, children: Mapping[str, bytes]) -> dict[str, str] | None:
-        """Puts a kernel that was found where Triton keeps its own; the list of its files last."""
+        """Write a found kernel into Triton's directory, the list of its files last."""
         paths = {}
         try:
             for name, content in children.items():
                 paths[name] = str(super().put(content, name))
             super().put_group(filename, paths)
-        except OSError as error:  # a full disk; Triton meets it again when it has compiled
+        except OSError as error:  # a full disk: Triton gets the same error after compiling
             if self._kernel is not None:
                 self._kernel.record_fallback(LocalTierError(str(error)))
             return None
@@ -273,10 +273,10 @@ class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships
 
 
 class SharedCacheBackend(RemoteCacheBackend):  # type: ignore[misc] # Triton ships no types
-    """One kernel's files; signatures are Triton's.
+    """One kernel's files. Triton defines the signatures.
 
-    Triton asks for the list of the files first and for the files then, and puts the list last. All
-    else it puts and asks for stays on this host, in Triton's directory, where Triton puts it too.
+    Triton gets the list first and then the files, and puts the list last. Other files stay in
+    Triton's directory on this host.
     """
 
     def __init__(self, key: str) -> None:
@@ -286,12 +286,12 @@ class SharedCacheBackend(RemoteCacheBackend):  # type: ignore[misc] # Triton shi
         self._found: dict[str, bytes] = {}
 
     def get(self, filenames: Iterable[str]) -> dict[str, bytes]:
-        """The contents of those files that there are, by name."""
+        """Return the contents of the existing files by name."""
         contents = {name: self._get(name) for name in filenames}
         return {name: content for name, content in contents.items() if content is not None}
 
     def put(self, filename: str, data: bytes) -> None:
-        """Remembers a file; the list of a kernel's files publishes them."""
+        """Remember a file. The list of a kernel's files publishes all of them."""
         if self._kernel is None:
             return
         if filename.startswith(GROUP_PREFIX):

@@ -1,10 +1,10 @@
-"""What a kernel takes from the modules around it, and Triton's key leaves out.
+"""The values that a kernel reads from the surrounding modules, and that Triton's key omits.
 
 Triton compiles the values of globals into a kernel, and identifies kernels by their text. Its key
 lacks the values of globals in 3.3, and all but those of `constexpr` globals in 3.9. Both lack types
 (`DTYPE = tl.float16`), attributes (`config.SIZE`), defaults of inner functions, and whatever a
-`constexpr_function` reads. Two jobs that differ in nothing else would run each other's kernel. A
-kernel whose values cannot be described is not shared.
+`constexpr_function` reads. Two jobs that differ only there would run each other's kernel. The hook
+does not share a kernel if a value cannot be described.
 """
 
 import inspect
@@ -26,11 +26,11 @@ __all__ = [
 ]
 
 _KNOBS: Final = ("amd", "compilation", "language", "nvidia", "runtime")
-"""Groups of Triton's settings that compilers read (3.4 and newer)."""
+"""Groups of Triton's settings that its compilers read (3.4 and newer)."""
 
 
 class _Describer(CodeDescriber):
-    """Describes Triton's values."""
+    """Describe Triton's values."""
 
     def __init__(self) -> None:
         super().__init__("triton")
@@ -42,17 +42,17 @@ class _Describer(CodeDescriber):
 
 
 def source_being_compiled() -> Any:
-    """What Triton's `compile` was given in this thread; None outside of it."""
+    """Return the source of Triton's running `compile` in this thread, or None."""
     return _locals_of_compile().get("src")
 
 
 def target_being_compiled() -> Any:
-    """The GPU that Triton's `compile` was told in this thread; None outside of it."""
+    """Return the GPU of Triton's running `compile` in this thread, or None."""
     return _locals_of_compile().get("target")
 
 
 def compiled_for() -> dict[str, str]:
-    """The target and the options of what is compiled in this thread; empty outside of it."""
+    """Return target and options of the running compilation in this thread, or an empty dict."""
     found = _locals_of_compile()
     return {name: str(found[name]) for name in ("target", "options") if name in found}
 
@@ -70,10 +70,10 @@ def _locals_of_compile() -> dict[str, Any]:
 
 
 def values_in(source: Any) -> str:
-    """Describe the values that the functions of a source refer to; empty when it has no function.
+    """Describe the values that the functions of a source read. Empty without functions.
 
     Raises:
-        CacheError: a value cannot be described, or the source is not known, so no key can cover it.
+        CacheError: a value cannot be described, or the source is unknown. No key covers it.
     """
     if source is None:
         raise _unshared("what Triton compiles is not known")
@@ -89,10 +89,10 @@ def values_in(source: Any) -> str:
 
 
 def settings_of(environ: Mapping[str, str]) -> str:
-    """Describe the settings that a program has made in code and that the environment does not hold.
+    """Describe the settings that a program has made in code and the environment lacks.
 
-    Triton writes most of them into the environment, but the program may switch that off, and may
-    change the variable afterwards: the setting stays in force.
+    Triton writes most settings into the environment. The program may disable that, or change the
+    variable afterwards while the setting stays in force.
 
     Raises:
         CacheError: a setting is code without a description.
@@ -115,7 +115,7 @@ def settings_of(environ: Mapping[str, str]) -> str:
 
 
 def _says(variable: str | None, value: bool | str | None) -> bool:
-    """Whether a variable of the environment holds a setting, as Triton writes it there."""
+    """Return whether a variable holds a setting in the form that Triton writes."""
     if type(value) is bool:
         return variable == ("1" if value else "0")
     return variable == (None if value is None else str(value))
