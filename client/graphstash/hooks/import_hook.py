@@ -52,7 +52,7 @@ def _is_being_imported(module: str) -> bool:
     return bool(getattr(spec, "_initializing", False))
 
 
-def _carry_out(action: Callable[[], None]) -> None:
+def _run_logged(action: Callable[[], None]) -> None:
     try:
         action()
     except Exception:  # a hook's outermost frame: the import must succeed
@@ -76,7 +76,7 @@ class _Ending(ModuleSpec):
         self._initializing = value
         for action in self.__dict__.pop("_actions"):
             if self.name in sys.modules:  # otherwise the import failed
-                _carry_out(action)
+                _run_logged(action)
 
 
 class _FirstPackage:
@@ -96,7 +96,7 @@ class _FirstPackage:
         if (action := self._action) is None:
             return None  # an import by the action
         self._action = None
-        _carry_out(action)  # Python holds its import lock: imports of other threads wait
+        _run_logged(action)  # Python holds its import lock: imports of other threads wait
         with suppress(ValueError):
             sys.meta_path.remove(self)
         return importlib.util.find_spec(fullname)
@@ -136,12 +136,12 @@ class _Finder:
 
     def _begin(self) -> None:
         if self._begun is not None:
-            _carry_out(self._begun)
+            _run_logged(self._begun)
 
     def _executed(self) -> None:
         with suppress(ValueError):
             sys.meta_path.remove(self)
-        _carry_out(self._action)
+        _run_logged(self._action)
 
 
 class _Loader:

@@ -133,7 +133,7 @@ class InductorHook:
             if hasattr(module, name):
                 self._patches.wrap(module, name, self._entries.key_info.listen)
         if hasattr(codecache, "log_cache_bypass"):  # torch's own place for a listener
-            self._patches.wrap(codecache, "log_cache_bypass", _telling_why)
+            self._patches.wrap(codecache, "log_cache_bypass", _logging_bypass)
         original = compile_fx._compile_fx_inner
 
         def compile_fx_inner(*args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ class InductorHook:
             self._patches.switch_on(config, "bundled_autotune_remote_cache")
 
 
-def _telling_why(original: Callable[..., Any]) -> Callable[..., Any]:
+def _logging_bypass(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap torch's listener: log each reason why torch does not cache a graph, once."""
     told: set[str] = set()
 

@@ -67,9 +67,9 @@ class Entries:
     def __init__(self, cache: CompileCache) -> None:
         self._is_closed = False
         self._packs: Packs | None = None
-        self.go_on(cache)
+        self.switch_cache(cache)
 
-    def go_on(self, cache: CompileCache) -> None:
+    def switch_cache(self, cache: CompileCache) -> None:
         """Switch to another cache, in a forked child that has no other threads."""
         self._cache = cache
         self._exchange = TwoCallCache(cache)

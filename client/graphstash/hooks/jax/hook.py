@@ -57,5 +57,5 @@ class JaxHook:
 
     def after_fork(self, cache: CompileCache) -> bool:
         """Continue in a forked child with the child's cache. The hook has no threads to restart."""
-        self._entries.go_on(cache)
+        self._entries.switch_cache(cache)
         return True

@@ -79,9 +79,9 @@ class PjrtHook:
         self._interceptors: dict[int, Interceptor | None] = {}
         self._patches = Patches()
         self._torch_xla: TorchXlaSeam | None = None
-        self._follow("torch_xla", self._into_torch_xla)
+        self._follow("torch_xla", self._attach_to_torch_xla)
         if not cache.config.wants_hook("jax"):
-            self._follow("jax", self._into_jax)
+            self._follow("jax", self._attach_to_jax)
 
     def close(self) -> None:
         """Restore plug-ins and frameworks. Running calls finish, as callbacks are never freed."""
@@ -108,13 +108,13 @@ class PjrtHook:
 
     def _follow(self, framework: str, action: Callable[[], None]) -> None:
         """Call `action` now if the framework is imported, else after its import."""
-        careful = partial(self._careful, framework, action)
+        guarded = partial(self._guarded, framework, action)
         if framework in sys.modules:
-            careful()
+            guarded()
         else:
-            when_imported(framework, careful)
+            when_imported(framework, guarded)
 
-    def _careful(self, framework: str, action: Callable[[], None]) -> None:
+    def _guarded(self, framework: str, action: Callable[[], None]) -> None:
         if self._closed:
             return
         try:
@@ -129,7 +129,7 @@ class PjrtHook:
                 error,
             )
 
-    def _into_torch_xla(self) -> None:
+    def _attach_to_torch_xla(self) -> None:
         version = re.match(r"(\d+)\.(\d+)", str(sys.modules["torch_xla"].__version__))
         if version is not None and tuple(map(int, version.groups())) < _FIRST_TORCH_XLA:
             return  # the torch_xla hook serves it
@@ -137,7 +137,7 @@ class PjrtHook:
 
         self._torch_xla = TorchXlaSeam(self._attach_path)
 
-    def _into_jax(self) -> None:
+    def _attach_to_jax(self) -> None:
         """Attach each plug-in right before JAX loads it, and those that are loaded already.
 
         JAX 0.4.31 to 0.10.2 load all plug-ins by this function, with this name and these arguments.

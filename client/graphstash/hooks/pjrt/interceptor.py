@@ -91,12 +91,12 @@ class Interceptor:
         args.client = None
 
         def create() -> int:
-            # `Shield.insist` calls this again if a signal handler raises. Create no second client.
+            # `Shield.repeat_until_done` repeats this if a signal handler raises: create one client.
             return 0 if args.client else self._create(address) or 0
 
         shield = Shield(self._failed)
         shield.attempt(self._fingerprints.observe_environment)
-        error = shield.insist(create)
+        error = shield.repeat_until_done(create)
         shield.close()
         return error
 
@@ -119,9 +119,9 @@ class Interceptor:
         call = shield.attempt(lambda: self._call(args, kind))
         error = 0
         if call is None:
-            error = shield.insist(original)
+            error = shield.repeat_until_done(original)
         elif not shield.attempt(lambda: call.serve(self._fingerprints)):
-            error = shield.insist(original)
+            error = shield.repeat_until_done(original)
             if not error:
                 shield.attempt(lambda: call.publish(compile_seconds=original.seconds))
             shield.attempt(call.end)
@@ -221,7 +221,7 @@ class Shield:
             self._interrupt = interrupt
         return None
 
-    def insist(self, step: Callable[[], _T]) -> _T:
+    def repeat_until_done(self, step: Callable[[], _T]) -> _T:
         """Return the value of a step that must finish; repeat it after a signal handler raises."""
         while True:
             try:
@@ -246,7 +246,7 @@ def _raise_in(thread: int, callback: FrameType, interrupt: BaseException) -> Non
         signal.pthread_kill(thread, signal.SIGINT)  # a signal also interrupts a wait for a lock
     else:
         # A custom handler has run once and may have side effects, so raise without a second signal.
-        again = ctypes.py_object(_again(interrupt))
+        again = ctypes.py_object(_raisable_copy(interrupt))
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), again)
 
 
@@ -258,7 +258,7 @@ def _is_in(thread: int, callback: FrameType) -> bool:
     return frame is not None
 
 
-def _again(interrupt: BaseException) -> type[BaseException]:
+def _raisable_copy(interrupt: BaseException) -> type[BaseException]:
     """Return a class whose instances equal `interrupt`; Python raises only classes in a thread."""
     kind = type(interrupt)
 

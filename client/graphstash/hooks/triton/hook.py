@@ -92,7 +92,7 @@ class TritonHook:
 
     def after_fork(self, cache: CompileCache) -> bool:
         """Continue in the child as in its parent."""
-        self._kernels.go_on_with(cache)
+        self._kernels.switch_cache(cache)
         return True
 
 

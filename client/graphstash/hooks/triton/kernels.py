@@ -53,9 +53,9 @@ class Kernels:
 
     def __init__(self, cache: CompileCache) -> None:
         self._thread = threading.local()
-        self.go_on_with(cache)
+        self.switch_cache(cache)
 
-    def go_on_with(self, cache: CompileCache) -> None:
+    def switch_cache(self, cache: CompileCache) -> None:
         """Switch to another cache, in a forked child."""
         self._cache = cache
         self._owner = os.getpid()
