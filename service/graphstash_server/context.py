@@ -40,6 +40,7 @@ from graphstash_server.services.identity.tokens import TokenService, revoked_in
 from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.jobs.manifests import ManifestService, PinService
 from graphstash_server.services.jobs.runs import RunService
+from graphstash_server.services.maintenance.backup import UNFINISHED
 from graphstash_server.services.maintenance.reconciler import Reconciler
 from graphstash_server.services.maintenance.schedule import Maintenance, RetentionService
 from graphstash_server.services.metrics import HealthService, SpaceService, StatisticsService
@@ -310,8 +311,14 @@ async def prepare_database(settings: Settings, *, is_migrating: bool) -> None:
     Revisions only add, so servers of the previous release keep working during a rolling upgrade.
 
     Raises:
-        StartError: the database is unreachable, or older and must not be migrated here.
+        StartError: the database is unreachable, or older and must not be migrated here, or a
+            restore has not ended.
     """
+    if (settings.data_dir / UNFINISHED).is_file():
+        raise StartError(
+            f"a restore in {settings.data_dir} has not ended: run the same `graphstash restore` "
+            "again, which continues it"
+        )
     prepare = migrate if is_migrating else check_revision
     lock_path = settings.data_dir / "migrate.lock"
     await asyncio.to_thread(prepare, settings.database_url, lock_path=lock_path)

@@ -5,6 +5,7 @@
       NoSpaceError           507: the disk, its reserve or the store's limit is reached
       LengthMismatchError    400: fewer or more bytes arrived than announced
       DigestMismatchError    400: other bytes arrived than announced
+    BackupError              a backup or a restore cannot go on; one line for the operator
     StartError               the server cannot start; one line for the operator
     ShortBlobError           a blob ended early during a download; the server cuts the connection
 
@@ -15,6 +16,7 @@ error code determines the HTTP status (`graphstash_schema.STATUS`).
 from graphstash_schema import STATUS, Digest, ErrorCode
 
 __all__ = [
+    "BackupError",
     "CorruptDatabaseError",
     "DigestMismatchError",
     "LengthMismatchError",
@@ -108,6 +110,10 @@ class DigestMismatchError(ServerError):
 
 class StartError(Exception):
     """The server cannot start. The message is one line with the cause and the remedy."""
+
+
+class BackupError(Exception):
+    """A backup or a restore cannot go on. The message is one line with the cause and the remedy."""
 
 
 class ShortBlobError(Exception):

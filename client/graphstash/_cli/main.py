@@ -55,7 +55,9 @@ _ADMINISTRATION: Final = "Administration"
 _PANELS: Final = {
     **dict.fromkeys(("serve",), _SERVER),
     **dict.fromkeys(("token", "namespace", "quarantine", "audit"), _ADMINISTRATION),
-    **dict.fromkeys(("gc", "fsck", "pin", "unpin", "migrate"), _ADMINISTRATION),
+    **dict.fromkeys(
+        ("gc", "fsck", "pin", "unpin", "migrate", "backup", "restore"), _ADMINISTRATION
+    ),
 }
 """Help panels for the commands of the server's package."""
 

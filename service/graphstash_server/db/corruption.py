@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from graphstash_server.db.sqlite import SqliteThread
 
-__all__ = ["advice_for", "corruption_in", "find_corruption"]
+__all__ = ["advice_for", "corruption_in", "find_corruption", "first_problem"]
 
 _SQLITE_CODES: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _POSTGRES_STATES: Final = ("XX001", "XX002")
@@ -54,7 +54,7 @@ async def find_corruption(url: URL) -> str | None:
         return None
     thread = SqliteThread(url, name="sqlite-check", is_reader=True)
     try:
-        found = await asyncio.shield(thread.call(_first_problem))
+        found = await asyncio.shield(thread.call(first_problem))
     except DBAPIError as error:
         if (reason := corruption_in(error)) is None:
             raise
@@ -70,7 +70,8 @@ def _has_content(url: URL) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
-def _first_problem(connection: sqlite3.Connection) -> str | None:
+def first_problem(connection: sqlite3.Connection) -> str | None:
+    """Check all of an SQLite database, and return what is wrong first. Blocks."""
     ((said,),) = connection.execute("PRAGMA integrity_check(1)")
     if said != "ok":
         return str(said).removeprefix("*** in database main ***").strip().splitlines()[0]

@@ -22,7 +22,15 @@ from graphstash_server.db.corruption import advice_for, corruption_in
 from graphstash_server.db.engine import make_engine
 from graphstash_server.errors import StartError
 
-__all__ = ["alembic_config", "check_revision", "find_revision", "migrate", "newest_revision"]
+__all__ = [
+    "alembic_config",
+    "check_revision",
+    "failures_named",
+    "find_revision",
+    "is_of_later_release",
+    "migrate",
+    "newest_revision",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -41,8 +49,8 @@ def migrate(url: str, *, lock_path: Path) -> None:
     Raises:
         StartError: the database cannot be reached or used.
     """
-    with _locked(lock_path), _failures_named(url):
-        if not _is_of_later_release(asyncio.run(find_revision(url))):
+    with _locked(lock_path), failures_named(url):
+        if not is_of_later_release(asyncio.run(find_revision(url))):
             _upgrade(url)
 
 
@@ -57,7 +65,7 @@ def check_revision(url: str, *, lock_path: Path) -> None:
     with _locked(lock_path):
         found = asyncio.run(find_revision(url))
     newest = newest_revision()
-    if found != newest and not _is_of_later_release(found):
+    if found != newest and not is_of_later_release(found):
         raise StartError(
             f"the database is at revision {found or 'none'} and this release needs {newest}: run "
             "`graphstash migrate`, or set GRAPHSTASH_AUTO_MIGRATE=true"
@@ -81,7 +89,7 @@ async def find_revision(url: str) -> str | None:
 
     engine = make_engine(make_url(url))
     try:
-        with _failures_named(url):
+        with failures_named(url):
             async with engine.connect() as connection:
                 return await connection.run_sync(read)
     finally:
@@ -125,7 +133,8 @@ def _upgrade(url: str) -> None:
             return
 
 
-def _is_of_later_release(revision: str | None) -> bool:
+def is_of_later_release(revision: str | None) -> bool:
+    """Return whether a database is at a revision that this release does not have."""
     scripts = ScriptDirectory.from_config(alembic_config(""))
     known = {script.revision for script in scripts.walk_revisions()}
     if revision is None or revision in known:
@@ -150,7 +159,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _failures_named(url: str) -> Iterator[None]:
+def failures_named(url: str) -> Iterator[None]:
+    """Turn the failures of a database into a `StartError`."""
     shown = make_url(url).render_as_string(hide_password=True)
     try:
         yield

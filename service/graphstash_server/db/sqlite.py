@@ -26,6 +26,7 @@ __all__ = [
     "SqliteThread",
     "SqliteTransaction",
     "as_core_error",
+    "connect",
     "set_pragmas",
 ]
 
@@ -100,7 +101,7 @@ class SqliteThread:
             work, future, loop = job
             try:
                 if connection is None:
-                    connection = _connect(self._url, is_reader=self._is_reader)
+                    connection = connect(self._url, is_reader=self._is_reader)
                 answer = partial(_settle, future, work(connection))
             except sqlite3.Error as error:
                 answer = partial(_fail, future, as_core_error(error))
@@ -163,8 +164,8 @@ class SqliteHere:
 
     def _open(self) -> None:
         if self._opening is None:
-            connect = partial(_connect, self._url, is_reader=True, busy_milliseconds=0)
-            self._opening = asyncio.get_running_loop().run_in_executor(None, connect)
+            opened = partial(connect, self._url, is_reader=True, busy_milliseconds=0)
+            self._opening = asyncio.get_running_loop().run_in_executor(None, opened)
             self._opening.add_done_callback(self._opened)
 
     def _opened(self, opening: "asyncio.Future[sqlite3.Connection]") -> None:
@@ -248,7 +249,7 @@ class SqliteTransaction:
         return self._connection
 
 
-def _connect(
+def connect(
     url: URL, *, is_reader: bool, busy_milliseconds: int = _BUSY_MILLISECONDS
 ) -> sqlite3.Connection:
     """Open a connection for any one thread at a time."""

@@ -1,0 +1,148 @@
+"""`graphstash backup` and `graphstash restore`."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graphstash_server.commands.running import Json, fail, load, plural, run_with_services, size_of
+
+if TYPE_CHECKING:
+    from graphstash_server.context import ProcessContext
+    from graphstash_server.services.maintenance.backup import Copied, Progress
+
+__all__ = ["backup", "restore"]
+
+_LEFT_OUT = 1
+
+_Directory = Annotated[Path, typer.Argument(help="Directory of the backup.", show_default=False)]
+
+
+def backup(
+    directory: _Directory,
+    *,
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Also read the blobs of earlier backups, and repair them."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Back up the database and all blobs, while servers run.
+
+    The directory is new, or has an earlier backup of the same cache. Blobs that it has are not
+    copied again. If the command is interrupted, the earlier backup stays complete and the next run
+    continues. Exits with 1 if artifacts were left out because their blobs are lost or damaged.
+    """
+
+    async def work(context: "ProcessContext") -> None:
+        from graphstash_server.clock import system_clock
+        from graphstash_server.errors import BackupError
+        from graphstash_server.services.maintenance.backup import Backup
+
+        try:
+            with _progress("copying") as progress:
+                done = await Backup(directory).take(
+                    url=context.settings.database_url,
+                    collector=context.collector,
+                    clock=system_clock,
+                    is_deep=deep,
+                    progress=progress,
+                )
+        except BackupError as error:
+            fail(str(error))
+        _tell("backed up", done, as_json=as_json)
+
+    run_with_services(work)
+
+
+def restore(
+    directory: _Directory,
+    *,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Lose the artifacts, tokens and rows that are there.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Restore a backup into the database and the blob store that GRAPHSTASH_* name.
+
+    Stop all servers first. Every blob is verified. If the command is interrupted, servers refuse to
+    start until the same command has continued. A backup of SQLite can be restored into PostgreSQL,
+    and the reverse, and into another kind of blob store.
+    """
+    settings = load()
+    from graphstash_server.errors import BackupError, ServerError, StartError
+    from graphstash_server.private_files import keep_private
+    from graphstash_server.services.maintenance.backup import restore as restore_backup
+    from graphstash_server.storage import open_blob_store
+
+    async def work() -> "Copied":
+        durable = settings.model_copy(update={"tier_limit_bytes": 0})
+        with _progress("restoring") as progress:
+            async with open_blob_store(durable) as store:
+                return await restore_backup(
+                    directory,
+                    url=settings.database_url,
+                    data_dir=settings.data_dir,
+                    store=store,
+                    is_replacing=replace,
+                    progress=progress,
+                )
+
+    try:
+        keep_private(settings)
+        done = asyncio.run(work())
+    except ServerError as error:
+        fail(error.detail)
+    except (BackupError, StartError, OSError) as error:
+        fail(str(error))
+    _tell("restored", done, as_json=as_json)
+
+
+@contextmanager
+def _progress(what: str) -> "Iterator[Progress]":
+    """Show a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as bars:
+        bar = bars.add_task(what, total=None)
+
+        def advance(size_bytes: int, total_bytes: int) -> None:
+            bars.update(bar, total=total_bytes, advance=size_bytes)
+
+        yield advance
+
+
+def _tell(verb: str, done: "Copied", *, as_json: bool) -> None:
+    manifest = done.manifest
+    if as_json:
+        record = {
+            **json.loads(manifest.model_dump_json()),
+            "copied": done.copied,
+            "left_out": done.left_out,
+        }
+        typer.echo(json.dumps(record, indent=2))
+    else:
+        typer.echo(
+            f"{verb} the database as of {manifest.taken_at:%Y-%m-%d %H:%M:%S} UTC and "
+            f"{plural(manifest.blobs, 'blob')} ({size_of(manifest.blob_bytes)}), "
+            f"{done.copied} of them copied now"
+        )
+        if verb == "restored":
+            typer.echo(
+                "what was withheld, deleted or revoked since then is back: withhold, delete or "
+                "revoke it again"
+            )
+    if done.left_out:
+        fail(
+            f"{plural(done.left_out, 'artifact')} left out, because the blobs are lost or damaged",
+            status=_LEFT_OUT,
+        )

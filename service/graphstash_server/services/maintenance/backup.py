@@ -1,0 +1,466 @@
+"""Backup: copies a database and its blobs to a directory, and back.
+
+    <backup>/backup.json                  what is complete; replaced last, in one step
+    <backup>/database-<16 hex>.sqlite3    all rows at one moment (`snapshot`)
+    <backup>/blobs/sha256/ab/<hex>        the blobs that these rows name
+    <backup>/backup.lock                  held by the process that writes or reads the backup
+
+A backup takes the rows first and their blobs second, while servers run. An artifact that is deleted
+or replaced in between may lose its blob, so the backup then takes the rows again, of a later
+moment. Blobs that the directory has are not copied again. A killed backup leaves the previous one
+complete, and the next one continues.
+
+A restore stores every blob, and then replaces all rows in one step. Until then, a file in the data
+directory keeps servers from starting. A killed restore is continued by the same command.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+from sqlalchemy.engine import make_url
+
+from graphstash_schema import Digest
+from graphstash_server import __version__
+from graphstash_server.clock import Clock
+from graphstash_server.db.migrate import is_of_later_release, newest_revision
+from graphstash_server.errors import (
+    BackupError,
+    DigestMismatchError,
+    ShortBlobError,
+)
+from graphstash_server.services.artifacts.blobs import BlobCollector
+from graphstash_server.services.maintenance.snapshot import (
+    drop_artifacts_of,
+    find_generations_in,
+    has_rows,
+    is_in_use,
+    list_digests_in,
+    load_snapshot,
+    remove_snapshot,
+    take_snapshot,
+    upgrade_snapshot,
+)
+from graphstash_server.storage import BlobReader, BlobStore, DiskBlobStore
+from graphstash_server.storage.disk import ServerLock
+from graphstash_server.storage.upload import sync_directory
+
+__all__ = ["UNFINISHED", "Backup", "Copied", "Manifest", "Progress", "restore"]
+
+UNFINISHED: Final = "restore.json"
+"""File in a data directory whose restore has not ended. Servers and commands refuse to start."""
+
+_FORMAT: Final = 1
+_OWN: Final = {"backup.lock", "backup.json.partial"}
+"""All that a backup which was killed at its very beginning can leave."""
+_ROUNDS: Final = 3
+_AT_ONCE: Final = 8
+
+Progress = Callable[[int, int], None]
+"""Called with the size of each copied blob, and the bytes of all that are to be copied."""
+
+
+class Manifest(BaseModel):
+    """What a complete backup has."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    format: int = _FORMAT
+    release: str = __version__
+    revision: str
+    taken_at: AwareDatetime
+    database: str
+    database_sha256: str
+    blobs: int
+    blob_bytes: int
+
+
+class _Begun(BaseModel):
+    """A directory whose first backup has not ended, or a data directory's restore."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    format: int = _FORMAT
+    database_sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """The outcome of a backup or a restore.
+
+    Attributes:
+        manifest: the backup.
+        copied: number of blobs that were copied; the others were there.
+        left_out: number of artifacts that were left out, because their blob is lost or damaged.
+    """
+
+    manifest: Manifest
+    copied: int
+    left_out: int
+
+
+class Backup:
+    """A directory with a backup. One process uses it at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path / "backup.json"
+
+    async def take(
+        self,
+        *,
+        url: str,
+        collector: BlobCollector,
+        clock: Clock,
+        is_deep: bool,
+        progress: Progress,
+    ) -> Copied:
+        """Copy the database at `url` and the blobs of its artifacts. With `is_deep`, also read the
+        blobs that the directory has, and replace damaged ones.
+
+        Raises:
+            BackupError: the directory cannot be used, or the backup would replace another cache's.
+            ServerError: the blob store does not answer. A later backup continues.
+            StartError: the database does not answer.
+        """
+        async with self._opened(is_new=True) as target:
+            before = self._manifest()
+            new = self._path / "database.new"
+            here = {each async for each in target.list()}
+            copied = 0
+            for _ in range(_ROUNDS):
+                taken_at = clock()
+                await asyncio.to_thread(take_snapshot, url, new)
+                needed = await asyncio.to_thread(list_digests_in, new)
+                self._check_same_cache(before, needed, here)
+                missing = await _missing(needed, here, checked_in=target if is_deep else None)
+                await asyncio.to_thread(self._check_space, missing)
+                lost = await _copy(missing, partial(_open, collector), target, progress)
+                copied += len(missing) - len(lost)
+                here = (here | set(missing)) - set(lost)
+                is_deep = False
+                if not lost:
+                    break
+            left_out = await asyncio.to_thread(drop_artifacts_of, new, lost) if lost else 0
+            manifest = await asyncio.to_thread(self._complete, new, taken_at)
+            for unused in here.difference(needed):
+                await target.delete(unused)
+        return Copied(manifest=manifest, copied=copied, left_out=left_out)
+
+    @asynccontextmanager
+    async def _opened(self, *, is_new: bool) -> AsyncIterator[DiskBlobStore]:
+        with self._locked(is_new=is_new):
+            store = await asyncio.to_thread(DiskBlobStore, self._path / "blobs")
+            try:
+                yield store
+            finally:
+                await store.close()
+
+    @contextmanager
+    def _locked(self, *, is_new: bool) -> Iterator[None]:
+        if is_new:
+            self._path.mkdir(parents=True, exist_ok=True)
+            names = {each.name for each in self._path.iterdir()}
+            if names - _OWN and self._file.name not in names:
+                raise BackupError(
+                    f"{self._path} is not empty and is no backup: choose another directory"
+                )
+        with _lock(self._path / "backup.lock"):
+            if is_new and not self._file.is_file():
+                _replace(self._file, _Begun().model_dump_json())
+            yield
+
+    def _complete_manifest(self) -> Manifest:
+        found = self._manifest()
+        if found is None:
+            raise BackupError(f"{self._path} has no complete backup: `graphstash backup` takes one")
+        if is_of_later_release(found.revision):
+            raise BackupError(
+                f"{self._path} was taken by release {found.release} at database revision "
+                f"{found.revision}, which release {__version__} does not know: upgrade first"
+            )
+        return found
+
+    def _manifest(self) -> Manifest | None:
+        try:
+            read = self._file.read_bytes()
+        except FileNotFoundError:
+            raise BackupError(f"{self._path} is no backup: it has no {self._file.name}") from None
+        try:
+            begun = _Begun.model_validate_json(read)
+            if begun.format != _FORMAT:
+                raise BackupError(
+                    f"{self._path} has the format {begun.format} and this release reads format "
+                    f"{_FORMAT}: use the release that took the backup"
+                )
+            return None if begun.database_sha256 is None else Manifest.model_validate_json(read)
+        except ValidationError as error:
+            raise BackupError(
+                f"{self._file} is damaged: {error.error_count()} fields are wrong"
+            ) from None
+
+    def _check_same_cache(
+        self, before: Manifest | None, needed: Sequence[Digest], here: set[Digest]
+    ) -> None:
+        """Refuse to replace a backup by one that has no blob in common with it. A wrong setting, or
+        a server that lost its data, must not cost the backup.
+        """
+        if before is None or not before.blobs or not here.isdisjoint(needed):
+            return
+        raise BackupError(
+            f"{self._path} is the backup of another cache, or this cache has lost all that was "
+            f"backed up on {before.taken_at:%Y-%m-%d %H:%M} UTC: choose another directory"
+        )
+
+    def _check_space(self, missing: Sequence[Digest]) -> None:
+        wanted = sum(each.size_bytes for each in missing)
+        free = shutil.disk_usage(self._path).free
+        if wanted > free:
+            raise BackupError(
+                f"{self._path} has {free} bytes free and {wanted} bytes of blobs are to be copied: "
+                "nothing was replaced; free some space, or choose another directory"
+            )
+
+    def _complete(self, new: Path, taken_at: datetime) -> Manifest:
+        """Put the new rows and their manifest in place, and remove the old ones."""
+        needed = list_digests_in(new)
+        sha256 = _sha256_of(new)
+        manifest = Manifest(
+            revision=newest_revision(),
+            taken_at=taken_at,
+            database=f"database-{sha256[:16]}.sqlite3",
+            database_sha256=sha256,
+            blobs=len(needed),
+            blob_bytes=sum(each.size_bytes for each in needed),
+        )
+        new.replace(self._path / manifest.database)
+        sync_directory(self._path)
+        _replace(self._file, manifest.model_dump_json(indent=2) + "\n")
+        for old in self._path.glob("database-*.sqlite3"):
+            if old.name != manifest.database:
+                old.unlink()
+        return manifest
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[tuple[Manifest, "_Source"]]:
+        """Open a complete backup.
+
+        Raises:
+            BackupError: the backup is incomplete, or of a later release.
+        """
+        self._complete_manifest()  # before a lock or a directory is made
+        async with self._opened(is_new=False) as blobs:
+            manifest = self._complete_manifest()
+            yield manifest, _Source(blobs, self._path / manifest.database, manifest)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The parts of a backup that is being restored."""
+
+    blobs: DiskBlobStore
+    database: Path
+    manifest: Manifest
+
+    def stage(self, staged: Path) -> None:
+        """Copy the rows to a new file, and upgrade them to this release's revision. Blocks."""
+        remove_snapshot(staged)
+        try:
+            shutil.copyfile(self.database, staged)
+        except FileNotFoundError:
+            raise BackupError(f"the backup is damaged: {self.database} is gone") from None
+        if _sha256_of(staged) != self.manifest.database_sha256:
+            raise BackupError(
+                f"the backup is damaged: {self.database} has other bytes than its manifest says"
+            )
+        upgrade_snapshot(staged)
+
+
+async def restore(
+    backup: Path,
+    *,
+    url: str,
+    data_dir: Path,
+    store: BlobStore,
+    is_replacing: bool,
+    progress: Progress,
+) -> Copied:
+    """Store the blobs of a backup, and replace all rows of the database at `url` by the backup's.
+
+    The caller has stopped all servers. With `is_replacing`, the target may have artifacts. Blobs
+    that it has are read, and kept if they are whole.
+
+    Raises:
+        BackupError: the backup cannot be used, the target is not empty, or a server uses it.
+        ServerError: the blob store does not answer. The same command continues.
+        StartError: the database does not answer.
+    """
+    parsed = make_url(url)
+    is_sqlite = parsed.get_backend_name() == "sqlite"
+    staged = Path(parsed.database or "").parent if is_sqlite else data_dir
+    staged /= "restore.sqlite3"
+    lock = ServerLock(data_dir / "server.lock")
+    try:
+        if not lock.was_alone or await asyncio.to_thread(is_in_use, url):
+            raise BackupError(f"a server uses {data_dir} or its database: stop all servers first")
+        unfinished = data_dir / UNFINISHED
+        async with Backup(backup).read() as (manifest, source):
+            if not is_replacing:
+                begun = await asyncio.to_thread(_read_begun, unfinished)
+                await _check_empty(begun, manifest, url, store)
+            await asyncio.to_thread(source.stage, staged)
+            begun = _Begun(database_sha256=manifest.database_sha256)
+            await asyncio.to_thread(_replace, unfinished, begun.model_dump_json())
+            for digest, generation in await asyncio.to_thread(find_generations_in, staged):
+                store.use_generation(digest, generation)
+            needed = await asyncio.to_thread(list_digests_in, staged)
+            here = {each async for each in store.list()}
+            missing = await _missing(needed, here, checked_in=store)
+            lost = await _copy(missing, source.blobs.open, store, progress)
+            left_out = await asyncio.to_thread(drop_artifacts_of, staged, lost) if lost else 0
+            await asyncio.to_thread(load_snapshot, staged, url)
+            unfinished.unlink()
+            sync_directory(data_dir)
+        return Copied(manifest=manifest, copied=len(missing) - len(lost), left_out=left_out)
+    finally:
+        remove_snapshot(staged)
+        lock.close()
+
+
+def _read_begun(unfinished: Path) -> _Begun | None:
+    try:
+        return _Begun.model_validate_json(unfinished.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+async def _check_empty(
+    begun: _Begun | None, manifest: Manifest, url: str, store: BlobStore
+) -> None:
+    """Refuse to restore over other artifacts, except to continue a restore of the same backup."""
+    if begun is not None:
+        if begun.database_sha256 == manifest.database_sha256:
+            return
+        raise BackupError(
+            "a restore of another backup was begun here: continue that one, or use --replace"
+        )
+    is_empty = not await asyncio.to_thread(has_rows, url)
+    async for _ in store.list():
+        is_empty = False
+        break
+    if not is_empty:
+        raise BackupError(
+            "the database or the blob store is not empty: restore into an empty one, or use "
+            "--replace to lose what is there"
+        )
+
+
+async def _open(collector: BlobCollector, digest: Digest) -> BlobReader | None:
+    """Open a blob that servers may have given another name."""
+    reader = await collector.blobs.open(digest)
+    if reader is None and await collector.learn(digest):
+        return await collector.blobs.open(digest)
+    return reader
+
+
+async def _missing(
+    needed: Sequence[Digest], here: set[Digest], *, checked_in: BlobStore | None
+) -> list[Digest]:
+    """Return the blobs that a store lacks. With `checked_in`, read those that it has."""
+    missing = []
+    for digest in needed:
+        is_here = digest in here
+        if is_here and checked_in is not None:
+            is_here = bool(await checked_in.is_whole(digest))
+        if not is_here:
+            missing.append(digest)
+    return missing
+
+
+async def _copy(
+    missing: Sequence[Digest],
+    opened: Callable[[Digest], Awaitable[BlobReader | None]],
+    target: BlobStore,
+    progress: Progress,
+) -> list[Digest]:
+    """Copy blobs, several at a time, and check their bytes. Return those that are lost or damaged.
+
+    Raises:
+        BackupError: the store broke off. The next attempt continues.
+        ServerError: a store does not answer, or is full.
+    """
+    left = iter(missing)
+    total_bytes = sum(each.size_bytes for each in missing)
+    lost: list[Digest] = []
+
+    async def work() -> None:
+        for digest in left:
+            if not await _copy_one(digest, opened, target):
+                lost.append(digest)
+            progress(digest.size_bytes, total_bytes)
+
+    workers = [asyncio.create_task(work()) for _ in range(_AT_ONCE)]
+    try:
+        await asyncio.gather(*workers)
+    except ShortBlobError as error:
+        raise BackupError(f"{error}: the same command continues") from error
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.wait(workers)
+    return lost
+
+
+async def _copy_one(
+    digest: Digest,
+    opened: Callable[[Digest], Awaitable[BlobReader | None]],
+    target: BlobStore,
+) -> bool:
+    reader = await opened(digest)
+    if reader is None:
+        return False
+    try:
+        if reader.size_bytes != digest.size_bytes:
+            return False
+        await target.put(digest, reader.chunks(0, digest.size_bytes))
+    except DigestMismatchError:
+        return False
+    finally:
+        await reader.close()
+    return True
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file durably and in one step."""
+    partial_file = path.with_name(path.name + ".partial")
+    with partial_file.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial_file.replace(path)
+    sync_directory(path.parent)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BackupError(f"another process uses the backup {path.parent}") from None
+        yield

@@ -1,0 +1,235 @@
+"""Snapshot: all rows of a database at one moment, in one SQLite file.
+
+Both databases use this form. So a backup has one format, and a backup of SQLite can be restored
+into PostgreSQL and the reverse. Every call blocks and runs its own event loop: call it in a thread.
+"""
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import Executable, insert, select, text
+from sqlalchemy.engine import URL, make_url
+
+from graphstash_schema import Digest
+from graphstash_server.db.corruption import advice_for, corruption_in, first_problem
+from graphstash_server.db.engine import make_engine
+from graphstash_server.db.migrate import failures_named, find_revision, migrate, newest_revision
+from graphstash_server.db.sqlite import connect
+from graphstash_server.db.tables import metadata
+from graphstash_server.errors import BackupError
+from graphstash_server.storage.upload import sync_directory
+
+__all__ = [
+    "drop_artifacts_of",
+    "find_generations_in",
+    "has_rows",
+    "is_in_use",
+    "list_digests_in",
+    "load_snapshot",
+    "remove_snapshot",
+    "take_snapshot",
+    "upgrade_snapshot",
+]
+
+_ROWS: Final = 1000
+"""Rows that are in memory at a time."""
+
+
+_OTHERS: Final = (
+    "SELECT pid FROM pg_stat_activity WHERE application_name = 'graphstash' "
+    "AND datname = current_database() AND pid <> pg_backend_pid()"
+)
+
+
+def take_snapshot(url: str, path: Path) -> None:
+    """Copy a database at this release's revision to a new file, while servers write. Durable once
+    this returns.
+
+    Raises:
+        BackupError: the disk is full, or the copy or the database is damaged.
+        StartError: the database does not answer.
+    """
+    remove_snapshot(path)
+    parsed = make_url(url)
+    with _failures_named(path), failures_named(url):
+        if parsed.get_backend_name() == "sqlite":
+            with closing(connect(parsed, is_reader=True)) as live, closing(_open(path)) as copy:
+                live.backup(copy)  # one step, so it sees one moment
+        else:
+            migrate(_url_of(path), lock_path=path.with_name("migrate.lock"))
+            asyncio.run(_export(parsed, path))
+    _check(path, advice_for)
+    _sync(path)
+
+
+def upgrade_snapshot(path: Path) -> None:
+    """Check a snapshot, and upgrade it to the revision of this release.
+
+    Raises:
+        BackupError: the snapshot is damaged.
+    """
+    _check(path, lambda reason: f"the backup is damaged: {reason}")
+    migrate(_url_of(path), lock_path=path.with_name("migrate.lock"))
+    _sync(path)
+
+
+def load_snapshot(path: Path, url: str) -> None:
+    """Replace all rows of a database by those of a snapshot of the same revision, in one step. The
+    file is gone afterwards. No server may use the database.
+
+    Raises:
+        StartError: the database does not answer.
+    """
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        target = Path(parsed.database or "")
+        remove_snapshot(
+            target, and_itself=False
+        )  # the log of another database would damage this one
+        path.replace(target)
+        sync_directory(target.parent)
+        return
+    with failures_named(url):
+        migrate(url, lock_path=path.with_name("migrate.lock"))
+        asyncio.run(_import(path, parsed))
+    remove_snapshot(path)
+
+
+def has_rows(url: str) -> bool:
+    """Return whether a database exists and has anything that a restore would replace."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        path = Path(parsed.database or "")
+        return path.is_file() and path.stat().st_size > 0
+    return asyncio.run(find_revision(url)) is not None and any(
+        _read(url, select(table).limit(1)) for table in metadata.sorted_tables
+    )
+
+
+def is_in_use(url: str) -> bool:
+    """Return whether a server is connected to a PostgreSQL database."""
+    return make_url(url).get_backend_name() == "postgresql" and bool(_read(url, text(_OTHERS)))
+
+
+def list_digests_in(path: Path) -> list[Digest]:
+    """Return the blobs that a snapshot needs, in the order of their SHA-256."""
+    with closing(_open(path)) as snapshot:
+        found = snapshot.execute(
+            "SELECT DISTINCT sha256, size_bytes FROM artifacts ORDER BY sha256"
+        )
+        return [Digest(*row) for row in found]
+
+
+def find_generations_in(path: Path) -> list[tuple[Digest, int]]:
+    """Return the blobs whose name in the store has a generation, with it."""
+    with closing(_open(path)) as snapshot:
+        found = snapshot.execute("SELECT sha256, generation FROM generations")
+        return [(Digest(sha256, 0), generation) for sha256, generation in found]
+
+
+def drop_artifacts_of(path: Path, digests: Sequence[Digest]) -> int:
+    """Remove the artifacts of these blobs from a snapshot. Return their number."""
+    with closing(_open(path)) as snapshot, snapshot:
+        snapshot.execute("PRAGMA foreign_keys=ON")
+        dropped = snapshot.executemany(
+            "DELETE FROM artifacts WHERE sha256 = ?", [(digest.sha256,) for digest in digests]
+        ).rowcount
+    _sync(path)
+    return dropped
+
+
+async def _export(source: URL, path: Path) -> None:
+    engine, copy = make_engine(source), make_engine(make_url(_url_of(path)))
+    try:
+        async with engine.connect() as reader, copy.begin() as writer:
+            await reader.execution_options(isolation_level="REPEATABLE READ")
+            (found,) = (await reader.execute(text("SELECT version_num FROM alembic_version"))).one()
+            if found != newest_revision():
+                raise BackupError(f"the database has moved to revision {found}: try again")
+            for table in metadata.sorted_tables:
+                names = [column.key for column in table.columns]
+                async for rows in (await reader.stream(select(table))).partitions(_ROWS):
+                    given = [dict(zip(names, row, strict=True)) for row in rows]
+                    await writer.execute(insert(table), given)
+    finally:
+        await engine.dispose()
+        await copy.dispose()
+
+
+async def _import(path: Path, target: URL) -> None:
+    engine, copy = make_engine(target), make_engine(make_url(_url_of(path)))
+    tables = metadata.sorted_tables
+    try:
+        async with engine.begin() as writer, copy.connect() as reader:
+            await writer.execute(text(f"TRUNCATE {', '.join(table.name for table in tables)}"))
+            for table in tables:
+                names = [column.key for column in table.columns]
+                async for rows in (await reader.stream(select(table))).partitions(_ROWS):
+                    given = [dict(zip(names, row, strict=True)) for row in rows]
+                    await writer.execute(insert(table), given)
+            await writer.execute(
+                text(
+                    "SELECT setval(pg_get_serial_sequence('audit', 'id'), "
+                    "(SELECT coalesce(max(id), 0) + 1 FROM audit), false)"
+                )
+            )
+    finally:
+        await engine.dispose()
+        await copy.dispose()
+
+
+def _read(url: str, statement: Executable) -> Sequence[Any]:
+    async def read() -> Sequence[Any]:
+        engine = make_engine(make_url(url))
+        try:
+            async with engine.connect() as connection:
+                return (await connection.execute(statement)).all()
+        finally:
+            await engine.dispose()
+
+    with failures_named(url):
+        return asyncio.run(read())
+
+
+def _url_of(path: Path) -> str:
+    return URL.create("sqlite+aiosqlite", database=str(path)).render_as_string()
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path)
+
+
+def _check(path: Path, said: Callable[[str], str]) -> None:
+    with _failures_named(path), closing(_open(path)) as snapshot:
+        if (reason := first_problem(snapshot)) is not None:
+            raise BackupError(said(reason))
+
+
+def _sync(path: Path) -> None:
+    """Make the file durable, and move its log into it. Without a log, it is one file."""
+    with closing(_open(path)) as snapshot:
+        snapshot.execute("PRAGMA journal_mode=DELETE")
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+
+
+def remove_snapshot(path: Path, *, and_itself: bool = True) -> None:
+    """Remove a snapshot, or only its log."""
+    for suffix in ("-wal", "-shm", "-journal", *([""] if and_itself else [])):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+@contextmanager
+def _failures_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        if (reason := corruption_in(error)) is not None:
+            raise BackupError(advice_for(reason)) from error
+        raise BackupError(f"cannot write {path}: {error}") from error
