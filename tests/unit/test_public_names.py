@@ -7,7 +7,10 @@ import pytest
 
 @pytest.mark.parametrize(
     "package",
-    ["graphstash", "graphstash.training", "graphstash.training.reduce", "graphstash.tuning"],
+    [
+        *("graphstash", "graphstash.training", "graphstash.training.reduce", "graphstash.tuning"),
+        "graphstash.hooks",
+    ],
 )
 def test_public_names_are_those_that_can_be_imported(package):
     module = import_module(package)
