@@ -8,7 +8,7 @@
     ├── CheckpointError        a checkpoint cannot be read or written; training/checkpoints/
     ├── SpaceError             a search space cannot be used; tuning/space.py
     │   └── EmptySpaceError    the search space has no configuration
-    ├── AggregationError       the aggregation has ended; training/reduce/aggregators/errors.py
+    ├── AggregationError       the aggregation has ended; training/reduce/aggregators/worker.py
     ├── CostError              a searcher got an invalid cost; tuning/search/base.py
     ├── DivergedError          the loss stays infinite or NaN; training/loop/events.py
     ├── MeasuringError         a search can measure nothing here; tuning/measuring/pool.py

@@ -21,7 +21,7 @@ from graphstash._lazy import lazy
 if TYPE_CHECKING:
     from graphstash.training.reduce.aggregators.all_reduce import AggregatedAllReduce
     from graphstash.training.reduce.aggregators.client import Counters
-    from graphstash.training.reduce.aggregators.errors import AggregationError
+    from graphstash.training.reduce.aggregators.worker import AggregationError
     from graphstash.training.reduce.all_reduce import BlockSparseAllReduce, Sent
     from graphstash.training.reduce.ddp_hook import SparseState, sparse_hook
     from graphstash.training.reduce.forecast import Forecast, report

@@ -24,8 +24,7 @@ from graphstash.training.reduce.aggregators.datagrams import (
     Operation,
     Seal,
 )
-from graphstash.training.reduce.aggregators.errors import AggregationError
-from graphstash.training.reduce.aggregators.worker import Outgoing, Totals, Worker
+from graphstash.training.reduce.aggregators.worker import AggregationError, Outgoing, Totals, Worker
 
 __all__ = ["Client", "Counters", "PathLimits"]
 

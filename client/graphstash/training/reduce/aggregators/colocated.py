@@ -13,8 +13,8 @@ import subprocess
 import sys
 from typing import Final
 
-from graphstash.training.reduce.aggregators.errors import AggregationError
 from graphstash.training.reduce.aggregators.sockets import Address
+from graphstash.training.reduce.aggregators.worker import AggregationError
 
 __all__ = ["ColocatedAggregator"]
 

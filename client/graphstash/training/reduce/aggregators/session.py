@@ -24,10 +24,8 @@ from graphstash.training.reduce.aggregators.block_rows import BlockRows
 from graphstash.training.reduce.aggregators.client import Client, Counters, PathLimits
 from graphstash.training.reduce.aggregators.colocated import ColocatedAggregator
 from graphstash.training.reduce.aggregators.datagrams import Operation, Seal
-from graphstash.training.reduce.aggregators.errors import AggregationError
-from graphstash.training.reduce.aggregators.own_address import own_host
 from graphstash.training.reduce.aggregators.secret_file import read_secret
-from graphstash.training.reduce.aggregators.worker import Totals, Worker
+from graphstash.training.reduce.aggregators.worker import AggregationError, Totals, Worker
 from graphstash.training.reduce.agreement import require_same
 
 __all__ = ["Session", "Settings"]
@@ -39,6 +37,9 @@ headers), and the largest datagram to use where IP may fragment it.
 
 _MOST_SLOTS: Final = 16
 """Default upper limit; more slots only lengthen queues."""
+
+_ANY_PORT: Final = 9
+"""Any port will do: connecting a UDP socket sends nothing and only selects a route."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class Session:
         self, settings: Settings, rank: int, secret_file: Path | None, listen: str | None
     ) -> tuple[list[sockets.Address], bytes]:
         if settings.aggregators is None:
-            self._own = ColocatedAggregator(_host(listen) or own_host(), rank=rank)
+            self._own = ColocatedAggregator(_host(listen) or _own_host(), rank=rank)
             return [self._own.address], self._own.secret
         if secret_file is None:
             raise ConfigError(
@@ -262,6 +263,35 @@ def _host(listen: str | None) -> str | None:
         f"listen={listen!r} is no address by which others know this host: give its IP address "
         "without a port, such as 10.0.0.7"
     )
+
+
+def _own_host() -> str:
+    """Return the address of the interface that routes to the host of torch's store.
+
+    Every rank has reached that host. If the store has no host, use the address of this host's own
+    name. As a last resort, return `127.0.0.1`.
+    """
+    store = _store_host()
+    for name in (store, socket.gethostname()) if store else (socket.gethostname(),):
+        try:
+            (family, kind, protocol, _, at), *_ = socket.getaddrinfo(
+                name, _ANY_PORT, type=socket.SOCK_DGRAM
+            )
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(at)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def _store_host() -> str | None:
+    """Return the store's host, or None for a store in files or in memory."""
+    store: Any = distributed.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None)
+    return host if isinstance(host, str) and host else None
 
 
 def _gathered(group: distributed.ProcessGroup, mine: Any) -> list[Any]:

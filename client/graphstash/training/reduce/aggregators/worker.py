@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graphstash.errors import ConfigError
+from graphstash.errors import ConfigError, GraphstashError
 from graphstash.training.reduce.aggregators.aggregator import DIFFERENT, ranks_text
 from graphstash.training.reduce.aggregators.block_rows import BlockRows
 from graphstash.training.reduce.aggregators.datagrams import (
@@ -30,9 +30,8 @@ from graphstash.training.reduce.aggregators.datagrams import (
     Seal,
     blocks_per_datagram,
 )
-from graphstash.training.reduce.aggregators.errors import AggregationError
 
-__all__ = ["Outgoing", "Totals", "Worker"]
+__all__ = ["AggregationError", "Outgoing", "Totals", "Worker"]
 
 _FIRST_WAIT: Final = 0.1
 _SHORTEST_WAIT: Final = 0.05
@@ -43,6 +42,14 @@ is also at most a fifth of `lost_after_seconds`: five resends before a process c
 
 _DATAGRAMS_PER_STREAM: Final = 2
 """Minimum for a dense tensor. More streams would split a small tensor into more datagrams."""
+
+
+class AggregationError(GraphstashError, RuntimeError):
+    """A worker or an aggregator is dead, late or inconsistent with the others; names it.
+
+    Every rank gets the error. The tensor holds sums only in part, and the session is over: create
+    another `AggregatedAllReduce`.
+    """
 
 
 class Outgoing(NamedTuple):
