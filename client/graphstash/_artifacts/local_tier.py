@@ -1,25 +1,24 @@
 """Local tier: this host's disk in front of the server, shared by all its processes.
 
     <root>/v2/<origin>/<namespace>/<kind>/<device type>/<first 2 hex>/<fingerprint>    envelopes
-    <root>/secret                 what this user's own artifacts are told by, see `_proof`
-    <root>/locks/<3 hex>.lock     one download per host: taken while an artifact is fetched
-    <root>/tmp/                   files that are being written
-    <root>/records/               what the last runs missed (`_process.run_record`) and
+    <root>/secret                 key of this user's own MACs, see `_proof`
+    <root>/locks/<3 hex>.lock     held while an artifact is fetched: one download per host
+    <root>/tmp/                   unfinished files
+    <root>/records/               misses of the last runs (`_process.run_record`) and
                                   downloaded (`run_downloads`)
     <root>/servers/               when servers were last reached (`standing`), and how far their
                                   lists were read (`withdrawals`)
 
 An origin is a server, `own` (compiled by this user on this host and not stored on a server), or
 `offer-<server>` (compiled here, and an upload to that server has begun). A job gets copies of its
-own server only (`standing`). Earlier versions kept envelopes in `v1`,
-which does not tell where they came from: nothing there is used, and it is evicted like the rest.
+own server only (`standing`). Earlier versions kept envelopes in `v1` without their origin. The tier
+does not use them, and evicts them like others.
 
-Everything is in directories that only this user can use, and is reached by a descriptor of the root
-that was checked: whoever may write to a directory above it can put another one in its place, with
-links to this user's files. A file appears by rename, whole or not at all. It is verified on every
-read, so that neither a torn write nor a disk that rots reaches a compiler; what does not verify is
-removed. The time of last use is the file's mtime, and the least recently used go when the tier is
-over its limit.
+Only this user can use the directories. The tier reaches them by a descriptor of the checked root: a
+user who may write to a parent directory could replace the root by one with links to this user's
+files. A file appears by rename, whole or not at all. The tier verifies each file on every read, so
+that no torn write and no failing disk reaches a compiler, and removes a file that fails. A file's
+mtime is the time of last use. Over its limit, the tier evicts the least recently used files.
 """
 
 import atexit
@@ -53,13 +52,13 @@ from graphstash_schema.own_files import make_own_directory, open_own_directory
 __all__ = ["FOLDERS", "OWN", "Copy", "LocalTier"]
 
 FOLDERS: Final = ("v2", "locks", "tmp", "records", "servers")
-"""What a tier consists of, beside its secret."""
+"""Folders of a tier, beside its secret."""
 
 _EARLIER_FOLDER: Final = "v1"
 """Envelopes of releases before 0.2."""
 
 OWN: Final = "own"
-"""Origin of envelopes that this host compiled and no server has stored, as far as it knows."""
+"""Origin of envelopes that this host compiled, and that no server is known to have stored."""
 
 _NO_PROOF: Final = Provenance()
 
@@ -68,19 +67,19 @@ _SECRET_BYTES: Final = 32
 _MAX_TROUBLES: Final = 1000
 
 _TOUCH_SECONDS: Final = 0.5
-"""How often somebody who downloads tells those who wait."""
+"""Seconds between two signals of a downloading process to waiting processes."""
 
 _STALE_SECONDS: Final = 24 * 3600.0
-"""A temporary file of this age belongs to a process that died."""
+"""Age in seconds from which a temporary file counts as left by a dead process."""
 
 
 class Copy(NamedTuple):
     """An envelope of the tier.
 
     Attributes:
-        path: where it is.
-        origin: the server it came from, or `OWN`.
-        namespace, key: what it is found by.
+        path: path of the file.
+        origin: server of origin, or `OWN`.
+        namespace, key: namespace and key of the artifact.
     """
 
     path: Path
@@ -93,13 +92,13 @@ class LocalTier:
     """Envelopes on disk.
 
     Attributes:
-        root: where it is, for people.
-        troubles: what could not be kept, and why; whoever counts that empties it.
+        root: path of the tier, for messages.
+        troubles: reasons of failed writes. The caller that counts them clears the list.
 
     Args:
-        root: made when absent; where it cannot be written, or others can, a private temporary
-            directory serves this process alone.
-        limit_bytes: soft limit over all envelopes; 0 keeps none of them between jobs.
+        root: path, created if absent. If this user cannot write to it, or other users can, a
+            private temporary directory serves this process alone.
+        limit_bytes: soft limit of all envelopes. 0 keeps none of them between jobs.
     """
 
     def __init__(self, root: Path, *, limit_bytes: int) -> None:
@@ -126,34 +125,34 @@ class LocalTier:
             try:
                 self._place = _prepare(self.root)
             except OSError:
-                self._remove_private()  # at the end once more: it takes descriptors
+                self._remove_private()  # again at exit, because removal takes descriptors
                 raise
         closing = weakref.finalize(self, os.close, int(self._place.name))
-        closing.atexit = False  # what is drained at the end of the process still uses it
+        closing.atexit = False  # work drained at exit still uses the directory
 
     def path(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> Path:
-        """Where the envelope of a key is, or would be. Words are checked, so joining is safe."""
+        """Return the path of a key's envelope. Its words are checked, so joining is safe."""
         return self._directory_of(namespace, key, origin) / key.fingerprint[:2] / key.fingerprint
 
     def _directory_of(self, namespace: Namespace, key: ArtifactKey, origin: str) -> Path:
         return self._place / "v2" / origin / namespace / key.kind / key.device_type
 
     def has(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> bool:
-        """Whether there is an envelope; whether it is sound shows when it is used."""
+        """Return whether an envelope exists. It is verified when it is used."""
         return self.path(namespace, key, origin=origin).is_file()
 
     def keys(self, namespace: Namespace, *, origin: str = OWN) -> Iterator[ArtifactKey]:
-        """The keys of a namespace's envelopes, in no order."""
+        """Yield the keys of a namespace's envelopes, unordered."""
         for path in (self._place / "v2" / origin / namespace).glob("*/*/??/*"):
             kind, device_type, _, fingerprint = path.parts[-4:]
-            with contextlib.suppress(InvalidValueError):  # what somebody else has put there
+            with contextlib.suppress(InvalidValueError):  # a foreign file
                 yield ArtifactKey.parse(kind, device_type, fingerprint)
 
     def similar(
         self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN
     ) -> Iterator[tuple[float, str]]:
-        """The fingerprints of a namespace's envelopes of the same kind and device type, unchecked,
-        each after the time of its last use; in no order.
+        """Yield last use and unchecked fingerprint of a namespace's envelopes of the same kind and
+        device type, unordered.
         """
         with contextlib.suppress(OSError):
             for folder in os.scandir(self._directory_of(namespace, key, origin)):
@@ -162,8 +161,8 @@ class LocalTier:
                         yield file.stat(follow_symlinks=False).st_mtime, file.name
 
     def copies(self, prefix: str) -> Iterator[Copy]:
-        """Every envelope whose fingerprint begins with these characters, two at least, of all
-        origins and namespaces; those of earlier versions as well.
+        """Yield every envelope whose fingerprint begins with these two or more characters, of all
+        origins, namespaces and earlier versions.
         """
         for path in self._paths(f"{prefix[:2]}/{prefix}*"):
             *_, origin, namespace, kind, device_type, _, fingerprint = path.parts
@@ -176,17 +175,17 @@ class LocalTier:
         yield from (self._place / _EARLIER_FOLDER).glob(f"*/*/*/{pattern}")
 
     def server_folder(self, name: str) -> Path:
-        """Where this host notes when it reached a server."""
+        """Return the folder with the times when this host reached a server."""
         return self._place / "servers" / name
 
     def run_folder(self, run: str) -> Path:
-        """Where the processes of a run leave what they tell each other."""
+        """Return the folder that the processes of a run share."""
         return self._place / "records" / run
 
     def open(
         self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN
     ) -> IO[bytes] | None:
-        """Opens an envelope for reading, or gives None; an open one survives its eviction."""
+        """Open an envelope for reading, or return None. An open envelope survives its eviction."""
         path = self.path(namespace, key, origin=origin)
         try:
             file = open_ours(path)
@@ -194,22 +193,22 @@ class LocalTier:
             return None
         except OSError as error:
             raise self._failure(path, error) from error
-        with contextlib.suppress(OSError):  # the time of last use is only a hint
+        with contextlib.suppress(OSError):  # the time of last use is a hint
             os.utime(file.fileno())
         return file
 
     @property
     def is_private(self) -> bool:
-        """Whether nothing of it outlives this process."""
+        """Whether the tier is a temporary directory of this process."""
         return self._is_private
 
     @contextmanager
     def temporary(self) -> Iterator[SpillFile]:
-        """A file to write and read, on the tier's own file system while that has room; removed
-        unless it was adopted.
+        """Yield a file to write and read, on the tier's file system if it has room. The file is
+        removed unless it is adopted.
 
         Raises:
-            LocalTierError: no place takes a file.
+            LocalTierError: no directory accepts a file.
         """
         try:
             file = SpillFile(self._place / "tmp")
@@ -230,19 +229,20 @@ class LocalTier:
         origin: str = OWN,
         proof: Provenance = _NO_PROOF,
     ) -> bool:
-        """Takes a whole, verified envelope over; it is visible at once and complete.
+        """Move a complete, verified envelope into the tier, where it appears at once.
 
-        False when the disk refuses, which `troubles` tells: who has the bytes goes on with them.
+        Return False if the disk refuses, and add the reason to `troubles`. The caller still has the
+        bytes.
 
         Args:
-            namespace: where it came from, or was made for.
-            key: what it is found by.
-            envelope: what `temporary` gave; its file moves, and stays open.
-            origin: the server it came from.
-            proof: is kept behind it.
+            namespace: namespace of origin, or of the compilation.
+            key: key of the artifact.
+            envelope: file from `temporary`. The file moves and stays open.
+            origin: server of origin.
+            proof: provenance, appended to the envelope.
         """
-        # Jobs that are killed never come to `close`, so a long one keeps to the limit by itself. It
-        # does so before the new one comes, because whoever adopts it goes on to use it.
+        # A killed job never calls `close`, so a long job enforces the limit here. Evict before
+        # adopting, because the caller continues to use the new envelope.
         if self._added_bytes > self._limit_bytes / 16:
             self.evict()
         path = self.path(namespace, key, origin=origin)
@@ -260,7 +260,7 @@ class LocalTier:
         return True
 
     def discard(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> None:
-        """Removes an envelope that turned out to be bad, or that its server withdrew."""
+        """Remove an envelope that is bad or that its server has withdrawn."""
         with contextlib.suppress(OSError):
             self.path(namespace, key, origin=origin).unlink()
 
@@ -272,7 +272,7 @@ class LocalTier:
         *,
         origin: str,
     ) -> None:
-        """Remove an envelope whose provenance says that it is unwanted, and change no other."""
+        """Remove an envelope if its provenance is unwanted."""
         with contextlib.suppress(OSError):
             with open_ours(self.path(namespace, key, origin=origin)) as file:
                 proof, _ = read_provenance(file)
@@ -284,25 +284,25 @@ class LocalTier:
     ) -> None:
         """Move an envelope to another origin: a server has stored or refused it."""
         target = self.path(namespace, key, origin=to_origin)
-        with contextlib.suppress(OSError):  # the tier evicted it, or cannot be written to
+        with contextlib.suppress(OSError):  # evicted, or the tier is not writable
             target.parent.mkdir(parents=True, exist_ok=True)
             self.path(namespace, key, origin=from_origin).replace(target)
 
     def secret(self) -> bytes | None:
-        """32 random bytes that only this user can read, made when absent; None without such."""
+        """Return 32 random bytes that only this user can read. Create them, or return None."""
         path = self._place / "secret"
         try:
             size = _size_of(path)
-            if size not in (None, _SECRET_BYTES):  # what a power cut has left of it
+            if size not in (None, _SECRET_BYTES):  # truncated by a power failure
                 path.unlink(missing_ok=True)
             if size != _SECRET_BYTES:
                 with contextlib.suppress(FileExistsError), self.temporary() as made:
                     made.write(secrets.token_bytes(_SECRET_BYTES))
-                    os.link(made.name, path)  # whole or not at all, and never over another one
+                    os.link(made.name, path)  # atomic, and never over an existing secret
             with open_ours(path) as file:
                 status = os.fstat(file.fileno())
                 secret = file.read(_SECRET_BYTES + 1)
-        except (OSError, LocalTierError):  # a file system without links, a disk that is full
+        except (OSError, LocalTierError):  # a file system without links, or a full disk
             return None
         is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o077
         return secret if is_ours and len(secret) == _SECRET_BYTES else None
@@ -311,21 +311,21 @@ class LocalTier:
     def exclusive(
         self, key: ArtifactKey, *, timeout_seconds: float, most_seconds: float = 0.0
     ) -> Iterator[Callable[[], None]]:
-        """Keeps other processes of this host from fetching the same artifact meanwhile.
+        """Keep other processes of this host from fetching the same artifact.
 
-        When the time is over, or the file system knows no locks, it goes on without: two downloads
-        are a waste, not a fault.
+        After the timeout, or on a file system without locks, continue without the lock. Two
+        downloads are a waste, but no fault.
 
         Args:
-            key: what is fetched.
-            timeout_seconds: how long to wait for one that says nothing.
-            most_seconds: how long to wait for one that says again and again that it goes on.
+            key: key of the artifact.
+            timeout_seconds: limit of the wait for a process that signals no progress.
+            most_seconds: limit of the wait for a process that signals progress.
 
         Returns:
-            Says that this one goes on.
+            Function that signals progress to waiting processes.
         """
         path = self._place / "locks" / f"{key.fingerprint[:3]}.lock"
-        goes_on = path.with_suffix(".on")  # whoever tries to take the lock touches its own file
+        goes_on = path.with_suffix(".on")  # trying the lock touches the lock file
         lock = FileLock(path, timeout=timeout_seconds)
         until = monotonic() + most_seconds
         is_held = False
@@ -345,7 +345,7 @@ class LocalTier:
 
     @contextmanager
     def downloading(self) -> Iterator[None]:
-        """While some process of this host downloads what is needed now, prefetching makes room."""
+        """Enclose a download that a job needs now. Prefetching on this host pauses."""
         with self._opened_lock() as descriptor:
             if descriptor is not None:
                 with contextlib.suppress(OSError):
@@ -353,7 +353,7 @@ class LocalTier:
             yield
 
     def is_downloading(self) -> bool:
-        """Whether any does."""
+        """Return whether a process of this host is inside `downloading`."""
         with self._opened_lock() as descriptor:
             if descriptor is not None:
                 try:
@@ -366,7 +366,7 @@ class LocalTier:
 
     @contextmanager
     def _opened_lock(self) -> Iterator[int | None]:
-        """The descriptor of the lock's file, by which it is released; None where there is none."""
+        """Return the descriptor that holds and releases the lock, or None without locks."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             descriptor = os.open(self._place / "locks" / "downloading", flags, 0o600)
@@ -381,17 +381,17 @@ class LocalTier:
             os.close(descriptor)
 
     def size_bytes(self) -> int:
-        """Bytes of all envelopes, by looking at each."""
+        """Return the bytes of all envelopes by reading each size."""
         return sum(size for _, size, _ in self._envelopes())
 
     def evict(self) -> int:
-        """Removes the least recently used envelopes until the tier is at 90 % of its limit.
+        """Remove the least recently used envelopes until the tier is at 90 % of its limit.
 
-        Does nothing while another process of this host is at it: two that count apart would remove
-        twice as much.
+        Do nothing while another process of this host evicts: two processes would remove twice as
+        much.
 
         Returns:
-            How many bytes were removed.
+            Removed bytes.
         """
         self._added_bytes = 0
         try:
@@ -415,7 +415,7 @@ class LocalTier:
         return removed
 
     def close(self) -> None:
-        """Evicts when this process added anything; removes a private tier."""
+        """Evict if this process added an envelope, and remove a private tier."""
         if self._is_private:
             self._remove_private()
         elif self._added_bytes:
@@ -425,7 +425,7 @@ class LocalTier:
         return LocalTierError(f"{path}: {error}".replace(str(self._place), str(self.root)))
 
     def _remove_private(self) -> None:
-        if self._owner == os.getpid():  # a forked child leaves it to its parent
+        if self._owner == os.getpid():  # a forked child leaves the tier to its parent
             shutil.rmtree(self.root, ignore_errors=True)
 
     def _envelopes(self) -> Iterator[tuple[Path, int, float]]:
@@ -443,7 +443,7 @@ class LocalTier:
 
 
 def _is_younger(path: Path, seconds: float) -> bool:
-    """Whether a file was touched within the last seconds."""
+    """Return whether a file was touched within the last `seconds`."""
     try:
         return time() - path.stat().st_mtime < seconds
     except OSError:
@@ -451,7 +451,7 @@ def _is_younger(path: Path, seconds: float) -> bool:
 
 
 def _touching(path: Path) -> Callable[[], None]:
-    """Touches a file, twice per second at most."""
+    """Return a function that touches a file, at most twice per second."""
     touched = 0.0
 
     def touch() -> None:
@@ -475,18 +475,18 @@ def _size_of(path: Path) -> int | None:
 
 
 def _prepare(root: Path) -> Path:
-    """Makes the folders of a tier, and closes them to others.
+    """Create the folders of a tier, closed to other users.
 
     Returns:
-        The root by a descriptor of it, which stays open.
+        Descriptor of the root, which stays open.
 
     Raises:
-        OSError: this user cannot write to all of them, or others can.
+        OSError: this user cannot write to a folder, or other users can.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if {each.name for each in root.iterdir()} <= {*FOLDERS, _EARLIER_FOLDER, "secret"}:
         descriptor = make_own_directory(root)
-    else:  # not for us to close; nobody else may put folders there
+    else:  # not ours to close: other users must not be able to add folders
         descriptor = open_own_directory(root, open_to_others=0o055)
     place = Path(f"/proc/self/fd/{descriptor}")
     has_earlier = os.path.lexists(place / _EARLIER_FOLDER)

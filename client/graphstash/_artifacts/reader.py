@@ -1,13 +1,13 @@
-"""Reader: where an artifact is looked for, and what has to hold before anybody gets it.
+"""Reader: finds artifacts and verifies them before use.
 
-Namespace by namespace, in the order in which the job trusts them:
+Reads one namespace after the other, in the order in which the job trusts them:
 
-    1 this host's disk      still what the server has (`standing`), verified again on every read
+    1 this host's disk      copies that the server still has (`standing`), verified on every read
     2 the server            digest, signature, key, then the payload
 
-What does not verify is not used, is forgotten here and reported to the server; the next namespace
-may have it sound. If the server does not answer for a namespace, the copies of the later ones are
-still used.
+The reader does not use an artifact that fails, removes it from the disk, reports it to the server,
+and continues with the next namespace. If the server does not answer for a namespace, the reader
+still uses copies of later namespaces.
 """
 
 import dataclasses
@@ -42,16 +42,16 @@ _log = logging.getLogger("graphstash")
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """How an artifact came.
+    """Source and properties of a fetched artifact.
 
     Attributes:
         source: this host's disk, or the server.
         size_bytes: received bytes, 0 for a local hit.
         raw_size_bytes: the payload.
-        compile_seconds: what its compilation had taken, as its publisher said.
-        namespace: where it was; None for what this process has made itself.
-        is_unsigned: nobody vouches for it, and the policy is to count that.
-        refused: what did not verify in the namespaces that were read before.
+        compile_seconds: time of the compilation, as reported by the publisher.
+        namespace: namespace of the artifact. None for a result of this process.
+        is_unsigned: whether the artifact has no valid signature and the policy counts that.
+        refused: failed verifications in namespaces that were read before.
     """
 
     source: Literal["local", "remote"]
@@ -64,15 +64,16 @@ class Fetched:
 
 
 class Reader:
-    """Finds and verifies artifacts; safe for many threads.
+    """Find and verify artifacts. Thread-safe.
 
     Args:
-        server: asked for what this host does not have.
+        server: source of artifacts that this host lacks.
         tier: this host's disk.
-        signatures: what may be used.
-        standing: which copies may still be used.
-        downloads: gets the keys of what is downloaded.
-        between_chunks: of a prefetch, which makes room while it downloads; None for what is needed.
+        signatures: policy for signatures.
+        standing: decides which copies may still be used.
+        downloads: records the keys of downloads.
+        between_chunks: called between chunks of a prefetch, which yields to urgent downloads.
+            None for a download that the job needs.
     """
 
     def __init__(
@@ -96,15 +97,15 @@ class Reader:
         self._is_told_in_time = True
 
     def read(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
-        """Writes the verified payload to `into`; None for a miss in every namespace.
+        """Write the verified payload to `into`. Return None for a miss in every namespace.
 
         Raises:
-            CacheError: the cache cannot say, or nothing that it has verifies.
+            CacheError: the cache cannot answer, or no copy verifies.
         """
         if fetched := self._from_disk(self._config.readable[0], key, into):
             return fetched
-        # No longer than a server needs to begin its answer: behind a server that hangs, no process
-        # must wait for all others first. Who receives bytes says so, and is waited for.
+        # Wait at most as long as the server may take to begin its answer. If it hangs, processes
+        # must not time out one after another. A process that receives bytes signals it.
         patience = self._config.connect_seconds + self._config.first_byte_seconds
         with self._tier.exclusive(
             key, timeout_seconds=patience, most_seconds=self._config.fetch_seconds
@@ -143,7 +144,7 @@ class Reader:
         if trouble is not None:
             raise trouble
         if refused:
-            # The artifact where this job would publish decides whether publishing is worth trying.
+            # The artifact in the write namespace decides whether publishing is worthwhile.
             refused.sort(key=lambda error: error.namespace == self._config.namespace)
             *earlier, last = refused
             raise VerificationError(
@@ -154,14 +155,14 @@ class Reader:
     def _has_only_later_copy(
         self, namespace: Namespace, key: ArtifactKey, later: Sequence[Namespace]
     ) -> bool:
-        """Whether a namespace lacks an artifact of which this host has a copy from a later one. One
-        request answers that for all such copies.
+        """Return whether a namespace lacks an artifact and this host has a later namespace's copy.
+        One request answers that for all such copies.
         """
         if not any(self._standing.has(each, key) for each in later):
             return False
         try:
             return self._standing.stored(namespace, key) is None
-        except CacheError:  # the download says why
+        except CacheError:  # the download raises the reason
             return False
 
     def _from_disk(self, namespace: Namespace, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
@@ -175,7 +176,7 @@ class Reader:
     ) -> Fetched | None:
         try:
             envelope = self._tier.open(namespace, key, origin=origin)
-        except LocalTierError:  # another user's, or a disk that fails: the server may have it
+        except LocalTierError:  # another user's file or a failing disk: ask the server
             return None
         if envelope is None:
             return None
@@ -194,7 +195,7 @@ class Reader:
             try:
                 return self._unpack_file(envelope, namespace, key, into, proof=proof, size=size)
             except VerificationError as error:
-                # The server may have it whole; what was written so far is taken back.
+                # The server may have a sound copy: undo the partial write.
                 _log.debug("graphstash: the local tier: %s", error)
                 self._tier.discard(namespace, key, origin=origin)
                 _take_back(into)
@@ -259,7 +260,7 @@ class Reader:
             except VerificationError as error:
                 self._report(namespace, key, digest, error.reason)
                 raise
-            # Noted first: whoever finds it on the disk asks at once where it came from.
+            # Note the origin first: a process that finds the file needs the origin at once.
             self._downloads.add(key, "prefetched" if is_prefetch else "server")
             self._standing.note(namespace, key, digest.sha256, asked_at=asked_at)
             origin = self._standing.origin
@@ -277,9 +278,10 @@ class Reader:
         proof: Provenance,
         is_downloaded: bool = False,
     ) -> Fetched:
-        """Unpacks a blob with this digest if its provenance is good enough. The digest of one that
-        was downloaded is the one that the server announced; any other was computed here, and
-        proves what is inside only together with a signature.
+        """Decompress a blob with this digest if its provenance suffices.
+
+        For a download, the server announced the digest. Otherwise the digest was computed here, and
+        proves the contents only together with a signature.
         """
         checked: list[bool] = []
 
@@ -303,11 +305,11 @@ class Reader:
     def _report(
         self, namespace: Namespace, key: ArtifactKey, digest: Digest, reason: Reason
     ) -> None:
-        """Tells the server, so that others are spared; once, within one call's time, or not.
+        """Report the artifact to the server once, best effort, within the time of one call.
 
-        A server that lets a job wait for that is told nothing more: it would be every graph's wait.
+        After a timeout, report nothing more to this server: every graph would wait.
         """
-        from graphstash_schema import ReportReason  # few jobs ever have something to report
+        from graphstash_schema import ReportReason  # few jobs report anything
 
         is_known = reason.value in {each.value for each in ReportReason}
         if not is_known or (namespace, key) in self._reported or not self._is_told_in_time:
@@ -323,12 +325,12 @@ class Reader:
 
 
 class _TierReader(BoundedReader):
-    """An envelope of the local tier: one that the disk does not give is none."""
+    """An envelope of the local tier. A read error counts as an absent file."""
 
     def read(self, size: int = -1) -> bytes:
         try:
             return super().read(size)
-        except OSError as error:  # a bad block; removed by another host, on NFS
+        except OSError as error:  # a bad block, or removed by another host on NFS
             raise VerificationError(Reason.CORRUPT, str(error)) from None
 
 

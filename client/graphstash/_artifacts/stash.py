@@ -1,10 +1,9 @@
-"""Stash: the cache as a program sees it: one server, with this host's disk in front.
+"""Stash: the cache for programs: one server, with this host's disk in front.
 
-It reads from one namespace or several and writes to one; what it hands out is verified.
+A stash reads from one or several namespaces, writes to one, and returns verified artifacts.
 
-Calls block and raise `CacheError` when the cache cannot help; a miss is None. For "give me the
-compiled graph, whatever it takes" see `CompileCache.get_or_compile`, which never fails because of
-the cache.
+Calls block, and raise `CacheError` if the cache cannot help. A miss is None. To get a graph in any
+case, use `CompileCache.get_or_compile`, which never fails because of the cache.
 """
 
 import io
@@ -41,16 +40,16 @@ if TYPE_CHECKING:
 __all__ = ["Destination", "Fetched", "Memory", "Stash"]
 
 _UNSENT: Final = frozenset((Reason.CONNECT, Reason.TLS, Reason.CIRCUIT_OPEN, Reason.NO_SERVER))
-"""Reasons of uploads of which the server has received nothing."""
+"""Reasons of failed uploads that the server did not receive."""
 
 Destination: TypeAlias = Path | io.BytesIO
-"""Where a payload goes: a file, which appears whole by rename, or memory."""
+"""Destination of a payload: a file, which appears whole by rename, or memory."""
 
 
 class Memory(io.BytesIO):
-    """Memory for one payload, no larger than `max_bytes`; None is no limit.
+    """Memory for one payload of at most `max_bytes`. None sets no limit.
 
-    A larger one is refused, when its header says its size: nothing of it is unpacked.
+    Refuses a larger payload by the size in its header, before decompression.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -58,10 +57,10 @@ class Memory(io.BytesIO):
         self._max_bytes = max_bytes
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Adds bytes.
+        """Add bytes.
 
         Raises:
-            VerificationError: there would be more than the limit.
+            VerificationError: the bytes exceed the limit.
         """
         size = self.tell() + memoryview(data).nbytes
         if self._max_bytes is not None and size > self._max_bytes:
@@ -70,25 +69,25 @@ class Memory(io.BytesIO):
 
 
 class Stash:
-    """Gets and puts verified artifacts, through this host's disk.
+    """Get and put verified artifacts through this host's disk.
 
-    Safe for many threads. Whoever makes a stash closes it.
+    Thread-safe. The creator of a stash closes it.
 
     Attributes:
         config: the settings.
-        server: calls the server directly: look-ups, leases, manifests, statistics.
+        server: client for direct calls: look-ups, leases, manifests, statistics.
         local: this host's disk.
-        signatures: what may be used.
-        standing: which of its copies may still be used.
-        downloads: what this run has brought there.
+        signatures: policy for signatures.
+        standing: decides which copies may still be used.
+        downloads: downloads of this run.
 
     Args:
         config: URL, namespaces, keys, limits.
-        run: the run that this process is part of, where it shares its disk with others of it.
-        tracer: makes each call of the server a span.
+        run: run of this process, if its processes share the disk.
+        tracer: records each call of the server as a span.
 
     Raises:
-        ConfigError: on construction, when a file that it names cannot be used.
+        ConfigError: on construction, if a configured file cannot be used.
     """
 
     def __init__(
@@ -112,27 +111,27 @@ class Stash:
         self.close()
 
     def close(self) -> None:
-        """Closes the connections and keeps the local tier within its limit."""
+        """Close the connections and evict down to the limit of the local tier."""
         self.server.close()
         self.local.close()
 
     def get(self, key: ArtifactKey) -> bytes | None:
-        """The payload of an artifact, verified; None for a miss.
+        """Return the verified payload of an artifact, or None for a miss.
 
         Raises:
-            CacheError: the cache cannot say, or what it gave does not verify.
+            CacheError: the cache cannot answer, or the artifact does not verify.
         """
         buffer = io.BytesIO()
         return buffer.getvalue() if self.fetch(key, buffer) else None
 
     def fetch(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
-        """Writes the verified payload of an artifact to `destination`; None for a miss.
+        """Write the verified payload of an artifact to `destination`. Return None for a miss.
 
-        A file appears by rename, whole or not at all, and memory stays constant. A buffer is empty
-        before, and of no use unless this returns.
+        A file appears by rename, whole or not at all, and memory stays constant. A buffer must be
+        empty. If this call raises, its contents are undefined.
 
         Raises:
-            CacheError: the cache cannot say, or what it gave does not verify.
+            CacheError: the cache cannot answer, or the artifact does not verify.
         """
         if isinstance(destination, io.BytesIO):
             return self._reader.read(key, destination)
@@ -153,27 +152,27 @@ class Stash:
         return fetched
 
     def ensure_local(self, key: ArtifactKey) -> Fetched | None:
-        """Brings an artifact to this host's disk without unpacking it; None for a miss.
+        """Copy an artifact to this host's disk without decompression. Return None for a miss.
 
         Raises:
-            CacheError: the cache cannot say, or what it gave does not verify.
+            CacheError: the cache cannot answer, or the artifact does not verify.
         """
         return self._reader.read(key, Nowhere())
 
     def claim_prefetch(self, job: str) -> bool:
-        """Whether this process prefetches for its run; True for the first that asks."""
+        """Claim the prefetch of this run. Return True for the first process only."""
         return self.downloads.claim(f"prefetch-{job}")
 
     def release_prefetch(self, job: str) -> None:
-        """Lets another process of the run prefetch: this one ended before it was done."""
+        """Let another process of the run prefetch, if this process ends early."""
         self.downloads.release(f"prefetch-{job}")
 
     def is_on_this_host(self, key: ArtifactKey) -> bool:
-        """Whether the local tier has something under the key, sound or not."""
+        """Return whether the local tier has a file under the key, sound or not."""
         return any(self.standing.has(name, key) for name in self.config.readable)
 
     def forget(self, key: ArtifactKey) -> None:
-        """Removes an artifact that turned out to be of no use from this host's disk."""
+        """Remove an unusable artifact from this host's disk."""
         for namespace in self.config.readable:
             self._discard(namespace, key)
 
@@ -194,25 +193,25 @@ class Stash:
         *,
         local_only: bool = False,
     ) -> int:
-        """Publishes an artifact and keeps it on this host's disk.
+        """Publish an artifact and keep it on this host's disk.
 
-        It is on the disk before the upload begins: a host never waits for its own upload. A disk
-        that refuses is noted in `local.troubles`, and the upload goes on.
+        The artifact is on the disk before the upload begins, so a host never waits for its own
+        upload. If the disk refuses, the reason is added to `local.troubles`, and the upload
+        continues.
 
         Args:
-            key: where it is found.
-            payload: what the compiler made; a file is read in constant memory.
-            metadata: what is known about it.
-            local_only: leave the server out.
+            key: key of the artifact.
+            payload: result of the compiler. A file is read in constant memory.
+            metadata: metadata of the artifact.
+            local_only: whether to skip the server.
 
         Returns:
-            Bytes sent: 0 when only the local tier took it, also because the job is read-only.
+            Bytes sent. 0 if only the local tier stored the artifact, also in a read-only job.
 
         Raises:
-            ConflictError: other bytes are stored under the key and stay; the local tier keeps
-                nothing then, so that all hosts run the same executable, and nothing of what is
-                withheld.
-            CacheError: the cache cannot take it.
+            ConflictError: other bytes are stored under the key and stay, or the key is withheld.
+                The local tier then keeps nothing, so that all hosts run the same executable.
+            CacheError: the cache cannot store the artifact.
         """
         try:
             with self.local.temporary() as envelope:
@@ -258,12 +257,12 @@ class Stash:
 
 
 def _is_withdrawn(error: CacheError) -> bool:
-    """Whether the server has other bytes under the key, or withholds it."""
+    """Return whether the server has other bytes under the key, or withholds the key."""
     is_withheld = isinstance(error, RefusedError) and error.code is ErrorCode.WITHHELD
     return is_withheld or isinstance(error, ConflictError)
 
 
 def _is_not_stored(error: CacheError) -> bool:
-    """Whether a failed upload has certainly stored nothing. A lost answer leaves that open."""
+    """Return whether a failed upload certainly stored nothing. A lost answer leaves that open."""
     is_refused = isinstance(error, RefusedError) and error.status < 500
     return is_refused or isinstance(error, BusyError) or error.reason in _UNSENT
