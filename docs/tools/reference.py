@@ -125,8 +125,8 @@ def _with_hooks(text: str) -> str:
 def _errors() -> str:
     return (
         "# Errors\n\n"
-        "graphstash fails open: whatever goes wrong with the cache, a job goes on and compiles. "
-        "This page lists what is counted and logged meanwhile, what a server answers, and the "
+        "graphstash fails open: if the cache fails, the job continues and compiles. "
+        "This page lists the counted and logged reasons, the errors of the server, and the "
         "exceptions of the Python API. `graphstash doctor` finds the cause of most of them.\n\n"
         "## Reasons for a fallback\n\n"
         "A job logs the first fallback of each reason, and counts all of them in "

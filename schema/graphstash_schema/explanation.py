@@ -183,7 +183,7 @@ class ExplainResponse(WireModel):
     )
     undescribed: int = Field(
         default=0,
-        description="where nothing is near: artifacts of the namespace that nobody has described, "
+        description="where nothing is near: artifacts of the namespace without a description, "
         "among the 250 that were stored first and the 250 that were stored last",
     )
 

@@ -85,7 +85,7 @@ class RunCounts(RequestModel):
     )
     hits_prefetched: Count = Field(default=0, description="fetched before they were needed")
     hits_host: Count = Field(default=0, description="were on this host before the run began")
-    misses: Count = Field(default=0, description="compiled because nobody had them")
+    misses: Count = Field(default=0, description="compiled because the cache did not have them")
     fallbacks: Count = Field(default=0, description="compiled because the cache could not help")
     compile_seconds: Seconds = Field(default=0.0, description="spent on misses and fallbacks")
     saved_compile_seconds: Seconds = Field(

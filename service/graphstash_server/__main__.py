@@ -23,7 +23,7 @@ __all__ = ["main", "serve"]
 
 _WITH_SOCKET = (
     "jobs of this user on this host find it by themselves: graphstash run -- python train.py\n"
-    "everybody else needs GRAPHSTASH_URL={url} and a token as GRAPHSTASH_TOKEN: "
+    "other users need GRAPHSTASH_URL={url} and a token as GRAPHSTASH_TOKEN: "
     "graphstash token create --grant write:default --description NAME"
 )
 _WITHOUT_SOCKET = (

@@ -83,7 +83,7 @@ def started(settings, code, *options):
 def test_job_that_would_compile_ends_first_with_reason(run, hosts):
     outcome = run("build(1, label='jit(step)\\x1b]0;x')\nprint('trained')", "--fail-on-miss")
     assert (outcome.returncode, outcome.stdout) == (86, "")
-    told = "(schedule 000000000000) would be compiled: nobody has it"
+    told = "(schedule 000000000000) would be compiled: the cache does not have it"
     assert f"the job ends: jit(step)\\x1b]0;x {told}" in outcome.stderr
     assert "1 miss: " in outcome.stderr  # the cause depends on what other tests have stored
     assert "\x1b" not in outcome.stderr

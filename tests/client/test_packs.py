@@ -162,7 +162,7 @@ def test_a_miss_and_a_server_that_is_gone_end_a_job_with_different_statuses(
     job.packs.get(key(0))
     [(ended_with, why)] = ends
     assert ended_with == status
-    assert ("nobody has it" in why) == (status == 86)
+    assert ("the cache does not have it" in why) == (status == 86)
     [counted] = job.cache.counters.by_kind().values()
     assert (counted.get("misses", 0), counted.get("fallbacks", 0)) == counts
 

@@ -230,7 +230,7 @@ def test_job_with_fail_on_miss_ends_before_compiling(fresh):
     assert ended.status() == 86
     errors = ended.errors.read_text()
     assert "the job ends: " in errors
-    assert "would be compiled: nobody has it" in errors
+    assert "would be compiled: the cache does not have it" in errors
     assert ended.report.read_text() == ""
 
 

@@ -130,7 +130,7 @@ def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None
     with server_of(config) as server:
         found = find_one(server, prefix)
         if found.description is None:
-            fail(f"nobody has described {found.key}: `graphstash show {prefix}` has what is known")
+            fail(f"{found.key} has no description: `graphstash show {prefix}` prints its details")
         answer = server.explain(found.description)
     others = tuple(each for each in answer.relatives if each.differences)  # not identical copies
     text, nearest = cause_of(answer.model_copy(update={"relatives": others}))

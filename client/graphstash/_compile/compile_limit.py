@@ -64,7 +64,11 @@ class CompileLimit:
         """End the job if it may not compile now. `reason` is None for a miss."""
         what = self._name(request)
         if self._fails_on_miss:
-            why = "nobody has it" if reason is None else f"the cache could not help ({reason})"
+            why = (
+                "the cache does not have it"
+                if reason is None
+                else f"the cache could not help ({reason})"
+            )
             status = STATUS_WOULD_COMPILE if reason is None else STATUS_NO_CACHE
             self._end(f"{what} would be compiled: {why} (GRAPHSTASH_FAIL_ON_MISS)", status=status)
         if self._most and (spent := self._spent_in_run()) >= self._most:

@@ -95,7 +95,7 @@ async def _comparison(visitor: Visitor, details: ArtifactDetails, against: str) 
     if not found.entry.parts or not details.entry.parts:
         raise ServerError(
             ErrorCode.NOT_FOUND,
-            "nobody has said what one of the two artifacts was made of, so they cannot be compared",
+            "one of the two artifacts has no description, so they cannot be compared",
         )
     differences = details.differences(found)
     said = _said(differences)

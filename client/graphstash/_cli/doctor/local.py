@@ -57,8 +57,8 @@ def _look_at(root: Path, limit_bytes: int) -> list[Finding]:
                 "local tier",
                 f"{refusal}: every process uses a temporary directory instead and downloads "
                 "everything again",
-                f"set GRAPHSTASH_CACHE_DIR to a directory of {_user(os.geteuid())} that nobody "
-                "else can write to",
+                f"set GRAPHSTASH_CACHE_DIR to a directory of {_user(os.geteuid())} that no "
+                "other user can write to",
             )
         ]
     return [*_contents(root, limit_bytes), *_place(root)]

@@ -131,7 +131,7 @@ class QuarantineService:
             key.namespace,
             report.reason,
             actor.name,
-            "withheld" if is_withheld else "served until somebody else reports it, too",
+            "withheld" if is_withheld else "served until a second writer reports it",
         )
         return ReportResponse(found=True, withheld=is_withheld)
 

@@ -71,7 +71,7 @@ class SessionService:
         if principal is OPEN_ACCESS:
             raise ServerError(
                 ErrorCode.FORBIDDEN,
-                "this server has no authentication: nobody needs to sign in",
+                "this server has no authentication, so there is no sign-in",
             )
         now = self.clock()
         ends = [now + SESSION_LIFETIME, *filter(None, [principal.expires_at])]
