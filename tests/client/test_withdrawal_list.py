@@ -356,6 +356,45 @@ def test_kill_between_reading_and_applying_loses_nothing(next_job, phase):
     until(lambda: position(job) == 1)
 
 
+FORKED = """
+import os, sys
+from graphstash import ClientConfig, Stash
+from graphstash_schema import ArtifactKey
+
+key = ArtifactKey.parse(*sys.argv[1].split("/"))
+with Stash(ClientConfig.load(), run="forked") as stash:
+    stash.get(key)
+    reader = stash.standing._withdrawals._readers[stash.config.namespace]
+    assert reader.is_alive()
+    if os.fork() == 0:
+        print(stash.get(key), flush=True)
+        stash.standing._ask(stash.config.namespace, key)  # starts a reader of its own
+        assert stash.standing._withdrawals._readers[stash.config.namespace] is not reader
+        os._exit(0)
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_fork_while_the_list_is_read_leaves_the_child_a_cache(next_job):
+    publisher = publish(next_job, 1, 2)
+    with FaultProxy(int(publisher.config.url.rpartition(":")[2])) as proxy:
+        job = next_job(url=proxy.url)
+        job.ensure_local(key(1))
+        delete(publisher, 2)
+        proxy.hold = re.compile(rb"GET /v1/[^/ ]+/withdrawals")
+        variables = PATIENT_VARIABLES | {
+            "GRAPHSTASH_URL": proxy.url,
+            "GRAPHSTASH_NAMESPACE": job.config.namespace,
+            "GRAPHSTASH_CACHE_DIR": str(job.config.cache_dir),
+        }
+        command = [sys.executable, "-c", FORKED, str(key(1))]
+        done = subprocess.run(
+            command, env=os.environ | variables, check=True, capture_output=True, timeout=120
+        )
+        assert done.stdout.decode().strip() == "b'graph'"
+        proxy.go_on.set()
+
+
 @pytest.mark.usefixtures("later")
 def test_list_that_does_not_answer_costs_only_own_copies(next_job):
     """And these only until it answers: nothing says whether they were withdrawn."""

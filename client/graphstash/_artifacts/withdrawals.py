@@ -40,10 +40,10 @@ __all__ = ["HostPositions", "Listener", "Named", "Withdrawals"]
 
 _log = logging.getLogger("graphstash")
 
-_MAX_READ: Final = 20_000
+_MAX_READ: Final = 5_000
 """Entries that a host reads at a time. If more are new, looking up its copies costs less."""
 
-_MAX_PAGES: Final = 50
+_MAX_PAGES: Final = 20
 """Pages that one thread reads. A server sends up to a thousand entries in each."""
 
 _RETRY_SECONDS: Final = 30.0
