@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 
 import pytest
 import sqlalchemy as sa
@@ -9,8 +10,10 @@ import sqlalchemy as sa
 from graphstash_schema import LookupResponse, Namespace
 from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.withdrawals import WithdrawalCause, WithdrawalList, WithdrawalQuery
+from graphstash_server.commands.namespace import namespace
 from graphstash_server.db.queries.withdrawals import add_withdrawals
 from graphstash_server.db.tables import withdrawal_heads, withdrawals
+from graphstash_server.services.artifacts import service as artifact_service
 from graphstash_server.services.artifacts import withdrawals as service
 from support.services import ACTOR, OVERWRITE, key_of
 from support.statements import recorded
@@ -262,3 +265,27 @@ async def test_look_up_and_empty_page_take_one_statement(opened):
         with recorded() as statements:
             await page_of(server)
         assert len(statements) == 2
+
+
+def test_cleared_namespace_withdraws_all_of_its_artifacts(command_on, connect, monkeypatch):
+    monkeypatch.setattr(artifact_service, "_DELETED_AT_ONCE", 2)
+    command = command_on(namespace)
+    api = connect(command.url)
+    beside = connect(command.url, "team-2")
+    for number in range(5):
+        api.put(b"%d" % number, number)
+    beside.put(b"0", 0)
+    api.withhold(b"0", 0)
+
+    assert "--yes" in command("clear", "team", status=2)
+    assert api.get(1).status_code == 200
+    told = json.loads(command("clear", "team", "--yes", "--json"))
+
+    assert told == {"namespace": "team", "deleted": 5}
+    page = read(api)
+    assert [each.number for each in page.withdrawals] == list(range(1, 7))
+    assert {each.key.rpartition("/")[2] for each in page.withdrawals} == {
+        api.fingerprint(number) for number in range(5)
+    }
+    assert beside.get(0).status_code == 200
+    assert "0 artifacts deleted" in command("clear", "team", "--yes")

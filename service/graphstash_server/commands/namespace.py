@@ -1,4 +1,4 @@
-"""`graphstash namespace list|show|set|remove`: the policies of namespaces."""
+"""`graphstash namespace list|show|set|remove|clear`: policies and contents of namespaces."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from graphstash_schema import (
     NamespacePolicy,
     WriteMode,
 )
-from graphstash_server.commands.running import Json, fail, parse, run_with_services, size_of
+from graphstash_server.commands.running import Json, fail, parse, plural, run_with_services, size_of
 
 if TYPE_CHECKING:
     from graphstash_server.context import ProcessContext
@@ -136,6 +136,30 @@ def remove(name: _Name, *, as_json: Json = False) -> None:
             typer.echo(json.dumps({"namespace": where, "removed": True}, indent=2))
         else:
             typer.echo(f"{where}: the defaults apply")
+
+    run_with_services(work)
+
+
+@namespace.command()
+def clear(
+    name: _Name,
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm that artifacts are deleted.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete every artifact of a namespace, also withheld ones. Hosts delete their copies."""
+    where = parse(Namespace, name)
+    if not yes:
+        fail(f"this deletes every artifact of {where}: repeat the command with --yes", status=2)
+
+    async def work(context: "ProcessContext") -> None:
+        from graphstash_server.actor import Actor
+
+        deleted = await context.artifacts.delete_all(where, actor=Actor.local())
+        if as_json:
+            typer.echo(json.dumps({"namespace": where, "deleted": deleted}, indent=2))
+        else:
+            typer.echo(f"{where}: {plural(deleted, 'artifact')} deleted")
 
     run_with_services(work)
 

@@ -19,6 +19,7 @@ from sqlalchemy import (
     or_,
     select,
     text,
+    tuple_,
     union_all,
     update,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "is_blob_used",
     "list_artifacts_of",
     "list_digests",
+    "list_keys",
     "note_look_up",
     "pin_artifacts",
     "release_artifact",
@@ -235,6 +237,20 @@ async def find_artifacts(
         if not (is_protected or state == _WITHHELD):
             found.unprotected.append(key)
     return found._replace(newest_withdrawal=newest)
+
+
+async def list_keys(
+    connection: AsyncConnection, namespace: Namespace, *, after: StoredKey | None, limit: int
+) -> list[StoredKey]:
+    """Return a page of a namespace's keys in key order, including withheld artifacts."""
+    columns = [artifacts.c[name] for name in KEY_COLUMNS]
+    statement = select(*columns).where(
+        artifacts.c.namespace == namespace, artifacts.c.kind.in_(KNOWN_KINDS)
+    )
+    if after is not None:
+        statement = statement.where(tuple_(*columns) > after.columns)
+    found = await connection.execute(statement.order_by(*columns).limit(limit))
+    return [stored_key(row) for row in found]
 
 
 async def list_digests(

@@ -22,6 +22,7 @@ from graphstash_server.db.queries.artifacts import (
     find_artifact_now,
     find_artifacts,
     find_stored,
+    list_keys,
     note_look_up,
 )
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
@@ -113,6 +114,9 @@ and a namespace has room for four such callers."""
 
 _MAX_VERIFIED = 2
 """Blobs verified at a time. A request of a few bytes makes the server read gigabytes."""
+
+_DELETED_AT_ONCE = 200
+"""Keys that are read at a time to delete them."""
 
 _LOOKS = 3
 """Attempts to find an artifact whose blob is gone because it has just been replaced."""
@@ -278,6 +282,18 @@ class ArtifactService:
                 return False
             if await self._delete(key, row.digest, actor=actor):
                 return True
+
+    async def delete_all(self, namespace: Namespace, *, actor: Actor) -> int:
+        """Delete every artifact that a namespace has now, withheld or not. Return their number."""
+        deleted, after = 0, None
+        while True:
+            async with self.database.reading() as connection:
+                page = await list_keys(connection, namespace, after=after, limit=_DELETED_AT_ONCE)
+            if not page:
+                return deleted
+            for key in page:
+                deleted += await self.delete(key, actor=actor)
+            after = page[-1]
 
     async def heal(self, row: Artifact) -> bool:
         """Drop an artifact whose blob is lost or damaged. Return whether it was dropped.
