@@ -13,7 +13,7 @@ from graphstash_schema import Digest
 from graphstash_server.db.migrate import alembic_config
 from graphstash_server.services.maintenance import backup as backup_module
 from graphstash_server.testing import LiveServer
-from support.api import Api
+from support.api import DEVICE, Api
 from support.moto import s3_settings
 from support.processes import graphstash_here, python
 from support.waiting import until
@@ -391,6 +391,35 @@ def test_a_backup_of_the_revision_before_is_upgraded(new_site, tmp_path):
     (backup / "backup.json").write_text(json.dumps(manifest))
 
     assert stored_on(new_restored(new_site, backup), range(2)) == {0, 1}
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_what_was_withheld_or_revoked_after_the_backup_stays_so(new_site, tmp_path, database):
+    site, backup = new_site(database), tmp_path / "backup"
+    site.run("migrate")
+    grant = ("token", "create", "--grant", "read:team", "--description", "ci", "--json")
+    tokens = [json.loads(site.run(*grant))["info"]["id"] for _ in range(2)]
+    with site.serving() as server:
+        put(server.url, range(4))
+        site.run("backup", backup)
+        api = Api(server.url)
+        for number in (0, 1):
+            api.withhold(blob_of(number), number)
+        site.run("quarantine", "release", f"team/jax/{DEVICE}/{api.fingerprint(1)}")
+        assert api.delete(2).status_code == 204
+        api.close()
+        site.run("token", "revoke", tokens[0])
+
+    site.run("restore", backup, "--replace")
+    assert stored_on(site, range(4)) == {1, 2, 3}
+    told = {each["id"]: each["revoked_at"] for each in listed(site)}
+    assert told[tokens[0]] is not None
+    assert told[tokens[1]] is None
+
+
+def listed(site):
+    found = json.loads(site.run("token", "list", "--json"))
+    return found["tokens"] if isinstance(found, dict) else found
 
 
 def test_too_little_space_is_refused_before_a_blob_is_copied(new_site, tmp_path, monkeypatch):

@@ -137,10 +137,8 @@ def _tell(verb: str, done: "Copied", *, as_json: bool) -> None:
             f"{done.copied} of them copied now"
         )
         if verb == "restored":
-            typer.echo(
-                "what was withheld, deleted or revoked since then is back: withhold, delete or "
-                "revoke it again"
-            )
+            again = "deleted or replaced" if done.is_current else "withheld, deleted or revoked"
+            typer.echo(f"what was {again} since then is back: check it before servers start")
     if done.left_out:
         fail(
             f"{plural(done.left_out, 'artifact')} left out, because the blobs are lost or damaged",

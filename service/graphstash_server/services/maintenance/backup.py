@@ -41,6 +41,7 @@ from graphstash_server.errors import (
 )
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.maintenance.snapshot import (
+    apply_withdrawals,
     drop_artifacts_of,
     find_generations_in,
     has_rows,
@@ -102,11 +103,13 @@ class Copied:
         manifest: the backup.
         copied: number of blobs that were copied; the others were there.
         left_out: number of artifacts that were left out, because their blob is lost or damaged.
+        is_current: whether the replaced database told what it withheld and revoked since.
     """
 
     manifest: Manifest
     copied: int
     left_out: int
+    is_current: bool = False
 
 
 class Backup:
@@ -274,6 +277,7 @@ class _Source:
 
     def stage(self, staged: Path) -> None:
         """Copy the rows to a new file, and upgrade them to this release's revision. Blocks."""
+        staged.parent.mkdir(parents=True, exist_ok=True)
         remove_snapshot(staged)
         try:
             shutil.copyfile(self.database, staged)
@@ -298,7 +302,8 @@ async def restore(
     """Store the blobs of a backup, and replace all rows of the database at `url` by the backup's.
 
     The caller has stopped all servers. With `is_replacing`, the target may have artifacts. Blobs
-    that it has are read, and kept if they are whole.
+    that it has are read, and kept if they are whole. What the replaced database withheld or revoked
+    after the backup stays so.
 
     Raises:
         BackupError: the backup cannot be used, the target is not empty, or a server uses it.
@@ -319,6 +324,9 @@ async def restore(
                 begun = await asyncio.to_thread(_read_begun, unfinished)
                 await _check_empty(begun, manifest, url, store)
             await asyncio.to_thread(source.stage, staged)
+            is_current = await asyncio.to_thread(has_rows, url) and await asyncio.to_thread(
+                apply_withdrawals, staged, url, since=manifest.taken_at
+            )
             begun = _Begun(database_sha256=manifest.database_sha256)
             await asyncio.to_thread(_replace, unfinished, begun.model_dump_json())
             for digest, generation in await asyncio.to_thread(find_generations_in, staged):
@@ -331,7 +339,12 @@ async def restore(
             await asyncio.to_thread(load_snapshot, staged, url)
             unfinished.unlink()
             sync_directory(data_dir)
-        return Copied(manifest=manifest, copied=len(missing) - len(lost), left_out=left_out)
+        return Copied(
+            manifest=manifest,
+            copied=len(missing) - len(lost),
+            left_out=left_out,
+            is_current=is_current,
+        )
     finally:
         remove_snapshot(staged)
         lock.close()

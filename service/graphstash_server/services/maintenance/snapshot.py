@@ -9,22 +9,25 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import Executable, insert, select, text
+from sqlalchemy import Executable, exists, insert, select, text
 from sqlalchemy.engine import URL, make_url
 
 from graphstash_schema import Digest
 from graphstash_server.db.corruption import advice_for, corruption_in, first_problem
 from graphstash_server.db.engine import make_engine
 from graphstash_server.db.migrate import failures_named, find_revision, migrate, newest_revision
+from graphstash_server.db.queries.shared import KEY_COLUMNS
 from graphstash_server.db.sqlite import connect
-from graphstash_server.db.tables import metadata
-from graphstash_server.errors import BackupError
+from graphstash_server.db.tables import artifacts, metadata, tokens, withdrawals
+from graphstash_server.errors import BackupError, StartError
 from graphstash_server.storage.upload import sync_directory
 
 __all__ = [
+    "apply_withdrawals",
     "drop_artifacts_of",
     "find_generations_in",
     "has_rows",
@@ -141,6 +144,38 @@ def drop_artifacts_of(path: Path, digests: Sequence[Digest]) -> int:
         ).rowcount
     _sync(path)
     return dropped
+
+
+def apply_withdrawals(path: Path, url: str, *, since: datetime) -> bool:
+    """Drop from a snapshot what a database withheld after a time and has not released, and revoke
+    the tokens that it has revoked. Return False if that database cannot be read.
+
+    What was deleted or replaced stays: a restore is the way to get it back.
+    """
+    key = (*KEY_COLUMNS, "sha256")
+    withheld = select(*(withdrawals.c[name] for name in key)).where(
+        withdrawals.c.cause == "withheld",
+        withdrawals.c.withdrawn_at > since,
+        ~exists().where(
+            *(artifacts.c[name] == withdrawals.c[name] for name in key),
+            artifacts.c.withheld_at.is_(None),
+        ),
+    )
+    revoked = select(tokens.c.revoked_at, tokens.c.id).where(tokens.c.revoked_at.is_not(None))
+    try:
+        keys = [tuple(row) for row in _read(url, withheld)]
+        ids = [(str(at.replace(tzinfo=None)), name) for at, name in _read(url, revoked)]
+    except StartError:
+        return False
+    wanted = " AND ".join(f"{name} = ?" for name in key)
+    with closing(_open(path)) as snapshot, snapshot:
+        snapshot.execute("PRAGMA foreign_keys=ON")
+        snapshot.executemany(f"DELETE FROM artifacts WHERE {wanted}", keys)  # noqa: S608 - names of columns
+        snapshot.executemany(
+            "UPDATE tokens SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", ids
+        )
+    _sync(path)
+    return True
 
 
 async def _export(source: URL, path: Path) -> None:
