@@ -123,7 +123,7 @@ def create_app(
     ):
         app.include_router(api.router)
         routes += api.router.routes
-    add_pages(app, clock=clock, document=app.document)
+    add_pages(app, document=app.document)
     routes += app.routes[len(routes) :]
     add_problem_handlers(app, routes)
     app.add_middleware(RequestFrame, counters=counters)

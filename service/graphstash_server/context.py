@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.engine import make_url
 
-from graphstash_server.clock import Clock, SteadyClock, jitter, steady_seconds
+from graphstash_server.clock import Clock, SteadyClock, jitter, steady_seconds, system_clock
 from graphstash_server.db.corruption import advice_for, find_corruption
+from graphstash_server.db.database_clock import DatabaseClock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import check_revision, migrate
 from graphstash_server.db.notifications import Listener
@@ -176,7 +177,7 @@ class ProcessContext:
             accounting=self.accounting,
             leases=self.leases,
             wait_queue=self.wait_queue,
-            clock=clock,
+            steady=steady,
         )
         self.exposition = ExpositionService(
             database=database,
@@ -226,7 +227,8 @@ async def open_context(
 ) -> AsyncIterator[ProcessContext]:
     """Open everything that a server needs, including its background tasks.
 
-    A given `blob_store` replaces the store of the settings, and the caller closes it.
+    A given `blob_store` replaces the store of the settings, and the caller closes it. On
+    PostgreSQL, the database's clock replaces the system's.
 
     Raises:
         OSError: the data directory cannot be created or written.
@@ -255,7 +257,7 @@ async def open_context(
         stack.push_async_callback(_flush_last, context.accounting)
         # Servers with other data directories may use the same bucket.
         was_alone = lock.was_alone and settings.blob_store == "disk"
-        tasks = (
+        tasks = [
             asyncio.create_task(context.accounting.run(every_seconds=settings.flush_seconds)),
             asyncio.create_task(_listener(context).run()),
             asyncio.create_task(
@@ -265,7 +267,9 @@ async def open_context(
                     was_alone=was_alone,
                 )
             ),
-        )
+        ]
+        if isinstance(context.clock, DatabaseClock):
+            tasks.append(asyncio.create_task(context.clock.run()))
         stack.push_async_callback(_cancel, tasks)
         context.accounting.counters.begin()
         yield context
@@ -294,6 +298,8 @@ async def open_services(
         if blobs is None:
             blobs = await stack.enter_async_context(open_blob_store(settings, tracing=tracing))
         counters = counters or Counters.alone()
+        if clock is system_clock and database.is_postgresql:
+            clock = await DatabaseClock.open(database, steady=steady)
         yield ProcessContext(
             settings,
             database=database,
@@ -393,7 +399,7 @@ async def _flush_last(accounting: Accounting) -> None:
         _LOGGER.warning("the last usage counters are lost: %s", error)
 
 
-async def _cancel(tasks: tuple[asyncio.Task[None], ...]) -> None:
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     for task in tasks:

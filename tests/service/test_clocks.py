@@ -1,16 +1,20 @@
 """A wrong clock destroys nothing: clocks of real servers that jump, and what the servers keep."""
 
+import asyncio
 import sqlite3
 from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
 
+from graphstash_schema import Digest, Grant, LeaseRequest, LeaseState, TokenRequest
 from graphstash_server.db import tables
 from graphstash_server.db.queries.artifacts import pin_artifacts
+from graphstash_server.db.queries.deletions import claim_deletion
 from graphstash_server.errors import ServerError
+from graphstash_server.services.jobs.leases import Acquisition
 from support.clocks import HostClock
-from support.services import key_of
+from support.services import ACTOR, key_of
 
 pytestmark = [pytest.mark.sql, pytest.mark.anyio]
 
@@ -51,6 +55,84 @@ def test_a_clock_that_is_200_days_ahead_for_a_moment_deletes_nothing(
     host_clock.set(0 * DAY)
     eventually(lambda: clock_of(api) == "ok")
     assert [api.get(number).status_code for number in range(20)] == [200] * 20
+
+
+def test_a_waiter_gets_the_lease_of_a_dead_holder_although_the_clock_was_set_back(
+    start, connect, host_clock
+):
+    api = connect(start(environment=host_clock.environment).url)
+    assert api.acquire(ttl_seconds=5).status_code == 201
+
+    host_clock.set(-DAY)
+    assert api.acquire(wait=60).json()["state"] == "granted"
+
+
+async def ask(server, seconds=30):
+    request = LeaseRequest(ttl_seconds=seconds)
+    wanted = Acquisition(key_of(), request, wait_seconds=0, caller="somebody")
+    gone = asyncio.get_running_loop().create_future()
+    return await server.context.leases.acquire(wanted, gone=gone)
+
+
+@pytest.mark.parametrize("days", [-1, 200])
+async def test_a_lease_lasts_no_longer_than_its_duration_when_the_clock_is_set(opened, days):
+    async with opened() as one, opened() as other:
+        opened.clock.jump(max(days, 0) * DAY_SECONDS)
+        assert (await ask(one)).state is LeaseState.GRANTED
+        opened.clock.jump(-abs(days) * DAY_SECONDS)
+        held = await ask(other)
+        assert (held.state, held.expires_in_seconds) == (LeaseState.HELD, 30)
+        opened.clock.turn(29)
+        assert (await ask(one)).state is LeaseState.HELD
+        opened.clock.turn(2)
+        assert (await ask(other)).state is LeaseState.GRANTED
+
+
+async def test_a_holder_renews_its_lease_when_the_clock_is_set_back(opened):
+    async with opened() as server:
+        granted = await ask(server)
+        opened.clock.jump(-DAY_SECONDS)
+        assert (await ask(server)).state is LeaseState.HELD
+        opened.clock.turn(20)
+        request = LeaseRequest(ttl_seconds=30)
+        await server.context.leases.renew(key_of(), token=granted.token, request=request)
+        opened.clock.turn(20)
+        assert (await ask(server)).state is LeaseState.HELD
+
+
+def test_servers_of_one_database_agree_about_leases_although_a_clock_is_wrong(
+    start, connect, host_clock, postgres, migrated_name
+):
+    database = {"GRAPHSTASH_DATABASE_URL": postgres.new_database(template=migrated_name)}
+    host_clock.set(DAY)
+    right = connect(start(environment=database).url)
+    wrong = connect(start(environment=database | host_clock.environment).url)
+
+    assert right.acquire(0, ttl_seconds=600).status_code == 201
+    assert wrong.acquire(0).status_code == 202
+    assert wrong.acquire(1, ttl_seconds=1).status_code == 201
+    assert right.acquire(1, wait=60).json()["state"] == "granted"
+
+
+async def test_a_claim_of_a_server_that_died_ends_although_the_clock_was_set_back(opened):
+    async with opened() as server:
+        digest = Digest.of(b"blob")
+        async with server.context.database.writing() as connection:
+            await claim_deletion(connection, digest, until=opened.clock() + timedelta(seconds=90))
+        opened.clock.jump(-DAY_SECONDS)
+        await server.put(b"blob")
+        assert await server.get() == b"blob"
+
+
+async def test_a_session_that_began_while_the_clock_was_ahead_does_not_outlive_it(opened):
+    async with opened(insecure=False) as server:
+        request = TokenRequest(description="x", grants=(Grant.parse("read:*"),))
+        token = (await server.context.tokens.create(request, actor=ACTOR)).token
+        opened.clock.jump(200 * DAY_SECONDS)
+        session = await server.context.sessions.begin(token)
+        assert await server.context.sessions.find(session.id) is not None
+        opened.clock.jump(-200 * DAY_SECONDS)
+        assert await server.context.sessions.find(session.id) is None
 
 
 async def rounds(clock, *servers, days):
@@ -164,6 +246,27 @@ async def test_retention_keeps_what_was_stored_while_the_clock_was_behind(opened
         opened.clock.turn(HOUR_SECONDS)
         await server.context.maintenance.run_once()
         assert await server.get() == b"blob"
+
+
+async def test_the_audit_log_keeps_what_was_written_while_the_clock_was_behind(opened):
+    async with opened() as server:
+        await server.put(b"first", 1)
+        opened.clock.jump(-200 * DAY_SECONDS)
+        await server.put(b"second", 2)
+        opened.clock.jump(200 * DAY_SECONDS)
+        await server.put(b"third", 3)
+        await server.context.maintenance.run_once()
+        assert len((await server.context.audit.read(limit=10)).entries) == 3
+        opened.clock.turn(91 * DAY_SECONDS)
+        await server.context.maintenance.run_once()
+        assert (await server.context.audit.read(limit=10)).entries == ()
+
+
+async def test_uptime_does_not_depend_on_the_clock(opened):
+    async with opened() as server:
+        opened.clock.jump(200 * DAY_SECONDS)
+        opened.clock.turn(5)
+        assert (await server.context.statistics.read()).uptime_seconds == 5
 
 
 async def test_gc_refuses_to_delete_while_the_clock_is_doubtful(opened):

@@ -364,6 +364,15 @@ class TestBudget:
         left = copies(tmp_path)
         assert left == {Digest.of(blobs[number]).sha256 for number in (0, 2, 3)}
 
+    async def test_a_use_corrects_the_time_of_a_clock_that_was_ahead(self, opened, back, tmp_path):
+        store = opened(back, limit_bytes=1000)
+        await put(store, b"blob")
+        await read(store, b"blob")
+        (copy,) = (path for path in (tmp_path / "tier" / "sha256").rglob("*") if path.is_file())
+        os.utime(copy, (time.time() + 200 * 24 * 3600,) * 2)
+        await read(store, b"blob")
+        assert copy.stat().st_mtime <= time.time() + 60
+
     @pytest.mark.parametrize(
         ("limits", "bypassed"), [({"limit_bytes": 1000}, 0), ({"min_free_bytes": 2**60}, 2)]
     )

@@ -14,7 +14,6 @@ from markupsafe import Markup
 from graphstash_schema import STATUS, ErrorCode, InvalidValueError
 from graphstash_server.api.calls import KEY
 from graphstash_server.api.problems import log_refusal
-from graphstash_server.clock import Clock
 from graphstash_server.errors import ServerError
 from graphstash_server.pages import sign_in
 from graphstash_server.pages.artifact import artifact_of
@@ -40,9 +39,9 @@ Handler = Callable[[Visitor], Awaitable[Response]]
 Document = Callable[[], Awaitable[dict[str, Any]]]
 
 
-def add_pages(app: FastAPI, *, clock: Clock, document: Document) -> None:
+def add_pages(app: FastAPI, *, document: Document) -> None:
     """Add the dashboard to an application. `document` returns its OpenAPI document."""
-    pages = _Pages(document, clock=clock)
+    pages = _Pages(document)
     router = APIRouter(include_in_schema=False)
     router.get("/")(pages.page("overview.html", overview_of, when_unknown=pages.welcome))
     router.get("/artifacts/{namespace}/" + KEY)(pages.page("artifact.html", artifact_of))
@@ -58,9 +57,8 @@ def add_pages(app: FastAPI, *, clock: Clock, document: Document) -> None:
 
 
 class _Pages:
-    def __init__(self, document: Document, *, clock: Clock) -> None:
+    def __init__(self, document: Document) -> None:
         self._document = document
-        self._clock = clock
         self._renderer = Renderer()
         self._reference: Markup | None = None
         self._referring = asyncio.Lock()
@@ -85,7 +83,7 @@ class _Pages:
         async def endpoint(request: Request) -> Response:
             visitor = None
             try:
-                visitor = await visitor_of(request, self._clock())
+                visitor = await visitor_of(request)
                 return await handler(visitor)
             except (ServerError, InvalidValueError) as error:
                 if "text/html" not in request.headers.get("accept", "") or visitor is None:

@@ -104,7 +104,7 @@ class Visitor:
         return [Namespace(each.namespace) for each in largest[:_MAX_LISTED] if each.artifacts]
 
 
-async def visitor_of(request: Request, now: datetime) -> Visitor:
+async def visitor_of(request: Request) -> Visitor:
     """Identify the visitor who makes a request.
 
     Raises:
@@ -120,7 +120,7 @@ async def visitor_of(request: Request, now: datetime) -> Visitor:
                 session = await context.sessions.find(value)
         if session is not None:
             principal = session.principal
-    return Visitor(request, context, principal, session, now)
+    return Visitor(request, context, principal, session, context.clock())
 
 
 def is_over_tls(request: Request) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from graphstash_schema import Digest, Namespace, NamespaceStats, ServerStats
 from graphstash_server import __version__
-from graphstash_server.clock import Clock
+from graphstash_server.clock import SteadyClock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.locks import find_waiting
 from graphstash_server.db.queries.reports import count_withheld
@@ -185,10 +185,10 @@ class StatisticsService:
     accounting: Accounting
     leases: LeaseService
     wait_queue: WaitQueue
-    clock: Clock
+    steady: SteadyClock
 
     def __post_init__(self) -> None:
-        self._started_at = self.clock()
+        self._started_at = self.steady()
 
     async def read(
         self, *, may_read: Callable[[Namespace], Awaitable[bool]] | None = None
@@ -210,7 +210,7 @@ class StatisticsService:
                 )
         return ServerStats(
             version=__version__,
-            uptime_seconds=max((self.clock() - self._started_at).total_seconds(), 0.0),
+            uptime_seconds=self.steady() - self._started_at,
             leases_held=await self.leases.count_held(),
             waiters=self.wait_queue.count,
             healed=self.accounting.healed,

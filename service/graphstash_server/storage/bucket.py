@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import timedelta
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import boto3
@@ -131,15 +132,17 @@ class Bucket:
         self.threads.shutdown()
         self.client.close()
 
-    def abort_abandoned(self, prefix: str, *, before: datetime) -> None:
-        """Abort the unfinished multipart uploads that started before `before`. Blocks. This is the
-        outermost frame of its thread, so it logs an error. The next start retries.
+    def abort_abandoned(self, prefix: str, *, older_than: timedelta) -> None:
+        """Abort unfinished multipart uploads that are older than this by the clock of S3. Blocks.
+        This is the outermost frame of its thread, so it logs an error. The next start retries.
         """
         try:
             pages = self.client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self.name, Prefix=prefix
             )
             for page in pages:
+                date = page["ResponseMetadata"]["HTTPHeaders"]["date"]
+                before = parsedate_to_datetime(date) - older_than
                 for upload in page.get("Uploads", ()):
                     if self._is_closing.is_set():
                         return

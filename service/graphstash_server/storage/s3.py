@@ -16,7 +16,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
@@ -204,7 +204,7 @@ class S3BlobStore(BlobStore):
             ),
         )
         self._bucket.threads.submit(
-            self._bucket.abort_abandoned, self._prefix, before=datetime.now(UTC) - _ABANDONED_AGE
+            self._bucket.abort_abandoned, self._prefix, older_than=_ABANDONED_AGE
         )
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:

@@ -278,7 +278,9 @@ class TieredBlobStore(BlobStore):
         if status.st_size != digest.size_bytes:
             path.unlink(missing_ok=True)
             return None
-        if time.time() - status.st_mtime > _TOUCH_SECONDS:
+        if (
+            not 0 <= time.time() - status.st_mtime <= _TOUCH_SECONDS
+        ):  # ahead: the clock was set back
             with suppress(FileNotFoundError):
                 os.utime(path)
         return open_file(path, self._threads)

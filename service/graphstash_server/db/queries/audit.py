@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import delete, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import AuditAction, AuditEntry, Namespace
@@ -91,6 +91,17 @@ async def read_audit(
 
 
 async def prune_audit(connection: AsyncConnection, *, older_than: datetime, limit: int) -> int:
-    """Delete up to `limit` entries written before a time. Return their number."""
-    oldest = select(audit.c.id).where(audit.c.at < older_than).order_by(audit.c.at).limit(limit)
+    """Delete up to `limit` entries written before a time. Return their number.
+
+    An entry that follows a younger one was written while the clock was behind. It stays as long as
+    the younger one.
+    """
+    kept = select(audit.c.id).where(audit.c.at >= older_than).order_by(audit.c.at).limit(1)
+    first_kept = kept.scalar_subquery()
+    oldest = (
+        select(audit.c.id)
+        .where(audit.c.at < older_than, or_(first_kept.is_(None), audit.c.id < first_kept))
+        .order_by(audit.c.at)
+        .limit(limit)
+    )
     return (await connection.execute(delete(audit).where(audit.c.id.in_(oldest)))).rowcount

@@ -1,9 +1,9 @@
 """Statements on `deletions`, and on `generations`, which records unconfirmed deletions."""
 
 from collections.abc import Collection, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, bindparam, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, bindparam, delete, func, not_, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
@@ -60,17 +60,17 @@ async def claim_deletions(
     connection: AsyncConnection,
     *,
     now: datetime,
-    until: datetime,
+    duration: timedelta,
     limit: int,
     spared: Collection[str] = (),
 ) -> list[Digest]:
     """Claim marked blobs that no other server has claimed, except those in `spared` (SHA-256). No
-    other server takes them before `until`, which also identifies this claim.
+    other server takes them before `now + duration`, which also identifies this claim.
     """
     free = (
         select(deletions.c.sha256)
         .where(
-            or_(deletions.c.claimed_until.is_(None), deletions.c.claimed_until < now),
+            or_(deletions.c.claimed_until.is_(None), not_(_is_claimed(now, duration))),
             deletions.c.sha256.not_in(sorted(spared)),
         )
         .order_by(deletions.c.sha256)
@@ -80,7 +80,7 @@ async def claim_deletions(
     statement = (
         update(deletions)
         .where(deletions.c.sha256.in_(free))
-        .values(claimed_until=until, unconfirmed=_IS_UNCONFIRMED)
+        .values(claimed_until=now + duration, unconfirmed=_IS_UNCONFIRMED)
         .returning(deletions.c.sha256, deletions.c.size_bytes)
     )
     return [Digest(*found) for found in await connection.execute(statement)]
@@ -113,12 +113,21 @@ async def renew_claim(
     return (await connection.execute(statement)).rowcount == 1
 
 
-async def is_claimed(connection: AsyncConnection, digest: Digest, *, now: datetime) -> bool:
+async def is_claimed(
+    connection: AsyncConnection, digest: Digest, *, now: datetime, duration: timedelta
+) -> bool:
     """Return whether a server is deleting a blob now."""
     statement = select(deletions.c.sha256).where(
-        deletions.c.sha256 == digest.sha256, deletions.c.claimed_until >= now
+        deletions.c.sha256 == digest.sha256, _is_claimed(now, duration)
     )
     return (await connection.execute(statement)).first() is not None
+
+
+def _is_claimed(now: datetime, duration: timedelta) -> ColumnElement[bool]:
+    """Match claims that last. A claim that ends later than any claim from now was made before the
+    clock was set back, and has ended.
+    """
+    return deletions.c.claimed_until.between(now, now + 2 * duration)
 
 
 async def doomed_digests(source: Source, digests: Sequence[Digest]) -> set[str]:

@@ -7,7 +7,7 @@ within a day.
 """
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import (
@@ -25,6 +25,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from graphstash_schema.protocol import MAX_LEASE_SECONDS
 from graphstash_server.db.prepared import Connection, Prepared, Source
 from graphstash_server.db.queries.shared import (
     KNOWN_KINDS,
@@ -50,6 +51,7 @@ __all__ = [
     "list_held_leases",
     "release_lease",
     "renew_lease",
+    "shorten_lease",
 ]
 
 
@@ -61,10 +63,17 @@ class LeaseRow(NamedTuple):
     holder: str
     expires_at: datetime
     released_at: datetime | None
+    ttl_seconds: float | None
 
     def is_held(self, now: datetime) -> bool:
         """Return whether a process holds the right to compile."""
         return self.released_at is None and self.expires_at > now
+
+    def latest_end(self, now: datetime) -> datetime:
+        """Return the latest time at which the lease can end. A later `expires_at` was stored before
+        the clock was set back.
+        """
+        return now + timedelta(seconds=self.ttl_seconds or MAX_LEASE_SECONDS)
 
 
 class HeldRow(NamedTuple):
@@ -83,7 +92,7 @@ async def acquire_lease(
     holder: str,
     caller: str,
     now: datetime,
-    expires_at: datetime,
+    ttl_seconds: float,
 ) -> int | None:
     """Take the lease if it is free, in one statement.
 
@@ -96,8 +105,9 @@ async def acquire_lease(
         holder=holder,
         caller=caller,
         fencing=int(now.timestamp() * 1000),
-        expires_at=expires_at,
+        expires_at=now + timedelta(seconds=ttl_seconds),
         released_at=None,
+        ttl_seconds=ttl_seconds,
     )
     new = statement.excluded
     statement = statement.on_conflict_do_update(
@@ -108,6 +118,7 @@ async def acquire_lease(
             "caller": new.caller,
             "expires_at": new.expires_at,
             "released_at": None,
+            "ttl_seconds": new.ttl_seconds,
             "fencing": case(
                 (new.fencing > leases.c.fencing, new.fencing), else_=leases.c.fencing + 1
             ),
@@ -136,16 +147,30 @@ async def renew_lease(
     token: str,
     holder: str,
     now: datetime,
-    expires_at: datetime,
+    ttl_seconds: float,
 ) -> int | None:
     """Extend a held lease. Return its fencing number, or None if the lease is lost."""
     statement = (
         update(leases)
         .where(is_key(leases, key), _is_held_with(token, now))
-        .values(expires_at=expires_at, holder=holder)
+        .values(
+            expires_at=now + timedelta(seconds=ttl_seconds),
+            holder=holder,
+            ttl_seconds=ttl_seconds,
+        )
         .returning(leases.c.fencing)
     )
     return _fencing(await connection.execute(statement))
+
+
+async def shorten_lease(
+    connection: AsyncConnection, key: StoredKey, lease: LeaseRow, *, expires_at: datetime
+) -> None:
+    """Let a lease end earlier, unless it was granted again or renewed meanwhile."""
+    is_same = and_(leases.c.token == lease.token, leases.c.expires_at == lease.expires_at)
+    await connection.execute(
+        update(leases).where(is_key(leases, key), is_same).values(expires_at=expires_at)
+    )
 
 
 async def release_lease(

@@ -109,7 +109,9 @@ class BlobCollector:
                 return False
             async with self.database.writing() as connection:
                 await lock_blob(connection, digest)
-                is_free = not await is_claimed(connection, digest, now=self.clock())
+                is_free = not await is_claimed(
+                    connection, digest, now=self.clock(), duration=_CLAIM
+                )
                 if is_free:
                     await abandon_deletion(connection, digest)
             if is_free:
@@ -131,7 +133,7 @@ class BlobCollector:
             if only_marked and not await has_deletion(connection, digest):
                 return False
             now = self.clock()
-            if await is_claimed(connection, digest, now=now):
+            if await is_claimed(connection, digest, now=now, duration=_CLAIM):
                 return False
             if await self._is_kept(connection, digest):
                 return False
@@ -152,7 +154,7 @@ class BlobCollector:
             until = now + _CLAIM
             async with self.database.writing() as connection:
                 claimed = await claim_deletions(
-                    connection, now=now, until=until, limit=_CLAIMED, spared=self._uploading
+                    connection, now=now, duration=_CLAIM, limit=_CLAIMED, spared=self._uploading
                 )
             for digest in claimed:
                 try:

@@ -90,7 +90,9 @@ class SessionService:
             return None
         async with self.database.reading() as connection:
             row = await find_session(connection, _sha256(session_id))
-        if row is None or row.expires_at <= self.clock():
+        now = self.clock()
+        # A session that lasts for longer than any new one began while a clock was ahead.
+        if row is None or not now < row.expires_at <= now + 2 * SESSION_LIFETIME:
             return None
         principal = await self.access.principal_of_token(row.token_id)
         return None if principal is None else Session(session_id, row.expires_at, principal)

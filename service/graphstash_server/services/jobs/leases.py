@@ -34,6 +34,7 @@ from graphstash_server.db.queries.leases import (
     list_held_leases,
     release_lease,
     renew_lease,
+    shorten_lease,
 )
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
@@ -49,6 +50,9 @@ _LOOK_SECONDS_INFORMED = 5.0
 pause by up to half of the mean, so that the servers of a fleet do not poll in step. A waiter gets
 its reply within about half a second of a commit, by polling or by notification."""
 
+
+_CLOCKS_DIFFER = timedelta(seconds=1)
+"""How far the clocks of two servers may differ. A clock that is set back by less is no matter."""
 
 _MAX_HELD = 1024
 """Leases that one caller may hold. Each is a graph being compiled now, and a whole team may share
@@ -140,7 +144,7 @@ class LeaseService:
                 token=token,
                 holder=request.holder,
                 now=now,
-                expires_at=now + timedelta(seconds=request.ttl_seconds),
+                ttl_seconds=request.ttl_seconds,
             )
         if fencing is None:
             raise _lost(key)
@@ -187,8 +191,9 @@ class LeaseService:
             if row is not None:
                 return _ready(row.digest), row.digest
             lease = await find_lease(self.database, wanted.key)
-            if lease is not None and lease.is_held(self.clock()):
-                return self._held(lease), None
+            now = self.clock()
+            if lease is not None and lease.is_held(now):
+                return await self._held(wanted.key, lease, now), None
             reply = await self._take(wanted)
             if reply is not None:
                 if lease is not None and lease.released_at is None:
@@ -211,7 +216,7 @@ class LeaseService:
                 holder=wanted.request.holder,
                 caller=wanted.caller,
                 now=now,
-                expires_at=now + timedelta(seconds=wanted.request.ttl_seconds),
+                ttl_seconds=wanted.request.ttl_seconds,
             )
             if fencing is None:
                 return None
@@ -235,12 +240,18 @@ class LeaseService:
         except TimeoutError:
             return
 
-    def _held(self, lease: LeaseRow) -> LeaseReply:
-        rest = lease.expires_at - self.clock()
+    async def _held(self, key: StoredKey, lease: LeaseRow, now: datetime) -> LeaseReply:
+        """Answer a waiter. If the clock was set back since the grant, first let the lease end after
+        its own duration, so that the waiters for a dead holder lose no more than that.
+        """
+        expires_at = min(lease.expires_at, lease.latest_end(now))
+        if lease.expires_at - expires_at > _CLOCKS_DIFFER:
+            async with self.database.writing() as connection:
+                await shorten_lease(connection, key, lease, expires_at=expires_at)
         return LeaseReply(
             state=LeaseState.HELD,
             holder=lease.holder,
-            expires_in_seconds=max(rest.total_seconds(), 0.0),
+            expires_in_seconds=(expires_at - now).total_seconds(),
         )
 
 

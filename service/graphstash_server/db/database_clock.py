@@ -1,0 +1,75 @@
+"""DatabaseClock: the clock of PostgreSQL, so that all servers agree about the time.
+
+Servers on several hosts compare times that other servers have stored: the ends of leases, claims
+and tokens. If one host's clock were wrong, its server would end the leases of others, or wait for
+hours for a holder that died. So no server of a PostgreSQL database uses the clock of its own host.
+SQLite has no clock: the servers of one host share that host's clock.
+"""
+
+import asyncio
+import logging
+from datetime import datetime, timedelta
+from typing import Self
+
+from sqlalchemy import func, select
+
+from graphstash_server.clock import SteadyClock
+from graphstash_server.db.engine import Database
+from graphstash_server.errors import ServerError
+
+__all__ = ["DatabaseClock"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_READ_SECONDS = 10.0
+"""Seconds between two readings, and so the time in which servers follow a clock that was set."""
+
+
+class DatabaseClock:
+    """A `Clock` that a monotonic clock continues from the last reading. A call costs no query."""
+
+    def __init__(self, database: Database, *, steady: SteadyClock) -> None:
+        """Use `open` instead, which reads the clock first."""
+        self._database = database
+        self._steady = steady
+        self._at: datetime | None = None
+        self._read_at = 0.0
+
+    @classmethod
+    async def open(cls, database: Database, *, steady: SteadyClock) -> Self:
+        """Return a clock that has been read.
+
+        Raises:
+            ServerError: 503 if the database does not respond.
+        """
+        clock = cls(database, steady=steady)
+        await clock.read()
+        return clock
+
+    def __call__(self) -> datetime:
+        """Return the time of the database."""
+        assert self._at is not None  # noqa: S101 - `open` has read it
+        return self._at + timedelta(seconds=self._steady() - self._read_at)
+
+    async def read(self) -> None:
+        """Read the clock of the database. Keep the last reading if both agree within the time that
+        this reading took.
+
+        Raises:
+            ServerError: 503 if the database does not respond.
+        """
+        async with self._database.reading() as connection:
+            began_at = self._steady()
+            at: datetime = (await connection.execute(select(func.clock_timestamp()))).scalar_one()
+            took = timedelta(seconds=self._steady() - began_at)
+        if self._at is None or not at - took <= self() <= at + took:
+            self._at, self._read_at = at, self._steady()
+
+    async def run(self) -> None:
+        """Read the clock again and again until cancelled."""
+        while True:
+            await asyncio.sleep(_READ_SECONDS)
+            try:
+                await self.read()
+            except ServerError as error:
+                _LOGGER.debug("the clock of the database was not read: %s", error)
