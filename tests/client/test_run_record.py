@@ -104,3 +104,11 @@ def test_folder_of_a_run_stays_for_child_that_outlives_its_parent(start, save, t
         return name(1) not in runs(tmp_path)
 
     until(is_removed)
+
+
+def test_a_run_that_began_while_the_clock_was_ahead_is_not_the_latest(save, tmp_path):
+    ahead = f"{time.time_ns() + 200 * 24 * 3600 * 10**9:020d}-1"
+    save(ahead)
+    for number in range(KEPT):
+        save(name(number))
+    assert runs(tmp_path) == [name(number) for number in range(KEPT)]

@@ -21,7 +21,7 @@ from support.bombs import count_decompressors
 from support.host import Host, key
 from support.processes import python
 from support.refusals import refusal
-from support.signing import flipped, plant, sealed, signature_of
+from support.signing import flipped, plant, sealed, signature_of, trust_json
 from support.waiting import PATIENT_VARIABLES
 
 PAYLOAD = b"graph" * 1000
@@ -219,6 +219,18 @@ def test_bytes_behind_payload_on_disk_are_ignored(hosts, team, policy, size):
     assert reader.get(key()) == payload
     assert reader.ensure_local(key()).source == "local"
     assert reader.get(key()) == payload
+
+
+def test_copy_stays_on_a_host_whose_clock_is_after_the_end_of_the_key(hosts, team):
+    hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
+    reader = hosts("reader", trusted_keys=team.file)
+    assert reader.ensure_local(key()).source == "remote"
+    now = team.file.read_text()
+    team.file.write_text(trust_json())
+    team.trust("ci", not_after=datetime.now(UTC) - timedelta(days=1))
+    assert refusal(reader.get, key()).reason is Reason.UNKNOWN_KEY
+    team.file.write_text(now)
+    assert reader.ensure_local(key()).source == "local"
 
 
 def test_unsigned_result_of_this_host_is_used_by_this_host_only(hosts, team):

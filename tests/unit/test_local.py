@@ -144,6 +144,25 @@ def test_stale_temporary_files_are_removed_and_fresh_ones_stay(tmp_path):
     assert fresh.exists()
 
 
+def test_a_clock_that_is_ahead_removes_no_temporary_file_that_is_written(tmp_path, monkeypatch):
+    writer, other = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
+    with writer.temporary() as file:
+        file.write(b"one")
+        monkeypatch.setattr(local_tier, "time", lambda: time.time() + 200 * 24 * 3600)
+        other.evict()
+        assert writer.adopt(NAMESPACE, key(1), file)
+    assert read(other, 1) == b"one"
+
+
+def test_an_artifact_used_while_the_clock_was_ahead_ages_from_now_on(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    add(tier, 1, b"one")
+    path = tier.path(NAMESPACE, key(1))
+    os.utime(path, (time.time() + 200 * 24 * 3600,) * 2)
+    tier.evict()
+    assert path.stat().st_mtime <= time.time() + 60
+
+
 def test_wait_for_lock_of_an_artifact_is_bounded(tmp_path):
     tier = LocalTier(tmp_path, limit_bytes=1000)
     program = (

@@ -70,7 +70,10 @@ _TOUCH_SECONDS: Final = 0.5
 """Seconds between two signals of a downloading process to waiting processes."""
 
 _STALE_SECONDS: Final = 24 * 3600.0
-"""Age in seconds from which a temporary file counts as left by a dead process."""
+"""Age in seconds from which a temporary file is removed, unless a process holds it."""
+
+_MAX_AHEAD_SECONDS: Final = 3600.0
+"""A time of last use that is further ahead comes from a clock that was wrong."""
 
 
 class Copy(NamedTuple):
@@ -402,7 +405,13 @@ class LocalTier:
 
     def _evict(self) -> int:
         self._remove_stale()
+        latest = time() + _MAX_AHEAD_SECONDS
         found = sorted(self._envelopes(), key=lambda entry: entry[2])
+        for path, _, used_at in reversed(found):
+            if used_at <= latest:
+                break
+            with contextlib.suppress(OSError):  # used while the clock was ahead: ages from now on
+                os.utime(path)
         total = sum(size for _, size, _ in found)
         removed = 0
         if total > self._limit_bytes:
@@ -439,7 +448,23 @@ class LocalTier:
         for path in (self._place / "tmp").iterdir():
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest and path.is_file():
-                    path.unlink()
+                    _remove_unless_held(path)
+
+
+def _remove_unless_held(path: Path) -> None:
+    """Remove a temporary file unless a process still writes it (`SpillFile`).
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:  # a file system without locks
+            pass
+        path.unlink()
 
 
 def _is_younger(path: Path, seconds: float) -> bool:

@@ -197,7 +197,9 @@ class Reader:
             except VerificationError as error:
                 # The server may have a sound copy: undo the partial write.
                 _log.debug("graphstash: the local tier: %s", error)
-                self._tier.discard(namespace, key, origin=origin)
+                # A key may be unknown to this job only, or look expired to a clock that is ahead.
+                if error.reason is not Reason.UNKNOWN_KEY:
+                    self._tier.discard(namespace, key, origin=origin)
                 _take_back(into)
                 return None
 

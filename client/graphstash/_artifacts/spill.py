@@ -6,6 +6,7 @@ the file continues in the directory for temporary files, or else in memory.
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import sys
@@ -45,6 +46,8 @@ class SpillFile(io.RawIOBase, BinaryIO):
             self._file = self._next(error)
         else:
             self._path = Path(name)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is not stale
             self._file = os.fdopen(descriptor, "r+b", buffering=0)
 
     @property

@@ -51,6 +51,6 @@ def is_run(name: str) -> bool:
     return _RUN.fullmatch(name) is not None
 
 
-def new_run() -> str:
-    """Return a name for a run that starts now. Names sort by start time."""
-    return f"{time.time_ns():020d}-{os.getpid()}"
+def new_run(*, after_seconds: float = 0.0) -> str:
+    """Return a name for a run that starts now, or later. Names sort by start time."""
+    return f"{time.time_ns() + int(after_seconds * 1e9):020d}-{os.getpid()}"

@@ -17,7 +17,7 @@ from typing import Any, Final
 from graphstash._artifacts import run_folder
 from graphstash._compile.misses import Miss
 from graphstash._compile.stats import Stats
-from graphstash._process.run_name import is_run
+from graphstash._process.run_name import is_run, new_run
 from graphstash.config import ClientConfig
 from graphstash_schema.explanation import Description
 from graphstash_schema.own_files import make_own_directory, open_own_directory
@@ -26,6 +26,7 @@ __all__ = ["ProcessRecord", "read_last_run", "save"]
 
 _FOLDER: Final = "records"
 _KEPT: Final = 20
+_MAX_AHEAD_SECONDS: Final = 3600.0
 _MAX_BYTES: Final = 32 * 1024**2
 
 
@@ -114,8 +115,12 @@ def _opened(descriptor: int) -> Iterator[Path]:
 
 
 def _names(runs: Path) -> list[str]:
-    """Return the runs, oldest first. Skip other entries."""
-    return sorted(each.name for each in runs.iterdir() if is_run(each.name))
+    """Return the runs, oldest first. Runs that began while the clock was ahead count as the oldest.
+    Skip other entries.
+    """
+    latest = new_run(after_seconds=_MAX_AHEAD_SECONDS)
+    names = (each.name for each in runs.iterdir() if is_run(each.name))
+    return sorted(names, key=lambda name: (name <= latest, name))
 
 
 def _read(run: Path) -> Iterator[ProcessRecord]:
