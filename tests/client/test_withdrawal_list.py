@@ -313,6 +313,22 @@ def test_download_that_began_before_the_withdrawal_is_not_kept_as_known(next_job
         assert [each.get(key(1)) for each in (slow, beside)] == [None, None]
 
 
+def test_download_from_a_server_that_lags_behind_is_looked_up(next_job):
+    """For two seconds, another server behind the URL may serve what it has in memory."""
+    publisher = publish(next_job, 1)
+    job = next_job()
+    assert job.get(key(1)) == b"graph"
+    look_up(job)
+    (found,) = job.server.lookup([key(1)]).found
+    delete(publisher)
+    look_up(job)
+    until(lambda: position(job) == 1)
+
+    namespace, sha256 = job.config.namespace, found.digest.partition(":")[2]
+    job.standing.note(namespace, key(1), sha256, asked_at=time.time())
+    assert job.standing.stored(namespace, key(1)) is None
+
+
 KILLED = """
 import os, signal, sys
 from graphstash import ClientConfig, Stash

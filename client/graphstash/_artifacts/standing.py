@@ -58,6 +58,10 @@ _MAX_BYTES: Final = 4 * 1024**2
 """Of what the processes of a run tell each other at a time."""
 
 _ABSENT: Final = "-"
+_SERVER_LAG_SECONDS: Final = 5.0
+"""How long downloads of withdrawn bytes need a look-up. A server may serve an artifact from memory
+for two seconds after another server has withdrawn it."""
+
 _WITHHELD: Final = "!"
 """Begins the SHA-256 of an artifact that the server withholds."""
 
@@ -323,8 +327,8 @@ class Standing:
         is_stored = word != _ABSENT and not word.startswith(_WITHHELD)
         if is_stored:
             withdrawn = self._withdrawn.get(where, {})
-            if withdrawn.get(word, -1.0) >= at:
-                return  # requested before the withdrawal
+            if withdrawn.get(word, -_SERVER_LAG_SECONDS) + _SERVER_LAG_SECONDS > at:
+                return  # requested before the withdrawal, or of a server that lags behind it
             withdrawn.pop(word, None)
         self._stored[where] = word if is_stored else None, at
 
