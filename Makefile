@@ -14,8 +14,8 @@ TORCH_INDEX_OPTIONS := $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strate
 
 export PYTHONSAFEPATH = 1
 
-.PHONY: help demo serve test test-all test-package test-random test-images test-pythons coverage fuzz check \
-    lint types format hooks dist docs docs-serve reference bench bench-training bench-tuning bench-reduce \
+.PHONY: help demo serve test test-all test-package test-pairs test-random test-images test-pythons coverage fuzz \
+    check lint types format hooks dist docs docs-serve reference bench bench-training bench-tuning bench-reduce \
     constraints clean
 
 help:  ## List the targets
@@ -53,6 +53,13 @@ test-random: $(VENV)/.installed $(VENV)/.packages  ## Run the tests ROUNDS times
 	    echo "seed $$seed, load $$(cut -d' ' -f1-3 /proc/loadavg)" && \
 	    PYTHONHASHSEED=$$seed $(PYTEST) --random-order --random-order-seed=$$seed \
 	        --hypothesis-seed=$$seed $(TESTS) || exit; done
+
+PAIRS ?= 10000
+SEED ?= 1
+
+test-pairs: $(VENV)/.installed  ## Compare the keys of PAIRS generated pairs of programs for each compiler
+	$(BIN)/python -m pytest --extended -rP --pairs $(PAIRS) --seed-of-pairs $(SEED) \
+	    tests/compilers/wrong_hits/test_generated.py
 
 # Beside everything else, these build an image and start some twenty containers with names of their
 # own, and remove them. The engine may be any that `docker` and `docker compose` reach.

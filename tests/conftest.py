@@ -63,6 +63,8 @@ httpx._transports.default.create_ssl_context = _context
 
 def pytest_addoption(parser):
     parser.addoption("--extended", action="store_true", help="also run tests marked `extended`")
+    parser.addoption("--pairs", type=int, help="generated pairs of programs for each compiler")
+    parser.addoption("--seed-of-pairs", type=int, default=1, help="chooses the generated pairs")
     parser.addoption("--images", action="store_true", help="also run tests marked `images`")
 
 

@@ -70,8 +70,10 @@ _REFLECTION: Final = frozenset(
 """Names that lead to values outside the description of the surrounding code."""
 
 _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
-_GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
-_CELLS: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"})
+_GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+_CELLS: Final = frozenset(
+    {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE", "LOAD_FROM_DICT_OR_DEREF"}
+)
 _REFUSED: Final = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _SKIPPED: Final = frozenset({"CACHE", "EXTENDED_ARG", "NOP"})
 _IMPORTED: Final = "import "
@@ -241,7 +243,7 @@ class CodeDescriber:
         members = (
             f"{name}={self._member(value)}"
             for name, value in vars(cls).items()
-            if name not in _OWN_OF_CLASSES
+            if name not in _OWN_OF_CLASSES and not _is_hash_of_dataclass(cls, name)
         )
         return f"class {cls.__qualname__}({bases}) {fields}{'; '.join(members)}"
 
@@ -249,13 +251,14 @@ class CodeDescriber:
         if isinstance(value, staticmethod | classmethod):
             return f"{type(value).__name__}({self.describe(value.__func__)})"
         if isinstance(value, property):
-            return f"property({', '.join(map(self.describe, (value.fget, value.fset)))})"
+            functions = (value.fget, value.fset, value.fdel)
+            return f"property({', '.join(map(self.describe, functions))})"
         return self.describe(value)
 
     def _instance(self, value: Any) -> str:
         cls = type(value)
-        if value is dataclasses.MISSING:
-            return "missing"
+        if value is dataclasses.MISSING or cls.__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
+            return "missing" if value is dataclasses.MISSING else "made by the factory"
         if cls.__name__ == "_tuplegetter":  # an attribute of a named tuple
             return f"element {value.__reduce__()[1][0]}"
         if _is_named_tuple(cls):
@@ -274,7 +277,7 @@ class CodeDescriber:
 
     def _function(self, function: FunctionType) -> str:
         around = self._around(function, self._chains(function))
-        own = {name: each for name, each in vars(function).items() if name != "__wrapped__"}
+        own = dict(vars(function))
         given = f"; {self.describe(own)}" if own else ""
         return f"function({function.__name__}; {self._code(function.__code__)}; {around}{given})"
 
@@ -438,6 +441,13 @@ def _file_of(module: str) -> str:
     if not file:
         raise UndescribableError(f"the module {module} has no file")
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _is_hash_of_dataclass(cls: type, name: str) -> bool:
+    """Whether a member is the `__hash__` that Python wrote for the fields of a dataclass."""
+    code = getattr(vars(cls)[name], "__code__", None)
+    is_written = code is not None and code.co_filename == "<string>"
+    return name == "__hash__" and is_written and dataclasses.is_dataclass(cls)
 
 
 def _is_named_tuple(cls: type) -> bool:

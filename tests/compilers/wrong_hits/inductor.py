@@ -480,6 +480,78 @@ with tracing(context):
 """
 
 
+_NOTED = """
+import torch
+from torch._inductor import lowering
+from torch._inductor.fx_passes import post_grad
+from torch._inductor.pattern_matcher import Arg, CallFunction, register_graph_pattern
+from graphstash.hooks.inductor.user_code import user_code_of
+
+aten = torch.ops.aten
+BEFORE
+user_code_of(torch.fx.symbolic_trace(GRAPH), [])
+AFTER
+torch.compile(lambda x: torch.nn.functional.silu(x.sin()))(torch.ones(4))
+"""
+"""Changes what the hook has looked through before."""
+
+_OPERATOR = f"""
+import torch
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
+
+class Mine(HigherOrderOperator):
+    def __init__(self):
+        super().__init__("mine", cacheable=True)
+
+    def __call__(self, x):
+        return super().__call__(x)
+
+mine = Mine()
+mine.py_impl(DispatchKey.CompositeExplicitAutograd)(lambda x: x * HERE)
+x = torch.ones(4)
+nodes = torch.fx.Graph()
+nodes.output((nodes.call_function(mine, (nodes.placeholder("x"),)),))
+graph = torch.fx.GraphModule(torch.nn.Module(), nodes)
+{_GIVEN}
+"""
+
+_BACKEND_OF_DEVICE = """
+import torch
+from torch._inductor.codegen import common
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+common.init_backend_registration()
+
+class Mine(CppScheduling):
+    def can_fuse_vertical(self, *_):
+        return HERE
+
+common.register_backend_for_device("cpu", Mine, PythonWrapperCodegen)
+torch.compile(lambda x: x.sin())(torch.ones(4))
+"""
+
+_SHARED_MEMORY = """
+import torch
+
+memory = torch.ones(4)
+first, second = HERE
+
+def f(x, y):
+    x.mul_(2)
+    return x + y
+
+torch.compile(f)(first, second)
+"""
+
+
+def _noted(name: str, before: str, graph: str, after: str, *values: str) -> Pair:
+    """A pair that changes something after another graph."""
+    text = _NOTED.replace("BEFORE", before).replace("GRAPH", graph).replace("AFTER", after)
+    return pair(name, text, *values)
+
+
 def _lowers(name: str, before: str, *values: str) -> Pair:
     """A pair whose tables of lowerings or decompositions differ."""
     return pair(name, _LOWERINGS.replace("BEFORE", before), *values)
@@ -579,7 +651,7 @@ _AROUND_CODE = (
         "constraint of the layout of arguments",
         "from torch._inductor import lowering\nif HERE:\n"
         "    lowering.add_layout_constraint(\n"
-        "        torch.ops.pairs.scale.default, lowering.constrain_to_fx_strides\n    )",
+        "        torch.ops.pairs.scale.default, lowering.require_contiguous\n    )",
         "False",
         "True",
         text=_FORWARD,
@@ -705,6 +777,132 @@ _AROUND_CODE = (
         "3",
         around="configs = [triton.Config({}, pre_hook=lambda named: named['x'].fill_(HERE))]\n"
         "kernel = triton.autotune(configs, key=[], do_bench=lambda *_, **__: 1.0)(kernel)",
+    ),
+)
+
+_SEEN_BEFORE = (
+    pair(
+        "memory that inputs share",
+        _SHARED_MEMORY,
+        "torch.ones(4)[:], torch.ones(4)[:]",
+        "memory[:], memory[:]",
+    ),
+    pair(
+        "history of an input",
+        "import torch\ntorch.compile(lambda x: x.sin())(torch.ones(4, requires_grad=True)HERE)",
+        "",
+        " * 1",
+    ),
+    _given(
+        "object that a backend gives as a compiler",
+        "class Inner:\n    def __call__(self, graph, inputs, **how):\n"
+        "        graph.graph.find_nodes(op='output')\n"
+        "        print(aten.HERE.default)\n"
+        "        return compile_fx_inner(graph, inputs, **how)\n",
+        "inner_compile=Inner()",
+        "cos",
+        "exp",
+    ),
+    _given(
+        "state of a compiler that a backend gives",
+        "class Inner:\n    def __init__(self, by):\n        self.by = by\n"
+        "    def compile(self, graph, inputs, **how):\n        print(self.by)\n"
+        "        return compile_fx_inner(graph, inputs, **how)\n",
+        "inner_compile=Inner(HERE).compile",
+        "2",
+        "3",
+    ),
+    _given(
+        "argument of a compiler that a backend gives",
+        "import functools\n\ndef inner(by, graph, inputs, **how):\n    print(by)\n"
+        "    return compile_fx_inner(graph, inputs, **how)\n",
+        "inner_compile=functools.partial(inner, HERE)",
+        "2",
+        "3",
+    ),
+    _lowers(
+        "decomposition that comes after torch's copy of the table",
+        "from torch._inductor.decomposition import fast_random_decomps\n"
+        "fast_random_decomps.cache_clear()\nif HERE:\n    fast_random_decomps()\n"
+        "decompositions[torch.ops.aten.silu.default] = lambda x: x * 3",
+        "False",
+        "True",
+    ),
+    _lowers(
+        "decomposition for random numbers",
+        "from torch._decomp.decompositions_for_rng import extra_random_decomps\n"
+        "from torch._inductor.decomposition import fast_random_decomps\n"
+        "fast_random_decomps.cache_clear()\n"
+        "extra_random_decomps[torch.ops.aten.silu.default] = lambda x: x * HERE",
+        "2",
+        "3",
+    ),
+    pair("kernel of an operator of the user", _OPERATOR, "2", "3"),
+    pair("generator of code for a device", _BACKEND_OF_DEVICE, "False", "True"),
+    pair(
+        "state of a graph pass",
+        _PASS.replace("HERE", "self.by").replace(
+            "    def __call__",
+            "    by = 1\n\n    def __init__(self):\n        self.by = HERE\n\n    def __call__",
+        ),
+        "2",
+        "3",
+    ),
+    _noted(
+        "kernel of ATen in place of another one",
+        "kernels = aten.silu.default.py_kernels\n"
+        "key = torch._C.DispatchKey.CompositeImplicitAutograd\nkernels[key] = lambda x: x * 4",
+        "lambda x: x.sin()",
+        "kernels[key] = lambda x: x * HERE\naten.silu.default._dispatch_cache.clear()",
+        "2",
+        "3",
+    ),
+    _noted(
+        "pattern in place of another one",
+        "def add(by):\n    pattern = CallFunction(aten.sin.default, Arg())\n"
+        "    register_graph_pattern(pattern, pass_dict=post_grad.pass_patterns[1])(\n"
+        "        lambda match, x: match.replace_by_example(lambda x: x * by, [x])\n    )\n"
+        "patterns = post_grad.pass_patterns[1].patterns\nbefore = {\n"
+        "    key: list(held) for key, held in patterns.items()\n}\nadd(4)",
+        "lambda x: x.sin()",
+        "for key, held in patterns.items():\n    held[:] = before.get(key, [])\nadd(HERE)",
+        "2",
+        "3",
+    ),
+    _noted(
+        "constraint of layouts that comes late",
+        f"{_DEFINE}\nsin = torch.ops.pairs.scale.default",
+        "lambda x: sin(x)",
+        "if HERE:\n    lowering.add_layout_constraint(sin, lowering.require_contiguous)\n"
+        "torch.compile(lambda x: scale(x))(torch.ones(4))",
+        "False",
+        "True",
+    ),
+    pair(
+        "operation of ATen that is kept",
+        "import torch\nif HERE:\n    torch.fx.node.has_side_effect(torch.ops.aten.sin.default)\n"
+        "nodes = torch.fx.Graph()\nx = torch.ones(4)\n"
+        "nodes.call_function(torch.ops.aten.sin.default, (nodes.placeholder('x'),))\n"
+        "nodes.output(())\ngraph = torch.fx.GraphModule(torch.nn.Module(), nodes)\n" + _GIVEN,
+        "False",
+        "True",
+    ),
+    _code(
+        "function inside of a wrapper that is read by name",
+        "import functools\ndef inner(ctx, g):\n    return g * HERE\n"
+        "@functools.wraps(inner)\ndef gradient(ctx, g):\n"
+        "    return gradient.__wrapped__(ctx, g)\nscale.register_autograd(gradient)",
+        "2",
+        "3",
+    ),
+    _code(
+        "deleter of a property",
+        "class Factor:\n    by = property(lambda self: self.held, None, lambda self: "
+        "setattr(self, 'held', HERE))\n"
+        "def gradient(ctx, g):\n    factor = Factor()\n    del factor.by\n"
+        "    return g * factor.by\nscale.register_autograd(gradient)",
+        "2",
+        "3",
     ),
 )
 
@@ -941,6 +1139,14 @@ _REVERSE = (
     ),
     pair("lowering on another host", _LOWER, "cos", relation=_EQUAL),
     pair("graph pass on another host", _PASS, "None", relation=_EQUAL),
+    _code(
+        "frozen dataclass with a factory",
+        "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Factor:\n"
+        "    by: list = dataclasses.field(default_factory=lambda: [2])\n"
+        "factor = Factor()\nscale.register_autograd(lambda ctx, g: g * factor.by[0] + HERE)",
+        "0",
+        relation=_EQUAL,
+    ),
 )
 
 PAIRS = with_extended(
@@ -953,6 +1159,7 @@ PAIRS = with_extended(
         ),
         *_CODE,
         *_AROUND_CODE,
+        *_SEEN_BEFORE,
         *_UNSHARED,
         *_REFUSED_CODE,
         *_SWITCHES,
@@ -960,6 +1167,17 @@ PAIRS = with_extended(
     ),
     # The registrations and switches of these are read as those of a pair above.
     *(
+        "history of an input",
+        "state of a compiler that a backend gives",
+        "argument of a compiler that a backend gives",
+        "decomposition for random numbers",
+        "generator of code for a device",
+        "state of a graph pass",
+        "pattern in place of another one",
+        "operation of ATen that is kept",
+        "function inside of a wrapper that is read by name",
+        "deleter of a property",
+        "frozen dataclass with a factory",
         "function two calls away",
         "keyword default of a backward",
         "method of a class that a backward uses",

@@ -17,8 +17,10 @@ from typing import Any, Final
 import torch
 from torch import library
 from torch._decomp import global_decomposition_table
+from torch._decomp.decompositions_for_rng import extra_random_decomps
 from torch._inductor import lowering
-from torch._inductor.decomposition import decompositions, fast_random_decomps
+from torch._inductor.codegen.common import device_codegens
+from torch._inductor.decomposition import decompositions
 from torch._inductor.fx_passes import joint_graph, post_grad, pre_grad, split_cat
 from torch._inductor.pattern_matcher import PatternMatcherPass
 from torch._inductor.virtualized import V
@@ -27,7 +29,15 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from graphstash.hooks.code import CodeDescriber, UndescribableError
 from graphstash.hooks.inductor.libraries import libraries
 
-__all__ = ["compilers_of", "is_torchs", "is_torchs_namespace", "registered_for_torch", "tables"]
+__all__ = [
+    "compilers_of",
+    "is_torchs",
+    "is_torchs_namespace",
+    "is_torchs_operator",
+    "kernels_of_operator",
+    "registered_for_torch",
+    "tables",
+]
 
 _OWN: Final = frozenset(
     {
@@ -83,6 +93,7 @@ def tables() -> Iterator[tuple[str, Any]]:
     """Return the tables of functions by operation, each with its name."""
     yield "lowering", lowering.lowerings
     yield "decomposition", decompositions
+    yield "decomposition of random numbers", extra_random_decomps
     for name, table in global_decomposition_table.items():
         yield f"decomposition.{name}", table
 
@@ -101,6 +112,21 @@ def is_torchs(function: Any) -> bool:
     return True
 
 
+_names: dict[int, tuple[Any, str | None]] = {}
+"""By ID of a function: the function, and its name if it belongs to torch."""
+
+
+def _name_once(function: Any) -> str | None:
+    """Return the name of a function of torch, or None for other functions. Cached."""
+    if id(function) not in _names:
+        try:
+            name = _name(function, 0)
+        except _ForeignError:
+            name = None
+        _names[id(function)] = (function, name)
+    return _names[id(function)][1]
+
+
 def registered_for_torch(describer: CodeDescriber) -> Iterator[str]:
     """Describe the registrations for torch's own operations, one line each.
 
@@ -110,7 +136,8 @@ def registered_for_torch(describer: CodeDescriber) -> Iterator[str]:
     _check_kernels(len(library._impls))
     digest, foreign = _entries()
     yield digest
-    for label, function in (*foreign, *_foreign_kernels(), *_foreign_patterns()):
+    of_user = (*_foreign_kernels(), *_foreign_patterns(), *_foreign_constraints())
+    for label, function in (*foreign, *of_user, *_foreign_backends()):
         yield f"{label}={describer.registered(function)}"
     if (handler := _choices()) is not None:
         yield f"choices={describer.describe(handler)}"
@@ -126,16 +153,30 @@ def compilers_of(describer: CodeDescriber, settings: Any) -> Iterator[str]:
         UndescribableError: a function has no description.
     """
     given = _given(settings)
+    # torch copies its table once, so a program can change an entry too late.
     table = given.get("decompositions") or {}
-    known = (decompositions, fast_random_decomps())
-    for target, function in table.items():
-        if not any(each.get(target) is function for each in known) and not is_torchs(function):
-            yield f"given {target}={describer.registered(function)}"
-    if not any(table.keys() == each.keys() for each in known):
-        yield f"given {sha256(repr(sorted(map(str, table))).encode()).hexdigest()}"
+    present = table if table is decompositions else {**decompositions, **extra_random_decomps}
+    for target in present.keys() | table.keys() if table != present else ():
+        function = table.get(target)
+        if function is not present.get(target):
+            name = describer.registered(function) if _is_foreign(function) else _name(function, 0)
+            yield f"given {_target(target)}={name}"
     for name in _COMPILERS:
-        for each in _foreign_in(given.get(name), 0):
+        for each in _foreign_in(given.get(name), set()):
             yield f"{name}={describer.registered(each)}"
+
+
+def is_torchs_operator(operator: HigherOrderOperator) -> bool:
+    """Return whether a higher-order operator and all its kernels belong to torch."""
+    return _name_once(type(operator)) is not None and all(
+        _name_once(each) is not None for _, each in kernels_of_operator(operator)
+    )
+
+
+def kernels_of_operator(operator: HigherOrderOperator) -> list[tuple[Any, Any]]:
+    """Return the Python kernels of a higher-order operator, each with its key."""
+    held = (operator.py_kernels, operator.python_key_table, operator.functorch_table)
+    return [pair for each in held for pair in list(each.items())]
 
 
 def _given(settings: Any) -> dict[str, Any]:
@@ -168,15 +209,11 @@ def _entries() -> tuple[str, list[tuple[str, Any]]]:
         return found
     names: list[str] = []
     foreign: list[tuple[str, Any]] = []
-    known: dict[int, str] = {}
     for label, table in tables():
         for target, function in list(table.items()):
             if not is_torchs_namespace(_namespace(target)):
                 continue
-            try:
-                if (name := known.get(id(function), "")) == "":
-                    name = known[id(function)] = _name(function, 0)
-            except _ForeignError:
+            if (name := _name_once(function)) is None:
                 foreign.append((f"{label} {target}", function))
                 continue
             # Inductor adds these at its first operation without a lowering. A process
@@ -252,27 +289,48 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _foreign_in(value: Any, depth: int) -> Iterator[Any]:
+def _is_foreign(function: Any) -> bool:
+    return function is not None and not is_torchs(function)
+
+
+def _foreign_in(value: Any, seen: set[int]) -> Iterator[Any]:
     """Return the functions in a compiler of a backend that do not belong to torch."""
-    if depth > _MAX_DEPTH or value is None or type(value) in _PLAIN:
+    if value is None or type(value) in _PLAIN or id(value) in seen:
         return
-    if isinstance(value, partial):
-        for each in (value.func, *value.args, *value.keywords.values()):
-            yield from _foreign_in(each, depth + 1)
-    elif isinstance(value, FunctionType):
+    seen.add(id(value))
+    if callable(value) and not isinstance(value, torch.nn.Module):
         try:
-            _check(str(value.__globals__.get("__name__")))
+            _check(_module_of(value))
         except _ForeignError:
-            yield value
+            yield value  # a partial with its arguments, and a method with its object
             return
-        for cell in value.__closure__ or ():
-            content = _content(cell)
-            if isinstance(content, FunctionType | partial | MethodType):
-                yield from _foreign_in(content, depth + 1)
-    elif isinstance(value, MethodType):
-        yield from _foreign_in(value.__func__, depth + 1)
-    elif isinstance(getattr(value, "compiler_fn", None), FunctionType | partial):
-        yield from _foreign_in(value.compiler_fn, depth + 1)
+    for each in _held_by(value):
+        yield from _foreign_in(each, seen)
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """Return the values in a container, a partial, or a function or callable object of torch."""
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        return list(value.values() if isinstance(value, dict) else value)
+    if isinstance(value, MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, FunctionType):
+        return [_content(cell) for cell in value.__closure__ or ()]
+    return (getattr(value, "compiler_fn", None),)
+
+
+def _module_of(function: Any) -> str:
+    """Return the module that defines a function, a class or the class of an object."""
+    while isinstance(function, MethodType | partial):
+        function = function.__func__ if isinstance(function, MethodType) else function.func
+    if isinstance(function, FunctionType):
+        return str(function.__globals__.get("__name__"))
+    if hasattr(function, "__wrapped__"):  # written in C, such as what `functools.cache` returns
+        return _module_of(function.__wrapped__)
+    named = isinstance(function, BuiltinFunctionType | type)
+    return str((function if named else type(function)).__module__ or "builtins")
 
 
 def _check_kernels(_count: int) -> None:
@@ -314,12 +372,12 @@ def _foreign_kernels() -> list[tuple[str, Any]]:
     """Return the kernels that a program registered for ATen with `py_impl`."""
     count = len(vars(torch.ops.aten))
     operations, tables_of_kernels = _operations(count, sum(map(len, _packets(count))))
-    state = (len(operations), sum(map(len, tables_of_kernels)))
+    state = [each for kernels in tables_of_kernels for each in kernels.values()]
     return _remembered(
         "kernels",
         state,
         lambda: (
-            (f"{operation} {key}", kernel)
+            ((operation, key), kernel)
             for operation, kernels in zip(operations, tables_of_kernels, strict=True)
             for key, kernel in kernels.items()
             if not isinstance(kernel, torch._C.DispatchKey)
@@ -342,9 +400,9 @@ def _foreign_patterns() -> list[tuple[str, Any]]:
     lists = [entries for one in _passes() for entries in list(one.patterns.values())]
     return _remembered(
         "patterns",
-        tuple(map(len, lists)),
+        [entry for entries in lists for entry in entries],
         lambda: (
-            (f"pattern {entry.pattern!r}", held)
+            (("pattern", entry.pattern), held)
             for entries in lists
             for entry in entries
             for name in ("extra_check", "handler", "normalize_args")
@@ -353,27 +411,53 @@ def _foreign_patterns() -> list[tuple[str, Any]]:
     )
 
 
+def _foreign_constraints() -> list[tuple[str, Any]]:
+    """Return the layout constraints that a program added to torch's own operations."""
+    table: dict[Any, Any] = getattr(lowering, "_maybe_layout_constraints", {})
+    return _remembered(
+        "constraints",
+        list(table.values()),
+        lambda: (
+            (("layout", operation), constraint)
+            for operation, constraint in list(table.items())
+            if constraint is not None and is_torchs_namespace(_namespace(operation))
+        ),
+    )
+
+
+def _foreign_backends() -> list[tuple[str, Any]]:
+    """Return the user's classes that generate code for a device."""
+    entries = list(device_codegens.items())
+    return _remembered(
+        "backends",
+        [each for _, each in entries],
+        lambda: (
+            (("backend", device, name), held)
+            for device, entry in entries
+            for name, held in vars(entry).items()
+            if held is not None
+        ),
+    )
+
+
 _remembered_states: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}
 
 
 def _remembered(
-    what: str, state: Any, functions: Callable[[], Iterable[tuple[str, Any]]]
+    what: str, state: Any, functions: Callable[[], Iterable[tuple[Any, Any]]]
 ) -> list[tuple[str, Any]]:
-    """Return the functions of the user; search again only if the state has changed."""
+    """Return the functions of the user; search again only if the state has changed.
+
+    Each comes with the words of its label. Python compares lists of the same objects fast.
+    """
     if what not in _remembered_states or _remembered_states[what][0] != state:
-        found = [(label, each) for label, each in functions() if not _is_torchs_once(each)]
+        found = [
+            (" ".join(map(str, words)), each)
+            for words, each in functions()
+            if _name_once(each) is None
+        ]
         _remembered_states[what] = (state, found)
     return _remembered_states[what][1]
-
-
-_checked: dict[int, tuple[Any, bool]] = {}
-"""By ID of a function: the function, and whether it belongs to torch."""
-
-
-def _is_torchs_once(function: Any) -> bool:
-    if id(function) not in _checked:
-        _checked[id(function)] = (function, is_torchs(function))
-    return _checked[id(function)][1]
 
 
 def _choices() -> Any:

@@ -12,7 +12,7 @@ import hashlib
 import inspect
 from collections.abc import Iterable, Iterator
 from functools import cache
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
 
 import torch
@@ -32,11 +32,14 @@ from torch.fx.node import _side_effectful_functions
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphstash.hooks.code import CodeDescriber, UndescribableError
+from graphstash.hooks.environment import version_of
 from graphstash.hooks.inductor.libraries import libraries, needed_by
 from graphstash.hooks.inductor.registries import (
     compilers_of,
     is_torchs,
     is_torchs_namespace,
+    is_torchs_operator,
+    kernels_of_operator,
     registered_for_torch,
     tables,
 )
@@ -68,6 +71,12 @@ _MODULES_OF_STATE: Final = ("torch.distributed", "torch.hub", "torch.random", "t
 
 _FUNCTIONS: Final = torch._C._VariableFunctions
 """The class whose static methods are torch's functions."""
+
+_SIDE_EFFECTS_OF_TORCH: Final = frozenset(_side_effectful_functions)
+"""Functions that torch kept in graphs, although unused, when this module was imported."""
+
+_KNOWN_TO_TORCH: Final = frozenset({"einops"})
+"""Packages whose functions torch's AOTAutograd cache identifies by name."""
 
 _MAX_VALUES: Final = 4096
 """Limit of tensor elements in a description of code."""
@@ -101,7 +110,7 @@ class _Describer(CodeDescriber):
             case CustomOpDef():
                 return self._operation(value._opoverload)
             case HigherOrderOperator():
-                return f"operator {value}"
+                return self._operator(value)
             case torch.dtype() | torch.layout() | torch.memory_format() | torch.device():
                 return repr(value)
             case torch.Tensor():
@@ -115,7 +124,8 @@ class _Describer(CodeDescriber):
             if value is table:
                 return label
         if isinstance(value, CustomGraphPass):
-            return f"pass {value.uuid()!r} {self.describe(type(value))}"
+            own = f"{self.describe(type(value))} {self.describe(vars(value))}"
+            return f"pass {value.uuid()!r} {own}"
         if self.is_path(value):
             name = value.name if type(value).__name__ == "_OpNamespace" else "torch.ops"
             if not is_torchs_namespace(name):
@@ -125,6 +135,11 @@ class _Describer(CodeDescriber):
 
     def is_path(self, value: Any) -> bool:
         return type(value).__name__ in {"_Ops", "_OpNamespace"}
+
+    def _operator(self, operator: HigherOrderOperator) -> str:
+        if not is_torchs_operator(operator):
+            self.operations.setdefault(f"operator {operator}", operator)
+        return f"operator {operator}"
 
     def _operation(self, operation: Any) -> str:
         packet = getattr(operation, "overloadpacket", operation)
@@ -146,18 +161,43 @@ def user_code_of(graph: GraphModule, inputs: Iterable[Any], settings: Any = None
         UndescribableError: some code has no description.
     """
     describer = _Describer()
+    inputs = list(inputs)
     lines = [line for each in inputs for line in _input(describer, each)]
     for module in graph.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
                 lines += _node(describer, module, node, is_traced=settings is None)
     lines += [*_functions_of_settings(describer), *registered_for_torch(describer)]
-    lines += compilers_of(describer, settings) if settings is not None else _outputs(graph)
+    if settings is None:
+        lines += _outputs(graph)
+    else:
+        lines += [*_relations(inputs), *compilers_of(describer, settings)]
     described: set[str] = set()
     while remaining := sorted(set(describer.operations) - described):
         described.update(remaining)
         lines += [_operation(describer, describer.operations[name], name) for name in remaining]
     return "\n".join(lines)
+
+
+def _relations(inputs: list[Any]) -> Iterator[str]:
+    """Describe what AOTAutograd reads of its inputs besides the metadata in torch's key.
+
+    If a graph changes an input that shares memory with another one, AOTAutograd compiles both as
+    views of one base. It also compiles a change of a leaf, which has no history, in another way.
+    """
+    storages: dict[int, int] = {}
+    bases: dict[int, int] = {}
+    tensors = [(at, each) for at, each in enumerate(inputs) if isinstance(each, torch.Tensor)]
+    for at, tensor in tensors:
+        if tensor.requires_grad and not tensor.is_leaf:
+            yield f"history {at}"
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            continue
+        first = storages.setdefault(tensor.untyped_storage()._cdata, at)
+        base = bases.setdefault(id(tensor if tensor._base is None else tensor._base), at)
+        if first != at:
+            is_same = tensor is inputs[first]
+            yield f"memory {at} of {first}, base of {base}, same {is_same}"
 
 
 def _input(describer: _Describer, value: Any) -> Iterator[str]:
@@ -179,7 +219,7 @@ def _node(
 ) -> Iterator[str]:
     """Describe what a node refers to and torch's key omits."""
     if node.op == "call_function":
-        describer.special(node.target)
+        yield from _target(describer, node.target)
         if "kernel_idx" in node.kwargs:  # a kernel of Triton, in a table of this process
             numbers: dict[str, Any] = dict(node.kwargs)
             kernel = kernel_side_table.get_kernel(numbers["kernel_idx"])
@@ -193,6 +233,18 @@ def _node(
         called = module.get_submodule(str(node.target))
         if not isinstance(called, GraphModule):
             yield from _module(describer, called)
+
+
+def _target(describer: _Describer, target: Any) -> Iterator[str]:
+    """Describe a function in a graph: torch's key knows it by name."""
+    describer.special(target)
+    if isinstance(target, OpOverload):
+        if target in _side_effectful_functions and target not in _SIDE_EFFECTS_OF_TORCH:
+            yield f"kept {target}"
+    elif isinstance(target, FunctionType) and not is_torchs(target):
+        root = target.__module__.partition(".")[0]
+        known = f"{root} {version_of(root)}" if root in _KNOWN_TO_TORCH else ""
+        yield f"function {known or describer.registered(target)}"
 
 
 def _is_input(module: GraphModule, value: torch.Tensor) -> bool:
@@ -254,9 +306,16 @@ def _names_of_functions(module: Any) -> tuple[str, ...]:
 
 def _operation(describer: _Describer, packet: Any, name: str) -> str:
     """Describe all registrations for one operation of a user."""
+    if isinstance(packet, HigherOrderOperator):
+        called = describer.describe(type(packet))
+        kernels = [
+            f"{getattr(key, '__qualname__', key)}={describer.registered(kernel)}"
+            for key, kernel in kernels_of_operator(packet)
+        ]
+        return "\n".join([name, called, *kernels])
     overloads = [getattr(packet, each) for each in packet.overloads()]
     found = [f"operation {name}", *(f"{each._schema} {each.tags}" for each in overloads)]
-    found += [_handling(each) for each in overloads]
+    found += [_handling(describer, each) for each in overloads]
     definition = custom_ops.OPDEFS.get(name)
     _check_kernels(name, definition)
     entry = simple_registry.singleton._data.get(name)
@@ -275,24 +334,30 @@ def _operation(describer: _Describer, packet: Any, name: str) -> str:
     return "\n".join(found)
 
 
-_constraints: Final[dict[str, str]] = {}
-"""Layout constraints by operation, from before Inductor first compiled the operation."""
-
-
-def _handling(operation: OpOverload) -> str:
+def _handling(describer: _Describer, operation: OpOverload) -> str:
     """Describe how graph passes and Inductor treat an operation.
 
-    Inductor adds its own layout constraint when it compiles an operation without a lowering. A
-    process that finds its graphs never compiles. So the constraint from before that moment counts.
+    Inductor adds its own layout constraint when it compiles an operation without one. A process
+    that finds its graphs never compiles. So that constraint counts as none.
     """
     known = getattr(lowering, "_maybe_layout_constraints", {})
-    name = str(operation)
-    if name not in _constraints:
-        _constraints[name] = str(getattr(known.get(operation), "__qualname__", ""))
+    constraint = known.get(operation)
+    is_usual = constraint in (None, *_usual_constraints(operation))
+    layout = "" if is_usual else describer.registered(constraint)
     read = getattr(effects, "_get_effect", None)
     effect = effects.SIDE_EFFECTS.get(operation) if read is None else read(operation)
     has_effect = operation in _side_effectful_functions
-    return f"effect {effect} {has_effect} layout {_constraints[name]}"
+    return f"effect {effect} {has_effect} layout {layout}"
+
+
+def _usual_constraints(operation: OpOverload) -> Iterator[Any]:
+    """Yield the layout constraint that Inductor chooses for an operation by its tag."""
+    tag = lowering.get_layout_constraint_tag(operation)
+    chosen = getattr(lowering, "tag_to_layout_constraint", None)
+    if chosen is not None:
+        yield chosen(tag)
+    elif tag is torch._C.Tag.needs_fixed_stride_order:  # 2.7
+        yield lowering.constrain_to_fx_strides
 
 
 def _definition(describer: _Describer, definition: CustomOpDef) -> Iterator[str]:

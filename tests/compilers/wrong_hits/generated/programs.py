@@ -1,0 +1,63 @@
+"""Programs that are drawn at random from lists of parts.
+
+A program chooses one part from each list. Programs come in groups: one program, and others that
+differ from it in one or two choices. `Drawn.meaning` is equal for two programs exactly if they must
+share a key. The layout of a program's text has no meaning.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+__all__ = ["Axes", "Drawn", "draw", "laid_out"]
+
+Axes = Mapping[str, Mapping[str, str]]
+"""Lists of parts: by the name of a list, the text of each part by its name."""
+
+_GROUP = 12
+"""Programs of one group; each two of them are a pair."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A program.
+
+    Attributes:
+        parts: text by list.
+        meaning: what programs that share the key have in common.
+    """
+
+    parts: Mapping[str, str]
+    meaning: str
+
+
+def draw(
+    axes: Axes, meaning: Callable[[dict[str, str]], object], *, pairs: int, seed: int
+) -> Iterator[Drawn]:
+    """Yield programs that make this number of pairs within groups.
+
+    Args:
+        axes: Lists of parts.
+        meaning: Returns the meaning of the choices; each is the name of a part, by list.
+        pairs: Minimum number of pairs.
+        seed: Of the choices.
+    """
+    chance = random.Random(seed)
+    for _ in range(math.ceil(pairs / math.comb(_GROUP, 2))):
+        first = {axis: chance.choice(list(parts)) for axis, parts in axes.items()}
+        for number in range(_GROUP):
+            chosen = dict(first)
+            for axis in chance.sample(list(axes), chance.choice((1, 1, 2)) if number else 0):
+                chosen[axis] = chance.choice(list(axes[axis]))
+            parts = {axis: axes[axis][part] for axis, part in chosen.items()}
+            yield Drawn(parts, repr(meaning(chosen)))
+
+
+def laid_out(definitions: list[str], rest: str, layout: random.Random) -> str:
+    """Return the text of a program: definitions in any order, then the rest, with comments."""
+    layout.shuffle(definitions)
+    lines = [f"# {layout.random()}" + "\n" * layout.randrange(4)]
+    for each in (*definitions, rest):
+        lines += [each, "\n" * layout.randrange(3) + f"UNUSED_{layout.randrange(9)} = 1"]
+    return "\n".join(lines)

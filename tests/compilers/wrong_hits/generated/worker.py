@@ -1,0 +1,51 @@
+"""A process that computes the keys of drawn programs, one after the other.
+
+    python -m compilers.wrong_hits.generated.worker COMPILER PAIRS SEED
+
+Prints a line for each program: the program's meaning, its key, and why it has no key. The seed of
+Python's hashes also decides the layout and the order of the programs, so that another process
+computes the same keys only if neither matters.
+"""
+
+import importlib
+import json
+import linecache
+import os
+import random
+import sys
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+from compilers.wrong_hits.generated.programs import draw
+
+__all__: list[str] = []
+
+
+def main() -> None:
+    """Answer for every program."""
+    name, pairs, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    output = os.dup(1)
+    os.dup2(2, 1)  # what compilers print is no answer
+    compiler: Any = importlib.import_module(f"compilers.wrong_hits.generated.{name}")
+    layout = random.Random(os.environ["PYTHONHASHSEED"])
+    programs = list(draw(compiler.AXES, compiler.meaning, pairs=pairs, seed=seed))
+    layout.shuffle(programs)
+    ask = compiler.prepare()
+    path = str(Path("program.py").absolute())
+    with os.fdopen(output, "w") as answers:
+        for program in programs:
+            text = compiler.text(program.parts, layout)
+            linecache.cache[path] = (len(text), None, text.splitlines(True), path)
+            module = sys.modules["program"] = types.ModuleType("program")
+            module.__file__ = path
+            try:
+                key, unshared = ask(compile(text, path, "exec"), vars(module))
+            except Exception:
+                key, unshared = "", f"failed:\n{traceback.format_exc()}\n{text}"
+            answers.write(json.dumps([program.meaning, key, unshared]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
