@@ -64,6 +64,8 @@ class ArtifactKind(StrEnum):
     """An autotuning result."""
     SCHEDULE = "schedule"
     """A result of tuning: measurements of a kernel, and its best schedules."""
+    PLUGIN = "plugin"
+    """A result of a compiler whose hook is in another package. The key contains the hook's name."""
 
     @classmethod
     def parse(cls, text: str) -> "ArtifactKind":

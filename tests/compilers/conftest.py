@@ -11,6 +11,8 @@ import pytest
 
 from support.run_case import RUN_CASE, case_arguments
 
+pytest.register_assert_rewrite("support.hook_contract")
+
 
 @pytest.fixture
 def start_program(jobs, tmp_path):

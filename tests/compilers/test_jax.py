@@ -1,10 +1,12 @@
 """Real jobs of JAX, each a process and a host of its own, against a real server."""
 
 import json
+from typing import ClassVar
 
 import pytest
 
 from support.compiler_jobs import JaxJobs
+from support.hook_contract import HookContract
 from support.offline import unplugged
 
 PROGRAMS = 3  # the step, and the norms of two parameters, which are small
@@ -55,10 +57,6 @@ def assert_is_warm(outcome, cold):
 def assert_is_cold(outcome):
     assert len(outcome.report["compiled"]) == PROGRAMS
     assert outcome.hits == 0
-
-
-def test_program_compiled_on_one_host_is_loaded_on_another(warm, cold):
-    assert_is_warm(warm.run("b", "training"), cold)
 
 
 @pytest.mark.extended
@@ -196,16 +194,6 @@ def test_forked_children_share_with_all_others_and_wait_for_each_other(fresh):
     assert fresh.run("b", "training").report["compiled"] == []
 
 
-def test_concurrent_processes_compile_large_program_once(fresh):
-    herd = [fresh.start(f"host{n}", "training") for n in range(3)]
-    outcomes = [running.finish() for running in herd]
-    assert compiles_of((o.report for o in outcomes), STEP) == 1
-    assert sum(o.stats["published"] for o in outcomes) >= PROGRAMS
-    assert all(len(o.report["compiled"]) + o.hits == PROGRAMS for o in outcomes)
-    assert all(o.stats["fallbacks"] == {} for o in outcomes)
-    assert all(o.report["losses"] == outcomes[0].report["losses"] for o in outcomes)
-
-
 @pytest.mark.extended
 def test_untested_version_is_logged_once_and_shares(fresh):
     newer = {"pretend_version": "0.99.1", "install": True}
@@ -237,3 +225,28 @@ def test_job_with_fail_on_miss_ends_before_compiling(fresh):
 @pytest.mark.extended
 def test_job_with_fail_on_miss_runs_with_full_cache(warm, cold):
     assert_is_warm(warm.run("b", "training", fail_on_miss=True), cold)
+
+
+class TestJax(HookContract):
+    case = "jax_programs:training"
+    programs = PROGRAMS
+    herd_programs = 1  # the step: jobs do not wait for small programs
+    cannot: ClassVar = {
+        "test_hook_steps_aside_with_one_warning_on_an_unsupported_version": "it runs on every "
+        "version and warns: test_untested_version_is_logged_once_and_shares"
+    }
+
+    @classmethod
+    def open(cls, directory, **settings):
+        return JaxJobs(directory, **settings)
+
+    def compiled(self, outcome):
+        return len(outcome.report["compiled"])
+
+    def result(self, outcome):
+        return outcome.report["losses"]
+
+    def compiled_by_herd(self, outcomes):
+        assert sum(outcome.stats["published"] for outcome in outcomes) >= PROGRAMS
+        assert all(self.compiled(outcome) + outcome.hits == PROGRAMS for outcome in outcomes)
+        return compiles_of((outcome.report for outcome in outcomes), STEP)

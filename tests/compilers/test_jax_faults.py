@@ -9,18 +9,9 @@ from graphstash._artifacts.stash import Stash
 from graphstash.config import ClientConfig
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from support.compiler_jobs import JaxJobs
-from support.fault_proxy import IMPATIENT, Fault, FaultProxy
-from support.tiers import most_extended
+from support.fault_proxy import Fault, FaultProxy
 
-QUICK = [Fault.FLIP]
 OTHER = {"scale": 2}  # another program of equal shapes
-REASONS = {
-    "absent": "connect",
-    Fault.SILENT: "timeout",
-    Fault.FLIP: "digest_mismatch",
-    Fault.TRUNCATE: "truncated",
-    Fault.SWAP: "wrong_key",
-}
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +32,6 @@ def sound(jobs):
     assert len(keys) == 2
     assert outcome.stats["published"] == 3
     return outcome, keys
-
-
-@pytest.mark.parametrize("fault", most_extended(REASONS, quick=QUICK))
-def test_the_job_ends_with_the_same_losses_and_the_reason_is_counted(server, jobs, sound, fault):
-    outcome, keys = sound
-    if fault == "absent":
-        faulty = jobs.run(fault, "training", url="http://127.0.0.1:9")
-    else:
-        with FaultProxy(server.port) as proxy:
-            proxy.fault, proxy.swap_to = fault, "jax/" + "/".join(keys[0])
-            faulty = jobs.run(fault, "training", url=proxy.url, **IMPATIENT)
-    assert faulty.report["losses"] == outcome.report["losses"]
-    assert faulty.stats["fallbacks"].get(REASONS[fault], 0) >= 1, faulty.stats["fallbacks"]
-    if fault != Fault.SWAP:  # of swapped artifacts one is the right one
-        assert len(faulty.report["compiled"]) == 3
 
 
 @pytest.mark.extended

@@ -1,9 +1,11 @@
 """JAX through the pjrt hook, where the jax hook is switched off: real plug-ins, real processes."""
 
+from typing import ClassVar
+
 import pytest
 
 from support.compiler_jobs import CompilerJobs
-from support.tiers import each_of
+from support.hook_contract import HookContract
 
 
 @pytest.fixture
@@ -12,16 +14,6 @@ def run(server, namespace, tmp_path):
     settings = {"url": server.url, "namespace": namespace, "hooks": "pjrt"}
     with CompilerJobs(tmp_path, cases="pjrt_jax", **settings) as jobs:
         yield jobs.run
-
-
-@pytest.mark.parametrize("environment", each_of({"": "", "jax-pjrt": "jax-pjrt"}))
-def test_programs_for_one_device_and_for_four_are_loaded_by_the_next_process(run, environment):
-    cold, warm = (run(host, "user", environment=environment) for host in ("cold", "warm"))
-    assert cold.report["spread"][2] == 4
-    assert cold.stats["published"] == cold.report["compiles"] == 2
-    assert warm.hits == warm.report["compiles"] == 2
-    assert (warm.stats["misses"], warm.stats["fallbacks"]) == (0, {})
-    assert warm.report == cold.report
 
 
 @pytest.mark.extended
@@ -50,3 +42,40 @@ def test_what_is_compiled_ahead_of_time_for_a_tpu_is_published_once(
     assert stored.stat().st_size > 1000
     counted = server.stats(namespace)
     assert (counted["artifacts"], counted["puts"]) == (1, 1)
+
+
+class TestPjrt(HookContract):
+    case = "pjrt_jax:user"
+    programs = 2
+    environment = ""
+    cannot: ClassVar = {
+        "test_fault_of_the_server_costs_a_compilation_and_is_counted": "test_pjrt_faults injects "
+        "the same faults into one process, which is cheaper",
+        "test_hook_steps_aside_with_one_warning_on_an_unsupported_version": "a plug-in reports its "
+        "version: test_pjrt_abi",
+        "test_forked_child_shares_as_its_parent_does": "children have flags of their own: "
+        "test_forked_children_share_with_their_parent_and_other_flags_miss",
+    }
+
+    @classmethod
+    def open(cls, directory, **settings):
+        settings |= {"hooks": "pjrt", "environment": cls.environment}
+        return CompilerJobs(directory, **settings)
+
+    @pytest.mark.extended
+    def test_hosts_that_start_at_once_compile_each_program_once(self, hosts, empty):
+        super().test_hosts_that_start_at_once_compile_each_program_once(hosts, empty)
+
+    def compiled(self, outcome):
+        return outcome.report["compiles"] - outcome.hits  # JAX counts loads, too
+
+    def result(self, outcome):
+        return outcome.report["small"], outcome.report["spread"]
+
+    def test_a_program_runs_on_four_devices(self, cold):
+        assert cold.report["spread"][2] == 4
+
+
+@pytest.mark.extended
+class TestPjrtOfAnotherPlugin(TestPjrt):
+    environment = "jax-pjrt"

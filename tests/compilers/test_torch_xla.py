@@ -4,14 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar
 
 import pytest
 
 from support.compiler_jobs import CompilerJobs
 from support.fault_proxy import LEASE_REQUEST, FaultProxy
-from support.jobs import Outcome
+from support.hook_contract import HookContract
 from support.offline import unplugged
 from support.server import Server
 
@@ -24,24 +23,6 @@ def job(jobs, server, namespace, tmp_path):
         yield made.start
 
 
-class Hosts(NamedTuple):
-    """Jobs of twelve steps: the first one, the same job on another host, and one without a hook."""
-
-    directory: Path
-    cold: Outcome
-    warm: Outcome
-    bare: Outcome
-
-
-@pytest.fixture(scope="module")
-def hosts(jobs, server, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("hosts")
-    settings = {"url": server.url, "namespace": "torch-xla"}
-    with CompilerJobs(directory, jobs=jobs, under="fork", **settings) as made:
-        cold, warm = (made.run(host, "--steps", 12) for host in ("cold", "warm"))
-        yield Hosts(directory, cold, warm, made.run("bare", "--steps", 12, under=""))
-
-
 def assert_shared(cold, warm):
     assert cold.report["compiles"] >= 2
     assert cold.stats["misses"] == cold.stats["published"] == cold.report["compiles"]
@@ -52,10 +33,6 @@ def assert_shared(cold, warm):
     assert warm.stats["saved_compile_seconds"] > 0
     assert warm.report["losses"] == cold.report["losses"]
     assert f"{warm.hits} hits" in warm.errors
-
-
-def test_graph_compiled_on_one_host_is_loaded_on_another(hosts):
-    assert_shared(hosts.cold, hosts.warm)
 
 
 @pytest.mark.extended
@@ -148,42 +125,6 @@ def test_server_killed_after_it_granted_a_lease_costs_the_upload_only(job, tmp_p
     assert again.report["losses"] == outcome.report["losses"]
 
 
-def test_the_same_host_needs_the_server_only_once(jobs, hosts, server):
-    url = unplugged(hosts.directory / "cold" / "tier", server.url)
-    settings = {"url": url, "namespace": "torch-xla"}
-    again = jobs.start(hosts.directory / "cold", "--steps", "12", **settings).finish()
-    assert again.report["compiles"] == 0
-    assert again.stats["hits_host"] == hosts.cold.report["compiles"]
-    assert again.stats["fallbacks"] == {}
-    assert again.report["losses"] == hosts.cold.report["losses"]
-
-
-def test_warm_step_makes_no_cache_call(hosts):
-    bare = hosts.bare
-    for outcome in (hosts.cold, hosts.warm):
-        # hits, misses and fallbacks stand still after the two steps that were new
-        assert len({tuple(counts) for counts in outcome.report["counts"][2:]}) == 1
-        # torch_xla's own entry point is called, not a wrapper of ours
-        for what in ("step_marker", "executions", "device_reads", "losses"):
-            assert outcome.report[what] == bare.report[what], what
-    assert bare.stats == {}
-
-
-def test_children_do_not_inherit_the_private_directory(hosts):
-    assert hosts.cold.report["environment"] is None
-
-
-def test_processes_that_start_at_once_compile_each_graph_once(job, is_extended):
-    herd = [job(f"host{n}", "--steps", "3") for n in range(8 if is_extended else 4)]
-    outcomes = [running.finish() for running in herd]
-    graphs = {o.report["compiles"] + o.hits for o in outcomes}
-    assert graphs == {2}
-    assert sum(o.report["compiles"] for o in outcomes) == 2
-    assert sum(o.stats["published"] for o in outcomes) == 2
-    assert all(o.stats["fallbacks"] == {} for o in outcomes)
-    assert all(o.report["losses"] == outcomes[0].report["losses"] for o in outcomes)
-
-
 @pytest.mark.extended
 def test_torchrun_and_intermediate_shells_work(job, tmp_path):
     torchrun = (
@@ -239,14 +180,48 @@ def test_a_miss_beside_a_running_cached_graph_does_not_deadlock(job):
     assert outcome.stats["misses"] + sum(outcome.stats["fallbacks"].values()) >= 2
 
 
-@pytest.mark.extended
-def test_killed_holder_of_a_lease_is_replaced(job, server):
-    with FaultProxy(server.port) as proxy:
-        proxy.hold = LEASE_REQUEST
-        holder = job("a", url=proxy.url, lease_seconds=3)
-        assert proxy.held.wait(120), holder.errors.read_text()
-        holder.kill()
-    waiter = job("b", lease_seconds=3).finish()
-    assert waiter.stats["misses"] == 2
-    assert waiter.report["compiles"] == 2
-    assert waiter.stats["published"] == 2
+class TestTorchXla(HookContract):
+    programs = 2
+    cold_under = "fork"
+    unsupported = "3.0.1"
+    cannot: ClassVar = {
+        "test_forked_child_shares_as_its_parent_does": "its children report by themselves: "
+        "test_forked_children_share_with_all_others_and_with_each_other"
+    }
+
+    @classmethod
+    def open(cls, directory, **settings):
+        return CompilerJobs(directory, under="fork", **settings)
+
+    @classmethod
+    def options(cls, wrapper="", **keywords):
+        if wrapper:
+            return ("--pretend-version", keywords["version"], "--install"), {"under": ""}
+        return ("--steps", 12), {}
+
+    def compiled(self, outcome):
+        return outcome.report["compiles"]
+
+    def result(self, outcome):
+        return outcome.report["losses"][:4]
+
+    def test_the_same_host_needs_the_server_only_once(self, hosts, cold, server):
+        url = unplugged(hosts.directory / "cold" / "tier", server.url)
+        again = self.run(hosts, "cold", url=url)
+        assert again.report["compiles"] == 0
+        assert again.stats["hits_host"] == cold.report["compiles"]
+        assert again.stats["fallbacks"] == {}
+        assert again.report["losses"] == cold.report["losses"]
+
+    def test_warm_step_makes_no_cache_call(self, hosts, cold, warm):
+        bare = self.run(hosts, "bare", under="")
+        for outcome in (cold, warm):
+            # hits, misses and fallbacks stand still after the two steps that were new
+            assert len({tuple(counts) for counts in outcome.report["counts"][2:]}) == 1
+            # torch_xla's own entry point is called, not a wrapper of ours
+            for what in ("step_marker", "executions", "device_reads", "losses"):
+                assert outcome.report[what] == bare.report[what], what
+        assert bare.stats == {}
+
+    def test_children_do_not_inherit_the_private_directory(self, cold):
+        assert cold.report["environment"] is None

@@ -3,10 +3,12 @@
 import itertools
 import json
 import signal
+from typing import ClassVar
 
 import pytest
 
 from support.compiler_jobs import TRITON_VERSIONS, TritonJobs
+from support.hook_contract import HookContract
 from support.tiers import each_of
 from support.waiting import until
 
@@ -46,36 +48,6 @@ def cold(triton):
 def warm(triton, cold):
     """The same job on another host."""
     return triton.run("warm", "kernels", {"count": KERNELS})
-
-
-def test_kernel_compiled_on_one_host_is_loaded_on_another(triton, cold, warm):
-    assert cold.report["version"] == triton.version
-    assert cold.report["ptxas"] == cold.stats["misses"] == cold.stats["published"] == KERNELS
-    assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
-    assert warm.report["ptxas"] == 0
-    assert warm.hits == KERNELS
-    assert warm.stats["published"] == 0
-    assert warm.stats["saved_compile_seconds"] > 0
-    assert warm.report["kernels"] == cold.report["kernels"]
-    assert len({kernel["cubin"] for kernel in cold.report["kernels"]}) == KERNELS
-
-
-@pytest.mark.usefixtures("cold", "warm")
-def test_loaded_files_equal_files_of_a_compilation(triton):
-    def files(host):
-        found = {}
-        for path in (triton.directory / host / "triton").glob("*/*"):
-            content = path.read_bytes()
-            if path.name.startswith("__grp__"):
-                listed = json.loads(content)["child_paths"]
-                assert listed == {name: str(path.with_name(name)) for name in listed}
-                content = sorted(listed)
-            found[path.parent.name, path.name] = content
-        return found
-
-    compiled = files("cold")
-    assert sum(name.startswith("__grp__") for _, name in compiled) == KERNELS
-    assert files("warm") == compiled
 
 
 @pytest.mark.extended
@@ -208,3 +180,47 @@ def test_cache_manager_of_user_is_kept(triton, server, fresh):
     assert outcome.report["ptxas"] == 1
     assert outcome.stats == {}
     assert server.stats(fresh)["puts"] == 0
+
+
+class TestTriton(HookContract):
+    case = "triton_kernels:kernels"
+    keywords: ClassVar = {"count": KERNELS}
+    programs = KERNELS
+    package = "triton"
+    version = "3.3.0"
+
+    @classmethod
+    def open(cls, directory, **settings):
+        return TritonJobs(directory, cls.version, **settings)
+
+    def compiled(self, outcome):
+        return outcome.report["ptxas"]
+
+    def result(self, outcome):
+        return outcome.report["kernels"]
+
+    def test_kernels_of_the_job_differ(self, cold):
+        assert cold.report["version"] == self.version
+        assert len({kernel["cubin"] for kernel in cold.report["kernels"]}) == KERNELS
+
+    @pytest.mark.usefixtures("cold", "warm")
+    def test_loaded_files_equal_files_of_a_compilation(self, hosts):
+        def files(host):
+            found = {}
+            for path in (hosts.directory / host / "triton").glob("*/*"):
+                content = path.read_bytes()
+                if path.name.startswith("__grp__"):
+                    listed = json.loads(content)["child_paths"]
+                    assert listed == {name: str(path.with_name(name)) for name in listed}
+                    content = sorted(listed)
+                found[path.parent.name, path.name] = content
+            return found
+
+        compiled = files("cold")
+        assert sum(name.startswith("__grp__") for _, name in compiled) == KERNELS
+        assert files("warm") == compiled
+
+
+@pytest.mark.extended
+class TestNewestTriton(TestTriton):
+    version = "3.9.0"

@@ -13,17 +13,8 @@ from graphstash import ClientConfig, Stash
 from graphstash.hooks.triton.kernel import pack, unpack
 from graphstash_schema import ArtifactKey, ArtifactKind, ArtifactMetadata, DeviceType, Fingerprint
 from support.compiler_jobs import TRITON_VERSIONS, TritonJobs
-from support.fault_proxy import IMPATIENT, Fault, FaultProxy
-from support.tiers import each_of, most_extended
+from support.tiers import each_of
 
-QUICK = [Fault.FLIP]
-REASONS = {
-    "absent": "connect",
-    Fault.SILENT: "timeout",
-    Fault.FAILING: "server_error",
-    Fault.FLIP: "digest_mismatch",
-    Fault.TRUNCATE: "truncated",
-}
 _numbers = itertools.count()
 
 
@@ -111,19 +102,6 @@ def test_a_damaged_kernel_in_a_sound_envelope_is_compiled_instead(
     assert strays == set()
 
 
-@pytest.mark.parametrize("fault", most_extended(REASONS, quick=QUICK))
-def test_the_kernel_is_compiled_and_the_reason_is_counted(start, cold, server, fault):
-    sound = cold("3.3.0")
-    with FaultProxy(server.port) as proxy:
-        proxy.fault = Fault.NONE if fault == "absent" else fault
-        url = "http://127.0.0.1:9" if fault == "absent" else proxy.url
-        outcome = start("3.3.0").run(fault, "kernels", url=url, **IMPATIENT)
-    assert outcome.report["ptxas"] == 1
-    assert outcome.report["kernels"] == sound.report["kernels"][:1]
-    assert outcome.stats["fallbacks"].get(REASONS[fault], 0) >= 1
-    assert outcome.errors.count(f"graphstash: {REASONS[fault]}:") == 1
-
-
 @pytest.fixture
 def triton(start):
     """Jobs of one version, for what does not depend on it."""
@@ -134,18 +112,6 @@ def triton(start):
 def fresh():
     """A namespace in which nothing is."""
     return f"triton-faults-fresh-{next(_numbers)}"
-
-
-def test_hosts_that_start_at_once_compile_each_kernel_once(triton, fresh):
-    herd = [
-        triton.start(f"herd-{number}", "kernels", {"count": 4}, namespace=fresh)
-        for number in range(3)
-    ]
-    outcomes = [running.finish() for running in herd]
-    assert sum(outcome.report["ptxas"] for outcome in outcomes) == 4
-    assert sum(outcome.stats["published"] for outcome in outcomes) == 4
-    assert all(outcome.stats["fallbacks"] == {} for outcome in outcomes)
-    assert all(outcome.report["kernels"] == outcomes[0].report["kernels"] for outcome in outcomes)
 
 
 @pytest.mark.extended
@@ -170,14 +136,6 @@ def test_nothing_is_shared_with_user_supplied_kernels(triton, server, fresh):
     assert outcome.errors.count("TRITON_KERNEL_OVERRIDE is set") == 1
     counted = server.stats(fresh)
     assert counted["misses"] == counted["puts"] == 0
-
-
-@pytest.mark.extended
-def test_a_forked_child_shares_as_its_parent_does(triton, cold):
-    outcome = triton.run("elsewhere/forked", "in_a_forked_child", {"count": len(DAMAGES)})
-    assert outcome.report["ptxas"] == 0
-    assert outcome.hits == len(DAMAGES)  # although the source lies somewhere else
-    assert outcome.report["kernels"] == cold("3.3.0").report["kernels"]
 
 
 def test_cache_faults_do_not_reach_triton(triton, cold):

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 from graphstash._lazy import lazy
 
 if TYPE_CHECKING:
+    from graphstash.hooks.environment import cpu_device_type
+    from graphstash.hooks.plugin import plugin_key
     from graphstash.hooks.spec import Hook, HookSpec, TestedVersions, Verdict
 
-__all__ = ["Hook", "HookSpec", "TestedVersions", "Verdict"]
+__all__ = ["Hook", "HookSpec", "TestedVersions", "Verdict", "cpu_device_type", "plugin_key"]
 
 __getattr__, __dir__ = lazy(__name__)

@@ -6,7 +6,6 @@
 import hashlib
 import importlib.util
 import json
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -22,7 +21,6 @@ __all__ = [
     "OwnManager",
     "assembled",
     "failing",
-    "in_a_forked_child",
     "kernels",
     "manager_calls",
     "uninstalled",
@@ -108,18 +106,6 @@ def kernels(*, count: int = 1, shift: bool = False) -> dict[str, Any]:
         "ptxas": assembled(),
         **_seams(),
     }
-
-
-def in_a_forked_child(*, count: int) -> dict[str, Any]:
-    """Compile in a forked child."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: sender.send(kernels(count=count)))
-    child.start()
-    report: dict[str, Any] = receiver.recv()
-    child.join()
-    assert child.exitcode == 0
-    return report
 
 
 def with_a_fault_of_the_cache(*, count: int) -> dict[str, Any]:
