@@ -25,6 +25,7 @@ _COMPOSE_COMMANDS = ("config", "cp", "down", "exec", "logs", "ps", "pull", "rest
 # Options of docker compose that take a value.
 _WITH_VALUE = (
     "--file",
+    "--volume",
     "-f",
     "--profile",
     "--env-file",
