@@ -473,6 +473,9 @@ def _precision(value: str) -> Iterator[None]:
     torch.set_float32_matmul_precision(value)
     yield
     torch.set_float32_matmul_precision("highest")
+    if (setter := getattr(torch._C, "_set_fp32_precision_setter", None)) is not None:
+        for backend in ("cuda", "mkldnn"):  # "highest" is not their default since 2.9
+            setter(backend, "matmul", "none")
 
 
 @contextmanager
