@@ -4,6 +4,7 @@ import io
 import itertools
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -370,6 +371,37 @@ def test_kill_between_reading_and_applying_loses_nothing(next_job, phase):
     assert job.get(key(1)) is None
     look_up(job)
     until(lambda: position(job) == 1)
+
+
+@pytest.mark.usefixtures("later")
+def test_deletion_that_fails_is_repeated(next_job, monkeypatch):
+    """The process has no file descriptors left when it applies the list."""
+    for number in (1, 2):
+        next_job(url="none").put(key(number), b"wrong", METADATA)
+    publisher = publish(next_job, 1, 2, payload=b"wrong")
+    for number in (1, 2):
+        delete(publisher, number)
+    job = next_job()
+    real = job.local.discard_if
+
+    def short_of_files(namespace, wanted, *arguments, **named):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3 if wanted == key(1) else soft, hard))
+        try:
+            real(namespace, wanted, *arguments, **named)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    monkeypatch.setattr(job.local, "discard_if", short_of_files)
+    look_up(job)
+    job.standing._withdrawals._readers[job.config.namespace].join(60)
+    assert position(job) is None
+    assert [job.is_on_this_host(key(number)) for number in (1, 2)] == [True, False]
+    assert "Too many open files" in str(job.local.troubles[-1])
+    again = next_job()
+    assert again.get(key(1)) is None
+    assert position(again) == 2
+    assert not again.is_on_this_host(key(1))
 
 
 FORKED = """

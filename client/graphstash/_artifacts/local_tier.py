@@ -275,12 +275,23 @@ class LocalTier:
         *,
         origin: str,
     ) -> None:
-        """Remove an envelope if its provenance is unwanted."""
-        with contextlib.suppress(OSError):
-            with open_ours(self.path(namespace, key, origin=origin)) as file:
+        """Remove an envelope if its provenance is unwanted.
+
+        Raises:
+            LocalTierError: the envelope may still be there. `troubles` has the same error.
+        """
+        path = self.path(namespace, key, origin=origin)
+        try:
+            with open_ours(path) as file:
                 proof, _ = read_provenance(file)
             if is_unwanted(proof):
-                self.discard(namespace, key, origin=origin)
+                path.unlink()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            trouble = self._failure(path, error)
+            self.troubles.append(trouble)
+            raise trouble from error
 
     def hand_over(
         self, namespace: Namespace, key: ArtifactKey, *, from_origin: str, to_origin: str

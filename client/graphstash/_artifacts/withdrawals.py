@@ -26,7 +26,7 @@ from graphstash._forking import unforked
 from graphstash._http.client import ServerClient
 from graphstash._trust.provenance import Provenance
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError
+from graphstash.errors import CacheError, LocalTierError
 from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
 from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.protocol import MAX_LOOKUP_KEYS
@@ -268,10 +268,21 @@ class Withdrawals:
                 named.append((key, each.digest.partition(":")[2]))
         # Memory first: until a file is deleted, another thread may open it.
         self._listener.withdrawn(namespace, named, at=time())
+        trouble: LocalTierError | None = None
         for key, sha256 in named:
             is_withdrawn = partial(_has_digest, sha256=sha256)
-            for origin in self._origins():
-                self._tier.discard_if(namespace, key, is_withdrawn, origin=origin)
+            for origin in self._in_order_of_moves():
+                try:
+                    self._tier.discard_if(namespace, key, is_withdrawn, origin=origin)
+                except LocalTierError as error:
+                    trouble = error
+        if trouble is not None:  # the position stays, so that the deletion is repeated
+            raise trouble
+
+    def _in_order_of_moves(self) -> tuple[str, ...]:
+        """Return the origins. A copy that another process moves meanwhile is in a later one."""
+        of_server, *unpublished = self._origins()
+        return (*unpublished, of_server)
 
     def _compare(
         self,
