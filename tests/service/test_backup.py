@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 from alembic import command
+from sqlalchemy.engine import make_url
 
 from graphstash_schema import Digest
 from graphstash_server.db.migrate import alembic_config
@@ -354,10 +355,77 @@ def test_a_damaged_backup_is_repaired_or_restored_in_part(new_site, tmp_path):
         damaged.write_bytes(b"?" * len(blob_of(1)))
 
         part = new_site()
-        assert "1 artifact left out" in part.run("restore", backup, status=1)
+        assert "1 of 3 blobs are missing or damaged" in part.run("restore", backup, status=1)
+        assert "1 artifact left out" in part.run("restore", backup, "--partial", status=1)
         assert stored_on(part, range(3)) == {0, 2}
         assert '"copied": 1' in site.run("backup", backup, "--deep", "--json")
     assert stored_on(new_restored(new_site, backup), range(3)) == {0, 1, 2}
+
+
+def test_a_truncated_blob_is_copied_again_and_stays(new_site, tmp_path):
+    site, backup = new_site(), tmp_path / "backup"
+    with site.serving() as server:
+        put(server.url, range(2))
+        site.run("backup", backup)
+        truncated = blobs_in(backup)[Digest.of(blob_of(1)).sha256]
+        truncated.write_bytes(b"?")
+        assert '"copied": 1' in site.run("backup", backup, "--json")
+    assert truncated.read_bytes() == blob_of(1)
+    assert stored_on(new_restored(new_site, backup), range(2)) == {0, 1}
+
+
+def test_a_backup_without_blobs_replaces_nothing_unless_it_may_be_partial(new_site, tmp_path):
+    site, backup = new_site(), tmp_path / "backup"
+    with site.serving() as server:
+        put(server.url, range(3))
+        site.run("backup", backup)
+    shutil.rmtree(backup / "blobs")
+    other = new_site()
+    with other.serving() as server:
+        put(server.url, range(2, 5))
+
+    said = other.run("restore", backup, "--replace", status=1)
+    assert "2 of 3 blobs are missing or damaged" in said  # the target itself has the third
+    assert stored_on(other, range(5)) == {2, 3, 4}
+    assert "2 artifacts left out" in other.run(
+        "restore", backup, "--replace", "--partial", status=1
+    )
+    assert stored_on(other, range(5)) == {2}
+
+
+def test_a_backup_is_not_replaced_by_another_cache_with_the_same_artifact(new_site, tmp_path):
+    site, backup = new_site(), tmp_path / "backup"
+    with site.serving() as server:
+        put(server.url, range(5))
+    site.run("backup", backup)
+    emptied = new_site()
+    with emptied.serving() as server:
+        put(server.url, range(1))
+    for more in ([], ["--moved"]):
+        assert "is the backup of another cache" in emptied.run("backup", backup, *more, status=1)
+    assert len(blobs_in(backup)) == 5
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_a_backup_is_not_replaced_by_an_earlier_database_of_its_cache(new_site, tmp_path, database):
+    stale, backup = new_site(), tmp_path / "backup"
+    with stale.serving() as server:
+        put(server.url, range(1))
+    stale.run("backup", tmp_path / "first")
+    moved = new_site(database)
+    moved.run("restore", tmp_path / "first")
+    with moved.serving() as server:
+        put(server.url, range(1, 4))
+    moved.run("backup", backup)
+
+    said = stale.run("backup", backup, status=1)
+    for named in (moved, stale):
+        assert make_url(named.settings["database_url"]).database in said
+    assert "--moved" in said
+    assert len(blobs_in(backup)) == 4
+    moved.run("backup", tmp_path / "first", "--moved")
+    assert len(blobs_in(tmp_path / "first")) == 4
+    moved.run("backup", tmp_path / "first")
 
 
 def test_a_corrupt_database_does_not_replace_a_backup(new_site, tmp_path):
@@ -410,6 +478,12 @@ def test_what_was_withheld_or_revoked_after_the_backup_stays_so(new_site, tmp_pa
         api.close()
         site.run("token", "revoke", tokens[0])
 
+    site.run("restore", backup, "--replace")
+    assert stored_on(site, range(4)) == {1, 2, 3}
+    steps = site.run_killed("restore", backup, "--replace")
+    before_end = steps - 4  # the rows are replaced, and the restore is about to say so
+    assert site.run_killed("restore", backup, "--replace", at=before_end) is None
+    assert (site.directory / "restore.json").exists()
     site.run("restore", backup, "--replace")
     assert stored_on(site, range(4)) == {1, 2, 3}
     told = {each["id"]: each["revoked_at"] for each in listed(site)}

@@ -29,6 +29,9 @@ def backup(
         bool,
         typer.Option("--deep", help="Also read the blobs of earlier backups, and repair them."),
     ] = False,
+    moved: Annotated[
+        bool, typer.Option("--moved", help="The cache was backed up from another database.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Back up the database and all blobs, while servers run.
@@ -50,6 +53,7 @@ def backup(
                     collector=context.collector,
                     clock=system_clock,
                     is_deep=deep,
+                    is_moved=moved,
                     progress=progress,
                 )
         except BackupError as error:
@@ -65,13 +69,17 @@ def restore(
     replace: Annotated[
         bool, typer.Option("--replace", help="Lose the artifacts, tokens and rows that are there.")
     ] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Leave out artifacts whose blobs the backup lacks.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Restore a backup into the database and the blob store that GRAPHSTASH_* name.
 
     Stop all servers first. Every blob is verified. If the command is interrupted, servers refuse to
     start until the same command has continued. A backup of SQLite can be restored into PostgreSQL,
-    and the reverse, and into another kind of blob store.
+    and the reverse, and into another kind of blob store. If the backup lacks blobs, nothing is
+    replaced.
     """
     settings = load()
     from graphstash_server.errors import BackupError, ServerError, StartError
@@ -89,6 +97,7 @@ def restore(
                     data_dir=settings.data_dir,
                     store=store,
                     is_replacing=replace,
+                    is_partial=partial,
                     progress=progress,
                 )
 

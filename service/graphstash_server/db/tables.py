@@ -36,6 +36,7 @@ __all__ = [
     "environments",
     "generations",
     "history",
+    "identifiers",
     "leases",
     "manifest_entries",
     "metadata",
@@ -228,6 +229,15 @@ recorded_times = Table(
     Column("recorded_at", UtcTime, nullable=False),
 )
 """What time it is, as far as the servers have followed it (see `services.plausible_clock`)."""
+
+identifiers = Table(
+    "identifiers",
+    metadata,
+    Column("name", String(64), primary_key=True, comment="of what it identifies"),
+    Column("value", String(64), nullable=False, comment="random"),
+)
+"""Identifiers that are created once. `cache` tells the backups of caches apart. A restored database
+has the identifier of the backup."""
 
 leases = Table(
     "leases",

@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Final
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 
 from graphstash_schema import Digest
 from graphstash_server import __version__
 from graphstash_server.clock import Clock
 from graphstash_server.db.migrate import is_of_later_release, newest_revision
+from graphstash_server.db.queries.identifiers import find_cache_id
 from graphstash_server.errors import (
     BackupError,
     DigestMismatchError,
@@ -72,7 +73,7 @@ Progress = Callable[[int, int], None]
 
 
 class Manifest(BaseModel):
-    """What a complete backup has."""
+    """What a complete backup has. Only a backup of an earlier release has no `cache`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -80,6 +81,8 @@ class Manifest(BaseModel):
     release: str = __version__
     revision: str
     taken_at: AwareDatetime
+    cache: str | None = None
+    source: str | None = None
     database: str
     database_sha256: str
     blobs: int
@@ -126,10 +129,12 @@ class Backup:
         collector: BlobCollector,
         clock: Clock,
         is_deep: bool,
+        is_moved: bool,
         progress: Progress,
     ) -> Copied:
         """Copy the database at `url` and the blobs of its artifacts. With `is_deep`, also read the
-        blobs that the directory has, and replace damaged ones.
+        blobs that the directory has, and replace damaged ones. With `is_moved`, the cache may have
+        been backed up from another database.
 
         Raises:
             BackupError: the directory cannot be used, or the backup would replace another cache's.
@@ -137,7 +142,10 @@ class Backup:
             StartError: the database does not answer.
         """
         async with self._opened(is_new=True) as target:
-            before = self._manifest()
+            before, source = self._manifest(), _source_of(url)
+            async with collector.database.writing() as connection:
+                cache = await find_cache_id(connection)
+            self._check_identity(before, cache, source, is_moved=is_moved)
             new = self._path / "database.new"
             here = {each async for each in target.list()}
             copied = 0
@@ -155,9 +163,13 @@ class Backup:
                 if not lost:
                     break
             left_out = await asyncio.to_thread(drop_artifacts_of, new, lost) if lost else 0
-            manifest = await asyncio.to_thread(self._complete, new, taken_at)
-            for unused in here.difference(needed):
-                await target.delete(unused)
+            manifest = await asyncio.to_thread(
+                partial(self._complete, new, taken_at, cache=cache, source=source)
+            )
+            kept = {each.sha256 for each in needed}  # a truncated blob was listed with its own size
+            for unused in here:
+                if unused.sha256 not in kept:
+                    await target.delete(unused)
         return Copied(manifest=manifest, copied=copied, left_out=left_out)
 
     @asynccontextmanager
@@ -212,6 +224,27 @@ class Backup:
                 f"{self._file} is damaged: {error.error_count()} fields are wrong"
             ) from None
 
+    def _check_identity(
+        self, before: Manifest | None, cache: str, source: str, *, is_moved: bool
+    ) -> None:
+        """Refuse to replace a backup of another cache, or of another copy of this cache's database.
+        Either may have far fewer artifacts.
+        """
+        if before is None or before.cache is None:
+            return
+        if before.cache != cache:
+            raise BackupError(
+                f"{self._path} is the backup of another cache: of {before.cache} in "
+                f"{before.source}, and this is {cache} in {source}. Choose another directory. If "
+                "the cache was lost, restore the backup first"
+            )
+        if before.source != source and not is_moved:
+            raise BackupError(
+                f"{self._path} is the backup of {before.source}, and the settings name {source}: "
+                "correct GRAPHSTASH_DATABASE_URL and GRAPHSTASH_DATA_DIR; if the cache has moved, "
+                "use --moved"
+            )
+
     def _check_same_cache(
         self, before: Manifest | None, needed: Sequence[Digest], here: set[Digest]
     ) -> None:
@@ -234,13 +267,15 @@ class Backup:
                 "nothing was replaced; free some space, or choose another directory"
             )
 
-    def _complete(self, new: Path, taken_at: datetime) -> Manifest:
+    def _complete(self, new: Path, taken_at: datetime, *, cache: str, source: str) -> Manifest:
         """Put the new rows and their manifest in place, and remove the old ones."""
         needed = list_digests_in(new)
         sha256 = _sha256_of(new)
         manifest = Manifest(
             revision=newest_revision(),
             taken_at=taken_at,
+            cache=cache,
+            source=source,
             database=f"database-{sha256[:16]}.sqlite3",
             database_sha256=sha256,
             blobs=len(needed),
@@ -297,16 +332,18 @@ async def restore(
     data_dir: Path,
     store: BlobStore,
     is_replacing: bool,
+    is_partial: bool,
     progress: Progress,
 ) -> Copied:
     """Store the blobs of a backup, and replace all rows of the database at `url` by the backup's.
 
     The caller has stopped all servers. With `is_replacing`, the target may have artifacts. Blobs
     that it has are read, and kept if they are whole. What the replaced database withheld or revoked
-    after the backup stays so.
+    after the backup stays so. With `is_partial`, artifacts whose blobs are lost are left out.
 
     Raises:
-        BackupError: the backup cannot be used, the target is not empty, or a server uses it.
+        BackupError: the backup cannot be used or lacks blobs, the target is not empty, or a server
+            uses it. No row was replaced.
         ServerError: the blob store does not answer. The same command continues.
         StartError: the database does not answer.
     """
@@ -325,16 +362,21 @@ async def restore(
                 await _check_empty(begun, manifest, url, store)
             await asyncio.to_thread(source.stage, staged)
             is_current = await asyncio.to_thread(has_rows, url) and await asyncio.to_thread(
-                apply_withdrawals, staged, url, since=manifest.taken_at
+                apply_withdrawals, staged, url
             )
-            begun = _Begun(database_sha256=manifest.database_sha256)
-            await asyncio.to_thread(_replace, unfinished, begun.model_dump_json())
             for digest, generation in await asyncio.to_thread(find_generations_in, staged):
                 store.use_generation(digest, generation)
             needed = await asyncio.to_thread(list_digests_in, staged)
             here = {each async for each in store.list()}
             missing = await _missing(needed, here, checked_in=store)
-            lost = await _copy(missing, source.blobs.open, store, progress)
+            there = {each async for each in source.blobs.list()}
+            lost = [each for each in missing if each not in there]
+            _check_losses(backup, lost, needed, is_partial=is_partial)
+            begun = _Begun(database_sha256=manifest.database_sha256)
+            await asyncio.to_thread(_replace, unfinished, begun.model_dump_json())
+            found = [each for each in missing if each in there]
+            lost += await _copy(found, source.blobs.open, store, progress)
+            _check_losses(backup, lost, needed, is_partial=is_partial)
             left_out = await asyncio.to_thread(drop_artifacts_of, staged, lost) if lost else 0
             await asyncio.to_thread(load_snapshot, staged, url)
             unfinished.unlink()
@@ -376,6 +418,33 @@ async def _check_empty(
             "the database or the blob store is not empty: restore into an empty one, or use "
             "--replace to lose what is there"
         )
+
+
+def _check_losses(
+    backup: Path, lost: Sequence[Digest], needed: Sequence[Digest], *, is_partial: bool
+) -> None:
+    if lost and not is_partial:
+        raise BackupError(
+            f"{len(lost)} of {len(needed)} blobs are missing or damaged in {backup}, and no row "
+            "was replaced: `graphstash backup --deep` repairs the backup of a cache that still has "
+            "them, and --partial restores the other artifacts"
+        )
+
+
+def _source_of(url: str) -> str:
+    """Return where a database is, without a password. Equal for all servers of the database."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        return str(Path(parsed.database or "").resolve())
+    place = {name: parsed.query[name] for name in ("host", "port") if name in parsed.query}
+    shown = URL.create(
+        parsed.get_backend_name(),
+        host=parsed.host,
+        port=parsed.port,
+        database=parsed.database,
+        query=place,
+    )
+    return shown.render_as_string()
 
 
 async def _open(collector: BlobCollector, digest: Digest) -> BlobReader | None:

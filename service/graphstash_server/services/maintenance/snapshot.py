@@ -6,10 +6,10 @@ into PostgreSQL and the reverse. Every call blocks and runs its own event loop: 
 
 import asyncio
 import os
+import secrets
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -146,36 +146,66 @@ def drop_artifacts_of(path: Path, digests: Sequence[Digest]) -> int:
     return dropped
 
 
-def apply_withdrawals(path: Path, url: str, *, since: datetime) -> bool:
-    """Drop from a snapshot what a database withheld after a time and has not released, and revoke
-    the tokens that it has revoked. Return False if that database cannot be read.
+def apply_withdrawals(path: Path, url: str) -> bool:
+    """Drop from a snapshot what a database withheld and has not released, unless the snapshot has
+    the same withdrawal. Revoke the tokens that the database has revoked. Return False if that
+    database cannot be read.
 
-    What was deleted or replaced stays: a restore is the way to get it back.
+    The snapshot's lists continue with these withdrawals, so a later restore drops them, too. Their
+    marks are new: hosts have read other lists, and must notice that. What was deleted or replaced
+    stays, because a restore is the way to get it back.
     """
     key = (*KEY_COLUMNS, "sha256")
-    withheld = select(*(withdrawals.c[name] for name in key)).where(
-        withdrawals.c.cause == "withheld",
-        withdrawals.c.withdrawn_at > since,
-        ~exists().where(
-            *(artifacts.c[name] == withdrawals.c[name] for name in key),
-            artifacts.c.withheld_at.is_(None),
-        ),
+    columns = [column.key for column in withdrawals.c]
+    withheld = (
+        select(withdrawals)
+        .where(
+            withdrawals.c.cause == "withheld",
+            ~exists().where(
+                *(artifacts.c[name] == withdrawals.c[name] for name in key),
+                artifacts.c.withheld_at.is_(None),
+            ),
+        )
+        .order_by(withdrawals.c.namespace, withdrawals.c.number)
     )
     revoked = select(tokens.c.revoked_at, tokens.c.id).where(tokens.c.revoked_at.is_not(None))
     try:
-        keys = [tuple(row) for row in _read(url, withheld)]
+        found = [dict(zip(columns, row, strict=True)) for row in _read(url, withheld)]
         ids = [(str(at.replace(tzinfo=None)), name) for at, name in _read(url, revoked)]
     except StartError:
         return False
-    wanted = " AND ".join(f"{name} = ?" for name in key)
     with closing(_open(path)) as snapshot, snapshot:
         snapshot.execute("PRAGMA foreign_keys=ON")
-        snapshot.executemany(f"DELETE FROM artifacts WHERE {wanted}", keys)  # noqa: S608 - names of columns
+        for row in found:
+            _withdraw(snapshot, row, key)
         snapshot.executemany(
             "UPDATE tokens SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", ids
         )
     _sync(path)
     return True
+
+
+def _withdraw(snapshot: sqlite3.Connection, row: dict[str, Any], key: Sequence[str]) -> None:
+    """Drop a withheld artifact from a snapshot and extend the list of its namespace, unless the
+    list has the withdrawal.
+    """
+    at = (row["namespace"], row["number"], row["mark"])
+    known = "SELECT 1 FROM withdrawals WHERE namespace = ? AND number = ? AND mark = ?"
+    if snapshot.execute(known, at).fetchone():
+        return
+    matched = " AND ".join(f"{name} = :{name}" for name in key)
+    snapshot.execute(f"DELETE FROM artifacts WHERE {matched}", row)  # noqa: S608 - names of columns
+    row |= {
+        "mark": secrets.token_hex(8),
+        "withdrawn_at": str(row["withdrawn_at"].replace(tzinfo=None)),
+    }
+    ((row["number"],),) = snapshot.execute(
+        "INSERT INTO withdrawal_heads VALUES (:namespace, 1, :mark) ON CONFLICT (namespace) "
+        "DO UPDATE SET number = number + 1, mark = excluded.mark RETURNING number",
+        row,
+    ).fetchall()
+    values = ", ".join(f":{name}" for name in row)
+    snapshot.execute(f"INSERT INTO withdrawals ({', '.join(row)}) VALUES ({values})", row)  # noqa: S608 - names of columns
 
 
 async def _export(source: URL, path: Path) -> None:
