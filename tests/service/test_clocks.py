@@ -136,9 +136,9 @@ async def test_a_session_that_began_while_the_clock_was_ahead_does_not_outlive_i
 
 
 async def rounds(clock, *servers, days):
-    """Lets days pass, with a round of maintenance of each server in every hour."""
-    for _ in range(days * 24):
-        clock.turn(HOUR_SECONDS)
+    """Lets days pass, with six rounds of maintenance of each server a day."""
+    for _ in range(days * 6):
+        clock.turn(4 * HOUR_SECONDS)
         for server in servers:
             await server.context.maintenance.run_once()
 
@@ -148,7 +148,7 @@ async def test_servers_that_were_off_delete_by_age_after_a_tenth_of_that_time(
 ):
     async with opened(retain_days=30) as server:
         await server.put(b"blob")
-        await server.context.maintenance.run_once()
+        await rounds(opened.clock, server, days=1)
     opened.clock.jump(60 * DAY_SECONDS)
     async with opened(retain_days=30) as one, opened(retain_days=30) as other:
         for server in (one, other):
@@ -176,13 +176,107 @@ async def test_restarts_do_not_advance_the_recorded_time(opened):
 async def test_an_operator_accepts_a_clock(opened):
     async with opened(retain_days=30) as server:
         await server.put(b"blob")
-        await server.context.maintenance.run_once()
+        await rounds(opened.clock, server, days=1)
         opened.clock.jump(60 * DAY_SECONDS)
         await server.context.maintenance.run_once()
         assert await server.get() == b"blob"
         await server.context.plausible_clock.accept()
         await server.context.maintenance.run_once()
         assert await server.get() is None
+
+
+async def use(server, number):
+    server.context.accounting.count_hit(key_of(number), saved_seconds=1)
+    await server.context.accounting.flush()
+
+
+async def accept(clock, server):
+    clock.turn(600)
+    await server.context.plausible_clock.accept()
+
+
+async def wait_for_belief(clock, server):
+    while server.context.plausible_clock.is_suspended:
+        await rounds(clock, server, days=1)
+
+
+@pytest.mark.parametrize("end", [accept, wait_for_belief])
+async def test_uses_while_deletion_was_suspended_count_as_uses_at_its_end(opened, end):
+    async with opened(retain_days=5) as server:
+        for number in range(2):
+            await server.put(b"blob %d" % number, number)
+        await rounds(opened.clock, server, days=1)
+    opened.clock.jump(60 * DAY_SECONDS)
+    async with opened(retain_days=5) as one, opened(retain_days=5) as other:
+        await one.context.maintenance.run_once()
+        await use(one, 0)
+        await one.put(b"blob 2", 2)
+        await other.context.plausible_clock.observe()
+        await end(opened.clock, one)
+        await other.put(b"blob 3", 3)  # this server has not seen the end yet
+        await one.context.maintenance.run_once()
+        kept = [await one.get(number) for number in range(4)]
+        assert kept == [b"blob 0", None, b"blob 2", b"blob 3"]
+        await rounds(opened.clock, one, days=6)
+        assert [await one.get(number) for number in range(4)] == [None] * 4
+
+
+async def test_a_first_start_with_a_late_clock_deletes_nothing_that_was_stored_since(opened):
+    opened.clock.jump(-200 * DAY_SECONDS)
+    async with opened(retain_days=30) as server:
+        await server.context.maintenance.run_once()
+        opened.clock.jump(200 * DAY_SECONDS)
+        await server.context.maintenance.run_once()
+        await server.put(b"blob")
+        await accept(opened.clock, server)
+        await server.context.maintenance.run_once()
+        assert await server.get() == b"blob"
+
+
+async def test_a_use_before_the_end_of_a_suspension_is_worth_as_much_as_one_after_it(opened):
+    async with opened() as server:
+        await server.put(b"blob 0", 0, seconds=100)
+        await server.put(b"blob 1", 1, seconds=1)
+        await rounds(opened.clock, server, days=1)
+        opened.clock.jump(60 * DAY_SECONDS)
+        await server.context.maintenance.run_once()
+        await use(server, 0)
+        await accept(opened.clock, server)
+        await server.context.maintenance.run_once()
+        await use(server, 1)
+        assert await server.evict_one()
+        assert [await server.get(number) for number in range(2)] == [b"blob 0", None]
+
+
+async def test_a_server_that_runs_for_an_hour_a_day_deletes_by_age(opened):
+    async with opened(retain_days=30) as server:
+        await server.put(b"blob")
+        await rounds(opened.clock, server, days=1)
+    believed = []
+    for _ in range(40):
+        opened.clock.jump(23 * HOUR_SECONDS)
+        async with opened(retain_days=30) as server:
+            for _ in range(6):
+                await server.context.maintenance.run_once()
+                opened.clock.turn(600)
+            believed.append(not server.context.plausible_clock.is_suspended)
+    assert sum(believed) >= 10
+    async with opened() as server:
+        assert await server.get() is None
+
+
+async def test_a_clock_that_jumps_at_every_start_is_not_believed(opened):
+    async with opened(retain_days=30) as server:
+        await server.put(b"blob")
+        await rounds(opened.clock, server, days=1)
+    for _ in range(20):
+        opened.clock.jump(20 * DAY_SECONDS)
+        async with opened(retain_days=30) as server:
+            await server.context.maintenance.run_once()
+            opened.clock.turn(600)
+            await server.context.maintenance.run_once()
+            assert server.context.plausible_clock.is_suspended
+            assert await server.get() == b"blob"
 
 
 async def test_a_chore_that_a_wrong_clock_planned_for_a_later_year_is_due(opened):

@@ -45,7 +45,9 @@ def pin(
 
     async def work(context: "ProcessContext") -> None:
         await context.plausible_clock.observe()
-        until = _WITHOUT_END if age is None else context.plausible_clock() + age
+        until = (
+            _WITHOUT_END if age is None else max(context.clock(), context.plausible_clock()) + age
+        )
         count = await context.pins.pin(
             parse(Namespace, namespace), parse(ManifestName, job), until=until
         )

@@ -45,6 +45,7 @@ __all__ = [
     "reports",
     "runs",
     "sessions",
+    "suspensions",
     "tokens",
     "usage",
     "withdrawal_heads",
@@ -238,6 +239,20 @@ identifiers = Table(
 )
 """Identifiers that are created once. `cache` tells the backups of caches apart. A restored database
 has the identifier of the backup."""
+
+suspensions = Table(
+    "suspensions",
+    metadata,
+    Column("began_at", UtcTime, primary_key=True),
+    Column("ended_at", UtcTime, nullable=True, comment="null while it lasts"),
+    Column(
+        "followed_at", UtcTime, nullable=False, comment="the time that the servers believe so far"
+    ),
+    Column("seen_at", UtcTime, nullable=False, comment="the last time of the clock"),
+    Column("up_seconds", Double, nullable=False, comment="how long that server has run"),
+)
+"""The times during which nothing was deleted by age. Ages are computed with all of them, so a row
+stays after its end."""
 
 leases = Table(
     "leases",

@@ -3,26 +3,46 @@
 A clock may be wrong: a bad time server, a host that starts before its clock is set, a restored
 virtual machine. A deletion by age cannot be undone, so one look at one clock is not enough for it.
 
-The servers record in the database what time it is. At each look, the recorded time follows the
-clock, but at most `_PACE` times as fast as the monotonic clocks of the servers run. A clock that is
-200 days ahead for eight seconds therefore moves the recorded time by eighty seconds. If clock and
-recorded time differ by more than `TOLERANCE`, deletion by age is suspended until an operator
-accepts the clock, or until the recorded time has caught up: after a tenth of the jump. A server
-that was off for two months deletes nothing by age for its first six days.
+The servers record in the database what time it is. The recorded time follows the clock, but at most
+`_PACE` times as fast as the monotonic clocks of the servers run. If clock and recorded time differ
+by more than `TOLERANCE`, deletion by age is suspended. Then the recorded time passes like time, and
+a second one, `followed_at`, follows the clock at the same pace. The suspension ends when the clock
+agrees with the recorded time again, when `followed_at` has caught up with the clock, or when an
+operator accepts the clock. A clock that is 200 days ahead for eight seconds is followed for eighty
+seconds. A server that was off for two months deletes nothing by age for its first week.
 
-Each process measures from the recorded time that it read itself, so many servers together advance
-the recorded time no faster than one server, and a restart advances nothing.
+Times that were recorded during a suspension lie before the jump. `ago` returns limits of ages that
+never lie between the beginning and the end of a suspension. So an age counts whatever was recorded
+during the suspension as recorded at its end, by this server or by one that has not seen the end
+yet.
+
+Each process measures from the times that it read itself, so many servers together follow the clock
+no faster than one server. A restart advances nothing, except during a suspension: the time of the
+clock at which a server ran last is stored, and the time until the next start counts once, at most
+`_OFF_PACE` times the time that the server had run, and at most `_MAX_OFF`. So a server that is off
+for most of every day catches up as well. A wrong clock gains no more than that with one start, and
+only if deletion was already suspended before.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
+from sqlalchemy.ext.asyncio import AsyncConnection
+
 from graphstash_schema import ErrorCode
 from graphstash_server.clock import Clock, SteadyClock
 from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.recorded_times import lock_recorded_time, record_time
+from graphstash_server.db.queries.recorded_times import (
+    Suspension,
+    drop_suspension,
+    list_suspensions,
+    lock_recorded_time,
+    record_time,
+    save_suspension,
+)
 from graphstash_server.errors import ServerError
 
 __all__ = ["TOLERANCE", "PlausibleClock"]
@@ -34,6 +54,14 @@ TOLERANCE: Final = timedelta(hours=1)
 keeps what it deletes for longer."""
 
 _PACE: Final = 10
+
+_OFF_PACE: Final = 72
+_MAX_OFF: Final = timedelta(days=3)
+"""A weekend."""
+
+_OVERLAP: Final = 4 * TOLERANCE
+"""How long before a suspension its rule applies. Servers that have not seen the suspension yet
+record times up to `TOLERANCE` around a recorded time that was up to `TOLERANCE` off."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,7 +81,8 @@ class PlausibleClock:
 
     def __post_init__(self) -> None:
         self._recorded: datetime | None = None
-        self._read_at = 0.0
+        self._suspensions: Sequence[Suspension] = ()
+        self._began_at = self._read_at = self.steady()
         self.jump = timedelta(0)
 
     def __call__(self) -> datetime:
@@ -66,6 +95,23 @@ class PlausibleClock:
             return at
         return min(max(at, self._recorded), self._recorded + self._passed() + TOLERANCE)
 
+    def ago(self, age: timedelta) -> datetime:
+        """Return the limit before which recorded times are older than `age`."""
+        limit = self() - age
+        for suspension in reversed(self._suspensions):
+            began_at = suspension.began_at - _OVERLAP
+            if suspension.ended_at is not None and began_at <= limit < suspension.ended_at:
+                limit = began_at
+        return limit
+
+    @property
+    def last_gap(self) -> tuple[datetime, datetime] | None:
+        """The recorded times that count as the end of the last suspension, and that end."""
+        if self._open or not self._suspensions:
+            return None
+        last = self._suspensions[-1]
+        return (last.began_at - _OVERLAP, last.ended_at) if last.ended_at else None
+
     @property
     def is_suspended(self) -> bool:
         """Whether nothing may be deleted by age, as of the last `observe`."""
@@ -77,7 +123,10 @@ class PlausibleClock:
         if not self.is_suspended:
             return "ok"
         side = "ahead of" if self.jump > timedelta(0) else "behind"
-        wait = abs(self.jump) / _PACE
+        ahead = self.jump
+        if self._recorded is not None and self._open is not None:
+            ahead += self._recorded - self._open.followed_at
+        wait = abs(ahead) / _PACE
         return (
             f"deletion by age is suspended: the clock is {_rounded(self.jump)} {side} the time "
             f"that the servers have recorded; if it stays, they believe it in {_rounded(wait)}; if "
@@ -93,23 +142,38 @@ class PlausibleClock:
         now = self.clock()
         async with self.database.writing() as connection:
             recorded = await lock_recorded_time(connection, now=now)
-            reach = _PACE * self._passed()
-            since = self._recorded or recorded
-            if now > recorded:
-                recorded = max(recorded, min(now, since + reach))
+            last = [None, *await list_suspensions(connection)][-1]
+            if last is None or last.ended_at is not None:
+                since = self._recorded or recorded
+                recorded = _followed(recorded, now, since=since, reach=_PACE * self._passed())
+                if abs(now - recorded) > TOLERANCE:
+                    opened = Suspension(recorded, None, recorded, now, 0.0)
+                    await save_suspension(connection, opened)
             else:
-                recorded = min(recorded, max(now, since - reach))
+                recorded, last = self._during(last, recorded, now)
+                if abs(now - recorded) <= TOLERANCE:
+                    await drop_suspension(connection, last)
+                elif abs(now - last.followed_at) <= TOLERANCE:
+                    recorded = await self._end(connection, last, now)
+                else:
+                    await save_suspension(connection, last)
             await record_time(connection, recorded)
-        self._note(recorded, now)
+            suspensions = await list_suspensions(connection)
+        self._note(recorded, now, suspensions)
         return not self.is_suspended
 
     async def accept(self) -> None:
         """Record the time of the clock, because an operator says that it is right."""
         now = self.clock()
         async with self.database.writing() as connection:
-            await lock_recorded_time(connection, now=now)
+            recorded = await lock_recorded_time(connection, now=now)
+            last = [None, *await list_suspensions(connection)][-1]
+            if last is None or last.ended_at is not None:
+                last = Suspension(recorded, None, recorded, now, 0.0)
+            await self._end(connection, last, now)
             await record_time(connection, now)
-        self._note(now, now)
+            suspensions = await list_suspensions(connection)
+        self._note(now, now, suspensions)
 
     async def require(self) -> None:
         """Refuse a deletion by age while the clock is doubtful.
@@ -120,9 +184,41 @@ class PlausibleClock:
         if not await self.observe():
             raise ServerError(ErrorCode.CONFLICT, self.state)
 
-    def _note(self, recorded: datetime, now: datetime) -> None:
+    @property
+    def _open(self) -> Suspension | None:
+        """The suspension that lasts, as of the last `observe`."""
+        last = self._suspensions[-1] if self._suspensions else None
+        return last if last is not None and last.ended_at is None else None
+
+    def _during(
+        self, last: Suspension, recorded: datetime, now: datetime
+    ) -> tuple[datetime, Suspension]:
+        """Return the recorded time and the suspension after another look at the clock."""
+        followed = last.followed_at
+        if self._recorded is None:  # this process has just started
+            was_off = min(now - last.seen_at, _MAX_OFF, _OFF_PACE * _seconds(last.up_seconds))
+            if was_off > timedelta(0):
+                followed = min(followed + was_off, max(followed, now))
+        elif (mine := self._open) is not None and mine.began_at == last.began_at:
+            passed = self._passed()
+            recorded = max(recorded, self._recorded + passed)
+            followed = _followed(followed, now, since=mine.followed_at, reach=_PACE * passed)
+        up_seconds = self.steady() - self._began_at
+        return recorded, last._replace(followed_at=followed, seen_at=now, up_seconds=up_seconds)
+
+    @staticmethod
+    async def _end(connection: AsyncConnection, last: Suspension, now: datetime) -> datetime:
+        """End a suspension at a time of the clock. Only after a jump forwards are ages wrong."""
+        if now > last.began_at:
+            await save_suspension(connection, last._replace(ended_at=now))
+        else:
+            await drop_suspension(connection, last)
+        return now
+
+    def _note(self, recorded: datetime, now: datetime, suspensions: Sequence[Suspension]) -> None:
         was_suspended = self.is_suspended
         self._recorded, self._read_at, self.jump = recorded, self.steady(), now - recorded
+        self._suspensions = suspensions
         if self.is_suspended and not was_suspended:
             _LOGGER.warning("%s", self.state)
         elif was_suspended and not self.is_suspended:
@@ -132,7 +228,18 @@ class PlausibleClock:
         """Return the time since this process read the recorded time."""
         if self._recorded is None:
             return timedelta(0)
-        return timedelta(seconds=self.steady() - self._read_at)
+        return _seconds(self.steady() - self._read_at)
+
+
+def _followed(recorded: datetime, now: datetime, *, since: datetime, reach: timedelta) -> datetime:
+    """Return a recorded time after it followed the clock, no further than `reach` from `since`."""
+    if now > recorded:
+        return max(recorded, min(now, since + reach))
+    return min(recorded, max(now, since - reach))
+
+
+def _seconds(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)
 
 
 def _rounded(time: timedelta) -> str:

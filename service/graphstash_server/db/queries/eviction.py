@@ -19,6 +19,7 @@ from sqlalchemy import (
     select,
     true,
     tuple_,
+    update,
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -33,6 +34,7 @@ from graphstash_server.db.queries.shared import (
 )
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.db.tables import artifacts, usage
+from graphstash_server.eviction_order import aged
 from graphstash_server.keys import StoredKey
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "list_of_toolchain",
     "list_toolchains",
     "list_unused",
+    "renew_uses",
 ]
 
 
@@ -158,6 +161,25 @@ async def list_of_toolchain(
     if after is not None:
         statement = statement.where(tuple_(*_KEY) > after.key.columns)
     return await _candidates(connection, statement.order_by(*_KEY).limit(limit))
+
+
+async def renew_uses(
+    connection: AsyncConnection, *, since: datetime, until: datetime, limit: int
+) -> int:
+    """Let artifacts whose last use lies in `[since, until)` count as used at `until`. Return the
+    number of artifacts, which is `limit` if there may be more.
+    """
+    used = artifacts.c.last_used_at
+    chosen = select(*_KEY).where(used >= since, used < until).limit(limit)
+    keys = sorted(tuple(row) for row in await connection.execute(chosen))
+    are_chosen = tuple_(*_KEY).in_(keys)
+    await connection.execute(select(*_KEY).where(are_chosen).order_by(*_KEY).with_for_update())
+    await connection.execute(
+        update(artifacts)
+        .where(are_chosen, used < until)
+        .values(last_used_at=until, eviction_rank=artifacts.c.density + aged(until))
+    )
+    return len(keys)
 
 
 async def kept_bytes(connection: AsyncConnection, *, namespace: str | None, now: datetime) -> int:

@@ -1,16 +1,43 @@
-"""Statements on `recorded_times`."""
+"""Statements on `recorded_times` and `suspensions`."""
 
+from collections.abc import Sequence
 from datetime import datetime
+from typing import NamedTuple
 
-from sqlalchemy import func, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_server.db.queries.shared import insert_into
-from graphstash_server.db.tables import chores, recorded_times
+from graphstash_server.db.tables import chores, recorded_times, suspensions
 
-__all__ = ["lock_recorded_time", "record_time"]
+__all__ = [
+    "Suspension",
+    "drop_suspension",
+    "list_suspensions",
+    "lock_recorded_time",
+    "record_time",
+    "save_suspension",
+]
 
 _NAME = "plausible"
+
+
+class Suspension(NamedTuple):
+    """A time during which nothing is deleted by age.
+
+    Attributes:
+        began_at: recorded time at the beginning.
+        ended_at: time of the clock at the end; None while it lasts.
+        followed_at: how far the servers believe the clock.
+        seen_at: last time of the clock.
+        up_seconds: how long the server that saw it has been running.
+    """
+
+    began_at: datetime
+    ended_at: datetime | None
+    followed_at: datetime
+    seen_at: datetime
+    up_seconds: float
 
 
 async def lock_recorded_time(connection: AsyncConnection, *, now: datetime) -> datetime:
@@ -33,4 +60,27 @@ async def record_time(connection: AsyncConnection, at: datetime) -> None:
     """Replace the recorded time."""
     await connection.execute(
         update(recorded_times).where(recorded_times.c.name == _NAME).values(recorded_at=at)
+    )
+
+
+async def list_suspensions(connection: AsyncConnection) -> Sequence[Suspension]:
+    """Return all suspensions, the oldest first. Only the last one may still last."""
+    columns = [suspensions.c[name] for name in Suspension._fields]
+    rows = await connection.execute(select(*columns).order_by(suspensions.c.began_at))
+    return [Suspension(*row) for row in rows]
+
+
+async def save_suspension(connection: AsyncConnection, suspension: Suspension) -> None:
+    """Insert or replace a suspension."""
+    values = suspension._asdict()
+    statement = insert_into(connection, suspensions).values(values)
+    await connection.execute(
+        statement.on_conflict_do_update(index_elements=["began_at"], set_=values)
+    )
+
+
+async def drop_suspension(connection: AsyncConnection, suspension: Suspension) -> None:
+    """Forget a suspension."""
+    await connection.execute(
+        delete(suspensions).where(suspensions.c.began_at == suspension.began_at)
     )

@@ -23,7 +23,6 @@ from graphstash_schema.explanation import (
     compare,
     identity_of,
 )
-from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.descriptions import (
     DescribedRow,
@@ -36,6 +35,7 @@ from graphstash_server.db.queries.descriptions import (
     list_by_label,
 )
 from graphstash_server.keys import StoredKey
+from graphstash_server.services.plausible_clock import PlausibleClock
 
 __all__ = ["MAX_NAMESPACES", "ExplanationService"]
 
@@ -55,7 +55,7 @@ class ExplanationService:
     """Store and compare descriptions of artifacts."""
 
     database: Database
-    clock: Clock
+    clock: PlausibleClock
 
     def __post_init__(self) -> None:
         self._comparing = asyncio.Semaphore(1)
@@ -100,7 +100,7 @@ class ExplanationService:
     async def drop_unused(self) -> None:
         """Delete environments that no artifact has used for a day."""
         async with self.database.writing() as connection:
-            await drop_unused_environments(connection, before=self.clock() - _UNUSED)
+            await drop_unused_environments(connection, before=self.clock.ago(_UNUSED))
 
     @staticmethod
     async def _candidates(

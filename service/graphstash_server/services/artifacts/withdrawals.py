@@ -9,7 +9,6 @@ from typing import Final
 
 from graphstash_schema import Namespace
 from graphstash_schema.withdrawals import Withdrawal, WithdrawalList, WithdrawalQuery
-from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.withdrawals import (
     WithdrawalRow,
@@ -18,6 +17,7 @@ from graphstash_server.db.queries.withdrawals import (
     prune_withdrawals,
     withdrawal_head,
 )
+from graphstash_server.services.plausible_clock import PlausibleClock
 
 __all__ = ["KEPT_FOR", "MAX_KEPT", "WithdrawalService"]
 
@@ -35,7 +35,7 @@ class WithdrawalService:
     """Read and prune the lists. Safe for concurrent calls and several servers."""
 
     database: Database
-    clock: Clock
+    clock: PlausibleClock
 
     async def read(self, namespace: Namespace, query: WithdrawalQuery) -> WithdrawalList:
         """Return the page after a position, or no entries if the list lacks that position.
@@ -87,7 +87,7 @@ class WithdrawalService:
 
     async def _prune_page(self, namespace: Namespace, last: int) -> bool:
         """Drop up to a thousand entries. Return whether more may be due."""
-        oldest = self.clock() - KEPT_FOR
+        oldest = self.clock.ago(KEPT_FOR)
         async with self.database.writing() as connection:
             rows = await list_withdrawals(
                 connection, namespace, start=1, end=last, limit=_PRUNED_AT_ONCE + 1

@@ -11,7 +11,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from graphstash_schema import ManifestName, Namespace
 from graphstash_schema.protocol import MAX_MANIFEST_ENTRIES
 from graphstash_server.actor import Actor
-from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.queries.artifacts import pin_artifacts, unpin_artifacts
@@ -29,6 +28,7 @@ from graphstash_server.db.queries.manifests import (
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.allocation import Allocation, Allocator
+from graphstash_server.services.plausible_clock import PlausibleClock
 
 __all__ = ["ManifestService", "PinService", "StoredEntry"]
 
@@ -52,7 +52,7 @@ class ManifestService:
 
     database: Database
     allocator: Allocator
-    clock: Clock
+    clock: PlausibleClock
 
     async def get(self, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
         """Return the entries of a manifest, most recently used first; empty if there is none."""
@@ -91,7 +91,7 @@ class ManifestService:
 
     async def drop_unused(self) -> None:
         """Delete entries, in all namespaces, that no run used for `_UNUSED`."""
-        before = self.clock() - _UNUSED
+        before = self.clock.ago(_UNUSED)
         async with self.database.reading() as connection:
             namespaces = await list_unused(connection, before=before)
         for namespace in namespaces:

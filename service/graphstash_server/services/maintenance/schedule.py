@@ -15,13 +15,14 @@ from functools import partial
 from itertools import groupby
 
 from graphstash_server.actor import Actor
-from graphstash_server.clock import Clock, jitter
+from graphstash_server.clock import jitter
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.eviction import (
     Candidate,
     list_of_toolchain,
     list_toolchains,
     list_unused,
+    renew_uses,
 )
 from graphstash_server.db.queries.locks import claim_chore
 from graphstash_server.errors import CorruptDatabaseError, ServerError
@@ -56,13 +57,13 @@ class RetentionService:
     """Choose artifacts by age or toolchain for the caller to evict. Skip pinned artifacts."""
 
     database: Database
-    clock: Clock
+    clock: PlausibleClock
 
     async def unused(
         self, longer_than: timedelta, *, namespace: str | None = None
     ) -> AsyncIterator[list[Candidate]]:
         """Yield pages of artifacts unused for longer than a time, longest unused first."""
-        find = partial(list_unused, before=self.clock() - longer_than, namespace=namespace)
+        find = partial(list_unused, before=self.clock.ago(longer_than), namespace=namespace)
         async for page in self._pages(find):
             yield page
 
@@ -146,6 +147,7 @@ class Maintenance:
     async def run_once(self) -> None:
         """Run one round."""
         is_plausible = await self.clock.observe()
+        await self._renew_uses()
         await self.evictor.run(actor=Actor.server())
         await self.collector.collect_marked()
         if not is_plausible:
@@ -188,6 +190,17 @@ class Maintenance:
         if self.toolchains_kept is not None:
             async for page in self.retention.outdated(self.toolchains_kept):
                 yield page
+
+    async def _renew_uses(self) -> None:
+        """Let artifacts used during the last suspension count as used at its end. Retention does
+        that anyway (`PlausibleClock.ago`), but the order of eviction needs the stored times.
+        """
+        gap = self.clock.last_gap
+        renewed = _PAGE
+        while gap is not None and renewed == _PAGE:
+            since, until = gap
+            async with self.database.writing() as connection:
+                renewed = await renew_uses(connection, since=since, until=until, limit=_PAGE)
 
     async def _is_due(self, chore: str, every: timedelta) -> bool:
         async with self.database.writing() as connection:
