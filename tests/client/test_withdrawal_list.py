@@ -17,14 +17,14 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from graphstash import Stash
+from graphstash import CacheError, Stash
 from graphstash._artifacts import withdrawals as module
 from graphstash._artifacts.prefetch import Prefetch
 from graphstash._compile.packs import Packs
 from graphstash_schema import ArtifactMetadata, Digest, ReportReason
 from graphstash_schema.withdrawals import WithdrawalList
 from graphstash_server.testing import LiveServer, ServerProcess
-from support.fault_proxy import FaultProxy
+from support.fault_proxy import Fault, FaultProxy
 from support.host import Host, key, request
 from support.waiting import PATIENT_VARIABLES, until
 
@@ -314,6 +314,64 @@ def test_download_that_began_before_the_withdrawal_is_not_kept_as_known(next_job
         assert [each.get(key(1)) for each in (slow, beside)] == [None, None]
 
 
+@pytest.mark.parametrize("until_end", [True, False])
+def test_download_that_arrives_after_the_deletion_does_not_stay(
+    next_job, namespace, server, monkeypatch, until_end
+):
+    """Another run of the host has applied the list, or is about to note that."""
+    publisher = publish(next_job, 1, 2)
+    with FaultProxy(int(server.url.rpartition(":")[2])) as proxy:
+        slow, beside = next_job(url=proxy.url), next_job(url=proxy.url)
+        beside.ensure_local(key(2))
+        withdrawals = beside.standing._withdrawals
+        adopt, apply = slow.local.adopt, withdrawals._apply
+        applied, arrived = threading.Event(), threading.Event()
+
+        def apply_and_wait(*arguments):
+            apply(*arguments)
+            applied.set()
+            if not until_end:
+                arrived.wait(60)
+
+        def adopt_late(*arguments, **named):
+            delete(publisher)
+            look_up(beside)
+            assert applied.wait(60)
+            if until_end:
+                withdrawals._readers[namespace].join(60)
+            return adopt(*arguments, **named)
+
+        look_up(beside)
+        monkeypatch.setattr(withdrawals, "_apply", apply_and_wait)
+        monkeypatch.setattr(slow.local, "adopt", adopt_late)
+        assert slow.get(key(1)) == b"graph"  # the server had sent it before
+        arrived.set()
+        withdrawals._readers[namespace].join(60)
+        assert [slow.is_on_this_host(key(number)) for number in (1, 2)] == [False, True]
+        proxy.fault = Fault.RESET
+        with pytest.raises(CacheError):
+            next_job(url=proxy.url).get(key(1))
+        assert next_job(url=proxy.url).get(key(2)) == b"graph"
+
+
+def test_download_during_the_deletion_of_others_stays(next_job, monkeypatch):
+    publisher = publish(next_job, 1, 2, 3)
+    slow, beside = next_job(), next_job()
+    beside.ensure_local(key(2))
+    look_up(beside)
+    adopt = slow.local.adopt
+
+    def adopt_late(*arguments, **named):
+        delete(publisher, 3)
+        look_up(beside)
+        until(lambda: position(beside) == 1)
+        return adopt(*arguments, **named)
+
+    monkeypatch.setattr(slow.local, "adopt", adopt_late)
+    assert slow.get(key(1)) == b"graph"
+    assert slow.is_on_this_host(key(1))
+
+
 def test_download_from_a_server_that_lags_behind_is_looked_up(next_job):
     """For two seconds, another server behind the URL may serve what it has in memory."""
     publisher = publish(next_job, 1)
@@ -371,6 +429,33 @@ def test_kill_between_reading_and_applying_loses_nothing(next_job, phase):
     assert job.get(key(1)) is None
     look_up(job)
     until(lambda: position(job) == 1)
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_imported_copy_needs_the_word_of_the_server(
+    next_job, command, tmp_path, server, monkeypatch, is_later
+):
+    """The host may have applied a withdrawal of these bytes before the import."""
+    bundle = tmp_path / "bundle"
+    publisher = publish(next_job, 1, 2)
+    command("export", bundle, host="publisher")
+    delete(publisher)
+    with FaultProxy(int(server.url.rpartition(":")[2])) as proxy:
+        look_up(running := next_job(url=proxy.url))
+        assert position(running) == 1
+        told = command("import", "--local", bundle, host="host", url=proxy.url).stdout
+        assert told.startswith("2 imported")
+        if is_later:
+            at = time.time() + 601
+            monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
+        assert next_job(url="none").get(key(1)) == b"graph"  # no server has withdrawn it there
+        for job in (running, next_job(url=proxy.url)):
+            assert job.get(key(1)) is None
+        proxy.fault = Fault.RESET
+        with pytest.raises(CacheError):
+            next_job(url=proxy.url).get(key(1))
+        proxy.fault = Fault.NONE
+        assert next_job(url=proxy.url).fetch(key(2), io.BytesIO()).source == "local"
 
 
 @pytest.mark.usefixtures("later")

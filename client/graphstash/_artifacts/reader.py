@@ -238,7 +238,7 @@ class Reader:
             if self._between_chunks is not None:
                 self._between_chunks()
 
-        asked_at = time()
+        asked_at, before = time(), self._standing.state(namespace)
         with self._tier.temporary() as envelope:
             with nullcontext() if is_prefetch else self._tier.downloading():
                 downloaded = self._server.download(
@@ -267,6 +267,10 @@ class Reader:
             self._standing.note(namespace, key, digest.sha256, asked_at=asked_at)
             origin = self._standing.origin
             self._tier.adopt(namespace, key, envelope, origin=origin, proof=proof)
+        # If withdrawn copies were deleted meanwhile, this one may have come too late for that.
+        is_late = self._standing.state(namespace) != before
+        if is_late and not self._standing.confirms(namespace, key, digest.sha256):
+            self._tier.discard(namespace, key, origin=origin)
         return dataclasses.replace(fetched, source="remote", size_bytes=digest.size_bytes)
 
     def _unpack_checked(

@@ -13,6 +13,7 @@ was withdrawn since, it reads what (`withdrawals`).
 
 What this host compiled and no server has stored needs no leave of a server, but yields to other
 bytes there: all hosts run the same executable. It is deleted when the server withdraws equal bytes.
+What was imported from a bundle needs leave: a server may have withdrawn it before.
 
 Whether a server has stored a copy is unknown when its upload began and did not end, because the
 process was killed or the answer was lost. Such a copy is on offer: it is used while the server does
@@ -168,17 +169,20 @@ class Standing:
         if self._is_withdrawn(namespace, key, proof):
             return Verdict.DELETE
         is_own = origin in (OWN, self.offered)
+        if is_own and not self._server.is_known:
+            return Verdict.USE
+        needs_leave = proof.is_imported and origin == OWN
         is_new = 0 <= time() - proof.stored_at < RECHECK_SECONDS
-        if is_own and (is_new or not self._server.is_known):
+        if is_own and is_new and not needs_leave:
             return Verdict.USE
         try:
             stored = self.stored(namespace, key)
-        except RefusedError as error:
-            _log.debug("graphstash: no copy of %s is used: %s", namespace, error)
-            is_free = is_own or (error.status >= 500 and self._was_reached(namespace))
-            return Verdict.USE if is_free else Verdict.LEAVE
-        except CacheError:
-            return Verdict.USE if is_own or self._was_reached(namespace) else Verdict.LEAVE
+        except CacheError as error:
+            if isinstance(error, RefusedError):
+                _log.debug("graphstash: no copy of %s is used: %s", namespace, error)
+            is_refused = isinstance(error, RefusedError) and error.status < 500
+            is_free = is_own or (not is_refused and self._was_reached(namespace))
+            return Verdict.USE if is_free and not needs_leave else Verdict.LEAVE
         if stored == proof.sha256 and is_own:
             self._tier.hand_over(namespace, key, from_origin=origin, to_origin=self.origin)
         if stored is None and origin == OWN:
@@ -188,7 +192,8 @@ class Standing:
     def _verdict_of_own(self, namespace: Namespace, key: ArtifactKey, proof: Provenance) -> Verdict:
         """What becomes of a copy that this host compiled, if the server has nothing under its key.
 
-        The list says whether the server had these bytes and withdrew them.
+        The list says whether the server had these bytes and withdrew them. An imported copy may
+        have come after this host read that.
         """
         patience = self._config.connect_seconds + self._config.first_byte_seconds
         is_current = self._withdrawals.is_current(namespace, wait_seconds=patience)
@@ -196,7 +201,8 @@ class Standing:
             return Verdict.DELETE
         # The copy was opened before the list was read, and may have been deleted since.
         is_there = self._tier.has(namespace, key, origin=OWN)
-        return Verdict.USE if is_current and is_there else Verdict.LEAVE
+        is_known = is_current and is_there and not proof.is_imported
+        return Verdict.USE if is_known else Verdict.LEAVE
 
     def _is_withdrawn(self, namespace: Namespace, key: ArtifactKey, proof: Provenance) -> bool:
         """Whether these bytes were withdrawn after this host got or compiled them."""
@@ -221,6 +227,16 @@ class Standing:
         self._learn(namespace, key, sha256, asked_at)
         self._share([_line(asked_at, namespace, key, sha256)])
         self._reached(namespace)
+
+    def state(self, namespace: Namespace) -> object:
+        """Return a value that is another one if withdrawn copies were deleted meanwhile."""
+        return self._withdrawals.state(namespace)
+
+    def confirms(self, namespace: Namespace, key: ArtifactKey, sha256: str) -> bool:
+        """Ask the server again, and return whether it has these bytes under a key now."""
+        with suppress(CacheError), self._asking:
+            return self._ask(namespace, key)[0] == sha256
+        return False
 
     def follow(self, namespace: Namespace, newest: str | None, *, asked_at: float) -> None:
         """Read the server's list if a look-up, requested at a time, says that something is new."""

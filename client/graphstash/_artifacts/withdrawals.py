@@ -11,6 +11,7 @@ copy of the namespace instead, and deletes those that the server does not have.
 
 import logging
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -49,6 +50,9 @@ _MAX_PAGES: Final = 20
 _RETRY_SECONDS: Final = 30.0
 """How long a list that could not be read is left alone."""
 
+_CHANGE: Final = "_change-"
+"""Begins the name of a file that changes before copies of a namespace are deleted."""
+
 Named: TypeAlias = Sequence[tuple[ArtifactKey, str]]
 """Withdrawn artifacts, each with the SHA-256 of its blob."""
 
@@ -72,16 +76,34 @@ class HostPositions:
         withdrawals again.
         """
         with suppress(OSError):
-            self._folder.parent.mkdir(mode=0o700, exist_ok=True)
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            made = self._folder / f"_{os.getpid()}-{threading.get_ident()}"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(made, flags, 0o600)
-            try:
-                os.write(descriptor, position.encode())
-            finally:
-                os.close(descriptor)
-            made.replace(self._folder / namespace)
+            self._replace(namespace, position)
+
+    def announce(self, namespace: Namespace) -> None:
+        """Change `state`, because a process begins to delete withdrawn copies."""
+        with suppress(OSError):  # a full disk: the copies go nevertheless
+            self._replace(_CHANGE + namespace, secrets.token_hex(8))
+
+    def state(self, namespace: Namespace) -> tuple[ListPosition, str]:
+        """Return a value that is another one if copies may have been deleted meanwhile.
+
+        A download that arrives after the deletion must not stay.
+        """
+        change = ""
+        with suppress(OSError, ValueError):
+            change = (self._folder / f"{_CHANGE}{namespace}").read_text("ascii")
+        return self.read(namespace) or LIST_START, change
+
+    def _replace(self, name: str, text: str) -> None:
+        self._folder.parent.mkdir(mode=0o700, exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        made = self._folder / f"_{os.getpid()}-{threading.get_ident()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(made, flags, 0o600)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+        made.replace(self._folder / name)
 
 
 class Listener(Protocol):
@@ -165,6 +187,10 @@ class Withdrawals:
                 self._slow.add(reader)
         newest = self._newest.get(namespace)
         return newest is None or self._positions.get(namespace) == newest
+
+    def state(self, namespace: Namespace) -> object:
+        """Return a value that is another one if copies may have been deleted meanwhile."""
+        return self._host.state(namespace)
 
     def note_moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
         """Move like another process of the run, if this process is where that one was."""
@@ -266,6 +292,7 @@ class Withdrawals:
             with suppress(InvalidValueError, TypeError):  # a kind of a later release
                 key = ArtifactKey.parse(*each.key.split("/"))
                 named.append((key, each.digest.partition(":")[2]))
+        self._host.announce(namespace)
         # Memory first: until a file is deleted, another thread may open it.
         self._listener.withdrawn(namespace, named, at=time())
         trouble: LocalTierError | None = None

@@ -604,6 +604,7 @@ class _Import:
                 "signature": metadata.signature,
                 "sha256": entry.digest.sha256,
                 "stored_at": time.time(),
+                "is_imported": True,
             }
         )
         with tier.temporary() as envelope:

@@ -81,6 +81,7 @@ class Provenance(BaseModel):
         compile_seconds: compile time that the publisher reported.
         sha256: digest of the envelope as received or created.
         stored_at: when the envelope was last known to match the server, in seconds since 1970.
+        is_imported: whether it came from a bundle, so a server may have withdrawn it before.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -90,6 +91,7 @@ class Provenance(BaseModel):
     compile_seconds: float = Field(default=0.0, ge=0, le=MAX_COMPILE_SECONDS)
     sha256: str = Field(default="", pattern="^([0-9a-f]{64})?$")
     stored_at: float = Field(default=0.0, ge=0)
+    is_imported: bool = False
 
     @property
     def is_empty(self) -> bool:
