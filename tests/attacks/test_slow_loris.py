@@ -1,12 +1,15 @@
 """Callers who take their time, so that nobody else gets any."""
 
 import json
+import time
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
 from graphstash_schema import Digest
 from graphstash_server.api import connection
+from graphstash_server.testing import LiveServer
 from support.guarded_server import GuardedServer, artifact_path
 from support.waiting import until
 from support.wire import Wire
@@ -170,11 +173,20 @@ def test_one_anonymous_reader_holds_every_connection(patient, sent, begun):
 
 
 def _assert_others_are_served(patient, stack, *, is_full):
-    others = [
-        stack.enter_context(Wire(patient.url, source=f"127.0.0.{number}"))
-        for number in (2, 3, 2, 3)
-    ]
-    assert [other.ask(_HEALTH).status for other in others] == [200] * 4
+    others = []
+
+    def is_served(number):
+        """A transfer that stalls is cut after two seconds."""
+        other = Wire(patient.url, source=f"127.0.0.{number}")
+        if (answer := other.ask(_HEALTH)) is not None and answer.status == 200:
+            others.append(stack.enter_context(other))
+            return True
+        other.close()
+        time.sleep(0.1)  # refused connections linger for a second, and 64 may
+        return False
+
+    for number in (2, 3, 2, 3):
+        until(partial(is_served, number))
     beyond = stack.enter_context(Wire(patient.url))
     if is_full:
         assert beyond.answer().problem["code"] == "too_many_connections"
@@ -246,3 +258,28 @@ def test_an_answer_is_read_byte_by_byte(hasty, space):
         assert len(answer.content) == _LARGE_BYTES
     assert refused == {}
     assert hasty.http(hasty.admin).delete(artifact_path(space)).status_code == 204
+
+
+def test_connection_that_ends_after_its_answer_is_still_evicted(patient):
+    """Its answer is not read, and what follows the request makes it the last one."""
+    with ExitStack() as stack:
+        for _ in range(_CONNECTIONS):
+            wire = stack.enter_context(Wire(patient.url))
+            wire.send(_DOWNLOAD)
+            assert wire.begin() == 200
+            wire.send(b"no request\r\n\r\n")
+        _assert_others_are_served(patient, stack, is_full=True)
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(3600, 503), (0, 200)])
+def test_only_transfer_without_recent_progress_is_cut_for_newcomer(
+    tmp_path, monkeypatch, seconds, status
+):
+    monkeypatch.setattr(connection, "_MOVING_SECONDS", seconds)
+    with LiveServer(tmp_path / "small", max_connections=3) as server, ExitStack() as stack:
+        for _ in range(3):
+            wire = stack.enter_context(Wire(server.url))
+            wire.send(_LOOKUP)
+            assert wire.begin() == 100
+        newcomer = stack.enter_context(Wire(server.url, source="127.0.0.2"))
+        assert newcomer.ask(_HEALTH).status == status

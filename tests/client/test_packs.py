@@ -8,6 +8,7 @@ import pytest
 from graphstash._compile import packs as module
 from graphstash._compile.compile_limit import CompileLimit
 from graphstash._compile.packs import Packs
+from graphstash.testing import FakeServer
 from graphstash_schema import ArtifactMetadata
 from support.host import Host, key, request
 from support.offline import unplugged
@@ -40,6 +41,12 @@ class Job(Host):
     def end(self):
         self.packs.flush()
         return self.stats
+
+
+@pytest.fixture(autouse=True)
+def _programs_are_quick(monkeypatch):
+    """However busy the machine is."""
+    monkeypatch.setattr(module, "MAX_PACKED_SECONDS", 3600)
 
 
 @pytest.fixture
@@ -234,3 +241,16 @@ with FakeServer() as server, Host(server.config(cache_dir=Path({str(tmp_path)!r}
     outcome = python(program, check=True, PYTHONPATH=Path(__file__).parents[1])
 
     assert outcome.stdout == "[None, None]\n"
+
+
+def test_failed_upload_of_pack_leaves_no_gap_in_chain(tmp_path):
+    with FakeServer() as fake:
+        first, other = (Job(fake.config(cache_dir=tmp_path / name)) for name in "ab")
+        with first, other:
+            first.build([1])
+            fake.fail_on("put", times=1, fault="reset")
+            first.packs.flush()
+            assert first.publisher.drain(20)
+            first.build([2])
+            assert first.end().published == 2
+            assert other.build([1, 2]) == {1, 2}

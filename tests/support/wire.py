@@ -132,5 +132,8 @@ class Wire:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._socket.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from random import uniform
@@ -45,7 +46,7 @@ from graphstash_schema import (
 )
 from graphstash_schema.names import printable
 
-__all__ = ["CompileCache", "FetchedPack", "InFlightCompile"]
+__all__ = ["CompileCache", "FetchedPack", "InFlightCompile", "PackOutcome"]
 
 _log = logging.getLogger("graphstash")
 
@@ -77,6 +78,17 @@ _READY_WITHOUT_ARTIFACT: Final = 3
 """Number of "ready" replies without an artifact after which the process compiles."""
 
 _T = TypeVar("_T")
+
+
+class PackOutcome(Enum):
+    """What became of a pack."""
+
+    STORED = auto()
+    """The server has it, or only this host, as the settings say."""
+    TAKEN = auto()
+    """The server stores another pack under the key."""
+    FAILED = auto()
+    """Nothing was stored, and the reason was counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,7 @@ class CompileCache:
         self.counters = counters
         self.publisher = publisher
         self.waits = WaitBudget(stash.config.wait_seconds)
+        self._upload_waits = WaitBudget(stash.config.wait_seconds)  # in the background
         self.log = MissLog()
         self.limit: CompileLimit | None = None
         # Each access is one bytecode operation, which makes it thread-safe.
@@ -272,7 +285,8 @@ class CompileCache:
     ) -> bool:
         try:
             sent = self._when_free(
-                lambda: self.stash.put(key, payload, metadata, local_only=local_only)
+                lambda: self.stash.put(key, payload, metadata, local_only=local_only),
+                budget=self._upload_waits,
             )
         except ConflictError:
             self.counters.add(conflicts=1)
@@ -318,24 +332,22 @@ class CompileCache:
 
     def store_pack(
         self, key: ArtifactKey, payload: bytes, metadata: ArtifactMetadata, *, artifact_count: int
-    ) -> bool:
-        """Publish a pack of `artifact_count` artifacts. Never raises.
-
-        Returns:
-            False if the server stores another pack under the key.
-        """
+    ) -> PackOutcome:
+        """Publish a pack of `artifact_count` artifacts. Never raises."""
         try:
-            sent = self.stash.put(key, payload, metadata)
+            sent = self._when_free(
+                lambda: self.stash.put(key, payload, metadata), budget=self._upload_waits
+            )
         except ConflictError:
-            return False
+            return PackOutcome.TAKEN
         except Exception as error:  # noqa: BLE001 - a background thread's outermost frame
             self.record_fallback(error)
-        else:
-            if sent:
-                self.counters.add(published=artifact_count, published_bytes=sent)
-                self._used[key] = None
+            return PackOutcome.FAILED
+        if sent:
+            self.counters.add(published=artifact_count, published_bytes=sent)
+            self._used[key] = None
         self._count_tier_errors()
-        return True
+        return PackOutcome.STORED
 
     def record_fallback(self, error: Exception) -> None:
         """Count a fallback, and log the first one of each reason.
@@ -422,14 +434,14 @@ class CompileCache:
             )
         return fetched
 
-    def _when_free(self, call: Callable[[], _T]) -> _T:
+    def _when_free(self, call: Callable[[], _T], *, budget: WaitBudget | None = None) -> _T:
         """Make a call of the server, again and again while all its connections are taken.
 
         Raises:
-            BusyError: the job has waited as long as it may.
+            BusyError: the budget, by default that of the job's waits, is spent.
             CacheError: the call failed.
         """
-        with self.waits.wait() as wait:
+        with (budget or self.waits).wait() as wait:
             while True:
                 try:
                     result = call()

@@ -27,7 +27,7 @@ from typing import Final, TypeAlias
 
 from graphstash._artifacts.run_downloads import Source
 from graphstash._artifacts.standing import RECHECK_SECONDS
-from graphstash._compile.cache import CompileCache, FetchedPack
+from graphstash._compile.cache import CompileCache, FetchedPack, PackOutcome
 from graphstash._compile.request import CompileRequest
 from graphstash.errors import CacheError, Reason
 from graphstash_schema import ArtifactKey, InvalidValueError
@@ -88,6 +88,7 @@ class Packs:
         self._begun: dict[ArtifactKey, float] = {}
         self._pending: dict[ArtifactKey, _Entry] = {}
         self._pending_bytes = 0
+        self._unsent: dict[ArtifactKey, _Entry] = {}  # of a pack that could not be stored
         self._timer: threading.Timer | None = None
 
     def get(self, key: ArtifactKey) -> bytes | None:
@@ -174,8 +175,11 @@ class Packs:
 
     def _publish(self, pending: dict[ArtifactKey, _Entry]) -> None:
         with self._reading:
-            for _ in range(_MAX_CONFLICTS):
-                self._read_chain()  # other jobs may have published the pending programs
+            unsent, self._unsent = self._unsent, {}
+            pending = unsent | pending
+            for attempt in range(_MAX_CONFLICTS):
+                if attempt or not unsent:  # else the chain ends with this host's copy of the pack
+                    self._read_chain()  # other jobs may have published the pending programs
                 entries = {key: pending[key] for key in pending if key not in self._packed}
                 if not entries or self._next >= _MAX_PACKS:
                     return
@@ -186,10 +190,17 @@ class Packs:
                     raw_size_bytes=len(payload),
                 )
                 count = sum(each.payload is not None for each in entries.values())
-                if self._cache.store_pack(request.key, payload, metadata, artifact_count=count):
+                outcome = self._cache.store_pack(
+                    request.key, payload, metadata, artifact_count=count
+                )
+                if outcome is PackOutcome.TAKEN:
+                    continue
+                if outcome is PackOutcome.STORED:
                     self._packed |= entries.keys()
                     self._next += 1
-                    return
+                elif len(entries) < _MAX_ENTRIES and len(payload) < _MAX_BYTES:
+                    self._unsent = entries  # a pack after a gap in the chain would never be read
+                return
 
     def _forget_fetched(self) -> None:
         """Drop the fetched entries and read the chain again, since packs may be withdrawn."""

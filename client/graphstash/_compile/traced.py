@@ -16,7 +16,7 @@ from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from graphstash._artifacts.stash import Destination, Fetched, Stash
-from graphstash._compile.cache import CompileCache, FetchedPack
+from graphstash._compile.cache import CompileCache, FetchedPack, PackOutcome
 from graphstash._compile.in_flight import HeldLease, InFlightCompile
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
@@ -91,13 +91,14 @@ class TracedCache(CompileCache):
 
     def store_pack(
         self, key: ArtifactKey, payload: bytes, metadata: ArtifactMetadata, *, artifact_count: int
-    ) -> bool:
+    ) -> PackOutcome:
         """See `CompileCache.store_pack`."""
         attributes = _of(key, "pack") | {"graphstash.size_bytes": len(payload)}
         with self._tracer.span("graphstash.publish", attributes):
-            is_ours = super().store_pack(key, payload, metadata, artifact_count=artifact_count)
-            self._tracer.note(outcome="published" if is_ours else "kept")
-            return is_ours
+            outcome = super().store_pack(key, payload, metadata, artifact_count=artifact_count)
+            is_published = outcome is PackOutcome.STORED
+            self._tracer.note(outcome="published" if is_published else "kept")
+            return outcome
 
     def compiled(self, key: ArtifactKey, *, seconds: float) -> None:
         """See `CompileCache.compiled`."""

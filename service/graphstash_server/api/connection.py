@@ -6,9 +6,9 @@ without end. `api.frame` checks complete requests.
 
 If all connections are taken, a new connection may evict one of the address that has the most. The
 server first evicts a connection that waits for a request. If there is none, it evicts a connection
-whose caller stalls in the middle of a body or a response. So no single address can exclude the
-others by being slow. Behind a proxy, all callers share its address, and the proxy has to distribute
-the connections.
+whose caller stalls in the middle of a body or a response. A transfer that moves, however slowly,
+goes on. So no single address can exclude the others by being slow. Behind a proxy, all callers
+share its address, and the proxy has to distribute the connections.
 
 Otherwise a new connection takes the place of the one that has been idle between two requests for
 the longest time, among addresses that have at least as many: processes keep connections that they
@@ -53,6 +53,9 @@ never sends a request before it has the previous response."""
 _STALLED_SECONDS: Final = 60.0
 """Seconds that a response may wait for a caller that reads none of it."""
 
+_MOVING_SECONDS: Final = 2.0
+"""Seconds without a byte after which a transfer counts as stalled, so that it may be evicted."""
+
 _DRAINED_BYTES_PER_SECOND: Final = 8 * 1024
 """Minimum rate for the rest of a body that was already answered. Reading the rest keeps the
 connection usable."""
@@ -82,6 +85,7 @@ class Connection(HttpToolsProtocol):
     _is_in_head = False
     _is_in_body = False
     _head_bytes = 0
+    _heard_at = 0.0  # when a piece of the body arrived
     _drained_bytes = 0  # of an already answered body, since the timer was set
     _dropped_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
@@ -215,9 +219,15 @@ class Connection(HttpToolsProtocol):
         return 0.0 if timer is None else timer.when() - self.timeout_keep_alive
 
     @property
-    def is_up_to_caller(self) -> bool:
-        """Whether the caller still has to send a body or to read a response."""
-        return self._is_in_body or self._write_timer is not None
+    def is_stalled(self) -> bool:
+        """Whether the caller has sent nothing of a body, or read nothing of a response, lately."""
+        if self._write_timer is not None:
+            since = self._write_timer.when() - _STALLED_SECONDS
+        elif self._is_in_body:
+            since = self._heard_at
+        else:
+            return False
+        return self.loop.time() - since >= _MOVING_SECONDS
 
     def _take_place(self) -> bool:
         """Evict the oldest connection waiting for its caller, of the address with most. Connections
@@ -229,8 +239,8 @@ class Connection(HttpToolsProtocol):
             if len(others) <= own_count:
                 break
             idle = (other for other in others if not other.is_answering)
-            slow = (other for other in others if other.is_up_to_caller)
-            if (other := next(chain(idle, slow), None)) is not None:
+            stalled = (other for other in others if other.is_stalled)
+            if (other := next(chain(idle, stalled), None)) is not None:
                 self.count_refusal(ErrorCode.TOO_MANY_CONNECTIONS)
                 other.cut()
                 return True
@@ -267,7 +277,8 @@ class Connection(HttpToolsProtocol):
 
     def _watch(self, size_bytes: int) -> None:
         """Set the timer unless a request is being answered. A complete request needs no timer."""
-        if self._is_in_body:
+        if self._is_in_body and size_bytes:
+            self._heard_at = self.loop.time()
             self._drained_bytes += size_bytes
         is_idle = not self.is_answering and self.timeout_keep_alive_task is None
         if self._head_timer is None and (self._is_in_head or is_idle):
@@ -297,12 +308,15 @@ class Connection(HttpToolsProtocol):
             self.end()
 
     def _end_after_answer(self) -> None:
-        """Make the newest request of this connection the last one."""
-        self._stop_listening()
+        """Make the newest request of this connection the last one. Until it is answered, the
+        connection counts for its address, so that it can be evicted.
+        """
         if self.is_answering:
+            self._is_deaf = True
+            self._unset_head_timer()
             self.cycle.keep_alive = False
         else:
-            self.transport.close()
+            self.end()
 
     def _refuse(self, error: ServerError) -> None:
         """Send the refusal unless a response is in progress, then end the connection."""

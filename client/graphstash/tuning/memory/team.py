@@ -34,7 +34,7 @@ from reprlib import repr as short
 from time import monotonic
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from graphstash._compile.cache import CompileCache
+from graphstash._compile.cache import CompileCache, PackOutcome
 from graphstash._compile.ranks import CompileTurn, CompileTurns, RankStore, no_op
 from graphstash.config import holder_name
 from graphstash.errors import CacheError, Reason
@@ -443,12 +443,16 @@ class _Journal:
             request = self._requests[self._next]
             self._next += 1
             metadata = request.metadata(compile_seconds=seconds, raw_size_bytes=len(payload))
-            if self._cache.store_pack(request.key, payload, metadata, artifact_count=1):
+            outcome = self._cache.store_pack(request.key, payload, metadata, artifact_count=1)
+            if outcome is PackOutcome.TAKEN:
+                continue
+            if outcome is PackOutcome.FAILED:
+                self._next -= 1
+            else:
                 with suppress(CacheError):  # it is stored; only its description is missing
                     name = described(request.key, request.label, request.parts)
                     self._cache.stash.server.describe([name])
-                return
-            # Another host has taken this number.
+            return
         self._cache.record_fallback(
             CacheError(Reason.TOO_LARGE, f"{_MAX_BATCHES} artifacts have measurements already")
         )
