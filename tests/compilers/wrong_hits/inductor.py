@@ -869,6 +869,41 @@ _SEEN_BEFORE = (
         "2",
         "3",
     ),
+    pair(
+        "pass of a pattern",
+        _PATTERN.replace("HERE", "cos").replace("PASS", "post_grad.pass_patterns[HERE]"),
+        "0",
+        "1",
+    ),
+    _noted(
+        "lowering that moves to another operation",
+        "one, other = aten.silu.default, aten.relu.default\ntable = lowering.lowerings\n"
+        "table.pop(other)\ntable[one] = lambda x: x",
+        "lambda x: x.sin()",
+        "if HERE:\n    table[other] = table.pop(one)",
+        "False",
+        "True",
+    ),
+    _noted(
+        "kernel of ATen that moves to another overload",
+        "aten.silu.out.py_kernels.clear()\none, other = aten.silu.default, aten.silu.out\n"
+        "key = torch._C.DispatchKey.CompositeImplicitAutograd\n"
+        "one.py_kernels[key] = lambda x, **_: x",
+        "lambda x: x.sin()",
+        "if HERE:\n    other.py_kernels[key] = one.py_kernels.pop(key)",
+        "False",
+        "True",
+    ),
+    _noted(
+        "constraint of layouts that moves to another operation",
+        "add, table = lowering.add_layout_constraint, lowering._maybe_layout_constraints\n"
+        "one, other = aten.silu.default, aten.sin.default\n"
+        "table.pop(one, None), table.pop(other, None)\nadd(one, lambda *_: None)",
+        "lambda x: x.sin()",
+        "if HERE:\n    table[other] = table.pop(one)",
+        "False",
+        "True",
+    ),
     _noted(
         "constraint of layouts that comes late",
         f"{_DEFINE}\nsin = torch.ops.pairs.scale.default",

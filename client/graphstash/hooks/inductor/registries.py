@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from hashlib import sha256
+from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -197,13 +198,13 @@ def _given(settings: Any) -> dict[str, Any]:
 
 
 _known_entries: list[Any] = [None, ("", [])]
-"""The values of all tables, and the result of `_entries` for them."""
+"""The keys and values of all tables, and the result of `_entries` for them."""
 
 
 def _entries() -> tuple[str, list[tuple[str, Any]]]:
     """Return a digest of torch's functions in the tables, and the other functions."""
     # This runs for every graph. Lists of the same objects compare without a call in Python.
-    state = [list(table.values()) for _, table in tables()]
+    state = [[*table, *table.values()] for _, table in tables()]
     if _known_entries[0] == state:
         found: tuple[str, list[tuple[str, Any]]] = _known_entries[1]
         return found
@@ -372,7 +373,9 @@ def _foreign_kernels() -> list[tuple[str, Any]]:
     """Return the kernels that a program registered for ATen with `py_impl`."""
     count = len(vars(torch.ops.aten))
     operations, tables_of_kernels = _operations(count, sum(map(len, _packets(count))))
-    state = [each for kernels in tables_of_kernels for each in kernels.values()]
+    keys = chain.from_iterable(tables_of_kernels)
+    kernels = chain.from_iterable(map(dict.values, tables_of_kernels))
+    state = [*map(len, tables_of_kernels), *keys, *kernels]
     return _remembered(
         "kernels",
         state,
@@ -385,25 +388,29 @@ def _foreign_kernels() -> list[tuple[str, Any]]:
     )
 
 
-def _passes() -> Iterator[PatternMatcherPass]:
+def _passes() -> Iterator[tuple[tuple[str, str, Any], PatternMatcherPass]]:
+    """Return Inductor's passes, each with its module, its name and its place under the name."""
     for module in (joint_graph, post_grad, pre_grad):
-        for value in list(vars(module).values()):
-            for each in value if isinstance(value, list) else [value]:
+        for name, value in list(vars(module).items()):
+            for at, each in enumerate(value if isinstance(value, list) else [value]):
                 if isinstance(each, PatternMatcherPass):
-                    yield each
+                    yield (module.__name__, name, at), each
     for name in ("PRE_GRAD_PATTERNS", "POST_GRAD_PATTERNS"):
-        yield from getattr(split_cat, name, {}).values()
+        for own, each in getattr(split_cat, name, {}).items():
+            yield (split_cat.__name__, name, own), each
 
 
 def _foreign_patterns() -> list[tuple[str, Any]]:
     """Return functions of the user in the patterns of Inductor's graph passes."""
-    lists = [entries for one in _passes() for entries in list(one.patterns.values())]
+    found = [
+        (place, list(chain.from_iterable(list(one.patterns.values())))) for place, one in _passes()
+    ]
     return _remembered(
         "patterns",
-        [entry for entries in lists for entry in entries],
+        found,
         lambda: (
-            (("pattern", entry.pattern), held)
-            for entries in lists
+            (("pattern", *place, entry.pattern), held)
+            for place, entries in found
             for entry in entries
             for name in ("extra_check", "handler", "normalize_args")
             if (held := getattr(entry, name, None)) is not None
@@ -416,7 +423,7 @@ def _foreign_constraints() -> list[tuple[str, Any]]:
     table: dict[Any, Any] = getattr(lowering, "_maybe_layout_constraints", {})
     return _remembered(
         "constraints",
-        list(table.values()),
+        [*table, *table.values()],
         lambda: (
             (("layout", operation), constraint)
             for operation, constraint in list(table.items())
@@ -430,7 +437,7 @@ def _foreign_backends() -> list[tuple[str, Any]]:
     entries = list(device_codegens.items())
     return _remembered(
         "backends",
-        [each for _, each in entries],
+        entries,
         lambda: (
             (("backend", device, name), held)
             for device, entry in entries
