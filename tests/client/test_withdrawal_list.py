@@ -549,7 +549,9 @@ def test_list_that_does_not_answer_costs_only_own_copies(next_job):
 
 
 @pytest.mark.usefixtures("later")
-def test_host_that_was_away_for_too_long_compares_its_copies_again(next_job, caplog, monkeypatch):
+def test_host_that_was_away_for_too_long_uses_only_what_the_server_has(
+    next_job, caplog, monkeypatch
+):
     monkeypatch.setattr(module, "_MAX_READ", 2)
     publisher = publish(next_job, 1, 2, 3, 4, payload=b"wrong")
     look_up(first := next_job())
@@ -562,7 +564,6 @@ def test_host_that_was_away_for_too_long_compares_its_copies_again(next_job, cap
     job = next_job()
     made = calls(job, monkeypatch, "withdrawals")
     assert job.get(key(1)) is None
-    assert not job.is_on_this_host(key(1))
     assert made == []
     assert "away for too long" in caplog.text
     assert position(job) == 3
@@ -615,6 +616,79 @@ def test_server_restored_from_a_backup_is_noticed(tmp_path, config, caplog, monk
         assert last.get(key(1)) is None
         assert last.get(key(3)) is None  # it may have been withdrawn between backup and crash
         server.stop()
+
+
+@pytest.mark.parametrize("has_withdrawn", [True, False])
+@pytest.mark.usefixtures("later")
+def test_empty_server_behind_the_url_destroys_nothing(
+    next_job, server, tmp_path, namespace, has_withdrawn
+):
+    """A volume that was not mounted, for example. The host has results that no server stored."""
+    with (
+        LiveServer(tmp_path / "empty") as empty,
+        FaultProxy(int(server.url.rpartition(":")[2])) as proxy,
+    ):
+        port = proxy._upstream_port
+        for number in (5, 6):
+            next_job(url="none").put(key(number), b"own", METADATA)
+        publisher = publish(next_job, 1, 2, 3, 4)
+        for number in (1, 2, 3):
+            next_job(url=proxy.url).ensure_local(key(number))
+        if has_withdrawn:
+            delete(publisher, 4)
+        look_up(first := next_job(url=proxy.url))
+        until(lambda: position(first) == has_withdrawn)
+
+        proxy._upstream_port = int(empty.url.rpartition(":")[2])
+        job = next_job(url=proxy.url)
+        assert [job.get(key(number)) for number in (1, 2)] == [None, None]
+        assert job.get(key(5)) == (None if has_withdrawn else b"own")
+        assert all(job.is_on_this_host(key(number)) for number in (1, 2, 3, 5, 6))
+        proxy.fault = Fault.RESET
+        if has_withdrawn:
+            with pytest.raises(CacheError):
+                next_job(url=proxy.url).get(key(1))  # nothing says that it is not withdrawn
+
+        proxy.fault = Fault.NONE
+        proxy._upstream_port = port
+        delete(publisher, 2)
+        back = next_job(url=proxy.url)
+        assert back.fetch(key(1), io.BytesIO()).source == "local"
+        assert back.get(key(2)) is None
+        back.standing._withdrawals._readers[namespace].join(60)
+        assert not back.is_on_this_host(key(2))
+        assert [back.get(key(number)) for number in (5, 6)] == [b"own", b"own"]
+        proxy.fault = Fault.RESET
+        assert next_job(url=proxy.url).get(key(3)) == b"graph"
+
+
+def test_restored_server_that_yields_to_the_original_leaves_no_withdrawn_copy(
+    next_job, server, tmp_path, namespace
+):
+    """It served again what the original server had withdrawn."""
+    with (
+        LiveServer(tmp_path / "restored") as restored,
+        FaultProxy(int(server.url.rpartition(":")[2])) as proxy,
+    ):
+        port = proxy._upstream_port
+        publisher = publish(next_job, 1, 2)
+        next_job(url=proxy.url).ensure_local(key(2))
+        delete(publisher)
+        look_up(first := next_job(url=proxy.url))
+        until(lambda: position(first) == 1)
+        next_job("elsewhere", url=restored.url).put(key(1), b"graph", METADATA)
+        proxy._upstream_port = int(restored.url.rpartition(":")[2])
+        look_up(job := next_job(url=proxy.url))
+        job.standing._withdrawals._readers[namespace].join(60)
+        assert job.get(key(1)) == b"graph"
+        proxy._upstream_port = port
+        look_up(back := next_job(url=proxy.url))
+        back.standing._withdrawals._readers[namespace].join(60)
+        proxy.fault = Fault.RESET
+        last = next_job(url=proxy.url)
+        with pytest.raises(CacheError):
+            last.get(key(1))
+        assert last.get(key(2)) == b"graph"
 
 
 def test_two_servers_with_one_database_behind_one_url(next_job, server):

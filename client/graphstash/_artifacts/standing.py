@@ -6,7 +6,8 @@ copy, for many copies at once, and again after `RECHECK_SECONDS`. If a look-up s
 was withdrawn since, it reads what (`withdrawals`).
 
     the server has these bytes      the copy is used
-    it has none, or others          the copy is deleted
+    it has other bytes              the copy is deleted
+    it has none                     the copy is not used; it is deleted if the list names it
     the job may not read there      the copy is left alone: it may be another job's
     the server does not answer      the copy is used if this host reached the server within
                                     GRAPHSTASH_OFFLINE_SECONDS, else not
@@ -17,7 +18,7 @@ What was imported from a bundle needs leave: a server may have withdrawn it befo
 
 Whether a server has stored a copy is unknown when its upload began and did not end, because the
 process was killed or the answer was lost. Such a copy is on offer: it is used while the server does
-not answer, and deleted when the server lacks it. The server may have stored and withdrawn it since.
+not answer, and not if the server lacks it. The server may have stored and withdrawn it since.
 """
 
 import hashlib
@@ -171,7 +172,7 @@ class Standing:
         is_own = origin in (OWN, self.offered)
         if is_own and not self._server.is_known:
             return Verdict.USE
-        needs_leave = proof.is_imported and origin == OWN
+        needs_leave = self._needs_leave(namespace, proof, origin=origin)
         is_new = 0 <= time() - proof.stored_at < RECHECK_SECONDS
         if is_own and is_new and not needs_leave:
             return Verdict.USE
@@ -183,26 +184,54 @@ class Standing:
             is_refused = isinstance(error, RefusedError) and error.status < 500
             is_free = is_own or (not is_refused and self._was_reached(namespace))
             return Verdict.USE if is_free and not needs_leave else Verdict.LEAVE
-        if stored == proof.sha256 and is_own:
-            self._tier.hand_over(namespace, key, from_origin=origin, to_origin=self.origin)
-        if stored is None and origin == OWN:
-            return self._verdict_of_own(namespace, key, proof)
-        return Verdict.USE if stored == proof.sha256 else Verdict.DELETE
+        return self._verdict_of_answer(namespace, key, proof, stored, origin=origin)
 
-    def _verdict_of_own(self, namespace: Namespace, key: ArtifactKey, proof: Provenance) -> Verdict:
-        """What becomes of a copy that this host compiled, if the server has nothing under its key.
+    def _verdict_of_answer(
+        self,
+        namespace: Namespace,
+        key: ArtifactKey,
+        proof: Provenance,
+        stored: str | None,
+        *,
+        origin: str,
+    ) -> Verdict:
+        """What becomes of a copy, if the server has these bytes, or None, under its key."""
+        if self._is_withdrawn(namespace, key, proof):
+            return Verdict.DELETE
+        if stored == proof.sha256:
+            if origin != self.origin:
+                self._tier.hand_over(namespace, key, from_origin=origin, to_origin=self.origin)
+            return Verdict.USE
+        if stored is None:
+            return self._verdict_of_unknown(namespace, key, proof, origin=origin)
+        is_aside = self._withdrawals.is_set_aside(namespace, proof.stored_at)
+        return Verdict.LEAVE if is_aside else Verdict.DELETE
 
-        The list says whether the server had these bytes and withdrew them. An imported copy may
-        have come after this host read that.
+    def _verdict_of_unknown(
+        self, namespace: Namespace, key: ArtifactKey, proof: Provenance, *, origin: str
+    ) -> Verdict:
+        """What becomes of a copy if the server has nothing under its key.
+
+        The list says whether the server had these bytes and withdrew them. If the list does not
+        continue, another server may have answered, or one that lost its data.
         """
         patience = self._config.connect_seconds + self._config.first_byte_seconds
         is_current = self._withdrawals.is_current(namespace, wait_seconds=patience)
         if self._is_withdrawn(namespace, key, proof):
             return Verdict.DELETE
+        needs_leave = self._needs_leave(namespace, proof, origin=origin)
+        if origin != OWN:
+            is_applied = is_current and self._withdrawals.follows(namespace)
+            may_return = proof.sha256 and (is_applied or needs_leave)
+            return Verdict.LEAVE if may_return else Verdict.DELETE
         # The copy was opened before the list was read, and may have been deleted since.
         is_there = self._tier.has(namespace, key, origin=OWN)
-        is_known = is_current and is_there and not proof.is_imported
-        return Verdict.USE if is_known else Verdict.LEAVE
+        return Verdict.USE if is_current and is_there and not needs_leave else Verdict.LEAVE
+
+    def _needs_leave(self, namespace: Namespace, proof: Provenance, *, origin: str) -> bool:
+        """Whether a copy may be used only if the server has the same bytes."""
+        is_imported = proof.is_imported and origin == OWN
+        return is_imported or self._withdrawals.is_set_aside(namespace, proof.stored_at)
 
     def _is_withdrawn(self, namespace: Namespace, key: ArtifactKey, proof: Provenance) -> bool:
         """Whether these bytes were withdrawn after this host got or compiled them."""

@@ -5,8 +5,9 @@ than this host's, a background thread reads what follows, deletes the copies tha
 and then notes the position in `<tier>/servers/<server>/_withdrawals/<namespace>`.
 
 The list may not continue at this host's position: the host was away for longer than the server
-keeps entries, or the server's database was restored from a backup. Then the thread looks up every
-copy of the namespace instead, and deletes those that the server does not have.
+keeps entries, the server's database was restored from a backup, or another server answers at the
+URL. Then this host sets its copies aside: they stay on the disk, and the job uses one only if the
+server has the same bytes. If the list continues again where the host was, they are as before.
 """
 
 import logging
@@ -17,10 +18,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from time import monotonic, time
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash._forking import unforked
@@ -30,7 +30,6 @@ from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, LocalTierError
 from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
 from graphstash_schema.names import LIST_START, ListPosition
-from graphstash_schema.protocol import MAX_LOOKUP_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +41,7 @@ __all__ = ["HostPositions", "Listener", "Named", "Withdrawals"]
 _log = logging.getLogger("graphstash")
 
 _MAX_READ: Final = 5_000
-"""Entries that a host reads at a time. If more are new, looking up its copies costs less."""
+"""Entries that a host reads at a time. If more are new, it sets its copies aside."""
 
 _MAX_PAGES: Final = 20
 """Pages that one thread reads. A server sends up to a thousand entries in each."""
@@ -50,11 +49,27 @@ _MAX_PAGES: Final = 20
 _RETRY_SECONDS: Final = 30.0
 """How long a list that could not be read is left alone."""
 
+_GAP: Final = "_gap-"
+"""Begins the name of a file with a namespace's `Gap`."""
+
 _CHANGE: Final = "_change-"
 """Begins the name of a file that changes before copies of a namespace are deleted."""
 
 Named: TypeAlias = Sequence[tuple[ArtifactKey, str]]
 """Withdrawn artifacts, each with the SHA-256 of its blob."""
+
+
+class Gap(NamedTuple):
+    """What this host cannot know about its copies, because a list did not continue.
+
+    Attributes:
+        position: where the list did not continue. None for a list that was never read.
+        start, end: times between which the copies were stored that are set aside.
+    """
+
+    position: ListPosition | None
+    start: float
+    end: float
 
 
 class HostPositions:
@@ -77,6 +92,22 @@ class HostPositions:
         """
         with suppress(OSError):
             self._replace(namespace, position)
+
+    def gap(self, namespace: Namespace) -> Gap | None:
+        """Return the gap in what this host has read of a namespace's list, or None."""
+        with suppress(OSError, ValueError):
+            position, start, end = (self._folder / f"{_GAP}{namespace}").read_text("ascii").split()
+            known = None if position == "-" else ListPosition(position)
+            return Gap(known, float(start), float(end))
+        return None
+
+    def write_gap(self, namespace: Namespace, gap: Gap) -> None:
+        """Replace the gap of a namespace.
+
+        Raises:
+            OSError: it is not noted, so the position must stay.
+        """
+        self._replace(_GAP + namespace, f"{gap.position or '-'} {gap.start!r} {gap.end!r}")
 
     def announce(self, namespace: Namespace) -> None:
         """Change `state`, because a process begins to delete withdrawn copies."""
@@ -188,6 +219,20 @@ class Withdrawals:
         newest = self._newest.get(namespace)
         return newest is None or self._positions.get(namespace) == newest
 
+    def follows(self, namespace: Namespace) -> bool:
+        """Return whether the server has a list, as far as this process knows."""
+        return namespace in self._newest
+
+    def is_set_aside(self, namespace: Namespace, stored_at: float) -> bool:
+        """Return whether a copy of a time needs the server's word, because the list has a gap.
+
+        A time in the future comes from a clock that was wrong, so it may be before the gap.
+        """
+        gap = self._host.gap(namespace)
+        if gap is None:
+            return False
+        return gap.start <= stored_at < gap.end or stored_at > time()
+
     def state(self, namespace: Namespace) -> object:
         """Return a value that is another one if copies may have been deleted meanwhile."""
         return self._host.state(namespace)
@@ -256,20 +301,17 @@ class Withdrawals:
             if newest is None or newest == known:
                 self._reading.discard(namespace)
                 return False
-        position = known or LIST_START
-        if newest.number - position.number > _MAX_READ:
-            self._compare(server, namespace, newest, since=known)
+        position, gap = known or LIST_START, self._host.gap(namespace)
+        page = returned = None
+        if gap is not None and gap.position is not None:
+            page = returned = self._page(server, namespace, gap.position, newest)
+        page = page or self._page(server, namespace, position, newest)
+        if page is None:
             reached = end = newest
+            self._set_aside(namespace, known, newest)
         else:
-            page = self._page(server, namespace, position)
             reached, end = page.position, page.newest
-            if not page.is_complete:
-                self._compare(server, namespace, end, since=known)
-                reached = end
-            elif reached.number <= position.number and reached != end:
-                raise ValueError(f"{self._config.url} repeats {position} of its list")
-            else:
-                self._apply(namespace, page)
+            self._apply(namespace, page)
         with self._holding():
             self._host.write(namespace, reached)
             self._positions[namespace] = reached
@@ -277,14 +319,28 @@ class Withdrawals:
             # A look-up meanwhile may have said more.
             if self._newest.get(namespace) == newest:
                 self._newest[namespace] = end
+        if gap is not None and returned is not None:
+            # The server that this host knows is back. What came meanwhile may be of another one.
+            self._listener.outdated(namespace, before=time(), is_for_run=True)
+            self._host.write_gap(namespace, Gap(None, gap.end, time()))
         return True
 
     def _page(
-        self, server: ServerClient, namespace: Namespace, after: ListPosition
-    ) -> "WithdrawalList":
+        self, server: ServerClient, namespace: Namespace, after: ListPosition, newest: ListPosition
+    ) -> "WithdrawalList | None":
+        """Return what follows a position. None if the list does not continue there, or has more
+        than a host reads.
+        """
+        if newest.number - after.number > _MAX_READ:
+            return None
         with unforked():
             from graphstash_schema.withdrawals import WithdrawalQuery
-        return server.withdrawals(WithdrawalQuery(after=after), namespace=namespace)
+        page = server.withdrawals(WithdrawalQuery(after=after), namespace=namespace)
+        if not page.is_complete:
+            return None
+        if page.position.number <= after.number and page.position != page.newest:
+            raise ValueError(f"{self._config.url} repeats {after} of its list")
+        return page
 
     def _apply(self, namespace: Namespace, page: "WithdrawalList") -> None:
         named = []
@@ -311,42 +367,27 @@ class Withdrawals:
         of_server, *unpublished = self._origins()
         return (*unpublished, of_server)
 
-    def _compare(
-        self,
-        server: ServerClient,
-        namespace: Namespace,
-        newest: ListPosition,
-        *,
-        since: ListPosition | None,
+    def _set_aside(
+        self, namespace: Namespace, known: ListPosition | None, newest: ListPosition
     ) -> None:
-        """Look up every copy, because the list does not say everything up to `newest`."""
-        if since is not None:
+        """Note that the list does not say everything from a position up to `newest`."""
+        if known is not None:
             _log.warning(
                 "graphstash: the withdrawals of namespace %s at %s do not continue where this host "
-                "has read them (%d, now %d): it was away for too long, or the server was restored "
-                "from a backup; copies on this host's disk are compared with the server",
+                "has read them (%d, now %d): it was away for too long, the server was restored "
+                "from a backup, or another server answers; copies on this host's disk are used "
+                "only if the server has them",
                 namespace,
                 self._config.url,
-                since.number,
+                known.number,
                 newest.number,
             )
         now = time()
+        self._host.announce(namespace)
+        self._host.write_gap(namespace, Gap(known, 0.0, now))
         self._listener.outdated(namespace, before=now, is_for_run=True)
-        for origin in self._origins():
-            keys = self._tier.keys(namespace, origin=origin)
-            while batch := tuple(islice(keys, MAX_LOOKUP_KEYS)):
-                found = server.lookup(batch, namespace=namespace).found
-                stored = {each.key: each.digest.partition(":")[2] for each in found}
-                for key in batch:
-                    is_gone = partial(_is_other, sha256=stored.get(key), before=now)
-                    self._tier.discard_if(namespace, key, is_gone, origin=origin)
 
 
 def _has_digest(proof: Provenance, *, sha256: str) -> bool:
     """Whether a copy has a digest, or none is noted."""
     return proof.sha256 in ("", sha256)
-
-
-def _is_other(proof: Provenance, *, sha256: str | None, before: float) -> bool:
-    """Whether a copy of before a time differs from what the server has now."""
-    return proof.sha256 != sha256 and proof.stored_at < before
