@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -50,12 +50,18 @@ from graphstash_server.services.plausible_clock import PlausibleClock
 from graphstash_server.services.wait_queue import Notification, WaitQueue
 from graphstash_server.settings import LimitSettings, Settings
 from graphstash_server.storage import BlobStore, open_blob_store
-from graphstash_server.storage.disk import ServerLock
+from graphstash_server.storage.disk import ServerLock, hold_database
 
 if TYPE_CHECKING:
     from graphstash_server.tracing import Tracing
 
-__all__ = ["ProcessContext", "open_context", "open_services", "prepare_database"]
+__all__ = [
+    "ProcessContext",
+    "open_context",
+    "open_services",
+    "prepare_database",
+    "without_restore",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -237,6 +243,7 @@ async def open_context(
     async with AsyncExitStack() as stack:
         lock = await asyncio.to_thread(_lock_data_dir, settings.data_dir)
         stack.callback(lock.close)
+        stack.enter_context(without_restore(settings))
         started_at = clock()
         checking = await _check_database(settings) if lock.was_alone else None
         await prepare_database(settings, is_migrating=settings.auto_migrate)
@@ -311,6 +318,21 @@ async def open_services(
         )
 
 
+@contextmanager
+def without_restore(settings: Settings) -> Iterator[None]:
+    """Keep a restore from replacing the database. Enter this before the database is opened: a
+    process that still had the replaced file open would lose what it writes.
+
+    Raises:
+        OSError: the data directory does not exist or cannot be written.
+        StartError: a restore runs.
+    """
+    with hold_database(settings.data_dir) as is_free:
+        if not is_free:
+            raise StartError(f"a restore in {settings.data_dir} is running: retry after its end")
+        yield
+
+
 async def prepare_database(settings: Settings, *, is_migrating: bool) -> None:
     """Ensure that the database is at this release's revision or a later one.
 
@@ -323,7 +345,7 @@ async def prepare_database(settings: Settings, *, is_migrating: bool) -> None:
     if (settings.data_dir / UNFINISHED).is_file():
         raise StartError(
             f"a restore in {settings.data_dir} has not ended: run the same `graphstash restore` "
-            "again, which continues it"
+            "again, which continues it, or `graphstash restore --abandon` to keep what was there"
         )
     prepare = migrate if is_migrating else check_revision
     lock_path = settings.data_dir / "migrate.lock"

@@ -5,6 +5,7 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from alembic import command
@@ -15,6 +16,7 @@ from graphstash_server.db.migrate import alembic_config
 from graphstash_server.services.maintenance import backup as backup_module
 from graphstash_server.testing import LiveServer
 from support.api import DEVICE, Api
+from support.clocks import HostClock
 from support.moto import s3_settings
 from support.processes import graphstash_here, python
 from support.waiting import until
@@ -483,7 +485,7 @@ def test_what_was_withheld_or_revoked_after_the_backup_stays_so(new_site, tmp_pa
     steps = site.run_killed("restore", backup, "--replace")
     before_end = steps - 4  # the rows are replaced, and the restore is about to say so
     assert site.run_killed("restore", backup, "--replace", at=before_end) is None
-    assert (site.directory / "restore.json").exists()
+    assert "may have replaced rows" in site.run("restore", "--abandon", status=1)
     site.run("restore", backup, "--replace")
     assert stored_on(site, range(4)) == {1, 2, 3}
     told = {each["id"]: each["revoked_at"] for each in listed(site)}
@@ -491,9 +493,126 @@ def test_what_was_withheld_or_revoked_after_the_backup_stays_so(new_site, tmp_pa
     assert told[tokens[1]] is None
 
 
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_what_was_withheld_stays_so_if_the_backup_was_taken_by_a_wrong_clock(
+    new_site, tmp_path, database
+):
+    site, backup, host = new_site(database), tmp_path / "backup", HostClock(tmp_path)
+    with site.serving() as server:
+        put(server.url, range(2))
+        host.set(timedelta(days=1))
+        program = "from graphstash.__main__ import main; main()"
+        done = python(program, "backup", backup, "--json", **site.variables, **host.environment)
+        api = Api(server.url)
+        api.withhold(blob_of(0), 0)
+        api.close()
+    taken_at = datetime.fromisoformat(json.loads(done.stdout)["taken_at"])
+    is_ahead = taken_at > datetime.now(UTC) + timedelta(hours=12)
+    assert is_ahead is (database == "sqlite")  # PostgreSQL has a clock of its own
+
+    site.run("restore", backup, "--replace")
+    assert stored_on(site, range(2)) == {1}
+
+
 def listed(site):
     found = json.loads(site.run("token", "list", "--json"))
     return found["tokens"] if isinstance(found, dict) else found
+
+
+def test_a_restore_without_space_changes_nothing(new_site, tmp_path):
+    site, backup = new_site(), tmp_path / "backup"
+    with site.serving() as server:
+        put(server.url, range(2))
+    site.run("backup", backup)
+    other = new_site()
+    with other.serving() as server:
+        put(server.url, range(2, 4))
+    full = Site(other.directory, **other.settings, min_free_bytes="1PiB")
+    assert "the disk has room for 0" in full.run("restore", backup, "--replace", status=1)
+    assert len(blobs_in(other.directory)) == 2
+    assert stored_on(other, range(4)) == {2, 3}
+
+
+def test_a_restore_that_found_a_damaged_blob_can_be_abandoned(new_site, tmp_path):
+    site, backup = new_site(), tmp_path / "backup"
+    with site.serving() as server:
+        put(server.url, range(2))
+    site.run("backup", backup)
+    damaged = blobs_in(backup)[Digest.of(blob_of(1)).sha256]
+    damaged.write_bytes(b"?" * len(blob_of(1)))
+    other = new_site()
+    assert "there is nothing to do" in other.run("restore", "--abandon", status=1)
+    with other.serving() as server:
+        put(server.url, range(2, 4))
+
+    said = other.run("restore", backup, "--replace", status=1)
+    assert "1 of 2 blobs are missing or damaged" in said
+    assert "graphstash restore --abandon" in other.run("gc", status=1)
+    other.run("restore", "--abandon")
+    assert stored_on(other, range(4)) == {2, 3}
+
+
+def test_no_server_starts_while_a_restore_reads_the_replaced_database(
+    new_site, tmp_path, monkeypatch
+):
+    site, backup = new_site(), tmp_path / "backup"
+    with site.serving() as server:
+        put(server.url, range(2))
+    site.run("backup", backup)
+    upgrade, refused = backup_module.upgrade_snapshot, []
+
+    def upgrade_beside_a_server(staged):
+        upgrade(staged)
+        try:
+            with site.serving():
+                pass
+        except RuntimeError as error:
+            refused.append(error)
+
+    monkeypatch.setattr(backup_module, "upgrade_snapshot", upgrade_beside_a_server)
+    site.run("restore", backup, "--replace")
+    assert len(refused) == 1
+    assert stored_on(site, range(2)) == {0, 1}
+
+
+def test_a_restore_writes_nothing_into_the_backup(new_site, tmp_path):
+    site, backup = new_site(), tmp_path / "backup"
+    with site.serving() as server:
+        put(server.url, range(2))
+    site.run("backup", backup)
+    (backup / "backup.lock").unlink()
+    (backup / "blobs" / "tmp").rmdir()
+    before = {path: path.stat().st_mtime_ns for path in [backup, *backup.rglob("*")]}
+    new_restored(new_site, backup)
+    assert {path: path.stat().st_mtime_ns for path in [backup, *backup.rglob("*")]} == before
+
+
+def test_a_backup_of_nothing_creates_no_database(new_site, tmp_path):
+    site = new_site()
+    assert "at revision none" in site.run("backup", tmp_path / "backup", status=1)
+    assert list(site.directory.glob("*.sqlite3*")) == []
+    assert not (tmp_path / "backup").exists()
+
+
+def test_a_backup_of_a_later_revision_names_it(new_site, tmp_path):
+    site, backup = new_site(), tmp_path / "backup"
+    site.run("migrate")
+    with closing(sqlite3.connect(site.directory / "graphstash.sqlite3")) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    assert json.loads(site.run("backup", backup, "--json"))["revision"] == "9999"
+    assert "database revision 9999, which release" in new_site().run("restore", backup, status=1)
+
+
+def test_an_unreadable_record_of_a_restore_is_of_another_one(new_site, tmp_path):
+    site, backup = new_site(), tmp_path / "backup"
+    with site.serving() as server:
+        put(server.url, range(2))
+    site.run("backup", backup)
+    (site.directory / "restore.json").write_text("")
+    assert "a restore of another backup" in site.run("restore", backup, status=1)
+    assert "may have replaced rows" in site.run("restore", "--abandon", status=1)
+    site.run("restore", backup, "--replace")
+    assert stored_on(site, range(2)) == {0, 1}
 
 
 def test_too_little_space_is_refused_before_a_blob_is_copied(new_site, tmp_path, monkeypatch):

@@ -42,7 +42,6 @@ def backup(
     """
 
     async def work(context: "ProcessContext") -> None:
-        from graphstash_server.clock import system_clock
         from graphstash_server.errors import BackupError
         from graphstash_server.services.maintenance.backup import Backup
 
@@ -51,7 +50,7 @@ def backup(
                 done = await Backup(directory).take(
                     url=context.settings.database_url,
                     collector=context.collector,
-                    clock=system_clock,
+                    clock=context.clock,
                     is_deep=deep,
                     is_moved=moved,
                     progress=progress,
@@ -64,13 +63,22 @@ def backup(
 
 
 def restore(
-    directory: _Directory,
+    directory: Annotated[
+        Path | None, typer.Argument(help="Directory of the backup.", show_default=False)
+    ] = None,
     *,
     replace: Annotated[
         bool, typer.Option("--replace", help="Lose the artifacts, tokens and rows that are there.")
     ] = False,
     partial: Annotated[
         bool, typer.Option("--partial", help="Leave out artifacts whose blobs the backup lacks.")
+    ] = False,
+    abandoned: Annotated[
+        bool,
+        typer.Option(
+            "--abandon",
+            help="End an interrupted restore that has replaced no row. Needs no directory.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -84,10 +92,17 @@ def restore(
     settings = load()
     from graphstash_server.errors import BackupError, ServerError, StartError
     from graphstash_server.private_files import keep_private
+    from graphstash_server.services.maintenance.backup import abandon
     from graphstash_server.services.maintenance.backup import restore as restore_backup
     from graphstash_server.storage import open_blob_store
 
-    async def work() -> "Copied":
+    if (directory is None) is not abandoned:
+        fail("name the directory of a backup, or use --abandon without one", status=2)
+
+    async def work() -> "Copied | None":
+        if directory is None:
+            await abandon(url=settings.database_url, data_dir=settings.data_dir)
+            return None
         durable = settings.model_copy(update={"tier_limit_bytes": 0})
         with _progress("restoring") as progress:
             async with open_blob_store(durable) as store:
@@ -108,7 +123,11 @@ def restore(
         fail(error.detail)
     except (BackupError, StartError, OSError) as error:
         fail(str(error))
-    _tell("restored", done, as_json=as_json)
+    if done is not None:
+        _tell("restored", done, as_json=as_json)
+    else:
+        told = "the restore is abandoned: the database is as it was before"
+        typer.echo(json.dumps({"abandoned": True}) if as_json else told)
 
 
 @contextmanager

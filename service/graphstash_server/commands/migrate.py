@@ -24,20 +24,21 @@ def migrate(
     add, so servers of the previous release keep working; they may have to wait while it runs.
     """
     settings = load()
-    from graphstash_server.context import prepare_database
+    from graphstash_server.context import prepare_database, without_restore
     from graphstash_server.db.migrate import find_revision, newest_revision
     from graphstash_server.errors import StartError
     from graphstash_server.private_files import keep_private
 
     try:
         keep_private(settings)
-        if check:
-            asyncio.run(prepare_database(settings, is_migrating=False))
-            _tell(newest_revision(), newest_revision(), as_json=as_json)
-            return
-        before = asyncio.run(find_revision(settings.database_url))
-        asyncio.run(prepare_database(settings, is_migrating=True))
-        after = asyncio.run(find_revision(settings.database_url))
+        with without_restore(settings):
+            if check:
+                asyncio.run(prepare_database(settings, is_migrating=False))
+                _tell(newest_revision(), newest_revision(), as_json=as_json)
+                return
+            before = asyncio.run(find_revision(settings.database_url))
+            asyncio.run(prepare_database(settings, is_migrating=True))
+            after = asyncio.run(find_revision(settings.database_url))
     except (StartError, OSError) as error:
         fail(str(error))
     _tell(before, after, as_json=as_json)

@@ -55,7 +55,7 @@ def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> No
     """
     settings = load()
     from graphstash_server.clock import system_clock
-    from graphstash_server.context import open_services, prepare_database
+    from graphstash_server.context import open_services, prepare_database, without_restore
     from graphstash_server.errors import ServerError, StartError
     from graphstash_server.private_files import keep_private
 
@@ -74,7 +74,8 @@ def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> No
             await work(context)
 
     try:
-        asyncio.run(main())
+        with without_restore(settings):
+            asyncio.run(main())
     except ServerError as error:
         fail(error.detail)
     except (StartError, OSError) as error:

@@ -55,15 +55,18 @@ def migrate(url: str, *, lock_path: Path) -> None:
 
 
 def check_revision(url: str, *, lock_path: Path) -> None:
-    """Check that the database is at the newest revision, or at one of a later release.
+    """Check that the database is at the newest revision, or at one of a later release. Create none.
 
     Blocks; run it in a thread without an event loop.
 
     Raises:
         StartError: the revision is older, or the database cannot be reached or used.
     """
+    parsed = make_url(url)
+    is_file = parsed.get_backend_name() == "sqlite"
     with _locked(lock_path):
-        found = asyncio.run(find_revision(url))
+        exists = not is_file or Path(parsed.database or "").exists()
+        found = asyncio.run(find_revision(url)) if exists else None
     newest = newest_revision()
     if found != newest and not is_of_later_release(found):
         raise StartError(

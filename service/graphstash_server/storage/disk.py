@@ -30,7 +30,7 @@ from graphstash_server.storage.upload import (
 )
 from graphstash_server.storage.whole import read_whole
 
-__all__ = ["DiskBlobStore", "ServerLock"]
+__all__ = ["DiskBlobStore", "ServerLock", "hold_database"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -45,8 +45,11 @@ flushes of concurrent threads."""
 class DiskBlobStore(BlobStore):
     """A `BlobStore` in a directory. Several processes may share the directory."""
 
-    def __init__(self, directory: Path, *, min_free_bytes: int = 0) -> None:
-        """Create the directories and remove the files of crashed uploads.
+    def __init__(
+        self, directory: Path, *, min_free_bytes: int = 0, is_read_only: bool = False
+    ) -> None:
+        """Create the directories and remove the files of crashed uploads. With `is_read_only`,
+        change nothing; only reads may follow.
 
         Raises:
             OSError: the directory cannot be created or written.
@@ -54,10 +57,11 @@ class DiskBlobStore(BlobStore):
         self._blobs = directory / "sha256"
         self._directory = os.fsencode(self._blobs)
         self._temporary = directory / "tmp"
-        self._blobs.mkdir(parents=True, exist_ok=True)
-        self._temporary.mkdir(parents=True, exist_ok=True)
-        sync_directory(directory)
-        remove_abandoned(self._temporary)
+        if not is_read_only:
+            self._blobs.mkdir(parents=True, exist_ok=True)
+            self._temporary.mkdir(parents=True, exist_ok=True)
+            sync_directory(directory)
+            remove_abandoned(self._temporary)
         self._space = SpaceGuard(directory, min_free_bytes=min_free_bytes)
         self._syncs = DirectorySyncs()
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="blob-read")
@@ -215,3 +219,20 @@ class ServerLock:
     def close(self) -> None:
         """Release the lock."""
         os.close(self._fd)
+
+
+@contextmanager
+def hold_database(data_dir: Path, *, is_exclusive: bool = False) -> Iterator[bool]:
+    """Hold the lock of a data directory's database, and yield whether it was free. Each process
+    that opens the database shares the lock. A restore, which replaces the file, holds it alone.
+    """
+    fd = os.open(data_dir / "database.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        is_free = True
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_EX if is_exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_free = False
+        yield is_free
+    finally:
+        os.close(fd)

@@ -20,7 +20,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -33,7 +33,7 @@ from sqlalchemy.engine import URL, make_url
 from graphstash_schema import Digest
 from graphstash_server import __version__
 from graphstash_server.clock import Clock
-from graphstash_server.db.migrate import is_of_later_release, newest_revision
+from graphstash_server.db.migrate import is_of_later_release
 from graphstash_server.db.queries.identifiers import find_cache_id
 from graphstash_server.errors import (
     BackupError,
@@ -50,14 +50,15 @@ from graphstash_server.services.maintenance.snapshot import (
     list_digests_in,
     load_snapshot,
     remove_snapshot,
+    revision_in,
     take_snapshot,
     upgrade_snapshot,
 )
 from graphstash_server.storage import BlobReader, BlobStore, DiskBlobStore
-from graphstash_server.storage.disk import ServerLock
+from graphstash_server.storage.disk import ServerLock, hold_database
 from graphstash_server.storage.upload import sync_directory
 
-__all__ = ["UNFINISHED", "Backup", "Copied", "Manifest", "Progress", "restore"]
+__all__ = ["UNFINISHED", "Backup", "Copied", "Manifest", "Progress", "abandon", "restore"]
 
 UNFINISHED: Final = "restore.json"
 """File in a data directory whose restore has not ended. Servers and commands refuse to start."""
@@ -90,12 +91,18 @@ class Manifest(BaseModel):
 
 
 class _Begun(BaseModel):
-    """A directory whose first backup has not ended, or a data directory's restore."""
+    """A directory whose first backup has not ended."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     format: int = _FORMAT
     database_sha256: str | None = None
+
+
+class _Restore(_Begun):
+    """A data directory's restore of a backup. `is_loading` once it may have replaced rows."""
+
+    is_loading: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +148,7 @@ class Backup:
             ServerError: the blob store does not answer. A later backup continues.
             StartError: the database does not answer.
         """
-        async with self._opened(is_new=True) as target:
+        async with self._opened() as target:
             before, source = self._manifest(), _source_of(url)
             async with collector.database.writing() as connection:
                 cache = await find_cache_id(connection)
@@ -173,8 +180,8 @@ class Backup:
         return Copied(manifest=manifest, copied=copied, left_out=left_out)
 
     @asynccontextmanager
-    async def _opened(self, *, is_new: bool) -> AsyncIterator[DiskBlobStore]:
-        with self._locked(is_new=is_new):
+    async def _opened(self) -> AsyncIterator[DiskBlobStore]:
+        with self._locked():
             store = await asyncio.to_thread(DiskBlobStore, self._path / "blobs")
             try:
                 yield store
@@ -182,16 +189,15 @@ class Backup:
                 await store.close()
 
     @contextmanager
-    def _locked(self, *, is_new: bool) -> Iterator[None]:
-        if is_new:
-            self._path.mkdir(parents=True, exist_ok=True)
-            names = {each.name for each in self._path.iterdir()}
-            if names - _OWN and self._file.name not in names:
-                raise BackupError(
-                    f"{self._path} is not empty and is no backup: choose another directory"
-                )
+    def _locked(self) -> Iterator[None]:
+        self._path.mkdir(parents=True, exist_ok=True)
+        names = {each.name for each in self._path.iterdir()}
+        if names - _OWN and self._file.name not in names:
+            raise BackupError(
+                f"{self._path} is not empty and is no backup: choose another directory"
+            )
         with _lock(self._path / "backup.lock"):
-            if is_new and not self._file.is_file():
+            if not self._file.is_file():
                 _replace(self._file, _Begun().model_dump_json())
             yield
 
@@ -272,7 +278,7 @@ class Backup:
         needed = list_digests_in(new)
         sha256 = _sha256_of(new)
         manifest = Manifest(
-            revision=newest_revision(),
+            revision=revision_in(new),
             taken_at=taken_at,
             cache=cache,
             source=source,
@@ -291,15 +297,20 @@ class Backup:
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[tuple[Manifest, "_Source"]]:
-        """Open a complete backup.
+        """Open a complete backup. Write nothing into it, because it may be read-only.
 
         Raises:
             BackupError: the backup is incomplete, or of a later release.
         """
-        self._complete_manifest()  # before a lock or a directory is made
-        async with self._opened(is_new=False) as blobs:
+        with _lock(self._path / "backup.lock", is_reader=True):
             manifest = self._complete_manifest()
-            yield manifest, _Source(blobs, self._path / manifest.database, manifest)
+            directory = self._path / "blobs"
+            blobs = DiskBlobStore(directory, is_read_only=True)
+            try:
+                digests = {each async for each in blobs.list()} if directory.is_dir() else set()
+                yield manifest, _Source(blobs, digests, self._path / manifest.database, manifest)
+            finally:
+                await blobs.close()
 
 
 @dataclass(frozen=True)
@@ -307,6 +318,7 @@ class _Source:
     """The parts of a backup that is being restored."""
 
     blobs: DiskBlobStore
+    digests: set[Digest]
     database: Path
     manifest: Manifest
 
@@ -347,18 +359,10 @@ async def restore(
         ServerError: the blob store does not answer. The same command continues.
         StartError: the database does not answer.
     """
-    parsed = make_url(url)
-    is_sqlite = parsed.get_backend_name() == "sqlite"
-    staged = Path(parsed.database or "").parent if is_sqlite else data_dir
-    staged /= "restore.sqlite3"
-    lock = ServerLock(data_dir / "server.lock")
-    try:
-        if not lock.was_alone or await asyncio.to_thread(is_in_use, url):
-            raise BackupError(f"a server uses {data_dir} or its database: stop all servers first")
-        unfinished = data_dir / UNFINISHED
+    async with _alone(data_dir, url) as (unfinished, staged):
         async with Backup(backup).read() as (manifest, source):
+            begun = await asyncio.to_thread(_read_begun, unfinished)
             if not is_replacing:
-                begun = await asyncio.to_thread(_read_begun, unfinished)
                 await _check_empty(begun, manifest, url, store)
             await asyncio.to_thread(source.stage, staged)
             is_current = await asyncio.to_thread(has_rows, url) and await asyncio.to_thread(
@@ -369,15 +373,20 @@ async def restore(
             needed = await asyncio.to_thread(list_digests_in, staged)
             here = {each async for each in store.list()}
             missing = await _missing(needed, here, checked_in=store)
-            there = {each async for each in source.blobs.list()}
-            lost = [each for each in missing if each not in there]
+            lost = [each for each in missing if each not in source.digests]
             _check_losses(backup, lost, needed, is_partial=is_partial)
-            begun = _Begun(database_sha256=manifest.database_sha256)
+            found = [each for each in missing if each in source.digests]
+            full = await store.full(sum(each.size_bytes for each in found))
+            if full is not None:
+                raise full
+            was_loading = begun is not None and begun.is_loading
+            begun = _Restore(database_sha256=manifest.database_sha256, is_loading=was_loading)
             await asyncio.to_thread(_replace, unfinished, begun.model_dump_json())
-            found = [each for each in missing if each in there]
             lost += await _copy(found, source.blobs.open, store, progress)
             _check_losses(backup, lost, needed, is_partial=is_partial)
             left_out = await asyncio.to_thread(drop_artifacts_of, staged, lost) if lost else 0
+            begun = begun.model_copy(update={"is_loading": True})
+            await asyncio.to_thread(_replace, unfinished, begun.model_dump_json())
             await asyncio.to_thread(load_snapshot, staged, url)
             unfinished.unlink()
             sync_directory(data_dir)
@@ -387,20 +396,61 @@ async def restore(
             left_out=left_out,
             is_current=is_current,
         )
+
+
+async def abandon(*, url: str, data_dir: Path) -> None:
+    """End a restore that was interrupted before it replaced a row, so that servers can start.
+
+    Raises:
+        BackupError: there is no such restore, it may have replaced rows, or a server is running.
+        StartError: the database does not answer.
+    """
+    async with _alone(data_dir, url) as (unfinished, _):
+        begun = await asyncio.to_thread(_read_begun, unfinished)
+        if begun is None:
+            raise BackupError(f"no restore in {data_dir} was interrupted: there is nothing to do")
+        if begun.is_loading:
+            raise BackupError(
+                f"the restore in {data_dir} may have replaced rows: run the same restore again"
+            )
+        unfinished.unlink()
+        sync_directory(data_dir)
+
+
+@asynccontextmanager
+async def _alone(data_dir: Path, url: str) -> AsyncIterator[tuple[Path, Path]]:
+    """Exclude servers and commands. Yield the paths of the restore's record and of its rows."""
+    parsed = make_url(url)
+    is_sqlite = parsed.get_backend_name() == "sqlite"
+    staged = (Path(parsed.database or "").parent if is_sqlite else data_dir) / "restore.sqlite3"
+    lock = ServerLock(data_dir / "server.lock")  # held by servers of earlier releases, too
+    try:
+        with hold_database(data_dir, is_exclusive=True) as is_free:
+            if not (is_free and lock.was_alone) or await asyncio.to_thread(is_in_use, url):
+                raise BackupError(
+                    f"a server uses {data_dir} or its database, or a command does: stop all "
+                    "servers first"
+                )
+            try:
+                yield data_dir / UNFINISHED, staged
+            finally:
+                remove_snapshot(staged)
     finally:
-        remove_snapshot(staged)
         lock.close()
 
 
-def _read_begun(unfinished: Path) -> _Begun | None:
+def _read_begun(unfinished: Path) -> _Restore | None:
+    """Return the interrupted restore. An unreadable record is of an unknown one."""
     try:
-        return _Begun.model_validate_json(unfinished.read_bytes())
+        return _Restore.model_validate_json(unfinished.read_bytes())
     except FileNotFoundError:
         return None
+    except ValidationError:
+        return _Restore()
 
 
 async def _check_empty(
-    begun: _Begun | None, manifest: Manifest, url: str, store: BlobStore
+    begun: _Restore | None, manifest: Manifest, url: str, store: BlobStore
 ) -> None:
     """Refuse to restore over other artifacts, except to continue a restore of the same backup."""
     if begun is not None:
@@ -427,7 +477,8 @@ def _check_losses(
         raise BackupError(
             f"{len(lost)} of {len(needed)} blobs are missing or damaged in {backup}, and no row "
             "was replaced: `graphstash backup --deep` repairs the backup of a cache that still has "
-            "them, and --partial restores the other artifacts"
+            "them, --partial restores the other artifacts, and `graphstash restore --abandon` "
+            "keeps what was there"
         )
 
 
@@ -539,10 +590,15 @@ def _replace(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
+def _lock(path: Path, *, is_reader: bool = False) -> Iterator[None]:
+    """Lock a backup. A reader shares the lock, and needs none if a copy of a backup lacks it."""
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = stack.enter_context(path.open("rb" if is_reader else "ab"))
+            fcntl.flock(file, (fcntl.LOCK_SH if is_reader else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BackupError(f"another process uses the backup {path.parent}") from None
+        except FileNotFoundError:
+            if not is_reader:
+                raise
         yield

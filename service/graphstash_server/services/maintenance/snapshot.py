@@ -35,6 +35,7 @@ __all__ = [
     "list_digests_in",
     "load_snapshot",
     "remove_snapshot",
+    "revision_in",
     "take_snapshot",
     "upgrade_snapshot",
 ]
@@ -117,6 +118,13 @@ def has_rows(url: str) -> bool:
 def is_in_use(url: str) -> bool:
     """Return whether a server is connected to a PostgreSQL database."""
     return make_url(url).get_backend_name() == "postgresql" and bool(_read(url, text(_OTHERS)))
+
+
+def revision_in(path: Path) -> str:
+    """Return the revision of a snapshot, which a later release may have written."""
+    with closing(_open(path)) as snapshot:
+        ((revision,),) = snapshot.execute("SELECT version_num FROM alembic_version").fetchall()
+        return str(revision)
 
 
 def list_digests_in(path: Path) -> list[Digest]:
