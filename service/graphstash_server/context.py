@@ -49,6 +49,7 @@ from graphstash_server.services.namespaces import Budget, Budgets, PolicyService
 from graphstash_server.services.plausible_clock import PlausibleClock
 from graphstash_server.services.wait_queue import Notification, WaitQueue
 from graphstash_server.settings import LimitSettings, Settings
+from graphstash_server.shared_text import SharedText
 from graphstash_server.storage import BlobStore, open_blob_store
 from graphstash_server.storage.disk import ServerLock, hold_database
 
@@ -171,7 +172,12 @@ class ProcessContext:
         self.pins = PinService(database=database)
         self.history = HistoryService(database=database, clock=clock)
         self.runs = RunService(database=database, clock=clock)
-        self.health = HealthService(database=database, blobs=blobs, plausible_clock=plausible)
+        self.health = HealthService(
+            database=database,
+            blobs=blobs,
+            plausible_clock=plausible,
+            unknown_blobs=counters.host.unknown_blobs,
+        )
         self.space = SpaceService(
             budgets=budgets,
             policies=self.policies,
@@ -199,6 +205,7 @@ class ProcessContext:
             collector=self.collector,
             artifacts=self.artifacts,
             clock=plausible,
+            doubt=counters.host.unknown_blobs,
         )
         self.maintenance = Maintenance(
             database=database,
@@ -299,12 +306,12 @@ async def open_services(
         StartError: the blob store cannot be used.
     """
     async with AsyncExitStack() as stack:
-        database = _open_database(settings, tracing)
+        counters = counters or Counters.alone()
+        database = _open_database(settings, tracing, corruption=counters.host.corruption)
         stack.push_async_callback(database.close)
         blobs = blob_store
         if blobs is None:
             blobs = await stack.enter_async_context(open_blob_store(settings, tracing=tracing))
-        counters = counters or Counters.alone()
         if clock is system_clock and database.is_postgresql:
             clock = await DatabaseClock.open(database, steady=steady)
         yield ProcessContext(
@@ -370,14 +377,15 @@ def _checked(database: Database, checking: "asyncio.Task[str | None]") -> None:
         database.note_corruption(reason)
 
 
-def _open_database(settings: Settings, tracing: "Tracing | None") -> Database:
+def _open_database(
+    settings: Settings, tracing: "Tracing | None", *, corruption: SharedText
+) -> Database:
+    url, connections = settings.database_url, settings.database_connections
     if tracing is None:
-        return Database(settings.database_url, connections=settings.database_connections)
+        return Database(url, connections=connections, corruption=corruption)
     from graphstash_server.db.traced import TracedDatabase
 
-    return TracedDatabase(
-        settings.database_url, connections=settings.database_connections, tracing=tracing
-    )
+    return TracedDatabase(url, connections=connections, corruption=corruption, tracing=tracing)
 
 
 def _budgets(settings: LimitSettings) -> Budgets:

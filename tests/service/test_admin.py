@@ -18,6 +18,7 @@ from graphstash_server.app import create_app
 from graphstash_server.services import metrics
 from graphstash_server.services.metrics import HealthService
 from graphstash_server.settings import Settings
+from graphstash_server.shared_text import SharedText
 from graphstash_server.storage.disk import DiskBlobStore
 from graphstash_server.testing import LiveServer, MemoryBlobStore
 from support.waiting import until
@@ -30,8 +31,8 @@ def test_health_and_readiness_name_their_parts_and_leave_no_blob(api, files):
 
     assert (health.status_code, health.json()) == (200, {"status": "ok", "version": __version__})
     assert ready.status_code == 200
-    parts = {"database": "ok", "blob_store": "ok", "locks": "ok", "clock": "ok"}
-    assert ready.json() == {"status": "ready"} | parts
+    parts = ("database", "blob_store", "locks", "clock", "unknown_blobs")
+    assert ready.json() == {"status": "ready"} | dict.fromkeys(parts, "ok")
     assert ready.headers["cache-control"] == "no-store"
     assert files() == before
 
@@ -56,6 +57,7 @@ async def test_concurrent_readiness_requests_share_one_probe(opened):
             database=server.context.database,
             blobs=MemoryBlobStore(),
             plausible_clock=server.context.plausible_clock,
+            unknown_blobs=SharedText(),
             new_probe=new_probe,
         )
         together = await asyncio.gather(*(health.check() for _ in range(50)))
@@ -80,6 +82,7 @@ async def test_hanging_disk_is_reported_and_probed_once(opened, tmp_path, monkey
             database=database,
             blobs=store,
             plausible_clock=server.context.plausible_clock,
+            unknown_blobs=SharedText(),
             new_probe=new_probe,
         )
         monkeypatch.setattr(os, "fsync", hang)

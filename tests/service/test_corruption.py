@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -164,6 +165,42 @@ def test_a_database_that_becomes_corrupt_is_used_no_more(stored, connect, caplog
     said = [record for record in caplog.records if record.levelname == "ERROR"]
     assert [record.message.count("the database is corrupt") for record in said] == [1]
     assert blobs_in(stored) >= before
+
+
+CHECKED_LATE = """
+import asyncio, os
+import graphstash_server.context as context
+
+find = context.find_corruption
+
+async def find_late(url):
+    while not os.path.exists(os.environ["GATE"]):
+        await asyncio.sleep(0.01)
+    return await find(url)
+
+context.find_corruption, context._CHECK_SECONDS = find_late, 0.0
+from graphstash_server.__main__ import main
+main()
+"""
+
+
+def test_no_worker_writes_after_one_found_that_the_database_is_corrupt(
+    stored, start, connect, tmp_path
+):
+    """As with a large database, whose check ends after the start."""
+    cross_index(stored / DATABASE)
+    gate = tmp_path / "gate"
+    server = start(
+        "--workers",
+        "2",
+        command=(sys.executable, "-c", CHECKED_LATE),
+        environment={"GATE": str(gate)},
+    )
+    gate.touch()
+    until(lambda: connect(server.url).put(b"early", 100).status_code == 500)
+    later = [connect(server.url).put(b"%d" % number, number) for number in range(200, 230)]
+    assert {answer.status_code for answer in later} == {500}
+    assert connect(server.url).http.get("/readyz").status_code == 503
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A server that is killed in every phase: the acknowledged is there, whole; the rest is not."""
 
 import hashlib
+import os
 import sqlite3
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ import httpx
 import pytest
 
 from graphstash_schema import Digest
+from graphstash_server.testing import LiveServer
 from support.wire import Wire
 
 LARGE = bytes(range(256)) * 80_000
@@ -77,6 +79,7 @@ def test_orphan_of_kill_before_commit_is_removed_by_next_sole_server(
 ):
     """While another server runs, the blob may belong to an upload that is about to commit."""
     first = start()
+    assert connect(first.url).put(b"acknowledged", 1).status_code == 201
     crashing = start(command=(sys.executable, "-c", KILLED_AFTER_PUT))
     with pytest.raises(httpx.TransportError):
         connect(crashing.url).put(b"never acknowledged")
@@ -88,15 +91,42 @@ def test_orphan_of_kill_before_commit_is_removed_by_next_sole_server(
     second = start()
     eventually(lambda: is_compared(database))  # its first round has come that far
     database.close()
-    assert len(stored_files(first.data_dir)) == 1
+    assert len(stored_files(first.data_dir)) == 2
     assert connect(second.url).get().status_code == 404
 
     for server in (first, second):
         server.stop()
     alone = connect(start().url)
-    eventually(lambda: stored_files(first.data_dir) == [])
+    eventually(lambda: len(stored_files(first.data_dir)) == 1)
     assert alone.get().status_code == 404
     assert alone.put(b"never acknowledged").status_code == 201
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_start_with_another_database_deletes_no_blob(
+    start, connect, stored_files, eventually, tmp_path, others
+):
+    server = start()
+    for number in range(5):
+        assert connect(server.url).put(b"blob %d" % number, number).status_code == 201
+    server.stop()
+    before = set(stored_files(server.data_dir))
+    for path in before:
+        os.utime(path, (0, 0))  # no upload can need it
+
+    url = f"sqlite+aiosqlite:///{tmp_path / 'other.sqlite3'}"
+    with LiveServer(tmp_path / "elsewhere", database_url=url, log_level="error") as elsewhere:
+        for number in range(others):
+            assert connect(elsewhere.url).put(b"other %d" % number, number).status_code == 201
+    other = {"GRAPHSTASH_DATABASE_URL": url, "GRAPHSTASH_METRICS": "open"}
+    server = start("--workers", "2", environment=other)
+    api = connect(server.url)
+
+    eventually(lambda: "5 of 5 blobs" in api.http.get("/readyz").json()["unknown_blobs"])
+    assert "graphstash_blobs_unknown 1.0" in api.http.get("/metrics").text
+    assert "5 of 5 blobs have no artifact in this database" in server.log
+    assert set(stored_files(server.data_dir)) == before
+    assert api.stats().get("artifacts", 0) == others
 
 
 def test_a_start_keeps_the_counters_and_drops_rows_whose_blobs_were_lost(

@@ -44,7 +44,8 @@ def gc(
     """Collect garbage: enforce limits and retention, delete what is marked, find orphans.
 
     Servers do this periodically. Run it on a host of the server, with its `GRAPHSTASH_*`
-    variables, also while servers run. It refuses to delete while the clock is doubtful, see
+    variables, also while servers run. It also deletes blobs of which the database knows fewer than
+    half, which servers keep. It refuses to delete while the clock is doubtful, see
     `graphstash clock`.
     """
     age = parse_age(unused_for) if unused_for else None

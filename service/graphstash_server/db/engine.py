@@ -40,6 +40,7 @@ from graphstash_server.db.sqlite import (
     set_pragmas,
 )
 from graphstash_server.errors import CorruptDatabaseError, NoSpaceError, ServerError
+from graphstash_server.shared_text import SharedText
 
 __all__ = ["Database", "Steps", "make_engine"]
 
@@ -92,19 +93,22 @@ class Database:
     Attributes:
         shared_connections: connections that identical concurrent calls may use together, so that
             other calls still find a free one.
-        corruption: the first sign of damage, or None. From then on, every call raises
-            `CorruptDatabaseError`.
+        corruption: the first sign of damage that a worker of this host found, or None. From then
+            on, every call raises `CorruptDatabaseError`.
     """
 
-    def __init__(self, url: str, *, connections: int = 5) -> None:
+    def __init__(
+        self, url: str, *, connections: int = 5, corruption: SharedText | None = None
+    ) -> None:
         """Prepare the pools. Connects to nothing yet.
 
         Args:
             url: SQLAlchemy URL, `sqlite+aiosqlite:///...` or `postgresql+asyncpg://...`.
             connections: maximum number of connections of this process to PostgreSQL.
+            corruption: the sign of damage that the workers of this host share.
         """
         self.url = make_url(url)
-        self.corruption: str | None = None
+        self._corruption = corruption or SharedText()
         lanes = min(_LANES, connections // 2) if self.is_postgresql else 0
         free = connections - lanes if self.is_postgresql else _SQLITE_READERS
         self.shared_connections = max(1, free - 2)
@@ -137,6 +141,11 @@ class Database:
         ]
         self._reads = Reads([SqliteLane(thread) for thread in threads], is_postgresql=False)
         self._writer = SqliteThread(self.url, name="sqlite-write")
+
+    @property
+    def corruption(self) -> str | None:
+        """The first sign of damage, or None."""
+        return self._corruption.get()
 
     @property
     def is_postgresql(self) -> bool:
@@ -223,15 +232,15 @@ class Database:
             self._turn.release()
 
     def note_corruption(self, reason: str) -> None:
-        """End all use of the database by this process, and log once what to do."""
+        """End all use of the database by this host's workers, and log once what to do."""
         if self.corruption is None:
-            self.corruption = reason
+            self._corruption.set(reason)
             _LOGGER.error("%s", advice_for(reason))
 
     @contextmanager
     def _failures_named(self) -> Iterator[None]:
-        if self.corruption is not None:
-            raise CorruptDatabaseError(advice_for(self.corruption))
+        if (reason := self.corruption) is not None:
+            raise CorruptDatabaseError(advice_for(reason))
         try:
             yield
         except PoolTimeoutError as error:

@@ -7,6 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_server.db.engine import Database, Steps
 from graphstash_server.db.prepared import NOTHING, Parameters, Prepared, Row
+from graphstash_server.shared_text import SharedText
 from graphstash_server.tracing import Tracing
 
 __all__ = ["TracedDatabase"]
@@ -15,8 +16,10 @@ __all__ = ["TracedDatabase"]
 class TracedDatabase(Database):
     """A `Database` whose reads and transactions are spans."""
 
-    def __init__(self, url: str, *, connections: int, tracing: Tracing) -> None:
-        super().__init__(url, connections=connections)
+    def __init__(
+        self, url: str, *, connections: int, corruption: SharedText, tracing: Tracing
+    ) -> None:
+        super().__init__(url, connections=connections, corruption=corruption)
         self._tracing = tracing
         self._system = {"db.system.name": "postgresql" if self.is_postgresql else "sqlite"}
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from graphstash_schema import STATUS, ErrorCode
+from graphstash_server.shared_text import SharedText
 
 __all__ = ["BUCKETS", "Counted", "Counters", "HostCounters"]
 
@@ -72,7 +73,12 @@ class Counted(NamedTuple):
 
 
 class HostCounters:
-    """The rows of all workers. Create it before the workers are forked."""
+    """The rows of all workers. Create it before the workers are forked.
+
+    Attributes:
+        corruption: the first sign of damage to the database that a worker found.
+        unknown_blobs: why blobs without an artifact are not deleted.
+    """
 
     def __init__(self, workers: int = 1) -> None:
         """Map a row for each worker that may live at the same time."""
@@ -82,6 +88,8 @@ class HostCounters:
             cells[number * len(_CELL) : (number + 1) * len(_CELL)] for number in range(workers)
         ]
         self._free = list(range(workers))
+        self.corruption = SharedText()
+        self.unknown_blobs = SharedText()
 
     def take(self) -> int:
         """Return a free row for a process that is about to be forked."""

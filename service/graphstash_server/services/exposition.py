@@ -57,6 +57,8 @@ class ExpositionService:
         jump, suspended = self.plausible_clock.jump, self.plausible_clock.is_suspended
         host.append(_gauge("clock_jump_seconds", _CLOCK_JUMP, jump.total_seconds()))
         host.append(_gauge("deletion_suspended", "Whether nothing is deleted by age.", suspended))
+        is_doubtful = self.counters.host.unknown_blobs.get() is not None
+        host.append(_gauge("blobs_unknown", _UNKNOWN, is_doubtful))
         limit = self.store_limit_bytes
         if limit is not None:
             host.append(_gauge("store_limit_bytes", "Hard limit of all that is stored.", limit))
@@ -81,6 +83,7 @@ class ExpositionService:
 
 
 _CLOCK_JUMP = "How far the clock is ahead of the time that the servers have recorded."
+_UNKNOWN = "Whether blobs are kept because the database knows fewer than half of them."
 _DATABASE_UP = "Whether the database answered this scrape."
 
 

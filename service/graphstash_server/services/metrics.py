@@ -23,6 +23,7 @@ from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.namespaces import Budget, Budgets, PolicyService
 from graphstash_server.services.plausible_clock import PlausibleClock
 from graphstash_server.services.wait_queue import WaitQueue
+from graphstash_server.shared_text import SharedText
 from graphstash_server.storage import BlobStore
 
 __all__ = ["HealthService", "Readiness", "SpaceService", "StatisticsService", "StoreSpace"]
@@ -53,12 +54,15 @@ class Readiness(NamedTuple):
         locks: transactions of any server that wait in the database. They leave the server ready,
             because other requests continue.
         clock: whether the servers may delete by age. Otherwise they only keep more than usual.
+        unknown_blobs: whether the servers delete blobs without an artifact, as of the last
+            comparison on this host. Otherwise they keep them.
     """
 
     database: str
     blob_store: str
     locks: str
     clock: str
+    unknown_blobs: str
 
     @property
     def is_ready(self) -> bool:
@@ -73,6 +77,7 @@ class HealthService:
     database: Database
     blobs: BlobStore
     plausible_clock: PlausibleClock
+    unknown_blobs: SharedText
     new_probe: Callable[[], bytes] = lambda: b"graphstash probe " + secrets.token_bytes(16)
 
     def __post_init__(self) -> None:
@@ -100,6 +105,7 @@ class HealthService:
                 self._verdict("locks", self._ask_for_waiting, _DATABASE_SECONDS),
             ),
             self.plausible_clock.state,
+            self.unknown_blobs.get() or _OK,
         )
         self.last = readiness
         if readiness.is_ready:

@@ -24,6 +24,7 @@ from graphstash_server.db.queries.usage import recount_usage, stored_bytes
 from graphstash_server.errors import StartError
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.service import ArtifactService
+from graphstash_server.shared_text import SharedText
 from graphstash_server.storage import BlobStore
 
 __all__ = ["Finding", "Lost", "Orphan", "Reconciler"]
@@ -31,6 +32,9 @@ __all__ = ["Finding", "Lost", "Orphan", "Reconciler"]
 _LOGGER = logging.getLogger(__name__)
 
 _PAGE = 500
+
+_MAX_PENDING = 10_000
+"""Findings that one comparison removes at most. The next one continues."""
 
 _LEASES_KEPT = timedelta(days=1)
 """How long the server keeps an ended lease, and so its exact fencing number."""
@@ -73,6 +77,7 @@ class Reconciler:
     collector: BlobCollector
     artifacts: ArtifactService
     clock: Clock
+    doubt: SharedText
 
     async def check_store_not_empty(self) -> None:
         """Refuse to start a server that has artifacts in its database but an empty store. Healing
@@ -93,12 +98,16 @@ class Reconciler:
             "--repair` drop these artifacts"
         )
 
-    async def compare(self, *, blobs_before: datetime) -> AsyncIterator[Orphan | Lost]:
+    async def compare(
+        self, *, blobs_before: datetime, listed: Callable[[int], None] = lambda _: None
+    ) -> AsyncIterator[Orphan | Lost]:
         """Find rows and blobs that disagree. Change nothing. Skip blobs that are younger than
-        `blobs_before`, because another process may be uploading them.
+        `blobs_before`, because another process may be uploading them. Call `listed` with the number
+        of blobs of each page.
         """
         after = ""
         async for page in self._pages(blobs_before):
+            listed(len(page))
             until = page[-1].sha256 if len(page) == _PAGE else None
             sizes = {digest.sha256: digest.size_bytes for digest in page}
             referenced: set[str] = set()
@@ -115,9 +124,29 @@ class Reconciler:
     async def reconcile(self, *, blobs_before: datetime) -> None:
         """Remove the findings of `compare`, and correct the counters. A server of the previous
         release does not count what it does not know.
+
+        If the database knows fewer than half of the blobs, it probably belongs to another store, or
+        the store to another database. Then remove nothing, and report it.
         """
+        pages: list[int] = []
+        seen: Counter[type] = Counter()
+        pending: list[Orphan | Lost] = []
+        async for found in self.compare(blobs_before=blobs_before, listed=pages.append):
+            seen[type(found)] += 1
+            if len(pending) < _MAX_PENDING:
+                pending.append(found)
+        if 2 * seen[Orphan] > sum(pages):
+            doubt = (
+                f"{seen[Orphan]} of {sum(pages)} blobs have no artifact in this database, and are "
+                "kept: is it the database of this blob store? If so, `graphstash gc` deletes them"
+            )
+            _LOGGER.error("%s", doubt)
+            self.doubt.set(doubt)
+            pending.clear()
+        else:
+            self.doubt.set(None)
         removed: Counter[type] = Counter()
-        async for found in self.compare(blobs_before=blobs_before):
+        for found in pending:
             removed[type(found)] += await self.remove(found)
         if removed.total():
             _LOGGER.info(
