@@ -15,6 +15,7 @@ from graphstash import CacheError, Reason, Stash
 from graphstash.testing import FakeServer, ServerCall
 from graphstash_schema import ArtifactMetadata, Digest, LeaseState, ManifestName
 from graphstash_server.app import create_app
+from graphstash_server.serving.server import KEEP_ALIVE_SECONDS
 from graphstash_server.settings import Settings
 from support.host import key
 from support.processes import python
@@ -333,6 +334,19 @@ def test_memory_of_double_is_bounded(tmp_path):
         with pytest.raises(CacheError, match="limit of this server is 10000"):
             stash.put(key(3), os.urandom(20_000), METADATA)
         assert [artifact.key for artifact in fake.artifacts] == [key(1)]
+
+
+def test_closed_double_does_not_start_again():
+    fake = FakeServer().start()
+    fake.close()
+    with pytest.raises(RuntimeError, match="make a new one"):
+        fake.start()
+
+
+def test_double_keeps_idle_connections_as_long_as_the_server():
+    with FakeServer() as fake:
+        config = fake._real._server.config
+        assert config.timeout_keep_alive == KEEP_ALIVE_SECONDS
 
 
 def test_closing_double_ends_its_threads_and_socket(tmp_path):

@@ -255,6 +255,43 @@ def test_real_process_of_the_run_does_not_use_what_another_one_read(next_job, co
         process.stdin.close()
 
 
+@pytest.mark.parametrize("torn", ["1764103232.000001 n torch_xla/cpu-x", "176", None])
+def test_torn_line_between_processes_of_a_run_hides_no_withdrawal(
+    next_job, namespace, monkeypatch, torn
+):
+    """A process was killed while it wrote. With None, the disk is full for a moment."""
+    publisher = publish(next_job, 1)
+    one, other = next_job(run="one run"), next_job(run="one run")
+    for job in (one, other):
+        assert job.get(key(1)) == b"graph"
+        look_up(job)
+    before = other.standing.changes
+    if torn is None:
+        real = module.os.write
+        withdrawn = one.standing.withdrawn
+
+        def full(*arguments, **named):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "write", lambda to, data: real(to, data[:0]))
+                withdrawn(*arguments, **named)
+
+        monkeypatch.setattr(one.standing, "withdrawn", full)
+    else:
+        with one.standing._shared.open("a") as file:
+            file.write(torn)
+    delete(publisher)
+    look_up(one)
+    one.standing._withdrawals._readers[namespace].join(60)
+    assert position(one) == 1
+    if torn is None:
+        look_up(other)  # only the server says that something is new
+        assert other.standing._withdrawals.is_current(namespace, wait_seconds=60)
+    assert other.standing.changes > before
+    assert other.standing.stored(namespace, key(1)) is None
+    look_up(other)
+    assert other.standing._withdrawals.is_current(namespace, wait_seconds=60)
+
+
 class Job(Host):
     def __init__(self, stash):
         super().__init__(stash)

@@ -74,6 +74,9 @@ _OUTDATED: Final = "@outdated"
 _MOVED: Final = "@moved"
 """Stand for a key, in lines about all answers and about the position in the list."""
 
+_WORD_FORM: Final = re.compile(r"-|[!~]?[0-9a-f]{64}")
+"""What the processes of a run tell each other about a key."""
+
 _ORIGIN: Final = "_origin"
 """The file that says which server answered at a URL; no namespace has such a name."""
 
@@ -108,6 +111,7 @@ class Standing:
         asked = hashlib.sha256(caller.encode()).hexdigest()[:16]
         self._shared = None if run_folder is None else run_folder / f"answers-{asked}"
         self._read_bytes = 0
+        self._is_shared_whole = True
         self._folder = tier.server_folder(name)
         self._origin = _read_origin(self._folder / _ORIGIN) or f"url-{name}"
         # A signal handler may compile in the same thread.
@@ -286,7 +290,8 @@ class Standing:
 
     def moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
         """See `Listener`."""
-        self._share([_line(time(), namespace, _MOVED, f"{start}/{end}")])
+        if self._is_shared_whole:  # or the others, which lack withdrawals, read the list themselves
+            self._share([_line(time(), namespace, _MOVED, f"{start}/{end}")])
 
     def _is_void(self, namespace: Namespace, at: float) -> bool:
         """Whether an answer is too old. A limit in the future is from before the clock was set."""
@@ -400,19 +405,22 @@ class Standing:
     def _share(self, lines: Sequence[str]) -> None:
         if self._shared is None:
             return
+        text = "".join(("\n", *lines)).encode()  # ends a line that another process left torn
+        written = 0
         with suppress(OSError):
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(self._shared, flags, 0o600)
             try:
-                os.write(descriptor, "".join(lines).encode())  # one write: whole lines
+                written = os.write(descriptor, text)  # one write: whole lines
             finally:
                 os.close(descriptor)
+        self._is_shared_whole &= written == len(text)
 
     def _read_shared(self) -> None:
         """Reads what other processes of the run were told since the last time."""
         if self._shared is None:
             return
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             start = self._read_bytes
             if self._shared.stat().st_size in (start, 0):
                 return
@@ -421,15 +429,29 @@ class Standing:
                 added = file.read(_MAX_BYTES)
             whole = added[: added.rfind(b"\n") + 1]
             self._read_bytes = start + len(whole)  # two threads may have read the same
-            for line in whole.decode("ascii").splitlines():
-                at, namespace, key, word = line.split(" ")
-                self._learn_line(float(at), Namespace(namespace), key, word)
+            for line in filter(None, whole.decode("ascii", "replace").split("\n")):
+                try:
+                    at, namespace, key, word = line.split(" ")
+                    self._learn_line(float(at), Namespace(namespace), key, word)
+                except ValueError:
+                    self._distrust()
+
+    def _distrust(self) -> None:
+        """Ask again about everything: a process was killed while it wrote, or the disk is full.
+
+        The lines that are missing may be withdrawals.
+        """
+        for namespace in self._config.readable:
+            self._withdrawals.forget(namespace)
+            self._drop_answers(namespace, time())
 
     def _learn_line(self, at: float, namespace: Namespace, key: str, word: str) -> None:
         if key == _OUTDATED:
             self._drop_answers(namespace, at)
         elif key == _MOVED:
             self._withdrawals.note_moved(namespace, *map(ListPosition, word.split("/")))
+        elif not _WORD_FORM.fullmatch(word):
+            raise ValueError(f"torn: {word}")
         else:
             self._learn(namespace, ArtifactKey.parse(*key.split("/")), word, at)
             self._changes += word.startswith(_WITHDRAWN)

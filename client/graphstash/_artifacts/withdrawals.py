@@ -237,6 +237,11 @@ class Withdrawals:
         """Return a value that is another one if copies may have been deleted meanwhile."""
         return self._host.state(namespace)
 
+    def forget(self, namespace: Namespace) -> None:
+        """Begin again with the next look-up: this process may have missed withdrawals."""
+        with self._holding():
+            self._positions.pop(namespace, None)
+
     def note_moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
         """Move like another process of the run, if this process is where that one was."""
         with self._holding():

@@ -32,6 +32,7 @@ from graphstash_server.clock import system_clock
 from graphstash_server.context import open_services
 from graphstash_server.db.migrate import migrate
 from graphstash_server.db.tables import artifacts as stored
+from graphstash_server.serving.server import KEEP_ALIVE_SECONDS
 from graphstash_server.settings import Settings
 
 __all__ = ["RealServer"]
@@ -68,7 +69,13 @@ class RealServer:
         self._artifacts: tuple[StoredArtifact, ...] = ()
 
     def start(self) -> None:
-        """Return once the server serves."""
+        """Return once the server serves.
+
+        Raises:
+            RuntimeError: the server was closed, or does not start.
+        """
+        if self._is_closing:
+            raise RuntimeError("this server was closed: make a new one")
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fake-server", daemon=True)
             self._thread.start()
@@ -129,6 +136,7 @@ class RealServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=self._settings.shutdown_seconds,
         )
         self._server = uvicorn.Server(config)

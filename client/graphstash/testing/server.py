@@ -58,7 +58,11 @@ class FakeServer:
         self.close()
 
     def start(self) -> Self:
-        """Start serving in the background. Entering the context manager does the same."""
+        """Start serving in the background. Entering the context manager does the same.
+
+        Raises:
+            RuntimeError: the server was closed, or does not start.
+        """
         self._real.start()
         return self
 

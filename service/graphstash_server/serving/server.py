@@ -37,11 +37,18 @@ from graphstash_server.settings import Settings
 if TYPE_CHECKING:
     from graphstash_server.tracing import Tracing
 
-__all__ = ["PARENT_SIGNALS", "GraphstashServer", "make_server", "run_server", "run_worker"]
+__all__ = [
+    "KEEP_ALIVE_SECONDS",
+    "PARENT_SIGNALS",
+    "GraphstashServer",
+    "make_server",
+    "run_server",
+    "run_worker",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
-_KEEP_ALIVE_SECONDS: Final = 120
+KEEP_ALIVE_SECONDS: Final = 120
 """Seconds until an idle connection is closed. A job keeps its connection while it compiles, because
 a new one with TLS costs 23 times as much as a request. When connections run out, idle ones yield.
 """
@@ -195,7 +202,7 @@ def make_server(
         access_log=settings.access_log,
         server_header=False,
         proxy_headers=False,  # no code depends on the caller's address
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=settings.shutdown_seconds,
     )
     config.load()
