@@ -70,7 +70,12 @@ def _installed_hooks() -> dict[str, str]:
 def _modules_to_import() -> list[str]:
     """Return the modules of installed compilers whose import installs the hooks."""
     modules = dict.fromkeys(module for spec in hook_specs().values() for module in spec.modules)
-    return [module for module in modules if find_spec(module.partition(".")[0]) is not None]
+    return [module for module in modules if _is_installed(module.partition(".")[0])]
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether there is a distribution of this name, as for most compilers, or a package."""
+    return bool(version_of(package)) or find_spec(package) is not None
 
 
 def _judged(spec: HookSpec, installed: str, config: ClientConfig) -> Finding:
