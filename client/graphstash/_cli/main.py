@@ -56,7 +56,7 @@ _PANELS: Final = {
     **dict.fromkeys(("serve",), _SERVER),
     **dict.fromkeys(("token", "namespace", "quarantine", "audit"), _ADMINISTRATION),
     **dict.fromkeys(
-        ("gc", "fsck", "pin", "unpin", "migrate", "backup", "restore"), _ADMINISTRATION
+        ("gc", "fsck", "pin", "unpin", "migrate", "backup", "restore", "clock"), _ADMINISTRATION
     ),
 }
 """Help panels for the commands of the server's package."""
