@@ -40,6 +40,7 @@ from graphstash_server.errors import (
     DigestMismatchError,
     ShortBlobError,
 )
+from graphstash_server.logs import in_background
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.maintenance.snapshot import (
     apply_withdrawals,
@@ -542,7 +543,7 @@ async def _copy(
                 lost.append(digest)
             progress(digest.size_bytes, total_bytes)
 
-    workers = [asyncio.create_task(work()) for _ in range(_AT_ONCE)]
+    workers = [in_background(work()) for _ in range(_AT_ONCE)]
     try:
         await asyncio.gather(*workers)
     except ShortBlobError as error:
