@@ -1,7 +1,5 @@
 """Import a package's submodules when one of their names is first used (PEP 562)."""
 
-import ast
-import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -20,6 +18,9 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
 
     @cache
     def homes() -> dict[str, str]:
+        import ast  # every job imports a lazy package, and few use its lazy names
+        import inspect
+
         tree = ast.parse(inspect.getsource(sys.modules[package]))
         return {
             alias.name: node.module
