@@ -4,6 +4,7 @@ command reports what it did.
 The client runs alone and against a real server.
 """
 
+import itertools
 from contextlib import ExitStack
 
 import pytest
@@ -13,6 +14,8 @@ from graphstash import ClientConfig, Stash
 from graphstash._cli.main import app
 from support.signing import Team
 from support.waiting import PATIENT, PATIENT_VARIABLES
+
+_runs = itertools.count()
 
 
 @pytest.fixture
@@ -24,6 +27,19 @@ def config(server, namespace, tmp_path):
         return ClientConfig.load({}, **usual | PATIENT | settings)
 
     return make
+
+
+@pytest.fixture
+def next_job(config):
+    """Another job on a host: a run of its own, and nothing in memory."""
+
+    with ExitStack() as stack:
+
+        def start(host="host", *, run="", **settings):
+            name = run or f"run-{next(_runs)}"
+            return stack.enter_context(Stash(config(host, **settings), run=name))
+
+        yield start
 
 
 @pytest.fixture

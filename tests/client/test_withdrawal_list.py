@@ -1,7 +1,6 @@
 """A server's list of withdrawals reaches every process of a host: disk, packs, prefetch, memory."""
 
 import io
-import itertools
 import os
 import re
 import resource
@@ -12,12 +11,11 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import ExitStack
 
 import httpx
 import pytest
 
-from graphstash import CacheError, Stash
+from graphstash import CacheError
 from graphstash._artifacts import withdrawals as module
 from graphstash._artifacts.prefetch import Prefetch
 from graphstash._compile.packs import Packs
@@ -32,26 +30,11 @@ pytestmark = pytest.mark.sql
 
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 
-_runs = itertools.count()
-
 
 @pytest.fixture(scope="session")
 def server(start_once):
     """A server on each database."""
     return start_once(LiveServer)
-
-
-@pytest.fixture
-def next_job(config):
-    """Another job on a host: a run of its own, and nothing in memory."""
-
-    with ExitStack() as stack:
-
-        def start(host="host", *, run="", **settings):
-            name = run or f"run-{next(_runs)}"
-            return stack.enter_context(Stash(config(host, **settings), run=name))
-
-        yield start
 
 
 @pytest.fixture
@@ -610,16 +593,16 @@ def test_host_that_was_away_for_too_long_uses_only_what_the_server_has(
     assert caplog.text == ""
 
 
-def test_server_restored_from_a_backup_is_noticed(tmp_path, config, caplog, monkeypatch):
+def test_server_restored_from_a_backup_is_noticed(tmp_path, next_job, caplog, monkeypatch):
     """The backup is of a time before the withdrawal, so the restored server serves it again."""
     data = tmp_path / "server"
     server = ServerProcess(data)
 
     def job(host="host", **settings):
         given = {"url": proxy.url, "namespace": "team"} | settings
-        return stack.enter_context(Stash(config(host, **given), run=f"run-{next(_runs)}"))
+        return next_job(host, **given)
 
-    with ExitStack() as stack, FaultProxy(server.port) as proxy:
+    with FaultProxy(server.port) as proxy:
         publisher = job("publisher")
         for number in (1, 2):
             publisher.put(key(number), b"wrong", METADATA)

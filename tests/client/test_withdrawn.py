@@ -1,18 +1,17 @@
 """What a server withdrew, or never allowed, is gone from this host's disk as well."""
 
 import io
-import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 
 import pytest
 
-from graphstash import CacheError, Reason, Stash
+from graphstash import CacheError, Reason
 from graphstash._compile import packs as packs_module
 from graphstash._compile.packs import Packs
 from graphstash.errors import RefusedError
@@ -27,21 +26,6 @@ from support.refusals import refusal
 from support.waiting import PATIENT_VARIABLES
 
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
-
-_runs = itertools.count()
-
-
-@pytest.fixture
-def next_job(config):
-    """Another job on a host: a run of its own, and nothing in memory."""
-
-    with ExitStack() as stack:
-
-        def start(host="host", *, run="", **settings):
-            name = run or f"run-{next(_runs)}"
-            return stack.enter_context(Stash(config(host, **settings), run=name))
-
-        yield start
 
 
 def withhold(stash, number=1):
