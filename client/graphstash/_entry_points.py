@@ -22,7 +22,7 @@ __all__ = ["initialize", "load"]
 def load() -> None:
     """Watch for compilers as soon as this process imports a package. Further calls do nothing.
 
-    `sitecustomize` calls it in every process, of which many import no package.
+    `sitecustomize` calls it in every process, and many processes import no package.
     """
     value = os.environ.get(AUTOLOAD, "")
     if value == "1":

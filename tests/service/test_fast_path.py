@@ -406,7 +406,7 @@ def test_a_connection_that_is_cut_while_a_thread_sends_closes_the_file(
         raise BlockingIOError
 
     monkeypatch.setattr("graphstash_server.storage.files._is_cached", lambda *_: False)
-    # Else this request may be the one that reads the policies anew, which the application does.
+    # Otherwise the policies may expire, and then the application answers this request.
     monkeypatch.setattr("graphstash_server.services.namespaces._FRESH_SECONDS", 3600)
     monkeypatch.setattr("os.sendfile", sendfile)
     connections = live_server._server.server_state.connections

@@ -29,7 +29,7 @@ def python_of(name: str) -> Path:
     done = directory / ".installed"
     digests = [
         hashlib.sha256(each.read_bytes()).hexdigest()
-        for each in (requirements, _ROOT / "pyproject.toml")  # of which come the entry points
+        for each in (requirements, _ROOT / "pyproject.toml")  # which declares the entry points
     ]
     with FileLock(Path(sys.prefix) / f"{name}.lock"):
         installed = done.read_text().split() if done.exists() else [""]
