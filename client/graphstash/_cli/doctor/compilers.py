@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,13 +68,23 @@ def _installed_hooks() -> dict[str, str]:
 
 def _modules_to_import() -> list[str]:
     """Return the modules of installed compilers whose import installs the hooks."""
-    modules = dict.fromkeys(module for spec in hook_specs().values() for module in spec.modules)
-    return [module for module in modules if _is_installed(module.partition(".")[0])]
+    return list(
+        dict.fromkeys(
+            module
+            for spec in hook_specs().values()
+            for module in spec.modules
+            if _is_installed(spec, module.partition(".")[0])
+        )
+    )
 
 
-def _is_installed(package: str) -> bool:
-    """Return whether there is a distribution of this name, as for most compilers, or a package."""
-    return bool(version_of(package)) or find_spec(package) is not None
+def _is_installed(spec: HookSpec, package: str) -> bool:
+    """Return whether the distribution of a package is installed, even if its files are damaged.
+
+    A hook has one distribution with the name of each of its packages, or names those with others.
+    """
+    names = (package,) if package in spec.distributions else spec.distributions
+    return any(map(version_of, names))
 
 
 def _judged(spec: HookSpec, installed: str, config: ClientConfig) -> Finding:
