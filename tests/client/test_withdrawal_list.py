@@ -19,12 +19,13 @@ from graphstash import CacheError
 from graphstash._artifacts import withdrawals as module
 from graphstash._artifacts.prefetch import Prefetch
 from graphstash._compile.packs import Packs
-from graphstash_schema import ArtifactMetadata, Digest, ReportReason
+from graphstash_schema import ArtifactMetadata
 from graphstash_schema.withdrawals import WithdrawalList
 from graphstash_server.testing import LiveServer, ServerProcess
 from support.fault_proxy import Fault, FaultProxy
 from support.host import Host, key, request
 from support.waiting import PATIENT_VARIABLES, until
+from support.withdrawing import delete, withhold
 
 pytestmark = pytest.mark.sql
 
@@ -49,17 +50,6 @@ def later(monkeypatch):
     at = time.time() + 601
     monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
     monkeypatch.setattr("graphstash._artifacts.withdrawals.time", lambda: at)
-
-
-def withhold(stash, number=1):
-    (found,) = stash.server.lookup([key(number)]).found
-    digest = Digest(found.digest.partition(":")[2], found.size_bytes)
-    reply = stash.server.report(key(number), digest=digest, reason=ReportReason.BAD_SIGNATURE)
-    assert reply.withheld
-
-
-def delete(stash, number=1):
-    stash.server._transport.call("DELETE", key(number).artifact_path(stash.config.namespace))
 
 
 def replace(stash, number=1):

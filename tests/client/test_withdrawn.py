@@ -16,7 +16,7 @@ from graphstash._compile import packs as packs_module
 from graphstash._compile.packs import Packs
 from graphstash.errors import RefusedError
 from graphstash.testing import FakeServer
-from graphstash_schema import ArtifactMetadata, Digest, ReportReason
+from graphstash_schema import ArtifactMetadata
 from support.fault_proxy import Fault, FaultProxy
 from support.guarded_server import GuardedServer
 from support.host import Host, key, request
@@ -24,19 +24,9 @@ from support.offline import unplugged
 from support.processes import python
 from support.refusals import refusal
 from support.waiting import PATIENT_VARIABLES
+from support.withdrawing import delete, withhold
 
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
-
-
-def withhold(stash, number=1):
-    (found,) = stash.server.lookup([key(number)]).found
-    digest = Digest(found.digest.partition(":")[2], found.size_bytes)
-    reply = stash.server.report(key(number), digest=digest, reason=ReportReason.BAD_SIGNATURE)
-    assert reply.withheld
-
-
-def delete(stash, number=1):
-    stash.server._transport.call("DELETE", key(number).artifact_path(stash.config.namespace))
 
 
 def lookups(stash, monkeypatch):

@@ -331,6 +331,13 @@ def test_what_cannot_be_backed_up_or_restored_is_refused(new_site, tmp_path, mon
         assert stored_on(empty, range(2)) == set()
 
 
+def back_up(site, backup):
+    """Stores two artifacts, and backs them up."""
+    with site.serving() as server:
+        put(server.url, range(2))
+    site.run("backup", backup)
+
+
 def new_restored(new_site, backup):
     site = new_site()
     site.run("restore", backup)
@@ -521,9 +528,7 @@ def listed(site):
 
 def test_a_restore_without_space_changes_nothing(new_site, tmp_path):
     site, backup = new_site(), tmp_path / "backup"
-    with site.serving() as server:
-        put(server.url, range(2))
-    site.run("backup", backup)
+    back_up(site, backup)
     other = new_site()
     with other.serving() as server:
         put(server.url, range(2, 4))
@@ -535,9 +540,7 @@ def test_a_restore_without_space_changes_nothing(new_site, tmp_path):
 
 def test_a_restore_that_found_a_damaged_blob_can_be_abandoned(new_site, tmp_path):
     site, backup = new_site(), tmp_path / "backup"
-    with site.serving() as server:
-        put(server.url, range(2))
-    site.run("backup", backup)
+    back_up(site, backup)
     damaged = blobs_in(backup)[Digest.of(blob_of(1)).sha256]
     damaged.write_bytes(b"?" * len(blob_of(1)))
     other = new_site()
@@ -556,9 +559,7 @@ def test_no_server_starts_while_a_restore_reads_the_replaced_database(
     new_site, tmp_path, monkeypatch
 ):
     site, backup = new_site(), tmp_path / "backup"
-    with site.serving() as server:
-        put(server.url, range(2))
-    site.run("backup", backup)
+    back_up(site, backup)
     upgrade, refused = backup_module.upgrade_snapshot, []
 
     def upgrade_beside_a_server(staged):
@@ -577,9 +578,7 @@ def test_no_server_starts_while_a_restore_reads_the_replaced_database(
 
 def test_a_restore_writes_nothing_into_the_backup(new_site, tmp_path):
     site, backup = new_site(), tmp_path / "backup"
-    with site.serving() as server:
-        put(server.url, range(2))
-    site.run("backup", backup)
+    back_up(site, backup)
     (backup / "backup.lock").unlink()
     (backup / "blobs" / "tmp").rmdir()
     before = {path: path.stat().st_mtime_ns for path in [backup, *backup.rglob("*")]}
@@ -605,9 +604,7 @@ def test_a_backup_of_a_later_revision_names_it(new_site, tmp_path):
 
 def test_an_unreadable_record_of_a_restore_is_of_another_one(new_site, tmp_path):
     site, backup = new_site(), tmp_path / "backup"
-    with site.serving() as server:
-        put(server.url, range(2))
-    site.run("backup", backup)
+    back_up(site, backup)
     (site.directory / "restore.json").write_text("")
     assert "a restore of another backup" in site.run("restore", backup, status=1)
     assert "may have replaced rows" in site.run("restore", "--abandon", status=1)

@@ -1,0 +1,20 @@
+"""Withdraws artifacts from a server, as a reporter or an administrator does."""
+
+from graphstash import Stash
+from graphstash_schema import Digest, ReportReason
+from support.host import key
+
+__all__ = ["delete", "withhold"]
+
+
+def withhold(stash: Stash, number: int = 1) -> None:
+    """Reports an artifact as wrong; the server withholds it at once."""
+    (found,) = stash.server.lookup([key(number)]).found
+    digest = Digest(found.digest.partition(":")[2], found.size_bytes)
+    reply = stash.server.report(key(number), digest=digest, reason=ReportReason.BAD_SIGNATURE)
+    assert reply.withheld
+
+
+def delete(stash: Stash, number: int = 1) -> None:
+    """Deletes an artifact on the server."""
+    stash.server._transport.call("DELETE", str(key(number).artifact_path(stash.config.namespace)))
