@@ -148,18 +148,24 @@ class TestAnUpload:
             await holding.start()
             await holder.execute("LOCK TABLE audit IN SHARE MODE")  # the last that is written
             upload = asyncio.create_task(put(http, server.url, "held", number))
-            (session,) = await eventually(lambda: waiting(watch))
+            (waiter,) = await eventually(lambda: waiting(watch))
             server.process.send_signal(signal.SIGSTOP)
             status = Path(f"/proc/{server.process.pid}/stat")
             await eventually(lambda: asyncio.to_thread(lambda: ") T " in status.read_text()))
             await holding.rollback()
 
         async def state():
-            found = await self.state_of(watch, session["pid"])
-            return found if found != "active" else None
+            session = await watch.fetchrow(
+                "SELECT state, wait_event FROM pg_stat_activity WHERE pid = $1", waiter["pid"]
+            )
+            if session is None:
+                return "gone"
+            # An active session that reads waits for the rest of a statement that is not prepared.
+            is_working = session["state"] == "active" and session["wait_event"] != "ClientRead"
+            return None if is_working else session["state"]
 
         if await eventually(state) == "idle in transaction":
-            return upload, session["pid"]
+            return upload, waiter["pid"]
         server.process.send_signal(signal.SIGCONT)
         await upload
         return None
