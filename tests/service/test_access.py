@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -35,7 +34,7 @@ BLOB = b"x" * 1000
 OPEN = {"/healthz", "/readyz", "/openapi.json"}
 PAGES = {"/", "/search", "/docs", "/sign-in", "/sign-out", "/assets/{name}"}
 """They show everybody what everybody may read: see test_pages and test_sign_in."""
-UNKNOWN = f"Bearer gst_{'a' * 16}_{'A' * 43}"
+UNKNOWN = f"gst_{'a' * 16}_{'A' * 43}"
 
 pytestmark = pytest.mark.anyio
 
@@ -60,13 +59,6 @@ WRITES = {
     "put manifest": lambda api: api.http.put(manifest(api), json={"keys": [api.key()]}),
 }
 ADMINS = {"delete": lambda api: api.delete()}
-
-
-def plain(answer):
-    """An answer without what differs between any two."""
-    changing = {"date", "x-request-id"}
-    headers = {name: value for name, value in answer.headers.items() if name not in changing}
-    return answer.status_code, headers, answer.text.replace(answer.headers["x-request-id"], "ID")
 
 
 @pytest.fixture
@@ -96,13 +88,15 @@ def flat(routes):
             yield from flat(inner.routes)
 
 
-def test_every_call_that_is_not_open_requires_credentials(guarded, tmp_path):
+@pytest.mark.parametrize("shown", [None, UNKNOWN])
+def test_every_call_that_is_not_open_requires_credentials(guarded, tmp_path, shown):
+    """tests/attacks/test_stolen_tokens.py has the forms in which they are not valid."""
     app = create_app(load_settings(data_dir=tmp_path))
-    anonymous = guarded.http()
+    caller = guarded.http(shown)
     asked, details = 0, set()
     for route in flat(app.routes):
         if route.path in OPEN:
-            assert anonymous.get(route.path).status_code == 200
+            assert caller.get(route.path).status_code == 200
             continue
         if route.path in PAGES:
             continue
@@ -112,35 +106,14 @@ def test_every_call_that_is_not_open_requires_credentials(guarded, tmp_path):
             for name in route.param_convertors:
                 path = path.replace(f"{{{name}}}", word)
             for method in route.methods:
-                answer = anonymous.request(method, path, content=b"{" * 10)
+                answer = caller.request(method, path, content=b"{" * 10)
                 assert answer.status_code == 401, f"{method} {path}"
                 assert answer.headers["www-authenticate"] == 'Bearer realm="graphstash"'
                 if method != "HEAD":
                     details.add(answer.json()["detail"])
                 asked += 1
     assert asked > 24
-    assert len(details) == 2  # of calls, and of pages
-
-
-def test_bad_credentials_get_the_same_answer_everywhere(guarded, admin, stored):
-    client = guarded.http()
-    known = guarded.token("read:*")
-    assert guarded.http(known).get("/v1/-/access").status_code == 200
-    elsewhere = admin.path().replace(stored, "NO WORD")
-    for shown in (
-        *("", "Bearer", "Bearer  " + "a" * 64),
-        *(UNKNOWN, UNKNOWN + "A", UNKNOWN.replace("gst", "GST"), UNKNOWN.removeprefix("Bearer ")),
-        f"Bearer {known[:-1]}{'a' if known[-1] != 'a' else 'b'}",
-        *("Basic dXNlcjpwYXNzd29yZA==", "Digest username=x"),
-        *("Bearer \xe9\xff", "Bearer " + "[" * 20_000, "Bearer a.b.c"),
-    ):
-        headers = [(b"authorization", shown.encode("latin-1"))]
-        answers = {
-            repr(plain(client.get(path, headers=headers)))
-            for path in (admin.path(), elsewhere, "/v1/stats", "/v1/-/access")
-        }
-        assert len(answers) == 1, shown
-        assert answers.pop().startswith("(401,"), shown
+    assert len(details) == 2 if shown is None else 1  # of calls, and of pages
 
 
 def test_callers_are_authenticated_before_the_body_is_read(guarded, admin):
@@ -151,23 +124,15 @@ def test_callers_are_authenticated_before_the_body_is_read(guarded, admin):
 
 @contextlib.contextmanager
 def half_sent(guarded, method, path, token, *, body, **headers):
-    """Sends a request whose body's second half comes at the end of the block; gives a function that
-    returns the beginning of the answer.
-    """
-    host, port = guarded.url.removeprefix("http://").split(":")
+    """Sends half of a body; gives a function that sends the rest and returns the status."""
     head = [f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {token}"]
     head += [f"{name}: {value}" for name, value in headers.items()]
     head += [f"Content-Length: {len(body)}", "Expect: 100-continue", "", ""]
-    with socket.create_connection((host, int(port)), timeout=60) as sent:
-        sent.sendall("\r\n".join(head).encode())
-        assert sent.recv(65536).startswith(b"HTTP/1.1 100"), "let in: the body is being read"
-        sent.sendall(body[: len(body) // 2])
-
-        def finish():
-            sent.sendall(body[len(body) // 2 :])
-            return sent.recv(65536)
-
-        yield finish
+    with Wire(guarded.url) as wire:
+        wire.send("\r\n".join(head).encode())
+        assert wire.begin() == 100, "let in: the body is being read"
+        wire.send(body[: len(body) // 2])
+        yield lambda: wire.ask(body[len(body) // 2 :]).status
 
 
 def revoke(guarded, token):
@@ -196,7 +161,7 @@ def test_slow_upload_is_refused_after_its_token_expires(guarded, admin, name):
     token = guarded.token("admin:*")
     with half_sent(guarded, method, path, token, body=body, **digest_header(body)) as finish:
         revoke(guarded, token)
-        assert finish().startswith(b"HTTP/1.1 401")
+        assert finish() == 401
     assert admin.get().status_code == 404
     assert READS["get manifest"](admin).status_code == 404
     assert admin.http.get(f"/v1/-/namespaces/{admin.namespace}").status_code == 404
@@ -218,7 +183,7 @@ def test_slow_upload_is_refused_after_policy_change(guarded, admin, before, afte
     path, token = admin.path(), guarded.token("write:*")
     with half_sent(guarded, "PUT", path, token, body=BLOB, **digest_header(BLOB)) as finish:
         guarded.set_policy(admin.namespace, **after)
-        assert finish().startswith(f"HTTP/1.1 {status}".encode())
+        assert finish() == status
     assert admin.get().status_code == 404
 
 
@@ -235,7 +200,7 @@ def test_a_waiter_whose_token_is_revoked_gets_no_lease(guarded, admin):
         until(lambda: admin.http.get("/v1/stats").json()["waiters"])
         revoke(guarded, token)
         assert admin.release(held, "failed").status_code == 204
-        assert answer.result().startswith(b"HTTP/1.1 401")
+        assert answer.result() == 401
     assert admin.acquire().status_code == 201, "nobody holds it"
 
 
@@ -272,51 +237,6 @@ def test_a_pattern_of_many_stars_is_matched_in_linear_time():
     assert not NamespacePattern("*ab*ab").matches("ab")
     assert NamespacePattern("a*a").matches("aa")
     assert not NamespacePattern("a*a").matches("a")
-
-
-@pytest.mark.parametrize(
-    ("name", "status"),
-    [
-        ("{}-a", 201),
-        ("{}-", 201),
-        ("{}", 404),
-        ("a{}-a", 404),
-        ("x.{}", 403),
-        ("xx{}", 404),
-    ],
-)
-def test_a_pattern_does_not_match_similar_names(guarded, namespace, name, status):
-    """A dot is a dot."""
-    api = guarded.api(name.format(namespace), f"write:{namespace}-*", f"read:x.{namespace}")
-
-    assert api.put(BLOB).status_code == status
-
-
-def test_unauthorized_caller_gets_answer_of_absent_artifact(guarded, namespace):
-    reader, stranger = (guarded.api(namespace, f"read:{n}") for n in (namespace, "elsewhere"))
-
-    for name in ("get", "head", "get manifest"):
-        assert plain(READS[name](stranger)) == plain(READS[name](reader))
-
-
-def test_unauthorized_caller_changes_nothing(guarded, admin, stored):
-    stranger = guarded.api(stored, "admin:elsewhere")
-    before = admin.stats()
-
-    for call in (READS | WRITES | ADMINS).values():
-        call(stranger)
-    assert stranger.put(BLOB, 1).status_code == 404
-
-    assert admin.get().content == BLOB
-    assert admin.get(1).status_code == 404
-    after = admin.stats()
-    assert (after["artifacts"], after["puts"]) == (before["artifacts"], before["puts"])
-
-
-def test_statistics_show_what_the_caller_may_read(guarded, stored):
-    assert guarded.http(guarded.token("read:elsewhere")).get("/v1/stats").json()["namespaces"] == []
-    mine = guarded.http(guarded.token(f"read:{stored}")).get("/v1/stats").json()
-    assert [each["namespace"] for each in mine["namespaces"]] == [stored]
 
 
 # -- what policies add --
@@ -366,7 +286,7 @@ def test_refused_callers_do_not_count_towards_the_rate_of_a_namespace(guarded, c
 
 
 def test_a_server_without_authentication_allows_every_call(api):
-    api.http.headers["Authorization"] = UNKNOWN
+    api.http.headers["Authorization"] = f"Bearer {UNKNOWN}"
 
     assert api.http.get("/v1/-/access").json()["kind"] == "open"
     assert api.put(BLOB).status_code == 201
@@ -420,39 +340,25 @@ async def is_let_in(access, token):
         return False
 
 
-async def test_cached_token_needs_no_statement_until_it_is_stale(services, clock, statements):
+async def test_cached_decision_needs_no_statement_and_ends_in_time(services, clock, statements):
     access, tokens = services
-    token = (await new_token(tokens)).token
+    here, elsewhere, before = [await new_token(tokens) for _ in range(3)]
     statements.clear()
-    assert all(await asyncio.gather(*(is_let_in(access, token) for _ in range(200))))
-    assert await is_let_in(access, token)
-    assert len(statements) == 1
-    clock.turn(MAX_DECISION_AGE.total_seconds())
-    assert await is_let_in(access, token)
-    assert len(statements) == 2
-
-
-async def test_a_revocation_takes_effect_when_the_cached_decision_expires(services, clock):
-    access, tokens = services
-    here, elsewhere = [await new_token(tokens) for _ in range(2)]
-    for issued in (here, elsewhere):
+    for issued in (here, elsewhere, before):
+        assert all(await asyncio.gather(*(is_let_in(access, issued.token) for _ in range(200))))
         assert await is_let_in(access, issued.token)
+    assert len(statements) == 3
+    for issued in (here, elsewhere, before):
         await tokens.revoke(issued.info.id, actor=ACTOR)
+
     access.forget_token(here.info.id)  # as in the process that revokes
     assert not await is_let_in(access, here.token)
     clock.turn(MAX_DECISION_AGE.total_seconds() - 0.001)
     assert await is_let_in(access, elsewhere.token)
     clock.turn(0.001)
     assert not await is_let_in(access, elsewhere.token)
-
-
-async def test_a_clock_that_is_set_back_does_not_extend_cached_decisions(services, clock):
-    access, tokens = services
-    issued = await new_token(tokens)
-    assert await is_let_in(access, issued.token)
-    await tokens.revoke(issued.info.id, actor=ACTOR)
-    clock.turn(-3600)
-    assert not await is_let_in(access, issued.token)
+    clock.turn(-3600)  # a clock that is set back extends no decision
+    assert not await is_let_in(access, before.token)
 
 
 async def test_a_query_from_before_a_revocation_is_not_used_after_it(services, monkeypatch):
