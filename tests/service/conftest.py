@@ -10,17 +10,18 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
 from graphstash_schema import Digest
 from graphstash_server.db.migrate import migrate
 from graphstash_server.testing import LiveServer, ServerProcess
 from support.api import Api, assert_problem
+from support.commands import invoke
 from support.nginx import Nginx, in_front_of
 from support.services import opener
 from support.tokens import Guarded
@@ -154,12 +155,8 @@ def command_on(
     with LiveServer(tmp_path / "data", log_level="error") as server:
 
         def make(command: Any) -> Callable[..., str]:
-            def run(*arguments: str, status: int = 0) -> str:
-                result = CliRunner().invoke(command, list(arguments))
-                assert result.exit_code == status, result.output
-                return result.output
-
-            run.url = server.url
+            run = partial(invoke, command)
+            run.url = server.url  # type: ignore[attr-defined] # for tests
             return run
 
         yield make

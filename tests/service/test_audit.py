@@ -3,10 +3,9 @@
 import contextlib
 import json
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from graphstash_schema import AuditAction, Namespace
 from graphstash_server.actor import MAX_ACTOR_CHARACTERS, Actor
@@ -18,8 +17,9 @@ from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.services.identity import audit as audit_module
 from graphstash_server.services.identity.audit import AuditService
 from graphstash_server.settings import load_settings
+from support.commands import invoke
 
-pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+pytestmark = pytest.mark.anyio
 
 START = datetime(2030, 1, 1, tzinfo=UTC)
 
@@ -54,6 +54,7 @@ def numbers(page):
     return [int(entry.subject.removeprefix("subject-")) for entry in page.entries]
 
 
+@pytest.mark.sql
 async def test_pages_follow_each_other_newest_first_without_gap(database_url):
     async with logged(database_url, records(7)) as (service, _):
         first = await service.read(limit=3)
@@ -70,6 +71,7 @@ async def test_pages_follow_each_other_newest_first_without_gap(database_url):
     assert odd.next_before is not None
 
 
+@pytest.mark.sql
 async def test_only_old_entries_are_pruned(database_url, monkeypatch):
     monkeypatch.setattr(audit_module, "_PRUNED_AT_ONCE", 2)
     async with logged(database_url, records(8)) as (service, _):
@@ -148,13 +150,7 @@ def test_command_prints_all_pages_of_the_log(guarded, namespace, monkeypatch):
     monkeypatch.setattr("graphstash_server.commands.audit._PAGE", 2)
     monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(guarded.server.data_dir))
     monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", guarded.database_url)
-    app = typer.Typer()
-    app.command()(audit)
-
-    def run(*options):
-        done = CliRunner().invoke(app, ["--namespace", namespace, *options])
-        assert done.exit_code == 0, done.output
-        return done.stdout
+    run = partial(invoke, audit, "--namespace", namespace)
 
     lines = [json.loads(line) for line in run("--json").splitlines()]
     assert [(each["action"], each["namespace"]) for each in lines] == [

@@ -2,13 +2,10 @@
 
 import asyncio
 import json
-import shutil
 from unittest.mock import AsyncMock
 
 import pytest
 import sqlalchemy as sa
-import typer
-from typer.testing import CliRunner
 
 from graphstash_schema import ArtifactMetadata
 from graphstash_server.commands.fsck import fsck
@@ -20,10 +17,8 @@ from graphstash_server.db.migrate import newest_revision
 from graphstash_server.services.maintenance.reconciler import Reconciler
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer
-from support.processes import graphstash
+from support.commands import invoke as run
 from support.waiting import until
-
-pytestmark = pytest.mark.sql
 
 BLOB = b"x" * 10_000
 
@@ -50,14 +45,6 @@ def api(serving, connect):
     return connect(serving.url)
 
 
-def run(command, *arguments, status=0):
-    app = typer.Typer()
-    app.command()(command)
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == status, result.output
-    return result.output
-
-
 def put(api, count, size=10_000):
     for number in range(count):
         blob = str(number).encode().ljust(size, b".")
@@ -68,7 +55,7 @@ def lines(output):
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-def test_dry_run_prints_evictions_and_changes_nothing(api, monkeypatch, files_in):
+def test_gc_evicts_what_its_dry_run_prints(api, monkeypatch, files_in):
     put(api, 5)
     assert "0 artifacts evicted" in run(gc)
     assert "0 problems found" in run(fsck, "--deep")
@@ -89,6 +76,7 @@ def test_dry_run_prints_evictions_and_changes_nothing(api, monkeypatch, files_in
     assert len(files_in()) == 2
 
 
+@pytest.mark.sql
 def test_artifacts_of_a_toolchain_or_unused_for_long_can_be_evicted(api, database_url):
     for number, toolchain in enumerate(["torch 2.6.0", "torch 2.7.0", "torch 2.7.0"]):
         metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1, toolchain=toolchain)
@@ -108,6 +96,7 @@ def test_artifacts_of_a_toolchain_or_unused_for_long_can_be_evicted(api, databas
     assert "'ninety days' is not an age" in run(gc, "--unused-for", "ninety days", status=2)
 
 
+@pytest.mark.sql
 def test_fsck_repairs_every_kind_of_damage_and_gc_deletes_old_orphans(
     api, serving, files_in, database_url
 ):
@@ -214,18 +203,6 @@ def test_a_bad_setting_is_named_without_a_password(monkeypatch):
             printed = run(gc, status=2)
         assert named in printed
         assert "hunter2" not in printed
-
-
-def test_the_installed_command_finds_the_data_of_the_server(tmp_path, migrated_file):
-    (tmp_path / "data").mkdir()
-    done = graphstash(
-        *("gc", "--dry-run"),
-        GRAPHSTASH_DATA_DIR=tmp_path / "data",
-        GRAPHSTASH_DATABASE_URL=f"sqlite:///{shutil.copy(migrated_file, tmp_path)}",
-        check=True,
-    )
-
-    assert "0 artifacts would be evicted" in done.stdout
 
 
 @pytest.fixture

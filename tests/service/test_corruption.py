@@ -1,6 +1,7 @@
 """A damaged database is named, serves nothing wrong, and destroys nothing."""
 
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -8,8 +9,6 @@ from contextlib import closing
 
 import pytest
 import sqlalchemy as sa
-import typer
-from typer.testing import CliRunner
 
 from graphstash_schema import ErrorCode
 from graphstash_server.commands.fsck import fsck
@@ -17,6 +16,7 @@ from graphstash_server.commands.gc import gc
 from graphstash_server.db.engine import Database
 from graphstash_server.errors import CorruptDatabaseError
 from graphstash_server.testing import LiveServer, ServerProcess
+from support.commands import invoke
 from support.waiting import until
 
 DATABASE = "graphstash.sqlite3"
@@ -84,20 +84,6 @@ def stored(tmp_path, connect):
     return tmp_path / "data"
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(tmp_path / "data"))
-
-    def run(command, *arguments, status):
-        app = typer.Typer()
-        app.command()(command)
-        result = CliRunner().invoke(app, list(arguments))
-        assert result.exit_code == status, result.output
-        return result.output
-
-    return run
-
-
 def test_no_answer_has_another_artifacts_bytes_when_an_index_leads_to_another_row(
     stored, connect, monkeypatch
 ):
@@ -116,29 +102,29 @@ def test_no_answer_has_another_artifacts_bytes_when_an_index_leads_to_another_ro
         assert api.call("lookup", {"keys": [api.key(1), api.key(2)]}).json()["found"] == []
 
 
-@pytest.mark.parametrize("damage", [cross_index, cut])
-def test_a_server_refuses_to_start_on_a_corrupt_database(stored, damage, run):
+def overwrite(path):
+    path.write_bytes(b"no database at all" * 1000)
+
+
+@pytest.mark.parametrize("damage", [cross_index, cut, overwrite])
+def test_a_server_refuses_to_start_on_a_corrupt_database(stored, damage, monkeypatch, caplog):
+    monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(stored))
     damage(stored / DATABASE)
     before = blobs_in(stored)
+    commands, named = [(fsck,), (fsck, "--repair")], "   corrupt"
+    if damage is overwrite:
+        commands, named = [*commands, (gc,)], "the database is corrupt (file is not a database)"
 
-    with pytest.raises(RuntimeError, match=r"the database is corrupt .* `graphstash restore`"):
-        ServerProcess(stored)
-    assert "   corrupt" in run(fsck, status=1)
-    assert "repaired" not in run(fsck, "--repair", status=1)
-    assert json.loads(run(fsck, "--json", status=1).splitlines()[0])["problem"] == "corrupt"
+    with pytest.raises(RuntimeError, match="did not start"):
+        LiveServer(stored).start()
+    assert re.search(r"the database is corrupt .* `graphstash restore`", caplog.text)
+    for command in commands:
+        printed = invoke(*command, status=1)
+        assert named in printed
+        assert not [word for word in ("repaired", "SELECT", "Traceback") if word in printed]
+    if damage is not overwrite:
+        assert json.loads(invoke(fsck, "--json", status=1).splitlines()[0])["problem"] == "corrupt"
     assert blobs_in(stored) == before
-
-
-def test_a_file_that_is_no_database_is_named(stored, run):
-    (stored / DATABASE).write_bytes(b"no database at all" * 1000)
-
-    with pytest.raises(RuntimeError, match=r"the database is corrupt .file is not a database"):
-        ServerProcess(stored)
-    for command in (gc, fsck):
-        printed = run(command, status=1)
-        assert "the database is corrupt (file is not a database)" in printed
-        assert "SELECT" not in printed
-        assert "Traceback" not in printed
 
 
 def test_a_database_that_becomes_corrupt_is_used_no_more(stored, connect, caplog):

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from typer.testing import CliRunner
 
 from graphstash_schema import (
     TOKEN_FORM,
@@ -18,12 +17,11 @@ from graphstash_schema import (
 from graphstash_server.commands.token import token
 from graphstash_server.services.identity import tokens as tokens_module
 from graphstash_server.services.identity.principals import Principal
+from support.commands import invoke
 from support.guarded_server import artifact_path
 from support.issuer import Cluster, Issuer
 from support.services import ACTOR, FakeClock
 from support.tokens import Guarded
-
-pytestmark = pytest.mark.sql
 
 GITHUB = [
     {
@@ -78,23 +76,14 @@ def guarded(tmp_path_factory, settings):
 
 
 @pytest.fixture
-def turned(monkeypatch):
-    """Gives a server the clock that the test turns; it decides about callers."""
+def clock(guarded, monkeypatch):
+    """Turned by the test; by it the server decides about callers."""
     clock = FakeClock()
     clock.now = datetime.now(UTC)
-
-    def turn(server):
-        context = server.server._server.config.app.state.context
-        for service in (context.access, context.access.tokens, context.tokens):
-            monkeypatch.setattr(service, "clock", clock)
-        return clock
-
-    return turn
-
-
-@pytest.fixture
-def clock(guarded, turned):
-    return turned(guarded)
+    context = guarded.server._server.config.app.state.context
+    for service in (context.access, context.access.tokens, context.tokens):
+        monkeypatch.setattr(service, "clock", clock)
+    return clock
 
 
 @pytest.fixture
@@ -141,7 +130,7 @@ def test_jobs_of_two_providers_keep_their_rights_for_two_hours(
     assert reader.get(artifact_path("ci")).status_code == 401
 
 
-def test_a_token_has_all_rights_of_its_jwt_for_as_long_as_the_server_allows(
+def test_a_token_has_the_rights_of_its_jwt_or_fewer_as_long_as_the_server_allows(
     exchange, guarded, github, clock
 ):
     answer = exchange(github.token("first"))
@@ -157,17 +146,13 @@ def test_a_token_has_all_rights_of_its_jwt_for_as_long_as_the_server_allows(
     assert [str(Grant.model_validate(each)) for each in info["grants"]] == GITHUB[0]["grants"]
     assert datetime.fromisoformat(info["expires_at"]) == clock.now + timedelta(hours=3)
 
-
-def test_a_token_can_have_fewer_rights_than_its_jwt(exchange, guarded, github):
     for grant in (
         *("write:ci", "read:ci", "read:scratch-1"),
         *("write:scratch-1*", "write:scratch-*", "read:trusted"),
     ):
         wanted = [Grant.parse(grant).model_dump(mode="json")]
         issued = exchange(github.token("first"), grants=wanted).json()
-
-        access = guarded.http(issued["token"]).get("/v1/-/access").json()
-        assert access["grants"] == wanted
+        assert guarded.http(issued["token"]).get("/v1/-/access").json()["grants"] == wanted
 
 
 def test_malformed_exchange_is_refused(exchange, github, problem):
@@ -193,34 +178,7 @@ def test_a_token_is_listed_with_its_subject_and_logged(exchange, guarded, cluste
     assert entry["actor"] == "oidc/k8s:system:serviceaccount:ci:trainer"
     monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(guarded.server.data_dir))
     monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", guarded.database_url)
-    listed = CliRunner().invoke(token, ["list"])
-    assert "oidc/k8s:system:serviceaccount:ci:trainer" in listed.output
-
-
-def test_a_revoked_token_is_refused_by_every_server_within_two_seconds(
-    exchange, guarded, clock, turned, github, settings
-):
-    with Guarded(guarded.server.data_dir, **settings) as second:
-        turned(second)
-        issued = exchange(github.token("first")).json()
-        here, there = (each.http(issued["token"]) for each in (guarded, second))
-        assert here.get("/v1/-/access").status_code == there.get("/v1/-/access").status_code == 200
-
-        revoked = guarded.http(guarded.admin).delete(f"/v1/-/tokens/{issued['info']['id']}")
-
-        assert revoked.status_code == 204
-        assert here.get("/v1/-/access").status_code == 401
-        clock.turn(2)
-        assert there.get("/v1/-/access").status_code == 401
-
-
-def test_jwt_is_accepted_until_half_a_minute_after_its_expiry(guarded, clock, github):
-    """Nobody can revoke it: what the documentation says."""
-    job = guarded.http(github.token("first", exp=int(time.time()) + 300))
-    clock.turn(300 + 28)
-    assert job.get("/v1/-/access").status_code == 200
-    clock.turn(3)
-    assert job.get("/v1/-/access").status_code == 401
+    assert "oidc/k8s:system:serviceaccount:ci:trainer" in invoke(token, "list")
 
 
 def test_tokens_of_a_provider_end_when_the_server_stops_trusting_it(
@@ -235,12 +193,16 @@ def test_tokens_of_a_provider_end_when_the_server_stops_trusting_it(
     assert [*answers, own] == [200, 401, 200]
 
 
+@pytest.mark.sql
 def test_tokens_of_a_subject_are_limited(
     exchange, guarded, github, problem, clock, monkeypatch, subject
 ):
     monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_OF_ONE", 2)
     jwt = github.token("first", sub=subject)
-    made = [exchange(jwt, lifetime_seconds=60).json() for _ in range(2)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: exchange(jwt, lifetime_seconds=60), range(8)))
+    made = [answer.json() for answer in answers if answer.status_code == 201]
+    assert len(made) == 2
 
     problem(exchange(jwt), 409, "conflict", f"oidc:{subject} has 2 tokens")
     assert exchange(github.token("first", sub=f"{subject}-other")).status_code == 201
@@ -250,15 +212,6 @@ def test_tokens_of_a_subject_are_limited(
     clock.turn(3600)
     late = github.token("first", sub=subject, exp=int(time.time()) + 7200)
     assert exchange(late).status_code == 201
-
-
-def test_many_exchanges_at_once_keep_to_the_limit(exchange, github, monkeypatch, subject):
-    monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_OF_ONE", 3)
-    jwt = github.token("first", sub=subject)
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: exchange(jwt).status_code, range(12)))
-
-    assert sorted(answers) == [201] * 3 + [409] * 9
 
 
 def test_all_subjects_together_leave_room_for_administrators(
@@ -274,6 +227,7 @@ def test_all_subjects_together_leave_room_for_administrators(
     assert guarded.token("read:*")
 
 
+@pytest.mark.sql
 @pytest.mark.anyio
 async def test_tokens_of_jobs_are_deleted_an_hour_after_their_expiry(opened):
     job = Principal(AccessKind.OIDC, "oidc:job", (Grant.parse("read:ci"),), None, "https://ci")

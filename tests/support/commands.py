@@ -1,0 +1,19 @@
+"""The server's commands, in this process."""
+
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+__all__ = ["invoke"]
+
+
+def invoke(command: Any, *arguments: str, status: int = 0) -> str:
+    """What a command prints; it is a function, or an application of several."""
+    app = command
+    if not isinstance(command, typer.Typer):
+        app = typer.Typer()
+        app.command()(command)
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == status, result.output
+    return result.output
