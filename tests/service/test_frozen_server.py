@@ -5,23 +5,20 @@ import os
 import signal
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import asyncpg
-import httpx
 import pytest
 from sqlalchemy import text
 
-from graphstash_schema import Digest, Namespace
+from graphstash_schema import ErrorCode, Namespace
 from graphstash_server.db import engine as engine_module
 from graphstash_server.db import notifications
 from graphstash_server.errors import ServerError
-from graphstash_server.testing import ServerProcess
+from graphstash_server.services.artifacts import uploads as uploads_module
 from support.services import ACTOR, key_of, opener
 
-pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+pytestmark = pytest.mark.anyio
 
-_ATTEMPTS = 5
 _BOUND_SECONDS = 60.0
 """Far above what it takes: a loaded machine decides nothing."""
 
@@ -55,12 +52,6 @@ def waiting(watch):
         "SELECT pid FROM pg_stat_activity WHERE datname = current_database() "
         "AND wait_event_type = 'Lock'"
     )
-
-
-async def put(http, url, namespace, number):
-    blob = os.urandom(1000)
-    path = f"{url}/v1/{namespace}/artifacts/{key_of(number).key}"
-    return await http.put(path, content=blob, headers={"Repr-Digest": Digest.of(blob).repr_digest})
 
 
 async def test_a_server_that_stops_does_not_wait_for_silent_sessions(database, monkeypatch):
@@ -113,123 +104,55 @@ async def test_listener_with_silent_session_reconnects(database, monkeypatch):
     await asyncio.wait([listening])
 
 
-@pytest.fixture(scope="module")
-def shared(postgres):
-    """The database of two servers."""
-    return postgres.new_database()
+async def test_others_continue_while_a_server_is_frozen_which_then_acknowledges_nothing(
+    tmp_path, database, monkeypatch
+):
+    """It stops between the rows of an upload and its commit, so its session is idle."""
+    monkeypatch.setitem(engine_module._POOL_SETTINGS, "idle_in_transaction_session_timeout", "6s")
+    monkeypatch.setitem(engine_module._POOL_SETTINGS, "lock_timeout", "60s")
+    is_frozen, thaws = asyncio.Event(), asyncio.Event()
+    store_all = uploads_module._store_all
+
+    async def store(connection, uploads, *more):
+        outcomes = await store_all(connection, uploads, *more)
+        if uploads[0].toolchain == "frozen":
+            is_frozen.set()
+            await thaws.wait()
+        return outcomes
+
+    monkeypatch.setattr(uploads_module, "_store_all", store)
+    opened = opener(tmp_path, database)
+    async with opened() as one, opened() as other, connected(database) as watch:
+        await other.put(b"free", namespace="free")
+        upload = asyncio.create_task(one.put(b"held", namespace="held", toolchain="frozen"))
+        await is_frozen.wait()
+        held = asyncio.create_task(other.put(b"also held", 1, namespace="held"))
+        await eventually(lambda: waiting(watch))
+        ready = await other.context.health.check()
+        assert await other.put(b"also free", 1, namespace="free")
+        assert not held.done()
+
+        assert await held  # the database has ended the idle session
+        thaws.set()
+        with pytest.raises(ServerError) as refused:
+            await upload
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+        assert ready.is_ready
+        assert "done nothing for" in ready.locks
+        assert await one.put(b"held", namespace="held")
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory, shared, process_environment):
-    data_dir = tmp_path_factory.mktemp("frozen") / "data"
-    environment = process_environment | {"GRAPHSTASH_DATABASE_URL": shared}
-    with (
-        ServerProcess(data_dir, environment=environment) as one,
-        ServerProcess(data_dir, environment=environment) as other,
-    ):
-        yield one, other
-        one.process.send_signal(signal.SIGCONT)
-
-
-class TestAnUpload:
-    """Of one server, while another one is frozen between the rows of an upload and its commit."""
-
-    async def state_of(self, watch, pid):
-        return await watch.fetchval(
-            "SELECT coalesce(max(state), 'gone') FROM pg_stat_activity WHERE pid = $1", pid
-        )
-
-    async def freeze(self, server, http, shared, watch, number):
-        """Stops it between two statements of the transaction of an upload. Returns the upload and
-        its session in PostgreSQL, or None when the transaction was over before.
-        """
-        async with connected(shared) as holder:
-            holding = holder.transaction()
-            await holding.start()
-            await holder.execute("LOCK TABLE audit IN SHARE MODE")  # the last that is written
-            upload = asyncio.create_task(put(http, server.url, "held", number))
-            (waiter,) = await eventually(lambda: waiting(watch))
-            server.process.send_signal(signal.SIGSTOP)
-            status = Path(f"/proc/{server.process.pid}/stat")
-            await eventually(lambda: asyncio.to_thread(lambda: ") T " in status.read_text()))
-            await holding.rollback()
-
-        async def state():
-            session = await watch.fetchrow(
-                "SELECT state, wait_event FROM pg_stat_activity WHERE pid = $1", waiter["pid"]
-            )
-            if session is None:
-                return "gone"
-            # An active session that reads waits for the rest of a statement that is not prepared.
-            is_working = session["state"] == "active" and session["wait_event"] != "ClientRead"
-            return None if is_working else session["state"]
-
-        if await eventually(state) == "idle in transaction":
-            return upload, waiter["pid"]
-        server.process.send_signal(signal.SIGCONT)
-        await upload
-        return None
-
-    async def test_other_namespaces_continue_and_frozen_one_recovers(self, servers, shared):
-        one, other = servers
-        async with (
-            connected(shared) as watch,
-            httpx.AsyncClient(timeout=_BOUND_SECONDS, trust_env=False) as http,
-        ):
-            assert (await put(http, other.url, "free", 0)).status_code == 201
-            for number in range(8):  # prepared statements are sent in one piece
-                assert (await put(http, one.url, "held", 1000 + number)).status_code == 201
-            for attempt in range(_ATTEMPTS):
-                frozen = await self.freeze(one, http, shared, watch, 2 * attempt)
-                if frozen is None:
-                    continue
-                upload, session = frozen
-                held = asyncio.create_task(put(http, other.url, "held", 2 * attempt + 1))
-                await eventually(lambda: waiting(watch))
-                ready = await http.get(f"{other.url}/readyz")
-                free = await put(http, other.url, "free", attempt + 1)
-                did_not_wait = not held.done()
-                held_answer = await held
-
-                async def is_cut_off(session=session):
-                    return await self.state_of(watch, session) == "gone"
-
-                await eventually(is_cut_off)
-                one.process.send_signal(signal.SIGCONT)
-                frozen_answer = await upload
-                if did_not_wait:
-                    break
-            assert did_not_wait, "the upload to another namespace waited for the held one"
-            assert free.status_code == 201
-            assert ready.json()["status"] == "ready"
-            assert "done nothing for" in ready.json()["locks"]
-            # Its session was ended; what it had not committed, it does not acknowledge.
-            assert frozen_answer.status_code == 503
-            assert frozen_answer.json()["retryable"]
-            # The other server's waits for that, or is refused by a machine that is too slow.
-            assert held_answer.status_code == 201 or held_answer.json()["retryable"]
-            for server, number in ((one, 2 * attempt), (other, 2 * attempt + 101)):
-                assert (await put(http, server.url, "held", number)).status_code == 201
-            assert (await http.get(f"{one.url}/readyz")).json()["locks"] == "ok"
-
-    async def test_lasting_lock_is_refused_with_reason(self, servers, shared):
-        """Held by somebody who works, or by a server of the release before."""
-        _, other = servers
-        async with (
-            connected(shared) as watch,
-            httpx.AsyncClient(timeout=_BOUND_SECONDS, trust_env=False) as http,
-        ):
-            assert (await put(http, other.url, "locked", 0)).status_code == 201
-            async with watch.transaction():
-                await watch.execute("UPDATE usage SET hits = hits WHERE namespace = 'locked'")
-                answer = await put(http, other.url, "locked", 1)
-                assert (await put(http, other.url, "unlocked", 1)).status_code == 201
-            problem = answer.json()
-            assert (answer.status_code, problem["code"]) == (503, "unavailable")
-            assert problem["retryable"]
-            assert int(answer.headers["Retry-After"]) > 0
-            assert "kept this one waiting for 5 s" in problem["detail"]
-            assert (await put(http, other.url, "locked", 1)).status_code == 201
+async def test_lasting_lock_is_refused_with_reason(tmp_path, database):
+    """Held by somebody who works, or by a server of the release before."""
+    async with opener(tmp_path, database)() as server, connected(database) as watch:
+        await server.put(b"0", namespace="locked")
+        async with watch.transaction():
+            await watch.execute("UPDATE usage SET hits = hits WHERE namespace = 'locked'")
+            with pytest.raises(ServerError, match="kept this one waiting for 5 s") as refused:
+                await server.put(b"1", 1, namespace="locked")
+            assert await server.put(b"1", 1, namespace="unlocked")
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+        assert await server.put(b"1", 1, namespace="locked")
 
 
 async def test_counters_are_written_while_another_namespace_waits(tmp_path, database, monkeypatch):

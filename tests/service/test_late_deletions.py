@@ -14,7 +14,7 @@ from support.moto import s3_settings
 from support.s3_proxy import S3Fault, S3Proxy
 from support.services import ACTOR, FakeClock, ServiceClient, key_of
 
-pytestmark = [pytest.mark.sql, pytest.mark.anyio, pytest.mark.usefixtures("s3_credentials")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("s3_credentials")]
 
 _HOUR = 3600
 _SMALL, _IN_PARTS = b"an executable" * 100, bytes(17 * 1024**2)
@@ -78,6 +78,7 @@ def let_it_arrive(proxy, eventually):
     assert proxy.late[0].split()[1] in {"200", "204", "404"}
 
 
+@pytest.mark.sql
 @pytest.mark.parametrize(
     ("blob", "tier", "is_deleted_again"),
     [
