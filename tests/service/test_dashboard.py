@@ -1,13 +1,10 @@
 """The dashboard in a real browser: what it shows and loads, who can use it, and how."""
 
-import os
-from pathlib import Path
-
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 from support.browser import chromium
-from support.dashboard import CAUSE, JOB, LABEL, Team, key_of, remember
+from support.dashboard import CAUSE, JOB, LABEL, Team, key_of
 from support.listener import Listener
 from support.tokens import Guarded
 from support.waiting import until
@@ -20,7 +17,7 @@ SIZES = {"desktop": (1280, 800), "phone": (360, 740)}
 @pytest.fixture(scope="module")
 def server(start_on_sqlite):
     """A guarded server on which a team has worked, and a stranger has named things."""
-    return start_on_sqlite(_Worked)
+    return start_on_sqlite(_Worked, store_limit_bytes=256 * 1024)
 
 
 class _Worked(Guarded):
@@ -36,31 +33,13 @@ class _Worked(Guarded):
         self.team.report("hostile-run", (self.hostile, HOSTILE, HOSTILE), program=HOSTILE)
         self.team.hold(11, holder=HOSTILE)
         self.reader = self.token(f"read:{NAMESPACE}", description=HOSTILE)
+        stats = self.http(self.admin)
+        until(lambda: stats.get("/v1/stats").json()["namespaces"][0]["hits"] == 5)
         return self
 
     def __exit__(self, *_):
         self.team.close()
         super().__exit__(*_)
-
-
-@pytest.fixture(scope="module")
-def tidy(start_on_sqlite):
-    """A server with a month of history, on which nobody has named anything strangely."""
-    return start_on_sqlite(_Remembered, store_limit_bytes=256 * 1024)
-
-
-class _Remembered(Guarded):
-    def __enter__(self):
-        super().__enter__()
-        for name, times in {NAMESPACE: 8, "vision": 30, "ci-main": 14}.items():
-            team = Team(self.url, name, self.admin)
-            key = team.work()
-            team.get(key, times=times)
-            team.close()
-        stats = self.http(self.admin)
-        until(lambda: sum(n["hits"] for n in stats.get("/v1/stats").json()["namespaces"]) == 67)
-        remember(self.database_url)
-        return self
 
 
 @pytest.fixture(scope="module")
@@ -184,17 +163,6 @@ def test_pages_of_empty_server_are_accessible(tmp_path, tab):
         assert visit.complaints == [each for each in visit.complaints if "[DOM]" in each]
 
 
-def test_browser_shows_text_of_callers_without_running_it(server, tab, paths):
-    visit = tab()
-    visit.sign_in(server.reader)
-    for name in ("overview", "artifact of a stranger", "run of a stranger"):
-        visit.open(paths[name])
-        assert "<script>document.title=" in visit.text, name
-        assert "\\u202etxet" in visit.text, name
-        assert visit.page.title() != "pwned"
-        assert visit.page.locator("main img").count() == 0
-
-
 def test_pages_are_complete_without_scripts(server, tab, paths, is_extended):
     visit = tab(java_script_enabled=False)
     visit.sign_in(server.reader)
@@ -215,6 +183,12 @@ def test_keyboard_alone_signs_in_and_reaches_causes_of_compilations(server, tab)
     keyboard.press("Enter")
     keyboard.press("Tab")
     assert visit.page.evaluate("document.activeElement.id") == "token"
+    keyboard.type("gst_wrong")
+    keyboard.press("Enter")
+    visit.page.wait_for_selector('[role="alert"]')
+    assert visit.page.get_attribute("#token", "aria-invalid") == "true"
+    assert Axe().run(visit.page).violations_count == 0
+    _tab_to(visit.page, "#token")
     keyboard.type(server.reader)
     keyboard.press("Enter")
     visit.page.wait_for_url(server.url + "/")
@@ -235,7 +209,7 @@ def _tab_to(page, selector):
     raise AssertionError(f"{selector} cannot be reached")
 
 
-def test_the_browser_keeps_the_cookie_from_scripts_and_other_sites(server, tab):
+def test_browser_keeps_session_from_scripts_and_other_sites(server, tab):
     visit = tab()
     visit.sign_in(server.reader)
     (cookie,) = visit.context.cookies()
@@ -257,11 +231,7 @@ def test_the_browser_keeps_the_cookie_from_scripts_and_other_sites(server, tab):
     assert "Sign in" in visit.page.title()
     visit.page.click("text=open the page again")
     assert visit.page.inner_text("h1") == f"Job {JOB}"
-
-
-def test_form_of_another_site_changes_no_session(server, tab):
-    visit = tab()
-    visit.sign_in(server.reader)
+    # Its forms change no session.
     with Listener() as site:
         site.status = 200
         for action in ("sign-in", "sign-out"):
@@ -276,46 +246,27 @@ def test_form_of_another_site_changes_no_session(server, tab):
             assert "Sign out" in visit.text
 
 
-def test_a_wrong_token_is_refused_where_it_was_typed(server, tab):
+def test_three_questions_are_answered_within_three_clicks(server, tab):
+    """How much did we save? Why did this job miss? Is the store full?"""
     visit = tab()
-    visit.open(f"/jobs/{NAMESPACE}/{JOB}")
-    visit.page.fill("#token", "gst_wrong")
-    visit.page.click("main button")
-    visit.page.wait_for_selector('[role="alert"]')
-    assert visit.page.get_attribute("#token", "aria-invalid") == "true"
-    assert Axe().run(visit.page).violations_count == 0
+    visit.sign_in(server.admin)
 
-
-@pytest.mark.parametrize(
-    ("size", "scheme"),
-    [("desktop", "light"), pytest.param("phone", "dark", marks=pytest.mark.extended)],
-)
-def test_three_questions_are_answered_within_three_clicks(tidy, tab, size, scheme):
-    """How much did we save? Why did this job miss? Is the store full? DASHBOARD_PICTURES names a
-    folder for pictures of the answers."""
-    visit = tab(tidy, size=size, color_scheme=scheme)
-    visit.sign_in(tidy.admin)
-    page = visit.page
-
-    def answered(name, *clicks, by):
+    def answer(*clicks, by):
         visit.open("/")
         for click in clicks:
-            page.click(click)
-        page.evaluate(f"document.querySelector('{by}').scrollIntoView()")
-        text = page.inner_text(by)
+            visit.page.click(click)
         assert len(clicks) <= 3
-        if folder := os.environ.get("DASHBOARD_PICTURES"):
-            page.screenshot(path=Path(folder) / f"{name}-{size}.png")
-        return text
+        return visit.page.inner_text(by)
 
-    saved = answered("saved", by='section[aria-labelledby="saved"]')
+    saved = answer(by='section[aria-labelledby="saved"]')
     assert "Saved this month" in saved
     assert "Compile time saved each day" in saved
-    why = answered(
-        "why", f'a[href="/jobs/{NAMESPACE}/{JOB}"]', f'a[href="/runs/{NAMESPACE}/run-2"]', by="main"
+    links = (
+        f'a[href="/{each}"]' for each in (f"jobs/{NAMESPACE}/{JOB}", f"runs/{NAMESPACE}/run-2")
     )
+    why = answer(*links, by="main")
     assert CAUSE in why
     assert LABEL in why
-    store = answered("store", by='section[aria-labelledby="store"]')
+    store = answer(by='section[aria-labelledby="store"]')
     assert "No: " in store
     assert "of 256.0 KiB" in store

@@ -1,17 +1,15 @@
 """What a team leaves on a server: artifacts, hits, misses, a manifest, runs and a herd."""
 
 import hashlib
-import sqlite3
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
-from sqlalchemy.engine import make_url
 
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest, Namespace
 from graphstash_schema.explanation import described
 
-__all__ = ["CAUSE", "JOB", "LABEL", "Team", "key_of", "remember"]
+__all__ = ["CAUSE", "JOB", "LABEL", "Team", "key_of"]
 
 JOB = "pretrain-7b"
 LABEL = "jit(train_step)"
@@ -132,36 +130,3 @@ class Team:
     @staticmethod
     def _ok(answer: httpx.Response) -> None:
         assert answer.is_success, answer.text
-
-
-def remember(url: str) -> None:
-    """Repeats what an SQLite database has in its history, more or less of it, in the hours and days
-    before.
-    """
-    connection = sqlite3.connect(str(make_url(url).database))
-    connection.row_factory = sqlite3.Row
-    with connection:
-        for row in connection.execute("SELECT * FROM history").fetchall():
-            step = timedelta(hours=1) if row["step"] == "hour" else timedelta(days=1)
-            for number in range(1, 48 if row["step"] == "hour" else 30):
-                copy = dict(row)
-                at = datetime.fromisoformat(row["at"]) - number * step
-                copy["at"] = at.strftime("%Y-%m-%d %H:%M:%S.%f")
-                factor = (7 * number % 10) / 4
-                for name in ("hits", "misses", "served_bytes", "puts", "saved_compile_seconds"):
-                    copy[name] = type(row[name])(row[name] * factor)
-                names = ", ".join(copy)
-                marks = ", ".join("?" * len(copy))
-                values = list(copy.values())
-                connection.execute(f"INSERT INTO history ({names}) VALUES ({marks})", values)
-                if row["step"] == "day":
-                    connection.execute(
-                        "UPDATE usage SET hits = hits + ?, misses = misses + ?,"
-                        " served_bytes = served_bytes + ?, saved_seconds = saved_seconds + ?"
-                        " WHERE namespace = ?",
-                        [
-                            *(copy[name] for name in ("hits", "misses", "served_bytes")),
-                            *(copy["saved_compile_seconds"], copy["namespace"]),
-                        ],
-                    )
-    connection.close()
