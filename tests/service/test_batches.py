@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +25,7 @@ from support.services import FakeClock, ServiceClient, key_of, upload_of
 from support.statements import recorded
 from support.waiting import until
 
-pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+pytestmark = pytest.mark.anyio
 
 ONCE = NamespacePolicy()
 
@@ -87,6 +87,7 @@ async def stored(server, number, blob, **terms):
     return upload
 
 
+@pytest.mark.sql
 async def test_uploads_that_wait_together_share_a_transaction_and_have_their_own_results(served):
     async with served() as server:
         await server.put(b"the first", 0, policy=ONCE)
@@ -109,6 +110,7 @@ async def test_uploads_that_wait_together_share_a_transaction_and_have_their_own
         assert (used.artifacts, used.puts) == (4, 4)
 
 
+@pytest.mark.sql
 async def test_an_upload_that_the_database_cannot_take_fails_alone(served):
     """No client can send one; what a bug lets through must not hurt others."""
     async with served() as server:
@@ -173,66 +175,40 @@ async def test_a_kill_in_the_midst_of_a_batch_loses_nothing_acknowledged(
             assert api.put(blob, number).status_code in {200, 201}
 
 
-class HeldSyncs:
-    """Fsyncs of directories that last until its block ends."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_that_arrive_during_an_fsync_share_the_next_and_its_failure(
+    monkeypatch, tmp_path, fails
+):
+    began, waiting, may_end = [], [], threading.Event()
 
-    def __init__(self, monkeypatch):
-        self.began = []
-        self.may_end = threading.Event()
-        self.waiting = 0
-        self.fails = False
-        held = self
-
-        class Counted(Future):
-            def result(self, timeout=None):
-                held.waiting += 1
-                return super().result(timeout)
-
-        monkeypatch.setattr(storage_upload, "sync_directory", self._sync)
-        monkeypatch.setattr(storage_upload, "Future", Counted)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.may_end.set()
-
-    def _sync(self, directory):
-        self.began.append(directory)
-        self.may_end.wait()
-        if self.fails:
+    def sync(directory):
+        began.append(directory)
+        may_end.wait()
+        if fails:
             raise OSError("the disk is gone")
 
+    class Counted(Future):
+        def result(self, timeout=None):
+            waiting.append(self)
+            return super().result(timeout)
 
-def test_threads_that_arrive_during_an_fsync_share_the_next(monkeypatch, tmp_path):
-    held, syncs = HeldSyncs(monkeypatch), DirectorySyncs()
-    with ThreadPoolExecutor(6) as pool, held:
+    monkeypatch.setattr(storage_upload, "sync_directory", sync)
+    monkeypatch.setattr(storage_upload, "Future", Counted)
+    syncs = DirectorySyncs()
+    with ThreadPoolExecutor(6) as pool, closing(SimpleNamespace(close=may_end.set)):
         first = pool.submit(syncs.sync, tmp_path)
-        until(lambda: len(held.began) == 1)
+        until(lambda: len(began) == 1)
         late = [pool.submit(syncs.sync, tmp_path) for _ in range(4)]
-        until(lambda: held.waiting == 3)  # the fourth waits for its turn to sync
+        until(lambda: len(waiting) == 3)  # the fourth waits for its turn to sync
         elsewhere = pool.submit(syncs.sync, tmp_path / "elsewhere")
-        until(lambda: len(held.began) == 2)
+        until(lambda: len(began) == 2)
         assert not any(each.done() for each in (first, *late))
     for each in (first, elsewhere, *late):
-        each.result()
-    assert held.began == [tmp_path, tmp_path / "elsewhere", tmp_path]
-
-
-def test_failed_fsync_fails_exactly_the_uploads_that_wait_for_it(monkeypatch, tmp_path):
-    held, syncs = HeldSyncs(monkeypatch), DirectorySyncs()
-    held.fails = True
-    with ThreadPoolExecutor(4) as pool, held:
-        first = pool.submit(syncs.sync, tmp_path)
-        until(lambda: len(held.began) == 1)
-        late = [pool.submit(syncs.sync, tmp_path) for _ in range(3)]
-        until(lambda: held.waiting == 2)
-    for each in (first, *late):
-        with pytest.raises(OSError, match="gone"):
-            each.result()
-    held.fails = False
-    syncs.sync(tmp_path)
-    assert len(held.began) == 3
+        assert isinstance(each.exception(), OSError if fails else type(None))
+    assert began == [tmp_path, tmp_path / "elsewhere", tmp_path]
+    fails = False
+    syncs.sync(tmp_path)  # which no failure before it fails
+    assert len(began) == 4
 
 
 def blobs_of_one_directory():

@@ -6,6 +6,7 @@ import threading
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from itertools import product
+from unittest.mock import AsyncMock
 
 import pytest
 import sqlalchemy as sa
@@ -30,7 +31,7 @@ from support.services import ACTOR, key_of
 from support.statements import recorded
 from support.waiting import until
 
-pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+pytestmark = pytest.mark.anyio
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 """Of the clock that tests turn."""
@@ -52,6 +53,10 @@ async def hit(server, number=0, *, job="", namespace="team", times=1):
         )
 
 
+async def flush(server):
+    await server.context.accounting.flush()
+
+
 async def points(server, **asked):
     """Hits of every point that has some, by its time and group."""
     found = await server.context.history.read(**asked)
@@ -70,21 +75,22 @@ async def test_a_server_that_stops_in_the_middle_of_a_flush_counts_once(opened, 
             await asyncio.to_thread(until, context.database._turn.locked)
             flushing.cancel()
         await asyncio.wait([flushing])
-        await context.accounting.flush()
+        await flush(server)
 
         assert (await server.used()).hits == 1
 
 
+@pytest.mark.sql
 async def test_hits_misses_and_uploads_count_in_their_hour_and_day(opened):
     async with opened() as server:
         opened.clock.turn(13 * HOUR + 59)
         await server.put(b"blob", seconds=2.5)
         await hit(server, job="nightly", times=2)
         server.context.accounting.count_miss(key_of(7), job="nightly")
-        await server.context.accounting.flush()
+        await flush(server)
         opened.clock.turn(HOUR)
         await hit(server)
-        await server.context.accounting.flush()
+        await flush(server)
 
         hour, day = START + timedelta(hours=13), START
         numbers = ("hits", "misses", "served_bytes", "puts", "saved_compile_seconds")
@@ -99,16 +105,17 @@ async def test_hits_misses_and_uploads_count_in_their_hour_and_day(opened):
         assert (usage.hits, usage.misses, usage.served_bytes, usage.puts) == (3, 1, 30, 1)
 
 
+@pytest.mark.sql
 async def test_points_are_grouped_as_requested(opened):
     async with opened() as server:
         for namespace in ("team", "other"):
             await server.put(b"blob", namespace=namespace)
         await hit(server, job="a", times=3)
         await hit(server, namespace="other", job="b", times=2)
-        await server.context.accounting.flush()
+        await flush(server)
         opened.clock.turn(DAY)
         await hit(server, job="b")
-        await server.context.accounting.flush()
+        await flush(server)
         opened.clock.turn(1)
         next_day = START + timedelta(days=1)
 
@@ -128,26 +135,14 @@ async def test_points_are_grouped_as_requested(opened):
         assert await by(Grouping.NONE, namespaces=[]) == {}
         hours = await points(server)  # those of the last day, from the one in which it began
         assert hours == {(START, ""): 5, (next_day, ""): 1}
+        await server.context.artifacts.delete(key_of(), actor=ACTOR)  # it leaves its history
         last = await points(server, since=START + timedelta(minutes=59), until=next_day)
         assert last == {(START, ""): 5}  # the hour it is in; the end is excluded
 
 
-async def test_only_the_largest_groups_of_an_answer_have_names(opened):
-    async with opened() as server:
-        await server.put(b"blob")
-        for number in range(MAX_HISTORY_GROUPS + 5):
-            await hit(server, job=f"job-{number:02}", times=1 + number)
-        await server.context.accounting.flush()
-        opened.clock.turn(1)
-
-        found = {
-            group: hits for (_, group), hits in (await points(server, by=Grouping.JOB)).items()
-        }
-        largest = {f"job-{number:02}": 1 + number for number in range(5, MAX_HISTORY_GROUPS + 5)}
-        assert found == largest | {OTHERS: 1 + 2 + 3 + 4 + 5}
-
-
-async def test_points_are_built_in_a_thread_for_one_answer_at_a_time(opened, monkeypatch):
+async def test_answer_names_only_its_largest_groups_and_is_built_alone_in_a_thread(
+    opened, monkeypatch
+):
     makers, under_way, most = set(), 0, 0
 
     def make(**fields):
@@ -167,30 +162,34 @@ async def test_points_are_built_in_a_thread_for_one_answer_at_a_time(opened, mon
     monkeypatch.setattr(services, "list_points", list_points)
     async with opened() as server:
         await server.put(b"blob")
-        await hit(server, job="a")
-        await server.context.accounting.flush()
+        for number in range(MAX_HISTORY_GROUPS + 5):
+            await hit(server, job=f"job-{number:02}", times=1 + number)
+        await flush(server)
         opened.clock.turn(1)
         since = opened.clock.now - MAX_GROUPED_STEPS * timedelta(hours=1)
         asked = (points(server, since=since, by=Grouping.JOB) for _ in range(4))
-        assert await asyncio.gather(*asked) == 4 * [{(START, "a"): 1}]
+        found = await asyncio.gather(*asked)
+    largest = {(START, f"job-{n:02}"): 1 + n for n in range(5, MAX_HISTORY_GROUPS + 5)}
+    assert found == 4 * [largest | {(START, OTHERS): 1 + 2 + 3 + 4 + 5}]
     assert makers
     assert threading.get_ident() not in makers
     assert most == 1
 
 
+@pytest.mark.sql
 async def test_an_hour_has_a_bounded_number_of_groups_and_loses_no_count(opened):
     """Whoever may read names as many jobs, and device types of misses, as they like."""
     async with opened() as one, opened() as other:
         await one.put(b"blob")
         await hit(one, job="known")
-        await one.context.accounting.flush()
+        await flush(one)
         for server, number in product((one, other), range(3 * MAX_GROUPS)):
             await hit(server, job=f"job-{number}-{id(server)}")
             key = key_of()._replace(device_type=f"none-{number}")
             server.context.accounting.count_miss(key)
         await hit(other, job="known")
-        await one.context.accounting.flush()
-        await other.context.accounting.flush()
+        await flush(one)
+        await flush(other)
 
         for step in Step:
             columns = ("step", "job", "device_type", "hits", "misses")
@@ -201,64 +200,51 @@ async def test_an_hour_has_a_bounded_number_of_groups_and_loses_no_count(opened)
             assert ("known", "cpu", 2, 0) in found  # what was there keeps its place
 
 
-async def test_unwritten_counts_are_bounded(opened, monkeypatch):
+async def test_unwritten_counts_are_bounded_and_made_up_namespaces_leave_nothing(
+    opened, monkeypatch
+):
     monkeypatch.setattr(accounting, "_MAX_IN_MEMORY", 50)
     async with opened() as server:
+        server.context.accounting.count_miss(key_of(1, "nowhere"), job="x")
+        await flush(server)
+        assert await rows(server) == []
+
         await server.put(b"blob")
-        await server.context.accounting.flush()
+        await flush(server)
         for number in range(500):
             await hit(server, job=f"job-{number}")
         assert len(server.context.accounting._counts.new) == 51
-        await server.context.accounting.flush()
+        await flush(server)
         assert (await server.used()).hits == 500
 
 
-async def test_misses_in_unused_namespaces_leave_nothing(opened):
-    async with opened() as server:
-        server.context.accounting.count_miss(key_of(1, "nowhere"), job="x")
-        await server.context.accounting.flush()
-        assert await rows(server) == []
-
-
-async def test_counts_of_failed_flush_keep_their_hour(opened, monkeypatch):
+async def test_counts_keep_the_hour_of_a_failed_flush_or_of_a_clock_set_back(opened, monkeypatch):
     async with opened() as server:
         await server.put(b"blob")
-        await server.context.accounting.flush()
+        await flush(server)
         await hit(server, job="a")
         with monkeypatch.context() as patch:
-            patch.setattr(accounting, "add_history", _refuse)
+            refuse = AsyncMock(side_effect=ServerError("unavailable", "not now"))
+            patch.setattr(accounting, "add_history", refuse)
             with pytest.raises(ServerError):
-                await server.context.accounting.flush()
+                await flush(server)
         assert (await server.used()).hits == 0  # it is one transaction
-        opened.clock.turn(2 * HOUR)
-        await hit(server, job="a")
-        await server.context.accounting.flush()
-        found = await points(server, until=START + timedelta(hours=3))
-        assert found == {(START, ""): 1, (START + timedelta(hours=2), ""): 1}
-        assert (await server.used()).hits == 2
-
-
-async def _refuse(*_, **__):
-    raise ServerError("unavailable", "not now")
-
-
-async def test_counts_follow_a_clock_that_is_set_back(opened):
-    async with opened() as server:
-        await server.put(b"blob")
-        for turn in (0, -5 * HOUR, 5 * HOUR):
+        for turn in (2 * HOUR, -5 * HOUR, 5 * HOUR):
             opened.clock.turn(turn)
-            await hit(server)
-            await server.context.accounting.flush()
-        before = START - timedelta(hours=5)
-        found = await points(server, since=before, until=START + timedelta(hours=1))
-        assert found == {(before, ""): 1, (START, ""): 2}
+            await hit(server, job="a")
+            await flush(server)
+        before, after = START - timedelta(hours=3), START + timedelta(hours=2)
+        found = await points(server, since=before, until=after + timedelta(hours=1))
+        assert found == {(before, ""): 1, (START, ""): 1, (after, ""): 2}
+        assert (await server.used()).hits == 4
 
 
+@pytest.mark.sql
 async def test_old_hours_and_days_are_dropped(opened):
     async with opened() as server:
         await server.put(b"blob")
         await hit(server)
-        await server.context.accounting.flush()
+        await flush(server)
         for step in Step:
             opened.clock.turn((START + HISTORY_KEPT[step] - opened.clock.now).total_seconds())
             await server.context.maintenance.run_once()
@@ -269,10 +255,11 @@ async def test_old_hours_and_days_are_dropped(opened):
         assert await rows(server) == []
 
 
+@pytest.mark.sql
 async def test_a_flush_takes_as_many_statements_for_many_groups_as_for_one_and_a_hit_none(opened):
     async with opened() as server:
         await server.put(b"blob")
-        await server.context.accounting.flush()
+        await flush(server)
         counts = []
         for jobs in (1, 100):
             with recorded("history") as of_hits:
@@ -281,20 +268,10 @@ async def test_a_flush_takes_as_many_statements_for_many_groups_as_for_one_and_a
                 assert await server.get() == b"blob"
             assert of_hits == []
             with recorded() as statements:
-                await server.context.accounting.flush()
+                await flush(server)
             counts.append(len(statements))
         # Whether the namespace is known; the artifact, the counters; which groups there are, these.
         assert counts == [5, 5]
-
-
-async def test_a_deleted_artifact_leaves_its_history(opened):
-    async with opened() as server:
-        await server.put(b"blob")
-        await hit(server)
-        await server.context.accounting.flush()
-        await server.context.artifacts.delete(key_of(), actor=ACTOR)
-        opened.clock.turn(1)
-        assert await points(server) == {(START, ""): 1}
 
 
 def asked(api, **query):
@@ -304,12 +281,8 @@ def asked(api, **query):
     return answer.json()["points"]
 
 
-BOTH_WAYS = pytest.mark.parametrize("aside", [{}, {"X_Unheard_Of": "1"}], ids=["fast", "slow"])
-"""On the fast path, and behind it."""
-
-
-@BOTH_WAYS
-def test_hits_misses_and_bytes_count_for_the_job_of_the_request(api, aside):
+@pytest.mark.parametrize("aside", [{}, {"X_Unheard_Of": "1"}], ids=["fast", "slow"])
+def test_requests_count_for_the_job_that_they_name_well_formed(api, aside):
     large = bytes(3_000_000)
     api.put(b"blob", 1, seconds=1.5, Graphstash_Job="builder")
     api.put(large, 3)
@@ -333,17 +306,13 @@ def test_hits_misses_and_bytes_count_for_the_job_of_the_request(api, aside):
 
     until(lambda: by_job() == expected)
 
-
-@BOTH_WAYS
-def test_malformed_job_name_is_ignored(api, aside):
-    api.put(b"blob", 1)
     sent = [(name.replace("_", "-"), value) for name, value in aside.items()]
     jobs = ["", "a b", "-x", "x" * 129, "../x", "<script>", "a\tb", "(others)", "\xff"]
     for job in jobs:
         headers = [("Graphstash-Job", job.encode("latin-1")), *sent]
         assert api.http.get(api.path(1), headers=headers).content == b"blob"
-    until(lambda: sum(each["hits"] for each in asked(api)) == len(jobs))
-    assert {each["group"] for each in asked(api, by="job")} == {""}
+    until(lambda: by_job()[""][0] == 1 + len(jobs))
+    assert by_job().keys() == expected.keys()
 
 
 def test_caller_without_read_right_gets_no_points(guarded, namespace):
