@@ -115,76 +115,75 @@ def series(name, values, **labels):
 
 
 ONE, TWO = {"instance": "server-1:8077"}, {"instance": "server-2:8077"}
-DAY = 24 * 12  # of five minutes each
+STEPS = 6 * 12  # of five minutes each
 CALM = [
-    *(series("up", f"1x{DAY + 24}", **each) for each in (ONE, TWO)),
-    *(series("graphstash_database_up", f"1x{DAY + 24}", **each) for each in (ONE, TWO)),
-    *(series("graphstash_listener_connected", f"1x{DAY + 24}", **each) for each in (ONE, TWO)),
-    *(series("graphstash_hits_total", f"0+90x{DAY + 24}", **each) for each in (ONE, TWO)),
-    *(series("graphstash_misses_total", f"0+10x{DAY + 24}", **each) for each in (ONE, TWO)),
-    *(series("graphstash_store_bytes", f"90x{DAY + 24}", **each) for each in (ONE, TWO)),
-    *(series("graphstash_store_limit_bytes", f"100x{DAY + 24}", **each) for each in (ONE, TWO)),
-    series("graphstash_requests_total", f"0+100x{DAY + 24}", **ONE, status="200"),
-    series("graphstash_requests_total", f"0+1x{DAY + 24}", **ONE, status="503"),
-    series("graphstash_deletion_suspended", f"0x{DAY + 24}", **ONE),
-    series("graphstash_leases_expired_total", f"0x{DAY + 24}", **ONE),
-    series("graphstash_healed_total", f"0x{DAY + 24}", **ONE),
-    series("graphstash_refused_total", f"0x{DAY + 24}", **ONE, code="insufficient_storage"),
+    *(series("up", f"1x{STEPS + 24}", **each) for each in (ONE, TWO)),
+    *(series("graphstash_database_up", f"1x{STEPS + 24}", **each) for each in (ONE, TWO)),
+    *(series("graphstash_listener_connected", f"1x{STEPS + 24}", **each) for each in (ONE, TWO)),
+    *(series("graphstash_hits_total", f"0+90x{STEPS + 24}", **each) for each in (ONE, TWO)),
+    *(series("graphstash_misses_total", f"0+10x{STEPS + 24}", **each) for each in (ONE, TWO)),
+    *(series("graphstash_store_bytes", f"90x{STEPS + 24}", **each) for each in (ONE, TWO)),
+    *(series("graphstash_store_limit_bytes", f"100x{STEPS + 24}", **each) for each in (ONE, TWO)),
+    series("graphstash_requests_total", f"0+100x{STEPS + 24}", **ONE, status="200"),
+    series("graphstash_requests_total", f"0+1x{STEPS + 24}", **ONE, status="503"),
+    series("graphstash_deletion_suspended", f"0x{STEPS + 24}", **ONE),
+    series("graphstash_leases_expired_total", f"0x{STEPS + 24}", **ONE),
+    series("graphstash_healed_total", f"0x{STEPS + 24}", **ONE),
+    series("graphstash_refused_total", f"0x{STEPS + 24}", **ONE, code="insufficient_storage"),
 ]
 TROUBLE = {
-    "GraphstashDown": [series("up", f"1x{DAY} 0x24", **ONE)],
-    "GraphstashDatabaseDown": [series("graphstash_database_up", f"1x{DAY} 0x24", **ONE)],
+    "GraphstashDown": [series("up", f"1x{STEPS} 0x24", **ONE)],
+    "GraphstashDatabaseDown": [series("graphstash_database_up", f"1x{STEPS} 0x24", **ONE)],
     "GraphstashDeletionSuspended": [
-        series("graphstash_deletion_suspended", f"0x{DAY} 1x24", **ONE)
+        series("graphstash_deletion_suspended", f"0x{STEPS} 1x24", **ONE)
     ],
-    "GraphstashListenerLost": [series("graphstash_listener_connected", f"1x{DAY} 0x24", **ONE)],
+    "GraphstashListenerLost": [series("graphstash_listener_connected", f"1x{STEPS} 0x24", **ONE)],
     "GraphstashErrors": [
-        series("graphstash_requests_total", f"0+1x{DAY} {DAY}+20x24", **ONE, status="503")
+        series("graphstash_requests_total", f"0+1x{STEPS} {STEPS}+20x24", **ONE, status="503")
     ],
     "GraphstashHitRateDropped": [
         series(name, values, **each)
         for each in (ONE, TWO)
         for name, values in (
-            ("graphstash_hits_total", f"0+90x{DAY} {DAY * 90}+10x24"),
-            ("graphstash_misses_total", f"0+10x{DAY} {DAY * 10}+90x24"),
+            ("graphstash_hits_total", f"0+90x{STEPS} {STEPS * 90}+10x24"),
+            ("graphstash_misses_total", f"0+10x{STEPS} {STEPS * 10}+90x24"),
         )
     ],
     "GraphstashStoreNearlyFull": [
-        series("graphstash_store_bytes", f"90x{DAY} 96x24", **each) for each in (ONE, TWO)
+        series("graphstash_store_bytes", f"90x{STEPS} 96x24", **each) for each in (ONE, TWO)
     ],
     "GraphstashStoreFull": [
-        series("graphstash_refused_total", f"0x{DAY} 0+1x24", **ONE, code="insufficient_storage")
+        series("graphstash_refused_total", f"0x{STEPS} 0+1x24", **ONE, code="insufficient_storage")
     ],
-    "GraphstashLeasesExpire": [series("graphstash_leases_expired_total", f"0x{DAY} 0+2x24", **ONE)],
-    "GraphstashBlobsLost": [series("graphstash_healed_total", f"0x{DAY} 0+1x24", **ONE)],
+    "GraphstashLeasesExpire": [
+        series("graphstash_leases_expired_total", f"0x{STEPS} 0+2x24", **ONE)
+    ],
+    "GraphstashBlobsLost": [series("graphstash_healed_total", f"0x{STEPS} 0+1x24", **ONE)],
 }
 
 
-def test_every_alert_is_tested():
+def test_each_alert_fires_for_its_trouble_and_no_other_does(tmp_path):
+    """Six hours of calm and two of trouble; promtool evaluates the rules every five minutes."""
     assert {rule["alert"] for rule in RULES if "alert" in rule} == set(TROUBLE)
-
-
-@pytest.mark.parametrize("trouble", ["nothing", *TROUBLE])
-def test_an_alert_fires_for_its_trouble_and_no_other_does(tmp_path, trouble):
-    """A day of calm, and two hours of trouble; promtool evaluates the rules every five minutes."""
-    changed = TROUBLE.get(trouble, [])
-    names = {each["series"] for each in changed}
-    given = [*changed, *(each for each in CALM if each["series"] not in names)]
     # promtool compares labels and annotations of what fires: here only whether anything does.
     firing = "count by (alertname) (ALERTS{alertstate='firing'})"
-    expected = [{"labels": f'{{alertname="{trouble}"}}', "value": 1}] if changed else []
+
+    def case(trouble, changed):
+        names = {each["series"] for each in changed}
+        expected = [{"labels": f'{{alertname="{trouble}"}}', "value": 1}] if changed else []
+        return {
+            "name": trouble,
+            "interval": "5m",
+            "input_series": [*changed, *(each for each in CALM if each["series"] not in names)],
+            "promql_expr_test": [
+                {"expr": firing, "eval_time": f"{(STEPS + 22) * 5}m", "exp_samples": expected}
+            ],
+        }
+
     test = {
         "rule_files": [str(OBSERVE / "alerts.yml")],
         "evaluation_interval": "5m",
-        "tests": [
-            {
-                "interval": "5m",
-                "input_series": given,
-                "promql_expr_test": [
-                    {"expr": firing, "eval_time": f"{(DAY + 22) * 5}m", "exp_samples": expected}
-                ],
-            }
-        ],
+        "tests": [case("nothing", []), *(case(*each) for each in TROUBLE.items())],
     }
     file = tmp_path / "test.yml"
     file.write_text(yaml.safe_dump(test))
