@@ -7,7 +7,6 @@ import ctypes
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -155,8 +154,7 @@ def _hang_without_releasing_the_interpreter(_: Any) -> Any:
 
 
 def _kill_the_guard(configuration: Any) -> Any:
-    if file := configuration.get("file"):
-        Path(file).write_text(str(os.getpid()))
+    Path(configuration["file"]).write_text(str(os.getpid()))
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
 
@@ -184,17 +182,21 @@ def _leave_processes_behind(configuration: Any) -> Any:
 
     The file has their numbers then, that of this process and that of its guard.
     """
-    detached = "import os, sys, time; os.setsid(); pid = os.fork(); pid and print(pid); "
-    detached += "pid or os.close(1); pid or time.sleep(1000)"
-    python = [sys.executable, "-I", "-S", "-c"]  # quick: a trial that hangs has 5 seconds in all
-    child = subprocess.Popen([*python, "import time; time.sleep(1000)"])
-    grandchild = subprocess.check_output([*python, detached], text=True)
-    numbers = (os.getpid(), os.getppid(), child.pid, int(grandchild))
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        time.sleep(1000)
+    if not (between := os.fork()):
+        os.setsid()
+        if grandchild := os.fork():
+            os.write(writer, str(grandchild).encode())
+            os._exit(0)
+        time.sleep(1000)
+    os.waitpid(between, 0)
+    numbers = (os.getpid(), os.getppid(), child, int(os.read(reader, 20)))
     Path(configuration["file"]).write_text(" ".join(map(str, numbers)))
     if configuration["then"] == "crashes":
         os.abort()
-    while True:
-        time.sleep(1)
+    _hang_without_releasing_the_interpreter(configuration)
 
 
 def _fork(child: Callable[[], Any]) -> int:
@@ -279,7 +281,6 @@ _WHILE_RUNNING: dict[str, Callable[[Any], Any]] = {
     "prints": _print,
     "shouts": _shout,
     "hangs": _hang,
-    "hangs in C": _hang_without_releasing_the_interpreter,
     "stops itself": _stop,
     "takes all memory": _take_all_memory,
     "leaves processes behind": _leave_processes_behind,

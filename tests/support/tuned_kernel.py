@@ -11,7 +11,7 @@ from graphstash import tuning
 from graphstash_schema import DeviceType
 
 SPACE = tuning.ParameterSpace(
-    {"tile": [8, 16, 32, 64, 128], "vector": [1, 2, 4, 8]}, constraints=["tile % vector == 0"]
+    {"tile": [8, 16, 32, 64, 128], "vector": [4, 8]}, constraints=["tile % vector == 0"]
 )
 
 
@@ -20,7 +20,7 @@ def build(configuration: Mapping[str, Any]) -> Callable[[], Any]:
     with Path(os.environ["BUILT"]).open("a") as built:
         built.write(f"{configuration} on {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     if configuration["tile"] > 64:
-        raise MemoryError("too large a tile")
+        raise ValueError("too large a tile")
     return lambda: configuration
 
 

@@ -84,20 +84,23 @@ def test_search_finds_the_best_despite_failures():
 
 
 def test_equal_seeds_give_equal_searches_with_one_worker():
-    first, second = run(measurements=25, seed=3), run(measurements=25, seed=3)
+    first, second = run(measurements=12, seed=3), run(measurements=12, seed=3)
     assert asked(first) == asked(second)
-    assert len(set(asked(first))) == 25
+    assert len(set(asked(first))) == 12
 
 
 def test_with_several_workers_every_configuration_is_measured_once():
-    result = run(measurements=30, workers=3)
-    assert len(asked(result)) == len(set(asked(result))) == 30
+    result = run(measurements=12, workers=3)
+    assert len(asked(result)) == len(set(asked(result))) == 12
 
 
-def test_search_ends_when_space_is_exhausted():
-    result = run(size=12, measurements=1000)
+def test_search_publishes_every_measurement_and_ends_when_space_is_exhausted():
+    published = []
+    result = run(size=8, measurements=1000, samples=2, publish=published.append)
     assert result.ended == "exhausted"
-    assert sorted(asked(result)) == list(range(12))
+    assert sorted(asked(result)) == list(range(8))
+    assert published == result.measurements
+    assert {each.count for each in published if each.failure is None} == {2}
 
 
 def test_search_ends_at_its_deadline():
@@ -121,32 +124,20 @@ def test_finalists_are_decided_in_their_own_round():
     assert result.measurement == result.measurements[-1]
 
 
-def test_known_findings_are_passed_on_and_not_measured_again():
+def test_known_findings_of_the_space_are_passed_on_and_not_measured_again(caplog):
     known = [Measurement.of({"x": 36}, [2.0]), Measurement.failed({"x": 37}, "crash")]
-    result = run(measurements=5, known=known, finalists=2)
+    others = [Measurement.of({"y": 1}, [1e-9]), Measurement.of({"x": 1000}, [1e-9])]
+    result = run(measurements=5, known=known + others, finalists=2)
     assert result.known == 2
+    assert caplog.text.count("a known measurement is left out") == 2
     assert asked(result, finalists=2)[0] == 35
     assert 37 not in asked(result, finalists=0)
-
-
-def test_findings_of_another_space_are_ignored(caplog):
-    known = [Measurement.of({"y": 1}, [1e-9]), Measurement.of({"x": 1000}, [1e-9])]
-    result = run(measurements=3, known=known)
-    assert result.known == 0
-    assert caplog.text.count("a known measurement is left out") == 2
 
 
 def test_finding_wins_only_after_measurement_here():
     known = [Measurement.of({"x": 95}, [1e-9]), Measurement.of({"x": 38}, [2.0])]
     result = run(measurements=1, known=known)
     assert result.best == (38,)
-
-
-def test_every_measurement_is_published_as_soon_as_it_is_made():
-    published = []
-    result = run(measurements=10, publish=published.append)
-    assert published == result.measurements
-    assert len(published) == 15
 
 
 def test_search_continues_if_publishing_fails(caplog):
@@ -156,11 +147,6 @@ def test_search_continues_if_publishing_fails(caplog):
     result = run(measurements=3, publish=publish)
     assert len(asked(result, finalists=3)) == 3
     assert "a measurement was not published" in caplog.text
-
-
-def test_method_decides_number_of_measurements():
-    result = run(measurements=2, samples=2)
-    assert {each.count for each in result.measurements if each.failure is None} == {2}
 
 
 @pytest.mark.parametrize("options", [{"finalists": 0}, {"finalists": 65}, {"workers": 0}])

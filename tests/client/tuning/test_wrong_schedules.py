@@ -10,6 +10,7 @@ from graphstash.tuning.measuring import Budget, Measurement, Method, Pool
 from graphstash.tuning.memory.findings import Finding, merged
 from graphstash.tuning.memory.team import _best
 from graphstash.tuning.tuner import search
+from graphstash_schema import DeviceType
 from support import wrong_kernels
 
 QUICK = Method(samples=2, sample_seconds=1e-6)
@@ -25,11 +26,10 @@ EXPECTED = {
     "right, slowly": None,
     "adds": "wrong",
     "memoizes": "wrong",
-    "twice": "wrong",
 }
 
 
-def test_result_is_checked_after_the_last_sample_of_a_search_and_of_finalists():
+def test_result_is_checked_after_the_last_sample():
     with Pool(wrong_kernels.target(), method=QUICK) as pool:
         for does in EXPECTED:
             pool.submit({"does": does})
@@ -37,7 +37,6 @@ def test_result_is_checked_after_the_last_sample_of_a_search_and_of_finalists():
         while pool.pending:
             found += pool.results()
         assert failures(found) == EXPECTED
-        assert failures(pool.compare([{"does": does} for does in EXPECTED])) == EXPECTED
 
 
 def test_a_memoized_result_passes_only_if_inputs_stay():
@@ -53,18 +52,12 @@ def test_wrong_schedules_lose_despite_fast_costs_of_peers():
     result = search(
         tuning.make_searcher("exhaustive", wrong_kernels.SPACE),
         wrong_kernels.target(),
-        budget=Budget(measurements=6),
+        budget=Budget(measurements=5),
         method=QUICK,
         finalists=2,  # both are wrong in the first round
         known=known,
     )
     assert result.best == ("right",)
-
-
-def test_wrong_schedule_is_not_published(monkeypatch):
-    monkeypatch.setattr("graphstash.tuning.task.team_memory", lambda: None)
-    schedule = tuning.tune(wrong_kernels.task(), budget=Budget(measurements=6), method=QUICK)
-    assert schedule.configuration == ("right",)
 
 
 # --- what hosts say of one configuration
@@ -79,7 +72,8 @@ def test_a_wrong_result_on_one_host_outweighs_costs_of_others():
 
 
 def test_stored_answers_with_fewer_checks_have_another_key():
-    request = wrong_kernels.task().problem.request(wrong_kernels.SPACE, "answer", 0, max_bytes=1)
+    problem = tuning.Problem("sums", (3,), "float64", DeviceType("cpu"), "made-up 1.0")
+    request = problem.request(wrong_kernels.SPACE, "answer", 0, max_bytes=1)
     assert request.parts["checks"] == "after the last sample"
 
 

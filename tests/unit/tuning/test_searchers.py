@@ -78,7 +78,7 @@ def test_equal_seeds_give_equal_searches_whatever_the_batches(name):
         assert run(searcher_of(name, seed=4), 60).trials != one.trials
 
 
-@pytest.mark.parametrize("stopped", [1, 9, 23, 40])
+@pytest.mark.parametrize("stopped", [1, 23])
 def test_resumed_search_continues_as_uninterrupted_search(name, stopped):
     whole = run(searcher_of(name, seed=1), 70, batch=4)
     before = run(searcher_of(name, seed=1), stopped, batch=4)
