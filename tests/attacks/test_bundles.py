@@ -105,8 +105,8 @@ def forge(tmp_path, space):
 
 
 @pytest.fixture
-def refuse(fort, space, tmp_path):
-    """Imports a file with the right to write, and expects that nothing comes of it."""
+def run(fort, space, tmp_path):
+    """Imports a file with the right to write."""
     token = fort.token(f"write:{space}")
 
     def run(path, **settings):
@@ -118,21 +118,27 @@ def refuse(fort, space, tmp_path):
         }
         return CliRunner().invoke(app, ["import", str(path)], env=variables)
 
+    return run
+
+
+@pytest.fixture
+def refuse(fort, run):
+    """Expects that a file is refused; nothing comes of all that a test imports."""
+
     def refuse(path, *named, **settings):
-        with fort.withstands():
-            result = run(path, **settings)
+        result = run(path, **settings)
         assert result.exit_code == ExitStatus.REFUSED, result.output
         assert result.stderr.endswith("; nothing was imported\n")
         for name in named:
             assert name in result.stderr
 
-    refuse.run = run
-    return refuse
+    with fort.withstands():
+        yield refuse
 
 
-def test_an_honest_bundle_is_imported(forge, refuse, fort, space):
+def test_an_honest_bundle_is_imported(forge, run, fort, space):
     """What is forged below differs from this one in one thing."""
-    result = refuse.run(forge.write())
+    result = run(forge.write())
     assert (result.exit_code, result.stderr) == (0, "")
     assert "3 imported" in result.stdout
     got = fort.http(fort.admin).get(key_of(NUMBERS[0]).artifact_path(space))
@@ -254,9 +260,9 @@ _FORGERIES = {
 }
 
 
-@pytest.mark.parametrize("forgery", _FORGERIES)
-def test_a_bundle_is_forged(forge, refuse, forgery):
-    refuse(forgery(forge), *_FORGERIES[forgery])
+def test_a_bundle_is_forged(tmp_path, space, refuse):
+    for forgery, named in _FORGERIES.items():
+        refuse(forgery(Forge(tmp_path, space)), *named)
 
 
 def _said_twice(line):
@@ -264,67 +270,53 @@ def _said_twice(line):
     return line.replace(b'"sha256":', b'"sha256":"' + b"0" * 64 + b'","sha256":', 1)
 
 
-_LINES = {
-    "nothing": lambda _: b"{}\n",
-    "null": lambda _: b"null\n",
-    "depth": lambda _: b"[" * 100_000 + b"\n",
-    "no UTF-8": lambda _: b"\xff\n",
-    "number": lambda _: b'{"key":1}\n',
-    "empty": lambda _: b"\n",
-    "said twice": _said_twice,
-    "kind is a path": lambda line: line.replace(b'"kind":"jax"', b'"kind":"../x"'),
-    "device is a path": lambda line: line.replace(DEVICE.encode(), b"../../x"),
-    "fingerprint is a path": lambda line: line.replace(
-        fingerprint(NUMBERS[1]).encode(), b"0" * 63 + b"/"
-    ),
-}
+_LINES = (
+    *(lambda _, line=line: line for line in (b"{}\n", b"null\n", b"[" * 100_000 + b"\n")),
+    *(lambda _, line=line: line for line in (b"\xff\n", b'{"key":1}\n', b"\n")),
+    _said_twice,
+    lambda line: line.replace(b'"kind":"jax"', b'"kind":"../x"'),
+    lambda line: line.replace(DEVICE.encode(), b"../../x"),
+    lambda line: line.replace(fingerprint(NUMBERS[1]).encode(), b"0" * 63 + b"/"),
+)
 
 
-@pytest.mark.parametrize("name", _LINES)
-def test_a_line_of_the_manifest_is_no_artifact(forge, refuse, name):
-    lines = list(map(line_of, forge.entries))
-    changed = _LINES[name](lines[1])
-    assert changed != lines[1]
-    lines[1] = changed
-    refuse(forge.write(manifest=forge.manifest(lines=lines)), "artifact 2 in the manifest")
+def test_a_line_of_the_manifest_is_no_artifact(forge, refuse):
+    for change in _LINES:
+        first, second, third = map(line_of, forge.entries)
+        assert change(second) != second
+        manifest = forge.manifest(lines=[first, change(second), third])
+        refuse(forge.write(manifest=manifest), "artifact 2 in the manifest")
 
 
-_TYPES = {
-    "symlink": {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd", "size": 0},
-    "hard link": {"type": tarfile.LNKTYPE, "linkname": "blobs/other", "size": 0},
-    "dots": {"name": "../../etc/cron.d/job"},
-    "root": {"name": "/etc/cron.d/job"},
-    "escape": {"name": "blobs/\x1b[2J"},
-    "directory": {"type": tarfile.DIRTYPE, "size": 0},
-    "fifo": {"type": tarfile.FIFOTYPE, "size": 0},
-    "device": {"type": tarfile.CHRTYPE, "size": 0},
-    "setuid": {"mode": 0o4755},
-    "owner": {"uid": 1000},
-    "time": {"mtime": 1},
-    "user": {"uname": "root"},
-}
+_TYPES = (
+    {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd", "size": 0},
+    {"type": tarfile.LNKTYPE, "linkname": "blobs/other", "size": 0},
+    *({"type": each, "size": 0} for each in (tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE)),
+    *({"name": each} for each in ("../../etc/cron.d/job", "/etc/cron.d/job", "blobs/\x1b[2J")),
+    *({"mode": 0o4755}, {"uid": 1000}, {"mtime": 1}, {"uname": "root"}),
+)
 
 
-@pytest.mark.parametrize("name", _TYPES)
-def test_an_entry_is_something_else(forge, refuse, name):
-    members = forge.members()
-    for field, value in _TYPES[name].items():
-        setattr(members[1][0], field, value)
-    path = forge.write(members=members)
-    refuse(path, "entry 2", "is in its place")
+def test_an_entry_is_something_else(forge, refuse):
+    for fields in _TYPES:
+        members = forge.members()
+        for field, value in fields.items():
+            setattr(members[1][0], field, value)
+        path = forge.write(members=members)
+        refuse(path, "entry 2", "is in its place")
     assert not any("cron" in str(each) for each in path.parent.rglob("*"))
 
 
-@pytest.mark.parametrize("size", [2**33, 2**62])
-def test_a_blob_declares_a_huge_size(forge, refuse, size):
-    forge.entries[1] = forge.entries[1].model_copy(update={"size_bytes": size})
-    path = forge.write()
-    refuse(path, "entry 2")
-    content = path.read_bytes()
-    header = member(forge.entries[1].name, size).tobuf(tarfile.GNU_FORMAT)
-    place = content.index(forge.entries[1].name.encode() + b"\0")
-    path.write_bytes(content[:place] + header + content[place + 512 :])
-    refuse(path, "entry 2", "is cut")
+def test_a_blob_declares_a_huge_size(forge, refuse):
+    for size in (2**33, 2**62):
+        forge.entries[1] = forge.entries[1].model_copy(update={"size_bytes": size})
+        path = forge.write()
+        refuse(path, "entry 2")
+        content = path.read_bytes()
+        header = member(forge.entries[1].name, size).tobuf(tarfile.GNU_FORMAT)
+        place = content.index(forge.entries[1].name.encode() + b"\0")
+        path.write_bytes(content[:place] + header + content[place + 512 :])
+        refuse(path, "entry 2", "is cut")
 
 
 def test_a_stranger_or_a_revoked_key_signs_the_artifacts(tmp_path, space, team, refuse):
@@ -336,17 +328,16 @@ def test_a_stranger_or_a_revoked_key_signs_the_artifacts(tmp_path, space, team, 
     refuse(forge.write(), "entry 1", "revoked", trusted_keys=team.file)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [(lambda _: None, "is not signed"), (flipped, "the signature is of other bytes")],
-    ids=["absent", "changed"],
-)
-def test_one_signature_of_many_is_wrong(tmp_path, space, team, refuse, change, reason):
+def test_one_signature_of_many_is_absent_or_changed(tmp_path, space, team, refuse):
     forge = Forge(tmp_path, space, signing_key=team.trust("ci"))
-    metadata = forge.entries[1].metadata
-    metadata = metadata.model_copy(update={"signature": change(metadata.signature)})
-    forge.entries[1] = forge.entries[1].model_copy(update={"metadata": metadata})
-    refuse(forge.write(), "entry 2", reason, trusted_keys=team.file)
+    sound, metadata = forge.entries[1], forge.entries[1].metadata
+    for signature, reason in (
+        (None, "is not signed"),
+        (flipped(metadata.signature), "the signature is of other bytes"),
+    ):
+        changed = metadata.model_copy(update={"signature": signature})
+        forge.entries[1] = sound.model_copy(update={"metadata": changed})
+        refuse(forge.write(), "entry 2", reason, trusted_keys=team.file)
 
 
 def test_signed_artifacts_are_said_to_be_of_another_namespace(tmp_path, space, team, refuse):
@@ -365,7 +356,7 @@ def test_the_file_is_a_link_a_pipe_or_writable_for_others(forge, refuse, tmp_pat
     refuse(path, "copy it to a directory of yours")
 
 
-def test_an_artifact_is_swapped_after_its_verification(forge, refuse, fort, space, monkeypatch):
+def test_an_artifact_is_swapped_after_its_verification(forge, run, fort, space, monkeypatch):
     """By somebody who is this user: the server has the digest that was verified."""
     path = forge.write()
     content = bytearray(path.read_bytes())
@@ -382,15 +373,15 @@ def test_an_artifact_is_swapped_after_its_verification(forge, refuse, fort, spac
         return publish(self, *arguments)
 
     monkeypatch.setattr(bundles._Import, "_publish", swapping)
-    result = refuse.run(path)
+    result = run(path)
     assert result.exit_code == ExitStatus.FAILED
     stored = fort.http(fort.admin).get(key_of(NUMBERS[1]).artifact_path(space))
     assert stored.status_code == 404
 
 
-def test_a_token_that_may_only_read_imports(forge, fort, space, refuse):
+def test_a_token_that_may_only_read_imports(forge, fort, space, run):
     path, reader = forge.write(), fort.token(f"read:{space}")
     with fort.withstands():
-        result = refuse.run(path, token=reader)
+        result = run(path, token=reader)
     assert result.exit_code == ExitStatus.FAILED
     assert "publishes nothing" in result.stderr

@@ -90,14 +90,14 @@ def _announced(fort, space, size_bytes, *, number=0, token=None):
 
 
 def test_heads_without_bodies_drive_out_and_keep_out_nobody(limited, space):
-    """Seventeen mebibytes are announced, often: the room that they announce is nobody's."""
+    """Seventeen mebibytes are announced, five times: the room that they announce is nobody's."""
     limited.set_policy(space, limit_bytes=_STORE_BYTES)
     assert limited.fill(space, *_VICTIMS) == [201] * 7
     token = limited.token(f"write:{space}-rogue")
     before = limited.picture()
 
     with ExitStack() as stack:
-        for number in range(20):
+        for number in range(5):
             wire = stack.enter_context(Wire(limited.url))
             wire.send(_announced(limited, f"{space}-rogue", 17 * _MIB, number=number, token=token))
             assert wire.begin() == 100  # it was let in, and its body is awaited
@@ -157,9 +157,9 @@ def test_one_of_several_namespaces_is_flooded(limited, space, seconds):
     for each in spaces[1:]:
         assert limited.fill(each, 0, 1, seconds=1.0) == [201, 201]
 
-    flooded = [limited.fill(spaces[0], n, size=_MIB, seconds=seconds) for n in range(20)]
+    flooded = [limited.fill(spaces[0], n, size=_MIB, seconds=seconds) for n in range(8)]
 
-    assert flooded == [[201]] * 20
+    assert flooded == [[201]] * 8
     assert limited.used(spaces[0]) <= 6 * _MIB
     for each in spaces[1:]:
         assert limited.kept(each, range(2)) == [0, 1]
@@ -172,12 +172,12 @@ def test_a_reader_looks_up_everything_to_keep_it(limited, space, caller):
     limited.set_policy(space, limit_bytes=8 * _MIB, anonymous_read=caller == "nobody")
     assert limited.fill(space, 0, 1, 2) == [201] * 3
     token = None if caller == "nobody" else limited.token(f"read:{space}")
-    for _ in range(10):
+    for _ in range(2):
         body = {"keys": _keys(range(1000))}
         found = limited.http(token).post(f"/v1/{space}/artifacts:lookup", json=body)
         assert len(found.json()["found"]) == 3
 
-    assert limited.fill(space, *range(10, 20)) == [201] * 10
+    assert limited.fill(space, *range(10, 14)) == [201] * 4
     assert limited.used(space) <= 8 * _MIB
 
 
@@ -193,7 +193,7 @@ def test_manifests_of_made_up_keys_fill_a_namespace(limited, space):
     limited.set_policy(space, limit_bytes=_MIB)
     writer = limited.http(limited.token(f"write:{space}"))
     codes = set()
-    for job in range(12):
+    for job in range(8):
         keys = _keys(range(job * 1000, job * 1000 + 300))
         answer = writer.put(f"/v1/{space}/manifests/job-{job}", json={"keys": keys})
         codes.add(answer.status_code)
@@ -208,7 +208,7 @@ def test_manifests_of_made_up_keys_fill_a_namespace(limited, space):
 
 
 @pytest.mark.parametrize(
-    ("parts", "limit_bytes", "count", "rows"), [(90, _MIB // 4, 40, 20), (0, 40 * 1024, 25, 10)]
+    ("parts", "limit_bytes", "count", "rows"), [(90, _MIB // 4, 24, 20), (0, 40 * 1024, 14, 10)]
 )
 def test_empty_artifacts_are_stored_for_their_metadata(
     limited, space, parts, limit_bytes, count, rows

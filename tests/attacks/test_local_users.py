@@ -129,15 +129,29 @@ def test_the_quick_start_of_one_user_needs_no_setting_and_is_closed_to_others(
     assert not state.exists()
 
 
-def test_another_user_takes_the_port_where_a_server_was_and_gets_no_byte(serve, state, job, key):
-    server = serve("--port", str(reserved_port()))
-    server.kill()
+def test_a_killed_server_leaves_nothing_to_another_user_and_its_place_to_the_next(
+    serve, state, job, key
+):
+    """A third server takes the place from nobody."""
+    first = serve("--port", str(reserved_port()))
+    first.kill()
     assert state.is_socket()  # it is found, and answers nobody
-    with Stranger(_TAKES_A_PORT, server.port) as stranger:
+    with Stranger(_TAKES_A_PORT, first.port) as stranger:
         victim = job(token=TOKEN)
         assert victim.build(key(1)) == OWN
         assert victim.fallbacks.keys() == {"connect"}
         assert stranger.finish().strip() == "[]"
+
+    serve()
+    early = job()
+    early.build(key(1))
+    assert early.stats.published == 1
+    third = serve()
+    assert "another server of this user listens on" in third.log
+    third.stop()
+    late = job()
+    assert late.build(key(1)) == OWN
+    assert late.stats.hits == 1
 
 
 @pytest.mark.parametrize("theirs", ["owner", "mode", "link"])
@@ -167,23 +181,6 @@ def test_a_socket_where_others_could_have_put_it_is_not_used(
     with pytest.raises(BlockingIOError):
         listener.accept()
     listener.close()
-
-
-def test_a_killed_server_leaves_its_place_to_the_next_and_a_third_takes_it_from_nobody(
-    serve, job, key
-):
-    serve().kill()
-    serve()
-    first = job()
-    first.build(key(1))
-    assert first.stats.published == 1
-
-    third = serve()
-    assert "another server of this user listens on" in third.log
-    third.stop()
-    late = job()
-    assert late.build(key(1)) == OWN
-    assert late.stats.hits == 1
 
 
 def test_a_job_without_a_server_says_once_what_to_set(tmp_path, state):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from support.guarded_server import GuardedServer, artifact_path
+from support.guarded_server import DEVICE, GuardedServer, artifact_path, fingerprint
 from support.issuer import Cluster, Issuer
 
 GITHUB = [
@@ -14,6 +14,7 @@ GITHUB = [
         "grants": ["write:ci-*", "read:trusted"],
     },
     {"claims": {"repository": "team/infra"}, "grants": ["admin:**", "admin:ci-*"]},
+    {"claims": {"repository": "one/subject"}, "grants": ["write:attack-*"]},
 ]
 CLUSTER = [
     {
@@ -223,3 +224,64 @@ def test_a_provider_names_its_subject_like_another_ones(server, exchange, github
     assert (
         exchange(cleared).json()["info"]["description"].startswith("oidc/k8s:a?[2J?oidc/github:b")
     )
+
+
+@pytest.fixture
+def callers(server, exchange, github):
+    """The JWT of a subject, another one of the same, and tokens in exchange for them."""
+
+    def of(subject="repo:one/model"):
+        claims = {"repository": "one/subject", "sub": subject}
+        jwts = [github.token("shared", jti=name, **claims) for name in "ab"]
+        issued = [exchange(jwt).json()["token"] for jwt in (jwts[0], *jwts)]
+        return [server.http(each) for each in (*jwts, *issued)]
+
+    return of
+
+
+def test_a_subject_reports_a_sound_artifact_with_a_second_token(
+    server, callers, space, key, publish
+):
+    """Its tokens are one caller, who also holds their leases."""
+    publish(key(), b"an executable", server=server)
+    wrong = {
+        "key": key().model_dump(mode="json"),
+        "digest": server.digest_of(space),
+        "reason": "corrupt",
+    }
+
+    def report(caller):
+        answer = caller.post(f"/v1/{space}/artifacts:report", json=wrong)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["withheld"]
+
+    mine = callers()
+    assert not any(report(caller) for caller in mine)
+    assert mine[0].get(artifact_path(space)).status_code == 200
+    assert report(callers("repo:one/other")[-1])
+
+    for number, caller in enumerate(mine, start=1):
+        assert caller.post(key(number).lease_path(space), json={}).status_code == 201
+    holders = {row.caller for row in server.picture().rows["leases"] if row.namespace == space}
+    assert holders == {"oidc/github:repo:one/model"}
+
+
+def test_a_subject_pushes_what_others_share_out_of_a_manifest(server, callers, space):
+    """What two writers name belongs to nobody: its tokens are not two writers."""
+    path = f"/v1/{space}/manifests/train"
+
+    def put(caller, numbers):
+        keys = [
+            {"kind": "jax", "device_type": DEVICE, "fingerprint": fingerprint(number)}
+            for number in numbers
+        ]
+        assert caller.put(path, json={"keys": keys}).status_code in {200, 201}
+
+    honest = [server.http(server.token(f"write:{space}")) for _ in range(2)]
+    for caller in honest:
+        put(caller, range(300))
+    for caller in callers()[1:4]:  # two JWTs, and a token
+        put(caller, range(10_000, 14_000))
+
+    entries = honest[0].get(path).json()["entries"]
+    assert {entry["key"]["fingerprint"] for entry in entries} >= set(map(fingerprint, range(300)))

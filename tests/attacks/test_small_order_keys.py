@@ -3,7 +3,7 @@
 import base64
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from graphstash import ClientConfig, ConfigError, Stash
 from graphstash._trust.signing_keys import is_safe
@@ -18,19 +18,10 @@ SMALL = {
     for y in (*_YS, _P, _P + 1)  # the last two are other spellings of the first two
     for sign in (0, 1)
 }
-_FORGED = (bytes(64), b"\x01" + bytes(63))
 
 
 def text_of(raw):
     return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
-
-
-def _verifies(raw, signature, message):
-    try:
-        Ed25519PublicKey.from_public_bytes(raw).verify(signature, message)
-    except Exception:
-        return False
-    return True
 
 
 def test_a_key_of_small_order_is_offered_to_be_trusted(tmp_path):
@@ -40,17 +31,6 @@ def test_a_key_of_small_order_is_offered_to_be_trusted(tmp_path):
     assert told.returncode == 2
     assert "small order" in told.stderr
     assert not file.exists()
-
-
-def test_such_keys_verify_what_nobody_signed():
-    """Why: a few messages are enough for the library that checks signatures."""
-    messages = [str(number).encode() for number in range(64)]
-    weak = [
-        name
-        for name, raw in SMALL.items()
-        if any(_verifies(raw, forged, message) for forged in _FORGED for message in messages)
-    ]
-    assert len(weak) >= 4
 
 
 def test_a_key_of_small_order_stands_in_the_file_of_trusted_keys(fort, space, tmp_path):
