@@ -12,7 +12,7 @@ from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.services.jobs import manifests
 from support.services import ACTOR, key_of
 
-pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+pytestmark = pytest.mark.anyio
 
 
 def path(api, name="train_gpt"):
@@ -29,23 +29,19 @@ def entries(answer):
     return {str(entry.key.fingerprint): entry.runs for entry in manifest.entries}
 
 
-def test_first_run_creates_manifest(api, connect, problem):
+def test_first_run_creates_manifest_and_further_runs_are_merged_the_latest_first(
+    api, connect, problem
+):
     problem(api.http.get(path(api)), 404, "not_found", "train_gpt")
 
     answer = put(api, [1, 2])
-
     assert answer.status_code == 201
     assert entries(answer) == {api.fingerprint(1): 1, api.fingerprint(2): 1}
     assert answer.json()["name"] == "train_gpt"
     assert entries(api.http.get(path(api))) == entries(answer)
     assert api.http.get(path(connect(api.url, f"{api.namespace}-x"))).status_code == 404
 
-
-def test_further_runs_are_merged_and_the_latest_comes_first(api):
-    put(api, [1, 2])
-
     answer = put(api, [2, 3, 3])
-
     assert answer.status_code == 200
     runs = {1: 1, 2: 2, 3: 1}
     assert entries(answer) == {api.fingerprint(number): runs[number] for number in runs}
@@ -56,6 +52,7 @@ def test_further_runs_are_merged_and_the_latest_comes_first(api):
     assert abs(datetime.now(UTC) - used_at) < timedelta(minutes=1)
 
 
+@pytest.mark.sql
 def test_concurrent_runs_are_all_merged(api, connect):
     jobs = [connect(api.url, api.namespace) for _ in range(8)]
 
@@ -92,21 +89,10 @@ def test_malformed_name_is_refused(api, problem, name):
     problem(api.http.get(path(api, name)), 400, "invalid_name")
 
 
-async def test_entries_unused_for_ninety_days_are_dropped(opened):
-    name, old, new = ManifestName("job"), key_of(1), key_of(2)
-    async with opened() as server:
-        manifests = server.context.manifests
-        await manifests.merge(old.namespace, name, [old], writer="", actor=ACTOR)
-        opened.clock.turn(91 * 24 * 3600)
-        await manifests.drop_unused()
-        assert await manifests.get(old.namespace, name) == []
-        entries, is_new = await manifests.merge(old.namespace, name, [new], writer="", actor=ACTOR)
-
-    assert is_new
-    assert [entry.fingerprint for entry in entries] == [new.fingerprint]
-
-
-async def test_the_entries_of_a_namespace_are_bounded_and_counted(opened, monkeypatch):
+@pytest.mark.sql
+async def test_entries_of_a_namespace_are_bounded_counted_and_dropped_when_unused(
+    opened, monkeypatch
+):
     """Beyond the bound the longest unused go, of whatever job."""
     monkeypatch.setattr(manifests, "_MAX_ENTRIES", 10)
     team = Namespace("team")
@@ -127,3 +113,7 @@ async def test_the_entries_of_a_namespace_are_bounded_and_counted(opened, monkey
         opened.clock.turn(91 * 24 * 3600)
         await server.context.manifests.drop_unused()
         assert (await server.used()).manifest_bytes == 0
+        assert await server.context.manifests.get(team, jobs[1]) == []
+        entries, is_new = await merge(jobs[1], [key_of(1)])
+        assert is_new
+        assert [entry.fingerprint for entry in entries] == [key_of(1).fingerprint]

@@ -2,6 +2,7 @@
 reads half of anything, and what was replaced goes."""
 
 import asyncio
+import functools
 import random
 import sys
 import threading
@@ -16,12 +17,13 @@ from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.db.tables import artifacts, deletions
 from graphstash_server.errors import ServerError
 from support.services import key_of
+from support.tiers import most_extended
 
 OLD = b"old " * 2500
 NEW = b"new " * 3000
 LARGE = bytes(range(256)) * 80_000  # 20 MB
 
-pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+pytestmark = pytest.mark.anyio
 
 KILLED = """
 import asyncio, os, signal, sys
@@ -74,7 +76,9 @@ def names(files):
     return {path.name for path in files}
 
 
-def test_an_upload_replaces_the_previous_bytes(api, files, problem):
+def test_an_upload_replaces_the_previous_bytes_and_their_blob_if_no_other_key_has_it(
+    api, files, problem
+):
     before = names(files())
     old, new = own(api, b"old"), own(api, b"new one")
     api.put(old, 1, seconds=1)
@@ -93,6 +97,16 @@ def test_an_upload_replaces_the_previous_bytes(api, files, problem):
     assert (stats["artifacts"], stats["size_bytes"]) == (1, len(new))
     assert (stats["puts"], stats["conflicts"]) == (2, 0)
     assert names(files()) - before == {Digest.of(new).sha256}
+
+    for blob in (old, new, old):  # it may return to previous bytes
+        assert api.put(blob, 1).status_code == 201
+        assert api.get(1).content == blob
+    assert Digest.of(new).sha256 not in names(files())
+    assert api.stats()["size_bytes"] == len(old)
+    api.put(old, 2)
+    api.put(new, 1)
+    assert api.get(2).content == old
+    assert {Digest.of(old).sha256, Digest.of(new).sha256} <= names(files())
 
 
 def test_overwritable_artifact_is_neither_cached_nor_sent_by_proxy(api, connect):
@@ -115,20 +129,6 @@ def test_overwritable_artifact_is_neither_cached_nor_sent_by_proxy(api, connect)
     assert changing.content == blob
     assert "x-accel-redirect" not in changing.headers
     assert "x-accel-redirect" in fixed.headers
-
-
-def test_a_key_returns_to_its_previous_bytes_and_others_keep_theirs(api, files):
-    old, new = own(api, b"old"), own(api, b"new one")
-    for blob in (old, new, old, new, old):
-        assert api.put(blob, 1).status_code == 201
-        assert api.get(1).content == blob
-    assert Digest.of(new).sha256 not in names(files())
-    assert api.stats()["size_bytes"] == len(old)
-
-    api.put(old, 2)
-    api.put(new, 1)
-    assert api.get(2).content == old
-    assert {Digest.of(old).sha256, Digest.of(new).sha256} <= names(files())
 
 
 def test_running_download_gets_all_old_bytes(api):
@@ -227,7 +227,8 @@ async def assert_whole(opened, server):
     assert (used.artifacts, used.size_bytes) == (len(rows), sum(row.size_bytes for row in rows))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.sql
+@pytest.mark.parametrize("seed", most_extended([1, 2], quick=[1]))
 async def test_two_servers_that_overwrite_evict_delete_and_read_lose_nothing(opened, seed):
     """The same few keys and the same few blobs, so that everything meets everything."""
     randomness = random.Random(seed)
@@ -266,34 +267,35 @@ async def test_two_servers_that_overwrite_evict_delete_and_read_lose_nothing(ope
         await assert_whole(opened, one)
 
 
-async def test_an_overwrite_that_is_uploaded_while_the_artifact_is_evicted_stays(opened):
+def between(server, work):
+    """Does something once after a server has stored a blob, and before it commits the artifact."""
+    committer = server.context.uploads.committer
+    commit = committer.commit
+
+    async def later(upload):
+        committer.commit = commit
+        await work()
+        return await commit(upload)
+
+    committer.commit = later
+
+
+@pytest.mark.sql
+async def test_overwrite_stays_although_the_artifact_is_evicted_meanwhile(opened):
     async with opened() as one, opened() as two:
         await one.put(OLD)
-        committer = one.context.uploads.committer
-        commit = committer.commit
-
-        async def evicted_before(upload):
-            await two.evict_one()
-            return await commit(upload)
-
-        committer.commit = evicted_before
+        between(one, two.evict_one)
         assert await one.put(NEW) is True
         assert await one.get() == NEW
         await assert_whole(opened, one)
 
 
+@pytest.mark.sql
 async def test_old_bytes_stay_if_another_key_is_about_to_use_them(opened):
     """An upload of the old bytes has found the blob there when the overwrite marks it."""
     async with opened() as one, opened() as two:
         await one.put(OLD, 1)
-        committer = two.context.uploads.committer
-        commit = committer.commit
-
-        async def overwritten_before(upload):
-            await one.put(NEW, 1)
-            return await commit(upload)
-
-        committer.commit = overwritten_before
+        between(two, functools.partial(one.put, NEW, 1))
         try:
             assert await two.put(OLD, 2) is True
         except ServerError as error:
@@ -320,22 +322,15 @@ async def test_another_server_serves_new_bytes_within_two_seconds(opened):
         assert await two.get(1) == NEW
 
 
-async def test_a_pin_outlives_an_overwrite(opened):
-    async with opened() as server:
-        await server.put(OLD)
-        await server.pin(0)
-        await server.put(NEW)
-
-        assert await server.evict_one() is False
-        assert await server.get() == NEW
-
-
-async def test_row_replaced_during_healing_is_kept(opened):
+async def test_row_replaced_during_healing_and_pinned_is_kept(opened):
     """Who opened the old row and does not find its blob drops that row only."""
     async with opened() as server:
         await server.put(OLD)
+        await server.pin(0)
         row = await server.context.artifacts.find(key_of())
         await server.put(NEW)
+        assert await server.evict_one() is False
+        assert await server.get() == NEW
         opened.clock.turn(1)
         await server.put(OLD)
 

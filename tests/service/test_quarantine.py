@@ -21,7 +21,7 @@ from graphstash_server.errors import ServerError
 from support.services import ACTOR, key_of
 from support.signing import sealed
 
-pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+pytestmark = pytest.mark.anyio
 
 BLOB = b"wrong " * 1000
 
@@ -81,42 +81,20 @@ def test_the_key_of_a_withheld_artifact_takes_no_upload(api, problem, files):
     assert api.stats()["conflicts"] == 0
 
 
-def test_a_withheld_artifact_counts_as_stored_and_a_second_report_changes_nothing(api):
-    api.put(BLOB)
-    api.put(b"right", 1)
-    before = api.http.get("/v1/stats").json()["reported"]
-
-    report(api, reason="corrupt")
-
-    stats = api.stats()
-    assert (stats["artifacts"], stats["size_bytes"], stats["withheld"]) == (2, len(BLOB) + 5, 1)
-    assert api.http.get("/v1/stats").json()["reported"] == before + 1
-    assert api.get(1).content == b"right"
-    assert report(api, reason="unsigned").json() == {"found": True, "withheld": True}
-    assert [each["reason"] for each in withheld(api)] == ["corrupt"]
-
-
-@pytest.mark.parametrize("reason", ["unsigned", "unknown_key"])
-def test_report_of_missing_trust_withholds_nothing(api, reason):
-    api.put(BLOB)
-
-    assert report(api, reason=reason).json() == {"found": True, "withheld": False}
-
-    assert api.get().content == BLOB
-    assert withheld(api) == []
-
-
-def test_admin_list_shows_withheld_artifacts_and_reasons(api):
+def test_withheld_artifact_is_listed_counted_released_and_audited(api, problem):
     metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1, producer="eve@host")
     api.put(BLOB, 1, Graphstash_Metadata=metadata.to_header())
-    api.put(BLOB, 2)
-    report(api, 1, reason="revoked_key")
-    report(api, 2, reason="wrong_key")
+    api.put(b"right", 2)
+    before = api.http.get("/v1/stats").json()["reported"]
+    for reason in ("unsigned", "unknown_key"):  # it depends on the keys of whoever reports
+        assert report(api, 1, reason=reason).json() == {"found": True, "withheld": False}
+    assert withheld(api) == []
 
-    listed = withheld(api)
+    report(api, 1, reason="revoked_key", **{"X-Request-Id": "the-report"})
+    assert report(api, 1, reason="corrupt").json() == {"found": True, "withheld": True}
 
-    assert [each["key"] for each in listed] == [api.key(2), api.key(1)]
-    assert listed[1] | {"reported_at": None} == {
+    (listed,) = withheld(api)
+    assert listed | {"reported_at": None} == {
         "namespace": api.namespace,
         "key": api.key(1),
         "digest": str(Digest.of(BLOB)),
@@ -126,21 +104,24 @@ def test_admin_list_shows_withheld_artifacts_and_reasons(api):
         "reported_by": "everybody",
         "reported_at": None,
     }
-    everything = api.http.get("/v1/-/quarantine").json()["artifacts"]
-    assert [each for each in everything if each["namespace"] == api.namespace] == listed
+    assert listed in api.http.get("/v1/-/quarantine").json()["artifacts"]
+    stats = api.stats()
+    assert (stats["artifacts"], stats["size_bytes"], stats["withheld"]) == (2, len(BLOB) + 5, 1)
+    assert api.http.get("/v1/stats").json()["reported"] == before + 4
+    assert api.get(2).content == b"right"
 
-
-def test_a_released_artifact_is_served_again(api, problem):
-    api.put(BLOB)
-    report(api)
-
-    assert release(api).status_code == 204
-
-    assert api.get().content == BLOB
-    assert api.put(BLOB).status_code == 200
-    assert withheld(api) == []
-    assert api.stats().get("withheld") == 0
-    problem(release(api), 404, "not_found")
+    assert release(api, 1).status_code == 204
+    assert api.get(1).content == BLOB
+    assert api.put(BLOB, 1).status_code == 200
+    assert (withheld(api), api.stats()["withheld"]) == ([], 0)
+    problem(release(api, 1), 404, "not_found")
+    audit = api.http.get("/v1/-/audit", params={"namespace": api.namespace}).json()["entries"]
+    assert [(each["action"], each["subject"], each["detail"]) for each in audit[:2]] == [
+        ("release", "/".join(api.key(1).values()), str(Digest.of(BLOB))),
+        ("withhold", "/".join(api.key(1).values()), f"revoked_key {Digest.of(BLOB)}"),
+    ]
+    assert audit[1]["request_id"] == "the-report"
+    assert [each["action"] for each in audit[2:]] == ["put", "put"]
 
 
 def test_a_deleted_artifact_makes_room_for_a_right_one(api, files):
@@ -157,34 +138,6 @@ def test_a_deleted_artifact_makes_room_for_a_right_one(api, files):
     assert report(api, blob=own).json()["found"] is False
 
 
-def test_withholding_and_releasing_are_in_the_audit_log(api):
-    api.put(BLOB)
-    report(api, **{"X-Request-Id": "the-report"})
-    report(api)
-    release(api)
-    release(api)
-
-    entries = api.http.get("/v1/-/audit", params={"namespace": api.namespace}).json()["entries"]
-    subject = "/".join(api.key().values())
-    told = [(each["action"], each["subject"], each["detail"]) for each in entries]
-    assert told == [
-        ("release", subject, str(Digest.of(BLOB))),
-        ("withhold", subject, f"bad_signature {Digest.of(BLOB)}"),
-        ("put", subject, str(Digest.of(BLOB))),
-    ]
-    assert entries[1]["request_id"] == "the-report"
-
-
-async def test_waiter_gets_released_artifact(opened):
-    async with opened() as server:
-        await server.put(BLOB)
-        await withhold(server)
-        wait_queue = server.context.wait_queue
-        with wait_queue.joined(key_of()) as ticket:
-            assert await server.context.quarantine.release(key_of(), actor=ACTOR)
-            assert ticket.digest == Digest.of(BLOB)
-
-
 async def withhold(server, number=0, blob=BLOB, *, may_withhold=True):
     wanted = ReportRequest(
         key=key_of(number).key, digest=str(Digest.of(blob)), reason=ReportReason.CORRUPT
@@ -194,7 +147,8 @@ async def withhold(server, number=0, blob=BLOB, *, may_withhold=True):
     )
 
 
-async def test_withheld_artifact_is_neither_evicted_nor_retired(opened):
+@pytest.mark.sql
+async def test_withheld_artifact_is_neither_evicted_nor_retired_until_released(opened):
     async with opened() as server:
         await server.put(BLOB, 1, seconds=0)
         await server.put(BLOB[:-1], 2, seconds=100)
@@ -207,12 +161,32 @@ async def test_withheld_artifact_is_neither_evicted_nor_retired(opened):
             async for page in server.context.retention.unused(timedelta(0))
             for candidate in page
         ]
-
         assert unused == []
         assert (await server.used()).artifacts == 1
-        assert await server.context.quarantine.release(key_of(1), actor=ACTOR)
+        with server.context.wait_queue.joined(key_of(1)) as ticket:
+            assert await server.context.quarantine.release(key_of(1), actor=ACTOR)
+            assert ticket.digest == Digest.of(BLOB)
         assert await server.get(1) == BLOB
         assert await server.evict_one() is True
+
+
+@pytest.mark.sql
+async def test_report_goes_with_an_artifact_that_loses_its_blob_or_its_row(opened):
+    async with opened() as server:
+        await server.put(BLOB)
+        await withhold(server)
+        opened.blobs.blobs.clear()
+        assert await server.put(b"right") is True
+        assert (await server.context.quarantine.list_withheld()).artifacts == ()
+        assert await server.get() == b"right"
+
+        await withhold(server, blob=b"right")
+        assert (await server.used()).withheld == 1
+        async with server.context.database.writing() as connection:
+            await connection.execute(sa.delete(artifacts))  # as a release without reports
+        assert (await server.used()).withheld == 0
+        await server.put(BLOB)
+        assert (await server.used()).withheld == 0
 
 
 async def test_another_server_withholds_artifact_within_two_seconds(opened):
@@ -227,6 +201,7 @@ async def test_another_server_withholds_artifact_within_two_seconds(opened):
         assert await two.get() is None
 
 
+@pytest.mark.sql
 async def test_concurrent_report_and_overwrite_end_in_one_of_two_states(opened):
     async with opened() as one, opened() as two:
         for number in range(12):
@@ -244,18 +219,6 @@ async def test_concurrent_report_and_overwrite_end_in_one_of_two_states(opened):
             else:
                 assert stored is True
                 assert await one.get(number) == b"new"
-
-
-async def test_withheld_artifact_without_blob_is_removed_with_its_report(opened):
-    async with opened() as server:
-        await server.put(BLOB)
-        await withhold(server)
-        opened.blobs.blobs.clear()
-
-        assert await server.put(b"right") is True
-
-        assert (await server.context.quarantine.list_withheld()).artifacts == ()
-        assert await server.get() == b"right"
 
 
 @pytest.mark.parametrize(("flips", "is_withheld"), [(1, False), (2, True)])
@@ -281,20 +244,6 @@ async def test_a_bit_flipped_on_the_way_confirms_no_report(opened, tmp_path, fli
         )
         assert (reply.found, reply.withheld, len(looks)) == (True, is_withheld, 2)
         assert await server.get(1) == (None if is_withheld else blob)
-
-
-async def test_artifact_deleted_by_previous_release_is_not_counted_as_withheld(opened):
-    async with opened() as server:
-        await server.put(BLOB)
-        await withhold(server)
-        assert (await server.used()).withheld == 1
-
-        async with server.context.database.writing() as connection:
-            await connection.execute(sa.delete(artifacts))  # it knows of no reports
-
-        assert (await server.used()).withheld == 0
-        await server.put(BLOB)
-        assert (await server.used()).withheld == 0
 
 
 def test_withholding_in_a_trusted_namespace_needs_an_exact_grant(guarded, connect, namespace):

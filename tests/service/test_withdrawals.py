@@ -76,14 +76,6 @@ def test_withheld_deleted_and_replaced_artifacts_are_listed_in_their_order(api):
     assert [each.number for each in read(api, first.position, limit=1).withdrawals] == [3]
 
 
-def test_namespaces_count_apart(api, connect):
-    other = connect(api.http.base_url, f"{api.namespace}-other")
-    for each in (api, other, other):
-        each.put(b"blob", 1)
-        each.delete(1)
-    assert [read(each).newest.number for each in (api, other)] == [1, 2]
-
-
 def test_malformed_position_or_limit_is_refused(api, problem):
     for query in (
         *({"after": each} for each in ("x", "-1", "1", "01-" + "a" * 16, "9" * 19)),
@@ -93,31 +85,36 @@ def test_malformed_position_or_limit_is_refused(api, problem):
         problem(answer, 400, "invalid_request")
 
 
-async def test_eviction_and_lost_blobs_are_no_withdrawals(opened):
+async def test_evictions_lost_blobs_and_failed_transactions_withdraw_nothing(opened):
     async with opened() as server:
-        await server.put(b"blob", 1)
-        await server.put(b"lost", 2)
-        row = await server.context.artifacts.find(key_of(2))
-        await server.context.artifacts.heal(row)
+        for number in range(3):
+            await server.put(b"%d" % number, number)
+        await server.context.artifacts.heal(await row_of(server, 0))
+        row = await row_of(server, 1)
+        with contextlib.suppress(LookupError):
+            async with server.context.database.writing() as connection:
+                await add_deleted(connection, row, now=opened.clock())
+                raise LookupError
         while await server.evict_one():
             pass
         assert (await page_of(server)).newest == LIST_START
+        await withdraw(server, 1)
+        assert (await page_of(server)).newest.number == 1
 
 
-async def test_position_that_the_list_lacks_is_reported(opened):
-    """Of a database that was restored from a backup, or of a host that was away for too long."""
-    async with opened() as server:
-        await withdraw(server, 1, 2, 3)
-        newest = (await page_of(server)).newest
-        other = "0" * 16 if not newest.endswith("0" * 16) else "1" * 16
-        for text in (f"3-{other}", f"2-{other}", newest.replace("3-", "4-", 1)):
-            page = await page_of(server, ListPosition(text))
-            assert not page.is_complete
-            assert page.withdrawals == ()
-            assert page.newest == newest
+async def row_of(server, number):
+    return await server.context.artifacts.find(key_of(number))
+
+
+async def add_deleted(connection, row, *, now):
+    withdrawn = [(row.key, row.digest)]
+    await add_withdrawals(connection, withdrawn, cause=WithdrawalCause.DELETED, now=now)
 
 
 async def test_restored_database_repeats_numbers_but_no_position(opened):
+    """A position that the list lacks is of a database that was restored from a backup, or of a
+    host that was away for too long.
+    """
     async with opened() as server:
         await withdraw(server, 1, 2)
         before = (await page_of(server, limit=1)).position
@@ -128,11 +125,18 @@ async def test_restored_database_repeats_numbers_but_no_position(opened):
                 sa.update(withdrawal_heads).values(number=1, mark=before.partition("-")[2])
             )
         await withdraw(server, 3, 4)
-        assert not (await page_of(server, lost)).is_complete
+        newest = (await page_of(server)).newest
+        other = "0" * 16 if not newest.endswith("0" * 16) else "1" * 16
+        later = newest.replace("3-", "4-", 1)
+        for text in (lost, f"3-{other}", f"2-{other}", later):
+            page = await page_of(server, ListPosition(text))
+            assert (page.is_complete, page.withdrawals, page.newest) == (False, (), newest)
         assert [each.number for each in (await page_of(server, before)).withdrawals] == [2, 3]
 
 
-async def test_old_entries_go_and_the_newest_of_them_stays_as_an_anchor(opened):
+async def test_old_and_surplus_entries_go_and_the_newest_of_them_stays_as_an_anchor(
+    opened, monkeypatch
+):
     async with opened() as server:
         await withdraw(server, 1, 2)
         second = (await page_of(server)).newest
@@ -147,12 +151,9 @@ async def test_old_entries_go_and_the_newest_of_them_stays_as_an_anchor(opened):
         assert page.is_complete
         assert [each.number for each in page.withdrawals] == [3]
 
-
-async def test_namespace_keeps_a_bounded_number_of_entries(opened, monkeypatch):
-    monkeypatch.setattr(service, "MAX_KEPT", 5)
-    monkeypatch.setattr(service, "_PRUNED_AT_ONCE", 3)
-    async with opened() as server:
-        await withdraw(server, *range(20))
+        monkeypatch.setattr(service, "MAX_KEPT", 5)
+        monkeypatch.setattr(service, "_PRUNED_AT_ONCE", 3)
+        await withdraw(server, *range(17))
         await server.context.withdrawals.prune()
         async with server.context.database.reading() as connection:
             kept = (await connection.scalars(sa.select(withdrawals.c.number))).all()
@@ -165,18 +166,11 @@ async def test_number_is_visible_only_after_all_lower_ones(opened):
         number_is_taken, may_commit = asyncio.Event(), asyncio.Event()
 
         async def slow():
+            row = await row_of(one, 1)
             async with one.context.database.writing() as connection:
-                await add_withdrawals(
-                    connection,
-                    [(key_of(1), (await stored(one, 1)).digest)],
-                    cause=WithdrawalCause.DELETED,
-                    now=opened.clock(),
-                )
+                await add_deleted(connection, row, now=opened.clock())
                 number_is_taken.set()
                 await may_commit.wait()
-
-        async def stored(server, number):
-            return await server.context.artifacts.find(key_of(number))
 
         for number in (1, 2):
             await one.put(b"%d" % number, number)
@@ -195,8 +189,7 @@ async def test_number_is_visible_only_after_all_lower_ones(opened):
         await asyncio.gather(first, second)
         page = await page_of(other)
         assert [(each.number, each.key) for each in page.withdrawals] == [
-            (1, str(key_of(1).key)),
-            (2, str(key_of(2).key)),
+            (number, str(key_of(number).key)) for number in (1, 2)
         ]
 
 
@@ -228,24 +221,6 @@ async def test_concurrent_withdrawals_of_all_kinds_are_numbered_without_gaps(ope
         page = await page_of(other)
         assert [each.number for each in page.withdrawals] == list(range(1, 25))
         assert highest <= 24
-
-
-async def test_failed_transaction_withdraws_nothing(opened):
-    async with opened() as server:
-        await server.put(b"1", 1)
-        row = await server.context.artifacts.find(key_of(1))
-        with contextlib.suppress(LookupError):
-            async with server.context.database.writing() as connection:
-                await add_withdrawals(
-                    connection,
-                    [(row.key, row.digest)],
-                    cause=WithdrawalCause.DELETED,
-                    now=opened.clock(),
-                )
-                raise LookupError
-        assert (await page_of(server)).newest == LIST_START
-        await withdraw(server, 1)
-        assert (await page_of(server)).newest.number == 1
 
 
 async def test_look_up_and_empty_page_take_one_statement(opened):
@@ -288,4 +263,6 @@ def test_cleared_namespace_withdraws_all_of_its_artifacts(command_on, connect, m
         api.fingerprint(number) for number in range(5)
     }
     assert beside.get(0).status_code == 200
+    assert beside.delete(0).is_success
+    assert read(beside).newest.number == 1  # each namespace counts apart
     assert "0 artifacts deleted" in command("clear", "team", "--yes")
