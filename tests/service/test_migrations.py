@@ -58,19 +58,6 @@ def on(url, work):
     return asyncio.run(run())
 
 
-def tables(url):
-    return set(on(url, lambda connection: sa.inspect(connection).get_table_names()))
-
-
-def test_upgrade_creates_all_tables_and_downgrade_drops_them(config, url):
-    command.upgrade(config, "head")
-    assert tables(url) == {*metadata.tables, "alembic_version"}
-    command.check(config)
-
-    command.downgrade(config, "base")
-    assert tables(url) == {"alembic_version"}
-
-
 def test_servers_that_migrate_at_the_same_time_take_turns(url, tmp_path):
     """With lock files of their own, as on hosts of their own."""
     program = (
@@ -108,8 +95,10 @@ def artifacts_of_revision_1(count):
 
 
 def fill(connection, count):
-    artifacts = sa.Table("artifacts", sa.MetaData(), autoload_with=connection)
-    usage = sa.Table("usage", sa.MetaData(), autoload_with=connection)
+    tables = {
+        name: sa.Table(name, sa.MetaData(), autoload_with=connection)
+        for name in ("artifacts", "usage")
+    }
     naive = connection.dialect.name == "sqlite"
     rows = [
         {
@@ -118,20 +107,24 @@ def fill(connection, count):
         }
         for row in artifacts_of_revision_1(count)
     ]
-    connection.execute(artifacts.insert(), rows)
-    counters = dict.fromkeys(usage.columns.keys(), 0)
+    connection.execute(tables["artifacts"].insert(), rows)
+    counters = dict.fromkeys(tables["usage"].columns.keys(), 0)
     counters |= {"namespace": "team", "artifacts": count, "size_bytes": 7, "saved_seconds": 2.5}
-    connection.execute(usage.insert(), counters)
+    connection.execute(tables["usage"].insert(), counters)
 
 
-def test_a_filled_database_of_the_first_revision_is_ranked_and_can_go_back(config, url):
+def test_filled_database_of_first_revision_becomes_like_the_tables_and_can_go_back(config, url):
     count = 1100  # more than one batch
+
+    def names():
+        return set(on(url, lambda connection: sa.inspect(connection).get_table_names()))
+
     command.upgrade(config, "0001")
     on(url, lambda connection: fill(connection, count))
 
     command.upgrade(config, "head")
+    assert names() == {*metadata.tables, "alembic_version"}
     ranked = rows_of(url, "artifacts")
-
     assert len(ranked) == count
     for number, row in enumerate(ranked):
         worth = density(compile_seconds=1.5 + number, size_bytes=5000 + number)
@@ -147,6 +140,8 @@ def test_a_filled_database_of_the_first_revision_is_ranked_and_can_go_back(confi
     assert (usage.artifacts, usage.size_bytes, usage.saved_seconds) == (count, 7, 2.5)
     assert (usage.evictions, usage.evicted_bytes) == (0, 0)
     command.check(config)
+    command.downgrade(config, "base")
+    assert names() == {"alembic_version"}
 
 
 def rows_of(url, name):
@@ -160,13 +155,19 @@ CONCURRENTLY = f"CREATE INDEX CONCURRENTLY {INDEX} ON artifacts (namespace, crea
 IS_VALID = f"SELECT indisvalid FROM pg_index WHERE indexrelid = '{INDEX}'::regclass"
 
 
-@pytest.fixture
-def before_the_index(postgres):
-    """A filled database of PostgreSQL, at the revision before 0010."""
+@pytest.fixture(scope="module")
+def filled_name(postgres):
+    """The name of a filled database of PostgreSQL, at the revision before 0010."""
     url = postgres.new_database()
     command.upgrade(alembic_config(url), "0009")
     on(url, lambda connection: fill(connection, 10))
-    return url
+    return sa.make_url(url).database
+
+
+@pytest.fixture
+def before_the_index(postgres, filled_name):
+    """A copy of it."""
+    return postgres.new_database(template=filled_name)
 
 
 @asynccontextmanager
@@ -332,12 +333,8 @@ def test_server_that_must_not_migrate_names_the_command(config, url, tmp_path):
 
 def test_server_runs_on_database_of_later_release(config, url, tmp_path, caplog):
     command.upgrade(config, "head")
-    on(
-        url,
-        lambda connection: connection.execute(
-            sa.text("UPDATE alembic_version SET version_num='9999'")
-        ),
-    )
+    later = sa.text("UPDATE alembic_version SET version_num='9999'")
+    on(url, lambda connection: connection.execute(later))
 
     with caplog.at_level(logging.WARNING):
         for is_migrating in (False, True):
