@@ -18,8 +18,6 @@ from support.sessions import HTML, sign_in
 from support.statements import recorded
 from support.waiting import until
 
-pytestmark = pytest.mark.sql
-
 
 def artifact_page(namespace, key):
     return f"/artifacts/{namespace}/{key}"
@@ -83,25 +81,19 @@ def foreign(guarded, namespace):
     team.close()
 
 
-def test_the_overview_answers_the_questions_that_people_ask(reader, browse, used):
-    page = text_of(browse(f"write:{used.namespace}").get(f"/?namespace={used.namespace}").text)
-
+def test_overview_shows_savings_space_runs_and_the_history_by_every_group(reader, browse, used):
+    path = f"/?namespace={used.namespace}"
+    page = text_of(browse(f"write:{used.namespace}").get(path).text)
     assert "Saved today 3 min 20 s" in page  # five hits of 40 s
     assert "83.3 % of look-ups" in page  # and one miss
     assert "There is no limit." in page or "No: " in page
     for text in (LABEL, CAUSE, "ana@node04:4711", "triton 3.3.0", "ben@node11:99", "Database ok"):
         assert text in page, text
 
-
-def test_history_is_shown_by_every_grouping(reader, used):
-    for by, group in {
-        "namespace": used.namespace,
-        "kind": "jax",
-        "device_type": "cuda-sm_90",
-        "job": JOB,
-    }.items():
+    groups = {"namespace": used.namespace, "kind": "jax", "device_type": "cuda-sm_90", "job": JOB}
+    for by, group in groups.items():
         for step in ("day", "hour"):
-            page = reader.get(f"/?by={by}&step={step}&namespace={used.namespace}").text
+            page = reader.get(f"{path}&by={by}&step={step}").text
             table = page.partition('aria-label="Hit rate by group"')[2].partition("</table>")[0]
             assert group in text_of(table), (by, step)
             assert "<svg" in page
@@ -268,11 +260,8 @@ def test_text_of_callers_is_escaped(team, browse, namespace):
 
 
 def test_a_refusal_is_a_page_for_browsers_and_a_problem_for_programs(guarded, problem, namespace):
-    for path, code in (
-        (artifact_page(namespace, key_of(0)), "unauthenticated"),
-        (f"/jobs/{namespace}/x", "unauthenticated"),
-    ):
-        problem(httpx.get(guarded.url + path), 401, code)
+    for path in (artifact_page(namespace, key_of(0)), f"/jobs/{namespace}/x"):
+        problem(httpx.get(guarded.url + path), 401, "unauthenticated")
         page = httpx.get(guarded.url + path, headers=HTML)
         assert page.status_code == 401
         assert page.headers["content-type"].startswith("text/html")
@@ -299,26 +288,16 @@ def test_page_view_is_no_use_and_counts_towards_rate_limit(guarded, team, browse
     assert 429 in {client.get(page).status_code for _ in range(3)}
 
 
-def test_an_empty_server_says_what_to_do(browse, namespace):
+def test_overview_of_an_empty_namespace_says_what_to_do(browse, namespace):
     page = text_of(browse(f"read:{namespace}").get("/").text)
-
-    for text in ("No hit in the last 30 days", "No run has reported yet", "Nothing is stored yet"):
+    for text in (
+        *("No hit in the last 30 days", "No run has reported yet", "Nothing is stored yet"),
+        "Saved ever 0 s",
+    ):
         assert text in page
-    assert "Saved ever 0 s" in page
 
 
-def test_the_reference_has_every_call_and_model(guarded):
-    page = text_of(httpx.get(guarded.url + "/docs", headers=HTML).text)
-    document = httpx.get(guarded.url + "/openapi.json").json()
-
-    for path, methods in document["paths"].items():
-        for method in methods:
-            assert f"{method.upper()} {path}" in page
-    for name in document["components"]["schemas"]:
-        assert name in page
-
-
-def test_reference_is_rendered_once_in_a_thread(tmp_path, monkeypatch):
+def test_reference_has_every_call_and_is_rendered_once_in_a_thread(tmp_path, monkeypatch):
     makers = []
 
     def made_by(make):
@@ -333,23 +312,11 @@ def test_reference_is_rendered_once_in_a_thread(tmp_path, monkeypatch):
     with LiveServer(tmp_path, log_level="error") as server, ThreadPoolExecutor(8) as readers:
         paths = [server.url + path for path in 4 * ("/docs", "/openapi.json")]
         answers = list(readers.map(partial(httpx.get, timeout=60, trust_env=False), paths))
-    assert {answer.status_code for answer in answers} == {200}
     assert len({answer.content for answer in answers}) == 2
     assert sorted(name for name, _ in makers) == ["get_openapi", "reference_of"]
     assert "live-server" not in {thread for _, thread in makers}
 
-
-def test_pages_load_nothing_from_elsewhere(used, browse):
-    client = browse("admin:*")
-    page = artifact_page(used.namespace, used.key)
-    for path in ("/", "/docs", "/search?q=jit", page, "/sign-in"):
-        page = client.get(path)
-        for link in re.findall(r'(?:src|href|action)="([^"]*)"', page.text):
-            assert link.startswith(("/", "#")), (path, link)
-        tags = re.findall(r"<[^>]*>", re.sub(r'"[^"]*"', '""', page.text))
-        assert not [tag for tag in tags if re.search(r"<script|<style|\son\w+=|\sstyle=", tag)]
-    style = re.search(r'href="(/assets/style\.css\?\w+)"', client.get("/").text)[1]
-    answer = client.get(style)
-    assert answer.headers["content-type"].startswith("text/css")
-    assert "immutable" in answer.headers["cache-control"]
-    assert re.findall(r"url\(|@import", answer.text) == []
+    page, document = text_of(answers[0].text), answers[1].json()
+    for path, methods in document["paths"].items():
+        assert all(f"{method.upper()} {path}" in page for method in methods), path
+    assert [name for name in document["components"]["schemas"] if name not in page] == []

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 
 import pytest
 import sqlalchemy as sa
@@ -14,23 +13,13 @@ from graphstash_server.db.tables import namespaces
 from graphstash_server.errors import ServerError
 from graphstash_server.services.namespaces import PolicyService, Rates
 from graphstash_server.testing import LiveServer
-from support.services import ACTOR
+from support.services import ACTOR, FakeClock
 from support.wire import Wire
 
 pytestmark = [pytest.mark.sql, pytest.mark.anyio]
 
 TEAM = Namespace("team")
 READ_ONLY = NamespacePolicy(mode=WriteMode.READ_ONLY)
-
-
-class Seconds:
-    """A clock that never goes back, and goes on when a test says so."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def policy_path(api):
@@ -43,16 +32,18 @@ def give(api, **rules):
     return answer.json()
 
 
-def audit(api):
-    entries = api.http.get("/v1/-/audit", params={"namespace": api.namespace}).json()["entries"]
-    return [(entry["action"], entry["subject"], entry["detail"]) for entry in entries]
-
-
 def test_policy_is_stored_shown_listed_removed_and_logged(api, problem):
     problem(api.http.get(policy_path(api)), 404, "not_found", api.namespace)
+    for rules, named in (
+        ({"mode": "sometimes"}, "mode"),
+        ({"limit_bytes": 0}, "limit_bytes"),
+        ({"requests_per_second": 1e-310}, "requests_per_second"),  # for ever is no number
+        ({"moda": "read_only"}, "moda"),
+    ):
+        problem(api.http.put(policy_path(api), json=rules), 400, "invalid_request", named)
+    problem(api.http.get(policy_path(api)), 404, "not_found")
 
     given = give(api, mode="overwrite", trusted=True, limit_bytes=1000, requests_per_second=900)
-
     assert api.http.get(policy_path(api)).json() == given
     assert given["policy"] == {
         "mode": "overwrite",
@@ -66,25 +57,14 @@ def test_policy_is_stored_shown_listed_removed_and_logged(api, problem):
 
     give(api, mode="read_only")
     assert api.http.get(policy_path(api)).json()["policy"]["trusted"] is False
-
     assert api.http.delete(policy_path(api)).status_code == 204
     problem(api.http.delete(policy_path(api)), 404, "not_found", api.namespace)
-    assert audit(api)[:2] == [
+    entries = api.http.get("/v1/-/audit", params={"namespace": api.namespace}).json()["entries"]
+    assert [(each["action"], each["subject"], each["detail"]) for each in entries[:2]] == [
         ("policy_remove", api.namespace, ""),
         ("policy_set", api.namespace, '{"mode":"read_only"}'),
     ]
     assert api.put(b"as before").status_code == 201
-
-
-def test_an_invalid_policy_is_refused_and_changes_nothing(api, problem):
-    for rules, named in (
-        ({"mode": "sometimes"}, "mode"),
-        ({"limit_bytes": 0}, "limit_bytes"),
-        ({"requests_per_second": 1e-310}, "requests_per_second"),  # for ever is no number
-        ({"moda": "read_only"}, "moda"),
-    ):
-        problem(api.http.put(policy_path(api), json=rules), 400, "invalid_request", named)
-    problem(api.http.get(policy_path(api)), 404, "not_found")
 
 
 def test_read_only_namespace_serves_artifacts_and_refuses_writes(api, problem, files):
@@ -135,14 +115,11 @@ def test_the_smaller_of_two_limits_of_an_artifact_counts(api, problem, files):
 
 
 def test_the_limit_of_a_policy_wins_over_the_servers_settings(tmp_path, connect):
-    with LiveServer(
-        tmp_path / "data", log_level="error", namespace_limits={"te*": 10_000}
-    ) as server:
+    limits = {"te*": 10_000}
+    with LiveServer(tmp_path, log_level="error", namespace_limits=limits) as server:
         api = connect(server.url)
         assert api.put(b"x" * 15_000, 1).status_code == 507
-
         give(api, limit_bytes=20_000)
-
         assert api.put(b"x" * 15_000, 1).status_code == 201
 
 
@@ -162,8 +139,8 @@ def test_requests_over_the_rate_get_a_retry_after(api, connect, problem):
 
 
 def test_a_bucket_holds_one_second_and_fills_with_time():
-    seconds = Seconds()
-    rates = Rates(seconds=seconds)
+    clock = FakeClock()
+    rates = Rates(seconds=clock.steady)
 
     def is_in(namespace=TEAM, per_second=10):
         try:
@@ -178,42 +155,49 @@ def test_a_bucket_holds_one_second_and_fills_with_time():
     assert [is_in() for _ in range(10)] == [True] * 10
     assert is_in() == late(0.1)
     assert is_in(Namespace("other")) is True
-    seconds.now += 0.25
+    clock.turn(0.25)
     assert [is_in(), is_in()] == [True, True]
     assert is_in() == late(0.05)
-    seconds.now += 3600
+    clock.turn(3600)
     assert [is_in() for _ in range(10)] == [True] * 10
     assert is_in() == late(0.1)
 
     slow = Namespace("slow")
     assert is_in(slow, per_second=0.5) is True
     assert is_in(slow, per_second=0.5) == late(2)
-    seconds.now += 2
+    clock.turn(2)
     assert is_in(slow, per_second=0.5) is True
-
-
-def test_buckets_are_bounded():
-    rates = Rates(seconds=Seconds())
 
     for number in range(10_000):
         rates.take(Namespace(f"n{number}"), per_second=1)
-
     assert len(rates._buckets._buckets) == 4096
 
 
 async def test_another_server_applies_change_after_two_seconds(opened):
     async with opened() as one, opened() as two:
-        seconds = Seconds()
-        here = one.context.policies
-        there = PolicyService(database=two.context.database, clock=opened.clock, seconds=seconds)
+        here, there = one.context.policies, policies_of(two, opened.clock)
         assert await there.of(TEAM) == NamespacePolicy()
 
         await here.put(TEAM, READ_ONLY, ACTOR)
-
         assert await here.of(TEAM) == READ_ONLY
         assert await there.of(TEAM) == NamespacePolicy()
-        seconds.now += 2
+        opened.clock.turn(2)
         assert await there.of(TEAM) == READ_ONLY
+
+        opened.clock.jump(-3600)  # nothing but the rows themselves says whether one has changed
+        await here.put(TEAM, NamespacePolicy(anonymous_read=True), ACTOR)
+        opened.clock.turn(2)
+        assert (await there.of(TEAM)).anonymous_read
+
+        async with one.context.database.writing() as connection:  # as a later release may
+            await connection.execute(sa.update(namespaces).values(mode="append_only"))
+        opened.clock.turn(2)
+        assert (await there.of(TEAM)).mode is WriteMode.READ_ONLY
+
+
+def policies_of(server, clock, database=None):
+    database = database or server.context.database
+    return PolicyService(database=database, clock=clock, seconds=clock.steady)
 
 
 class Counted:
@@ -234,35 +218,20 @@ class Counted:
         return await self._database.fetch(statement, given)
 
 
-@pytest.fixture
-def counted(opened):
-    """Policies that a server reads through such a database; on a clock of its own."""
-
-    @asynccontextmanager
-    async def make():
-        async with opened() as server:
-            await server.context.policies.put(TEAM, READ_ONLY, ACTOR)
-            database, seconds = Counted(server.context.database), Seconds()
-            yield (
-                PolicyService(database=database, clock=opened.clock, seconds=seconds),
-                database,
-                seconds,
-            )
-
-    return make
-
-
-async def test_cached_policy_holds_for_one_minute_without_database(counted):
-    async with counted() as (policies, database, seconds):
+async def test_cached_policy_holds_for_one_minute_without_database(opened):
+    async with opened() as server:
+        await server.context.policies.put(TEAM, READ_ONLY, ACTOR)
+        database = Counted(server.context.database)
+        policies = policies_of(server, opened.clock, database)
         await asyncio.gather(*(policies.of(Namespace(f"n{each}")) for each in range(100)))
         assert database.asked == 1
         database.is_broken = True
 
-        seconds.now += 59
+        opened.clock.turn(59)
         assert await policies.of(TEAM) == READ_ONLY
         assert await policies.of(TEAM) == READ_ONLY
         assert database.asked == 2  # a failing database is not asked by every request
-        seconds.now += 2
+        opened.clock.turn(2)
         with pytest.raises(ServerError) as refused:
             await policies.of(TEAM)
         assert refused.value.code is ErrorCode.UNAVAILABLE
@@ -270,8 +239,10 @@ async def test_cached_policy_holds_for_one_minute_without_database(counted):
         assert await policies.of(TEAM) == READ_ONLY
 
 
-async def test_a_hundred_requests_do_not_queue_for_a_database_that_never_answered(counted):
-    async with counted() as (policies, database, _):
+async def test_a_hundred_requests_do_not_queue_for_a_database_that_never_answered(opened):
+    async with opened() as server:
+        database = Counted(server.context.database)
+        policies = policies_of(server, opened.clock, database)
         database.is_broken = True
         database.may_answer.clear()
         asking = [asyncio.create_task(policies.of(TEAM)) for _ in range(100)]
@@ -282,19 +253,7 @@ async def test_a_hundred_requests_do_not_queue_for_a_database_that_never_answere
         assert {answer.code for answer in answers} == {ErrorCode.UNAVAILABLE}
         assert database.asked == 1
         database.is_broken = False
-        assert await policies.of(TEAM) == READ_ONLY
-
-
-async def test_an_unknown_write_mode_counts_as_read_only(opened):
-    async with opened() as server:
-        await server.context.policies.put(TEAM, NamespacePolicy(), ACTOR)
-        async with server.context.database.writing() as connection:
-            await connection.execute(sa.update(namespaces).values(mode="append_only"))
-        policies = PolicyService(
-            database=server.context.database, clock=opened.clock, seconds=Seconds()
-        )
-
-        assert (await policies.of(TEAM)).mode is WriteMode.READ_ONLY
+        assert await policies.of(TEAM) == NamespacePolicy()
 
 
 def test_many_namespaces_are_given_policies_at_once(api):

@@ -13,7 +13,7 @@ from graphstash_server.services.identity.sessions import MAX_SESSIONS_OF_TOKEN, 
 from support.services import ACTOR
 from support.sessions import HTML, sign_in
 
-pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+pytestmark = pytest.mark.anyio
 
 SIGNED_IN = "Sign out"
 
@@ -43,8 +43,11 @@ def signed_in(guarded):
         client.close()
 
 
-def test_the_cookie_is_strict_short_lived_and_not_the_token(guarded, token, signed_in):
-    answer = signed_in(token).answer
+def test_the_cookie_is_strict_short_lived_and_opens_pages_only(
+    guarded, token, namespace, signed_in
+):
+    client = signed_in(token)
+    answer = client.answer
     name, cookie = cookie_of(answer)
 
     assert answer.status_code == 303
@@ -57,10 +60,15 @@ def test_the_cookie_is_strict_short_lived_and_not_the_token(guarded, token, sign
     assert 0 < int(cookie["max-age"]) <= SESSION_LIFETIME.total_seconds()
     for part in (token, *TOKEN_FORM.fullmatch(token).groupdict().values()):
         assert part not in answer.headers["set-cookie"]
+    assert SIGNED_IN in client.get("/search").text
+    for path in ("/v1/stats", "/v1/-/access", f"/v1/{namespace}/manifests/m"):
+        assert client.get(path).status_code == 401, path
 
 
-def test_over_tls_the_cookie_is_secure_and_bound_to_the_host(guarded, token):
-    """A proxy ends TLS: the Origin that the browser names says so, or the proxy."""
+def test_over_tls_the_cookie_is_bound_to_the_host_and_no_other_counts(guarded, token, signed_in):
+    """A proxy ends TLS: the Origin that the browser names says so, or the proxy. Without TLS, any
+    server of the domain can set a cookie, and choose who a browser is.
+    """
     for headers in (
         {"Origin": guarded.url.replace("http:", "https:")},
         {"Origin": guarded.url, "X-Forwarded-Proto": "https"},
@@ -70,10 +78,6 @@ def test_over_tls_the_cookie_is_secure_and_bound_to_the_host(guarded, token):
         assert name == "__Host-graphstash"
         assert cookie["secure"]
         assert (cookie["path"], cookie["domain"]) == ("/", "")
-
-
-def test_over_tls_other_cookies_are_ignored(guarded, token, signed_in):
-    """Whoever answers for the host without TLS can set one there, and choose who a browser is."""
     session = signed_in(token).cookies["graphstash"]
 
     def shows(name, **proxied):
@@ -84,14 +88,6 @@ def test_over_tls_other_cookies_are_ignored(guarded, token, signed_in):
     for scheme in ("https", "HTTPS, http"):
         assert not shows("graphstash", **{"X-Forwarded-Proto": scheme})
         assert shows("__Host-graphstash", **{"X-Forwarded-Proto": scheme})
-
-
-def test_session_cookie_authorizes_pages_but_no_call(guarded, token, namespace, signed_in):
-    client = signed_in(token)
-
-    assert SIGNED_IN in client.get("/search").text
-    for path in ("/v1/stats", "/v1/-/access", f"/v1/{namespace}/manifests/m"):
-        assert client.get(path).status_code == 401, path
 
 
 def test_invalid_token_form_or_cookie_is_refused(guarded, token, signed_in):
@@ -184,36 +180,32 @@ async def issue(context, *, expires_at=None):
     return await context.tokens.create(request, actor=ACTOR)
 
 
-async def test_a_session_ends_after_its_lifetime_or_with_its_token(opened):
-    async with opened(auth="tokens") as server:
-        sessions = server.context.sessions
-        lasting = await issue(server.context)
-        ending = await issue(server.context, expires_at=opened.clock.now + timedelta(seconds=60))
-        long, short = await sessions.begin(lasting.token), await sessions.begin(ending.token)
-
+@pytest.mark.sql
+async def test_session_counts_at_every_server_until_it_or_its_token_ends(opened):
+    async with opened(auth="tokens") as one, opened(auth="tokens") as other:
+        sessions = one.context.sessions
+        lasting, revoked = await issue(one.context), await issue(one.context)
+        ending = await issue(one.context, expires_at=opened.clock.now + timedelta(seconds=60))
+        long, short, void = [
+            await sessions.begin(each.token) for each in (lasting, ending, revoked)
+        ]
         assert long.expires_at == opened.clock.now + SESSION_LIFETIME
         assert short.expires_at == ending.info.expires_at
-        opened.clock.turn(61)
+        found = await other.context.sessions.find(void.id)
+        assert found.principal.name == void.principal.name
+
+        await one.context.tokens.revoke(revoked.info.id, actor=ACTOR)
+        opened.clock.turn(3)  # another server may have asked two seconds ago
+        assert await other.context.sessions.find(void.id) is None
+        opened.clock.turn(58)
         assert await sessions.find(short.id) is None
         assert await sessions.find(long.id) is not None
         opened.clock.turn(SESSION_LIFETIME.total_seconds())
         assert await sessions.find(long.id) is None
 
 
-async def test_a_session_counts_at_every_server_until_its_token_is_revoked(opened):
-    async with opened(auth="tokens") as one, opened(auth="tokens") as other:
-        issued = await issue(one.context)
-        session = await one.context.sessions.begin(issued.token)
-        found = await other.context.sessions.find(session.id)
-        assert found is not None
-        assert found.principal.name == session.principal.name
-
-        await one.context.tokens.revoke(issued.info.id, actor=ACTOR)
-        opened.clock.turn(3)  # another server may have asked two seconds ago
-        assert await other.context.sessions.find(session.id) is None
-
-
-async def test_sessions_of_a_token_are_limited_and_leave_no_row(opened):
+@pytest.mark.sql
+async def test_stored_sessions_are_limited_and_do_not_sign_in(opened):
     async with opened(auth="tokens") as server:
         sessions = server.context.sessions
         issued = await issue(server.context)
@@ -221,28 +213,18 @@ async def test_sessions_of_a_token_are_limited_and_leave_no_row(opened):
         for _ in range(MAX_SESSIONS_OF_TOKEN + 2):
             begun.append(await sessions.begin(issued.token))
             opened.clock.turn(1)
-
         alive = [await sessions.find(each.id) is not None for each in begun]
         assert alive == [False] * 2 + [True] * MAX_SESSIONS_OF_TOKEN
+
         opened.clock.turn(2 * SESSION_LIFETIME.total_seconds())
-        await sessions.begin(issued.token)
-        async with server.context.database.reading() as connection:
-            rows = await connection.exec_driver_sql("SELECT count(*) FROM sessions")
-            assert rows.scalar() == 1
-
-
-async def test_stored_session_row_does_not_sign_in(opened):
-    async with opened(auth="tokens") as server:
-        issued = await issue(server.context)
-        session = await server.context.sessions.begin(issued.token)
+        session = await sessions.begin(issued.token)
         async with server.context.database.reading() as connection:
             row = (await connection.exec_driver_sql("SELECT * FROM sessions")).one()
-
         assert session.id not in map(str, row)
         assert issued.token.split("_", 2)[2] not in str(row)
         for value in map(str, row):
-            assert await server.context.sessions.find(value) is None
+            assert await sessions.find(value) is None
         for wrong in (issued.token + "x", "Bearer " + issued.token):
             with pytest.raises(ServerError) as refused:
-                await server.context.sessions.begin(wrong)
+                await sessions.begin(wrong)
             assert refused.value.status == 401
