@@ -23,6 +23,7 @@ from support.s3_proxy import S3Fault, S3Proxy
 SMALL = b"small" * 1000
 LARGE = bytes(range(256)) * 20_000  # 5 MB: it does not fit into the sockets' buffers
 PARTS = bytes(MULTIPART_BYTES + 5_000_000)
+IN_S3 = "/blobs/sha256/"
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("s3_credentials")]
 
@@ -114,7 +115,7 @@ class TestTrouble:
         settings = s3_settings(proxy.url, bucket, log_level="error")
         with LiveServer(tmp_path, **settings) as server:
             connect(server.url).put(SMALL, 1)
-        monkeypatch.setattr(bucket_module, "_READ_SECONDS", 3.0)
+        monkeypatch.setattr(bucket_module, "_READ_SECONDS", 2.0)
         with LiveServer(tmp_path, **settings) as server:
             api = connect(server.url)
             proxy.fault = S3Fault.HANG
@@ -166,18 +167,6 @@ class TestTrouble:
         assert len(caplog.messages) == 1
         assert "s3:ListBucket" in caplog.messages[0]
 
-    async def test_a_missing_object_is_reported_only_after_the_bucket_was_checked(
-        self, store, proxy
-    ):
-        """A gateway that answers 404 to everything may have come up a second ago."""
-        before = len(proxy.seen)
-        await read_blob(store, Digest.of(b"2"))
-        await store.stat(Digest.of(b"3"))
-
-        asked = [(seen.method, "/blobs/" in seen.target) for seen in proxy.seen[before:]]
-        get, bucket = ("GET", True), ("HEAD", False)
-        assert asked == [get, bucket, ("HEAD", True), get, bucket]
-
 
 class TestPut:
     async def test_a_blob_is_sent_whole_or_in_parts_with_checksums(
@@ -191,6 +180,9 @@ class TestPut:
         checksum = digest.repr_digest.removeprefix("sha-256=:").removesuffix(":")
         assert (seen.method, seen.headers["x-amz-checksum-sha256"]) == ("PUT", checksum)
         assert seen.target.endswith(f"/blobs/sha256/{digest.sha256[:2]}/{digest.sha256}")
+        for key in ("blobs/sha256/zz/README", "blobs/sha256/00/" + "f" * 64, "a"):
+            moto.client.put_object(Bucket=bucket, Key=key, Body=b"mine")
+        assert [each async for each in store.list()] == [digest]
 
         await put(store, PARTS)
         parts = [seen for seen in proxy.seen if "partNumber" in seen.target]
@@ -268,27 +260,27 @@ class TestPut:
 
 class TestRead:
     async def test_read_takes_one_request_and_fails_for_deleted_blob(self, store, proxy):
+        """An absent blob takes another one for the bucket: a gateway that answers 404 to
+        everything may have come up a second ago.
+        """
         digest = Digest.of(LARGE)
         await put(store, LARGE)
         before = len(proxy.seen)
         await read_blob(store, digest)
-        assert [seen.method for seen in proxy.seen[before:]] == ["GET"]
+        await read_blob(store, Digest.of(b"2"))
+        await store.stat(Digest.of(b"3"))
+        asked = [(seen.method, IN_S3 in seen.target) for seen in proxy.seen[before:]]
+        get, bucket = ("GET", True), ("HEAD", False)
+        assert asked == [get, get, bucket, ("HEAD", True), get, bucket]
+
         await read_blob(store, digest, 2_000_000, 2_000_010)
         assert proxy.seen[-1].headers["range"] == "bytes=2000000-2000009"
-
         reader = await store.open(digest)
         await store.delete(digest)
         with pytest.raises(ShortBlobError):
             async for _ in reader.chunks(2_000_000, 3_000_000):
                 pass
         await reader.close()
-
-    async def test_other_objects_are_not_listed(self, store, moto, bucket):
-        await put(store, SMALL)
-        for key in ("blobs/sha256/zz/README", "blobs/sha256/00/" + "f" * 64, "a"):
-            moto.client.put_object(Bucket=bucket, Key=key, Body=b"mine")
-
-        assert [digest async for digest in store.list()] == [Digest.of(SMALL)]
 
     async def test_a_link_is_for_large_blobs_and_needs_no_credentials(self, tmp_path, moto, bucket):
         settings = s3_settings(moto.url, bucket, s3_redirect_bytes=len(LARGE))
@@ -304,57 +296,53 @@ class TestRead:
             assert (await http.get(link)).content == LARGE
 
 
-class TestStart:
-    async def refused(self, tmp_path, url, bucket, **more):
-        settings = load_settings(data_dir=tmp_path, **s3_settings(url, bucket, **more))
-        with pytest.raises(StartError) as refusal:
-            async with open_blob_store(settings):
-                raise AssertionError("it started")
-        assert "\n" not in str(refusal.value)
-        return str(refusal.value)
+async def refused(tmp_path, url, bucket, **more):
+    """The line with which a server does not start."""
+    settings = load_settings(data_dir=tmp_path, **s3_settings(url, bucket, **more))
+    with pytest.raises(StartError) as refusal:
+        async with open_blob_store(settings):
+            raise AssertionError("it started")
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
 
-    async def test_a_missing_bucket(self, tmp_path, moto):
-        said = await self.refused(tmp_path, moto.url, "no-such-bucket")
-        assert said.startswith("GRAPHSTASH_S3_BUCKET=no-such-bucket cannot be used at")
-        assert "create the bucket" in said
 
-    @pytest.mark.extended
-    async def test_a_wrong_secret(self, tmp_path, swift, monkeypatch):
-        bucket = swift.new_bucket()
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-        said = await self.refused(tmp_path, swift.url, bucket)
-        assert "403" in said
-        assert "check the credentials" in said
+async def test_bucket_that_cannot_be_used_is_refused_at_start(
+    tmp_path, moto, proxy, impatient, monkeypatch
+):
+    with pytest.raises(StartError, match=r"^GRAPHSTASH_S3_BUCKET= is not valid: .*bucket"):
+        load_settings(blob_store="s3")
+    said = await refused(tmp_path, moto.url, "no-such-bucket")
+    assert said.startswith("GRAPHSTASH_S3_BUCKET=no-such-bucket cannot be used at")
+    assert "create the bucket" in said
+    with proxy.down():
+        said = await refused(tmp_path, proxy.url, "bucket")
+    assert "GRAPHSTASH_S3_ENDPOINT_URL is up" in said
 
-    async def test_no_credentials(self, tmp_path, moto, monkeypatch):
-        for name in CREDENTIALS:
-            if name.startswith(("AWS_ACCESS", "AWS_SECRET")):
-                monkeypatch.delenv(name)
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-        assert "AWS_ACCESS_KEY_ID" in await self.refused(tmp_path, moto.url, "bucket")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    assert "AWS_ACCESS_KEY_ID" in await refused(tmp_path, moto.url, "bucket")
 
-    async def test_an_endpoint_that_cannot_be_reached(self, tmp_path, proxy, impatient):
-        with proxy.down():
-            said = await self.refused(tmp_path, proxy.url, "bucket")
-        assert "GRAPHSTASH_S3_ENDPOINT_URL is up" in said
-
-    async def test_boto3_is_missing(self, tmp_path, monkeypatch):
-        monkeypatch.delitem(sys.modules, "graphstash_server.storage.s3")
-        monkeypatch.delitem(sys.modules, "graphstash_server.storage.bucket")
-        monkeypatch.setitem(sys.modules, "boto3", None)
-        said = await self.refused(tmp_path, "http://127.0.0.1:1", "bucket")
-        assert said.endswith("pip install 'graphstash[server,s3] @ git+<repository>'")
-
-    def test_no_bucket_is_named(self):
-        with pytest.raises(StartError, match=r"^GRAPHSTASH_S3_BUCKET= is not valid: .*bucket"):
-            load_settings(blob_store="s3")
+    monkeypatch.delitem(sys.modules, "graphstash_server.storage.s3")
+    monkeypatch.delitem(sys.modules, "graphstash_server.storage.bucket")
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    said = await refused(tmp_path, "http://127.0.0.1:1", "bucket")
+    assert said.endswith("pip install 'graphstash[server,s3] @ git+<repository>'")
 
 
 @pytest.mark.extended
-def test_revoked_s3_credentials_lose_no_row(tmp_path, swift, monkeypatch, connect, problem):
+def test_wrong_s3_credentials_are_refused_and_revoked_ones_lose_no_row(
+    tmp_path, swift, monkeypatch, connect, problem
+):
     """Swift checks signatures, which moto does not."""
     settings = s3_settings(swift.url, swift.new_bucket(), log_level="error")
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        said = asyncio.run(refused(tmp_path, swift.url, settings["s3_bucket"]))
+    assert "403" in said
+    assert "check the credentials" in said
+
     with LiveServer(tmp_path, **settings) as server:
         connect(server.url).put(SMALL, 1)
     with LiveServer(tmp_path, **settings) as server:

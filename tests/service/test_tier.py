@@ -112,7 +112,7 @@ async def whole_of(reader, first=b""):
 
 
 class TestCopies:
-    async def test_blob_is_fetched_once_and_its_copy_is_a_file_that_can_be_sent(
+    async def test_blob_is_fetched_once_and_its_copy_is_sent_while_the_back_is_down(
         self, opened, back, tmp_path
     ):
         async def link(_digest):
@@ -120,50 +120,38 @@ class TestCopies:
 
         back.link = link
         store = opened(back)
-        await put(store, b"abc")
+        await put(store, b"abc", b"def")
         assert copies(tmp_path) == set()
         assert await store.link(Digest.of(b"abc")) == "https://elsewhere"
 
-        assert [await read(store, b"abc") for _ in range(3)] == [b"abc"] * 3
+        assert [await read(store, b"abc") for _ in range(2)] == [b"abc"] * 2
+        back.is_up = False
+        assert await read(store, b"abc") == b"abc"
+        with pytest.raises(ServerError):
+            await read(store, b"def")
 
-        assert back.opened == 1
+        assert back.opened == 2
         assert copies(tmp_path) == {Digest.of(b"abc").sha256}
         assert await store.link(Digest.of(b"abc")) is None
         reader = await store.open(Digest.of(b"abc"))
         await reader.close()
         assert reader.path.read_bytes() == b"abc"
 
-    async def test_copies_are_served_while_backing_store_is_down(self, opened, back):
-        store = opened(back)
-        await put(store, b"abc", b"def")
-        await read(store, b"abc")
-        back.is_up = False
-
-        assert await read(store, b"abc") == b"abc"
-        with pytest.raises(ServerError):
-            await read(store, b"def")
-
-    async def test_backing_store_decides_presence_and_new_put_drops_copy(
+    async def test_back_decides_presence_and_a_put_or_a_cut_drops_the_copy(
         self, opened, back, tmp_path
     ):
-        store = opened(back)
-        await put(store, b"abc")
-        await read(store, b"abc")
-        back.blobs.clear()
-        assert await store.stat(Digest.of(b"abc")) is None
-
-        await put(store, b"abc")
-        assert copies(tmp_path) == set()
-
-    async def test_truncated_copy_is_fetched_again(self, opened, back, tmp_path):
         store = opened(back)
         await put(store, LARGE)
         await read(store, LARGE)
         (copy,) = (path for path in (tmp_path / "tier").rglob("*") if path.name in copies(tmp_path))
         os.truncate(copy, 1000)
-
         assert await read(store, LARGE) == LARGE
         assert (back.opened, copy.stat().st_size) == (2, len(LARGE))
+
+        back.blobs.clear()
+        assert await store.stat(Digest.of(LARGE)) is None
+        await put(store, LARGE)
+        assert copies(tmp_path) == set()
 
 
 class TestFills:
@@ -176,12 +164,17 @@ class TestFills:
         assert await asyncio.gather(*reads) == [LARGE] * 20
         assert proxy.count("GET", within=IN_S3) == before + 1
 
-    async def test_readers_follow_growing_file_after_one_leaves(self, opened, s3, proxy):
+    async def test_readers_follow_growing_file_after_others_leave_or_are_cancelled(
+        self, opened, s3, proxy
+    ):
         store = opened(s3)
         await put(store, LARGE)
         proxy.fault = S3Fault.PAUSE
 
+        cancelled = asyncio.create_task(read_blob(store, Digest.of(LARGE)))
+        await asyncio.sleep(0)
         leaving, *staying = [await store.open(Digest.of(LARGE)) for _ in range(3)]
+        cancelled.cancel()
         await leaving.close()
         firsts = [await anext(each.chunks(0, 1000)) for each in staying]  # half is not there yet
         proxy.resume.set()
@@ -203,19 +196,6 @@ class TestFills:
         assert copies(tmp_path) == set()
         assert list((tmp_path / "tier" / "tmp").iterdir()) == []
         assert await read(store, LARGE) == LARGE
-
-    async def test_cancelling_one_caller_does_not_cancel_the_others(self, opened, s3, proxy):
-        store = opened(s3)
-        await put(store, LARGE)
-        proxy.fault = S3Fault.PAUSE
-
-        first = asyncio.create_task(read_blob(store, Digest.of(LARGE)))
-        await asyncio.sleep(0)
-        second = asyncio.create_task(read_blob(store, Digest.of(LARGE)))
-        await asyncio.sleep(0)
-        first.cancel()
-        proxy.resume.set()
-        assert await second == LARGE
 
     @pytest.mark.parametrize("fault", [S3Fault.CUT, S3Fault.CUT_BY_RESET])
     async def test_interrupted_fill_leaves_no_copy(self, opened, s3, proxy, tmp_path, fault):
@@ -242,57 +222,24 @@ class TestFills:
         assert await read(store, LARGE) is None
 
 
-class TestDamage:
-    async def test_a_damaged_blob_never_looks_whole(self, opened, back, tmp_path):
-        store = opened(back)
-        await put(store, LARGE)
-        back.blobs[Digest.of(LARGE).sha256] = LARGE[:-1] + b"x"
+def test_damaged_blob_never_looks_whole_and_its_artifact_is_dropped_and_put_again(
+    tmp_path, moto, s3_credentials, connect
+):
+    bucket = moto.new_bucket()
+    settings = s3_settings(moto.url, bucket, tier_limit_bytes="1GiB")
+    with LiveServer(tmp_path, **settings) as server:
+        api = connect(server.url)
+        api.put(LARGE, 1)
+        (stored,) = moto.client.list_objects_v2(Bucket=bucket)["Contents"]
+        moto.client.put_object(Bucket=bucket, Key=stored["Key"], Body=LARGE[:-1] + b"x")
 
-        received = bytearray()
-        reader = await store.open(Digest.of(LARGE))
+        with pytest.raises(httpx.RemoteProtocolError):
+            api.get(1)
 
-        async def receive():
-            async for chunk in reader.chunks(0, len(LARGE)):
-                received.extend(chunk)
-
-        with pytest.raises(ShortBlobError):
-            await receive()
-        await reader.close()
-        assert len(received) < len(LARGE)
         assert copies(tmp_path) == set()
-        assert await read(store, LARGE) is None
-
-    async def test_blob_whose_reads_differ_is_never_reported_absent(self, opened, s3, proxy):
-        store = opened(s3)
-        await put(store, LARGE)
-        proxy.fault = S3Fault.FLIP
-
-        with pytest.raises(ShortBlobError):
-            await read(store, LARGE)
-        for _ in range(3):
-            with pytest.raises(ServerError, match="retry") as refusal:
-                await read(store, LARGE)
-            assert refusal.value.code is ErrorCode.UNAVAILABLE
-        proxy.fault = S3Fault.NONE
-        assert [await read(store, LARGE) for _ in range(2)] == [LARGE] * 2
-
-    def test_artifact_of_damaged_blob_is_dropped_and_can_be_put_again(
-        self, tmp_path, moto, s3_credentials, connect
-    ):
-        bucket = moto.new_bucket()
-        settings = s3_settings(moto.url, bucket, tier_limit_bytes="1GiB")
-        with LiveServer(tmp_path, **settings) as server:
-            api = connect(server.url)
-            api.put(LARGE, 1)
-            (stored,) = moto.client.list_objects_v2(Bucket=bucket)["Contents"]
-            moto.client.put_object(Bucket=bucket, Key=stored["Key"], Body=LARGE[:-1] + b"x")
-
-            with pytest.raises(httpx.RemoteProtocolError):
-                api.get(1)
-
-            assert api.get(1).status_code == 404
-            assert api.put(LARGE, 1).status_code == 201
-            assert api.get(1).content == LARGE
+        assert api.get(1).status_code == 404
+        assert api.put(LARGE, 1).status_code == 201
+        assert api.get(1).content == LARGE
 
 
 @pytest.mark.parametrize(
@@ -386,17 +333,6 @@ class TestBudget:
         assert copies(tmp_path) == set()
         assert store.bypassed_count == bypassed
 
-    async def test_open_copy_is_read_to_end_after_eviction(self, opened, back, tmp_path):
-        store = opened(back)
-        await put(store, LARGE)
-        await read(store, LARGE)
-
-        reader = await store.open(Digest.of(LARGE))
-        for path in (tmp_path / "tier" / "sha256").rglob("*"):
-            if path.is_file():
-                path.unlink()
-        assert await whole_of(reader) == LARGE
-
     async def test_reads_continue_after_tier_directory_vanishes(self, opened, back, tmp_path):
         store = opened(back)
         await put(store, LARGE)
@@ -406,39 +342,30 @@ class TestBudget:
         assert store.bypassed_count == 1
         (tmp_path / "elsewhere").rename(tmp_path / "tier")
 
-    def test_reads_continue_after_tier_disk_fills_up(self, tmp_path, shared, connect):
-        """The process may write files of 3 MB only: the kernel says "full" as a disk would."""
-        limited = (
-            "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000)); "
-            "from graphstash_server.__main__ import main; main()"
-        )
-        with ServerProcess(tmp_path / "whole", environment=shared) as server:
-            database = server.data_dir / "graphstash.sqlite3"
-            connect(server.url).put(LARGE, 1)
-        (tmp_path / "limited").mkdir()
-        database.rename(tmp_path / "limited" / database.name)
-        with ServerProcess(
-            tmp_path / "limited", command=(sys.executable, "-c", limited), environment=shared
-        ) as server:
-            answer = connect(server.url).get(1)
-            assert (answer.status_code, answer.content) == (200, LARGE)
-            assert copies(server.data_dir) == set()
+
+@pytest.fixture
+def settings(moto, proxy, s3_credentials):
+    """Of servers that have one bucket, behind the proxy."""
+    return s3_settings(proxy.url, moto.new_bucket(), tier_limit_bytes="1GiB")
 
 
 @pytest.fixture
-def shared(moto, proxy):
-    """The environment of server processes that have one bucket, behind the proxy."""
-    settings = s3_settings(proxy.url, moto.new_bucket(), tier_limit_bytes="1GiB")
+def environment(settings):
+    """The same for processes."""
     named = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
     return named | CREDENTIALS
 
 
 class TestProcesses:
-    def test_two_processes_share_one_directory(self, tmp_path, shared, proxy, connect):
+    """Servers that follow or join others are in this process: their starts are cheaper."""
+
+    def test_two_servers_share_one_directory(
+        self, *, tmp_path, settings, environment, proxy, connect
+    ):
         wholes = [LARGE + bytes([number]) for number in range(4)]
         with (
-            ServerProcess(tmp_path / "data", environment=shared) as one,
-            ServerProcess(tmp_path / "data", environment=shared) as other,
+            ServerProcess(tmp_path, environment=environment) as one,
+            LiveServer(tmp_path, **settings, log_level="error") as other,
         ):
             first, second = connect(one.url), connect(other.url)
             for number, blob in enumerate(wholes):
@@ -453,10 +380,10 @@ class TestProcesses:
             assert get(second) == wholes
 
     def test_a_kill_during_a_fill_leaves_nothing_that_is_served(
-        self, tmp_path, shared, proxy, connect
+        self, *, tmp_path, settings, environment, proxy, connect
     ):
-        temporary = tmp_path / "data" / "tier" / "tmp"
-        with ServerProcess(tmp_path / "data", environment=shared) as server:
+        temporary = tmp_path / "tier" / "tmp"
+        with ServerProcess(tmp_path, environment=environment) as server:
             api = connect(server.url)
             api.put(LARGE, 1)
             proxy.fault = S3Fault.PAUSE
@@ -465,9 +392,26 @@ class TestProcesses:
                 next(answer.iter_raw(1000))  # the fill is half-way
                 server.kill()
         assert len(list(temporary.iterdir())) == 1
-        assert copies(tmp_path / "data") == set()
+        assert copies(tmp_path) == set()
 
         proxy.fault = S3Fault.NONE
-        with ServerProcess(tmp_path / "data", environment=shared) as server:
+        with LiveServer(tmp_path, **settings, log_level="error") as server:
             assert list(temporary.iterdir()) == []
             assert connect(server.url).get(1).content == LARGE
+
+    def test_reads_continue_after_tier_disk_fills_up(
+        self, tmp_path, settings, environment, connect
+    ):
+        """The process may write files of 3 MB only: the kernel says "full" as a disk would."""
+        limited = (
+            "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000)); "
+            "from graphstash_server.__main__ import main; main()"
+        )
+        with LiveServer(tmp_path, **settings, log_level="error") as server:
+            connect(server.url).put(LARGE, 1)
+        with ServerProcess(
+            tmp_path, command=(sys.executable, "-c", limited), environment=environment
+        ) as server:
+            answer = connect(server.url).get(1)
+            assert (answer.status_code, answer.content) == (200, LARGE)
+            assert copies(tmp_path) == set()
