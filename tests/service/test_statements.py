@@ -25,7 +25,6 @@ from graphstash_server.db.reads import PostgresLane, SqliteLane
 from graphstash_server.db.sqlite import SqliteConnection, SqliteHere
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
-from graphstash_server.services.namespaces import PolicyService
 from support.services import ACTOR, OVERWRITE, FakeClock, key_of
 from support.statements import recorded
 
@@ -62,7 +61,7 @@ def read_in_threads(monkeypatch):
     monkeypatch.setattr(SqliteHere, "fetch", lambda *_: None)
 
 
-async def test_an_artifact_that_is_not_in_memory_costs_one_statement(opened):
+async def test_artifact_that_is_not_in_memory_costs_its_readers_one_statement(opened, monkeypatch):
     async with opened() as one, opened() as other:
         await one.put(b"blob", policy=ONCE)
         with recorded() as statements:
@@ -73,17 +72,14 @@ async def test_an_artifact_that_is_not_in_memory_costs_one_statement(opened):
             assert await other.get(1) is None
             assert len(statements) == 2
             assert await other.get() == b"blob"
-        assert len(statements) == 2
+            assert len(statements) == 2
 
-
-async def test_readers_of_one_key_share_a_statement(opened, monkeypatch):
-    read_in_threads(monkeypatch)
-    async with opened() as one, opened() as other:
-        await one.put(b"blob")
+        read_in_threads(monkeypatch)
+        await one.put(b"other", 2)
         with recorded() as statements:
-            found = await asyncio.gather(*(other.get() for _ in range(50)))
+            found = await asyncio.gather(*(other.get(2) for _ in range(50)))
             missed = await asyncio.gather(*(other.get(1) for _ in range(50)))
-        assert set(found) == {b"blob"}
+        assert set(found) == {b"other"}
         assert set(missed) == {None}
         assert len(statements) == 2
 
@@ -113,15 +109,6 @@ async def test_deleted_replaced_or_evicted_artifact_is_not_served_from_memory(op
         assert await server.get(2) == b"new"
         await server.context.evictor.shrink(None, goal_bytes=0, actor=ACTOR, reason="by this test")
         assert await server.get(2) is None  # though its blob is there
-
-
-async def test_cached_row_of_upload_equals_database(opened):
-    async with opened() as one, opened() as other:
-        await one.put(b"blob", seconds=2.5)
-        mine, stored = [
-            (await server.context.artifacts.open(key_of())).row for server in (one, other)
-        ]
-        assert mine == stored
 
 
 async def test_concurrent_uploads_share_statements(opened):
@@ -163,17 +150,17 @@ async def test_calls_take_few_statements_however_many_keys_they_name(opened):
         assert len(statements) == 1
 
         counts = []
-        await server.context.policies.limits()  # they are read every two seconds
         for named in (keys[:1], keys):
             with recorded() as statements:
                 entries, _ = await merge(TEAM, "job", named, writer="", actor=ACTOR)
             assert len(entries) == len(named)
-            counts.append(len(statements))
+            # Policies are read every two seconds.
+            counts.append(sum("FROM namespaces" not in each.sql for each in statements))
         assert counts[0] == counts[1]
 
 
-async def test_transaction_and_single_read_return_same_rows(opened):
-    async with opened() as server:
+async def test_upload_single_read_and_transaction_return_same_row(opened):
+    async with opened() as server, opened() as other:
         await server.put(b"blob", seconds=1.25)
         database = server.context.database
         alone = await find_artifact(database, key_of())
@@ -182,27 +169,29 @@ async def test_transaction_and_single_read_return_same_rows(opened):
         async with database.writing_in_steps() as steps:
             assert await steps.run(lambda each: find_stored(each, key_of())) == alone
         assert alone.created_at.utcoffset() == timedelta(0)
+        for each in (server, other):  # in memory since the upload, and from the database
+            assert (await each.context.artifacts.open(key_of())).row == alone
 
 
-async def test_a_failing_step_leaves_nothing_behind(opened):
+async def test_failing_step_leaves_nothing_behind(opened):
+    def add_many(connection):
+        return add_usage(connection, "team", UsageChange(hits=100))
+
+    async def fail(connection):
+        await add_many(connection)
+        raise LookupError("after a change")
+
+    async def write(step):
+        async with database.writing_in_steps() as steps:
+            await steps.run(step)
+            raise LookupError("between two steps")
+
     async with opened() as server:
         database = server.context.database
         await add_hit(database)
-
-        async def fail(connection):
-            await add_usage(connection, "team", UsageChange(hits=100))
-            raise LookupError("after a change")
-
-        async def fail_between():
-            async with database.writing_in_steps() as steps:
-                await steps.run(lambda each: add_usage(each, "team", UsageChange(hits=100)))
-                raise LookupError("between two steps")
-
-        with pytest.raises(LookupError):
-            async with database.writing_in_steps() as steps:
-                await steps.run(fail)
-        with pytest.raises(LookupError):
-            await fail_between()
+        for step in (fail, add_many):
+            with pytest.raises(LookupError):
+                await write(step)
         await add_hit(database)
         assert await hits(database) == 2
 
@@ -275,21 +264,15 @@ async def test_a_statement_whose_caller_is_cancelled_leaves_no_lock(tmp_path):
     del kept
     await database.close()
 
-
-def test_a_connection_may_be_closed_twice(tmp_path):
-    """Of a caller who is cancelled twice; its thread would go on for ever."""
     connection = sqlite3.connect(tmp_path / "db", factory=SqliteConnection)
     connection.execute("BEGIN")
-    connection.close()
-    connection.close()
+    for _ in range(2):  # of a caller who is cancelled twice; its thread would go on for ever
+        connection.close()
 
 
 async def test_after_a_slow_read_the_event_loop_leaves_the_disk_to_threads(tmp_path, monkeypatch):
     clock, blocks = FakeClock(), 0
     slow = SimpleNamespace(seconds=0.0, blocks=0)
-
-    def monotonic():
-        return clock().timestamp()
 
     def getrusage(_):
         return SimpleNamespace(ru_inblock=blocks)
@@ -300,7 +283,8 @@ async def test_after_a_slow_read_the_event_loop_leaves_the_disk_to_threads(tmp_p
         blocks += slow.blocks
         return 1
 
-    monkeypatch.setattr("graphstash_server.db.sqlite.time", SimpleNamespace(monotonic=monotonic))
+    time = SimpleNamespace(monotonic=clock.steady)
+    monkeypatch.setattr("graphstash_server.db.sqlite.time", time)
     monkeypatch.setattr("graphstash_server.db.sqlite.getrusage", getrusage)
     here = SqliteHere(make_url(f"sqlite+aiosqlite:///{tmp_path / 'db'}"))
     assert here.fetch("SELECT 1", ()) is None  # a thread opens it
@@ -340,39 +324,22 @@ async def hits(database):
 
 async def test_read_is_retried_after_connection_ends(postgres, opened, database_url, tmp_path):
     """A restarted database must not fail a request; one that is gone does."""
-    if not database_url.startswith("postgresql"):
-        database = Database(f"sqlite+aiosqlite:///{tmp_path / 'no' / 'where'}")
-        with pytest.raises(ServerError, match="retry"):
-            await find_artifact(database, key_of())
-        await database.close()
-        return
+    gone = Database(f"sqlite+aiosqlite:///{tmp_path / 'no' / 'where'}")
+    with pytest.raises(ServerError, match="retry"):
+        await find_artifact(gone, key_of())
+    await gone.close()
     async with opened() as server:
         database = server.context.database
         await server.put(b"blob")
         assert await find_artifact(database, key_of()) is not None
-        ended = await asyncio.to_thread(
-            postgres.execute,
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-            f"WHERE datname = '{database.url.database}' AND pid <> pg_backend_pid()",
-        )
-        assert ended
+        if database.is_postgresql:
+            ended = await asyncio.to_thread(
+                postgres.execute,
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                f"WHERE datname = '{database.url.database}' AND pid <> pg_backend_pid()",
+            )
+            assert ended
         assert await find_artifact(database, key_of()) is not None
-
-
-async def test_policy_change_by_server_with_late_clock_is_detected(opened):
-    """Nothing but the rows themselves says whether one has changed."""
-    now = [100.0]
-    async with opened() as one, opened() as other:
-        here = PolicyService(
-            database=one.context.database, clock=opened.clock, seconds=lambda: now[0]
-        )
-        there = other.context.policies
-        await there.put(TEAM, NamespacePolicy(anonymous_read=True), ACTOR)
-        assert (await here.of(TEAM)).anonymous_read
-        opened.clock.turn(-3600)
-        await there.put(TEAM, NamespacePolicy(), ACTOR)
-        now[0] += 2
-        assert not (await here.of(TEAM)).anonymous_read
 
 
 GOOD = {"kind": "jax", "device_type": "cpu", "fingerprint": "a" * 64}
