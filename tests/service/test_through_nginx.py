@@ -1,11 +1,14 @@
-"""Uploads, leases, refusals and the rest through nginx: as without it.
+"""Uploads, leases, refusals and the rest through nginx: as without it; and its own answers.
 
-Every test asks a real server directly and through a real nginx with the configuration of docker/,
-and compares.
+Most tests ask a real server directly and through a real nginx with the configuration of docker/,
+and compare.
 """
 
+import json
 import os
 import re
+import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -13,7 +16,8 @@ import pytest
 
 from graphstash_schema import Digest
 from graphstash_schema.protocol import MAX_WAIT_SECONDS
-from support.nginx import seen
+from support.nginx import Nginx, in_front_of, seen
+from support.ports import reserved_port
 from support.waiting import until, until_waiting
 from support.wire import Wire
 
@@ -92,23 +96,24 @@ def test_refusal_reaches_client_that_still_sends_its_body(nginx, api, problem):
     problem(answer, 413, "too_large")
 
 
-def test_an_upload_reaches_the_server_before_it_is_complete(nginx, api, files):
+def test_upload_reaches_the_server_before_it_is_complete_and_goes_with_its_client(
+    nginx, api, files, problem
+):
     """nginx stores nothing: the temporary file is the server's, and grows."""
     blob = os.urandom(4 * 1024**2)
-    half = len(blob) // 2
+    begun = {"digest": Digest.of(blob), "expect": "100-continue"}
     known = set(files())
-    digest = Digest.of(blob)
-    with began_put(nginx, api.path(), len(blob), digest=digest, body=blob[:half]) as wire:
-        until(lambda: set(files()) - known)
-        assert wire.ask(blob[half:]).status == 201
-
-
-def test_expect_100_continue_is_answered_and_the_upload_stored(nginx, api, through):
-    expect = {"expect": "100-continue"}
-    with began_put(nginx, api.path(), len(BLOB), digest=Digest.of(BLOB), **expect) as wire:
+    with began_put(nginx, api.path(), len(blob), **begun) as wire:
         assert wire.begin() == 100
-        assert wire.ask(BLOB).status == 201
-    assert through.get().content == BLOB
+        wire.send(blob[: len(blob) // 2])
+        until(lambda: set(files()) - known)
+    until(lambda: not set(files()) - known)
+    problem(api.get(), 404, "not_found")
+
+    with began_put(nginx, api.path(), len(blob), **begun) as wire:
+        assert wire.begin() == 100
+        assert wire.ask(blob).status == 201
+    assert api.get().content == blob
 
 
 def test_a_connection_can_be_reused_after_an_early_answer(api, through):
@@ -119,19 +124,8 @@ def test_a_connection_can_be_reused_after_an_early_answer(api, through):
         assert through.get(1).status_code == 404
 
 
-def test_upload_of_vanished_client_leaves_nothing(nginx, api, files, eventually, problem):
-    known = set(files())
-    begun = bytes(2 * 1024**2)  # there is a file from the first full chunk on
-    with began_put(nginx, api.path(), 3000000, digest=Digest.of(b""), body=begun):
-        eventually(lambda: bool(set(files()) - known))
-
-    eventually(lambda: not set(files()) - known)
-    problem(api.get(), 404, "not_found")
-
-
-def test_wait_for_lease_lasts_as_requested_or_until_release(api, through):
-    granted = through.acquire(ttl_seconds=60).json()
-
+def test_wait_for_lease_lasts_as_requested_or_until_release(nginx, api, through):
+    token = through.acquire(ttl_seconds=60).json()["token"]
     held = through.acquire(wait=1)
     assert held.status_code == 202
     assert held.headers["preference-applied"] == "wait=1"
@@ -141,29 +135,22 @@ def test_wait_for_lease_lasts_as_requested_or_until_release(api, through):
         waiting = pool.submit(through.acquire, wait=30)
         until_waiting(api.url)
         api.put(BLOB)
-        ended = through.http.delete(
-            api.lease_path() + "?outcome=published", headers={"Graphstash-Lease": granted["token"]}
-        )
+        assert through.release(token, "published").status_code == 204
         assert waiting.result().status_code == 200
-    assert ended.status_code == 204
+    (seconds,) = re.findall(r"proxy_read_timeout +([0-9]+)s;", nginx.configuration.read_text())
+    assert int(seconds) >= 2 * MAX_WAIT_SECONDS
 
 
-def test_waiter_that_hangs_up_is_removed(nginx, api, eventually):
-    def waiters():
-        return api.http.get("/v1/stats").json()["waiters"]
+def test_waiter_that_hangs_up_is_removed(nginx, api):
+    def are_waiting(count):
+        return lambda: api.http.get("/v1/stats").json()["waiters"] == count
 
     api.acquire(ttl_seconds=60)
     head = f"POST {api.lease_path()} HTTP/1.1\r\nHost: x\r\nPrefer: wait=60\r\n"
     with Wire(nginx.url) as wire:
         wire.send(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
-        eventually(lambda: waiters() == 1)
-
-    eventually(lambda: waiters() == 0)
-
-
-def test_nginx_waits_longer_than_the_longest_wait(nginx):
-    (seconds,) = re.findall(r"proxy_read_timeout +([0-9]+)s;", nginx.configuration.read_text())
-    assert int(seconds) >= 2 * MAX_WAIT_SECONDS
+        until(are_waiting(1))
+    until(are_waiting(0))
 
 
 CALLS = {
@@ -204,3 +191,96 @@ def test_form_of_page_behind_nginx_is_accepted(through):
 
     assert through.http.post("/sign-out", headers={"Origin": own}).status_code == 303
     assert through.http.post("/sign-out", headers={"Origin": other}).status_code == 403
+
+
+def test_refusals_of_nginx_are_problem_documents(through, api, problem):
+    problem(
+        through.http.post(f"/v1/{api.namespace}/artifacts:lookup", content=b" " * 9_000_000),
+        413,
+        "too_large",
+    )
+    problem(through.http.get("/", headers={"X-Long": "x" * 100_000}), 431, "headers_too_large")
+
+
+def test_metrics_are_not_reachable_through_nginx(through, api):
+    """It would answer with those of either server."""
+    assert "graphstash_hits_total" in api.http.get("/metrics").text  # the server itself gives them
+
+    with_body = ("Content-Length: 2", "", "{}"), ("Content-Length: 20000", "", "x" * 20000)
+    ways = ("/metrics", "/metrics?x=1", "//metrics", "/./metrics", "/%6Detrics", "/x/../metrics")
+    for path, more in (*((way, ("", "")) for way in ways), *(("/metrics", b) for b in with_body)):
+        head = "\r\n".join([f"GET {path} HTTP/1.1", "Host: a", "Connection: close", *more])
+        with Wire(through.url) as wire:
+            answer = wire.ask(head.encode())
+        assert (answer.status, answer.problem["code"]) == (404, "unknown_path"), path
+        assert b"graphstash_" not in answer.body
+
+
+def test_missing_servers_give_temporary_problem_document(tmp_path, problem, connect):
+    """What a caller wrote into the query and the headers is in neither log."""
+    nobody = f"127.0.0.1:{reserved_port()}"
+    variables = {"GRAPHSTASH_SERVER_1": nobody, "GRAPHSTASH_SERVER_2": nobody}
+    variables["GRAPHSTASH_BLOB_DIR"] = str(tmp_path)
+    with Nginx(tmp_path / "nginx", variables=variables) as lonely:
+        api = connect(lonely.url)
+        for answer in (api.get(), api.put(b"blob" * 100_000), api.acquire()):
+            assert problem(answer, 503, "unavailable")["retryable"] is True
+            assert answer.headers["retry-after"] == "1"
+        assert api.http.get("/nginx/healthz").status_code == 200
+        with Wire(lonely.url) as wire:
+            wire.send(b"GET /v1/stats?t=s3cret\xc2\x9b HTTP/1.1\r\nHost: s3cret\r\n\r\n")
+            assert wire.answer().problem["code"] == "unavailable"
+        lonely.close()
+
+        entries = [json.loads(line) for line in lonely.log.splitlines() if line.startswith("{")]
+        assert "/v1/stats" in {entry["path"] for entry in entries}
+        assert "s3cret" not in lonely.log
+
+
+def test_call_of_dying_server_is_passed_to_another(live_server, tmp_path, connect):
+    """It has the whole request when it goes, as one that is killed does."""
+    dying = socket.create_server(("127.0.0.1", 0))
+    asked = []
+
+    def die():
+        while True:
+            try:
+                connection, _ = dying.accept()
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(5)
+                said = b""
+                while b"ttl_seconds" not in said and (part := connection.recv(65536)):
+                    said += part
+                asked.append(said)
+
+    server = threading.Thread(target=die)
+    server.start()
+    try:
+        with in_front_of(
+            live_server,
+            tmp_path / "nginx",
+            GRAPHSTASH_SERVER_1=f"127.0.0.1:{dying.getsockname()[1]}",
+        ) as nginx:
+            api = connect(nginx.url, "dying")
+            assert {api.acquire(ttl_seconds=1).status_code for _ in range(6)} <= {200, 201, 202}
+    finally:
+        dying.shutdown(socket.SHUT_RDWR)
+        dying.close()
+        server.join(30)
+    assert asked
+
+
+def test_the_access_log_is_json_without_secrets(nginx, through, api):
+    token = through.acquire(ttl_seconds=60).json()["token"]
+    through.http.delete(
+        api.lease_path() + "?outcome=failed&token=hidden", headers={"Graphstash-Lease": token}
+    )
+    answer = through.http.get(api.path(), headers={"Authorization": "Bearer hidden-too"})
+    assert not nginx.has_sent(answer.headers["x-request-id"])
+
+    entries = [json.loads(line) for line in nginx.log.splitlines() if line.startswith("{")]
+    assert entries[-1].keys() >= {"time", "client", "method", "path", "status", "seconds", "server"}
+    for secret in (token, "hidden"):
+        assert secret not in nginx.log

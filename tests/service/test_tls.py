@@ -46,18 +46,6 @@ def server(files, tmp_path_factory):
         yield server
 
 
-def test_port_serves_https_to_clients_that_trust_the_authority(server, trusting):
-    answer = httpx.get(server.url + "/healthz", verify=trusting, trust_env=False)
-
-    assert server.url.startswith("https://")
-    assert answer.status_code == 200
-    assert answer.headers["strict-transport-security"] == "max-age=31536000"
-    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-        httpx.get(server.url + "/healthz", trust_env=False)
-    with pytest.raises(httpx.TransportError):
-        httpx.get(server.url.replace("https", "http") + "/healthz", trust_env=False)
-
-
 def test_only_the_secure_cookie_signs_a_browser_in(files, trusting, tmp_path):
     with LiveServer(tmp_path, **files, auth="tokens", insecure=False, log_level="error") as server:
         token = issue(load_settings(data_dir=tmp_path).database_url, "read:*").token
@@ -92,15 +80,21 @@ def test_nginx_forwards_that_the_browser_used_tls(files, trusting, guarded, tmp_
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")
-@pytest.mark.parametrize("version", ["TLSv1_1", "TLSv1_2", "TLSv1_3"])
-def test_current_tls_is_accepted_and_old_tls_refused(server, trusting, version):
-    trusting.minimum_version = ssl.TLSVersion[version]
-    trusting.maximum_version = ssl.TLSVersion[version]
+def test_port_serves_current_tls_to_clients_that_trust_the_authority(server, trusting):
     trusting.set_ciphers("ALL:@SECLEVEL=0")
+    for version in ("TLSv1_1", "TLSv1_2", "TLSv1_3"):
+        trusting.minimum_version = ssl.TLSVersion.TLSv1_1
+        trusting.maximum_version = ssl.TLSVersion[version]
+        with pytest.raises(httpx.ConnectError) if version == "TLSv1_1" else nullcontext():
+            answer = httpx.get(server.url + "/healthz", verify=trusting, trust_env=False)
+            assert answer.status_code == 200
+            assert answer.headers["strict-transport-security"] == "max-age=31536000"
 
-    with pytest.raises(httpx.ConnectError) if version == "TLSv1_1" else nullcontext():
-        answer = httpx.get(server.url + "/healthz", verify=trusting, trust_env=False)
-        assert answer.status_code == 200
+    assert server.url.startswith("https://")
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(server.url + "/healthz", trust_env=False)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(server.url.replace("https", "http") + "/healthz", trust_env=False)
 
 
 def test_only_client_with_certificate_of_the_authority_is_admitted(
@@ -123,53 +117,41 @@ def test_only_client_with_certificate_of_the_authority_is_admitted(
     assert answer.status_code == 200
 
 
-def test_workers_serve_https(files, trusting, tmp_path):
+def test_unusable_or_missing_file_is_named(files, tmp_path):
+    path = tmp_path / "wrong.pem"
+    for field, content in (
+        ("tls_cert_file", None),
+        ("tls_key_file", None),
+        *((field, b"nothing") for field in (*files, "tls_client_ca_file")),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        settings = load_settings(data_dir=tmp_path, **files | {field: path})
+        with pytest.raises(StartError, match="PEM") as refused:
+            tls_context(settings)
+        assert str(path) in str(refused.value)
+        with pytest.raises(StartError, match="GRAPHSTASH_TLS_CERT_FILE"):
+            load_settings(**{field: files["tls_cert_file"]})  # alone
+
+
+def test_workers_serve_https_and_a_key_with_a_password_is_refused_without_prompt(
+    authority, files, trusting, tmp_path
+):
     options = ("--workers", "2", "--min-free-bytes", "0")
-    with ServerProcess(tmp_path / "data", *options, environment=environment_of(files)) as server:
+    environment = {f"GRAPHSTASH_{name.upper()}": str(path) for name, path in files.items()}
+    with ServerProcess(tmp_path / "data", *options, environment=environment) as server:
         answers = [
             httpx.get(server.url + "/healthz", verify=trusting, trust_env=False) for _ in range(4)
         ]
-
     assert server.url.startswith("https://127.0.0.1:")
     assert {answer.status_code for answer in answers} == {200}
 
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("cert", None), ("cert", b"nothing"), ("key", None), ("key", b"nothing"), ("ca", b"nothing")],
-)
-def test_unusable_file_is_named(files, tmp_path, name, content):
-    path = tmp_path / "wrong.pem"
-    if content is not None:
-        path.write_bytes(content)
-    field = {"cert": "tls_cert_file", "key": "tls_key_file", "ca": "tls_client_ca_file"}[name]
-    settings = load_settings(data_dir=tmp_path, **files | {field: path})
-
-    with pytest.raises(StartError, match="PEM") as refused:
-        tls_context(settings)
-    assert str(path) in str(refused.value)
-
-
-def test_key_with_password_is_refused_at_start_without_prompt(authority, files, tmp_path):
     plain = authority.issue_cert("127.0.0.1").private_key_pem.bytes()
     locked = forms.load_pem_private_key(plain, None).private_bytes(
         forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.BestAvailableEncryption(b"secret")
     )
     (tmp_path / "key.pem").write_bytes(locked)
-    environment = environment_of(files | {"tls_key_file": tmp_path / "key.pem"})
-
+    environment["GRAPHSTASH_TLS_KEY_FILE"] = str(tmp_path / "key.pem")
     with pytest.raises(RuntimeError, match=r"exited with 1(.|\n)*password") as refused:
         ServerProcess(tmp_path / "data", environment=environment)
     assert "Traceback" not in str(refused.value)
-
-
-def environment_of(files):
-    return {f"GRAPHSTASH_{name.upper()}": str(path) for name, path in files.items()}
-
-
-@pytest.mark.parametrize(
-    "given", [["tls_cert_file"], ["tls_key_file"], ["tls_client_ca_file"]], ids="".join
-)
-def test_certificate_or_key_alone_is_refused(files, given):
-    with pytest.raises(StartError, match="GRAPHSTASH_TLS_CERT_FILE"):
-        load_settings(**dict.fromkeys(given, files["tls_cert_file"]))
