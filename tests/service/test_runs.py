@@ -3,7 +3,6 @@
 import asyncio
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
@@ -27,7 +26,7 @@ from graphstash_server.services.jobs import runs as service
 from graphstash_server.services.jobs.runs import RunService
 from support.services import key_of
 
-pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+pytestmark = pytest.mark.anyio
 
 TEAM = Namespace("team")
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -109,9 +108,10 @@ def test_a_run_is_the_sum_of_its_processes(reports):
     assert (missed.label, missed.cause) == ("jit(step)", "new program")
 
 
-def test_the_list_has_the_latest_first_and_no_misses(reports):
+def test_the_list_has_the_latest_first_and_a_report_replaces_that_of_its_process(reports):
+    label = "<script>alert('x')</script> \u202e'; DROP TABLE runs; --"
     for number in range(3):
-        reports.report(f"run-{number}", job=f"job-{number % 2}", misses=[miss(1)])
+        reports.report(f"run-{number}", job=f"job-{number % 2}", misses=[miss(1), miss(2)])
     reports.report("run-0", "another", job="job-0")
 
     assert reports.names() == ["run-0", "run-2", "run-1"]
@@ -121,8 +121,15 @@ def test_the_list_has_the_latest_first_and_no_misses(reports):
     listed = reports.http.get(reports.path).json()["runs"][0]
     assert (listed["misses"], listed["processes"]) == ([], 2)
 
+    told = [miss(1, label=label, cause=label)]
+    reports.report("run-1", counts=[counts(misses=1)], program=label, misses=told)
+    run = reports.get("run-1").json()
+    assert (run["processes"], run["counts"][0]["misses"], run["job"]) == (1, 1, None)
+    (only,) = run["misses"]
+    assert (run["program"], only["label"], only["cause"]) == (label,) * 3
 
-def test_malformed_query_report_or_name_is_refused(reports, problem):
+
+def test_malformed_or_oversized_report_name_or_query_is_refused(reports, problem):
     for query, code, named in (
         ({"limit": MAX_LISTED_RUNS + 1}, "invalid_request", "limit"),
         ({"job": "no job"}, "invalid_name", "job"),
@@ -148,20 +155,6 @@ def test_malformed_query_report_or_name_is_refused(reports, problem):
         assert reports.report("run", **change).status_code == 400, change
     assert reports.get("run").status_code == 404
 
-
-def test_report_replaces_earlier_one_of_its_process_and_labels_stay_text(reports):
-    label = "<script>alert('x')</script> \u202e'; DROP TABLE runs; --"
-    reports.report("run", counts=[counts(misses=5)], misses=[miss(1), miss(2)], job="old")
-    told = [miss(1, label=label, cause=label)]
-    reports.report("run", counts=[counts(misses=1)], program=label, misses=told)
-
-    run = reports.get("run").json()
-    assert (run["processes"], run["counts"][0]["misses"], run["job"]) == (1, 1, None)
-    (only,) = run["misses"]
-    assert (run["program"], only["label"], only["cause"]) == (label,) * 3
-
-
-def test_a_report_has_at_most_64_kib(reports, problem):
     full = {
         "counts": [counts("d" * 100 + str(n), misses=2**62) for n in range(MAX_RUN_COUNTS)],
         "misses": [miss(n, label="ü" * 128, cause="x" * 128) for n in range(MAX_RUN_MISSES)],
@@ -171,52 +164,40 @@ def test_a_report_has_at_most_64_kib(reports, problem):
     too_much = b" " * MAX_RUN_BYTES + b"{}"
     refused = reports.http.put(f"{reports.path}/run/0", content=too_much)
     assert problem(refused, 413, "too_large")["limit"] == MAX_RUN_BYTES
-
-
-def test_report_to_unused_namespace_is_not_stored(api, problem):
-    nowhere = Runs(api.http, f"{api.namespace}-nowhere")
+    nowhere = Runs(reports.http, f"{reports.namespace}-nowhere")
     problem(nowhere.report("run"), 404, "not_found", "nothing was ever stored")
     assert nowhere.names() == []
 
 
-def test_reports_are_served_to_readers_only(guarded, api):
+def test_reports_are_served_to_readers_and_a_run_is_changed_by_its_first_reporter(
+    guarded, api, problem
+):
     team, hidden = f"{api.namespace}-team", f"{api.namespace}-hidden"
     writer = guarded.http(guarded.token(f"write:{team}", f"write:{hidden}"))
     reader = guarded.http(guarded.token(f"read:{team}"))
     for where in (team, hidden):
-        _store(writer, where)
-        assert Runs(writer, where).report("run").status_code == 204
+        digest = {"Repr-Digest": Digest.of(b"blob").repr_digest}
+        assert writer.put(
+            key_of(0, where).artifact_path, content=b"blob", headers=digest
+        ).is_success
+        assert Runs(writer, where).report("run", counts=[counts(misses=1)]).status_code == 204
 
-    assert Runs(reader, team).report("mine").status_code == 204
-    assert set(Runs(reader, team).names()) == {"run", "mine"}
-    there = Runs(reader, hidden)
+    here, there = Runs(reader, team), Runs(reader, hidden)
+    assert here.report("mine").status_code == 204
+    assert set(here.names()) == {"run", "mine"}
     for answer in (there.report("mine"), there.get("run"), there.http.get(there.path)):
         assert answer.status_code == 404
-    seen, absent = (_without_id(there.get(name)) for name in ("run", "none"))
+    seen, absent = (
+        answer.text.replace(answer.headers["x-request-id"], "ID")
+        for answer in map(there.get, ("run", "none"))
+    )
     assert seen.replace("run", "none") == absent.replace("run", "none")
     assert Runs(guarded.http(), team).report("run").status_code == 401
 
-
-def test_run_belongs_to_its_first_reporter(guarded, api, problem):
-    team = f"{api.namespace}-team"
-    writer, reader = (guarded.http(guarded.token(f"{scope}:{team}")) for scope in ("write", "read"))
-    _store(writer, team)
-    Runs(writer, team).report("run", "0", counts=[counts(misses=1)])
-
     for process in ("0", "1"):
-        answer = Runs(reader, team).report("run", process, counts=[counts(misses=99)])
+        answer = here.report("run", process, counts=[counts(misses=99)])
         problem(answer, 409, "conflict", "another caller")
-    assert Runs(writer, team).get("run").json()["counts"][0]["misses"] == 1
-
-
-def _store(client, where):
-    digest = {"Repr-Digest": Digest.of(b"blob").repr_digest}
-    answer = client.put(key_of(0, where).artifact_path, content=b"blob", headers=digest)
-    assert answer.status_code == 201, answer.text
-
-
-def _without_id(answer):
-    return answer.text.replace(answer.headers["x-request-id"], "ID")
+    assert here.get("run").json()["counts"][0]["misses"] == 1
 
 
 class Bounded:
@@ -255,6 +236,7 @@ def bounded(opened):
     return make
 
 
+@pytest.mark.sql
 async def test_beyond_its_limit_a_caller_loses_its_own_oldest_runs(bounded):
     async with bounded(max_reports=8) as server:
         await server.server.put(b"blob", namespace="other")
@@ -268,6 +250,16 @@ async def test_beyond_its_limit_a_caller_loses_its_own_oldest_runs(bounded):
         assert await server.of("other") == ["theirs"]
 
 
+async def test_all_reports_of_a_run_are_dropped_together(bounded):
+    """A run that lost some of its processes would report too little."""
+    async with bounded(max_reports=10) as server:
+        for run in ("old", "new"):
+            for process in range(6):
+                await server.report(run, str(process))
+        assert await server.of() == ["new"] * 6
+
+
+@pytest.mark.sql
 async def test_full_namespace_drops_oldest_report_of_largest_caller(bounded):
     """A reader who floods it pushes out nobody who has fewer runs."""
     async with bounded(max_reports=16) as server:
@@ -279,6 +271,7 @@ async def test_full_namespace_drops_oldest_report_of_largest_caller(bounded):
         assert len(await server.of()) <= 16
 
 
+@pytest.mark.sql
 async def test_bytes_of_reports_are_bounded(bounded):
     async with bounded(max_bytes=100_000) as server:
         told = [miss(n, label="x" * 128) for n in range(MAX_RUN_MISSES)]
@@ -289,15 +282,6 @@ async def test_bytes_of_reports_are_bounded(bounded):
             text = await connection.scalar(sa.select(sa.func.sum(sa.func.length(runs.c.misses))))
         assert 50_000 < text < kept <= 100_000
         assert (await server.of())[-1] == "r19"
-
-
-async def test_all_reports_of_a_run_are_dropped_together(bounded):
-    """A run that lost some of its processes would report too little."""
-    async with bounded(max_reports=10) as server:
-        for run in ("old", "new"):
-            for process in range(6):
-                await server.report(run, str(process))
-        assert await server.of() == ["new"] * 6
 
 
 async def test_processes_of_a_run_and_listed_reports_are_bounded(bounded, monkeypatch):
@@ -343,19 +327,8 @@ async def test_kinds_of_a_later_release_are_left_out(bounded):
         assert (run.counts, run.misses, run.processes) == ((), (), 1)
 
 
-async def test_old_reports_are_dropped(bounded):
-    async with bounded() as server:
-        maintenance = server.server.context.maintenance
-        await server.report("run")
-        server.clock.now += RUNS_KEPT
-        await maintenance.run_once()
-        assert await server.of() == ["run"]
-        server.clock.now += timedelta(hours=1)  # when the chore is due again
-        await maintenance.run_once()
-        assert await server.of() == []
-
-
-async def test_server_clock_orders_runs_and_future_runs_are_refused(bounded):
+@pytest.mark.sql
+async def test_server_clock_orders_and_drops_runs_and_future_runs_are_refused(bounded):
     """Pages sort runs by their beginning: a run of the future would stay at the top."""
     async with bounded() as server:
         await server.report("early", started_at="2026-01-02T00:00:00Z")
@@ -372,14 +345,20 @@ async def test_server_clock_orders_runs_and_future_runs_are_refused(bounded):
         await server.report("run", started_at=str(begins))  # a second later
         assert (await server.of())[-1] == "run"
 
+        maintenance = server.server.context.maintenance
+        server.clock.now += RUNS_KEPT - timedelta(seconds=3)
+        await maintenance.run_once()
+        assert len(await server.of()) == 3
+        server.clock.now += timedelta(hours=1)  # when the chore is due again
+        await maintenance.run_once()
+        assert await server.of() == []
 
+
+@pytest.mark.sql
 async def test_processes_that_end_together_are_all_in_the_run(opened):
     async with opened() as one, opened() as other:
         await one.put(b"blob")
-        clock = SimpleNamespace(turn=lambda _: None)
         both = [Bounded(server, opened.clock) for server in (one, other)]
-        for each in both:
-            each.clock = clock
         await asyncio.gather(*(both[n % 2].report("run", str(n)) for n in range(40)))
         run = await one.context.runs.find(TEAM, RunName("run"))
         assert run.processes == 40
