@@ -89,6 +89,9 @@ class Collector:
             if span.name == name and wanted.items() <= span.attributes.items()
         ]
 
+    def of_path(self, name: str, path: str) -> list[ReceivedSpan]:
+        return [span for span in self.named(name) if span.attributes.get("url.path") == path]
+
     def with_id(self, wanted: str) -> list[ReceivedSpan]:
         """The span of an id, when it has come."""
         return [span for span in tuple(self.spans) if span.id == wanted]
