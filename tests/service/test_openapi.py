@@ -106,19 +106,11 @@ def test_every_answer_is_declared(asked, label):
     _ask(OPERATIONS[label], url, headers)
 
 
-def test_every_call_is_tested():
-    asked = {label.split(" ", 1)[1] for label in OPERATIONS}
-
-    assert asked == set(DOCUMENT["paths"])
-    assert len(OPERATIONS) == sum(len(methods) for methods in DOCUMENT["paths"].values())
-
-
-@pytest.mark.parametrize("lacking", ["404", "400"])
-def test_undeclared_answer_is_detected(live_server, lacking):
+def test_undeclared_answer_is_detected(live_server):
     """Or the test above could not fail."""
     path = "/v1/{namespace}/manifests/{name}"
     document = copy.deepcopy(DOCUMENT)
-    del document["paths"][path]["get"]["responses"][lacking]
+    del document["paths"][path]["get"]["responses"]["404"]
     operation = schemathesis.openapi.from_dict(document)[path]["GET"]
 
     with pytest.raises((FailureGroup, UndefinedStatusCode), match="status code"):

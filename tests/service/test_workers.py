@@ -1,6 +1,5 @@
 """Several workers on one port, as real processes: killed, restarted one by one, stopped."""
 
-import http.client
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from graphstash import CacheError, ClientConfig, Stash
@@ -20,6 +20,7 @@ from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
 from support.ports import reserved_port
 from support.tiers import most_extended
 from support.waiting import PATIENT, until
+from support.wire import Wire
 
 LARGE = bytes(range(256)) * 200_000  # 50 MB: more than the sockets of both sides hold
 
@@ -59,12 +60,9 @@ def is_listening(server) -> bool:
 
 def asked(server, path: str = "/healthz") -> str:
     """What a new connection is answered; of which worker, nobody can say."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    with closing(connection):
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        assert answer.status == 200
-        return answer.read().decode()
+    answer = httpx.get(f"{server.url}{path}", timeout=60, trust_env=False)
+    assert answer.status_code == 200
+    return answer.text
 
 
 def serving(server) -> int:
@@ -78,37 +76,29 @@ def replaced(server, old: set[int]):
 
 
 class Load:
-    """Threads that put, get and look up with the client library until they are told to stop.
+    """Threads that put, get and look up with the client library; the end of the context ends them.
 
     Attributes:
         errors: whatever the library raised, one per failed operation.
         rounds: how many times each thread has done everything.
     """
 
-    def __init__(self, server, directory: Path, *, threads: int = 4) -> None:
+    def __init__(self, url: str, directory: Path, threads: int = 4) -> None:
         self.errors: list[CacheError] = []
         self.rounds = [0] * threads
         self._stopped = threading.Event()
-        settings = {"url": server.url, "local_limit": "0", **PATIENT}
-        self._stashes = [
-            Stash(ClientConfig.load({}, cache_dir=directory / f"client-{number}", **settings))
-            for number in range(threads)
-        ]
-        self._threads = [
-            threading.Thread(target=self._run, args=(number,)) for number in range(threads)
-        ]
+        self._url, self._directory = url, directory
 
     def __enter__(self):
-        for thread in self._threads:
-            thread.start()
+        self._pool = ThreadPoolExecutor(len(self.rounds))
+        self._work = [self._pool.submit(self._run, each) for each in range(len(self.rounds))]
         return self
 
     def __exit__(self, *_):
         self._stopped.set()
-        for thread in self._threads:
-            thread.join()
-        for stash in self._stashes:
-            stash.close()
+        self._pool.shutdown()
+        for work in self._work:
+            work.result()
 
     def has_gone_on(self):
         """Holds when every thread has done everything twice more."""
@@ -116,20 +106,22 @@ class Load:
         return lambda: all(now >= then + 2 for now, then in zip(self.rounds, before, strict=True))
 
     def _run(self, number: int) -> None:
-        stash = self._stashes[number]
-        while not self._stopped.is_set():
-            name = f"{number << 32 | self.rounds[number]:064x}"
-            key = ArtifactKey.parse("jax", "cpu-x86_64-0123456789abcdef", name)
-            payload = name.encode() * 500
-            metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(payload))
-            try:
-                stash.put(key, payload, metadata)
-                stash.forget(key)
-                assert stash.get(key) == payload
-                assert len(stash.server.lookup([key]).found) == 1
-            except CacheError as error:
-                self.errors.append(error)
-            self.rounds[number] += 1
+        settings = {"url": self._url, "local_limit": "0", **PATIENT}
+        cache_dir = self._directory / f"client-{number}"
+        with closing(Stash(ClientConfig.load({}, cache_dir=cache_dir, **settings))) as stash:
+            while not self._stopped.is_set():
+                name = f"{number << 32 | self.rounds[number]:064x}"
+                key = ArtifactKey.parse("jax", "cpu-x86_64-0123456789abcdef", name)
+                payload = name.encode() * 500
+                metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(payload))
+                try:
+                    stash.put(key, payload, metadata)
+                    stash.forget(key)
+                    assert stash.get(key) == payload
+                    assert len(stash.server.lookup([key]).found) == 1
+                except CacheError as error:
+                    self.errors.append(error)
+                self.rounds[number] += 1
 
 
 def test_workers_share_one_port_and_stuck_worker_is_killed_at_shutdown(start):
@@ -153,30 +145,31 @@ def test_workers_share_one_port_and_stuck_worker_is_killed_at_shutdown(start):
     assert "Traceback" not in server.log
 
 
-def test_a_killed_worker_is_replaced_and_only_its_own_requests_fail(start, tmp_path, eventually):
+def test_rolling_restart_fails_no_request_and_a_killed_worker_only_its_own(
+    start, tmp_path, eventually
+):
     server = start("--workers", "2")
-    old = server.workers
-
-    with Load(server, tmp_path) as load:
+    with Load(server.url, tmp_path) as load:
+        first = server.workers
         eventually(load.has_gone_on())
+        server.process.send_signal(signal.SIGHUP)
+        eventually(replaced(server, first))
+        eventually(load.has_gone_on())
+        assert load.errors == []
+
+        old = server.workers
         for worker in old:
             count = serving(server)
             server.kill_worker(worker)
             eventually(lambda count=count: serving(server) > count)
         eventually(load.has_gone_on())
-    assert len(load.errors) <= 2 * len(load.rounds), (
-        load.errors
-    )  # two kills, one call of each thread under way
+    # Two kills, and one call of each thread under way.
+    assert len(load.errors) <= 2 * len(load.rounds), load.errors
     assert len(server.workers - old) == 2
     assert all(f"worker {worker} was killed by SIGKILL" in server.log for worker in old)
 
-
-def test_workers_end_with_a_parent_that_was_killed(start, eventually):
-    server = start("--workers", "2", "--port", str(reserved_port()))
     workers = server.workers
-
-    server.kill()
-
+    server.kill()  # the parent
     eventually(lambda: not any(map(is_alive, workers)))
     assert server.log.count("its parent process is gone") == 2
     socket.create_server(("127.0.0.1", server.port)).close()  # the port is free
@@ -195,19 +188,18 @@ def end_workers(server, eventually):
     eventually(lambda: len(server.workers - old) == 1 and serving(server) == 3)
 
 
-ENDS = [("1", end_server), ("2", end_server), ("2", end_workers)]
+ENDS = [end_server, end_workers]
 
 
-def exit_code(server, end=None) -> int:
+def exit_code(server, end) -> int:
     if end is not end_server:  # a second signal may meet a process that handles none any more
         server.process.terminate()
     return server.process.wait(30)
 
 
-@pytest.mark.parametrize("ends", most_extended(ENDS, quick=ENDS[::2]))
-def test_long_download_completes_before_shutdown(start, connect, eventually, ends):
-    workers, end = ends
-    server = start("--workers", workers)
+@pytest.mark.parametrize("end", most_extended(ENDS, quick=[end_workers]))
+def test_long_download_completes_before_shutdown(start, connect, eventually, end):
+    server = start("--workers", "2")
     api = connect(server.url)
     api.put(LARGE)
     with api.http.stream("GET", api.path()) as answer:
@@ -220,10 +212,9 @@ def test_long_download_completes_before_shutdown(start, connect, eventually, end
     assert exit_code(server, end) == 0
 
 
-@pytest.mark.parametrize("ends", most_extended(ENDS, quick=ENDS[1:2]))
-def test_long_upload_completes_before_shutdown(start, connect, eventually, ends):
-    workers, end = ends
-    server = start("--workers", workers)
+@pytest.mark.parametrize("end", most_extended(ENDS, quick=[end_server]))
+def test_long_upload_completes_before_shutdown(start, connect, eventually, end):
+    server = start("--workers", "2")
     api = connect(server.url)
 
     def halves():
@@ -238,54 +229,49 @@ def test_long_upload_completes_before_shutdown(start, connect, eventually, ends)
     assert exit_code(server, end) == 0
 
 
-def test_shutdown_answers_lease_waiters_and_keeps_granted_leases(start, connect, eventually):
-    server = start("--workers", "2", **patient(3600))
+def test_shutdown_answers_lease_waiters_and_a_second_interrupt_waits_for_nothing(
+    start, connect, eventually
+):
+    server = start("--workers", "2", **patient(3600))  # an hour, for requests under way
     token = connect(server.url).acquire(holder="a", ttl_seconds=300).json()["token"]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(connect(server.url).acquire, holder="b", ttl_seconds=300, wait=60)
         eventually(lambda: json.loads(asked(server, "/v1/stats"))["waiters"] == 1)
-
-        assert server.stop() == 0  # it would wait an hour for a request under way
-
+        assert server.stop() == 0
         assert waiting.result().status_code == 202
-    again = connect(start("--workers", "2").url)
-    renewed = again.http.put(
-        again.lease_path(),
-        json={"holder": "a", "ttl_seconds": 300},
-        headers={"Graphstash-Lease": token},
-    )
-    assert renewed.status_code == 200
+
+    server = start("--workers", "2", **patient(3600))
+    workers, api = server.workers, connect(server.url)
+    assert api.renew(token, holder="a", ttl_seconds=300).status_code == 200
+    api.put(LARGE)
+    with api.http.stream("GET", api.path()) as answer:
+        next(answer.iter_raw(65536))
+        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: not is_listening(server))
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 0
+    assert not any(map(is_alive, workers))
 
 
-def test_new_connection_is_answered_before_shutdown(start, eventually):
+def test_download_and_new_connection_are_served_before_shutdown(start, connect, eventually):
     server = start()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    api = connect(server.url)
+    api.put(LARGE)
+    with (
+        Wire(server.url) as wire,
+        api.http.stream("GET", api.path()) as download,
+    ):
+        chunks = download.iter_raw(65536)
+        received = next(chunks)
         # Connections are accepted in order: a later one that is answered shows that this one is.
         assert "ok" in asked(server)
-        server.process.terminate()
-        eventually(lambda: not is_listening(server))
-        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        answer = b""
-        while chunk := connection.recv(65536):
-            answer += chunk
+        end_server(server, eventually)
+        answer = wire.ask(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        received += b"".join(chunks)
 
-    assert answer.startswith(b"HTTP/1.1 200")
-    assert b"connection: close" in answer
+    assert (answer.status, answer.headers["connection"]) == (200, "close")
+    assert received == LARGE
     assert server.process.wait(30) == 0
-
-
-def test_a_rolling_restart_under_load_fails_no_request(start, tmp_path, eventually):
-    server = start("--workers", "2")
-
-    with Load(server, tmp_path) as load:
-        old = server.workers
-        eventually(load.has_gone_on())
-        server.process.send_signal(signal.SIGHUP)
-        eventually(replaced(server, old))
-        eventually(load.has_gone_on())
-
-    assert load.errors == []
-    assert server.stop() == 0
 
 
 def test_worker_that_cannot_start_is_retried_and_stops_a_rolling_restart(start, eventually):
@@ -328,22 +314,6 @@ def test_a_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, pro
         "graphstash: error: the server did not start; the reason is above\n"
     )
     assert said.stdout == ""
-
-
-def test_second_interrupt_ends_server_at_once(start, connect, eventually):
-    server = start("--workers", "2", **patient(3600))
-    workers = server.workers
-    api = connect(server.url)
-    api.put(LARGE)
-    with api.http.stream("GET", api.path()) as answer:
-        next(answer.iter_raw(65536))
-        server.process.send_signal(signal.SIGINT)
-        eventually(lambda: not is_listening(server))
-        server.process.send_signal(signal.SIGINT)
-
-        assert server.process.wait(30) == 0
-
-    assert not any(map(is_alive, workers))
 
 
 @pytest.mark.extended
