@@ -1,5 +1,6 @@
 """Packs against a real server: what small programs are found by, and what becomes of bad ones."""
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -114,6 +115,12 @@ def test_run_that_loses_a_pack_number_takes_the_next(jobs, monkeypatch):
     assert jobs("c").build((0, 1)) == {0, 1}
 
 
+def pack(sizes, payloads):
+    """A pack whose table states these sizes."""
+    table = json.dumps([(str(key(number)), size) for number, size in enumerate(sizes)]).encode()
+    return len(table).to_bytes(4) + table + payloads
+
+
 def test_slow_program_is_looked_up_alone_from_then_on(jobs, monkeypatch):
     monkeypatch.setattr(module, "MAX_PACKED_SECONDS", -1.0)
     first, other = jobs("a"), jobs("b")
@@ -135,6 +142,10 @@ def test_slow_program_is_looked_up_alone_from_then_on(jobs, monkeypatch):
         b'\0\0\0\x09[["a",1]]',
         b"\0\0\0\x07[[1,2]]",
         b"\0\0\0\6[1,2]\n",
+        b"\0\0\x40\0" + b"[" * 0x4000,
+        pack([*[1000, -1000] * 1000, 1000], b"x" * 1000),
+        pack([1.0], b"x"),
+        pack([2**20 + 1], b"x" * (2**20 + 1)),
     ],
 )
 def test_noise_in_a_sound_pack_is_counted_and_programs_travel_alone(jobs, noise):

@@ -126,6 +126,7 @@ def test_number_of_files_in_archive_is_limited():
         ({"k.cubin": b""}, "missing"),
         ({"k.ptx": b"\xff"}, "not text"),
         ({"k.json": b"{"}, "not JSON"),
+        ({"k.json": b"[" * 100_000}, "not JSON"),
         ({"k.json": b"[]"}, "names no kernel"),
         ({"k.json": b'{"name": "k"}'}, "names no target"),
         (kernel(target={**TARGET, "backend": "cpu"}), "not shared"),

@@ -30,7 +30,7 @@ from graphstash._artifacts.standing import RECHECK_SECONDS
 from graphstash._compile.cache import CompileCache, FetchedPack, PackOutcome
 from graphstash._compile.request import CompileRequest
 from graphstash.errors import CacheError, Reason
-from graphstash_schema import ArtifactKey, InvalidValueError
+from graphstash_schema import ArtifactKey
 
 __all__ = ["MAX_PACKED_SECONDS", "Packs"]
 
@@ -266,11 +266,13 @@ def _unpack(pack: FetchedPack, payload: bytes) -> dict[ArtifactKey, _Entry]:
         for name, size in table:
             key, part = ArtifactKey.parse(*name.split("/")), None
             if size is not None:
+                if not 0 <= size <= _MAX_ENTRY_BYTES:  # else entries may overlap without end
+                    raise ValueError(f"an entry of {size} bytes; at most {_MAX_ENTRY_BYTES}")
                 start, part = start + size, payload[start : start + size]
             entries[key] = _Entry(
                 part, pack.compile_seconds / len(table), pack.source, is_fetched=True
             )
-    except (struct.error, AttributeError, TypeError, ValueError, InvalidValueError) as error:
+    except (struct.error, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a pack: {error}") from None
     if start != len(payload):
         raise ValueError(f"a pack of {len(payload)} bytes whose table names {start}")

@@ -220,7 +220,7 @@ class _FallbacksOnly(Counters):
 
 
 def _read_names(payload: Path) -> list[str]:
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         names = json.loads(payload.read_bytes())
         if isinstance(names, list):
             named = [name for name in names if isinstance(name, str) and name.isdigit()]

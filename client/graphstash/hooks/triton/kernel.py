@@ -120,7 +120,7 @@ def _check(group: str, children: Mapping[str, bytes], *, key: str) -> None:
 def _metadata(content: bytes) -> dict[str, Any]:
     try:
         metadata = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise KernelError(f"the description is not JSON: {error}") from None
     if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
         raise KernelError("the description names no kernel")
