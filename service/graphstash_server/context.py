@@ -177,6 +177,7 @@ class ProcessContext:
             blobs=blobs,
             plausible_clock=plausible,
             unknown_blobs=counters.host.unknown_blobs,
+            store_budget=budgets.store,
         )
         self.space = SpaceService(
             budgets=budgets,

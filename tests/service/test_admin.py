@@ -16,6 +16,7 @@ from graphstash_server import __version__
 from graphstash_server.app import create_app
 from graphstash_server.services import metrics
 from graphstash_server.services.metrics import HealthService
+from graphstash_server.services.namespaces import Budget
 from graphstash_server.settings import Settings
 from graphstash_server.shared_text import SharedText
 from graphstash_server.storage.disk import DiskBlobStore
@@ -30,7 +31,7 @@ def test_health_and_readiness_name_their_parts_and_leave_no_blob(api, files):
 
     assert (health.status_code, health.json()) == (200, {"status": "ok", "version": __version__})
     assert ready.status_code == 200
-    parts = ("database", "blob_store", "locks", "clock", "unknown_blobs")
+    parts = ("database", "blob_store", "locks", "clock", "unknown_blobs", "store_limit")
     assert ready.json() == {"status": "ready"} | dict.fromkeys(parts, "ok")
     assert ready.headers["cache-control"] == "no-store"
     assert files() == before
@@ -58,6 +59,7 @@ async def test_probe_is_shared_and_of_hanging_disk_reported(opened, tmp_path, mo
             blobs=store,
             plausible_clock=server.context.plausible_clock,
             unknown_blobs=SharedText(),
+            store_budget=Budget(None, None),
             new_probe=new_probe,
         )
         together = await asyncio.gather(*(health.check() for _ in range(50)))

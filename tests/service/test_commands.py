@@ -61,18 +61,21 @@ def test_gc_evicts_what_its_dry_run_prints(api, monkeypatch, files_in):
     assert "0 problems found" in run(fsck, "--deep")
     monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "25000")
 
-    printed = run(gc, "--dry-run")
+    for doubtful in (run(gc, "--dry-run"), run(gc)):
+        assert "the store has more than twice its limit" in doubtful
+    assert len(files_in()) == 5
+    printed = run(gc, "--dry-run", "--evict-now")
     assert printed.count("over the soft limit") == 3
     assert api.path(0) in printed
     assert "3 artifacts would be evicted (29.3 KiB)" in printed
     assert len(files_in()) == 5
 
-    records = lines(run(gc, "-n", "--json"))
+    records = lines(run(gc, "-n", "--json", "--evict-now"))
     assert [record["artifact"] for record in records] == [api.path(number) for number in range(3)]
     assert records[1]["compile_seconds"] == 2.0
     assert {record["reason"] for record in records} == {"over the soft limit"}
 
-    assert "3 artifacts evicted; 3 blobs deleted" in run(gc)
+    assert "3 artifacts evicted; 3 blobs deleted" in run(gc, "--evict-now")
     assert len(files_in()) == 2
 
 
@@ -153,15 +156,15 @@ def test_a_job_is_pinned_and_unpinned(api, monkeypatch):
     assert "1 artifact of the job gpt: pinned for 30d" in run(
         pin, "gpt", "--namespace", "team", "--for", "30d"
     )
-    assert "2 artifacts evicted" in run(gc)
-    assert "0 artifacts evicted" in run(gc)
+    assert "2 artifacts evicted" in run(gc, "--evict-now")
+    assert "0 artifacts evicted" in run(gc, "--evict-now")
     told = json.loads(run(pin, "gpt", "--namespace", "team", "--json"))
     assert (told["job"], told["artifacts"], told["pinned_until"][:4]) == ("gpt", 1, "9999")
     assert "no longer pinned" in run(unpin, "gpt", "--namespace", "team")
     told = json.loads(run(unpin, "gpt", "--namespace", "team", "--json"))
     assert told == {"job": "gpt", "artifacts": 1, "pinned_until": None}
     monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "9000")
-    assert "1 artifact evicted" in run(gc)
+    assert "1 artifact evicted" in run(gc, "--evict-now")
     assert "the job nobody has no manifest" in run(pin, "nobody", status=1)
     assert "Nobody!" in run(pin, "x", "--namespace", "Nobody!", status=2)
 

@@ -64,7 +64,7 @@ class Store(ServiceClient):
         return len(found.artifacts)
 
     async def evict(self):
-        return await self.context.evictor.run(actor=Actor.server())
+        return await self.context.evictor.run(actor=Actor.server(), is_confirmed=True)
 
     async def evictions(self):
         """Artifact, reason and actor of each eviction in the audit log, oldest first."""
@@ -175,17 +175,17 @@ async def test_looked_up_artifact_is_evicted_last_for_some_time(opened):
 
 
 async def test_a_job_is_pinned_by_its_manifest(opened):
-    async with opened(soft_limit_bytes=10_000) as store:
+    async with opened() as store, opened(soft_limit_bytes=1) as tight:
         await store.fill(4)
         job, keys = ManifestName("gpt"), [key_of(0), key_of(1)]
         await store.context.manifests.merge(TEAM, job, keys, writer="", actor=ACTOR)
         until = store.clock.now + timedelta(days=30)
         assert await store.context.pins.pin(TEAM, job, until=until) == 2
-        await store.evict()
+        await tight.evict()
         assert await store.kept(4) == [0, 1]
 
         assert await store.context.pins.unpin(TEAM, job) == 2
-        await store.evict()
+        await tight.evict()
         assert await store.kept(4) == []
 
 
@@ -268,7 +268,7 @@ async def test_artifacts_unused_for_retain_days_are_deleted(opened):
         assert logged == sorted(evicted((0, 2, 3), "retention", by=Actor.server()))
 
         await collect_garbage(
-            GarbageWanted(False, timedelta(days=9), None, None, store.clock.now),
+            GarbageWanted(False, False, timedelta(days=9), None, None, store.clock.now),
             actor=Actor.local(),
             maintenance=store.context.maintenance,
             found=lambda _: None,
@@ -409,12 +409,49 @@ async def test_a_dry_run_names_what_a_run_evicts(opened):
         store.context.evictor.is_needed.clear()
     async with opened(soft_limit_bytes=60_000, namespace_limits={"ci": 30_000}) as store:
         await store.fill(9)
-        planned = {candidate.key async for candidate in store.context.evictor.plan()}
+        plan = store.context.evictor.plan(is_confirmed=True)
+        planned = {candidate.key async for candidate in plan}
         before = {key_of(n, ns) for ns in ("ci", "team") for n in await store.kept(9, ns)}
         await store.evict()
         after = {key_of(n, ns) for ns in ("ci", "team") for n in await store.kept(9, ns)}
         assert planned == before - after
         assert len(planned) > 5
+
+
+@pytest.mark.parametrize(
+    ("limit", "where"),
+    [
+        ({"store_limit_bytes": 200}, "the store has more than twice its limit"),
+        ({"soft_limit_bytes": 200}, "the store has more than twice its limit"),
+        ({"namespace_limits": {"te*": 200}}, "the namespace team has 30000 bytes"),
+    ],
+)
+async def test_limit_far_below_what_is_stored_waits_for_a_word_of_the_operator(
+    opened, limit, where, caplog
+):
+    """200 bytes where GiB were meant must not empty the store."""
+    async with opened() as store:
+        await store.fill(3)
+        used = (await store.used()).size_bytes
+    where = where.replace("30000", str(used))
+    async with opened(**limit) as store:
+        assert await store.context.evictor.run(actor=Actor.server()) == 0
+        assert [each async for each in store.context.evictor.plan()] == []
+        assert await store.kept(3) == [0, 1, 2]
+        (doubt,) = store.context.evictor.doubts
+        assert where in doubt
+        assert doubt in caplog.text
+        with pytest.raises(NoSpaceError, match=f"{where}.*gc --evict-now"):
+            await store.add(3)
+        readiness = await store.context.health.check()
+        assert readiness.is_ready
+        assert (readiness.store_limit == "ok") == ("namespace_limits" in limit)
+        async for each in store.context.evictor.plan(is_confirmed=True):
+            assert each.key in {key_of(number) for number in range(3)}
+        assert await store.evict() == 3
+        assert store.context.evictor.doubts == []
+    async with opened() as store:
+        await store.add(3)
 
 
 async def test_a_failing_database_ends_a_round_and_not_the_maintenance(opened, caplog):
@@ -560,8 +597,8 @@ async def test_a_database_beside_an_empty_store_is_not_served(opened):
 async def test_claim_that_expired_in_the_queue_is_not_used(opened):
     """A page is claimed at once, and the store is slow: the last one's claim has ended by then."""
     async with opened(soft_limit_bytes=1) as one, opened() as two:
-        await one.add(0)
-        await one.add(1)
+        await two.add(0)
+        await two.add(1)
         await one.evict()
         order = sorted(range(2), key=lambda number: Digest.of(one.blob(number, 10_000)).sha256)
         go_on, under_way = await one.begin_deletion()
@@ -576,11 +613,11 @@ async def test_look_ups_protect_up_to_a_number_of_artifacts(opened, monkeypatch)
     """Of one caller, and of one namespace."""
     monkeypatch.setattr(service, "_MAX_PROTECTED_OF_CALLER", 3)
     monkeypatch.setattr(service, "_MAX_PROTECTED", 5)
-    async with opened(soft_limit_bytes=1) as store:
+    async with opened() as store, opened(soft_limit_bytes=1) as tight:
         await store.fill(10)
         for caller, numbers in (("one", range(6)), ("one", range(6)), ("two", range(6, 10))):
             assert await store.look_up(*numbers, caller=caller) == len(numbers)
-        await store.evict()
+        await tight.evict()
         kept = await store.kept(10)
         assert (len(kept), sum(number < 6 for number in kept)) == (5, 3)
 

@@ -252,6 +252,13 @@ def _pack(entries: Mapping[ArtifactKey, _Entry]) -> bytes:
     return b"".join((struct.pack(">I", len(head)), head, *payloads))
 
 
+def _entry_bytes(size: int) -> int:
+    """Return a size from the table of a pack. Negative ones would let entries overlap."""
+    if not 0 <= size <= _MAX_ENTRY_BYTES:
+        raise ValueError(f"an entry of {size} bytes; at most {_MAX_ENTRY_BYTES}")
+    return size
+
+
 def _unpack(pack: FetchedPack, payload: bytes) -> dict[ArtifactKey, _Entry]:
     """Return the entries of a pack.
 
@@ -266,9 +273,8 @@ def _unpack(pack: FetchedPack, payload: bytes) -> dict[ArtifactKey, _Entry]:
         for name, size in table:
             key, part = ArtifactKey.parse(*name.split("/")), None
             if size is not None:
-                if not 0 <= size <= _MAX_ENTRY_BYTES:  # else entries may overlap without end
-                    raise ValueError(f"an entry of {size} bytes; at most {_MAX_ENTRY_BYTES}")
-                start, part = start + size, payload[start : start + size]
+                end = start + _entry_bytes(size)
+                start, part = end, payload[start:end]
             entries[key] = _Entry(
                 part, pack.compile_seconds / len(table), pack.source, is_fetched=True
             )

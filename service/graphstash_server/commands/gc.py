@@ -27,6 +27,12 @@ def gc(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "-n", help="Say what would go, and change nothing.")
     ] = False,
+    evict_now: Annotated[
+        bool,
+        typer.Option(
+            "--evict-now", help="Evict even for a limit of less than half of what is stored."
+        ),
+    ] = False,
     unused_for: Annotated[
         str | None, typer.Option(help="Evict artifacts not used for this long, e.g. 90d, 12h.")
     ] = None,
@@ -70,11 +76,13 @@ def gc(
         blobs_before = context.plausible_clock() - orphan_age
         with Console(stderr=True).status("collecting garbage"):
             totals = await collect_garbage(
-                GarbageWanted(dry_run, age, toolchain, namespace, blobs_before),
+                GarbageWanted(dry_run, evict_now, age, toolchain, namespace, blobs_before),
                 actor=Actor.local(),
                 maintenance=context.maintenance,
                 found=found,
             )
+        for doubt in context.evictor.doubts:
+            typer.echo(doubt, err=True)
         if as_json:
             return
         evicted = plural(totals.evicted, "artifact")

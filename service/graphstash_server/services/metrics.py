@@ -56,6 +56,8 @@ class Readiness(NamedTuple):
         clock: whether the servers may delete by age. Otherwise they only keep more than usual.
         unknown_blobs: whether the servers delete blobs without an artifact, as of the last
             comparison on this host. Otherwise they keep them.
+        store_limit: whether the servers evict for the store's limit. If it is doubtful, they keep
+            all artifacts and refuse uploads.
     """
 
     database: str
@@ -63,6 +65,7 @@ class Readiness(NamedTuple):
     locks: str
     clock: str
     unknown_blobs: str
+    store_limit: str
 
     @property
     def is_ready(self) -> bool:
@@ -78,12 +81,14 @@ class HealthService:
     blobs: BlobStore
     plausible_clock: PlausibleClock
     unknown_blobs: SharedText
+    store_budget: Budget
     new_probe: Callable[[], bytes] = lambda: b"graphstash probe " + secrets.token_bytes(16)
 
     def __post_init__(self) -> None:
         self._checking: asyncio.Task[Readiness] | None = None
         self._probing: dict[str, asyncio.Task[str]] = {}
         self._ready_at = float("-inf")
+        self._stored_bytes = 0
         self.last: Readiness | None = None
 
     async def check(self) -> Readiness:
@@ -106,6 +111,7 @@ class HealthService:
             ),
             self.plausible_clock.state,
             self.unknown_blobs.get() or _OK,
+            self.store_budget.doubt(None, self._stored_bytes) or _OK,
         )
         self.last = readiness
         if readiness.is_ready:
@@ -129,7 +135,8 @@ class HealthService:
 
     async def _ask_database(self) -> str:
         async with self.database.reading() as connection:
-            await stored_bytes(connection)  # unlike SELECT 1, this needs the file and the tables
+            # Unlike SELECT 1, this needs the file and the tables.
+            self._stored_bytes = await stored_bytes(connection)
         return _OK
 
     async def _ask_for_waiting(self) -> str:

@@ -195,6 +195,9 @@ class Allocator:
             pending = await pending_bytes(connection)
         if store.is_passed_softly(stored) or budget.is_passed_softly(own):
             self.evictor.is_needed.set()
+        for limit, name, used in (budget, where, own - own_taken), (store, None, stored - taken):
+            if doubt := limit.doubt(name, used):
+                raise NoSpaceError(doubt)
         found = []
         if budget.hard_bytes is not None and own + ahead_bytes > budget.hard_bytes:
             refusal = _refusal(allocation, f"the namespace {where}", own, budget.hard_bytes)

@@ -46,7 +46,12 @@ _PAGE = 200
 
 @dataclass(kw_only=True, eq=False)
 class Evictor:
-    """Evict artifacts. `is_needed` is set when an upload exceeds a soft limit."""
+    """Evict artifacts.
+
+    Attributes:
+        is_needed: set when an upload exceeds a soft limit.
+        doubts: limits for which the last `run` or `plan` evicted nothing, and why.
+    """
 
     database: Database
     budgets: Budgets
@@ -57,12 +62,19 @@ class Evictor:
 
     def __post_init__(self) -> None:
         self.is_needed = asyncio.Event()
+        self.doubts: Sequence[str] = ()
 
-    async def run(self, *, actor: Actor) -> int:
-        """Evict until no soft limit is exceeded. Return the number of artifacts."""
+    async def run(self, *, actor: Actor, is_confirmed: bool = False) -> int:
+        """Evict until no soft limit is exceeded. Return the number of artifacts.
+
+        Args:
+            actor: caller for the audit log.
+            is_confirmed: whether an operator has confirmed doubtful limits (`Budget.doubt`).
+                Otherwise, nothing is evicted for them.
+        """
         self.is_needed.clear()
         evicted = 0
-        for namespace, goal_bytes in await self._passed():
+        for namespace, goal_bytes in await self._passed(is_confirmed=is_confirmed):
             evicted += await self.shrink(
                 namespace, goal_bytes=goal_bytes, actor=actor, reason=OVER_SOFT_LIMIT
             )
@@ -70,11 +82,11 @@ class Evictor:
             _LOGGER.info("evicted %d artifacts", evicted)
         return evicted
 
-    async def plan(self) -> AsyncIterator[Candidate]:
+    async def plan(self, *, is_confirmed: bool = False) -> AsyncIterator[Candidate]:
         """Yield what `run` would evict now: first for the namespaces, then for the store."""
         freed_bytes = 0
         last: dict[str, Candidate] = {}
-        for namespace, goal_bytes in await self._passed():
+        for namespace, goal_bytes in await self._passed(is_confirmed=is_confirmed):
             async with self.database.reading() as connection:
                 excess = await stored_bytes(connection, namespace) - goal_bytes
             if namespace is None:
@@ -111,18 +123,22 @@ class Evictor:
             evicted += len(gone)
         return evicted
 
-    async def _passed(self) -> list[tuple[str | None, int]]:
+    async def _passed(self, *, is_confirmed: bool) -> list[tuple[str | None, int]]:
         """Return namespaces above their soft limit (None: the store), with the size to reach."""
         limits = await self.policies.limits()
         sizes: dict[str | None, int] = dict(map(tuple, await list_stored(self.database)))
         budgets = {name: self.budgets.of(name or "", limits) for name in sizes}
         budgets[None] = self.budgets.store  # last, because evictions in namespaces shrink it
         sizes[None] = sum(sizes.values())
-        return [
-            (name, budget.goal_bytes or 0)
-            for name, budget in budgets.items()
-            if budget.is_passed_softly(sizes[name])
-        ]
+        passed = {name: of for name, of in budgets.items() if of.is_passed_softly(sizes[name])}
+        doubts = {
+            name: None if is_confirmed else of.doubt(name, sizes[name])
+            for name, of in passed.items()
+        }
+        self.doubts = [doubt for doubt in doubts.values() if doubt]
+        for doubt in self.doubts:
+            _LOGGER.warning("%s", doubt)
+        return [(name, of.goal_bytes or 0) for name, of in passed.items() if not doubts[name]]
 
     async def shrink(
         self,

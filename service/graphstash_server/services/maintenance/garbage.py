@@ -14,9 +14,12 @@ __all__ = ["Chosen", "GarbageTotals", "GarbageWanted", "collect_garbage"]
 
 
 class GarbageWanted(NamedTuple):
-    """What to collect in addition to artifacts over a limit or past their retention."""
+    """What to collect in addition to artifacts over a limit or past their retention.
+    `is_confirmed` also evicts for a limit of less than half of what is stored.
+    """
 
     is_dry_run: bool
+    is_confirmed: bool
     unused_for: timedelta | None
     toolchain: str | None
     namespace: str | None
@@ -61,7 +64,7 @@ async def collect_garbage(
         if not wanted.is_dry_run:
             await evictor.evict(page, actor=actor, reason=reason)
     if not wanted.is_dry_run:
-        totals.evicted += await evictor.run(actor=actor)
+        totals.evicted += await evictor.run(actor=actor, is_confirmed=wanted.is_confirmed)
         totals.deleted += await collector.collect_marked()
     async for each in reconciler.compare(blobs_before=wanted.blobs_before):
         if not wanted.is_dry_run and not await reconciler.remove(each):
@@ -94,5 +97,5 @@ async def _chosen(
     async for page in maintenance.retired():
         yield "retention", page
     if wanted.is_dry_run:
-        async for candidate in maintenance.evictor.plan():
+        async for candidate in maintenance.evictor.plan(is_confirmed=wanted.is_confirmed):
             yield OVER_SOFT_LIMIT, [candidate]
