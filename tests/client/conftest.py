@@ -6,6 +6,7 @@ The client runs alone and against a real server.
 
 import itertools
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from graphstash import ClientConfig, Stash
 from graphstash._cli.main import app
 from support.signing import Team
-from support.waiting import PATIENT, PATIENT_VARIABLES
+from support.waiting import PATIENT, variables_of
 
 _runs = itertools.count()
 
@@ -43,10 +44,18 @@ def next_job(config):
 
 
 @pytest.fixture
-def hosts(config):
-    """Makes stashes that stand for different hosts of one team."""
+def start(config):
+    """Starts a job of a kind on a host of the team; it ends with the test."""
     with ExitStack() as stack:
-        yield lambda name="host", **settings: stack.enter_context(Stash(config(name, **settings)))
+        yield lambda kind, host="host", **settings: stack.enter_context(
+            kind(config(host, **settings))
+        )
+
+
+@pytest.fixture
+def hosts(start):
+    """Makes stashes that stand for different hosts of one team."""
+    return partial(start, Stash)
 
 
 @pytest.fixture
@@ -60,14 +69,8 @@ def command(config):
     """Runs a command on a host, in this process."""
 
     def run(*arguments, host="reader", status=0, **settings):
-        chosen = config(host)
-        variables = {
-            "GRAPHSTASH_URL": chosen.url,
-            "GRAPHSTASH_NAMESPACE": chosen.namespace,
-            "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
-            **PATIENT_VARIABLES,
-            **{f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()},
-        }
+        variables = variables_of(config(host))
+        variables |= {f"GRAPHSTASH_{name.upper()}": str(settings[name]) for name in settings}
         result = CliRunner().invoke(app, list(map(str, arguments)), env=variables)
         assert result.exit_code == status, result.output
         return result

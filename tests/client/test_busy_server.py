@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,7 @@ from support.host import Host, key
 from support.wire import Wire
 
 CONNECTIONS = 3
-GRAPHS = 20
+GRAPHS = 6
 HALF_A_REQUEST = b"GET /healthz HTTP/1.1\r\nHo"
 
 
@@ -22,9 +23,8 @@ def server(tmp_path):
 
 
 @pytest.fixture
-def host(config):
-    with ExitStack() as stack:
-        yield lambda name, **settings: stack.enter_context(Host(config(name, **settings)))
+def host(start):
+    return partial(start, Host)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def stored(host):
 
 
 def test_more_jobs_than_connections_compile_nothing_that_is_stored(host, stored):
-    jobs = [host(f"job{number}") for number in range(8 * CONNECTIONS)]
+    jobs = [host(f"job{number}") for number in range(4 * CONNECTIONS)]
 
     def read_all(job):
         for number in range(GRAPHS):

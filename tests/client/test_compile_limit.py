@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from graphstash._process import run_end
 from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseState
 from support.processes import graphstash, python
-from support.waiting import PATIENT_VARIABLES, until
+from support.waiting import until, variables_of
 
 BUILD = """
 import os, sys, time
@@ -46,13 +46,8 @@ _DEAF = ("sh", "-c", 'exec "$0" "$1" 2> /dev/full', sys.executable)
 
 
 @pytest.fixture
-def settings(server, namespace, tmp_path):
-    return {
-        "GRAPHSTASH_URL": server.url,
-        "GRAPHSTASH_NAMESPACE": namespace,
-        "GRAPHSTASH_CACHE_DIR": str(tmp_path / "tier"),
-        **PATIENT_VARIABLES,
-    }
+def settings(config):
+    return variables_of(config())
 
 
 @pytest.fixture
@@ -65,19 +60,6 @@ def run(settings, tmp_path):
         return graphstash("run", *options, "--", *command, script, **settings | variables)
 
     return run
-
-
-@contextmanager
-def started(settings, code, *options):
-    """A process under `graphstash run`, killed at the end, and the first line that it prints."""
-    command = [sys.executable, "-m", "graphstash", "run", *options, "--", sys.executable, "-c"]
-    environment = os.environ | settings
-    process = subprocess.Popen([*command, code], env=environment, stdout=subprocess.PIPE, text=True)
-    with process:
-        try:
-            yield process, process.stdout.readline().strip()
-        finally:
-            process.kill()
 
 
 def test_job_that_would_compile_ends_first_with_reason(run, hosts):
@@ -104,10 +86,12 @@ def test_job_gets_default_signal_handling(run):
     assert outcome.stdout == "y\ny\n0\n"
 
 
-def test_a_job_that_finds_everything_runs_to_its_end(run, hosts):
+def test_a_job_that_finds_everything_or_compiles_within_the_limit_runs_to_its_end(run, hosts):
     hosts("publisher").put(KEY, b"x", ArtifactMetadata(compile_seconds=1, raw_size_bytes=1))
     outcome = run("build(1)\nprint('trained')\nsys.exit(3)", "--fail-on-miss")
     assert (outcome.stdout, outcome.returncode) == ("trained\n", 3)
+    code = "build(2)\nturn(1000)\nbuild(3)\nprint('trained')"  # training does not count
+    assert run(code, "--max-compile-seconds", "500").stdout.endswith("trained\n")
 
 
 def test_fallback_ends_job_with_another_status(run):
@@ -169,11 +153,6 @@ else:
     assert "and the limit is 500 s" in outcome.stderr
 
 
-def test_training_between_compilations_does_not_count(run):
-    code = "build(1)\nturn(1000)\nbuild(2)\nprint('trained')"
-    assert run(code, "--max-compile-seconds", "500").stdout.endswith("trained\n")
-
-
 def test_a_compilation_that_does_not_end_is_ended_and_those_before_are_published(run, hosts):
     outcome = run("build(1)\nbuild(2, sleep=1000)", "--max-compile-seconds", "1")
     assert outcome.returncode == 86
@@ -198,52 +177,51 @@ is_ending.wait()
     assert python(BUILD + code, **settings).returncode == 86
 
 
-def test_supervisor_returns_status_and_signal_of_its_command(settings):
-    code = "import time; print('ready', flush=True); time.sleep(1000)"
-    with started(settings, code, "--fail-on-miss") as (process, line):
-        assert line == "ready"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == -signal.SIGTERM
+def test_command_ends_with_its_supervisor_and_inherits_files_and_signal_masks(settings):
+    """As without a limit, where `graphstash run` becomes the command."""
+    code = """
+import os, signal, time
+os.write(3, b"written ")
+print(signal.pthread_sigmask(0, ()), os.getpid(), flush=True)
+time.sleep(1000)
+"""
+    for options, end in (("--fail-on-miss", signal.SIGTERM), ("--max-compile-seconds=9", 9)):
+        command = ["-m", "graphstash", "run", options, "--", sys.executable, "-c", code]
+        with subprocess.Popen(
+            ["bash", "-c", 'exec "$@" 3>&2', "bash", sys.executable, *command],
+            env=os.environ | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            mask, child = process.stdout.readline().split()
+            try:
+                assert (mask, int(child) != process.pid) == ("set()", True)
+                process.send_signal(end)
+                assert process.wait(60) == -end
+                until(lambda: not is_running(child))  # noqa: B023 - awaited at once
+                assert process.stderr.read() == "written "
+            finally:
+                process.kill()
+                with suppress(ProcessLookupError):
+                    os.kill(int(child), signal.SIGKILL)
 
 
-def test_a_command_does_not_outlive_graphstash_run_without_its_limit(settings):
-    """As without a limit, where the command is what is killed."""
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
-    with started(settings, code, "--max-compile-seconds", "9") as (process, line):
-        child = int(line)
-        try:
-            assert child != process.pid
-            process.kill()
-            until(lambda: not is_running(child))
-        finally:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("value", ["", "0"])
-def test_run_without_limit_replaces_itself_by_the_command(settings, value):
-    settings = settings | {"GRAPHSTASH_FAIL_ON_MISS": value}
-    with started(settings, "import os; print(os.getpid())") as (process, line):
-        assert line == str(process.pid)
+def test_run_without_limit_replaces_itself_by_the_command(settings):
+    command = [sys.executable, "-m", "graphstash", "run", "--", sys.executable, "-c"]
+    process = subprocess.Popen(
+        [*command, "import os; print(os.getpid())"],
+        env=os.environ | settings | {"GRAPHSTASH_FAIL_ON_MISS": "0"},
+        stdout=subprocess.PIPE,
+    )
+    told, _ = process.communicate(timeout=60)
+    assert int(told) == process.pid
 
 
 def test_status_of_immediately_ending_command_is_returned():
     this_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    for _ in range(50):
+    for _ in range(20):
         child = run_end._start("/bin/false", ["false"], os.environ, signal_mask=this_mask)
         _, status = os.waitpid(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
         assert child.returncode == 1
-
-
-def test_supervised_command_inherits_files_and_signal_masks(settings):
-    code = "import os, signal; os.write(3, b'written'); print(signal.pthread_sigmask(0, ()))"
-    command = ["-m", "graphstash", "run", "--fail-on-miss", "--", sys.executable, "-c", code]
-    outcome = subprocess.run(
-        ["bash", "-c", 'exec "$@" 3>&2', "bash", sys.executable, *command],
-        env=os.environ | settings,
-        capture_output=True,
-        check=True,
-        text=True,
-    )
-    assert (outcome.stdout, outcome.stderr) == ("set()\n", "written")

@@ -5,7 +5,7 @@ import io
 import os
 import random
 import tempfile
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,8 @@ GRAPH = random.Random(0).randbytes(3 * MIB)
 
 
 @pytest.fixture
-def hosts(config):
-    with ExitStack() as stack:
-        yield lambda name, **settings: stack.enter_context(Host(config(name, **settings)))
+def hosts(start):
+    return partial(start, Host)
 
 
 @pytest.fixture
@@ -49,34 +48,25 @@ def published(hosts):
     assert publisher.stats.published == 1
 
 
-@pytest.fixture
-def only_memory(published, monkeypatch, tmp_path):
-    """The directory for temporary files is of no use either."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-
-
-@pytest.fixture
-def small_directory(published, monkeypatch):
-    """The directory for temporary files has less room than is written already."""
+@pytest.fixture(params=["directory", "small directory", "memory"])
+def elsewhere(request, monkeypatch, tmp_path):
+    """Where what does not fit goes on: a directory for temporary files, or only memory."""
+    if request.param == "memory":
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
 
     class Small(io.FileIO):
+        """It has less room than is written already."""
+
         def write(self, data):
             room = 100_000 - self.tell()
             if room <= 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return super().write(memoryview(data)[:room])
 
-    monkeypatch.setattr(
-        spill, "_in_temporary_directory", lambda: Small(tempfile.mkstemp()[0], "r+b")
-    )
-
-
-@pytest.fixture(params=["directory", "small directory", "memory"])
-def elsewhere(request):
-    """Where what does not fit goes on."""
-    if request.param != "directory":
-        names = {"small directory": "small_directory", "memory": "only_memory"}
-        request.getfixturevalue(names[request.param])
+    if request.param == "small directory":
+        monkeypatch.setattr(
+            spill, "_in_temporary_directory", lambda: Small(tempfile.mkstemp()[0], "r+b")
+        )
 
 
 @pytest.mark.usefixtures("published", "elsewhere")
@@ -91,8 +81,9 @@ def test_a_full_disk_turns_no_hit_into_a_compilation(hosts, disk):
     assert list((disk / "tier" / "tmp").iterdir()) == []
 
 
-@pytest.mark.usefixtures("only_memory")
-def test_artifact_too_large_for_memory_is_compiled(hosts, disk, monkeypatch):
+@pytest.mark.usefixtures("published")
+def test_artifact_too_large_for_memory_is_compiled(hosts, disk, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     monkeypatch.setattr(spill, "_MAX_MEMORY_BYTES", 2 * MIB)
     reader = hosts("full", cache_dir=disk / "tier")
     reader.result = GRAPH
@@ -115,15 +106,12 @@ def test_full_disk_does_not_prevent_publishing(hosts, disk, caplog):
     assert reader.compiles == 0
 
 
-def unusable(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("")
-    return {"a pseudo file system": Path("/proc/graphstash"), "a file": file}
-
-
 @pytest.mark.parametrize("kind", ["a pseudo file system", "a file"])
 def test_unusable_cache_directory_is_logged_once_and_counted(hosts, tmp_path, kind, caplog):
-    place = unusable(tmp_path)[kind]
+    place = Path("/proc/graphstash")
+    if kind == "a file":
+        place = tmp_path / "file"
+        place.touch()
     publisher, reader = hosts("a"), hosts("b", cache_dir=place)
     publisher.build(key())
     assert publisher.stats.published == 1

@@ -1,7 +1,11 @@
 """Packs against a real server: what small programs are found by, and what becomes of bad ones."""
 
 import json
-from contextlib import ExitStack
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,6 @@ from graphstash.testing import FakeServer
 from graphstash_schema import ArtifactMetadata
 from support.host import Host, key, request
 from support.offline import unplugged
-from support.processes import python
 from support.waiting import until
 
 
@@ -51,50 +54,41 @@ def _programs_are_quick(monkeypatch):
 
 
 @pytest.fixture
-def jobs(config):
-    with ExitStack() as stack:
-        yield lambda name, **settings: stack.enter_context(Job(config(name, **settings)))
+def jobs(start):
+    return partial(start, Job)
 
 
-def test_another_host_gets_a_hundred_programs_with_one_download(jobs, server, namespace):
+def test_another_host_gets_a_hundred_programs_with_one_download_and_then_its_disk(
+    jobs, server, namespace
+):
     first, other = jobs("a"), jobs("b")
     assert first.build(range(100)) == set()
     assert first.end().published == 100
-    assert server.stats(namespace)["artifacts"] == 1
     assert other.build(range(100)) == set(range(100))
     stats = other.end()
     assert (stats.hits_server, stats.misses, stats.published) == (100, 0, 0)
     assert stats.fallbacks == {}
     assert server.stats(namespace)["artifacts"] == 1
-
-
-def test_the_same_host_gets_them_without_a_server(jobs):
-    first = jobs("a")
-    first.build(range(3))
-    first.end()
-    assert first.publisher.drain(20)
-    again = jobs("a", url=unplugged(first.stash.config.cache_dir, first.stash.config.url))
-    assert again.build(range(3)) == {0, 1, 2}
-    assert again.end().hits_host == 3
+    config = other.stash.config
+    again = jobs("b", url=unplugged(config.cache_dir, config.url))
+    assert again.build(range(100)) == set(range(100))
+    assert again.end().hits_host == 100
     assert again.fallbacks == {}
 
 
-def test_programs_of_later_run_go_into_the_next_pack(jobs, server, namespace):
-    for host, numbers in (("a", (0, 1)), ("b", (0, 1, 2, 3))):
-        job = jobs(host)
-        job.build(numbers)
-        assert job.end().published == 2
-    assert server.stats(namespace)["artifacts"] == 2
-    assert jobs("c").build((3, 2, 1, 0)) == {0, 1, 2, 3}
-
-
-def test_of_two_runs_at_once_the_second_adds_what_the_first_lacks(jobs, server, namespace):
+def test_run_at_the_same_time_or_later_adds_what_the_first_lacks_as_the_next_pack(
+    jobs, server, namespace
+):
     a, b = jobs("a"), jobs("b")
     assert a.build((0, 1)) == b.build((1, 2)) == set()
     assert a.end().published == 2
     assert b.end().published == 1
-    assert a.fallbacks == b.fallbacks == {}
-    assert jobs("c").build((0, 1, 2)) == {0, 1, 2}
+    later = jobs("c")
+    assert later.build((0, 1, 2, 3)) == {0, 1, 2}
+    assert later.end().published == 1
+    assert a.fallbacks == b.fallbacks == later.fallbacks == {}
+    assert server.stats(namespace)["artifacts"] == 3
+    assert jobs("d").build((3, 2, 1, 0)) == {0, 1, 2, 3}
 
 
 def test_run_that_loses_a_pack_number_takes_the_next(jobs, monkeypatch):
@@ -121,18 +115,20 @@ def pack(sizes, payloads):
     return len(table).to_bytes(4) + table + payloads
 
 
-def test_slow_program_is_looked_up_alone_from_then_on(jobs, monkeypatch):
+def test_slow_program_or_one_on_the_disk_is_looked_up_alone_from_then_on(jobs, monkeypatch):
     monkeypatch.setattr(module, "MAX_PACKED_SECONDS", -1.0)
     first, other = jobs("a"), jobs("b")
     assert first.packs.get(key(0)) is None
     assert not first.packs.is_alone(key(0))
-    seconds = first.packs.put(key(0), b"slow")
-    assert seconds is not None
+    assert first.packs.put(key(0), b"slow") is not None
     assert first.packs.is_alone(key(0))
     assert first.end().published == 0  # the hook publishes it
+    first.stash.put(key(1), b"here", ArtifactMetadata(compile_seconds=1, raw_size_bytes=4))
     assert other.packs.get(key(0)) is None
-    assert other.packs.is_alone(key(0))
-    assert not other.packs.is_alone(key(1))
+    assert [job.packs.is_alone(key(n)) for job in (other, first) for n in (0, 1)] == [
+        *(True, False),
+        *(True, True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -196,62 +192,50 @@ def test_full_chain_accepts_no_pack(jobs, monkeypatch):
     assert other.packs.is_alone(key(1))
 
 
-def test_a_long_job_publishes_before_it_ends(jobs, monkeypatch, server, namespace):
-    monkeypatch.setattr(module, "_FLUSH_SECONDS", 0.05)
-    jobs("a").build((0,))
+@pytest.mark.parametrize(("limit", "value"), [("_FLUSH_SECONDS", 0.05), ("_MAX_ENTRIES", 2)])
+def test_a_long_job_publishes_in_time_or_a_pack_that_is_large_enough(
+    jobs, monkeypatch, server, namespace, limit, value
+):
+    monkeypatch.setattr(module, limit, value)
+    jobs("a").build((0, 1))
     until(lambda: server.stats(namespace)["artifacts"] == 1)
-
-
-def test_a_pack_that_is_large_enough_is_published_at_once(jobs, monkeypatch):
-    monkeypatch.setattr(module, "_MAX_ENTRIES", 2)
-    job = jobs("a")
-    job.build((0, 1, 2))
-    assert job.stats.published == 2
-
-
-def test_pack_on_local_disk_only_is_found(jobs):
-    job = jobs("a")
-    metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=4)
-    job.stash.put(key(0), b"here", metadata)
-    assert job.packs.get(key(0)) is None
-    assert job.packs.is_alone(key(0))
 
 
 def test_equal_packs_of_two_hosts_are_equal_blobs(jobs):
     blobs = set()
-    for host in ("a", "b"):
+    for host, order in (("a", (1, 0)), ("b", (0, 1))):
         job = jobs(host, url="none")
-        job.build((1, 0) if host == "a" else (0, 1))
+        job.build(order)
         job.end()
         blobs.add(job.stash.get(job.name(0).key))
     assert len(blobs) == 1
 
 
 def test_a_signal_handler_that_compiles_while_packs_are_read_ends(tmp_path):
-    program = f"""
-import faulthandler, signal, threading
-from pathlib import Path
+    program = """
+import faulthandler, signal
+from graphstash import ClientConfig
 from graphstash._compile.packs import Packs
-from graphstash.testing import FakeServer
 from support.host import Host, key, request
 
-faulthandler.dump_traceback_later(30, exit=True)
-found = []
-with FakeServer() as server, Host(server.config(cache_dir=Path({str(tmp_path)!r}))) as host:
+faulthandler.dump_traceback_later(60, exit=True)
+with Host(ClientConfig.load()) as host:
     packs = Packs(host.cache, lambda number: request(1000 + number))
-    signal.signal(signal.SIGUSR1, lambda *_: found.append(packs.get(key(2))))
-    main = threading.get_ident()
-    with server.fail_on("get", fault="hang", times=1) as failure:
-        def interrupt():
-            failure.wait()
-            signal.pthread_kill(main, signal.SIGUSR1)
-        threading.Thread(target=interrupt).start()
-        found.append(packs.get(key(1)))
-    print(found)
+    signal.signal(signal.SIGUSR1, lambda *_: print(packs.get(key(2)), flush=True))
+    print(packs.get(key(1)))
 """
-    outcome = python(program, check=True, PYTHONPATH=Path(__file__).parents[1])
-
-    assert outcome.stdout == "[None, None]\n"
+    with FakeServer() as fake, fake.fail_on("get", fault="hang", times=1) as failure:
+        variables = fake.environment(cache_dir=tmp_path)
+        variables["PYTHONPATH"] = str(Path(__file__).parents[1])
+        with subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=os.environ | variables,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            failure.wait(timeout_seconds=60)
+            process.send_signal(signal.SIGUSR1)
+            assert process.stdout.read() == "None\nNone\n"
 
 
 def test_failed_upload_of_pack_leaves_no_gap_in_chain(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from support.processes import python
 from support.signing import Team
-from support.waiting import PATIENT
+from support.waiting import variables_of
 
 JOB = """
 import json, logging, os, sys
@@ -23,33 +23,31 @@ def build(number):
     graphstash.get_or_compile(key(number), lambda: made.append(1) or b"graph")
     return bool(made)
 
-first = graphstash.install(%s)
+first = graphstash.install()
 """
 
 
-def run(code, *, settings="", **variables):
-    named = {f"GRAPHSTASH_{name.upper()}": value for name, value in variables.items()}
-    return python(JOB % settings + code, check=True, **named)
-
-
 @pytest.fixture
-def variables(server, namespace, tmp_path):
-    return PATIENT | {"url": server.url, "namespace": namespace, "cache_dir": tmp_path / "tier"}
+def run(config):
+    def run(code, **variables):
+        return python(JOB + code, check=True, **variables_of(config()) | variables)
+
+    return run
 
 
-def test_other_settings_for_a_running_cache_are_named_and_change_nothing(variables):
+def test_other_settings_for_a_running_cache_are_named_and_change_nothing(run):
     code = """
 print(graphstash.install() is first is not None, file=sys.stderr)
 print(graphstash.install(wait_seconds=1, read_only=True) is first)
 """
-    outcome = run(code, **variables)
+    outcome = run(code)
     assert outcome.stdout == "True\n"
     before, _, after = outcome.stderr.partition("True\n")
     assert "already running" not in before
     assert "already running with a different read_only, wait_seconds" in after
 
 
-def test_running_cache_without_requested_signature_check_is_closed(variables, tmp_path):
+def test_running_cache_without_requested_signature_check_is_closed(run, tmp_path):
     trusted = str(Team(tmp_path).file)
     code = f"""
 print(build(1))
@@ -62,13 +60,13 @@ if (child := os.fork()) == 0:
     sys.exit()
 os.waitpid(child, 0)
 """
-    outcome = run(code.replace("if (child", "sys.stdout.flush()\nif (child"), **variables)
+    outcome = run(code.replace("if (child", "sys.stdout.flush()\nif (child"))
 
     assert outcome.stdout.split() == ["True", "False", "None", "True", "None", "True"]
     assert "already running without the signature check" in outcome.stderr
 
 
-def test_a_forked_child_without_a_session_keeps_no_lease(variables, tmp_path):
+def test_a_forked_child_without_a_session_keeps_no_lease(run, tmp_path):
     """Its parent's hooks are in place, and the file that its own session needs is gone."""
     trusted = str(Team(tmp_path).file)
     code = f"""
@@ -83,12 +81,12 @@ assert os.waitpid(child, 0)[1] == 0
 os.rename({trusted!r} + ".gone", {trusted!r})
 print(json.dumps(cache.stash.server.acquire(key(1), wait_seconds=0).state))
 """
-    outcome = run(code, trusted_keys=trusted, **variables)
+    outcome = run(code, GRAPHSTASH_TRUSTED_KEYS=trusted)
 
     assert json.loads(outcome.stdout) == "granted"
 
 
-def test_child_forked_during_an_import_gets_a_cache(variables):
+def test_child_forked_during_an_import_gets_a_cache(run):
     """As one does that comes right after `install`, which prefetches in a thread."""
     code = """
 import importlib.abc, signal, threading
@@ -114,12 +112,39 @@ if (child := os.fork()) == 0:
 print(os.waitpid(child, 0)[1])
 thread.join()
 """
-    assert run(code, **variables).stdout == "0\n"
+    assert run(code).stdout == "0\n"
 
 
-def test_unread_pipe_does_not_block_end_of_job(variables, tmp_path):
+def test_unread_pipe_does_not_block_end_of_job(run, tmp_path):
     os.mkfifo(tmp_path / "stats")
-    outcome = run(
-        "import signal; signal.alarm(30); build(1)", **variables, stats_file=tmp_path / "stats"
-    )
+    code = "import signal; signal.alarm(30); build(1)"
+    outcome = run(code, GRAPHSTASH_STATS_FILE=tmp_path / "stats")
     assert f"{tmp_path / 'stats'}: " in outcome.stderr
+
+
+def test_child_forked_during_a_request_gets_its_own_connection():
+    program = """
+import os, signal, ssl, threading
+from graphstash._http.deadline import ProcessClient
+
+making, forking = threading.Event(), threading.Event()
+
+def context():
+    if not making.is_set():
+        making.set()
+        forking.wait(60)
+    return ssl.create_default_context()
+
+client = ProcessClient("https://127.0.0.1:9", context=context)
+os.register_at_fork(before=forking.set)
+thread = threading.Thread(target=client.connected)
+thread.start()
+making.wait(60)
+if (child := os.fork()) == 0:
+    signal.alarm(30)  # it would never end
+    client.connected()
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+thread.join()
+"""
+    assert python(program, check=True).stdout == "0\n"

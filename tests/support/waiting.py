@@ -6,7 +6,9 @@ from typing import Final
 
 import httpx
 
-__all__ = ["PATIENT", "PATIENT_VARIABLES", "until", "until_waiting"]
+from graphstash import ClientConfig
+
+__all__ = ["PATIENT", "PATIENT_VARIABLES", "until", "until_waiting", "variables_of"]
 
 PATIENT: Final = {"connect_seconds": 30, "first_byte_seconds": 30}
 """Settings of a client whose fallbacks a test counts: a busy machine may take longer than the
@@ -16,6 +18,15 @@ PATIENT_VARIABLES: Final = {
     f"GRAPHSTASH_{name.upper()}": str(seconds) for name, seconds in PATIENT.items()
 }
 """The same settings for a process that a test starts."""
+
+
+def variables_of(config: ClientConfig) -> dict[str, str]:
+    """Return the environment of a process of the same host, server and namespace."""
+    return PATIENT_VARIABLES | {
+        "GRAPHSTASH_URL": config.url,
+        "GRAPHSTASH_NAMESPACE": config.namespace,
+        "GRAPHSTASH_CACHE_DIR": str(config.cache_dir),
+    }
 
 
 def until(holds: Callable[[], object], *, seconds: float = 60) -> None:
