@@ -6,11 +6,10 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -18,16 +17,16 @@ import pytest
 from graphstash import CacheError
 from graphstash._artifacts import withdrawals as module
 from graphstash._artifacts.prefetch import Prefetch
+from graphstash._compile import packs as packs_module
 from graphstash._compile.packs import Packs
 from graphstash_schema import ArtifactMetadata
 from graphstash_schema.withdrawals import WithdrawalList
-from graphstash_server.testing import LiveServer, ServerProcess
+from graphstash_server.testing import LiveServer
 from support.fault_proxy import Fault, FaultProxy
 from support.host import Host, key, request
-from support.waiting import PATIENT_VARIABLES, until
+from support.processes import python
+from support.waiting import until, variables_of
 from support.withdrawing import delete, withhold
-
-pytestmark = pytest.mark.sql
 
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 
@@ -63,13 +62,30 @@ def publish(next_job, *numbers, payload=b"graph"):
     return publisher
 
 
+@pytest.fixture
+def proxy(server):
+    """What a job reaches the server by."""
+    with FaultProxy(port_of(server)) as proxy:
+        yield proxy
+
+
+def port_of(server):
+    return int(server.url.rpartition(":")[2])
+
+
 def look_up(stash):
     """Makes a look-up, as the first use of a copy does that the run has not asked about."""
     stash.standing._ask(stash.config.namespace, key(999))
 
 
-def calls(stash, monkeypatch, *names):
-    """Notes the calls of a process that ask the server about copies."""
+def apply(stash, number):
+    """Makes a look-up, and waits until the host has applied the list up to a position."""
+    look_up(stash)
+    until(lambda: position(stash) == number)
+
+
+def calls(monkeypatch, *names):
+    """Notes the calls that ask the server about copies."""
     made = []
     for name in names:
         real = getattr(module.ServerClient, name)
@@ -88,21 +104,28 @@ def position(stash):
     return None if found is None else found.number
 
 
-@pytest.mark.parametrize("withdraw", [withhold, delete, replace])
+@pytest.mark.parametrize(
+    ("withdraw", "is_read_only"),
+    [(withhold, False), (withhold, True), (delete, False), (replace, False)],
+)
 @pytest.mark.usefixtures("later", "let_overwrite")
-def test_copy_that_a_host_compiled_itself_goes_with_equal_withdrawn_bytes(next_job, withdraw):
+def test_copy_that_a_host_compiled_itself_goes_with_equal_withdrawn_bytes(
+    next_job, withdraw, is_read_only
+):
+    for number, payload in ((1, b"wrong"), (2, b"mine"), (3, b"wrong")):
+        next_job(url="none").put(key(number), payload, METADATA)
+    publisher = publish(next_job, 1, 2, payload=b"wrong")
     for number in (1, 2):
-        next_job(url="none").put(key(number), b"wrong", METADATA)
-    publisher = publish(next_job, 1, payload=b"wrong")
-    withdraw(publisher)
-    if withdraw is replace:
-        delete(publisher)  # or its bytes would take precedence anyway
+        withdraw(publisher, number)
+        if withdraw is replace:
+            delete(publisher, number)  # or its bytes would take precedence anyway
 
-    job = next_job()
+    job = next_job(read_only=is_read_only)
     assert job.get(key(1)) is None
     assert not job.is_on_this_host(key(1))
-    assert job.get(key(2)) == b"wrong"  # nothing is known against it
-    assert position(job) == (1 if withdraw is not replace else 2)
+    assert job.get(key(2)) == b"mine"  # nothing is known against these bytes
+    assert job.get(key(3)) == b"wrong"  # nor against this key
+    assert position(job) == (2 if withdraw is not replace else 4)
 
 
 def test_copy_that_a_host_compiles_after_the_withdrawal_stays(next_job, monkeypatch):
@@ -139,8 +162,7 @@ def test_running_job_learns_with_its_next_look_up(next_job, withdraw):
     look_up(job)
     withdraw(publisher)
 
-    look_up(job)
-    until(lambda: position(job) == 1)
+    apply(job, 1)
     assert job.get(key(1)) == (b"right" if withdraw is replace else None)
     assert job.fetch(key(2), io.BytesIO()).source == "local"
 
@@ -148,84 +170,18 @@ def test_running_job_learns_with_its_next_look_up(next_job, withdraw):
 def test_nothing_new_costs_no_request(next_job, monkeypatch):
     publish(next_job, 1, 2)
     delete(publish(next_job, 3), 3)
+    made = calls(monkeypatch, "lookup", "withdrawals")
+    look_up(first := next_job())
+    assert position(first) == 1  # without copies, it begins at the end of the list
     for number in (1, 2):
         next_job().ensure_local(key(number))
-    look_up(first := next_job())
-    until(lambda: position(first) == 1)
+    assert "withdrawals" not in made
 
     job = next_job()
-    made = calls(job, monkeypatch, "lookup", "withdrawals")
+    made.clear()
     for number in (1, 2):
         assert job.fetch(key(number), io.BytesIO()).source == "local"
     assert made == ["lookup"]
-
-
-def test_host_without_copies_of_its_own_begins_at_the_end_of_the_list(next_job, monkeypatch):
-    delete(publish(next_job, 1))
-    job = next_job()
-    made = calls(job, monkeypatch, "withdrawals")
-    look_up(job)
-    assert position(job) == 1
-    assert made == []
-
-
-def test_other_processes_of_the_run_obey_without_a_look_up(next_job, monkeypatch):
-    publisher = publish(next_job, 1)
-    one, other = next_job(run="one run"), next_job(run="one run")
-    assert [each.get(key(1)) for each in (one, other)] == [b"graph"] * 2
-    look_up(one)
-    delete(publisher)
-    look_up(one)
-    until(lambda: position(one) == 1)
-
-    made = calls(other, monkeypatch, "withdrawals")
-    changes = other.standing.changes
-    assert changes
-    assert other.get(key(1)) is None
-    look_up(other)
-    assert other.standing._withdrawals.is_current(other.config.namespace)
-    assert made == []
-
-
-def test_real_process_of_the_run_does_not_use_what_another_one_read(next_job, config):
-    """It holds the server's earlier answer in memory."""
-    publisher = publish(next_job, 1)
-    program = """
-        import graphstash, sys
-        from graphstash_schema import ArtifactKey
-        key = ArtifactKey.parse(*sys.argv[1].split("/"))
-        with graphstash.Stash(graphstash.ClientConfig.load(), run="one-run") as stash:
-            for line in sys.stdin:
-                print(stash.get(key), flush=True)
-    """
-    job = next_job(run="one-run")
-    assert job.get(key(1)) == b"graph"
-    look_up(job)
-    variables = PATIENT_VARIABLES | {
-        "GRAPHSTASH_URL": job.config.url,
-        "GRAPHSTASH_NAMESPACE": job.config.namespace,
-        "GRAPHSTASH_CACHE_DIR": str(job.config.cache_dir),
-    }
-    command = [sys.executable, "-c", textwrap.dedent(program), str(key(1))]
-    with subprocess.Popen(
-        command,
-        env=os.environ | variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-
-        def ask():
-            process.stdin.write("\n")
-            process.stdin.flush()
-            return process.stdout.readline().strip()
-
-        assert ask() == "b'graph'"
-        delete(publisher)
-        look_up(job)
-        until(lambda: position(job) == 1)
-        assert ask() == "None"
-        process.stdin.close()
 
 
 @pytest.mark.parametrize("torn", ["1764103232.000001 n torch_xla/cpu-x", "176", None])
@@ -271,7 +227,10 @@ class Job(Host):
         self.packs = Packs(self.cache, lambda number: request(1000 + number))
 
 
-def test_packs_in_memory_obey_the_list(next_job):
+@pytest.mark.parametrize("withdraw", [withhold, delete])
+def test_packs_in_memory_and_on_disk_obey_the_list_and_later_look_ups(
+    next_job, monkeypatch, withdraw
+):
     with Job(next_job("publisher")) as publisher:
         publisher.packs.get(key(1))
         publisher.packs.put(key(1), b"program")
@@ -279,10 +238,17 @@ def test_packs_in_memory_obey_the_list(next_job):
         assert publisher.publisher.drain(20)
         with Job(next_job()) as job:
             assert job.packs.get(key(1)) == b"program"
-            look_up(job.stash)
-            delete(publisher.stash, 1000)
-            look_up(job.stash)
-            until(lambda: position(job.stash) == 1)
+            if withdraw is delete:
+                look_up(job.stash)
+            withdraw(publisher.stash, 1000)
+            if withdraw is delete:
+                apply(job.stash, 1)
+            else:
+                at = time.time() + 601
+                monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
+                monkeypatch.setattr(packs_module, "RECHECK_SECONDS", 0.0)
+            assert job.packs.get(key(1)) is None
+        with Job(next_job()) as job:
             assert job.packs.get(key(1)) is None
 
 
@@ -300,68 +266,61 @@ def test_prefetch_learns_with_its_look_up(next_job):
     assert job.fetch(key(2), io.BytesIO()).source == "local"
 
 
-def test_download_that_began_before_the_withdrawal_is_not_kept_as_known(next_job):
+def test_download_that_began_before_the_withdrawal_is_not_kept_as_known(next_job, proxy):
     """Its bytes arrive at the disk after the list was applied."""
     publisher = publish(next_job, 1)
     look_up(next_job())
-    job = next_job()
-    with FaultProxy(int(job.config.url.rpartition(":")[2])) as proxy:
-        slow = next_job(url=proxy.url, run="one run")
-        beside = next_job(url=proxy.url, run="one run")
-        look_up(beside)
-        proxy.hold = re.compile(rb"GET /v1/[^/ ]+/artifacts/")
-        got = []
-        thread = threading.Thread(target=lambda: got.append(slow.get(key(1))))
-        thread.start()
+    slow, beside = (next_job(url=proxy.url, run="one run") for _ in range(2))
+    look_up(beside)
+    proxy.hold = re.compile(rb"GET /v1/[^/ ]+/artifacts/")
+    with ThreadPoolExecutor(1) as thread:
+        got = thread.submit(slow.get, key(1))
         assert proxy.held.wait(60)
         delete(publisher)
-        look_up(beside)
-        until(lambda: position(beside) == 1)
+        apply(beside, 1)
         proxy.hold = None
         proxy.go_on.set()
-        thread.join(60)
-        assert got == [b"graph"]  # the server had sent it before
-        assert [each.get(key(1)) for each in (slow, beside)] == [None, None]
+        assert got.result(60) == b"graph"  # the server had sent it before
+    assert [each.get(key(1)) for each in (slow, beside)] == [None, None]
 
 
 @pytest.mark.parametrize("until_end", [True, False])
 def test_download_that_arrives_after_the_deletion_does_not_stay(
-    next_job, namespace, server, monkeypatch, until_end
+    next_job, namespace, proxy, monkeypatch, until_end
 ):
     """Another run of the host has applied the list, or is about to note that."""
     publisher = publish(next_job, 1, 2)
-    with FaultProxy(int(server.url.rpartition(":")[2])) as proxy:
-        slow, beside = next_job(url=proxy.url), next_job(url=proxy.url)
-        beside.ensure_local(key(2))
-        withdrawals = beside.standing._withdrawals
-        adopt, apply = slow.local.adopt, withdrawals._apply
-        applied, arrived = threading.Event(), threading.Event()
+    slow, beside = next_job(url=proxy.url), next_job(url=proxy.url)
+    beside.ensure_local(key(2))
+    withdrawals = beside.standing._withdrawals
+    adopt, apply = slow.local.adopt, withdrawals._apply
+    applied, arrived = threading.Event(), threading.Event()
 
-        def apply_and_wait(*arguments):
-            apply(*arguments)
-            applied.set()
-            if not until_end:
-                arrived.wait(60)
+    def apply_and_wait(*arguments):
+        apply(*arguments)
+        applied.set()
+        if not until_end:
+            arrived.wait(60)
 
-        def adopt_late(*arguments, **named):
-            delete(publisher)
-            look_up(beside)
-            assert applied.wait(60)
-            if until_end:
-                withdrawals._readers[namespace].join(60)
-            return adopt(*arguments, **named)
-
+    def adopt_late(*arguments, **named):
+        delete(publisher)
         look_up(beside)
-        monkeypatch.setattr(withdrawals, "_apply", apply_and_wait)
-        monkeypatch.setattr(slow.local, "adopt", adopt_late)
-        assert slow.get(key(1)) == b"graph"  # the server had sent it before
-        arrived.set()
-        withdrawals._readers[namespace].join(60)
-        assert [slow.is_on_this_host(key(number)) for number in (1, 2)] == [False, True]
-        proxy.fault = Fault.RESET
-        with pytest.raises(CacheError):
-            next_job(url=proxy.url).get(key(1))
-        assert next_job(url=proxy.url).get(key(2)) == b"graph"
+        assert applied.wait(60)
+        if until_end:
+            withdrawals._readers[namespace].join(60)
+        return adopt(*arguments, **named)
+
+    look_up(beside)
+    monkeypatch.setattr(withdrawals, "_apply", apply_and_wait)
+    monkeypatch.setattr(slow.local, "adopt", adopt_late)
+    assert slow.get(key(1)) == b"graph"  # the server had sent it before
+    arrived.set()
+    withdrawals._readers[namespace].join(60)
+    assert [slow.is_on_this_host(key(number)) for number in (1, 2)] == [False, True]
+    proxy.fault = Fault.RESET
+    with pytest.raises(CacheError):
+        next_job(url=proxy.url).get(key(1))
+    assert next_job(url=proxy.url).get(key(2)) == b"graph"
 
 
 def test_download_during_the_deletion_of_others_stays(next_job, monkeypatch):
@@ -373,8 +332,7 @@ def test_download_during_the_deletion_of_others_stays(next_job, monkeypatch):
 
     def adopt_late(*arguments, **named):
         delete(publisher, 3)
-        look_up(beside)
-        until(lambda: position(beside) == 1)
+        apply(beside, 1)
         return adopt(*arguments, **named)
 
     monkeypatch.setattr(slow.local, "adopt", adopt_late)
@@ -390,8 +348,7 @@ def test_download_from_a_server_that_lags_behind_is_looked_up(next_job):
     look_up(job)
     (found,) = job.server.lookup([key(1)]).found
     delete(publisher)
-    look_up(job)
-    until(lambda: position(job) == 1)
+    apply(job, 1)
 
     namespace, sha256 = job.config.namespace, found.digest.partition(":")[2]
     job.standing.note(namespace, key(1), sha256, asked_at=time.time())
@@ -427,45 +384,37 @@ def test_kill_between_reading_and_applying_loses_nothing(next_job, phase):
     own.put(key(1), b"wrong", METADATA)
     delete(publish(next_job, 1, payload=b"wrong"))
     job = next_job()
-    variables = PATIENT_VARIABLES | {
-        "GRAPHSTASH_URL": job.config.url,
-        "GRAPHSTASH_NAMESPACE": job.config.namespace,
-        "GRAPHSTASH_CACHE_DIR": str(job.config.cache_dir),
-    }
-    command = [sys.executable, "-c", KILLED, str(key(999)), phase]
-    done = subprocess.run(command, env=os.environ | variables, check=False)
+    done = python(KILLED, key(999), phase, **variables_of(job.config))
     assert done.returncode == -signal.SIGKILL
     assert position(job) is None
     assert job.get(key(1)) is None
-    look_up(job)
-    until(lambda: position(job) == 1)
+    apply(job, 1)
 
 
 @pytest.mark.parametrize("is_later", [False, True])
 def test_imported_copy_needs_the_word_of_the_server(
-    next_job, command, tmp_path, server, monkeypatch, is_later
+    next_job, command, tmp_path, proxy, monkeypatch, is_later
 ):
     """The host may have applied a withdrawal of these bytes before the import."""
     bundle = tmp_path / "bundle"
     publisher = publish(next_job, 1, 2)
     command("export", bundle, host="publisher")
     delete(publisher)
-    with FaultProxy(int(server.url.rpartition(":")[2])) as proxy:
-        look_up(running := next_job(url=proxy.url))
-        assert position(running) == 1
-        told = command("import", "--local", bundle, host="host", url=proxy.url).stdout
-        assert told.startswith("2 imported")
-        if is_later:
-            at = time.time() + 601
-            monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
-        assert next_job(url="none").get(key(1)) == b"graph"  # no server has withdrawn it there
-        for job in (running, next_job(url=proxy.url)):
-            assert job.get(key(1)) is None
-        proxy.fault = Fault.RESET
-        with pytest.raises(CacheError):
-            next_job(url=proxy.url).get(key(1))
-        proxy.fault = Fault.NONE
-        assert next_job(url=proxy.url).fetch(key(2), io.BytesIO()).source == "local"
+    look_up(running := next_job(url=proxy.url))
+    assert position(running) == 1
+    told = command("import", "--local", bundle, host="host", url=proxy.url).stdout
+    assert told.startswith("2 imported")
+    if is_later:
+        at = time.time() + 601
+        monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
+    assert next_job(url="none").get(key(1)) == b"graph"  # no server has withdrawn it there
+    for job in (running, next_job(url=proxy.url)):
+        assert job.get(key(1)) is None
+    proxy.fault = Fault.RESET
+    with pytest.raises(CacheError):
+        next_job(url=proxy.url).get(key(1))
+    proxy.fault = Fault.NONE
+    assert next_job(url=proxy.url).fetch(key(2), io.BytesIO()).source == "local"
 
 
 @pytest.mark.usefixtures("later")
@@ -518,44 +467,34 @@ with Stash(ClientConfig.load(), run="forked") as stash:
 """
 
 
-def test_fork_while_the_list_is_read_leaves_the_child_a_cache(next_job):
+def test_fork_while_the_list_is_read_leaves_the_child_a_cache(next_job, proxy):
     publisher = publish(next_job, 1, 2)
-    with FaultProxy(int(publisher.config.url.rpartition(":")[2])) as proxy:
-        job = next_job(url=proxy.url)
-        job.ensure_local(key(1))
-        delete(publisher, 2)
-        proxy.hold = re.compile(rb"GET /v1/[^/ ]+/withdrawals")
-        variables = PATIENT_VARIABLES | {
-            "GRAPHSTASH_URL": proxy.url,
-            "GRAPHSTASH_NAMESPACE": job.config.namespace,
-            "GRAPHSTASH_CACHE_DIR": str(job.config.cache_dir),
-        }
-        command = [sys.executable, "-c", FORKED, str(key(1))]
-        done = subprocess.run(
-            command, env=os.environ | variables, check=True, capture_output=True, timeout=120
-        )
-        assert done.stdout.decode().strip() == "b'graph'"
-        proxy.go_on.set()
+    job = next_job(url=proxy.url)
+    job.ensure_local(key(1))
+    delete(publisher, 2)
+    proxy.hold = re.compile(rb"GET /v1/[^/ ]+/withdrawals")
+    done = python(FORKED, key(1), check=True, **variables_of(job.config))
+    assert done.stdout.strip() == "b'graph'"
+    proxy.go_on.set()
 
 
 @pytest.mark.usefixtures("later")
-def test_list_that_does_not_answer_costs_only_own_copies(next_job):
+def test_list_that_does_not_answer_costs_only_own_copies(next_job, proxy):
     """And these only until it answers: nothing says whether they were withdrawn."""
     next_job(url="none").put(key(1), b"own", METADATA)
     publish(next_job, 2)
     publisher = publish(next_job, 3)
     next_job().ensure_local(key(2))
     delete(publisher, 3)
-    with FaultProxy(int(publisher.config.url.rpartition(":")[2])) as proxy:
-        next_job(url=proxy.url).ensure_local(key(2))
-        proxy.hold = re.compile(rb"GET /v1/[^/ ]+/withdrawals")
-        job = next_job(url=proxy.url, first_byte_seconds=0.2, connect_seconds=0.2)
-        assert job.get(key(2)) == b"graph"
-        assert job.get(key(1)) is None
-        proxy.hold = None
-        proxy.go_on.set()
-        again = next_job(url=proxy.url)
-        assert again.get(key(1)) == b"own"
+    next_job(url=proxy.url).ensure_local(key(2))
+    proxy.hold = re.compile(rb"GET /v1/[^/ ]+/withdrawals")
+    job = next_job(url=proxy.url, first_byte_seconds=0.2, connect_seconds=0.2)
+    assert job.get(key(2)) == b"graph"
+    assert job.get(key(1)) is None
+    proxy.hold = None
+    proxy.go_on.set()
+    again = next_job(url=proxy.url)
+    assert again.get(key(1)) == b"own"
 
 
 @pytest.mark.usefixtures("later")
@@ -572,7 +511,7 @@ def test_host_that_was_away_for_too_long_uses_only_what_the_server_has(
         delete(publisher, number)
 
     job = next_job()
-    made = calls(job, monkeypatch, "withdrawals")
+    made = calls(monkeypatch, "withdrawals")
     assert job.get(key(1)) is None
     assert made == []
     assert "away for too long" in caplog.text
@@ -583,61 +522,51 @@ def test_host_that_was_away_for_too_long_uses_only_what_the_server_has(
     assert caplog.text == ""
 
 
-def test_server_restored_from_a_backup_is_noticed(tmp_path, next_job, caplog, monkeypatch):
+@pytest.mark.usefixtures("later")
+def test_server_restored_from_a_backup_is_noticed(tmp_path, next_job, proxy, caplog):
     """The backup is of a time before the withdrawal, so the restored server serves it again."""
     data = tmp_path / "server"
-    server = ServerProcess(data)
 
     def job(host="host", **settings):
-        given = {"url": proxy.url, "namespace": "team"} | settings
-        return next_job(host, **given)
+        return next_job(host, **{"url": proxy.url} | settings)
 
-    with FaultProxy(server.port) as proxy:
+    @contextmanager
+    def serving():
+        with LiveServer(data) as server:
+            proxy._upstream_port = port_of(server)
+            yield
+
+    with serving():
         publisher = job("publisher")
         for number in (1, 2):
             publisher.put(key(number), b"wrong", METADATA)
         job().ensure_local(key(2))
         delete(publisher, 2)
-        look_up(first := job())
-        until(lambda: position(first) == 1)
-        server.stop()
-        shutil.copytree(data, tmp_path / "backup")
-        server = ServerProcess(data)
-        proxy._upstream_port = server.port
+        apply(job(), 1)
+    shutil.copytree(data, tmp_path / "backup")
+    with serving():
         delete(publisher, 1)
-        look_up(second := job())
-        until(lambda: position(second) == 2)
+        apply(job(), 2)
         job(url="none").put(key(3), b"own", METADATA)
-
-        server.stop()
-        shutil.rmtree(data)
-        shutil.copytree(tmp_path / "backup", data)
-        server = ServerProcess(data)
-        proxy._upstream_port = server.port
-        look_up(third := job())
-        until(lambda: position(third) == 1)
+    shutil.rmtree(data)
+    shutil.copytree(tmp_path / "backup", data)
+    with serving():
+        apply(job(), 1)
         assert "restored from a backup" in caplog.text
         delete(publisher, 1)  # the operator repeats it
-        look_up(fourth := job())
-        until(lambda: position(fourth) == 2)
-        at = time.time() + 601
-        monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
+        apply(job(), 2)
         last = job()
         assert last.get(key(1)) is None
         assert last.get(key(3)) is None  # it may have been withdrawn between backup and crash
-        server.stop()
 
 
 @pytest.mark.parametrize("has_withdrawn", [True, False])
 @pytest.mark.usefixtures("later")
 def test_empty_server_behind_the_url_destroys_nothing(
-    next_job, server, tmp_path, namespace, has_withdrawn
+    next_job, proxy, tmp_path, namespace, has_withdrawn
 ):
     """A volume that was not mounted, for example. The host has results that no server stored."""
-    with (
-        LiveServer(tmp_path / "empty") as empty,
-        FaultProxy(int(server.url.rpartition(":")[2])) as proxy,
-    ):
+    with LiveServer(tmp_path / "empty") as empty:
         port = proxy._upstream_port
         for number in (5, 6):
             next_job(url="none").put(key(number), b"own", METADATA)
@@ -646,10 +575,9 @@ def test_empty_server_behind_the_url_destroys_nothing(
             next_job(url=proxy.url).ensure_local(key(number))
         if has_withdrawn:
             delete(publisher, 4)
-        look_up(first := next_job(url=proxy.url))
-        until(lambda: position(first) == has_withdrawn)
+        apply(next_job(url=proxy.url), has_withdrawn)
 
-        proxy._upstream_port = int(empty.url.rpartition(":")[2])
+        proxy._upstream_port = port_of(empty)
         job = next_job(url=proxy.url)
         assert [job.get(key(number)) for number in (1, 2)] == [None, None]
         assert job.get(key(5)) == (None if has_withdrawn else b"own")
@@ -673,21 +601,17 @@ def test_empty_server_behind_the_url_destroys_nothing(
 
 
 def test_restored_server_that_yields_to_the_original_leaves_no_withdrawn_copy(
-    next_job, server, tmp_path, namespace
+    next_job, proxy, tmp_path, namespace
 ):
     """It served again what the original server had withdrawn."""
-    with (
-        LiveServer(tmp_path / "restored") as restored,
-        FaultProxy(int(server.url.rpartition(":")[2])) as proxy,
-    ):
+    with LiveServer(tmp_path / "restored") as restored:
         port = proxy._upstream_port
         publisher = publish(next_job, 1, 2)
         next_job(url=proxy.url).ensure_local(key(2))
         delete(publisher)
-        look_up(first := next_job(url=proxy.url))
-        until(lambda: position(first) == 1)
+        apply(next_job(url=proxy.url), 1)
         next_job("elsewhere", url=restored.url).put(key(1), b"graph", METADATA)
-        proxy._upstream_port = int(restored.url.rpartition(":")[2])
+        proxy._upstream_port = port_of(restored)
         look_up(job := next_job(url=proxy.url))
         job.standing._withdrawals._readers[namespace].join(60)
         assert job.get(key(1)) == b"graph"
@@ -701,14 +625,11 @@ def test_restored_server_that_yields_to_the_original_leaves_no_withdrawn_copy(
         assert last.get(key(2)) == b"graph"
 
 
-def test_two_servers_with_one_database_behind_one_url(next_job, server):
+def test_two_servers_with_one_database_behind_one_url(next_job, server, proxy):
     """Either may withdraw, and either may answer."""
     database_url = server._settings.database_url
-    with (
-        LiveServer(server.data_dir, database_url=database_url) as other,
-        FaultProxy(int(server.url.rpartition(":")[2])) as proxy,
-    ):
-        ports = [int(each.url.rpartition(":")[2]) for each in (server, other)]
+    with LiveServer(server.data_dir, database_url=database_url) as other:
+        ports = list(map(port_of, (server, other)))
         publisher = publish(next_job, *range(1, 7))
         for number in range(1, 7):
             next_job(url=proxy.url).ensure_local(key(number))
@@ -718,43 +639,18 @@ def test_two_servers_with_one_database_behind_one_url(next_job, server):
             proxy._upstream_port = ports[number % 2]
             delete(publisher, number)
             proxy._upstream_port = ports[(number + 1) % 2]
-            look_up(job)
-            until(lambda: position(job) == number)  # noqa: B023 - awaited at once
+            apply(job, number)
             assert job.get(key(number)) is None
         assert job.get(key(6)) == b"graph"
 
 
-def test_two_servers_with_two_databases_behind_one_url_cost_only_time(
-    next_job, server, tmp_path, caplog
-):
-    """Nothing that one of them has withdrawn is used while it answers."""
-    with (
-        LiveServer(tmp_path / "other server") as other,
-        FaultProxy(int(server.url.rpartition(":")[2])) as proxy,
-    ):
-        ports = [int(each.url.rpartition(":")[2]) for each in (server, other)]
-        publisher = publish(next_job, 1, 2)
-        next_job(url=proxy.url).ensure_local(key(1))
-        delete(publisher, 2)
-        look_up(first := next_job(url=proxy.url))
-        until(lambda: position(first) == 1)
-        proxy._upstream_port = ports[1]
-        elsewhere = next_job(url=proxy.url)
-        assert elsewhere.get(key(1)) is None
-        until(lambda: "do not continue" in caplog.text)
-        proxy._upstream_port = ports[0]
-        assert next_job(url=proxy.url).get(key(1)) == b"graph"
-        delete(publisher, 1)
-        assert next_job(url=proxy.url).get(key(1)) is None
-
-
-@pytest.mark.parametrize("text", ["", "x", "7", "7-0123456789abcdef", "0"])
-def test_torn_or_forged_position_is_no_trouble(next_job, text):
+def test_torn_or_forged_position_is_no_trouble(next_job):
     publish(next_job, 1)
     look_up(job := next_job())
     noted = job.standing._withdrawals._host._folder / job.config.namespace
-    noted.write_text(text)
-    assert next_job().get(key(1)) == b"graph"
+    for text in ("", "x", "7", "7-0123456789abcdef", "0"):
+        noted.write_text(text)
+        assert next_job().get(key(1)) == b"graph", text
 
 
 def test_hostile_list_ends(next_job, monkeypatch):
@@ -767,19 +663,11 @@ def test_hostile_list_ends(next_job, monkeypatch):
 
     def endless(client, query, *, namespace):
         made.append(query.after)
+        nonsense = {"number": 1, "key": "a/../../b", "digest": "x", "cause": "new"}
+        nonsense["withdrawn_at"] = "2026-01-01T00:00:00Z"
+        newest = "9-0123456789abcdef"
         return WithdrawalList(
-            is_complete=True,
-            withdrawals=(
-                {
-                    "number": 1,
-                    "key": "a/../../b",
-                    "digest": "x",
-                    "cause": "new",
-                    "withdrawn_at": "2026-01-01T00:00:00Z",
-                },
-            ),
-            position=query.after,
-            newest="9-0123456789abcdef",
+            is_complete=True, withdrawals=(nonsense,), position=query.after, newest=newest
         )
 
     monkeypatch.setattr(module.ServerClient, "withdrawals", endless)

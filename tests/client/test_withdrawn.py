@@ -6,24 +6,21 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from contextlib import nullcontext
 
 import pytest
 
-from graphstash import CacheError, Reason
-from graphstash._compile import packs as packs_module
-from graphstash._compile.packs import Packs
+from graphstash import CacheError
 from graphstash.errors import RefusedError
 from graphstash.testing import FakeServer
 from graphstash_schema import ArtifactMetadata
 from support.fault_proxy import Fault, FaultProxy
-from support.guarded_server import GuardedServer
-from support.host import Host, key, request
-from support.offline import unplugged
-from support.processes import python
+from support.host import key
 from support.refusals import refusal
-from support.waiting import PATIENT_VARIABLES
+from support.tokens import Guarded
+from support.waiting import until, variables_of
 from support.withdrawing import delete, withhold
 
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
@@ -72,25 +69,6 @@ def test_a_withdrawn_artifact_is_not_served_to_the_next_job(next_job, brought, w
     assert not job.is_on_this_host(key())
 
 
-@pytest.mark.parametrize("is_read_only", [True, False])
-def test_bytes_that_a_host_compiled_itself_are_withheld_with_equal_bytes_of_the_server(
-    next_job, monkeypatch, is_read_only
-):
-    job = next_job(url="none")
-    job.put(key(1), b"wrong", METADATA)
-    job.put(key(2), b"right", METADATA)
-    publisher = next_job("publisher")
-    for number in (1, 2):
-        publisher.put(key(number), b"wrong", METADATA)
-        withhold(publisher, number)
-    turn(monkeypatch)
-
-    for later in (next_job(run="one run", read_only=is_read_only), next_job(run="one run")):
-        assert later.get(key(1)) is None
-        assert not later.is_on_this_host(key(1))
-        assert later.get(key(2)) == b"right"  # nothing is known against these bytes
-
-
 def test_a_replaced_artifact_is_fetched_again(next_job):
     publisher = next_job("publisher")
     publisher.put(key(), b"wrong", METADATA)
@@ -100,32 +78,42 @@ def test_a_replaced_artifact_is_fetched_again(next_job):
     assert next_job().get(key()) == b"right"
 
 
-def test_second_process_applies_withdrawals(next_job, config):
+def test_running_process_of_a_run_applies_what_another_one_has_read(next_job):
+    """It holds the server's earlier answer in memory."""
     publisher = next_job("publisher")
     publisher.put(key(), b"graph", METADATA)
-    assert next_job().get(key()) == b"graph"
+    job = next_job(run="one-run")
+    assert job.get(key()) == b"graph"
     program = """
         import graphstash, sys
         from graphstash_schema import ArtifactKey
-        with graphstash.Stash(graphstash.ClientConfig.load()) as stash:
-            print(stash.get(ArtifactKey.parse(*sys.argv[1].split("/"))))
+        key = ArtifactKey.parse(*sys.argv[1].split("/"))
+        with graphstash.Stash(graphstash.ClientConfig.load(), run="one-run") as stash:
+            for line in sys.stdin:
+                print(stash.get(key), flush=True)
     """
-    variables = PATIENT_VARIABLES | {
-        "GRAPHSTASH_URL": publisher.config.url,
-        "GRAPHSTASH_NAMESPACE": publisher.config.namespace,
-        "GRAPHSTASH_CACHE_DIR": config("host").cache_dir,
-    }
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), str(key())],
+        env=os.environ | variables_of(job.config),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
 
-    def other_process():
-        return python(program, key(), check=True, **variables).stdout.strip()
+        def ask():
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
 
-    assert other_process() == "b'graph'"
-    withhold(publisher)
-    assert other_process() == "None"
+        assert ask() == "b'graph'"
+        withhold(publisher)
+        assert job.standing._ask(job.config.namespace, key(999))
+        until(lambda: ask() == "None")
+        process.stdin.close()
 
 
 def test_a_copy_is_not_served_to_a_token_without_rights(next_job, monkeypatch, tmp_path):
-    with GuardedServer(tmp_path / "guarded") as server:
+    with Guarded(tmp_path / "guarded") as server:
         trusted = {"url": server.url, "namespace": "trusted"}
         writer = next_job("publisher", token=server.token("write:trusted"), **trusted)
         writer.put(key(), b"graph", METADATA)
@@ -149,7 +137,7 @@ def test_a_copy_is_not_served_to_a_token_without_rights(next_job, monkeypatch, t
 
 def test_copy_of_team_namespace_is_not_preferred_to_trusted_one(next_job, namespace, monkeypatch):
     names = {"namespace": namespace, "read_namespaces": f"{namespace}-trusted"}
-    for number in range(20):
+    for number in range(4):
         next_job("team").put(key(number), b"team", METADATA)
         assert next_job(**names).get(key(number)) == b"team"
     trusted = next_job("trusted", namespace=f"{namespace}-trusted")
@@ -158,33 +146,25 @@ def test_copy_of_team_namespace_is_not_preferred_to_trusted_one(next_job, namesp
     job = next_job(**names)
     asked = lookups(job, monkeypatch)
     assert job.get(key(1)) == b"trusted"
-    for number in range(2, 20):
+    for number in range(2, 4):
         assert job.get(key(number)) == b"team"
-    assert asked == [20, 20]  # one request for each namespace
+    assert asked == [4, 4]  # one request for each namespace
 
 
-def test_a_copy_of_one_server_is_not_served_to_a_job_of_another(next_job, server, namespace):
+def test_a_copy_of_one_server_is_not_served_to_a_job_of_another(next_job):
     next_job("publisher").put(key(), b"graph", METADATA)
     assert next_job().get(key()) == b"graph"
     with FakeServer() as other:
         assert next_job(url=other.url).get(key()) is None
-        next_job(url=other.url).put(key(), b"another", METADATA)
+        elsewhere = next_job("elsewhere", url=other.url)
+        elsewhere.put(key(), b"graph", METADATA)
+        next_job(url=other.url).ensure_local(key())
+        delete(elsewhere)
+        assert next_job(run="one run").get(key()) == b"graph"  # each server decides for its own
+        assert next_job(run="one run", url=other.url).get(key()) is None
     for nobody in ("none", "http://127.0.0.1:9"):
         with pytest.raises(CacheError) if nobody != "none" else nullcontext():
             assert next_job(url=nobody).get(key()) is None
-    assert next_job().get(key()) == b"graph"
-
-
-def test_a_run_with_two_servers_obeys_each_for_its_own_copies(next_job):
-    next_job("publisher").put(key(), b"graph", METADATA)
-    with FakeServer() as other:
-        elsewhere = next_job("elsewhere", url=other.url)
-        elsewhere.put(key(), b"graph", METADATA)
-        next_job().ensure_local(key())
-        next_job(url=other.url).ensure_local(key())
-        delete(elsewhere)
-        assert next_job(run="one run").get(key()) == b"graph"
-        assert next_job(run="one run", url=other.url).get(key()) is None
 
 
 def test_a_copy_whose_upload_was_not_answered_obeys_the_server(next_job, server, monkeypatch):
@@ -198,12 +178,7 @@ def test_a_copy_whose_upload_was_not_answered_obeys_the_server(next_job, server,
         "    stash.put(key, b'graph', metadata)\n"
     )
     with FaultProxy(server.port) as proxy:
-        config = next_job(url=proxy.url).config
-        variables = PATIENT_VARIABLES | {
-            "GRAPHSTASH_URL": config.url,
-            "GRAPHSTASH_NAMESPACE": config.namespace,
-            "GRAPHSTASH_CACHE_DIR": str(config.cache_dir),
-        }
+        variables = variables_of(next_job(url=proxy.url).config)
         proxy.hold = re.compile(rb"PUT ")
         command = [sys.executable, "-c", program, str(key())]
         with subprocess.Popen(command, env=os.environ | variables) as job:
@@ -253,17 +228,17 @@ def test_unpublished_result_is_used_without_server(next_job, monkeypatch):
 
 def test_processes_of_a_run_share_one_look_up_of_copies(next_job, monkeypatch):
     publisher = next_job("publisher")
-    for number in range(30):
+    for number in range(3):
         publisher.put(key(number), b"graph", METADATA)
         next_job().ensure_local(key(number))
     asked = []
     for _ in range(3):
         stash = next_job(run="one run")
         noted = lookups(stash, monkeypatch)
-        for number in range(30):
+        for number in range(3):
             assert stash.fetch(key(number), io.BytesIO()).source == "local"
         asked.append(noted)
-    assert asked == [[30], [], []]
+    assert asked == [[3], [], []]
 
 
 def test_run_repeats_its_look_up_after_ten_minutes(next_job, monkeypatch):
@@ -277,28 +252,6 @@ def test_run_repeats_its_look_up_after_ten_minutes(next_job, monkeypatch):
     assert job.get(key()) is None
 
 
-class Job(Host):
-    def __init__(self, stash):
-        super().__init__(stash)
-        self.packs = Packs(self.cache, lambda number: request(1000 + number))
-
-
-def test_withdrawals_apply_to_packs_on_disk_and_in_memory(next_job, monkeypatch):
-    with Job(next_job("publisher")) as publisher:
-        publisher.packs.get(key(1))
-        publisher.packs.put(key(1), b"program")
-        publisher.packs.flush()
-        assert publisher.publisher.drain(20)
-        with Job(next_job()) as job:
-            assert job.packs.get(key(1)) == b"program"
-            withhold(publisher.stash, 1000)
-            turn(monkeypatch)
-            monkeypatch.setattr(packs_module, "RECHECK_SECONDS", 0.0)
-            assert job.packs.get(key(1)) is None
-        with Job(next_job()) as job:
-            assert job.packs.get(key(1)) is None
-
-
 def test_damaged_note_about_server_is_ignored(next_job):
     next_job("publisher").put(key(), b"graph", METADATA)
     job = next_job()
@@ -307,15 +260,6 @@ def test_damaged_note_about_server_is_ignored(next_job):
     for text in ("", "../../x", "url-zz"):
         noted.write_text(text)
         assert next_job().get(key()) == b"graph"
-
-
-def test_host_without_network_uses_its_copies(next_job):
-    next_job("publisher").put(key(), b"graph", METADATA)
-    job = next_job()
-    assert job.get(key()) == b"graph"
-    away = unplugged(job.config.cache_dir, job.config.url)
-    assert next_job(url=away).get(key()) == b"graph"
-    assert refusal(next_job(url=away).get, key(2)).reason is Reason.CONNECT
 
 
 def test_forget_removes_every_copy_of_this_host_and_nothing_else(next_job, command):
