@@ -33,68 +33,51 @@ def answer(group, command, *arguments, **variables):
     return json.loads(done.stdout)
 
 
-def test_generated_key_is_private_and_signs(tmp_path):
+def test_generated_key_is_private_signs_and_is_never_overwritten(tmp_path):
     path = tmp_path / "key.pem"
     made = SigningKey.generate(path)
     assert path.stat().st_mode & 0o777 == 0o600
     signature = SigningKey.load(path).sign(b"statement")
     assert is_signed_by(made.public, signature, b"statement")
     assert not is_signed_by(made.public, signature, b"statement ")
-    assert not is_signed_by(
-        SigningKey(Ed25519PrivateKey.generate()).public, signature, b"statement"
-    )
-
-
-def test_new_key_never_overwrites_another(tmp_path):
-    path = tmp_path / "key.pem"
-    first = SigningKey.generate(path)
+    stranger = SigningKey(Ed25519PrivateKey.generate())
+    assert not is_signed_by(stranger.public, signature, b"statement")
     with pytest.raises(ConfigError, match="the file exists; choose another path"):
         SigningKey.generate(path)
-    assert SigningKey.load(path).public == first.public
+    assert SigningKey.load(path).public == made.public
 
 
-@pytest.mark.parametrize(("owner", "is_taken"), [(0, True), (1000, False)])
-def test_only_root_may_share_a_key_with_a_group(tmp_path, monkeypatch, owner, is_taken):
+@pytest.mark.parametrize(
+    ("mode", "owner", "is_taken"),
+    [(0o640, 0, True), (0o640, 1000, False), *((mode, 0, False) for mode in (0o604, 0o620, 0o601))],
+)
+def test_key_readable_by_others_is_refused_but_for_one_that_root_shares_with_a_group(
+    tmp_path, monkeypatch, mode, owner, is_taken
+):
     path = tmp_path / "key.pem"
     SigningKey.generate(path)
     status = list(path.stat()[:10])
-    status[stat.ST_MODE], status[stat.ST_UID] = 0o100640, owner
+    status[stat.ST_MODE], status[stat.ST_UID] = stat.S_IFREG | mode, owner
     monkeypatch.setattr("graphstash._trust.signing_keys.os.fstat", lambda _: os.stat_result(status))
     if is_taken:
         assert SigningKey.load(path).public_text
         return
-    with pytest.raises(ConfigError, match="mode 640"):
+    with pytest.raises(ConfigError, match=rf"mode {mode:o}.*chmod 600 {path}"):
         SigningKey.load(path)
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o620, 0o601])
-def test_key_readable_by_others_is_refused_with_advice(tmp_path, mode):
-    path = tmp_path / "key.pem"
-    SigningKey.generate(path)
-    path.chmod(mode)
-    with pytest.raises(ConfigError, match=f"chmod 600 {path}"):
-        SigningKey.load(path)
-
-
-def encrypted():
-    return Ed25519PrivateKey.generate().private_bytes(
-        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
-    )
-
-
-def elliptic():
-    return generate_private_key(SECP256R1()).private_bytes(
-        Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
-    )
-
-
-@pytest.mark.parametrize("content", [lambda: b"", lambda: b"\x00" * 100_000, encrypted, elliptic])
-def test_file_that_is_no_private_key_is_refused_without_prompt(tmp_path, content):
-    path = tmp_path / "key.pem"
-    path.write_bytes(content())
-    path.chmod(0o600)
-    with pytest.raises(ConfigError, match="expected an Ed25519 private key in PEM, not encrypted"):
-        SigningKey.load(path)
+def test_file_that_is_no_private_key_is_refused_without_prompt(tmp_path):
+    path, password = tmp_path / "key.pem", BestAvailableEncryption(b"secret")
+    form = (Encoding.PEM, PrivateFormat.PKCS8)
+    encrypted = Ed25519PrivateKey.generate().private_bytes(*form, password)
+    elliptic = generate_private_key(SECP256R1()).private_bytes(*form, NoEncryption())
+    path.touch(mode=0o600)
+    for content in (b"", bytes(100_000), encrypted, elliptic):
+        path.write_bytes(content)
+        with pytest.raises(
+            ConfigError, match="expected an Ed25519 private key in PEM, not encrypted"
+        ):
+            SigningKey.load(path)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +111,11 @@ def test_commands_generate_trust_and_revoke_a_key(tmp_path):
     options = ("--name", "ci 2026", "--namespace", "trusted", "--namespace", "ci-*")
     told = answer("keys", "trust", made["public"], *options, "--file", trusted)
     assert told["key_id"] == made["key_id"]
+    answer("keys", "trust", made["public"], "--file", trusted, "--not-after", "2030-01-01")
     (listed,) = answer("keys", "list", GRAPHSTASH_TRUSTED_KEYS=trusted)["keys"]
-    assert (listed["name"], listed["namespaces"]) == ("ci 2026", ["trusted", "ci-*"])
+    assert (listed["name"], listed["namespaces"]) == ("", ["*"])  # the entry was replaced
+    (key,) = TrustedKeys.read(trusted).keys
+    assert key.not_after == datetime(2030, 1, 1, tzinfo=UTC)
 
     answer("keys", "revoke", made["key_id"], "--reason", "rotated", "--file", trusted)
     shown = graphstash("keys", "list", "--file", trusted)
@@ -138,22 +124,8 @@ def test_commands_generate_trust_and_revoke_a_key(tmp_path):
     again = graphstash("keys", "trust", made["public"], "--file", trusted)
     assert again.returncode == 2
     assert "was revoked" in again.stderr
-
-
-@pytest.mark.parametrize("public", [PUBLIC, DASHED], ids=["usual", "dashed"])
-def test_public_key_is_accepted_before_and_after_options(tmp_path, public):
-    options = ("--file", tmp_path / "keys.json", "--name", "ci")
-    for words in ((*options, public), (public, *options), (*options, "--", public)):
-        assert answer("keys", "trust", *words)["public"] == public
-
-
-def test_trusting_a_key_again_updates_its_entry(tmp_path):
-    trusted = tmp_path / "keys.json"
-    answer("keys", "trust", PUBLIC, "--file", trusted)
-    answer("keys", "trust", PUBLIC, "--file", trusted, "--not-after", "2030-01-01")
-    (key,) = TrustedKeys.read(trusted).keys
-    assert key.not_after == datetime(2030, 1, 1, tzinfo=UTC)
-    assert key.namespaces == ("*",)
+    for words in ((*options, DASHED), (DASHED, *options), (*options, "--", DASHED)):
+        assert answer("keys", "trust", "--file", tmp_path / "a.json", *words)["public"] == DASHED
 
 
 @pytest.mark.parametrize(

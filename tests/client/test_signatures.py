@@ -12,17 +12,17 @@ from functools import partial
 import httpx
 import pytest
 
-from graphstash import CacheError, Reason
+from graphstash import Reason
 from graphstash._trust.provenance import Provenance, read_provenance
 from graphstash.errors import TransportError, VerificationError
-from graphstash_schema import ArtifactMetadata, ArtifactSignature, Namespace
+from graphstash_schema import ArtifactMetadata, ArtifactSignature
 from graphstash_schema.protocol import MAX_METADATA_BYTES
 from support.bombs import count_decompressors
 from support.host import Host, key
 from support.processes import python
 from support.refusals import refusal
-from support.signing import flipped, plant, sealed, signature_of, trust_json
-from support.waiting import PATIENT_VARIABLES
+from support.signing import plant, sealed, signature_of, trust_json
+from support.waiting import variables_of
 
 PAYLOAD = b"graph" * 1000
 
@@ -49,13 +49,22 @@ def unpacked(monkeypatch):
     return count_decompressors(monkeypatch)
 
 
+@pytest.fixture
+def reader(hosts, team):
+    """A host that has fetched, without checks, what CI has published; now it checks signatures."""
+    hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
+    assert hosts("reader").get(key()) == PAYLOAD
+    reader = hosts("reader", trusted_keys=team.file)
+    assert reader.ensure_local(key()).source == "local"
+    return reader
+
+
 # What attackers and accidents publish under key(1): each gets (team, config, directory).
 
 
-def signed(team, config, directory, *, by="ci", of=None, namespace=None):
-    of = of or key()
-    envelope = sealed(directory, of, PAYLOAD)
-    return envelope, signature_of(team.key(by), namespace or config.namespace, of, envelope)
+def signed(team, config, directory, *, by="ci"):
+    envelope = sealed(directory, key(), PAYLOAD)
+    return envelope, signature_of(team.key(by), config.namespace, key(), envelope)
 
 
 def unsigned(team, config, directory):
@@ -71,32 +80,15 @@ def by_a_revoked_key(team, config, directory):
     return signed(team, config, directory, by="gone")
 
 
-def by_a_trusted_key(**terms):
-    """Sign with a key that is trusted on these terms only."""
-
-    def make(team, config, directory):
-        team.trust("other", **terms)
-        return signed(team, config, directory, by="other")
-
-    return make
-
-
-def with_a_flipped_bit_in_the_signature(team, config, directory):
-    envelope, signature = signed(team, config, directory)
-    return envelope, flipped(signature)
+def by_a_key_whose_time_is_over(team, config, directory):
+    team.trust("other", not_after=datetime.now(UTC) - timedelta(seconds=1))
+    return signed(team, config, directory, by="other")
 
 
 def with_the_id_of_a_trusted_key_on_a_strangers_signature(team, config, directory):
     envelope, signature = signed(team, config, directory)
     _, stranger = by_a_stranger(team, config, directory)
     return envelope, ArtifactSignature(key_id=signature.key_id, value=stranger.value)
-
-
-def moved_and_named_anew(team, config, directory):
-    """The envelope names the key that is asked for; the signature is of the other one."""
-    other = sealed(directory, key(2), PAYLOAD, name="other")
-    signature = signature_of(team.key("ci"), config.namespace, key(2), other)
-    return sealed(directory, key(), PAYLOAD), signature
 
 
 def resealed(envelope, blob):
@@ -120,32 +112,18 @@ BAD = {
     "unsigned": (unsigned, Reason.UNSIGNED),
     "by a stranger": (by_a_stranger, Reason.UNKNOWN_KEY),
     "by a revoked key": (by_a_revoked_key, Reason.REVOKED_KEY),
-    "by a key whose time is over": (
-        by_a_trusted_key(not_after=datetime.now(UTC) - timedelta(seconds=1)),
-        Reason.UNKNOWN_KEY,
-    ),
-    "by a key of another namespace": (
-        by_a_trusted_key(namespaces=["elsewhere-*"]),
-        Reason.UNKNOWN_KEY,
-    ),
-    "flipped bit in the signature": (with_a_flipped_bit_in_the_signature, Reason.BAD_SIGNATURE),
+    "by a key whose time is over": (by_a_key_whose_time_is_over, Reason.UNKNOWN_KEY),
     "stranger's signature with a trusted id": (
         with_the_id_of_a_trusted_key_on_a_strangers_signature,
         Reason.BAD_SIGNATURE,
     ),
-    "moved from another key": (partial(signed, of=key(2)), Reason.BAD_SIGNATURE),
-    "moved and named anew": (moved_and_named_anew, Reason.BAD_SIGNATURE),
-    "replayed from another namespace": (
-        partial(signed, namespace=Namespace("elsewhere")),
-        Reason.BAD_SIGNATURE,
-    ),
-    "cut": (changed(lambda blob: blob[:-1]), Reason.BAD_SIGNATURE),
     "padded": (padded, Reason.BAD_SIGNATURE),
     "with another raw size": (
         changed(lambda blob: blob.replace(b'"raw_size": 5000', b'"raw_size": 9999')),
         Reason.BAD_SIGNATURE,
     ),
 }
+"""What tests/attacks/test_replayed_signatures.py moves, cuts or strips is refused there."""
 
 
 @pytest.mark.parametrize(
@@ -184,26 +162,6 @@ def test_artifact_allowed_by_policy_is_decompressed(
     assert hosts("reader", trusted_keys=team.file, signatures=policy).get(key()) == PAYLOAD
 
 
-def test_a_signed_artifact_is_checked_again_from_this_hosts_disk(hosts, team):
-    hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
-    reader = hosts("reader", trusted_keys=team.file)
-    assert reader.ensure_local(key()).source == "remote"
-    assert reader.ensure_local(key()).source == "local"
-    assert reader.get(key()) == PAYLOAD
-
-    team.revoke("ci")
-
-    assert refusal(reader.get, key()).reason is Reason.REVOKED_KEY
-    assert reader.local.open(reader.config.namespace, key(), origin=reader.standing.origin) is None
-
-
-def test_signed_copy_fetched_without_checks_serves_job_that_requires_signatures(hosts, team):
-    hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
-    assert hosts("shared").get(key()) == PAYLOAD
-    reader = hosts("shared", trusted_keys=team.file)
-    assert reader.ensure_local(key()).source == "local"
-
-
 @pytest.mark.parametrize(
     ("size", "policy"),
     [
@@ -221,16 +179,19 @@ def test_bytes_behind_payload_on_disk_are_ignored(hosts, team, policy, size):
     assert reader.get(key()) == payload
 
 
-def test_copy_stays_on_a_host_whose_clock_is_after_the_end_of_the_key(hosts, team):
-    hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
-    reader = hosts("reader", trusted_keys=team.file)
-    assert reader.ensure_local(key()).source == "remote"
-    now = team.file.read_text()
+def test_copy_stays_while_its_key_looks_expired_or_the_trusted_keys_cannot_be_read(reader, team):
+    """As to a clock that is ahead, and during an edit of the file."""
+    sound = team.file.read_text()
     team.file.write_text(trust_json())
     team.trust("ci", not_after=datetime.now(UTC) - timedelta(days=1))
-    assert refusal(reader.get, key()).reason is Reason.UNKNOWN_KEY
-    team.file.write_text(now)
-    assert reader.ensure_local(key()).source == "local"
+    expired = team.file.read_text()
+    for text, reason in ((expired, Reason.UNKNOWN_KEY), (sound[:-30], Reason.LOCAL_IO)):
+        team.file.write_text(text)
+        error = refusal(reader.get, key())
+        assert error.reason is reason
+        assert reason is Reason.UNKNOWN_KEY or str(team.file) in str(error)
+        team.file.write_text(sound)
+        assert reader.ensure_local(key()).source == "local"  # neither forgotten nor reported
 
 
 def test_unsigned_result_of_this_host_is_used_by_this_host_only(hosts, team):
@@ -242,7 +203,7 @@ def test_unsigned_result_of_this_host_is_used_by_this_host_only(hosts, team):
 
 
 @pytest.mark.parametrize("theft", ["another key", "another namespace", "another host", "bytes"])
-def test_mac_of_one_host_is_invalid_on_another(hosts, team, tmp_path, theft):
+def test_mac_of_one_host_is_invalid_on_another(hosts, team, theft):
     settings = {"trusted_keys": team.file, "url": "http://127.0.0.1:9"}
     writer = hosts("writer", **settings)
     writer.put(key(), PAYLOAD, metadata(), local_only=True)
@@ -262,93 +223,58 @@ def test_mac_of_one_host_is_invalid_on_another(hosts, team, tmp_path, theft):
     assert not path.exists()
 
 
-def test_a_file_that_others_can_change_while_it_is_checked_is_not_used(hosts, team):
-    writer = hosts("writer", trusted_keys=team.file, url="http://127.0.0.1:9")
-    writer.put(key(), PAYLOAD, metadata(), local_only=True)
-    writer.local.path(writer.config.namespace, key()).chmod(0o666)
-    with pytest.raises(CacheError):
-        writer.get(key())
-
-
 def test_secret_readable_by_others_is_not_used(hosts, team):
     writer = hosts("writer", trusted_keys=team.file, url="http://127.0.0.1:9")
-    secret = writer.local.root / "secret"
     writer.put(key(), PAYLOAD, metadata(), local_only=True)
-    assert secret.stat().st_mode & 0o777 == 0o600
     assert writer.get(key()) == PAYLOAD
+    secret = writer.local.root / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
     secret.chmod(0o644)
-    with pytest.raises(CacheError):
-        writer.get(key())
+    assert refusal(writer.get, key()).reason is Reason.CONNECT
 
 
-def test_empty_secret_file_is_created_again(hosts):
+def test_threads_agree_on_one_secret_also_after_an_empty_one(hosts):
     tier = hosts().local
     secret = tier.root / "secret"
-    secret.touch(mode=0o600)
-    made = tier.secret()
-    assert len(made) == 32
-    assert tier.secret() == secret.read_bytes() == made
-
-
-def test_threads_agree_on_one_secret(hosts):
-    tier = hosts().local
-    for _ in range(30):  # the first look of all of them has to come before the first one's file
+    for number in range(10):  # all of them have to look before the first one's file is there
+        if number == 0:
+            secret.touch(mode=0o600)
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(tier.secret) for _ in range(8)]
         (found,) = {each.result() for each in asked}
-        assert len(found) == 32
+        assert (len(found), secret.read_bytes()) == (32, found)
         assert list((tier.root / "tmp").iterdir()) == []
-        (tier.root / "secret").unlink()
+        secret.unlink()
 
 
-@pytest.mark.parametrize(
-    "tail",
-    [
-        b"",
-        b"GSPROOF\n",
-        struct.pack(">I", 2**31) + b"GSPROOF\n",
-        struct.pack(">I", 400) + b"GSPROOF\n",
-        b'{"code": 5}' + struct.pack(">I", 11) + b"GSPROOF\n",
-        b"\xff\xfe" + struct.pack(">I", 2) + b"GSPROOF\n",
-    ],
-)
-def test_malformed_provenance_is_ignored(tmp_path, tail):
+def test_malformed_provenance_is_ignored(tmp_path):
     path = tmp_path / "envelope"
-    path.write_bytes(b"x" * 100 + tail)
-    with path.open("rb") as file:
-        assert read_provenance(file) == (Provenance(), 100 + len(tail))
-        assert file.tell() == 0
+    for stated, size in (
+        *((b"", None), (b"", 2**31), (b"", 400)),
+        *((b'{"code": 5}', 11), (b"\xff\xfe", 2)),
+    ):
+        length = b"" if size is None else struct.pack(">I", size)
+        blob = b"x" * 100 + stated + length + b"GSPROOF\n"
+        path.write_bytes(blob)
+        with path.open("rb") as file:
+            assert read_provenance(file) == (Provenance(), len(blob))
+            assert file.tell() == 0
 
 
-def test_keys_rotate_without_a_gap_and_the_old_one_ends(hosts, team):
-    old = hosts("old", signing_key=team.trust("old"))
-    old.put(key(1), PAYLOAD, metadata())
+def test_keys_rotate_without_a_gap_and_the_old_one_ends_for_copies_too(hosts, team):
+    hosts("old", signing_key=team.trust("old")).put(key(1), PAYLOAD, metadata())
     team.trust("new")
     reader = hosts("reader", trusted_keys=team.file)
-    new = hosts("new", signing_key=team.key("new"))
-    new.put(key(2), PAYLOAD, metadata())
+    hosts("new", signing_key=team.key("new")).put(key(2), PAYLOAD, metadata())
     assert reader.get(key(1)) == reader.get(key(2)) == PAYLOAD
+    assert reader.ensure_local(key(1)).source == "local"
 
     team.revoke("old")
 
     assert reader.get(key(2)) == PAYLOAD
-    with pytest.raises(VerificationError):
-        reader.get(key(1))
-
-
-def test_unreadable_trusted_keys_trust_no_artifact(hosts, team, server, namespace):
-    hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
-    reader = hosts("reader", trusted_keys=team.file)
-    assert reader.get(key()) == PAYLOAD
-    text = team.file.read_text()
-    team.file.write_text(text[:-30])
-
-    error = refusal(reader.get, key())
-    assert error.reason is Reason.LOCAL_IO
-    assert str(team.file) in str(error)
-
-    team.file.write_text(text)
-    assert reader.ensure_local(key()).source == "local"  # it was neither forgotten nor reported
+    assert refusal(reader.get, key(1)).reason is Reason.REVOKED_KEY
+    copy = reader.local.open(reader.config.namespace, key(1), origin=reader.standing.origin)
+    assert copy is None
 
 
 def test_a_refused_artifact_is_counted_and_compiled_and_not_uploaded(
@@ -423,11 +349,8 @@ def test_wrong_artifact_is_reported_once_and_a_late_server_is_told_nothing_more(
     assert told == [(key(number), "unknown_key") for number in reported]
 
 
-def test_artifact_damaged_on_local_disk_is_not_reported(hosts, team, server, namespace):
-    hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
-    reader = hosts("reader", trusted_keys=team.file)
-    reader.ensure_local(key())
-    path = reader.local.path(reader.config.namespace, key(), origin=reader.standing.origin)
+def test_artifact_damaged_on_local_disk_is_not_reported(reader, server, namespace):
+    path = reader.local.path(namespace, key(), origin=reader.standing.origin)
     damaged = bytearray(path.read_bytes())
     damaged[200] ^= 1
     path.write_bytes(damaged)
@@ -460,46 +383,35 @@ def test_unsigned_hits_are_counted_under_prefer(cached, team):
     assert stats.fallbacks == {}
 
 
-TRAIN = "import graphstash; print(graphstash.install()); print('trained')"
+def test_policy_that_cannot_be_enforced_disables_the_cache(tmp_path, team):
+    program = """
+        import graphstash, sys
+        for settings in ({"trusted_keys": "/nowhere/keys.json"}, {"signatures": "require"}):
+            print(graphstash.install(**settings))
+        for name in [name for name in sys.modules if name.startswith("cryptography")]:
+            del sys.modules[name]
+        sys.modules["cryptography"] = None
+        print(graphstash.install(trusted_keys=sys.argv[1]), "trained")
+    """
+    result = python(program, team.file, check=True, GRAPHSTASH_CACHE_DIR=tmp_path)
+    assert result.stdout.split() == ["None", "None", "None", "trained"]
+    lines = result.stderr.splitlines()
+    named = ("/nowhere/keys.json", "GRAPHSTASH_TRUSTED_KEYS", "graphstash[signing]")
+    for line, told in zip(lines, named, strict=True):
+        assert line.startswith("graphstash: disabled: ")
+        assert told in line
 
 
-def test_policy_without_cryptography_disables_the_cache(tmp_path, team):
-    program = f"import sys; sys.modules['cryptography'] = None; {TRAIN}"
-    result = python(program, GRAPHSTASH_CACHE_DIR=tmp_path, GRAPHSTASH_TRUSTED_KEYS=team.file)
-    assert result.stdout.split() == ["None", "trained"]
-    assert "graphstash[signing]" in result.stderr
-
-
-def test_job_without_signatures_does_not_import_cryptography(server, namespace, tmp_path):
-    program = (
-        "import sys, graphstash\n"
-        "from graphstash_schema import ArtifactKey, ArtifactMetadata\n"
-        f"key = ArtifactKey.parse('jax', 'cpu-x86_64', '{1:064x}')\n"
-        "session = graphstash.install()\n"
-        "stash = session.cache.stash\n"
-        "stash.put(key, b'graph', ArtifactMetadata(compile_seconds=1, raw_size_bytes=5))\n"
-        "assert stash.get(key) == b'graph'\n"
-        "print([name for name in sys.modules if name.startswith('cryptography')])\n"
-    )
-    variables = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_NAMESPACE": namespace}
-    variables |= PATIENT_VARIABLES
-    result = python(program, GRAPHSTASH_CACHE_DIR=tmp_path, **variables)
-    assert result.stdout.strip() == "[]", result.stderr
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "told"),
-    [
-        ("TRUSTED_KEYS", "/nowhere/keys.json", "/nowhere/keys.json"),
-        ("SIGNATURES", "require", "GRAPHSTASH_TRUSTED_KEYS"),
-    ],
-)
-def test_unenforceable_policy_disables_cache_instead_of_check(tmp_path, variable, value, told):
-    variables = {f"GRAPHSTASH_{variable}": value, "GRAPHSTASH_CACHE_DIR": tmp_path}
-    result = python(TRAIN, **variables)
-    assert result.stdout.split() == ["None", "trained"]
-    assert "graphstash: disabled: " in result.stderr
-    assert told in result.stderr
+def test_job_without_signatures_does_not_import_cryptography(config):
+    program = """
+        import sys, graphstash
+        from graphstash_schema import ArtifactKey, ArtifactMetadata
+        stash, key = graphstash.install().cache.stash, ArtifactKey.parse("jax", "cpu", 64 * "1")
+        stash.put(key, b"graph", ArtifactMetadata(compile_seconds=1, raw_size_bytes=5))
+        assert stash.get(key) == b"graph"
+        print([name for name in sys.modules if name.startswith("cryptography")])
+    """
+    assert python(program, check=True, **variables_of(config())).stdout == "[]\n"
 
 
 def test_header_keeps_the_signature_when_it_must_drop_parts(team, config, tmp_path):

@@ -1,13 +1,12 @@
 """HTTPS with real certificates: the server's must be sound, and ours is shown to it alone."""
 
 import datetime as dt
+import re
 import ssl
 from contextlib import ExitStack
-from pathlib import Path
 
 import httpx
 import pytest
-import trustme
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -19,7 +18,7 @@ from graphstash import ClientConfig, ConfigError, Reason, Stash
 from graphstash._http.client import ServerClient
 from graphstash._http.deadline import DeadlineTransport
 from graphstash_schema import ArtifactMetadata
-from graphstash_server.testing import LiveServer
+from support.authority import Authority
 from support.host import key
 from support.listener import Listener
 from support.processes import python
@@ -30,53 +29,21 @@ KEY = key()
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 
 
-class Authority:
-    """A certificate authority with everything that it signs as files."""
-
-    def __init__(self, directory):
-        self._ca = trustme.CA()
-        self._directory = directory
-        self.file = directory / "ca.pem"
-        self._ca.cert_pem.write_to_path(self.file)
-
-    def issue(self, name, **options):
-        """Certificate and key for a name."""
-        issued = self._ca.issue_cert(name, **options)
-        place = self._directory / name.replace(".", "-")
-        cert, key = Path(f"{place}.pem"), Path(f"{place}.key")
-        issued.cert_chain_pems[0].write_to_path(cert)
-        issued.private_key_pem.write_to_path(key)
-        return cert, key
-
-    def context(self, name="127.0.0.1", **options):
-        """For a server that shows a certificate of this authority."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(*self.issue(name, **options))
-        return context
-
-
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory):
     return Authority(tmp_path_factory.mktemp("authority"))
 
 
-def serving(authority, directory, **settings):
-    cert, key = authority.issue("127.0.0.1")
-    settings |= {"tls_cert_file": cert, "tls_key_file": key, "log_level": "error"}
-    return LiveServer(directory, **settings)
-
-
 @pytest.fixture(scope="module")
 def secure(authority, tmp_path_factory):
-    with serving(authority, tmp_path_factory.mktemp("secure")) as server:
+    with authority.server(tmp_path_factory.mktemp("secure")) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def mutual(authority, tmp_path_factory):
     """A server that serves nobody without a certificate of the same authority."""
-    directory = tmp_path_factory.mktemp("mutual")
-    with serving(authority, directory, tls_client_ca_file=authority.file) as server:
+    with authority.server(tmp_path_factory.mktemp("mutual"), is_mutual=True) as server:
         yield server
 
 
@@ -124,11 +91,7 @@ def test_configured_authorities_replace_those_of_the_system(
 
 @pytest.mark.parametrize(
     ("name", "days", "advice"),
-    [
-        ("cache.internal", 9, "GRAPHSTASH_URL"),
-        ("127.0.0.1", -1, "expired"),
-        ("127.0.0.1", -1, "clock"),
-    ],
+    [("cache.internal", 9, r"GRAPHSTASH_URL"), ("127.0.0.1", -1, r"expired.*clock")],
 )
 def test_certificate_of_other_host_or_time_is_refused_with_advice(
     connect, authority, name, days, advice
@@ -137,7 +100,7 @@ def test_certificate_of_other_host_or_time_is_refused_with_advice(
     with Listener(context=authority.context(name, not_after=ends)) as listener:
         error = refusal(connect(listener.url, ca_file=authority.file).server.server_stats)
     assert error.reason is Reason.TLS
-    assert advice in str(error)
+    assert re.search(advice, str(error))
     assert listener.heads == []
 
 
@@ -151,16 +114,12 @@ def test_untrusted_server_gets_no_token_and_is_refused_with_advice(connect, tmp_
     assert listener.heads == []
 
 
-def test_https_to_plain_server_is_reported(connect, server):
-    url = server.url.replace("http:", "https:")
-    error = refusal(connect(url).server.server_stats)
+def test_http_and_https_are_not_confused(connect, server, secure):
+    error = refusal(connect(server.url.replace("http:", "https:")).server.server_stats)
     assert error.reason is Reason.TLS
     assert "http://" in str(error)
-
-
-def test_plain_http_to_tls_server_is_an_error(connect, secure):
-    stash = connect(secure.url.replace("https:", "http:"))
-    assert refusal(stash.server.server_stats).reason in (Reason.PROTOCOL, Reason.RESET)
+    plain = connect(secure.url.replace("https:", "http:"), "b")
+    assert refusal(plain.server.server_stats).reason in (Reason.PROTOCOL, Reason.RESET)
 
 
 @pytest.mark.parametrize("in_one_file", [True, False])
@@ -184,10 +143,7 @@ def demanding(request, authority, mutual):
     if request.param == "ours":
         yield mutual.url
         return
-    context = authority.context()
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(authority.file)
-    with Listener(context=context) as listener:
+    with Listener(context=authority.demanding_context()) as listener:
         yield listener.url
         assert listener.heads == []
 
@@ -205,35 +161,20 @@ def test_missing_client_certificate_is_reported_with_setting(
     assert "GRAPHSTASH_CLIENT_CERT" in str(error)
 
 
-def locked(key):
-    private = load_pem_private_key(key.read_bytes(), None)
-    return private.private_bytes(
-        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
-    )
-
-
-@pytest.mark.parametrize(
-    ("setting", "content"),
-    [
-        ("ca_file", None),
-        ("ca_file", b"nonsense"),
-        ("client_cert", None),
-        ("client_cert", b"nonsense"),
-        ("client_key", None),
-        ("client_key", b"nonsense"),
-        ("client_key", locked),
-    ],
-)
-def test_unusable_file_is_named_before_anything_is_sent(authority, tmp_path, setting, content):
+@pytest.mark.parametrize("setting", ["ca_file", "client_cert", "client_key"])
+def test_unusable_file_is_named_before_anything_is_sent(authority, tmp_path, setting):
     cert, key = authority.issue("job.internal")
-    path = tmp_path / "file.pem"
-    if content is not None:
-        path.write_bytes(content(key) if callable(content) else content)
     files = {"client_cert": cert, "client_key": key} if setting != "ca_file" else {}
-    with pytest.raises(ConfigError) as caught:
-        ServerClient(ClientConfig.load({}, **(files | {setting: path})))
-    assert str(path) in str(caught.value)
-    assert f"GRAPHSTASH_{setting.upper()}" in str(caught.value)
+    absent, nonsense, locked = (tmp_path / name for name in ("absent", "nonsense", "locked"))
+    nonsense.write_bytes(b"nonsense")
+    private = load_pem_private_key(key.read_bytes(), None)
+    password = BestAvailableEncryption(b"secret")
+    locked.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, password))
+    for path in (absent, nonsense, locked):
+        with pytest.raises(ConfigError) as caught:
+            ServerClient(ClientConfig.load({}, **(files | {setting: path})))
+        assert str(path) in str(caught.value)
+        assert f"GRAPHSTASH_{setting.upper()}" in str(caught.value)
 
 
 def test_a_key_without_its_certificate_is_refused(tmp_path):
@@ -242,14 +183,13 @@ def test_a_key_without_its_certificate_is_refused(tmp_path):
 
 
 def test_job_with_wrong_certificate_trains_without_cache(secure, tmp_path):
-    program = (
-        "import graphstash\n"
-        "from graphstash_schema import ArtifactKey\n"
-        "graphstash.install()\n"
-        f"key = ArtifactKey.parse('jax', 'cpu-x86_64', '{1:064x}')\n"
-        "print(graphstash.get_or_compile(key, lambda: b'trained').decode())\n"
-        "print(graphstash.stats().fallbacks)\n"
-    )
+    program = """
+        import graphstash
+        from graphstash_schema import ArtifactKey
+        key = ArtifactKey.parse("jax", "cpu-x86_64", 64 * "1")
+        print(graphstash.get_or_compile(key, lambda: b"trained").decode())
+        print(graphstash.stats().fallbacks)
+    """
     variables = PATIENT_VARIABLES | {"GRAPHSTASH_URL": secure.url}
     result = python(program, check=True, GRAPHSTASH_CACHE_DIR=tmp_path, **variables)
     assert result.stdout.splitlines()[0] == "trained"
