@@ -10,7 +10,7 @@ from graphstash._cli.doctor.findings import State
 from graphstash._cli.doctor.server import ReachedServer
 from graphstash.config import ClientConfig
 from graphstash_schema import TOKEN_FORM
-from support.doctor import CANARY, altering, diagnose, doctor, expect, line
+from support.doctor import CANARY, altering, diagnose, doctor, expect
 
 
 @pytest.fixture
@@ -19,29 +19,25 @@ def examine(guarded, namespace):
     return partial(diagnose, guarded.url, namespace=namespace)
 
 
-def test_token_with_write_grant_passes_and_shows_grants(guarded, examine, namespace):
-    findings = examine(token=guarded.token(f"write:{namespace}"))
-    granted = f"from GRAPHSTASH_TOKEN, grants write:{namespace}; it does not expire"
-    expect(findings, "token", State.OK, found=granted)
-    expect(findings, "namespace", State.OK, found="can read and write")
-
-
-def test_missing_token_gives_advice_to_get_one(examine, namespace):
+def test_missing_unknown_and_revoked_tokens_are_failures(guarded, examine, namespace):
     advice = f"graphstash token create --grant write:{namespace}"
     told = expect(examine(), "token", State.FAIL, found="none is set", advice=advice)
     assert "GRAPHSTASH_TOKEN" in told.advice
-
-
-def test_unknown_token_is_a_failure_naming_its_source(examine):
     found = "rejected the token from GRAPHSTASH_TOKEN"
-    expect(examine(token=CANARY), "token", State.FAIL, found=found, advice="ask an administrator")
+    unknown = examine(token=CANARY)
+    expect(unknown, "token", State.FAIL, found=found, advice="ask an administrator")
 
-
-def test_a_revoked_token_is_a_failure(guarded, examine, namespace):
     token = guarded.token(f"write:{namespace}")
+    findings = examine(token=token)
+    granted = f"from GRAPHSTASH_TOKEN, grants write:{namespace}; it does not expire"
+    expect(findings, "token", State.OK, found=granted)
+    expect(findings, "namespace", State.OK, found="can read and write")
     path = f"/v1/-/tokens/{TOKEN_FORM.fullmatch(token)['id']}"
     assert guarded.http(guarded.admin).delete(path).is_success
     expect(examine(token=token), "token", State.FAIL, found="revoked")
+    guarded.set_policy(namespace, anonymous_read=True)
+    found, advice = "readable without a token", "GRAPHSTASH_READ_ONLY=true"
+    expect(examine(), "token", State.WARN, found=found, advice=advice)
 
 
 def test_a_token_that_ends_soon_is_a_warning_and_an_ended_one_a_failure(
@@ -79,12 +75,6 @@ def test_namespaces_of_the_job_are_compared_with_grants(
     expect(findings, "namespace", state, found=found, advice=advice)
 
 
-def test_anonymous_namespace_is_reported_to_job_without_token(guarded, examine, namespace):
-    guarded.set_policy(namespace, anonymous_read=True)
-    found, advice = "readable without a token", "GRAPHSTASH_READ_ONLY=true"
-    expect(examine(), "token", State.WARN, found=found, advice=advice)
-
-
 def test_token_from_file_or_netrc_is_reported_with_its_source(
     guarded, examine, namespace, tmp_path, monkeypatch
 ):
@@ -99,22 +89,18 @@ def test_token_from_file_or_netrc_is_reported_with_its_source(
     expect(examine(), "token", State.OK, found=str(netrc))
 
 
-def test_a_token_in_the_clear_to_another_host_is_a_warning(guarded, namespace):
+@pytest.mark.parametrize(("is_loopback", "state"), [(False, State.WARN), (True, State.OK)])
+def test_a_token_in_the_clear_to_another_host_is_a_warning(guarded, namespace, is_loopback, state):
     token = guarded.token(f"write:{namespace}")
     config = ClientConfig.load({}, url=guarded.url, namespace=namespace, token=token)
-    away = list(check_access(config, ReachedServer(is_loopback=False)))
-    expect(away, "token", State.WARN, found="sent unencrypted", advice="https://")
-    assert (
-        line(list(check_access(config, ReachedServer(is_loopback=True))), "token").state == State.OK
-    )
+    found = list(check_access(config, ReachedServer(is_loopback=is_loopback)))
+    told = expect(found, "token", state)
+    assert ("sent unencrypted" in told.found) == ("https://" in told.advice) == (not is_loopback)
 
 
-def test_open_server_is_reported_as_needing_no_token(server):
+def test_open_server_or_one_without_tokens_is_reported(server):
     expect(diagnose(server.url), "token", State.OK, found="does not require a token")
     expect(diagnose(server.url, token=CANARY), "token", State.OK, found="is not needed")
-
-
-def test_server_without_tokens_is_reported(server):
     with altering(server.url, 404, at="/v1/-/access") as url:
         expect(diagnose(url), "token", State.OK)
         expect(diagnose(url, token=CANARY), "token", State.WARN, advice="upgrade")

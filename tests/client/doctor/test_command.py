@@ -20,8 +20,9 @@ def test_a_sound_host_passes_every_check_and_ends_with_0(server, namespace):
     assert result.stderr == ""
 
 
-def test_failure_exits_with_1_and_shows_advice():
-    result = doctor("--url", "http://127.0.0.1:9")
+def test_failure_exits_with_1_shows_advice_and_changes_nothing(tmp_path):
+    settings = {"GRAPHSTASH_CACHE_DIR": str(tmp_path / "cache")}
+    result = doctor("--url", "http://127.0.0.1:9", **settings)
     assert result.returncode == 1
     lines = result.stdout.splitlines()
     failure = next(number for number, each in enumerate(lines) if each.startswith("✗"))
@@ -29,14 +30,12 @@ def test_failure_exits_with_1_and_shows_advice():
     assert "→ start a server there with `graphstash serve`" in lines[failure + 1]
     assert lines[-1].startswith("1 failure,")
     assert result.stderr == ""
-
-
-def test_json_is_the_list_of_findings_and_nothing_else():
-    result = doctor("--url", "http://127.0.0.1:9", "--json")
+    result = doctor("--url", "http://127.0.0.1:9", "--json", **settings)
     assert result.returncode == 1
     findings = [Finding(**each) for each in json.loads(result.stdout)]
     expect(findings, "connection", State.FAIL, advice="graphstash serve")
     assert {each.state for each in findings} <= set(State)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_output_works_on_terminal_without_unicode():
@@ -53,12 +52,6 @@ def test_answer_of_unknown_server_is_escaped_for_terminal(server):
         result = doctor("--url", url)
     assert r"\x1b[2J\x1b]0;owned\x07 speaks protocol 2" in result.stdout
     assert "\x1b" not in result.stdout
-
-
-def test_the_doctor_changes_nothing(tmp_path):
-    diagnose(cache_dir=tmp_path / "cache")
-    doctor("--url", "http://127.0.0.1:9", GRAPHSTASH_CACHE_DIR=str(tmp_path / "cache"))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_endless_check_is_abandoned():

@@ -5,13 +5,8 @@ import sys
 import pytest
 
 from graphstash._cli.doctor.findings import State
-from graphstash.hooks.triton import SPEC
+from graphstash.hooks.registry import hook_specs
 from support.doctor import diagnose, expect, line
-
-
-def test_missing_compiler_gives_advice_to_use_python_of_the_job(installed):
-    advice = "-m graphstash doctor"
-    expect(diagnose(), "compilers", State.WARN, found=sys.executable, advice=advice)
 
 
 @pytest.mark.parametrize(
@@ -27,28 +22,25 @@ def test_missing_compiler_gives_advice_to_use_python_of_the_job(installed):
         ("inductor", {"torch": "2.5.1"}, State.WARN, "install torch 2.6 to 2.15"),
         ("inductor", {"torch": "2.16.0+cpu"}, State.WARN, "graphstash doctor --probe"),
         ("inductor", {"torch": "2.15.3"}, State.OK, "2.6 to 2.15"),
+        ("triton", {"triton": "2.9.1"}, State.WARN, "install triton"),
+        ("triton", {"triton": "3.0.0"}, State.OK, "triton 3.0.0"),
+        ("triton", {"triton": "3.9.2"}, State.OK, "triton 3.9.2"),
         ("triton", {"triton": "3.10.0"}, State.WARN, "or a newer graphstash"),
     ],
 )
 def test_compiler_version_is_compared_with_range_of_its_hook(
     installed, hook, distributions, state, told
 ):
+    advice = "-m graphstash doctor"
+    expect(diagnose(), "compilers", State.WARN, found=sys.executable, advice=advice)
     installed(**distributions)
     found = line(diagnose(), f"{hook} hook")
     assert found.state == state, found
     assert told in found.found + found.advice
-
-
-def test_deselected_hook_is_no_problem(installed):
-    installed(triton="4.0.0", jax="0.10.2")
-    expect(diagnose(hooks="jax"), "triton hook", State.OK, found="GRAPHSTASH_HOOKS")
-
-
-@pytest.mark.parametrize(
-    ("version", "is_refused"), [("2.9.1", True), ("3.0.0", False), ("3.9.2", False), ("3.10", True)]
-)
-def test_the_last_number_of_a_bound_is_compared_as_a_number(version, is_refused):
-    assert SPEC.tested.is_refused(version) is is_refused
+    others = ",".join(hook_specs().keys() - {hook})
+    found = line(diagnose(hooks=others), f"{hook} hook")
+    assert found.state == State.OK
+    assert state == State.OK or "GRAPHSTASH_HOOKS" in found.found
 
 
 @pytest.mark.parametrize(

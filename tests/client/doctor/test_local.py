@@ -9,17 +9,18 @@ from graphstash._cli.doctor.local import file_system_of
 from support.doctor import diagnose, expect
 
 
-def test_unwritable_tier_is_a_failure_naming_the_consequence(tmp_path):
+def test_unwritable_tier_is_a_failure_and_one_larger_than_its_disk_a_warning(tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file where the directory should be")
     found, advice = "uses a temporary directory instead", "GRAPHSTASH_CACHE_DIR"
     findings = diagnose(cache_dir=tmp_path / "cache")
     expect(findings, "local tier", State.FAIL, found=found, advice=advice)
-
-
-def test_a_disk_that_is_smaller_than_the_limit_is_a_warning_with_a_limit_that_fits(tmp_path):
     findings = diagnose(cache_dir=tmp_path, local_limit="900TiB")
     advice = "set GRAPHSTASH_LOCAL_LIMIT to"
     expect(findings, "local tier", State.WARN, found="of 900.0 TiB", advice=advice)
+    other = os.geteuid() + 4242
+    monkeypatch.setattr("os.geteuid", lambda: other)
+    found, advice = "belongs to another user", "GRAPHSTASH_CACHE_DIR"
+    expect(diagnose(cache_dir=tmp_path), "local tier", State.FAIL, found=found, advice=advice)
 
 
 def test_tier_contents_are_summed_and_stale_files_reported(tmp_path):
@@ -32,13 +33,6 @@ def test_tier_contents_are_summed_and_stale_files_reported(tmp_path):
     expect(findings, "local tier", State.OK, found="holds 3.0 KiB of 10.0 GiB")
     found, advice = "1 temporary file of processes that died (2.0 KiB", f"find {tmp_path / 'tmp'}"
     expect(findings, "local tier", State.WARN, found=found, advice=advice)
-
-
-def test_a_tier_of_another_user_is_not_used(tmp_path, monkeypatch):
-    other = os.geteuid() + 4242
-    monkeypatch.setattr("os.geteuid", lambda: other)
-    found, advice = "belongs to another user", "GRAPHSTASH_CACHE_DIR"
-    expect(diagnose(cache_dir=tmp_path), "local tier", State.FAIL, found=found, advice=advice)
 
 
 def test_network_disk_is_detected_from_mounts(tmp_path, monkeypatch):

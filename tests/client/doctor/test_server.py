@@ -12,12 +12,16 @@ from support.doctor import altering, diagnose, expect, line
 from support.fault_proxy import Fault, FaultProxy
 
 
-def test_unresolvable_name_and_absent_server_are_distinguished():
+def test_unresolvable_name_and_dead_socket_are_distinguished(tmp_path):
     findings = diagnose("http://cache.invalid:8077")
     found, advice = "cache.invalid has no address", "getent hosts cache.invalid"
     expect(findings, "connection", State.FAIL, found=found, advice=advice)
     assert line(findings, "token").state == State.SKIPPED
     assert line(findings, "local tier").state == State.OK
+    findings = diagnose(f"unix:{tmp_path}/socket")
+    told = expect(findings, "connection", State.FAIL, advice="graphstash serve")
+    assert f"unix:{tmp_path}/socket" in told.found
+    assert "No such file or directory" in told.found
 
 
 def test_connections_that_nobody_accepts_end_in_time_with_advice():
@@ -79,8 +83,6 @@ def test_a_redirect_to_https_gives_the_url_to_set(server):
     [
         (0, State.OK, "agree"),
         (-30, State.WARN, "s ahead of"),
-        (30, State.WARN, "s behind"),
-        (-3600, State.FAIL, "s ahead of"),
         (3600, State.FAIL, "s behind"),
     ],
 )
@@ -91,23 +93,18 @@ def test_clock_is_compared_with_the_server(server, seconds, state, side):
     assert ("timedatectl" in told.advice) == (state != State.OK)
 
 
-def test_a_full_store_is_a_warning_because_hits_are_served(tmp_path):
-    with LiveServer(tmp_path / "data", min_free_bytes=2**60) as full:
-        findings = diagnose(full.url)
-    found, advice = "read only: no space left", "free space"
-    expect(findings, "readiness", State.WARN, found=found, advice=advice)
-
-
-def test_failing_store_is_a_failure_with_message_of_server(tmp_path):
+def test_full_store_is_a_warning_and_failing_one_a_failure_with_message_of_server(tmp_path):
+    with LiveServer(tmp_path / "full", min_free_bytes=2**60) as full:
+        found, advice = "read only: no space left", "free space"
+        expect(diagnose(full.url), "readiness", State.WARN, found=found, advice=advice)
     with LiveServer(tmp_path / "data") as broken:
         blobs = tmp_path / "data" / "blobs"
         blobs.rename(tmp_path / "elsewhere")
         blobs.write_text("a file")
-        findings = diagnose(broken.url)
+        found, advice = "blob store failed", "server's log"
+        expect(diagnose(broken.url), "readiness", State.FAIL, found=found, advice=advice)
         blobs.unlink()
         (tmp_path / "elsewhere").rename(blobs)
-    found, advice = "blob store failed", "server's log"
-    expect(findings, "readiness", State.FAIL, found=found, advice=advice)
 
 
 def test_skipped_checks_are_listed_without_server():
@@ -116,10 +113,3 @@ def test_skipped_checks_are_listed_without_server():
     for name in ("clock", "token", "trust"):
         expect(findings, name, State.SKIPPED, found="there is no server")
     expect(diagnose(), "clock", State.SKIPPED, found="does not answer")
-
-
-def test_dead_socket_is_reported_with_its_path(tmp_path):
-    findings = diagnose(f"unix:{tmp_path}/socket")
-    told = expect(findings, "connection", State.FAIL, advice="graphstash serve")
-    assert f"unix:{tmp_path}/socket" in told.found
-    assert "No such file or directory" in told.found

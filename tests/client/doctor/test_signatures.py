@@ -30,12 +30,6 @@ def keys(tmp_path):
     return write
 
 
-def test_sound_keys_pass(keys):
-    findings = diagnose(**keys(trusted=[keys.own.public_text]))
-    expect(findings, "signatures", State.OK, found="policy require")
-    assert line(findings, "signing key").state == State.OK
-
-
 def test_namespace_without_trusted_key_is_a_failure_under_require(keys):
     settings = keys(trusted=[keys.own.public_text], namespaces=("other",))
     found, advice = "no key is trusted for namespace 'team'", "graphstash keys trust"
@@ -44,36 +38,28 @@ def test_namespace_without_trusted_key_is_a_failure_under_require(keys):
     expect(preferred, "signatures", State.WARN, found="only unsigned artifacts")
 
 
-def test_a_key_that_ends_soon_is_a_warning(keys):
+def test_sound_keys_pass_and_one_that_ends_soon_is_a_warning(keys):
+    findings = diagnose(**keys(trusted=[keys.own.public_text]))
+    expect(findings, "signatures", State.OK, found="policy require")
+    assert line(findings, "signing key").state == State.OK
     soon = datetime.now(UTC) + timedelta(days=3)
     settings = keys(trusted=[keys.own.public_text], name="ci", not_after=soon)
     found = "the trusted key 'ci' expires on"
     expect(diagnose(**settings), "signatures", State.WARN, found=found)
 
 
-def test_a_revoked_signing_key_is_a_failure(keys):
-    settings = keys(trusted=[keys.own.public_text], revoked=[keys.own.key_id])
+def test_signing_key_that_is_revoked_untrusted_or_readable_by_others_is_reported(keys, tmp_path):
+    trusting = keys(trusted=[keys.own.public_text], revoked=[keys.own.key_id])
     found, advice = f"{keys.own.key_id} was revoked", "graphstash keys generate"
-    expect(diagnose(**settings), "signing key", State.FAIL, found=found, advice=advice)
-
-
-def test_a_signing_key_that_this_host_itself_does_not_trust_is_a_warning(keys, tmp_path):
+    expect(diagnose(**trusting), "signing key", State.FAIL, found=found, advice=advice)
     other = SigningKey.generate(tmp_path / "other.pem")
     findings = diagnose(**keys(trusted=[other.public_text]))
     expect(findings, "signing key", State.WARN, advice="graphstash keys show")
-
-
-def test_a_private_key_that_others_may_read_is_a_failure(keys, tmp_path):
     (tmp_path / "own.pem").chmod(0o644)
-    findings = diagnose(**keys(trusted=[keys.own.public_text]))
-    expect(findings, "signing key", State.FAIL, found="chmod 600")
-
-
-def test_malformed_trusted_keys_are_a_failure(keys, tmp_path):
-    settings = keys()
+    expect(diagnose(**keys()), "signing key", State.FAIL, found="chmod 600")
     file = tmp_path / "trusted.json"
     file.write_text("{}}")
-    findings = diagnose(**settings)
+    findings = diagnose(**trusting)
     expect(findings, "signatures", State.FAIL, found=str(file), advice="without the cache")
 
 
