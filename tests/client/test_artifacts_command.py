@@ -6,13 +6,14 @@ import pty
 import re
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
 from support.hostile import Answer, Middlebox
-from support.waiting import PATIENT_VARIABLES
+from support.waiting import variables_of
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
 
@@ -48,34 +49,18 @@ def terminal(config):
     """Runs a command in a terminal of 80 columns; gives its lines without their colours."""
 
     def run(*arguments):
-        chosen = config("reader")
-        settings = {
-            "GRAPHSTASH_URL": chosen.url,
-            "GRAPHSTASH_NAMESPACE": chosen.namespace,
-            "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
-            **PATIENT_VARIABLES,
-            "COLUMNS": "80",
-            "TERM": "xterm",
-        }
         ours, theirs = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "graphstash", *arguments],
-            stdout=theirs,
-            stderr=theirs,
-            env=os.environ | settings,
-        )
-        os.close(theirs)
+        settings = variables_of(config("reader")) | {"COLUMNS": "80", "TERM": "xterm"}
+        command = [sys.executable, "-m", "graphstash", *arguments]
+        environment = os.environ | settings
         seen = b""
-        while True:
-            try:
-                piece = os.read(ours, 4096)
-            except OSError:  # how Linux says that nobody writes any more
-                break
-            if not piece:
-                break
-            seen += piece
-        os.close(ours)
-        assert process.wait() == 0, seen
+        with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+            with suppress(OSError):  # how Linux says that nobody writes any more
+                while piece := os.read(ours, 4096):
+                    seen += piece
+            os.close(ours)
+        assert process.returncode == 0, seen
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode()).splitlines()
 
     return run
@@ -89,21 +74,9 @@ def numbers(found):
     return [int(each["key"]["fingerprint"][:4], 16) for each in found["artifacts"]]
 
 
-def test_the_newest_artifacts_are_listed_first_and_page_by_page(put, command):
-    for number in range(1, 6):
-        put(number)
-    first = command("ls", "--limit", "2", "--json")
-    page = json.loads(first.stdout)
-    assert numbers(page) == [5, 4]
-    rest = listed(command, "--after", page["next"], "--limit", "0")
-    assert (numbers(rest), rest["next"]) == ([3, 2, 1], None)
-    told = command("ls", "--limit", "2")
-    assert told.stderr == f"more: --after {page['next']}\n"
-
-
-def test_the_list_is_sorted(put, command):
-    put(3, size=200, seconds=5)
-    put(1, size=100, seconds=9)
+def test_the_list_is_sorted_filtered_and_read_page_by_page(put, command):
+    put(3, size=200, seconds=5, label="jit(train_step)")
+    put(1, size=100, seconds=9, label="jit(init)")
     put(2, size=300, seconds=1)
     for sort, order in {
         "size": [2, 3, 1],
@@ -113,16 +86,16 @@ def test_the_list_is_sorted(put, command):
     }.items():
         assert numbers(listed(command, "--sort", sort)) == order, sort
         assert numbers(listed(command, "--sort", sort, "--limit", "2")) == order[:2], sort
-
-
-def test_the_list_is_filtered(put, command):
-    put(1, label="jit(train_step)")
-    put(2, label="jit(init)")
-    assert numbers(listed(command, "TRAIN")) == [1]
+    assert numbers(listed(command, "TRAIN")) == [3]
     assert numbers(listed(command, "--kind", "triton")) == []
-    assert numbers(listed(command, "--device-type", DEVICE)) == [2, 1]
+    assert numbers(listed(command, "--device-type", DEVICE)) == [2, 1, 3]
     nothing = command("ls", "no such label")
     assert nothing.stdout.startswith("no such artifacts in the namespace")
+    page = listed(command, "--limit", "1")
+    assert numbers(page) == [2]
+    rest = listed(command, "--after", page["next"], "--limit", "0")
+    assert (numbers(rest), rest["next"]) == ([1, 3], None)
+    assert command("ls", "--limit", "1").stderr == f"more: --after {page['next']}\n"
 
 
 def test_labels_are_cut_to_a_terminal_of_80_columns_and_whole_elsewhere(
@@ -142,8 +115,8 @@ def test_labels_are_cut_to_a_terminal_of_80_columns_and_whole_elsewhere(
     assert all(len(line) <= 80 for line in lines[1:-1])
 
 
-def test_show_prints_all_details_of_an_artifact(put, command, namespace, hosts):
-    key = put(1, label="jit(step)", parts={"program": "text", "jax": "0.10.2"})
+def test_show_prints_all_details_of_the_one_artifact(put, command, namespace, hosts):
+    key = put(0x1234, label="jit(step)", parts={"program": "text", "jax": "0.10.2"})
     told = command("show", key.fingerprint[:6]).stdout
     for each in (
         *("jit(step)", namespace, key.fingerprint, DEVICE, "sha256:", "jax 0.10.2", "ana@host:1"),
@@ -157,14 +130,10 @@ def test_show_prints_all_details_of_an_artifact(put, command, namespace, hosts):
     assert whole["is_on_this_host"]
     assert whole["trust"]["state"] == "unsigned"
     assert command("show", f"{namespace}/{key}").stdout
-
-
-def test_show_reports_ambiguous_and_absent_artifacts(put, command):
-    first, second = put(0x1234), put(0x12345)
-    assert first.fingerprint[:4] == second.fingerprint[:4]
+    put(0x12345)
     several = command("show", "1234", status=1).stderr
     assert "2 artifacts begin with '1234'" in several
-    assert str(first) in several
+    assert str(key) in several
     assert "`graphstash ls` lists them" in command("show", "ffff", status=1).stderr
 
 
@@ -220,7 +189,7 @@ def test_a_server_of_an_earlier_release_is_named(server, command):
         assert "is older than this command" in command("ls", status=1, url=box.url).stderr
 
 
-@pytest.mark.parametrize("arguments", [["ls"], ["ls", "--limit", "0"], ["export", os.devnull]])
+@pytest.mark.parametrize("arguments", [["ls", "--limit", "0"], ["export", os.devnull]])
 def test_listing_ends_if_server_repeats_a_page(server, command, arguments):
     def endless(request, answer):
         if not request.path.partition("?")[0].endswith("/artifacts"):

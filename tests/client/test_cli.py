@@ -1,5 +1,6 @@
 """The command line: what `graphstash run` hands to a job, and how commands say what is wrong."""
 
+import ast
 import itertools
 import json
 import os
@@ -8,14 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 from reference import command_line
 
-from graphstash._cli import launcher
 from graphstash_schema.exit_status import MEANINGS, ExitStatus
 from support import processes
 from support.waiting import PATIENT_VARIABLES, until
@@ -29,17 +28,14 @@ def run(program, *arguments, **variables):
     return graphstash("run", "--", sys.executable, "-c", program, *arguments, **variables)
 
 
-def test_run_passes_status_output_and_arguments_through():
-    result = run("import sys; print(sys.argv[1:]); sys.exit(7)", "--", "--url", "x y")
-    assert result.returncode == 7
-    assert result.stdout == "['--', '--url', 'x y']\n"
-    assert result.stderr == ""
-
-
-def test_options_after_the_command_belong_to_the_command():
-    program = "import os, sys; print(sys.argv[1:], os.environ.get('GRAPHSTASH_JOB'))"
-    result = graphstash("run", sys.executable, "-c", program, "--job", "mine", "-q", "--", "x")
-    assert result.stdout == "['--job', 'mine', '-q', '--', 'x'] None\n"
+def test_run_passes_status_output_and_all_arguments_after_the_command_through():
+    program = "import os, sys; print(sys.argv[1:], os.environ.get('GRAPHSTASH_JOB')); sys.exit(7)"
+    words = ("--job", "mine", "-q", "--", "x y")
+    for separator in (("--",), ()):
+        result = graphstash("run", *separator, sys.executable, "-c", program, *words)
+        assert result.returncode == 7
+        assert result.stdout == f"{[*words]} None\n"
+        assert result.stderr == ""
 
 
 def test_run_ends_with_the_signal_that_ended_the_command():
@@ -59,7 +55,7 @@ def test_run_keeps_the_users_own_sitecustomize_and_python_path(tmp_path):
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("path", ["", ":", ":/lib", "/lib:"])
+@pytest.mark.parametrize("path", ["", ":/lib"])
 def test_run_keeps_the_working_directory_on_a_path_that_has_it(tmp_path, path):
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "train.py").write_text("import sys; print(sys.path)")
@@ -75,17 +71,10 @@ def test_run_keeps_the_working_directory_on_a_path_that_has_it(tmp_path, path):
 
 
 def test_python_without_graphstash_starts_normally():
-    program = (
-        "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; print(1)"
-    )
     autoload = graphstash("run", "--", "printenv", "PYTHONPATH").stdout.split(os.pathsep)[0].strip()
-    program = f"import sys; sys.path.insert(0, {autoload!r}); import sitecustomize; {program}"
+    program = f"import sys; sys.path.insert(0, {autoload!r}); import sitecustomize; print(1)"
     result = subprocess.run(
-        [sys.executable, "-S", "-c", program],
-        env=os.environ | {"PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=False
     )
     assert (result.stdout, result.stderr) == ("1\n", "")
 
@@ -95,15 +84,18 @@ JOB = "import graphstash, os; graphstash.install(); print('trained')"
 
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
-    [
-        ("URL", "cache", "expected http://host:port"),
-        ("LOCAL_LIMIT", "banana", "it takes a size such as 500MB or 10GiB (0 or more)"),
-        ("CACHE_DIR", "~nobody-here/x", "home directory"),
-    ],
+    [("URL", "cache", "expected http://host:port"), ("CACHE_DIR", "~nobody-here/x", "home")],
 )
 def test_job_with_invalid_setting_runs_without_cache_and_names_setting(variable, value, told):
-    result = run(JOB, **{f"GRAPHSTASH_{variable}": value})
-    assert (result.returncode, result.stdout) == (0, "trained\n")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HOME", "XDG"))}
+    result = subprocess.run(
+        [sys.executable, "-c", JOB],
+        env=environment | {f"GRAPHSTASH_{variable}": value},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout == "trained\n"
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"graphstash: disabled: GRAPHSTASH_{variable}='{value}': ")
     assert line.endswith("; the job runs without the cache")
@@ -141,26 +133,18 @@ def test_fast_and_full_command_line_parse_run_options_alike(entry):
     program = (
         "import os; print({k: v for k, v in os.environ.items() if k.startswith('GRAPHSTASH_')})"
     )
-    words = [word for pair in OPTIONS.items() for word in pair]
-    joined = [f"{option}={value}" for option, value in OPTIONS.items()]
-    for given in (words, joined):
-        argv = ["run", *given, "--read-only", "-q", "--", sys.executable, "-c", program]
-        run = f"import sys, graphstash.{entry} as it; sys.argv[0] = 'graphstash'; it.main()"
-        settings = eval(processes.python(run, *argv, check=True, **GIVEN).stdout)
-        assert settings == {
-            **{f"GRAPHSTASH_{k[2:].upper().replace('-', '_')}": v for k, v in OPTIONS.items()},
-            **GIVEN,
-            "GRAPHSTASH_READ_ONLY": "true",
-            "GRAPHSTASH_SUMMARY": "false",
-            "GRAPHSTASH_AUTOLOAD": "1",
-        }
-
-
-@pytest.mark.parametrize(
-    "words", [("--help",), ("--nothing", "x", "true"), ("--job",), ("--url=cache", "true"), ()]
-)
-def test_full_command_line_handles_calls_that_start_no_job(words):
-    assert launcher.read(words) is None
+    (option, value), *others = OPTIONS.items()
+    given = [option, value, *(f"{option}={value}" for option, value in others)]
+    argv = ["run", *given, "--read-only", "-q", "--", sys.executable, "-c", program]
+    run = f"import sys, graphstash.{entry} as it; sys.argv[0] = 'graphstash'; it.main()"
+    settings = ast.literal_eval(processes.python(run, *argv, check=True, **GIVEN).stdout)
+    assert settings == {
+        **{f"GRAPHSTASH_{k[2:].upper().replace('-', '_')}": v for k, v in OPTIONS.items()},
+        **GIVEN,
+        "GRAPHSTASH_READ_ONLY": "true",
+        "GRAPHSTASH_SUMMARY": "false",
+        "GRAPHSTASH_AUTOLOAD": "1",
+    }
 
 
 def test_run_imports_nothing_heavy_before_the_job():
@@ -200,7 +184,6 @@ def test_server_options_are_listed_without_the_packages_of_a_server():
         (("run",), 2, "write the command after `--`"),
         (("run", "--", "no-such-program"), 127, "not found on PATH"),
         (("run", "--namespace", "Team A", "--", "true"), 2, "[a-z0-9][a-z0-9._-]{0,63}"),
-        (("run", "--url", "cache", "--", "true"), 2, "expected http://host:port"),
         (("status", "--url", "http://host:port"), 2, "expected http://host:port"),
         (("run", "--naemspace", "x", "--", "true"), 2, "No such option: --naemspace"),
         (("run", "--job"), 2, "requires an argument"),
@@ -217,21 +200,25 @@ def test_server_options_are_listed_without_the_packages_of_a_server():
         (("import", "no-such-file"), 3, "there is no such file; nothing was imported"),
         (("nothing",), 2, "No such command 'nothing'; see `graphstash --help`"),
         (("prefetch", "job"), 1, "error: set GRAPHSTASH_URL"),
+        (("status", "--url", "http://127.0.0.1:9"), 1, "does not answer"),
+        (("prefetch", "job", "--url", "http://127.0.0.1:9"), 1, "127.0.0.1:9"),
     ],
 )
-def test_bad_input_gets_one_clear_line(arguments, status, told):
-    result = here(*arguments)
-    assert result.returncode == status
+def test_bad_input_gets_one_clear_line(tmp_path, arguments, status, told):
+    result = here(*arguments, GRAPHSTASH_CACHE_DIR=tmp_path)
+    assert (result.returncode, result.stdout) == (status, "")
     assert told in result.stderr
     (line,) = result.stderr.splitlines()
     assert line.startswith("graphstash: error: ")
 
 
-def test_a_process_ends_with_the_status_and_the_line_of_its_command():
-    result = graphstash("prefetch", "no/job")
+@pytest.mark.parametrize("variable", ["GRAPHSTASH_CA_FILE", "GRAPHSTASH_TRUSTED_KEYS"])
+def test_unusable_file_is_named_by_a_process_that_ends_with_the_status_of_usage(tmp_path, variable):
+    result = graphstash("status", **{variable: tmp_path / "absent"})
     assert (result.returncode, result.stdout) == (ExitStatus.USAGE, "")
     assert result.stderr.startswith("graphstash: error: ")
     assert result.stderr.count("\n") == 1
+    assert str(tmp_path / "absent") in result.stderr
 
 
 def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):
@@ -244,31 +231,11 @@ def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):
     assert answer["reachable"] is True
     assert answer["server"]["version"]
     assert answer["local"]["size_bytes"] == 0
+    result = here("prefetch", "job", "--url", server.url, **settings)
+    assert (result.returncode, "remembered for job 'job'" in result.stderr) == (1, True)
 
 
-def test_status_without_server_names_the_setting(tmp_path):
-    result = here("status", "--url", "http://127.0.0.1:9", GRAPHSTASH_CACHE_DIR=tmp_path)
-    assert result.returncode == 1
-    assert "the server does not answer" in result.stderr
-    assert "graphstash doctor" in result.stderr
-
-
-def test_prefetch_of_unknown_job_is_reported(server, namespace, tmp_path):
-    command = ("prefetch", "job", "--url", server.url, "--namespace", namespace)
-    result = here(*command, GRAPHSTASH_CACHE_DIR=tmp_path, **PATIENT_VARIABLES)
-    assert result.returncode == 1
-    assert "no artifacts are remembered for job 'job'" in result.stderr
-
-
-@pytest.mark.parametrize("command", [("status",), ("prefetch", "job")])
-@pytest.mark.parametrize("variable", ["GRAPHSTASH_CA_FILE", "GRAPHSTASH_TRUSTED_KEYS"])
-def test_unusable_file_gets_one_clear_line(tmp_path, command, variable):
-    result = here(*command, **{variable: tmp_path / "absent"})
-    assert result.returncode == 2
-    assert str(tmp_path / "absent") in result.stderr
-
-
-@pytest.mark.parametrize("width", ["60", "80", "100"])
+@pytest.mark.parametrize("width", ["60", "100"])
 def test_help_fills_its_paragraphs_and_names_defaults(width):
     told = here("serve", "--help", COLUMNS=width).stdout
     flat = " ".join(told.replace("│", " ").split())
@@ -289,19 +256,15 @@ def all_commands():
     return commands
 
 
-def test_help_has_no_markup_that_a_terminal_swallows():
+def test_every_option_is_explained_in_a_sentence_without_markup_that_a_terminal_swallows():
     """Help is Markdown: `<scope>` outside of backticks is HTML there, and is not shown."""
     for path, command in all_commands():
-        for told in (command.help, *(getattr(each, "help", "") for each in command.params)):
-            assert "<" not in re.sub(r"`[^`]*`", "", told or ""), path
-
-
-def test_every_option_and_argument_is_explained_in_a_sentence():
-    for path, command in all_commands():
+        assert "<" not in re.sub(r"`[^`]*`", "", command.help or ""), path
         for parameter in command.params:
+            told = getattr(parameter, "help", "") or ""
+            assert "<" not in re.sub(r"`[^`]*`", "", told), path
             if not getattr(parameter, "hidden", False) and parameter.name != "help":
-                told = (parameter.help or "").partition(" [default: ")[0]
-                assert told.endswith("."), f"{path} {parameter.name}"
+                assert told.partition(" [default: ")[0].endswith("."), f"{path} {parameter.name}"
 
 
 def test_the_help_groups_every_command_and_names_every_exit_status():
@@ -332,22 +295,6 @@ def test_a_shell_completes_commands_options_and_values(shell):
     assert "jax" not in result.stdout
 
 
-def test_the_completion_of_a_shell_is_shown():
-    command = f"{sys.executable} -m graphstash --show-completion; exit $?"
-    told = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert "complete -o default -F _graphstash_completion graphstash" in told.stdout
-
-
-@contextmanager
-def ended(process):
-    """Kill a process at the end if it still runs."""
-    try:
-        yield
-    finally:
-        process.kill()
-        process.communicate()
-
-
 _WAITING = {"7", "45", "271"}
 """Numbers of poll, recvfrom and ppoll on x86-64."""
 
@@ -362,14 +309,17 @@ def test_an_interrupted_command_ends_with_its_status(tmp_path):
             [*command, url], env=os.environ | settings, stderr=subprocess.PIPE, text=True
         )
         connection, _ = silent.accept()
-        with connection, ended(process), connection.makefile("rb") as request:
-            while request.readline() not in {b"\r\n", b""}:
-                pass
-            # Python may overlook a signal that arrives between its last look and the wait.
-            calls = Path(f"/proc/{process.pid}/syscall")
-            until(lambda: calls.read_text().split()[0] in _WAITING)
-            process.send_signal(signal.SIGINT)
-            _, told = process.communicate(timeout=60)
+        with process, connection, connection.makefile("rb") as request:
+            try:
+                while request.readline() not in {b"\r\n", b""}:
+                    pass
+                # Python may overlook a signal that arrives between its last look and the wait.
+                calls = Path(f"/proc/{process.pid}/syscall")
+                until(lambda: calls.read_text().split()[0] in _WAITING)
+                process.send_signal(signal.SIGINT)
+                _, told = process.communicate(timeout=60)
+            finally:
+                process.kill()
     assert process.returncode == ExitStatus.INTERRUPTED
     assert "Traceback" not in told
 
@@ -388,17 +338,3 @@ def test_help_names_searchers_without_importing_them():
         print(imported, [name for name in SEARCHERS if name not in told.getvalue()])
     """
     assert processes.python(code, check=True).stdout.strip() == "[] []"
-
-
-def test_without_a_home_a_job_runs_without_the_cache():
-    program = "import graphstash; graphstash.install(); print('trained', graphstash.stats().hits)"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HOME", "XDG"))}
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment | {"GRAPHSTASH_CACHE_DIR": "~nobody-here/x"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.stdout == "trained 0\n"
-    assert "GRAPHSTASH_CACHE_DIR" in result.stderr

@@ -7,13 +7,14 @@ import sys
 
 import pytest
 
+from graphstash import ClientConfig
 from graphstash._compile.compile_limit import STATUS_NO_CACHE
 from graphstash._compile.misses import MissLog
 from graphstash.errors import RefusedError
+from graphstash.testing import FakeServer
 from support.host import key, request
 from support.processes import graphstash, graphstash_here
-from support.server import Server
-from support.waiting import PATIENT_VARIABLES
+from support.waiting import PATIENT, PATIENT_VARIABLES, variables_of
 
 JOB = """
 import sys
@@ -31,26 +32,18 @@ for program, parts in {programs!r}.items():
 """
 
 
-def settings_of(server, namespace, cache_dir):
-    return PATIENT_VARIABLES | {
-        "GRAPHSTASH_URL": server.url,
-        "GRAPHSTASH_NAMESPACE": namespace,
-        "GRAPHSTASH_CACHE_DIR": cache_dir,
-    }
-
-
 @pytest.fixture
-def run(server, namespace, tmp_path):
+def run(config, namespace, tmp_path):
     """Runs a job that compiles programs; each run is on a host of its own. The programs have names
     that no other test has: jobs may read all namespaces of the server.
     """
 
-    def run(host, programs, *, options=("--explain",), **variables):
+    def run(host, programs, **settings):
         script = tmp_path / f"{host}.py"
         named = {f"{name}_{namespace}": parts for name, parts in programs.items()}
         script.write_text(JOB.format(programs=named))
-        settings = settings_of(server, namespace, tmp_path / host) | variables
-        return graphstash("run", *options, "--", sys.executable, script, check=True, **settings)
+        variables = variables_of(config(host, **settings))
+        return graphstash("run", "--explain", "--", sys.executable, script, check=True, **variables)
 
     return run
 
@@ -60,9 +53,11 @@ def recorded(server, tmp_path_factory):
     """The local tier of a host on which a job has missed one program."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "train.py").write_text(JOB.format(programs={"step_recorded": {}}))
-    settings = settings_of(server, "recorded", folder / "tier")
+    config = ClientConfig.load(
+        {}, url=server.url, namespace="recorded", cache_dir=folder / "tier", **PATIENT
+    )
     command = ("run", "--", sys.executable, folder / "train.py")
-    assert lines_of(graphstash(*command, check=True, **settings)) == []
+    assert lines_of(graphstash(*command, check=True, **variables_of(config))) == []
     return folder / "tier"
 
 
@@ -94,11 +89,13 @@ def lines_of(outcome):
 
 
 def test_misses_are_grouped_by_what_differs_from_the_teams_artifacts(run, explain, namespace):
-    cold = run("cold", {"step": {"jax": "0.10.2"}, "init": {"jax": "0.10.2"}})
-    assert lines_of(cold) == [
+    programs = {"step": {"jax": "0.10.2"}, "init": {"jax": "0.10.2"}}
+    assert lines_of(run("cold", programs)) == [
         "2 misses: new program: nothing like it is stored",
         "    jit(step), jit(init)",
     ]
+    assert lines_of(run("warm", programs)) == []
+    assert "2 hits, 0 misses" in explain("warm").stdout
     upgraded = run("new", {name: {"jax": "0.11.0"} for name in ("step", "init", "other")})
     told = lines_of(upgraded)
     assert told[:2] == ["2 misses: jax: 0.11.0 here, 0.10.2 there", "    jit(step), jit(init)"]
@@ -128,53 +125,39 @@ graphstash.install(hooks=()).cache.refuse(request, "SIZES of scale: a set of oth
 
 
 def test_unshareable_program_is_named_with_its_cause_by_run_explain_and_doctor(
-    server, namespace, explain, tmp_path
+    config, explain, tmp_path
 ):
     (tmp_path / "train.py").write_text(REFUSING_JOB)
-    settings = settings_of(server, namespace, tmp_path / "host")
-    told = graphstash(
-        "run", "--explain", "--", sys.executable, tmp_path / "train.py", check=True, **settings
-    )
-    cause = "unshareable: SIZES of scale: a set of other values"
-    assert f"graphstash: 1 miss: the cache could not help ({cause})" in told.stderr
-    assert f"1 miss: the cache could not help ({cause})\n    scale\n" in explain("host").stdout
-    checked = graphstash_here("doctor", **settings)
-    assert f"1 program {cause}" in checked.stdout
-    ended = graphstash(
-        *("run", "--", sys.executable, tmp_path / "train.py"),
-        **settings | {"GRAPHSTASH_FAIL_ON_MISS": "1"},
-    )
+    variables = variables_of(config("host")) | {"GRAPHSTASH_FAIL_ON_MISS": "1"}
+    command = ("run", "--explain", "--", sys.executable, tmp_path / "train.py")
+    ended = graphstash(*command, **variables)
     assert ended.returncode == STATUS_NO_CACHE
+    cause = "unshareable: SIZES of scale: a set of other values"
+    assert f"graphstash: 1 miss: the cache could not help ({cause})" in ended.stderr
+    assert f"1 miss: the cache could not help ({cause})\n    scale\n" in explain("host").stdout
+    assert f"1 program {cause}" in graphstash_here("doctor", **variables).stdout
 
 
-def test_artifact_in_unread_namespace_is_named(run, namespace, tmp_path):
+def test_artifact_in_unread_namespace_is_named(run, namespace):
     """On a server of its own: sixteen namespaces are looked through."""
     parts = {"step": {"jax": "0.10.2"}}
-    with Server(tmp_path / "server") as server:
-        own = {"GRAPHSTASH_URL": server.url}
-        run("there", parts, GRAPHSTASH_NAMESPACE=f"{namespace}-theirs", **own)
-        here = run("here", parts, **own)
+    with FakeServer() as fake:
+        run("there", parts, namespace=f"{namespace}-theirs", url=fake.url)
+        here = run("here", parts, url=fake.url)
     assert lines_of(here)[0] == (
         f"1 miss: it is stored in the namespace {namespace}-theirs, which was not read"
     )
 
 
-def test_a_run_without_misses_explains_nothing(run, explain):
-    parts = {"step": {"jax": "0.10.2"}}
-    run("cold", parts)
-    warm = run("warm", parts)
-    assert lines_of(warm) == []
-    assert "1 hit, 0 misses" in explain("warm").stdout
-
-
-def test_explanation_without_server_names_the_reason(run, explain):
-    alone = run("alone", {"step": {}}, GRAPHSTASH_URL="http://127.0.0.1:9")
+def test_explanation_without_server_names_the_reason_and_a_hostile_label_in_one_line(run, explain):
+    alone = run("alone", {"step\x1b]0;owned\x07": {}}, url="http://127.0.0.1:9")
     assert lines_of(alone)[-2:] == [
         "1 miss: the cache could not help (connect)",
-        "    jit(step)",
+        "    jit(step ]0;owned )",
     ]
     asked = explain("alone", GRAPHSTASH_URL="http://127.0.0.1:9")
     assert "the cache could not help (connect)" in asked.stdout
+    assert "\x1b" not in alone.stderr + asked.stdout
 
 
 def test_another_servers_record_and_records_open_to_others_are_not_used(host, explain):
@@ -189,49 +172,34 @@ def test_another_servers_record_and_records_open_to_others_are_not_used(host, ex
     assert "open to other users" in outcome.stderr
 
 
-def test_each_process_of_a_run_leaves_a_record(host, tmp_path):
+def test_each_process_of_a_run_leaves_a_record_if_it_can_be_written(host, tmp_path):
     (first,) = (host / "records").iterdir()
-    (tmp_path / "job.py").write_text(JOB.format(programs={"step": {}}))
-    both = "import subprocess, sys; [subprocess.run([sys.executable, 'job.py']) for _ in 'ab']"
-    (tmp_path / "both.py").write_text(both.replace("'job.py'", repr(str(tmp_path / "job.py"))))
+    job = tmp_path / "job.py"
+    job.write_text(JOB.format(programs={"step": {}}))
+    both = f"import subprocess, sys; [subprocess.run([sys.executable, {str(job)!r}]) for _ in 'ab']"
     settings = {"GRAPHSTASH_CACHE_DIR": host, "GRAPHSTASH_URL": "none"}
-    graphstash("run", "--", sys.executable, tmp_path / "both.py", check=True, **settings)
+    graphstash("run", "--", sys.executable, "-c", both, check=True, **settings)
     runs = sorted((host / "records").iterdir())
     assert runs[0] == first
     assert [len(list(each.glob("*.json"))) for each in runs] == [1, 2]
+    shutil.rmtree(host / "records")
+    (host / "records").write_text("a file")
+    outcome = graphstash("run", "--", sys.executable, job, check=True, **settings)
+    assert "Traceback" not in outcome.stderr
 
 
-def test_damaged_record_is_left_out_and_unknown_miss_is_named(host, explain):
+def test_damaged_record_is_left_out_and_unknown_miss_or_run_is_named(host, explain):
     (run_directory,) = (host / "records").iterdir()
     for content in ("", "{", "[]", '{"misses": 1}', '{"misses": [[{}, null, 0]]}'):
         (run_directory / "1.json").write_text(content)
         assert "1 miss" in explain("host").stdout, content
-    outcome = explain("host", "jit(nothing")
-    assert outcome.returncode == 1
-    assert "'jit(nothing'" in outcome.stderr
-
-
-def test_explain_without_run_gives_advice(explain, tmp_path):
-    outcome = explain("nowhere")
-    assert outcome.returncode == 1
-    assert "no run is recorded" in outcome.stderr
-    assert "graphstash run" in outcome.stderr
-
-
-def test_a_job_whose_record_cannot_be_written_ends_as_usual(run, tmp_path):
-    (tmp_path / "host").mkdir(mode=0o700)
-    (tmp_path / "host" / "records").write_text("a file")
-    outcome = run("host", {"step": {}})
-    assert "Traceback" not in outcome.stderr
-
-
-def test_hostile_labels_and_parts_are_shown_as_text(run):
-    parts = {"step\x1b]0;owned\x07": {"jax": "1\x1b[2J"}}
-    run("cold", parts)
-    told = run("new", {name: {"jax": "2\n\x1b[31mred"} for name in parts}).stderr
-    assert "\x1b" not in told
-    assert "\x07" not in told
-    assert "\\x1b[31mred" in told
+    for arguments, told in (
+        (("host", "jit(nothing"), "'jit(nothing'"),
+        (("nowhere",), "no run is recorded"),
+    ):
+        outcome = explain(*arguments)
+        assert outcome.returncode == 1
+        assert told in outcome.stderr
 
 
 def test_a_server_of_an_earlier_release_is_not_asked_again():

@@ -9,6 +9,7 @@ from hashlib import sha256
 
 import pytest
 
+from graphstash import ClientConfig
 from graphstash._artifacts import prefetch
 from graphstash._artifacts.prefetch import Prefetch
 from graphstash._http import deadline
@@ -16,7 +17,7 @@ from graphstash_schema import ArtifactKey, ArtifactMetadata
 from support.host import key
 from support.processes import graphstash
 from support.slow_link import SlowLink
-from support.waiting import PATIENT_VARIABLES
+from support.waiting import variables_of
 
 GRAPHS = 12
 NAMESPACE = "prefetched"
@@ -77,12 +78,9 @@ def scripts(server, tmp_path_factory):
     for name in ("train.py", "other.py"):
         (folder / name).write_text(JOB)
     (folder / "triton.py").write_text(COMPILER)
-    settings = PATIENT_VARIABLES | {
-        "GRAPHSTASH_URL": server.url,
-        "GRAPHSTASH_NAMESPACE": NAMESPACE,
-        "GRAPHSTASH_CACHE_DIR": folder / "a",
-    }
-    graphstash("run", "--", sys.executable, folder / "train.py", check=True, **settings)
+    config = ClientConfig.load({}, url=server.url, namespace=NAMESPACE, cache_dir=folder / "a")
+    command = ("run", "--", sys.executable, folder / "train.py")
+    graphstash(*command, check=True, **variables_of(config))
     return folder
 
 
@@ -92,13 +90,8 @@ def run(link, scripts, tmp_path):
 
     def run(host, *arguments, options=(), script="train.py", launcher=(), **variables):
         stats = tmp_path / f"{host}.jsonl"
-        settings = {
-            "GRAPHSTASH_URL": link.url,
-            "GRAPHSTASH_NAMESPACE": NAMESPACE,
-            "GRAPHSTASH_CACHE_DIR": tmp_path / host,
-            "GRAPHSTASH_STATS_FILE": stats,
-            **PATIENT_VARIABLES,
-        }
+        config = ClientConfig.load({}, url=link.url, namespace=NAMESPACE, cache_dir=tmp_path / host)
+        settings = variables_of(config) | {"GRAPHSTASH_STATS_FILE": stats}
         command = (sys.executable, *launcher, scripts / script, *arguments)
         done = graphstash("run", *options, "--", *command, check=True, **settings | variables)
         assert done.stdout == ""
@@ -113,23 +106,20 @@ def writer(hosts):
     return hosts("writer")
 
 
-def publish_job(writer, name):
-    """Publish what the job compiles, and remember it under a name."""
+@pytest.fixture
+def published(writer):
+    """What the job compiles, in a manifest of the name `mine`."""
     keys = [
         ArtifactKey.parse("schedule", "cpu", sha256(str(number).encode()).hexdigest())
         for number in range(GRAPHS)
     ]
     for number, each in enumerate(keys):
         writer.put(each, random.Random(number).randbytes(1000), _metadata(1000, 1))
-    writer.server.update_manifest(name, keys)
+    writer.server.update_manifest("mine", keys)
 
 
 def downloads_in(link):
     return [each for each in link.requests if each.startswith("GET") and "/artifacts/" in each]
-
-
-def manifests_in(link):
-    return [each for each in link.requests if each.startswith("GET") and "/manifests/" in each]
 
 
 def test_next_run_prefetches_in_parallel_without_job_name(run, link):
@@ -144,11 +134,15 @@ def test_next_run_prefetches_in_parallel_without_job_name(run, link):
     assert link.most_at_once >= 4
 
 
-def test_setting_disables_prefetch(run, link):
-    (counted,) = run("b", GRAPHSTASH_PREFETCH_LIMIT=0)
-    assert counted["hits_server"] == GRAPHS
-    assert not any("/manifests/" in each for each in link.requests)
-    assert link.most_at_once == 1
+@pytest.mark.parametrize(
+    "terms", [{"GRAPHSTASH_PREFETCH_LIMIT": 0}, {"script": "other.py"}], ids=["off", "no manifest"]
+)
+def test_setting_or_another_script_downloads_nothing_ahead(run, link, terms):
+    (counted,) = run("b", "graphs=2", **terms)
+    assert (counted["hits_server"], counted["prefetched_bytes"]) == (2, 0)
+    assert len(downloads_in(link)) == 2
+    is_asked = any("/manifests/" in each for each in link.requests)
+    assert is_asked == ("script" in terms)
 
 
 def test_prefetch_runs_while_the_compiler_is_imported(run):
@@ -156,26 +150,16 @@ def test_prefetch_runs_while_the_compiler_is_imported(run):
     assert counted["hits_prefetched"] == GRAPHS, counted
 
 
-def test_artifact_needed_during_prefetch_is_downloaded_once(run, link):
+def test_artifact_needed_during_prefetch_is_downloaded_once_and_then_on_the_disk(run, link):
     (counted,) = run("b")
     assert counted["hits_prefetched"] + counted["hits_server"] == GRAPHS
     assert counted["misses"] == counted["fallbacks"].get("timeout", 0) == 0
     assert len(downloads_in(link)) == len(set(downloads_in(link)))
-
-
-def test_artifacts_on_the_disk_are_not_downloaded(run, link):
-    run("b")
     link.requests.clear()
     (again,) = run("b")[1:]
     assert again["hits_host"] == GRAPHS
     assert downloads_in(link) == []
     (_,) = [each for each in link.requests if "lookup" in each]  # whether the copies still hold
-
-
-def test_another_script_and_a_missing_manifest_download_nothing(run, link):
-    (counted,) = run("b", "graphs=1", script="other.py")
-    assert (counted["hits_server"], counted["prefetched_bytes"]) == (1, 0)
-    assert len(downloads_in(link)) == 1
 
 
 def test_most_valuable_artifacts_are_prefetched_first_within_limit(run, writer, link):
@@ -191,9 +175,9 @@ def test_most_valuable_artifacts_are_prefetched_first_within_limit(run, writer, 
     assert not {0, 1} & numbers
 
 
+@pytest.mark.usefixtures("published")
 def test_command_downloads_in_parallel(writer, link, command):
     """It names what the server no longer has."""
-    publish_job(writer, "mine")
     gone = _key(99)
     writer.server.update_manifest("mine", [gone])
     link.gather(4)
@@ -205,9 +189,12 @@ def test_command_downloads_in_parallel(writer, link, command):
     assert again == f"0 fetched (0 B), {GRAPHS} already here, 1 no longer on the server\n"
 
 
-def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, monkeypatch):
-    """The job downloads something meanwhile, and every pause lasts longer than a download may."""
-    hosts("writer").put(_key(1), random.Random(1).randbytes(1 << 20), _metadata(1 << 20, 1))
+@pytest.mark.parametrize("size", [1 << 20, 5], ids=["large", "small"])
+def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, monkeypatch, size):
+    """The job downloads something meanwhile, and every pause lasts longer than a download may. A
+    download that has all its bytes does not pause.
+    """
+    hosts("writer").put(_key(1), random.Random(1).randbytes(size), _metadata(size, 1))
     reader, slept, received = hosts("reader"), [], []
 
     def now():
@@ -221,32 +208,21 @@ def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, mo
     )
     with closing(prefetching), reader.local.downloading():
         prefetching.fetch([_key(1)])
-    assert slept
+    assert bool(slept) == (size > 5)
     assert [each.source for each in received] == ["remote"]
     assert reader.is_on_this_host(_key(1))
 
 
-def test_finished_prefetch_does_not_pause(hosts, monkeypatch):
-    hosts("writer").put(_key(1), b"small", _metadata(5, 1))
-    reader, slept = hosts("reader"), []
-    monkeypatch.setattr(prefetch, "sleep", slept.append)
-    prefetching = Prefetch(reader, is_stopped=lambda: False, done=lambda *_: None)
-    with closing(prefetching), reader.local.downloading():
-        prefetching.fetch([_key(1)])
-    assert reader.is_on_this_host(_key(1))
-    assert slept == []
-
-
+@pytest.mark.usefixtures("published")
 def test_one_process_of_a_run_prefetches_for_all_of_its_host(run, writer, link):
-    publish_job(writer, "ranks")
     ranks = "import subprocess, sys\n"
     ranks += "ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]]) for _ in range(3)]\n"
     ranks += "sys.exit(any(rank.wait() for rank in ranks))\n"
-    settings = {"GRAPHSTASH_NAMESPACE": writer.config.namespace, "GRAPHSTASH_JOB": "ranks"}
+    settings = {"GRAPHSTASH_NAMESPACE": writer.config.namespace, "GRAPHSTASH_JOB": "mine"}
     counted = run("b", f"wait={GRAPHS}", launcher=("-c", ranks), **settings)
     assert [each["hits_prefetched"] for each in counted] == [GRAPHS] * 3
     assert sum(each["prefetched_bytes"] > 0 for each in counted) == 1
-    assert len(manifests_in(link)) == 1
+    assert len([each for each in link.requests if "/manifests/" in each and each[0] == "G"]) == 1
     assert len(downloads_in(link)) == GRAPHS
 
 
@@ -255,6 +231,4 @@ def _key(number):
 
 
 def _metadata(size, seconds):
-    return ArtifactMetadata(
-        compile_seconds=seconds, raw_size_bytes=size, toolchain="", producer="", parts={}
-    )
+    return ArtifactMetadata(compile_seconds=seconds, raw_size_bytes=size)

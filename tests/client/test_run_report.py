@@ -13,7 +13,7 @@ from graphstash_schema.run import MAX_RUN_BYTES, MAX_RUN_MISSES, RunMiss, RunRep
 from support.host import key
 from support.hostile import Middlebox
 from support.processes import graphstash
-from support.waiting import PATIENT_VARIABLES
+from support.waiting import variables_of
 
 JOB = """
 import sys, time
@@ -51,18 +51,13 @@ def reports_in(recorder):
 
 
 @pytest.fixture
-def run(recorder, namespace, tmp_path):
+def run(recorder, config, tmp_path):
     """Run a script under `graphstash run` on a host."""
 
     def run(host, *arguments, options=(), script="train.py", code=JOB, **variables):
         script = tmp_path / script
         script.write_text(code)
-        settings = {
-            "GRAPHSTASH_URL": recorder.url,
-            "GRAPHSTASH_NAMESPACE": namespace,
-            "GRAPHSTASH_CACHE_DIR": tmp_path / host,
-            **PATIENT_VARIABLES,
-        }
+        settings = variables_of(config(host, url=recorder.url))
         command = ("run", *options, "--", sys.executable, script, *arguments)
         return graphstash(*command, check=True, **settings | variables)
 
@@ -71,7 +66,7 @@ def run(recorder, namespace, tmp_path):
 
 def test_a_process_reports_what_it_compiled_and_what_it_found(run, recorder, namespace):
     run("a", "1,5")
-    run("b", "1,5,9", options=("--job", "mine"))
+    run("b", "1,5,9", "--api-key", "hunter2", options=("--explain", "--job", "mine"))
 
     (first, cold), (second, warm) = reports_in(recorder)
     assert first.method == "PUT"
@@ -92,33 +87,25 @@ def test_a_process_reports_what_it_compiled_and_what_it_found(run, recorder, nam
     assert (counts.hits_server + counts.hits_prefetched, counts.misses) == (2, 1)
     assert counts.saved_compile_seconds >= 6000
     assert warm.saved_wall_seconds <= counts.saved_compile_seconds
-    assert [miss.label for miss in warm.misses] == ["jit(step9)"]
-
-
-def test_report_names_job_and_causes_and_no_arguments(run, recorder):
-    run("a", "1", "--api-key", "hunter2", options=("--explain", "--job", "mine"))
-    ((_, report),) = reports_in(recorder)
-    assert report.misses[0].cause
-    assert {request.headers.get("graphstash-job") for request in recorder.requests} == {"mine"}
+    (miss,) = warm.misses
+    assert miss.label == "jit(step9)"
+    assert miss.cause
+    assert second.headers["graphstash-job"] == "mine"
     assert not any(b"hunter2" in request.body for request in recorder.requests)
 
 
-def test_unused_cache_reports_nothing(run, recorder):
-    run("a", code="import graphstash; graphstash.install()")
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_setting_or_an_unused_cache_sends_no_report(run, recorder, is_used):
+    code = JOB if is_used else "import graphstash; graphstash.install()"
+    outcome = run("a", "1", code=code, GRAPHSTASH_REPORT_RUNS=str(not is_used))
+    assert ("1 miss" in outcome.stderr) == is_used
     assert reports_in(recorder) == []
 
 
-def test_a_setting_switches_reports_off(run, recorder):
-    outcome = run("a", "1", GRAPHSTASH_REPORT_RUNS="false")
-    assert "1 miss" in outcome.stderr
-    assert reports_in(recorder) == []
-
-
-@pytest.mark.parametrize("status", [404, 500])
-def test_a_server_that_takes_no_reports_costs_one_silent_call(run, recorder, status):
+def test_a_server_that_takes_no_reports_costs_one_silent_call(run, recorder):
     def refused(request, answer):
         if "/runs/" in request.path:
-            answer.status = status
+            answer.status = 500
         return answer
 
     recorder.change = refused
@@ -152,15 +139,6 @@ def test_every_process_of_a_run_reports_under_its_own_name_and_the_server_adds_t
     assert sums[0]["hits_server"] + sums[0]["hits_prefetched"] == 3
 
 
-def test_hostile_labels_and_names_reach_the_server_as_one_line(run, recorder):
-    code = JOB.replace("jit(step", "\\x1b]0;owned\\x07\\n")
-    run("a", "1", script="evil\x1b[2J.py", code=code)
-    ((_, report),) = reports_in(recorder)
-    shown = json.dumps([report.program, report.misses[0].label])
-    assert "\\u001b" not in shown
-    assert "\\n" not in shown
-
-
 def test_a_report_that_is_too_long_names_the_misses_that_took_longest():
     misses = [
         RunMiss(
@@ -179,10 +157,18 @@ def test_a_report_that_is_too_long_names_the_misses_that_took_longest():
     assert sent.misses
 
 
-def test_a_report_of_the_most_and_longest_misses_is_taken(run, recorder, server, namespace):
-    code = JOB.replace("jit(step", "\\N{SNOWMAN}" * 300).replace("1000 * float(number)", "0")
+def test_a_report_of_the_most_and_longest_misses_is_taken_as_lines(
+    run, recorder, server, namespace
+):
+    hostile = "\\x1b]0;owned\\x07\\n\\N{SNOWMAN}"
+    code = JOB.replace("jit(step", hostile * 300).replace("1000 * float(number)", "0")
     numbers = ",".join(["0", *(str(number) for number in range(100, 170))])
-    run("a", numbers, code=code, options=("--explain",))
+    run("a", numbers, script="evil\x1b[2J.py", code=code, options=("--explain",))
+    ((_, report),) = reports_in(recorder)
+    assert len(report.misses) == MAX_RUN_MISSES
+    shown = json.dumps([report.program, report.misses[0].label])
+    assert "\\u001b" not in shown
+    assert "\\n" not in shown
     url = f"{server.url}/v1/{namespace}/runs"
     (listed,) = httpx.get(url, timeout=30).json()["runs"]
     told = httpx.get(f"{url}/{listed['run']}", timeout=30).json()

@@ -1,11 +1,7 @@
 """What a job says about its settings, and that it says it once."""
 
-import os
-
-import pytest
-
 from graphstash import ClientConfig
-from graphstash._process.notices import log_once, notices, unknown_variables
+from graphstash._process.notices import notices, unknown_variables
 
 REMOTE = "http://cache.internal:8077"
 
@@ -47,18 +43,3 @@ def test_unknown_variables_are_logged_with_similar_setting():
     }
     (notice,) = told(environ, url="none")
     assert "GRAPHSTASH_NAMESPCE (did you mean GRAPHSTASH_NAMESPACE?)" in notice
-
-
-@pytest.fixture
-def nothing_told(monkeypatch):
-    monkeypatch.setenv("_GRAPHSTASH_TOLD", "")
-
-
-@pytest.mark.usefixtures("nothing_told")
-def test_notice_is_logged_once_by_a_process_and_its_children(caplog):
-    log_once(["one", "two"])
-    log_once(["two", "three"])
-    assert [record.getMessage() for record in caplog.records] == [
-        f"graphstash: {line}" for line in ("one", "two", "three")
-    ]
-    assert os.environ["_GRAPHSTASH_TOLD"].split("\n")[1:] == ["one", "two", "three"]
