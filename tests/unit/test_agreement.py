@@ -106,29 +106,30 @@ def test_ranks_without_cache_run_results_of_other_ranks(job, broken):
     assert warm.load(1) == ran
     assert warm.compiles == 0
     for number, rank in enumerate(warm.ranks):
-        assert rank.stats.hits == 1
-        assert (rank.stats.hits_ranks == 1) == (number in broken)
+        assert (rank.stats.hits, rank.stats.hits_ranks == 1) == (1, number in broken)
 
 
-def test_when_no_rank_reaches_the_cache_one_compiles_for_all(job):
-    lone = job("lone", broken=range(4))
-    assert len(set(lone.load(1))) == 1
-    assert lone.compiles == 1
-
-
-def test_a_large_result_reaches_a_rank_without_a_cache(job, monkeypatch):
+def test_few_of_many_ranks_probe_an_unreachable_cache_and_one_compiles_for_all(job, monkeypatch):
     monkeypatch.setattr(_agreement, "_CHUNK_BYTES", 7)
-    assert len(set(job("a", broken=(0, 1, 2, 3)).load(1))) == 1
+    many = job("a", size=8, broken=range(8))
+    assert len(set(many.load(1))) == many.compiles == 1
+    words = [name for name in many.ranks[0].store._values.values if name.endswith("/word")]
+    assert len(words) == 4
 
 
-def test_results_left_for_other_ranks_are_bounded(job, monkeypatch):
+def test_results_left_for_other_ranks_are_bounded_and_not_evicted_by_an_oversized_one(
+    job, monkeypatch
+):
     monkeypatch.setattr(_agreement, "_RELAY_BYTES", 200)
-    one = job("one", size=1)
+    (one,) = job("one", size=1).ranks
     for number in range(20):
         one.load(number)
-    values = one.ranks[0].store._values.values
-    relayed = [value for name, value in values.items() if "/chunk/" in name]
-    assert 0 < sum(map(len, relayed)) <= 200
+    values = one.store._values.values
+    left = {name: len(value) for name, value in values.items() if "/chunk/" in name}
+    assert 0 < sum(left.values()) <= 200
+    assert one.ask(20) is None
+    one.exchange.put(request(20), random.Random(0).randbytes(1000))
+    assert [name for name in values if "/chunk/" in name] == list(left)
 
 
 def test_graph_of_a_single_rank_waits_for_no_rank(job):
@@ -143,12 +144,13 @@ def test_all_ranks_compile_if_compiler_of_leader_fails(job):
     assert failing.compiles == 4
 
 
-def test_collective_compilation_runs_on_all_ranks_and_one_publishes(job):
-    together = job("a", compiles_together=True)
-    together.load(1)
-    assert together.compiles == 4
-    assert sum(rank.stats.published for rank in together.ranks) == 1
-    warm = job("b", compiles_together=True)
+@pytest.mark.parametrize("terms", [{"compiles_together": True}, {"wait_seconds": 0}], ids=str)
+def test_ranks_that_all_compile_publish_one_result_and_load_it_later(job, terms):
+    cold = job("cold", **terms)
+    cold.load(1)
+    assert cold.compiles == 4
+    assert sum(rank.stats.published for rank in cold.ranks) == 1
+    warm = job("warm", **terms)
     assert len(set(warm.load(1))) == 1
     assert warm.compiles == 0
 
@@ -171,20 +173,13 @@ def test_agreement_holds_for_repeated_look_ups(job, lease):
     assert all(rank.stats.fallbacks == {} for rank in ranks)
 
 
-def fail(*_, **__):
-    raise ConnectionError("the store is gone")
+@pytest.mark.parametrize("call", ["claim", "set"])
+def test_a_store_that_fails_leaves_each_rank_to_itself_without_a_lease(job, monkeypatch, call):
+    def fail(*_, **__):
+        raise ConnectionError("the store is gone")
 
-
-def test_a_store_that_fails_leaves_each_rank_to_itself(job, monkeypatch):
-    ranks = job("a", size=2).ranks
-    monkeypatch.setattr(MemoryRanks, "claim", fail)
-    assert ranks[0].load(1) is not None
-    assert ranks[0].stats.fallbacks == {"ranks": 1}
-
-
-def test_store_failure_while_leader_announces_leaves_no_lease(job, monkeypatch):
     rank = job("a", size=2, compiles_together=True).ranks[0]
-    monkeypatch.setattr(MemoryRanks, "set", fail)
+    monkeypatch.setattr(MemoryRanks, call, fail)
     assert rank.load(1) is not None
     assert rank.stats.fallbacks == {"ranks": 1}  # and not that of a lease that nobody ends
     assert rank.stats.published == 1
@@ -204,23 +199,6 @@ def test_interrupted_leader_passes_the_lead_on(job, monkeypatch):
     assert first.load(1) == b"graph 1 as rank 1 compiles it"
 
 
-def test_ranks_without_waits_load_one_artifact_or_all_compile(job):
-    cold = job("cold", wait_seconds=0)
-    cold.load(1)
-    assert cold.compiles == 4
-    assert sum(rank.stats.published for rank in cold.ranks) == 1
-    warm = job("warm", wait_seconds=0)
-    assert len(set(warm.load(1))) == 1
-    assert warm.compiles == 0
-
-
-def test_few_of_many_ranks_probe_the_cache(job):
-    many = job("a", size=8, broken=range(8))
-    assert len(set(many.load(1))) == 1
-    words = [name for name in many.ranks[0].store._values.values if name.endswith("/word")]
-    assert len(words) == 4
-
-
 def test_removed_result_is_not_waited_for_per_piece(job, monkeypatch):
     monkeypatch.setattr(_agreement, "_CHUNK_BYTES", 7)
     leader, broken = job("a", size=2, broken=(1,)).ranks
@@ -235,17 +213,6 @@ def test_removed_result_is_not_waited_for_per_piece(job, monkeypatch):
     )
     assert broken.load(1) == b"graph 1 as rank 1 compiles it"
     assert len([name for name in asked if "/chunk/" in name]) == 1
-
-
-def test_oversized_result_evicts_no_other_result(job, monkeypatch):
-    rank = job("a", size=1).ranks[0]
-    rank.load(1)
-    values = rank.store._values.values
-    left = [name for name in values if "/chunk/" in name]
-    monkeypatch.setattr(_agreement, "_RELAY_BYTES", len(values[left[0]]))
-    assert rank.ask(2) is None
-    rank.exchange.put(request(2), random.Random(0).randbytes(1000))
-    assert [name for name in values if "/chunk/" in name] == left
 
 
 def test_second_thread_of_leader_runs_result_of_the_first(job):

@@ -32,9 +32,14 @@ def test_failures_in_a_row_open_the_circuit_and_a_success_between_them_does_not(
     assert breaker.allows()
 
 
-def test_one_caller_may_try_after_the_pause():
+def test_one_caller_may_try_after_the_pause_while_all_others_are_refused():
     breaker, clock = opened()
     clock.now += 1.01
+    assert breaker.allows()
+    clock.now += 20
+    assert not breaker.allows()
+    breaker.failed()
+    clock.now += 2.01
     assert breaker.allows()
     assert not breaker.allows()
     breaker.succeeded()
@@ -74,17 +79,6 @@ def test_requested_pause_is_not_shortened():
     clock.now += 29
     assert not breaker.allows()
     clock.now += 1.1
-    assert breaker.allows()
-
-
-def test_while_one_caller_tries_all_others_are_refused():
-    breaker, clock = opened()
-    clock.now += 1.01
-    assert breaker.allows()
-    clock.now += 20
-    assert not breaker.allows()
-    breaker.failed()
-    clock.now += 2.01
     assert breaker.allows()
 
 

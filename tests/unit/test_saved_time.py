@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphstash._compile.saved_time import SavedTime, _union, _without
+from graphstash._compile.saved_time import SavedTime
 
 
 class Together:
@@ -34,6 +34,9 @@ def test_hits_one_after_another_save_the_sum_of_their_compilations():
     for number in range(3):
         saved.hit(number, number + 0.1, compile_seconds=10)
     assert saved.wall_seconds == pytest.approx(3 * (10 - 0.1))
+    slow = SavedTime()
+    slow.hit(0.0, 30.0, compile_seconds=10)
+    assert slow.wall_seconds == 0
 
 
 def test_savings_of_workers_follow_those_of_the_main_thread():
@@ -46,22 +49,14 @@ def test_savings_of_workers_follow_those_of_the_main_thread():
     assert saved.wall_seconds == pytest.approx(60 + 10 - 0.2)
 
 
-def test_a_hit_while_another_thread_compiles_for_longer_saves_nothing():
+@pytest.mark.parametrize(("seconds", "saved_seconds"), [(10, 0), (29, 10 - 0.1)])
+def test_hit_saves_what_exceeds_a_concurrent_compilation(seconds, saved_seconds):
     saved = SavedTime()
     Together(
-        lambda: saved.hit(1.0, 1.1, compile_seconds=10),
+        lambda: saved.hit(1.0, 1.1, compile_seconds=seconds),  # until 11 or 30
         lambda: saved.compiled(20.0, seconds=20),
     )
-    assert saved.wall_seconds == 0
-
-
-def test_hit_longer_than_concurrent_compilation_saves_the_rest():
-    saved = SavedTime()
-    Together(
-        lambda: saved.hit(1.0, 1.1, compile_seconds=29),  # until 30
-        lambda: saved.compiled(20.0, seconds=20),
-    )
-    assert saved.wall_seconds == pytest.approx(10 - 0.1)
+    assert saved.wall_seconds == pytest.approx(saved_seconds)
 
 
 def test_a_hit_inside_a_compilation_of_the_same_thread_saves_its_own():
@@ -69,12 +64,6 @@ def test_a_hit_inside_a_compilation_of_the_same_thread_saves_its_own():
     saved.hit(5.0, 5.1, compile_seconds=25)
     saved.compiled(6.0, seconds=6.0 - 0.1)  # the outer one, from 0.1 on
     assert saved.wall_seconds == pytest.approx(25 - 0.1)
-
-
-def test_saved_time_is_never_negative():
-    saved = SavedTime()
-    saved.hit(0.0, 30.0, compile_seconds=10)
-    assert saved.wall_seconds == 0
 
 
 _works = st.lists(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), min_size=1, max_size=4)
@@ -89,16 +78,3 @@ def test_independent_threads_save_time_of_the_busiest(works):
 
     Together(*map(work, works))
     assert saved.wall_seconds == pytest.approx(max(map(sum, works)))
-
-
-spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=12).map(
-    lambda drawn: _union((start, start + length) for start, length in drawn)
-)
-
-
-@given(spans, spans)
-def test_remainder_is_not_covered_by_other_intervals(intervals, busy):
-    def covered(by):
-        return {second for start, end in by for second in range(start, end)}
-
-    assert covered(_without(intervals, busy)) == covered(intervals) - covered(busy)

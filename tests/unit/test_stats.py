@@ -4,18 +4,13 @@ from graphstash._compile.stats import Counters, Stats
 from graphstash.errors import Reason
 from support.processes import python
 
-
-def test_the_summary_is_one_readable_line():
-    stats = Stats(hits_host=10, hits_server=2, misses=1, saved_compile_seconds=500.2)
-    stats = replace(stats, saved_wall_seconds=125)
-    assert stats.summary() == (
-        "12 hits, 1 miss, 8 min 20 s of compiling saved (about 2 min 5 s of wall time); "
-        "hits: 2 server, 10 this host"
-    )
-
-
-def test_the_summary_names_waits_uploads_and_fallbacks_when_there_are_any():
-    stats = Stats(
+SUMMARIES = {
+    "12 hits, 1 miss, 8 min 20 s of compiling saved (about 2 min 5 s of wall time); "
+    "hits: 2 server, 10 this host": Stats(
+        hits_host=10, hits_server=2, misses=1, saved_compile_seconds=500.2, saved_wall_seconds=125
+    ),
+    "1 hit, 2 misses, 1 wait, 2 published, 3 fallbacks (connect 1, timeout 2), "
+    "3.1 s of compiling saved (about 2.0 s of wall time); hits: 1 server": Stats(
         hits_server=1,
         misses=2,
         waits=1,
@@ -23,17 +18,17 @@ def test_the_summary_names_waits_uploads_and_fallbacks_when_there_are_any():
         saved_compile_seconds=3.14,
         saved_wall_seconds=2.0,
         fallbacks={"timeout": 2, "connect": 1},
-    )
-    assert stats.summary() == (
-        "1 hit, 2 misses, 1 wait, 2 published, 3 fallbacks (connect 1, timeout 2), "
-        "3.1 s of compiling saved (about 2.0 s of wall time); hits: 1 server"
-    )
+    ),
+    "1 hit, 0 misses, 2 h 1 min of compiling saved (about 1 h 0 min of wall time); "
+    "hits: 1 another rank": Stats(
+        hits_ranks=1, saved_compile_seconds=7300, saved_wall_seconds=3600
+    ),
+    "0 hits, 2 misses, 2 published": Stats(misses=2, published=2),
+}
 
 
-def test_hours_are_shown_in_hours_and_savings_only_with_hits():
-    stats = Stats(hits_ranks=1, saved_compile_seconds=7300, saved_wall_seconds=3600)
-    assert "2 h 1 min of compiling saved (about 1 h 0 min of wall time)" in stats.summary()
-    assert Stats(misses=2, published=2).summary() == "0 hits, 2 misses, 2 published"
+def test_the_summary_is_one_readable_line_of_what_there_was():
+    assert [stats.summary() for stats in SUMMARIES.values()] == list(SUMMARIES)
 
 
 def test_counters_add_up_and_report_the_first_fallback_of_a_reason():
