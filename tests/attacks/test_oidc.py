@@ -226,6 +226,21 @@ def test_a_provider_names_its_subject_like_another_ones(server, exchange, github
     )
 
 
+def test_a_subject_is_cut_or_cleared_to_the_name_of_another_one(exchange, cluster):
+    """Leases, reports, limits and manifests count callers by name."""
+
+    def name_of(sub):
+        info = exchange(cluster.token("shared", aud="graphstash-k8s", sub=sub)).json()["info"]
+        return info["description"]
+
+    long = "a" * 200
+    names = [name_of(sub) for sub in (long, long + "b", "a\x01", "a\x02", "a\ud800", "a?")]
+    names.append(name_of(names[0].removeprefix("oidc/k8s:")))
+    assert len({*names}) == 7
+    assert all(name.isprintable() and len(name) <= 128 for name in names)
+    assert names[5] == "oidc/k8s:a?"
+
+
 @pytest.fixture
 def callers(server, exchange, github):
     """The JWT of a subject, another one of the same, and tokens in exchange for them."""

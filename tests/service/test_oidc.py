@@ -355,7 +355,7 @@ def test_server_accepts_jwts_beside_its_own_tokens(tmp_path, issuer, problem):
     with Guarded(tmp_path, **settings) as guarded:
         job = guarded.http(issuer.token("first", sub="a\x1b[2J" + "b" * 200))
         access = job.get("/v1/-/access").json()
-        assert (access["kind"], access["name"]) == ("oidc", "oidc:a?[2J" + "b" * 118)
+        assert (access["kind"], access["name"][:-17]) == ("oidc", "oidc:a?[2J" + "b" * 101)
         guarded.set_policy("trusted", trusted=True)
         assert job.put("/v1/trusted/manifests/m", json={"keys": []}).status_code == 400
         assert job.put("/v1/other/manifests/m", json={"keys": []}).status_code == 404

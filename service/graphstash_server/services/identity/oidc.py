@@ -11,9 +11,11 @@ provider. While the provider does not answer, its known keys stay valid for an h
 """
 
 import asyncio
+import hashlib
 import ipaddress
 import json
 import logging
+import re
 import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +31,7 @@ from jwt.exceptions import PyJWTError
 
 from graphstash_schema import AccessKind, ErrorCode, Grant
 from graphstash_server import __version__
+from graphstash_server.actor import MAX_ACTOR_CHARACTERS
 from graphstash_server.claims import TrustedIssuer
 from graphstash_server.errors import ServerError
 from graphstash_server.services.identity.principals import Principal
@@ -279,11 +282,28 @@ class OidcVerifier:
             return None
         return Principal.of(
             kind=AccessKind.OIDC,
-            name=f"oidc{'/' if issuer.name else ''}{issuer.name}:{claims['sub']}",
+            name=_name_of(issuer, claims["sub"]),
             grants=grants,
             expires_at=expires_at,
             issuer=issuer.issuer,
         )
+
+
+_SUFFIX = re.compile("~[0-9a-f]{16}")
+
+
+def _name_of(issuer: TrustedIssuer, subject: str) -> str:
+    """Return the name of a caller, which no two subjects share.
+
+    It ends with a digest of the whole name if the name is unprintable or too long for the audit
+    log, or if somebody chose a subject that ends like this.
+    """
+    name = f"oidc{'/' if issuer.name else ''}{issuer.name}:{subject}"
+    end = name[-17:]
+    if len(name) <= MAX_ACTOR_CHARACTERS and name.isprintable() and not _SUFFIX.fullmatch(end):
+        return name
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
+    return f"{name[: MAX_ACTOR_CHARACTERS - len(end)]}~{digest[:16]}"
 
 
 def _grants(issuer: TrustedIssuer, claims: Mapping[str, Any]) -> list[Grant]:
