@@ -1,26 +1,39 @@
 """Loops in which an update at another time than `step()` could show, as data.
 
-Each hazard changes a plain loop in one respect. `Refused` says what the true cause is; a hazard
-without one must end where the optimizer alone ends, to the bit.
+Each hazard changes a plain loop in one respect. `refused` says what the true cause is, for each
+kind of fusion that is refused. The other kind must end where the optimizer alone ends, to the bit.
 """
 
 import copy
 import io
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.func import functional_call
+from torch.nn.functional import linear, mse_loss
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
 
-from graphstash.training import SGD, AdamW, fuse
+from graphstash.training import (
+    LAMB,
+    SGD,
+    Adam,
+    AdamW,
+    LossScale,
+    clip_grad_norm_,
+    fuse,
+)
 
-__all__ = ["HAZARDS", "WIDTH", "Hazard", "Loop"]
+__all__ = ["HAZARDS", "WIDTH", "Hazard", "Loop", "Net", "clip", "hazard_named"]
 
-WIDTH = 4
+WIDTH = 6
 STEPS = 6
 
 
@@ -38,18 +51,18 @@ class Net(nn.Module):
 class Loop:
     """A loop as users write it; a hazard overrides a part of it."""
 
+    model = Net
+    optimizer: Any = partial(AdamW, lr=0.05)
+
     def __init__(self, when):
         torch.manual_seed(0)
         self.seen = []
         self.closing = []
-        self.make()
+        self.net = self.model()
+        self.opt = self.optimizer(self.net.parameters())
         self.before_fuse()
         self.fusion = None if when is None else fuse(self.net, self.opt, when)
         self.after_fuse()
-
-    def make(self):
-        self.net = Net()
-        self.opt = AdamW(self.net.parameters(), lr=0.05)
 
     def before_fuse(self):
         pass
@@ -58,17 +71,18 @@ class Loop:
         pass
 
     def batch(self, step):
-        generator = torch.Generator().manual_seed(step)
-        shape = (2, 3, WIDTH)
-        return torch.randn(shape, generator=generator)
+        return torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(step))
 
     def loss(self, step):
         x, y = self.batch(step)
         return mse_loss(self.net(x), y)
 
+    def backward(self, step):
+        self.loss(step).backward()
+
     def step(self, step):
         self.opt.zero_grad()
-        self.loss(step).backward()
+        self.backward(step)
         self.before_step(step)
         self.opt.step()
         self.after_step(step)
@@ -82,10 +96,14 @@ class Loop:
     def see(self, *tensors):
         self.seen += [tensor.detach().clone() for tensor in tensors]
 
-    def run(self):
+    def flush(self):
+        if self.fusion is not None:
+            self.fusion.flush()
+
+    def run(self, steps=STEPS):
         """Return everything that the loop has trained and seen."""
         try:
-            for step in range(STEPS):
+            for step in range(steps):
                 self.step(step)
             self.after()
             if self.fusion is not None:
@@ -123,6 +141,11 @@ def hazard(**refused: str) -> Callable[[type[Loop]], type[Loop]]:
     return add
 
 
+def hazard_named(name: str) -> type[Loop]:
+    """Return the loop of a hazard."""
+    return next(each.loop for each in HAZARDS if each.name == name)
+
+
 def clip(parameters, limit=0.05):
     nn.utils.clip_grad_norm_(parameters, limit)
 
@@ -144,9 +167,7 @@ class ClippingHookBeforeFuse(Loop):
 class ScalingHookAfterFuse(Loop):
     """Plain SGD would take a step of another length."""
 
-    def make(self):
-        super().make()
-        self.opt = SGD(self.net.parameters(), lr=0.5)
+    optimizer = partial(SGD, lr=0.5)
 
     def after_fuse(self):
         def scale(*_: Any) -> None:
@@ -225,26 +246,6 @@ class ClampingHookAfterFuse(Loop):
 
 
 @hazard()
-class Lookahead(Loop):
-    def before_fuse(self):
-        self.slow = [each.detach().clone() for each in self.net.parameters()]
-
-    @torch.no_grad()
-    def after_step(self, step):
-        if step % 2:
-            for slow, fast in zip(self.slow, self.net.parameters(), strict=True):
-                slow.lerp_(fast, 0.5)
-                fast.copy_(slow)
-
-
-@hazard()
-class ResetParameters(Loop):
-    def after_step(self, step):
-        if step == 2:
-            self.net.second.reset_parameters()
-
-
-@hazard()
 class AssignedData(Loop):
     def after_step(self, step):
         if step == 3:
@@ -270,12 +271,6 @@ class AverageInHook(MovingAverage):
 
     def after_step(self, step):
         pass
-
-
-@hazard()
-class LoggedWeightNorm(Loop):
-    def after_step(self, step):
-        self.see(self.net.second.weight.norm())
 
 
 @hazard()
@@ -333,13 +328,6 @@ class SavedParameter(Loop):
 
 
 @hazard()
-class PenaltyOutsideOfTheModel(Loop):
-    def loss(self, step):
-        penalty = sum(each.square().sum() for each in self.net.parameters())
-        return super().loss(step) + 0.1 * penalty
-
-
-@hazard()
 class FrozenLater(Loop):
     def after_step(self, step):
         if step == 2:
@@ -374,9 +362,7 @@ class SharedHead(nn.Module):
 
 @hazard()
 class ReaderThatChanges(Loop):
-    def make(self):
-        self.net = SharedNet()
-        self.opt = AdamW(self.net.parameters(), lr=0.05)
+    model = SharedNet
 
     def loss(self, step):
         self.net.task = step % 2
@@ -395,9 +381,7 @@ class RoutedNet(Net):
 
 @hazard()
 class RouteThatIsNewLater(Loop):
-    def make(self):
-        self.net = RoutedNet()
-        self.opt = AdamW(self.net.parameters(), lr=0.05)
+    model = RoutedNet
 
     def loss(self, step):
         self.net.route = step >= 3
@@ -419,10 +403,7 @@ class Discriminator(nn.Module):
 class Adversarial(Loop):
     """Both optimizers are fused; the generator's backward also reaches the discriminator."""
 
-    detaches = True
-
-    def make(self):
-        super().make()
+    def before_fuse(self):
         self.judge = Discriminator()
         self.judge_opt = AdamW(self.judge.parameters(), lr=0.05)
 
@@ -430,15 +411,14 @@ class Adversarial(Loop):
         x, y = self.batch(step)
         fake = self.net(x)
         self.judge_opt.zero_grad()
-        seen = fake.detach()
-        (self.judge(seen).mean() - self.judge(y).mean()).backward()
+        (self.judge(fake.detach()).mean() - self.judge(y).mean()).backward()
         self.judge_opt.step()
         self.opt.zero_grad()
         (-self.judge(fake).mean()).backward()
         self.opt.step()
 
-    def run(self):
-        return [*super().run(), *self.judge.parameters()]
+    def run(self, steps=STEPS):
+        return [*super().run(steps), *self.judge.parameters()]
 
 
 @hazard()
@@ -517,34 +497,12 @@ class SkippedStep(Loop):
 
 
 @hazard()
-class SkippedBackward(Loop):
-    def step(self, step):
-        self.opt.zero_grad()
-        loss = self.loss(step)
-        if step != 3:
-            loss.backward()
-            self.opt.step()
-
-
-@hazard()
 class StepWithoutBackward(Loop):
     def step(self, step):
         self.opt.zero_grad()
         if step != 3:
             self.loss(step).backward()
         self.opt.step()
-
-
-@hazard()
-class GradientPenalty(Loop):
-    """The gradient of a gradient, as of WGAN-GP: second derivatives by one backward."""
-
-    def loss(self, step):
-        x, y = self.batch(step)
-        x.requires_grad_()
-        out = self.net(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return mse_loss(out, y) + 0.1 * (slope.norm(dim=1) - 1).square().mean()
 
 
 @hazard()
@@ -575,20 +533,6 @@ class GroupThatIsAdded(Loop):
             self.opt.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
-@hazard(backward="has other parameters than", forward="has other parameters than")
-class ParameterThatIsRemoved(Loop):
-    def after_step(self, step):
-        if step == 2:
-            del self.opt.param_groups[0]["params"][0]
-
-
-@hazard(backward="would be", forward="would be")
-class WeightsThatAreTiedLater(Loop):
-    def after_step(self, step):
-        if step == 2:
-            self.net.third.weight = self.net.second.weight
-
-
 class TiedNet(Net):
     def __init__(self):
         super().__init__()
@@ -597,9 +541,7 @@ class TiedNet(Net):
 
 @hazard()
 class WeightsThatAreUntiedLater(Loop):
-    def make(self):
-        self.net = TiedNet()
-        self.opt = AdamW(self.net.parameters(), lr=0.05)
+    model = TiedNet
 
     def after_step(self, step):
         if step == 2:
@@ -623,22 +565,6 @@ class ClippingByData(Loop):
 
 
 @hazard()
-class AverageWithBuffers(MovingAverage):
-    """Swapped into the model for an evaluation, and out again."""
-
-    def after_step(self, step):
-        super().after_step(step)
-        parameters = list(self.net.parameters())
-        with torch.no_grad():
-            kept = [each.clone() for each in parameters]
-            for each, average in zip(parameters, self.averages, strict=True):
-                each.copy_(average)
-            self.see(self.loss(200 + step))
-            for each, own in zip(parameters, kept, strict=True):
-                each.copy_(own)
-
-
-@hazard()
 class SwappedByData(MovingAverage):
     def after_step(self, step):
         super().after_step(step)
@@ -649,15 +575,6 @@ class SwappedByData(MovingAverage):
             self.see(self.loss(200 + step))
         for each, own in zip(self.net.parameters(), kept, strict=True):
             each.data = own
-
-
-@hazard(backward="no step.. came after it")
-class LoopWithoutALastStep(Loop):
-    """Stops after a backward, and closes the fusion."""
-
-    def after(self):
-        self.opt.zero_grad()
-        self.loss(9).backward()
 
 
 # Hazards that the first step does not show.
@@ -678,12 +595,6 @@ class Later(Loop):
 class ClippingThatBeginsLater(Later):
     def later(self, step):
         clip(self.net.parameters())
-
-
-@hazard(backward="used between .*clamp_")
-class ClippingByValueThatBeginsLater(Later):
-    def later(self, step):
-        nn.utils.clip_grad_value_(self.net.parameters(), 0.01)
 
 
 @hazard(backward="used between .*norm")
@@ -718,12 +629,6 @@ class PenaltyThatBeginsLater(Later):
         sum(each.square().sum() for each in self.net.parameters()).backward()
 
 
-@hazard(backward="used between")
-class SharpnessAwareLater(SharpnessAware):
-    def step(self, step):
-        (Loop if step < 2 else SharpnessAware).step(self, step)
-
-
 @hazard(backward="still that of the last step")
 class GradientsThatAreKeptOnce(Loop):
     def step(self, step):
@@ -746,14 +651,6 @@ class GradientsThatAreReadAfterTheStep(Loop):
         self.see(*(each.grad for each in self.net.parameters() if each.grad is not None))
 
 
-@hazard(backward="still that of the last step")
-class GradientsThatAreZeroedInPlace(Loop):
-    def step(self, step):
-        self.opt.zero_grad(set_to_none=step < 2)
-        self.loss(step).backward()
-        self.opt.step()
-
-
 @hazard()
 class ConvertedModel(Loop):
     def after_step(self, step):
@@ -768,14 +665,6 @@ class ConvertedModel(Loop):
 class LoggedNormBeforeTheStep(Loop):
     def before_step(self, step):
         self.see(self.net.second.weight.norm())
-
-
-@hazard(backward="read or written between")
-class DecayByHand(Loop):
-    @torch.no_grad()
-    def before_step(self, step):
-        for each in self.net.parameters():
-            each.mul_(0.99)
 
 
 @hazard(backward="read or written between")
@@ -795,13 +684,6 @@ class HookOfAnActivation(Loop):
         inner = torch.tanh(net.first(x))
         inner.register_hook(lambda gradient: gradient * net.third.weight.mean())
         return mse_loss(net.third(torch.tanh(net.second(inner))), y)
-
-
-@hazard(backward="read or written between")
-class HookOfAnotherParameter(Loop):
-    def before_fuse(self):
-        third = self.net.third.weight
-        self.net.first.weight.register_hook(lambda gradient: gradient + third.mean().detach())
 
 
 @hazard()
@@ -867,9 +749,7 @@ class BiasNet(nn.Module):
 class BackwardAfterTheStep(Loop):
     """The second loss of a forward adds to gradients of which the step has been made."""
 
-    def make(self):
-        self.net = BiasNet()
-        self.opt = AdamW(self.net.parameters(), lr=0.05)
+    model = BiasNet
 
     def step(self, step):
         x, y = self.batch(step)
@@ -890,9 +770,7 @@ class ClippingAdamW(AdamW):
 
 @hazard(backward="overrides step", forward="overrides step")
 class SubclassThatClips(Loop):
-    def make(self):
-        self.net = Net()
-        self.opt = ClippingAdamW(self.net.parameters(), lr=0.05)
+    optimizer = partial(ClippingAdamW, lr=0.05)
 
 
 class DefaultedAdamW(AdamW):
@@ -902,6 +780,449 @@ class DefaultedAdamW(AdamW):
 
 @hazard()
 class SubclassWithDefaults(Loop):
-    def make(self):
-        self.net = Net()
-        self.opt = DefaultedAdamW(self.net.parameters())
+    optimizer = DefaultedAdamW
+
+
+# Models.
+
+
+def of_model(**refused: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """Add a plain loop that trains a model."""
+
+    def add(model):
+        loop = type(model.__name__, (Loop,), {"model": model})
+        HAZARDS.append(Hazard(loop.__name__, loop, refused))
+        return model
+
+    return add
+
+
+of_model()(TiedNet)
+
+
+@of_model(backward=r"reads second\.weight again")
+class Detached(Net):
+    def forward(self, x):
+        return super().forward(linear(x.requires_grad_(), self.second.weight.detach()))
+
+
+@of_model()
+class OneBuffer(Net):
+    """Parameters lie side by side."""
+
+    def __init__(self):
+        super().__init__()
+        buffer = nn.utils.parameters_to_vector(self.parameters()).detach()
+        nn.utils.vector_to_parameters(buffer, self.parameters())
+
+
+@of_model()
+class Unused(Net):
+    def forward(self, x):
+        return self.third(torch.tanh(self.first(x)))
+
+
+@of_model()
+class Twice(Net):
+    def forward(self, x):
+        return self.third(self.second(torch.tanh(self.second(torch.tanh(self.first(x))))))
+
+
+@of_model()
+class EveryOtherStep(Net):
+    """Uses its second layer in every other step only."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) if self.calls % 2 else self.third(self.first(x))
+
+
+def recomputed(net: Net, x: torch.Tensor, *, reentrant: bool) -> torch.Tensor:
+    x = checkpoint(lambda x: torch.tanh(net.first(x)), x.requires_grad_(), use_reentrant=reentrant)
+    x = torch.tanh(net.second(x))
+    return checkpoint(lambda x: torch.tanh(net.third(x)), x, use_reentrant=reentrant)
+
+
+@of_model(backward="came twice")
+class ReentrantTied(TiedNet):
+    def forward(self, x):
+        return recomputed(self, x, reentrant=True)
+
+
+@of_model()
+class NonReentrantTied(TiedNet):
+    def forward(self, x):
+        return recomputed(self, x, reentrant=False)
+
+
+@of_model(backward=r"reads second\.weight, second\.bias again")
+class RereadInCheckpoint(Net):
+    """Backward computes a part again that reads a layer without giving it a gradient."""
+
+    def forward(self, x):
+        def part(x):
+            with torch.no_grad():
+                scale = self.second(x)
+            return torch.tanh(self.first(x)) * scale
+
+        x = checkpoint(part, x.requires_grad_(), use_reentrant=False)
+        return self.third(torch.tanh(self.second(x)))
+
+
+@of_model()
+class Attention(nn.Module):
+    """Torch's attention reads weights of a module that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x.reshape(2, 2, WIDTH)).reshape(4, WIDTH)
+
+
+@of_model()
+class ChannelsLast(nn.Module):
+    """Torch's kernels suit the gradients that are laid out as their parameters, and no others."""
+
+    def __init__(self):
+        super().__init__()
+        convolution = nn.Conv2d(2, 40, (2, 1))
+        self.first = convolution.to(memory_format=torch.channels_last)
+        self.second = nn.Conv2d(40, 40, (2, 1), padding=(1, 0))
+        self.third = nn.Linear(40 * 3, WIDTH)
+
+    def forward(self, x):
+        x = self.first(x.reshape(4, 2, 3, 1)).relu()
+        return self.third(self.second(x).flatten(1))
+
+
+class ComplexNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x):
+        return super().forward((x * self.phase).abs())
+
+
+# Optimizers.
+
+
+for _name, _optimizer, _model in (
+    ("AMSGrad", partial(Adam, lr=0.05, amsgrad=True), TiedNet),
+    ("LAMB", partial(LAMB, lr=0.05), TiedNet),
+    ("SGD of torch", partial(torch.optim.SGD, lr=0.1, momentum=0.9), TiedNet),
+    ("AdamW of torch", partial(torch.optim.AdamW, lr=0.05), TiedNet),
+    ("fused AdamW of torch", partial(torch.optim.AdamW, lr=0.05, fused=True), TiedNet),
+    ("foreach Adam of torch", partial(torch.optim.Adam, foreach=True), TiedNet),
+    ("NAdam of torch", torch.optim.NAdam, TiedNet),
+    ("complex Adam of torch", torch.optim.Adam, ComplexNet),
+    ("RMSprop of torch", torch.optim.RMSprop, TiedNet),
+    ("Adagrad of torch", torch.optim.Adagrad, TiedNet),
+):
+    _loop = type(_name, (Loop,), {"optimizer": staticmethod(_optimizer), "model": _model})
+    HAZARDS.append(Hazard(_name, _loop))
+
+
+@hazard()
+class Groups(Loop):
+    @staticmethod
+    def optimizer(parameters):
+        first, *rest = parameters
+        return Adam([{"params": [first], "lr": 0.1}, {"params": rest, "weight_decay": 0.1}])
+
+
+@hazard()
+class MomentumLater(Loop):
+    optimizer = partial(SGD, lr=0.1)
+
+    def after_step(self, step):
+        if step == 2:
+            self.flush()
+            self.opt.param_groups[0]["momentum"] = 0.9
+
+
+@hazard()
+class OtherLayout(Loop):
+    def after_step(self, step):
+        if step == 2:
+            self.flush()
+            for parameter in self.net.parameters():
+                if parameter.dim() == 2:
+                    parameter.data = parameter.data.t().contiguous().t()
+
+
+# From the first step on, a backward is not the last word on a gradient.
+
+
+@hazard(backward="came twice before the first step")
+class Accumulated(Loop):
+    def backward(self, step):
+        for part in range(3):
+            (self.loss(3 * step + part) / 3).backward()
+
+
+@hazard(backward=r"6 gradients .* were changed between backward\(\) and step\(\)")
+class NormClipped(Loop):
+    def before_step(self, step):
+        clip_grad_norm_(self.net.parameters(), 0.1)
+
+
+@hazard(backward="were changed")
+class Negated(Loop):
+    """As in adversarial training; the norms stay."""
+
+    def before_step(self, step):
+        for parameter in self.net.parameters():
+            parameter.grad.neg_()
+
+
+@hazard(backward="a loss scale decides")
+class Scaled(Loop):
+    """A step overflows."""
+
+    def before_fuse(self):
+        self.scale: Any = LossScale(8.0, growth_interval=3)
+
+    def step(self, step):
+        self.opt.zero_grad()
+        loss = self.scale.scale(self.loss(step))
+        (loss * (math.inf if step == 3 else 1.0)).backward()
+        self.scale.step(self.opt)
+        self.scale.update()
+
+
+@hazard(backward="a loss scale decides")
+class ScaledByTorch(Scaled):
+    def before_fuse(self):
+        self.scale = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+
+
+@hazard(backward="a loss scale decides")
+class FusedOfTorchScaled(ScaledByTorch):
+    """An optimizer that is told of the scale by attributes."""
+
+    optimizer = partial(torch.optim.AdamW, fused=True)
+
+
+@hazard(backward="were changed")
+class ForeachOfTorchScaled(ScaledByTorch):
+    """An optimizer for which the scaler decides on the host."""
+
+    optimizer = partial(torch.optim.AdamW, foreach=True)
+
+
+@hazard(backward="were changed")
+class ClippedInClosure(Loop):
+    def step(self, step):
+        def closure():
+            self.opt.zero_grad()
+            self.backward(step)
+            clip(self.net.parameters())
+
+        self.opt.step(closure)
+
+
+@hazard()
+class ByClosure(Loop):
+    """As Lightning does it."""
+
+    def step(self, step):
+        def closure():
+            loss = self.loss(step)
+            self.opt.zero_grad()
+            loss.backward()
+            return loss
+
+        assert self.opt.step(closure).requires_grad
+
+
+@hazard()
+class ByElementClipped(Loop):
+    """Each gradient by itself, in a hook."""
+
+    def before_fuse(self):
+        for parameter in self.net.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+@hazard()
+class ByTensorClipped(Loop):
+    def before_fuse(self):
+        for parameter in self.net.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda each: clip(each, 0.01))
+
+
+@hazard()
+class ReadInHook(Loop):
+    """The hooks come after `fuse`, and before the first step."""
+
+    def after_fuse(self):
+        self.norms = []
+        for parameter in self.net.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter: self.norms.append(float(parameter.grad.norm()))
+            )
+
+    def after_step(self, step):
+        self.see(torch.tensor(sorted(self.norms)))
+        self.norms.clear()
+
+
+# Evaluations, checkpoints, and steps that fail.
+
+
+@hazard()
+class Evaluated(Loop):
+    def after_step(self, step):
+        self.net.eval()
+        with torch.no_grad():
+            self.see(self.loss(1000 + step))
+        self.net.train()
+
+
+@hazard()
+class EvaluatedInTrainingMode(Loop):
+    def after_step(self, step):
+        with torch.no_grad():
+            self.see(self.loss(1000 + step))
+
+
+@hazard()
+class EvaluatedInInferenceMode(Loop):
+    def after_step(self, step):
+        with torch.inference_mode():
+            self.see(self.loss(1000 + step))
+
+
+class OtherwiseInEvaluation(Net):
+    def forward(self, x):
+        return super().forward(x) if self.training else linear(x, self.third.weight)
+
+
+@hazard()
+class EvaluatedOtherwise(Evaluated):
+    model = OtherwiseInEvaluation
+
+
+@hazard()
+class EvaluatedWithGradients(Loop):
+    model = OtherwiseInEvaluation
+
+    def after_step(self, step):
+        self.net.eval()
+        self.see(self.loss(1000 + step))
+        self.net.train()
+
+
+@hazard()
+class SavedAndLoaded(Loop):
+    """Loads what it has saved some steps before."""
+
+    def after_step(self, step):
+        if step == 1:
+            self.saved = copy.deepcopy([self.net.state_dict(), self.opt.state_dict()])
+            self.see(*self.saved[0].values())
+        if step == 3:
+            self.net.load_state_dict(self.saved[0])
+            self.opt.load_state_dict(self.saved[1])
+
+
+@hazard()
+class NotANumber(Loop):
+    """From some step on every gradient is NaN, for ever."""
+
+    def loss(self, step):
+        return super().loss(step) * (math.nan if step >= 2 else 1.0)
+
+
+@hazard()
+class ForwardFailed(Loop):
+    def backward(self, step):
+        if step == 2:
+            handle = self.net.second.register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                self.loss(step)
+            handle.remove()
+        super().backward(step)
+
+
+@hazard(backward="a backward failed after 2 of 6")
+class BackwardFailed(Loop):
+    def backward(self, step):
+        if step == 2:
+            handle = self.net.second.register_full_backward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                super().backward(step)
+            handle.remove()
+            self.opt.zero_grad()
+        super().backward(step)
+
+
+@hazard()
+class ZeroedBetweenForwardAndBackward(Loop):
+    def step(self, step):
+        loss = self.loss(step)
+        self.opt.zero_grad()
+        loss.backward()
+        self.opt.step()
+
+
+# Other ways to call a model.
+
+
+@hazard()
+class FunctionalCall(Loop):
+    def loss(self, step):
+        x, y = self.batch(step)
+        return mse_loss(functional_call(self.net, dict(self.net.named_parameters()), (x,)), y)
+
+
+@hazard()
+class Transformed(Loop):
+    """Gradients and samples by torch.func between two steps, and before the first."""
+
+    def step(self, step):
+        self.flush()
+        parameters = {name: each.detach() for name, each in self.net.named_parameters()}
+        x, y = self.batch(step)
+
+        def loss(parameters):
+            return mse_loss(functional_call(self.net, parameters, (x,)), y)
+
+        self.see(*torch.func.grad(loss)(parameters).values())
+        self.see(torch.func.vmap(lambda x: functional_call(self.net, parameters, (x,)))(x))
+        super().step(step)
+
+
+@hazard()
+class GradientsThatNoBackwardMade(Loop):
+    def backward(self, step):
+        for number, parameter in enumerate(self.net.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.1 * (step - number))
+
+
+@hazard()
+class UsedLater(Loop):
+    """Some parameters have no gradient in the first steps, and none in some later ones."""
+
+    def loss(self, step):
+        x, y = self.batch(step)
+        return mse_loss(self.net.first(x) if step in {0, 1, 4} else self.net(x), y)
+
+
+@hazard()
+class OnlyPartsAreCalled(Loop):
+    def loss(self, step):
+        x, y = self.batch(step)
+        x = self.net.second(torch.tanh(self.net.first(x)))
+        return mse_loss(self.net.third(x), y) + self.net.first.weight.square().mean()
+
+
+@hazard()
+class Frozen(Loop):
+    def before_fuse(self):
+        self.net.second.requires_grad_(requires_grad=False)
