@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear, mse_loss
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphstash.training import SGD, AdamW, FusionError, Lion, fuse, traced_step
 from graphstash.training.fusion import partial_step
@@ -583,3 +584,21 @@ def test_unclosed_fused_model_is_garbage_collected(when):
     del training
     gc.collect()
     assert model() is None
+
+
+def test_fusion_collected_during_a_step_of_another_optimizer_does_not_end_the_step():
+    loop = Loop("forward")
+    loop.step(0)
+    other = SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+
+    def collect(*_):
+        gc.collect()
+
+    collects = register_optimizer_step_pre_hook(collect)
+    gc.disable()
+    try:
+        del loop
+        other.step()
+    finally:
+        gc.enable()
+        collects.remove()

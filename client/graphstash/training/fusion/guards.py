@@ -6,7 +6,7 @@ optimizers and modules. They keep nothing alive.
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,17 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from graphstash.training.fusion.errors import FusionError, named
 
 __all__ = ["Guards"]
+
+_COLLECTED: Final[list[RemovableHandle]] = []
+"""Hooks of guards that the garbage collector has taken. It may run while torch iterates over its
+hooks, in a step of any optimizer, and a removal would then end that step with an error. The hooks
+do nothing any more; the next guards remove them.
+"""
 
 
 class Guards:
@@ -50,8 +57,9 @@ class Guards:
             register_module_module_registration_hook(lambda *given: _call(module, given)),
             register_module_parameter_registration_hook(lambda *given: _call(parameter, given)),
         ]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove)
+        while _COLLECTED:
+            _COLLECTED.pop().remove()
+        weakref.finalize(self, _COLLECTED.extend, self._handles)
 
     def remove(self) -> None:
         """Remove torch's global hooks."""
