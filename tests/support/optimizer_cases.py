@@ -5,8 +5,8 @@ the optimizer's: the loss is a sum of products, and its gradient is the other fa
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import pytorch_optimizer
@@ -19,11 +19,10 @@ from graphstash.training import optimizers
 __all__ = [
     "BY_HAND",
     "CASES",
+    "FORMS",
     "NOT_IN_TORCH",
     "SCHEDULES",
     "SHAPES",
-    "USUAL",
-    "WITH_KERNELS",
     "Case",
     "ReferenceLAMB",
     "ReferenceScheduleFree",
@@ -92,8 +91,7 @@ class Case:
     """One optimizer with options."""
 
     name: str
-    options: dict[str, Any] = field(default_factory=dict)
-    second_group: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any]
 
     def ours(self, parameters: Sequence[nn.Parameter], **more: Any) -> torch.optim.Optimizer:
         return getattr(optimizers, self.name)(self._groups(parameters), **self.options, **more)
@@ -112,77 +110,67 @@ class Case:
         return getattr(torch.optim, self.name)(self._groups(parameters), **self.options, **more)
 
     def _groups(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-        return [{"params": parameters[:2]}, {"params": parameters[2:], **self.second_group}]
+        return [
+            {"params": parameters[:2]},
+            {"params": parameters[2:], "lr": 0.03, "weight_decay": 0.2},
+        ]
 
     def __str__(self) -> str:
         options = "-".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.name}-{options}"
 
 
-def _cases() -> Iterator[Case]:
-    second = {"lr": 0.03, "weight_decay": 0.2}
-    more: dict[str, Any]
-    for more in (
-        {},
-        {"momentum": 0.5},
-        {"weight_decay": 0.1},
-        {"momentum": 0.5, "weight_decay": 0.1},
-        {"momentum": 0.5, "weight_decay": 0.1, "dampening": 0.1},
-        {"momentum": 0.5, "weight_decay": 0.1, "nesterov": True},
-        {"momentum": 0.5, "weight_decay": 0.1, "nesterov": True, "maximize": True},
-        {"momentum": 0.5, "dampening": 0.1, "maximize": True},
-    ):
-        yield Case("SGD", {"lr": 0.1, **more}, second)
-    for name in ("Adam", "AdamW"):
-        for more in (
-            {},
-            {"betas": (0.5, 0.9)},
-            {"betas": (0.0, 0.9)},
-            {"weight_decay": 0.1},
-            {"amsgrad": True},
-            {"maximize": True},
-            {"betas": (0.8, 0.99), "weight_decay": 0.1, "amsgrad": True, "maximize": True},
-        ):
-            yield Case(name, {"lr": 0.01, **more}, second)
-    for more in ({}, {"betas": (0.5, 0.9), "weight_decay": 0.1}, {"maximize": True}):
-        yield Case("LAMB", {"lr": 0.01, **more}, second)
-    for more in ({}, {"betas": (0.5, 0.9), "weight_decay": 0.1, "maximize": True}):
-        yield Case("Lion", {"lr": 0.01, **more}, second)
-    for more in (
-        {},
-        {"weight_decay": 0.1, "maximize": True},
-        {"beta2_decay": -0.5, "eps": (0.3, 0.5), "d": 1.5},
-    ):
-        yield Case("Adafactor", {"lr": 0.1, **more}, second)
-    for more in (
-        {},
-        {"betas": (0.8, 0.9), "weight_decay": 0.1, "maximize": True},
-        {"warmup_steps": 5, "r": 0.5, "weight_lr_power": 1.5},
-    ):
-        yield Case("ScheduleFreeAdamW", {"lr": 0.05, **more}, second)
+_KERNELS: Final = frozenset({"SGD", "Adam", "AdamW"})
+"""Optimizers for which torch has a fused kernel."""
 
-
-CASES = {str(case): case for case in _cases()}
-
-USUAL: Final = {
-    *(("SGD-lr=0.1", None), ("SGD-lr=0.1-momentum=0.5-weight_decay=0.1", False)),
-    ("SGD-lr=0.1-momentum=0.5-weight_decay=0.1-nesterov=True-maximize=True", None),
-    ("SGD-lr=0.1-momentum=0.5-dampening=0.1-maximize=True", False),
-    *(("Adam-lr=0.01-betas=(0.0, 0.9)", None), ("Adam-lr=0.01-weight_decay=0.1", False)),
-    ("Adam-lr=0.01-betas=(0.8, 0.99)-weight_decay=0.1-amsgrad=True-maximize=True", None),
-    *(("AdamW-lr=0.01", False), ("AdamW-lr=0.01-amsgrad=True", None)),
-    ("AdamW-lr=0.01-betas=(0.8, 0.99)-weight_decay=0.1-amsgrad=True-maximize=True", False),
-    ("LAMB-lr=0.01-betas=(0.5, 0.9)-weight_decay=0.1", None),
-    ("Lion-lr=0.01-betas=(0.5, 0.9)-weight_decay=0.1-maximize=True", None),
-    ("Adafactor-lr=0.1-weight_decay=0.1-maximize=True", None),
-    ("ScheduleFreeAdamW-lr=0.05-betas=(0.8, 0.9)-weight_decay=0.1-maximize=True", None),
+CASES: Final = {
+    str(case): case
+    for case in (
+        Case("SGD", {"lr": 0.1}),
+        Case("SGD", {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1}),
+        Case("SGD", {"lr": 0.1, "momentum": 0.5, "nesterov": True, "maximize": True}),
+        Case("SGD", {"lr": 0.1, "momentum": 0.5, "dampening": 0.1, "maximize": True}),
+        Case("Adam", {"lr": 0.01, "betas": (0.0, 0.9)}),
+        Case("Adam", {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+        Case("AdamW", {"lr": 0.01}),
+        Case(
+            "AdamW",
+            {
+                "lr": 0.01,
+                "betas": (0.8, 0.99),
+                "weight_decay": 0.1,
+                "amsgrad": True,
+                "maximize": True,
+            },
+        ),
+        Case("LAMB", {"lr": 0.01}),
+        Case(
+            "LAMB",
+            {"lr": 0.01, "betas": (0.5, 0.9), "weight_decay": 0.1, "maximize": True},
+        ),
+        Case("Lion", {"lr": 0.01}),
+        Case(
+            "Lion",
+            {"lr": 0.01, "betas": (0.5, 0.9), "weight_decay": 0.1, "maximize": True},
+        ),
+        Case("Adafactor", {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
+        Case("Adafactor", {"lr": 0.1, "beta2_decay": -0.5, "eps": (0.3, 0.5), "d": 1.5}),
+        Case(
+            "ScheduleFreeAdamW",
+            {"lr": 0.05, "betas": (0.8, 0.9), "weight_decay": 0.1, "maximize": True},
+        ),
+        Case(
+            "ScheduleFreeAdamW",
+            {"lr": 0.05, "warmup_steps": 5, "r": 0.5, "weight_lr_power": 1.5},
+        ),
+    )
 }
-"""Of the cases and the forms of torch's kernels: every pair of values that matter together."""
+"""By name: the options that lead through other code."""
 
-WITH_KERNELS: Final = [
+FORMS: Final = [
     (name, fused)
     for name, case in CASES.items()
-    for fused in ((None, False) if case.name in ("SGD", "Adam", "AdamW") else (None,))
+    for fused in ((None, False) if case.name in _KERNELS else (None,))
 ]
 """Names of cases, each with torch's kernels where it has one, and by the formula alone."""
 

@@ -162,11 +162,15 @@ COPIES = {
 
 
 @pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["float32", "master"])
 @every_optimizer
-def test_deep_copy_continues_independently_to_the_bit(name, options, how):
-    parameters, optimizer = made(name, torch.bfloat16 if options else torch.float32, **options)
+def test_copy_continues_independently_to_the_bit(name, how):
+    is_half = (list(EVERY).index(name) + list(COPIES).index(how)) % 2
+    options = {"master_weights": True} if is_half else {}
+    parameters, optimizer = made(name, torch.bfloat16 if is_half else torch.float32, **options)
     make_steps(parameters, optimizer, range(3))
+    steps = [state["step"] for state in optimizer.state_dict()["state"].values()]
+    assert [float(step) for step in steps] == [3.0] * len(parameters)
+    assert len({step.data_ptr() for step in steps}) == len(parameters)  # each has its own
     new, copied = COPIES[how](parameters, optimizer, name, options)
     before = copies(tensors_of(parameters, optimizer))
     make_steps(new, copied, range(3, 6))
@@ -259,21 +263,23 @@ def test_torchs_default_dtype_changes_no_bit(name):
 
 
 def laid_out(kind):
-    """A parameter and a gradient whose memory is not what it seems; their values."""
+    """A parameter and a gradient whose memory is not what it seems; their values; its neighbors."""
     generator = torch.Generator().manual_seed(0)
     value, gradient = torch.randn(2, 6, 4, 4, generator=generator).unbind(0)
-    parameter = value.clone()
+    parameter = whole = value.clone()
     if kind == "transposed parameter":
         parameter = value.transpose(0, 2).contiguous().transpose(0, 2)
     elif kind == "slice":
-        parameter = torch.zeros(6, 4, 9)[:, :, :4].copy_(value)
+        whole = torch.zeros(6, 4, 9)
+        parameter = whole[:, :, :4].copy_(value)
     elif kind == "transposed gradient":
         gradient = gradient.transpose(0, 2).contiguous().transpose(0, 2)
     elif kind == "expanded gradient":
         gradient = torch.tensor(0.5).expand(6, 4, 4)
     parameter = nn.Parameter(parameter)
     parameter.grad = gradient
-    return parameter, nn.Parameter(value.clone()), gradient.clone().contiguous()
+    rest = whole[:, :, 4:]
+    return parameter, nn.Parameter(value.clone()), gradient.clone().contiguous(), rest
 
 
 LAYOUTS = ["transposed parameter", "slice", "transposed gradient", "expanded gradient"]
@@ -282,13 +288,55 @@ LAYOUTS = ["transposed parameter", "slice", "transposed gradient", "expanded gra
 @every_optimizer
 def test_the_layout_in_memory_changes_nothing(name):
     for layout in LAYOUTS:
-        parameter, plain, gradient = laid_out(layout)
+        parameter, plain, gradient, rest = laid_out(layout)
         plain.grad = gradient
         first, second = EVERY[name]([parameter]), EVERY[name]([plain])
         for _ in range(3):
             first.step()
             second.step()
         torch.testing.assert_close(parameter, plain, rtol=0, atol=1e-6)
+        assert not rest.any()
+
+
+def mask():
+    values = torch.ones(4, 5).triu() * 0.5 + 0.25
+    return values.masked_fill(torch.ones(4, 5).triu(1).bool(), -math.inf)
+
+
+def trained_mask(make, *, steps=3, **options):
+    """Train scores with an additive mask: they have no gradient where the mask is -inf."""
+    parameter = nn.Parameter(mask())
+    optimizer = make([parameter], **options)
+    for step in range(steps):
+        gradient = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        parameter.grad = gradient.masked_fill(mask().isinf(), 0)
+        optimizer.step()
+    return parameter, optimizer
+
+
+@every_optimizer
+def test_infinity_in_a_parameter_stays_and_its_other_elements_are_trained(name):
+    parameter, optimizer = trained_mask(EVERY[name], weight_decay=0.0)
+    is_infinite = mask().isinf()
+    for _ in range(2):
+        assert torch.equal(parameter.isinf(), is_infinite)
+        assert not parameter.isnan().any()
+        assert (parameter != mask())[~is_infinite].all()
+        if name == "ScheduleFreeAdamW":
+            optimizer.eval()  # averages of infinity are infinite
+    if name in {"LAMB", "Adafactor"}:
+        parameter, _ = trained_mask(EVERY[name], steps=1, weight_decay=0.1)
+        assert parameter[~is_infinite].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_infinity_changes_nothing_that_torch_does_not_change(name):
+    options = {"momentum": 0.9} if name == "SGD" else {"amsgrad": True}
+    ours, theirs = (
+        trained_mask(make, lr=0.1, weight_decay=0.0, **options)[0]
+        for make in (partial(globals()[name], fused=False), getattr(torch.optim, name))
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 # In loops.
@@ -397,3 +445,20 @@ def test_option_out_of_range_is_refused_for_optimizer_and_group(name, options, m
     with pytest.raises(ValueError, match=message):
         mine.add_param_group({"params": new_parameters(name), **options})
     assert len(mine.param_groups) == 1
+
+
+@every_optimizer
+def test_options_without_effect_are_accepted_and_unknown_ones_refused(name):
+    parameters, mine = made(name, foreach=False, capturable=True, differentiable=False)
+    make_steps(parameters, mine, range(1))
+    with pytest.raises(ValueError, match="cannot be differentiable"):
+        made(name, differentiable=True)
+    with pytest.raises(ValueError, match="fused and foreach"):
+        made(name, foreach=True, fused=True)
+    with pytest.raises(TypeError, match="has no option fuse"):
+        made(name, fuse=True)
+    with pytest.raises(ValueError, match=r"no option weight_deacy \(groups have params, lr"):
+        EVERY[name]([{"params": new_parameters(name), "weight_deacy": 0.0}])
+    resumed = [{"params": new_parameters(name), "initial_lr": 0.1, "name": "biases"}]
+    schedule = torch.optim.lr_scheduler.StepLR(EVERY[name](resumed), 2, last_epoch=4)
+    assert schedule.last_epoch == 5

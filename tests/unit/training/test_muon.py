@@ -1,5 +1,6 @@
 """Muon and its groups. What all optimizers do is tested with the others."""
 
+import copy
 import math
 from functools import partial
 
@@ -7,14 +8,14 @@ import pytest
 import pytorch_optimizer
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
-from graphstash.training import Muon, muon_groups
-from support.optimizer_cases import give_gradients, shaped
+from graphstash.training import AdamW, Muon, muon_groups
+from support.optimizer_cases import give_gradients, make_steps, shaped
 
 SHAPES = ((6, 4), (4, 6), (5, 5), (3, 2, 2, 2))
 BAD = {0: math.inf, 5: math.nan, 11: -math.inf}
 STEPS = 20
-
 
 matrices = partial(shaped, SHAPES)
 
@@ -119,6 +120,63 @@ def test_a_schedule_changes_both_kinds_of_groups():
         assert equal == [step == 1] * 2
 
 
+CYCLES = {
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=12),
+    "CyclicLR": lambda optimizer: CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
+}
+every_cycle = pytest.mark.parametrize("cycle", CYCLES.values(), ids=list(CYCLES))
+
+
+def values_of(cycle):
+    """What the schedule makes of lr and momentum of an optimizer that has no betas."""
+    optimizer = torch.optim.SGD(matrices(), lr=0.01, momentum=0.9)
+    schedule = cycle(optimizer)
+    for _ in range(10):
+        yield optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]
+        optimizer.step()
+        schedule.step()
+
+
+@every_cycle
+@pytest.mark.parametrize("resumes", [None, "from ours", "from torch.optim.Muon"])
+def test_cycled_momentum_is_used_and_resumed(cycle, resumes):
+    parameters, expected = matrices(), matrices()
+    by_hand = Muon(expected, lr=0.01)
+    for step, (lr, momentum) in enumerate(values_of(cycle)):
+        by_hand.param_groups[0].update(lr=lr, momentum=momentum)
+        make_steps(expected, by_hand, [step])
+    optimizer = Muon(parameters, lr=0.01)
+    schedule = cycle(optimizer)
+    for step in range(10):
+        if resumes and step == 4:
+            saved, progress = copy.deepcopy(optimizer.state_dict()), schedule.state_dict()
+            if resumes == "from torch.optim.Muon":  # which keeps the momentum of the schedule
+                for group in saved["param_groups"]:
+                    del group["betas"]
+            optimizer = Muon(parameters, lr=0.01)
+            optimizer.load_state_dict(saved)
+            schedule = cycle(Muon(matrices(), lr=0.01))
+            schedule.load_state_dict(progress)
+            schedule.optimizer = optimizer
+        make_steps(parameters, optimizer, [step])
+        schedule.step()
+    assert_close(parameters, expected, atol=0)
+
+
+@every_cycle
+def test_adamw_groups_of_muon_cycle_their_first_beta(cycle):
+    (matrix, vector), (_, other) = (shaped(((3, 3), (4,))) for _ in range(2))
+    groups = [{"params": [matrix]}, {"params": [vector], "use_muon": False, "weight_decay": 0.01}]
+    optimizers = [Muon(groups, lr=0.01, betas=(0.9, 0.999)), AdamW([other], lr=0.01)]
+    schedules = [cycle(each) for each in optimizers]
+    for step in range(10):
+        give_gradients([matrix, vector], step)
+        other.grad = vector.grad.clone()
+        for each in (*optimizers, *schedules):
+            each.step()
+    assert_close([vector], [other], atol=0)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -153,22 +211,16 @@ def test_a_module_of_another_model_is_refused():
         muon_groups(Model(), adamw=[nn.Linear(1, 1)])
 
 
-def test_a_state_dictionary_of_another_order_of_groups_is_refused_and_changes_nothing():
-    def optimizer(*kinds):
-        return Muon([{"params": [nn.Parameter(torch.ones(3, 3))], "use_muon": k} for k in kinds])
+def test_loaded_state_must_keep_the_order_of_the_kinds_of_groups():
+    def groups(*kinds):
+        parameters = [nn.Parameter(torch.ones(3, 3)) for _ in kinds]
+        return [{"params": [each], **kind} for each, kind in zip(parameters, kinds, strict=True)]
 
-    mine, other = optimizer(True, False), optimizer(False, True)
+    matrix, other = {"use_muon": True}, {"use_muon": False}
+    mine = Muon(groups(matrix, other))
     with pytest.raises(ValueError, match="in the order in which they were saved"):
-        mine.load_state_dict(other.state_dict())
-    assert [group["use_muon"] for group in mine.param_groups] == [True, False]
-
-
-def test_loading_state_of_adamw_keeps_matrix_groups():
-    mine = Muon(
-        [{"params": [nn.Parameter(torch.ones(3, 3))], "use_muon": k} for k in (True, False)]
-    )
-    given = torch.optim.AdamW([{"params": [nn.Parameter(torch.ones(3, 3))]} for _ in range(2)])
-    mine.load_state_dict(given.state_dict())
+        mine.load_state_dict(Muon(groups(other, matrix)).state_dict())
+    mine.load_state_dict(torch.optim.AdamW(groups({}, {})).state_dict())  # which names no kind
     assert [group["use_muon"] for group in mine.param_groups] == [True, False]
 
 

@@ -9,9 +9,9 @@ import pytest
 import pytorch_optimizer
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
 
 from graphstash.training import (
-    AdamW,
     Checkpoints,
     LossScale,
     ScheduleFreeAdamW,
@@ -251,20 +251,12 @@ def test_interrupted_switch_can_be_undone_after_saving(way, monkeypatch):
         assert are_equal(each, before)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [AdamW, torch.optim.AdamW, pytorch_optimizer.ScheduleFreeAdamW],
-    ids=lambda o: o.__module__,
-)
-def test_state_of_another_optimizer_is_refused_and_changes_nothing(other):
-    parameters, theirs = new_parameters(), new_parameters()
-    optimizer, given = ScheduleFreeAdamW(parameters), other(theirs)
-    make_steps(parameters, optimizer, range(2))
-    make_steps(theirs, given, range(2))
-    before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match="load only the model, and begin with new state"):
-        optimizer.load_state_dict(given.state_dict())
-    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+def test_an_average_whose_beta_is_cycled_is_refused():
+    parameters = new_parameters()
+    optimizer = ScheduleFreeAdamW(parameters, lr=0.01)
+    OneCycleLR(optimizer, max_lr=0.1, total_steps=12)
+    with pytest.raises(ValueError, match=r"cycle_momentum=False"):
+        make_steps(parameters, optimizer, range(1))
 
 
 # With a model.

@@ -520,15 +520,6 @@ def test_a_distributed_checkpoint_has_the_roots_that_a_parameter_waits_for(
     assert_equal(list(other.parameters()), list(model.parameters()))
 
 
-@pytest.mark.parametrize("optimizer", BOTH)
-def test_state_of_another_optimizer_is_refused_and_changes_nothing(optimizer):
-    mine = optimizer(new_parameters(), lr=0.25)
-    other = torch.optim.AdamW(new_parameters(), lr=0.5)
-    with pytest.raises(ValueError, match=rf"not one of {optimizer.__name__}: its groups have no"):
-        mine.load_state_dict(other.state_dict())
-    assert mine.param_groups[0]["lr"] == 0.25
-
-
 def test_loading_state_drops_pending_computations(monkeypatch):
     gate = Gate(monkeypatch)
     parameters = new_parameters(MATRICES[:1])
@@ -686,9 +677,6 @@ def test_a_schedule_changes_the_learning_rate():
             run(parameters, mine, [step])
             schedule.step()
         assert_equal(parameters, before)
-
-
-# Options.
 
 
 # Factors.
