@@ -16,7 +16,7 @@ from graphstash_server.testing import LiveServer
 from support.services import ACTOR, FakeClock
 from support.wire import Wire
 
-pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+pytestmark = pytest.mark.anyio
 
 TEAM = Namespace("team")
 READ_ONLY = NamespacePolicy(mode=WriteMode.READ_ONLY)
@@ -32,6 +32,7 @@ def give(api, **rules):
     return answer.json()
 
 
+@pytest.mark.sql
 def test_policy_is_stored_shown_listed_removed_and_logged(api, problem):
     problem(api.http.get(policy_path(api)), 404, "not_found", api.namespace)
     for rules, named in (
@@ -173,6 +174,7 @@ def test_a_bucket_holds_one_second_and_fills_with_time():
     assert len(rates._buckets._buckets) == 4096
 
 
+@pytest.mark.sql
 async def test_another_server_applies_change_after_two_seconds(opened):
     async with opened() as one, opened() as two:
         here, there = one.context.policies, policies_of(two, opened.clock)
@@ -256,6 +258,7 @@ async def test_a_hundred_requests_do_not_queue_for_a_database_that_never_answere
         assert await policies.of(TEAM) == NamespacePolicy()
 
 
+@pytest.mark.sql
 def test_many_namespaces_are_given_policies_at_once(api):
     def put(number):
         path = f"/v1/-/namespaces/{api.namespace}-{number % 3}"

@@ -8,8 +8,6 @@ import pytest
 from graphstash_schema import Digest
 from support.wire import Wire
 
-pytestmark = pytest.mark.sql
-
 BLOB = b"an executable" * 1000
 
 
@@ -80,6 +78,7 @@ def test_aborted_or_stalled_upload_stores_nothing(api, files, eventually):
     assert api.put(BLOB).status_code == 201
 
 
+@pytest.mark.sql
 def test_sixteen_writers_of_the_same_bytes_agree(api, connect):
     """Of one key, and each of a key of its own."""
     writers = [connect(api.url, api.namespace) for _ in range(16)]
@@ -94,6 +93,7 @@ def test_sixteen_writers_of_the_same_bytes_agree(api, connect):
     assert (api.stats()["artifacts"], api.stats()["puts"]) == (16, 16)
 
 
+@pytest.mark.sql
 def test_of_sixteen_writers_of_different_bytes_one_wins(api, connect, files):
     blobs = [f"{api.namespace} {number}".encode() * 30_000 for number in range(16)]
     writers = [connect(api.url, api.namespace) for _ in blobs]
