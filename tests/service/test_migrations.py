@@ -73,44 +73,36 @@ def test_servers_that_migrate_at_the_same_time_take_turns(url, tmp_path):
     assert asyncio.run(find_revision(url)) == newest_revision()
 
 
-def artifacts_of_revision_1(count):
-    for number in range(count):
-        header = ArtifactMetadata(
-            compile_seconds=1.5 + number, raw_size_bytes=10, toolchain=f"jax 0.{number % 3}"
-        ).to_header()
-        yield {
+def fill(connection, count):
+    """Adds artifacts as the first revision has them, and their counters."""
+    now = NOW.replace(tzinfo=None) if connection.dialect.name == "sqlite" else NOW
+    artifacts, usage = (
+        sa.Table(name, sa.MetaData(), autoload_with=connection) for name in ("artifacts", "usage")
+    )
+    rows = [
+        {
             "namespace": "team",
             "fingerprint": f"{number:064x}",
             "kind": "jax",
             "device_type": "cpu",
             "sha256": f"{number // 2:064x}",
             "size_bytes": 5000 + number,
-            "metadata_header": "" if number == 0 else header,
+            "metadata_header": ArtifactMetadata(
+                compile_seconds=1.5 + number, raw_size_bytes=10, toolchain=f"jax 0.{number % 3}"
+            ).to_header(),
             "compile_seconds": 1.5 + number,
-            "created_at": NOW,
-            "last_used_at": NOW,
+            "created_at": now,
+            "last_used_at": now,
             "hits": number,
             "pinned_until": None,
         }
-
-
-def fill(connection, count):
-    tables = {
-        name: sa.Table(name, sa.MetaData(), autoload_with=connection)
-        for name in ("artifacts", "usage")
-    }
-    naive = connection.dialect.name == "sqlite"
-    rows = [
-        {
-            name: value.replace(tzinfo=None) if naive and isinstance(value, datetime) else value
-            for name, value in row.items()
-        }
-        for row in artifacts_of_revision_1(count)
+        for number in range(count)
     ]
-    connection.execute(tables["artifacts"].insert(), rows)
-    counters = dict.fromkeys(tables["usage"].columns.keys(), 0)
+    rows[0]["metadata_header"] = ""
+    connection.execute(artifacts.insert(), rows)
+    counters = dict.fromkeys(usage.columns.keys(), 0)
     counters |= {"namespace": "team", "artifacts": count, "size_bytes": 7, "saved_seconds": 2.5}
-    connection.execute(tables["usage"].insert(), counters)
+    connection.execute(usage.insert(), counters)
 
 
 def test_filled_database_of_first_revision_becomes_like_the_tables_and_can_go_back(config, url):
@@ -164,12 +156,6 @@ def filled_name(postgres):
     return sa.make_url(url).database
 
 
-@pytest.fixture
-def before_the_index(postgres, filled_name):
-    """A copy of it."""
-    return postgres.new_database(template=filled_name)
-
-
 @asynccontextmanager
 async def connected(url):
     name = sa.make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
@@ -207,23 +193,26 @@ async def until_it_waits(connection, statement, *, work):
         assert not work.done()
 
 
-def test_artifacts_are_stored_while_the_index_of_them_is_built(before_the_index, caplog):
-    async def run():
-        url = before_the_index
-        upgrade = partial(command.upgrade, alembic_config(url), "head")
-        async with connected(url) as other, storing(url) as slow:
-            upgrading = asyncio.create_task(asyncio.to_thread(upgrade))
-            await until_it_waits(other, f"CREATE INDEX%{INDEX}", work=upgrading)
-            assert "waits for transactions that began before it" in caplog.text
-            await other.execute("SET lock_timeout = '5s'")
-            await store(other, "meanwhile")
-            await slow.execute("COMMIT")
-            await upgrading
-            assert await other.fetchval(IS_VALID)
-            assert await other.fetchval("SELECT count(*) FROM artifacts") == 12
+@pytest.fixture
+def url_before(postgres, filled_name, caplog):
+    """A copy of it."""
+    caplog.set_level(logging.INFO)
+    return postgres.new_database(template=filled_name)
 
-    with caplog.at_level(logging.INFO, "migrations"):
-        asyncio.run(run())
+
+@pytest.mark.anyio
+async def test_artifacts_are_stored_while_the_index_of_them_is_built(url_before, caplog):
+    upgrade = partial(command.upgrade, alembic_config(url_before), "head")
+    async with connected(url_before) as other, storing(url_before) as slow:
+        upgrading = asyncio.create_task(asyncio.to_thread(upgrade))
+        await until_it_waits(other, f"CREATE INDEX%{INDEX}", work=upgrading)
+        assert "waits for transactions that began before it" in caplog.text
+        await other.execute("SET lock_timeout = '5s'")
+        await store(other, "meanwhile")
+        await slow.execute("COMMIT")
+        await upgrading
+        assert await other.fetchval(IS_VALID)
+        assert await other.fetchval("SELECT count(*) FROM artifacts") == 12
 
 
 def settings_of_the_build(url):
@@ -243,73 +232,65 @@ def settings_of_the_build(url):
     return found
 
 
-def test_migrator_that_waits_for_another_logs_it_once(before_the_index, caplog, tmp_path):
-    async def run():
-        upgrade = partial(migrate, before_the_index, lock_path=tmp_path / "lock")
-        async with connected(before_the_index) as other:
-            await other.execute("SELECT pg_advisory_lock(8077)")
-            upgrading = asyncio.create_task(asyncio.to_thread(upgrade))
-            while "another server migrates" not in caplog.text:
-                await asyncio.wait([upgrading], timeout=0.05)
-                assert not upgrading.done()
-            await asyncio.wait([upgrading], timeout=0.5)
-            await other.execute("SELECT pg_advisory_unlock(8077)")
-            await upgrading
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(run())
+@pytest.mark.anyio
+async def test_migrator_that_waits_for_another_logs_it_once(url_before, caplog, tmp_path):
+    upgrade = partial(migrate, url_before, lock_path=tmp_path / "lock")
+    async with connected(url_before) as other:
+        await other.execute("SELECT pg_advisory_lock(8077)")
+        upgrading = asyncio.create_task(asyncio.to_thread(upgrade))
+        while "another server migrates" not in caplog.text:
+            await asyncio.wait([upgrading], timeout=0.05)
+            assert not upgrading.done()
+        await asyncio.wait([upgrading], timeout=0.5)
+        await other.execute("SELECT pg_advisory_unlock(8077)")
+        await upgrading
     assert caplog.text.count("another server migrates") == 1
 
 
-def test_deadlock_with_previous_release_is_retried(before_the_index, caplog, tmp_path):
+@pytest.mark.anyio
+async def test_deadlock_with_previous_release_is_retried(url_before, caplog, tmp_path):
     """That one waits for the lock in a transaction, for which the build waits."""
-
-    async def run():
-        url = before_the_index
-        upgrade = partial(migrate, url, lock_path=tmp_path / "lock")
-        async with connected(url) as other, connected(url) as older, storing(url) as slow:
-            upgrading = asyncio.create_task(asyncio.to_thread(upgrade))
-            await until_it_waits(other, f"CREATE INDEX%{INDEX}", work=upgrading)
-            await older.execute("SET deadlock_timeout = '1h'")  # so it is not the one that ends
-            await older.execute("BEGIN")
-            turn = asyncio.create_task(older.execute("SELECT pg_advisory_xact_lock(8077)"))
-            await until_it_waits(other, "SELECT pg_advisory_xact_lock", work=upgrading)
-            await slow.execute("COMMIT")
-            await asyncio.wait_for(turn, 60)
-            await older.execute("COMMIT")
-            await upgrading
-            assert await other.fetchval(IS_VALID)
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(run())
+    upgrade = partial(migrate, url_before, lock_path=tmp_path / "lock")
+    async with (
+        connected(url_before) as other,
+        connected(url_before) as older,
+        storing(url_before) as slow,
+    ):
+        upgrading = asyncio.create_task(asyncio.to_thread(upgrade))
+        await until_it_waits(other, f"CREATE INDEX%{INDEX}", work=upgrading)
+        await older.execute("SET deadlock_timeout = '1h'")  # so it is not the one that ends
+        await older.execute("BEGIN")
+        turn = asyncio.create_task(older.execute("SELECT pg_advisory_xact_lock(8077)"))
+        await until_it_waits(other, "SELECT pg_advisory_xact_lock", work=upgrading)
+        await slow.execute("COMMIT")
+        await asyncio.wait_for(turn, 60)
+        await older.execute("COMMIT")
+        await upgrading
+        assert await other.fetchval(IS_VALID)
     assert "retrying" in caplog.text
-    assert asyncio.run(find_revision(before_the_index)) == newest_revision()
+    assert await find_revision(url_before) == newest_revision()
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_interrupted_index_build_is_completed(before_the_index, is_whole):
+async def test_interrupted_index_build_is_completed(url_before, is_whole):
     """Its build may wait for ever, and only a frozen migrator is cut off."""
-
-    async def run():
-        url = before_the_index
-        async with connected(url) as other, storing(url) as slow:
-            if is_whole:
-                await slow.execute("COMMIT")
-            await other.execute("SET lock_timeout = '50ms'")
-            with nullcontext() if is_whole else pytest.raises(asyncpg.LockNotAvailableError):
-                await other.execute(CONCURRENTLY)
-            assert await other.fetchval(IS_VALID) is is_whole
-        # Also after the limits of what goes first.
-        assert await asyncio.to_thread(settings_of_the_build, url) == {
-            "lock_timeout": "0",
-            "idle_session_timeout": "1min",
-            "statement_timeout": "0",
-        }
-        async with connected(url) as other:
-            assert await other.fetchval(IS_VALID)
-
-    asyncio.run(run())
-    assert asyncio.run(find_revision(before_the_index)) == newest_revision()
+    async with connected(url_before) as other, storing(url_before) as slow:
+        if is_whole:
+            await slow.execute("COMMIT")
+        await other.execute("SET lock_timeout = '50ms'")
+        with nullcontext() if is_whole else pytest.raises(asyncpg.LockNotAvailableError):
+            await other.execute(CONCURRENTLY)
+        assert await other.fetchval(IS_VALID) is is_whole
+    # Also after the limits of what goes first.
+    assert await asyncio.to_thread(settings_of_the_build, url_before) == {
+        "lock_timeout": "0",
+        "idle_session_timeout": "1min",
+        "statement_timeout": "0",
+    }
+    async with connected(url_before) as other:
+        assert await other.fetchval(IS_VALID)
+    assert await find_revision(url_before) == newest_revision()
 
 
 def settings_for(url, tmp_path, **more):

@@ -34,26 +34,6 @@ TEAM = Namespace("team")
 ONCE = NamespacePolicy()
 
 
-class HeldBack:
-    """Reads reach the database, and their answers wait until `may_return` is set."""
-
-    def __init__(self, monkeypatch):
-        self.has_read = asyncio.Event()
-        self.may_return = asyncio.Event()
-        for lane in (SqliteLane, PostgresLane):
-            monkeypatch.setattr(lane, "fetch", self._late(lane.fetch))
-        read_in_threads(monkeypatch)
-
-    def _late(self, fetch):
-        async def late(lane, wanted):
-            answers = await fetch(lane, wanted)
-            self.has_read.set()
-            await self.may_return.wait()
-            return answers
-
-        return late
-
-
 def read_in_threads(monkeypatch):
     """SQLite's rows are far away, for the event loop: each read that it makes itself is cheaper
     than to share one.
@@ -86,14 +66,27 @@ async def test_artifact_that_is_not_in_memory_costs_its_readers_one_statement(op
 
 async def test_a_read_that_has_begun_is_not_joined(opened, monkeypatch):
     """It may have missed what was stored since, and whoever asks then must find that."""
+    has_read, may_return = asyncio.Event(), asyncio.Event()
+
+    def held_back(fetch):
+        async def late(lane, wanted):
+            answers = await fetch(lane, wanted)
+            has_read.set()
+            await may_return.wait()
+            return answers
+
+        return late
+
     async with opened() as one, opened() as other:
-        held = HeldBack(monkeypatch)
-        early = asyncio.create_task(other.get())
-        await held.has_read.wait()
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            for lane in (SqliteLane, PostgresLane):
+                patch.setattr(lane, "fetch", held_back(lane.fetch))
+            read_in_threads(patch)
+            early = asyncio.create_task(other.get())
+            await has_read.wait()
         await one.put(b"blob")
         late = await other.get()
-        held.may_return.set()
+        may_return.set()
         assert late == b"blob"
         assert await early is None
         assert await other.get() == b"blob"

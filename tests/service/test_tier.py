@@ -59,8 +59,8 @@ def opened(tmp_path):
     """Opens tiers, and closes them."""
     made = []
 
-    def make(back, *, name="tier", limit_bytes=2**30, **more):
-        made.append(TieredBlobStore(back, tmp_path / name, limit_bytes=limit_bytes, **more))
+    def make(back, *, limit_bytes=2**30, **more):
+        made.append(TieredBlobStore(back, tmp_path / "tier", limit_bytes=limit_bytes, **more))
         return made[-1]
 
     yield make
@@ -82,8 +82,10 @@ def s3(tmp_path, moto, proxy, s3_credentials):
     asyncio.run(store.close())
 
 
-def copies(tmp_path, name="tier"):
-    return {path.name for path in (tmp_path / name / "sha256").rglob("*") if path.is_file()}
+def copies(directory):
+    """The files of copies, by the SHA-256 of their blobs."""
+    found = (directory / "tier" / "sha256").rglob("*")
+    return {path.name: path for path in found if path.is_file()}
 
 
 async def put(store, *blobs):
@@ -121,7 +123,7 @@ class TestCopies:
         back.link = link
         store = opened(back)
         await put(store, b"abc", b"def")
-        assert copies(tmp_path) == set()
+        assert copies(tmp_path) == {}
         assert await store.link(Digest.of(b"abc")) == "https://elsewhere"
 
         assert [await read(store, b"abc") for _ in range(2)] == [b"abc"] * 2
@@ -131,7 +133,7 @@ class TestCopies:
             await read(store, b"def")
 
         assert back.opened == 2
-        assert copies(tmp_path) == {Digest.of(b"abc").sha256}
+        assert copies(tmp_path).keys() == {Digest.of(b"abc").sha256}
         assert await store.link(Digest.of(b"abc")) is None
         reader = await store.open(Digest.of(b"abc"))
         await reader.close()
@@ -143,7 +145,7 @@ class TestCopies:
         store = opened(back)
         await put(store, LARGE)
         await read(store, LARGE)
-        (copy,) = (path for path in (tmp_path / "tier").rglob("*") if path.name in copies(tmp_path))
+        (copy,) = copies(tmp_path).values()
         os.truncate(copy, 1000)
         assert await read(store, LARGE) == LARGE
         assert (back.opened, copy.stat().st_size) == (2, len(LARGE))
@@ -151,7 +153,7 @@ class TestCopies:
         back.blobs.clear()
         assert await store.stat(Digest.of(LARGE)) is None
         await put(store, LARGE)
-        assert copies(tmp_path) == set()
+        assert copies(tmp_path) == {}
 
 
 class TestFills:
@@ -193,7 +195,7 @@ class TestFills:
         await reader.close()
         proxy.resume.set()
         await filling
-        assert copies(tmp_path) == set()
+        assert copies(tmp_path) == {}
         assert list((tmp_path / "tier" / "tmp").iterdir()) == []
         assert await read(store, LARGE) == LARGE
 
@@ -206,7 +208,7 @@ class TestFills:
         with pytest.raises(ShortBlobError):
             await read(store, LARGE)
 
-        assert copies(tmp_path) == set()
+        assert copies(tmp_path) == {}
         proxy.fault = S3Fault.NONE
         assert await read(store, LARGE) == LARGE
 
@@ -218,7 +220,7 @@ class TestFills:
         await store.delete(Digest.of(LARGE))
         assert await whole_of(reader) == LARGE
         await settled(store)
-        assert copies(tmp_path) == set()
+        assert copies(tmp_path) == {}
         assert await read(store, LARGE) is None
 
 
@@ -236,7 +238,7 @@ def test_damaged_blob_never_looks_whole_and_its_artifact_is_dropped_and_put_agai
         with pytest.raises(httpx.RemoteProtocolError):
             api.get(1)
 
-        assert copies(tmp_path) == set()
+        assert copies(tmp_path) == {}
         assert api.get(1).status_code == 404
         assert api.put(LARGE, 1).status_code == 201
         assert api.get(1).content == LARGE
@@ -300,22 +302,20 @@ class TestBudget:
         await put(store, *blobs)
         for age, blob in ((300, blobs[0]), (200, blobs[1]), (100, blobs[2])):
             await read(store, blob)
-            sha256 = Digest.of(blob).sha256
-            used = time.time() - age
-            os.utime(tmp_path / "tier" / "sha256" / sha256[:2] / sha256, (used, used))
+            os.utime(copies(tmp_path)[Digest.of(blob).sha256], (time.time() - age,) * 2)
         await read(store, blobs[0])  # used again
 
         await read(store, blobs[3])
         await store.close()
 
-        left = copies(tmp_path)
-        assert left == {Digest.of(blobs[number]).sha256 for number in (0, 2, 3)}
+        left = {Digest.of(blobs[number]).sha256 for number in (0, 2, 3)}
+        assert copies(tmp_path).keys() == left
 
     async def test_a_use_corrects_the_time_of_a_clock_that_was_ahead(self, opened, back, tmp_path):
         store = opened(back, limit_bytes=1000)
         await put(store, b"blob")
         await read(store, b"blob")
-        (copy,) = (path for path in (tmp_path / "tier" / "sha256").rglob("*") if path.is_file())
+        (copy,) = copies(tmp_path).values()
         os.utime(copy, (time.time() + 200 * 24 * 3600,) * 2)
         await read(store, b"blob")
         assert copy.stat().st_mtime <= time.time() + 60
@@ -330,7 +330,7 @@ class TestBudget:
         await put(store, LARGE)
 
         assert [await read(store, LARGE) for _ in range(2)] == [LARGE] * 2
-        assert copies(tmp_path) == set()
+        assert copies(tmp_path) == {}
         assert store.bypassed_count == bypassed
 
     async def test_reads_continue_after_tier_directory_vanishes(self, opened, back, tmp_path):
@@ -392,7 +392,7 @@ class TestProcesses:
                 next(answer.iter_raw(1000))  # the fill is half-way
                 server.kill()
         assert len(list(temporary.iterdir())) == 1
-        assert copies(tmp_path) == set()
+        assert copies(tmp_path) == {}
 
         proxy.fault = S3Fault.NONE
         with LiveServer(tmp_path, **settings, log_level="error") as server:
@@ -414,4 +414,4 @@ class TestProcesses:
         ) as server:
             answer = connect(server.url).get(1)
             assert (answer.status_code, answer.content) == (200, LARGE)
-            assert copies(tmp_path) == set()
+            assert copies(tmp_path) == {}
