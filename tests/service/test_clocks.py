@@ -13,6 +13,7 @@ from graphstash_server.db.queries.artifacts import pin_artifacts
 from graphstash_server.db.queries.deletions import claim_deletion
 from graphstash_server.errors import ServerError
 from graphstash_server.services.jobs.leases import Acquisition
+from graphstash_server.testing import LiveServer
 from support.clocks import HostClock
 from support.services import ACTOR, key_of
 
@@ -80,16 +81,17 @@ async def test_lease_lasts_for_its_duration_and_is_renewed_when_the_clock_is_set
 def test_servers_of_one_database_agree_about_leases_although_a_clock_is_wrong(
     start, connect, tmp_path, postgres, migrated_name
 ):
-    database = {"GRAPHSTASH_DATABASE_URL": postgres.new_database(template=migrated_name)}
+    url = postgres.new_database(template=migrated_name)
     host_clock = HostClock(tmp_path)
     host_clock.set(DAY)
-    right = connect(start(environment=database).url)
-    wrong = connect(start(environment=database | host_clock.environment).url)
-
-    assert right.acquire(0, ttl_seconds=600).status_code == 201
-    assert wrong.acquire(0).status_code == 202
-    assert wrong.acquire(1, ttl_seconds=1).status_code == 201
-    assert right.acquire(1, wait=60).json()["state"] == "granted"
+    variables = {"GRAPHSTASH_DATABASE_URL": url, **host_clock.environment}
+    wrong = connect(start(environment=variables).url)
+    with LiveServer(tmp_path / "right", database_url=url, log_level="error") as live:
+        right = connect(live.url)
+        assert right.acquire(0, ttl_seconds=600).status_code == 201
+        assert wrong.acquire(0).status_code == 202
+        assert wrong.acquire(1, ttl_seconds=1).status_code == 201
+        assert right.acquire(1, wait=60).json()["state"] == "granted"
 
 
 async def test_a_claim_of_a_server_that_died_ends_although_the_clock_was_set_back(opened):
