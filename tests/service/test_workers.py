@@ -17,9 +17,8 @@ import pytest
 
 from graphstash import CacheError, ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
-from support.ports import reserved_port
 from support.tiers import most_extended
-from support.waiting import PATIENT, until
+from support.waiting import PATIENT
 from support.wire import Wire
 
 LARGE = bytes(range(256)) * 200_000  # 50 MB: more than the sockets of both sides hold
@@ -314,20 +313,3 @@ def test_a_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, pro
         "graphstash: error: the server did not start; the reason is above\n"
     )
     assert said.stdout == ""
-
-
-@pytest.mark.extended
-def test_servers_restarted_in_turn_lose_no_acknowledged_artifact(start, connect, writers):
-    ports = [str(reserved_port()) for _ in range(2)]
-    servers = [start("--workers", "2", "--port", port) for port in ports]
-    with writers([connect(server.url) for server in servers * 2]) as acknowledged:
-        for index, server in enumerate(servers):
-            enough = len(acknowledged) + 20
-            until(lambda enough=enough: len(acknowledged) >= enough)
-            assert server.stop() == 0
-            servers[index] = start("--workers", "2", "--port", ports[index])
-
-    readers = [connect(server.url) for server in servers]
-    assert len(acknowledged) >= 40
-    for number, blob in acknowledged.items():
-        assert readers[number % 2].get(number).content == blob
