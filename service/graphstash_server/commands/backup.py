@@ -2,18 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graphstash_server.commands.running import Json, fail, load, plural, run_with_services, size_of
+from graphstash_server.commands.running import (
+    Json,
+    fail,
+    load,
+    plural,
+    progress_bar,
+    run_with_services,
+    size_of,
+)
 
 if TYPE_CHECKING:
     from graphstash_server.context import ProcessContext
-    from graphstash_server.services.maintenance.backup import Copied, Progress
+    from graphstash_server.services.maintenance.backup import Copied
 
 __all__ = ["backup", "restore"]
 
@@ -46,7 +52,7 @@ def backup(
         from graphstash_server.services.maintenance.backup import Backup
 
         try:
-            with _progress("copying") as progress:
+            with progress_bar("copying") as progress:
                 done = await Backup(directory).take(
                     url=context.settings.database_url,
                     collector=context.collector,
@@ -104,7 +110,7 @@ def restore(
             await abandon(url=settings.database_url, data_dir=settings.data_dir)
             return None
         durable = settings.model_copy(update={"tier_limit_bytes": 0})
-        with _progress("restoring") as progress:
+        with progress_bar("restoring") as progress:
             async with open_blob_store(durable) as store:
                 return await restore_backup(
                     directory,
@@ -128,25 +134,6 @@ def restore(
     else:
         told = "the restore is abandoned: the database is as it was before"
         typer.echo(json.dumps({"abandoned": True}) if as_json else told)
-
-
-@contextmanager
-def _progress(what: str) -> "Iterator[Progress]":
-    """Show a bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as bars:
-        bar = bars.add_task(what, total=None)
-
-        def advance(size_bytes: int, total_bytes: int) -> None:
-            bars.update(bar, total=total_bytes, advance=size_bytes)
-
-        yield advance
 
 
 def _tell(verb: str, done: "Copied", *, as_json: bool) -> None:

@@ -10,6 +10,7 @@ from graphstash_server.commands.running import (
     OrphanAge,
     parse_age,
     plural,
+    progress_bar,
     run_with_services,
     size_of,
 )
@@ -53,23 +54,17 @@ def fsck(
 async def _check(
     context: "ProcessContext", *, age: "timedelta", is_repair: bool, is_deep: bool, is_json: bool
 ) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
     total_bytes = sum(
         namespace.size_bytes for namespace in (await context.statistics.read()).namespaces
     )
     await context.plausible_clock.observe()
     found = 0
-    columns = (TextColumn("checking"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not is_deep, transient=True) as progress:
-        bar = progress.add_task("checking", total=total_bytes)
+    with progress_bar("checking", is_shown=is_deep) as advance:
         async for finding in context.reconciler.check(
             blobs_before=context.plausible_clock() - age,
             is_deep=is_deep,
             is_repair=is_repair,
-            checked=lambda size_bytes: progress.advance(bar, size_bytes),
+            checked=lambda size_bytes: advance(size_bytes, total_bytes),
         ):
             found += 1
             if is_json:

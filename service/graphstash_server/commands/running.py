@@ -2,7 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
@@ -27,6 +28,7 @@ __all__ = [
     "parse_age",
     "plural",
     "print_table",
+    "progress_bar",
     "run_with_services",
     "size_of",
 ]
@@ -123,6 +125,22 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in table:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         typer.echo("  ".join(cells).rstrip())
+
+
+@contextmanager
+def progress_bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal. Yield what advances it: by the bytes of a part, of a total."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    is_off = not (is_shown and console.is_terminal)
+    with Progress(*columns, console=console, disable=is_off, transient=True) as bars:
+        bar = bars.add_task(what, total=None)
+        yield lambda size_bytes, total_bytes: bars.update(
+            bar, total=total_bytes, advance=size_bytes
+        )
 
 
 def plural(count: int, noun: str) -> str:
