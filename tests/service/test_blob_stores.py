@@ -37,6 +37,19 @@ class TestDiskBlobStore(BlobStoreContract):
         assert list((tmp_path / "blobs" / "tmp").iterdir()) == []
 
 
+async def test_names_of_a_new_store_survive_a_power_cut(tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+
+    def noted(fd):
+        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    blobs = tmp_path / "data" / "blobs"
+    await DiskBlobStore(blobs).close()
+    assert {str(blobs), str(blobs.parent), str(tmp_path)} <= synced
+
+
 @contextlib.contextmanager
 def opened_s3(data_dir, s3):
     with pytest.MonkeyPatch.context() as environment:

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,10 @@ class DiskBlobStore(BlobStore):
         if not is_read_only:
             self._blobs.mkdir(parents=True, exist_ok=True)
             self._temporary.mkdir(parents=True, exist_ok=True)
-            sync_directory(directory)
+            # Also the names of a new store, and of the data directory around it.
+            for parent in (directory, *directory.absolute().parents[:2]):
+                with suppress(PermissionError):  # not a directory that the server has created
+                    sync_directory(parent)
             remove_abandoned(self._temporary)
         self._space = SpaceGuard(directory, min_free_bytes=min_free_bytes)
         self._syncs = DirectorySyncs()
