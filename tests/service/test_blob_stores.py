@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 
@@ -41,13 +42,13 @@ async def test_names_of_a_new_store_survive_a_power_cut(tmp_path, monkeypatch):
     synced, fsync = set(), os.fsync
 
     def noted(fd):
-        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+        synced.add(Path(f"/proc/self/fd/{fd}").readlink())
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", noted)
     blobs = tmp_path / "data" / "blobs"
     await DiskBlobStore(blobs).close()
-    assert {str(blobs), str(blobs.parent), str(tmp_path)} <= synced
+    assert {blobs, blobs.parent, tmp_path} <= synced
 
 
 @contextlib.contextmanager

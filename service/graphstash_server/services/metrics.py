@@ -217,7 +217,9 @@ class StatisticsService:
             if number % _AT_ONCE == _AT_ONCE - 1:
                 await asyncio.sleep(0)  # ten thousand namespaces must not block other tasks
             if may_read is None or await may_read(Namespace(name)):
-                counted = dict(zip(UsageChange._fields, counters, strict=True))
+                # A wrong counter, until `fsck` or the daily comparison repairs it, is no error.
+                known = (max(each, 0) for each in counters)
+                counted = dict(zip(UsageChange._fields, known, strict=True))
                 namespaces.append(
                     NamespaceStats(namespace=name, withheld=withheld.get(name, 0), **counted)
                 )
