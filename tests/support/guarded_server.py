@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,7 @@ class GuardedServer(ServerProcess):
         directory: Path,
         *options: str,
         database_url: str = "",
+        command: tuple[str, ...] = (sys.executable, "-m", "graphstash_server"),
         environment: dict[str, str] | None = None,
         **settings: object,
     ) -> None:
@@ -77,7 +79,9 @@ class GuardedServer(ServerProcess):
         settings = {"auth": "tokens", "min_free_bytes": 0, "flush_seconds": 0.05} | settings | url
         variables = {f"GRAPHSTASH_{name.upper()}": str(settings[name]) for name in settings}
         self._clients: dict[tuple[tuple[str, str], ...], httpx.Client] = {}
-        super().__init__(data_dir, *options, environment=(environment or {}) | variables)
+        super().__init__(
+            data_dir, *options, command=command, environment=(environment or {}) | variables
+        )
         self.admin = self.token("admin:*", description="admin")
 
     def __exit__(self, *_: object) -> None:
