@@ -10,10 +10,10 @@ import pytest
 
 from graphstash_schema import ArtifactMetadata, Digest
 from graphstash_server.keys import StoredKey
-from support.guarded_server import DEVICE, GuardedServer, artifact_path, fingerprint
+from support.guarded_server import GuardedServer, artifact_path, keys
 from support.pins import pin
 from support.waiting import until
-from support.wire import Wire
+from support.wire import Wire, head
 
 _MIB = 1024**2
 _STORE_BYTES = 20 * _MIB
@@ -52,13 +52,8 @@ class _LimitedServer(GuardedServer):
         return found["size_bytes"] + found["metadata_bytes"] + found["manifest_bytes"]
 
     def pin(self, namespace, numbers):
-        keys = [
-            StoredKey.parse(
-                namespace=namespace, kind="jax", device_type=DEVICE, fingerprint=fingerprint(number)
-            )
-            for number in numbers
-        ]
-        pin(self.database_url, keys)
+        named = [StoredKey.parse(namespace=namespace, **each) for each in keys(numbers)]
+        pin(self.database_url, named)
 
     def rows(self, table, namespace):
         return sum(row.namespace == namespace for row in self.picture().rows[table])
@@ -78,15 +73,11 @@ def limited(start_once):
 
 def _announced(fort, space, size_bytes, *, number=0, token=None):
     """A head that asks whether its body may come."""
-    lines = [
-        f"PUT {artifact_path(space, number)} HTTP/1.1",
-        "Host: a",
-        f"Authorization: Bearer {token or fort.admin}",
-        f"Content-Length: {size_bytes}",
-        f"Repr-Digest: {Digest.of(bytes(size_bytes)).repr_digest}",
-        "Expect: 100-continue",
-    ]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+    return head(
+        *("PUT", artifact_path(space, number), f"Content-Length: {size_bytes}"),
+        *(f"Repr-Digest: {Digest.of(bytes(size_bytes)).repr_digest}", "Expect: 100-continue"),
+        token=token or fort.admin,
+    )
 
 
 def test_heads_without_bodies_drive_out_and_keep_out_nobody(limited, space):
@@ -173,19 +164,12 @@ def test_a_reader_looks_up_everything_to_keep_it(limited, space, caller):
     assert limited.fill(space, 0, 1, 2) == [201] * 3
     token = None if caller == "nobody" else limited.token(f"read:{space}")
     for _ in range(2):
-        body = {"keys": _keys(range(1000))}
+        body = {"keys": keys(range(1000))}
         found = limited.http(token).post(f"/v1/{space}/artifacts:lookup", json=body)
         assert len(found.json()["found"]) == 3
 
     assert limited.fill(space, *range(10, 14)) == [201] * 4
     assert limited.used(space) <= 8 * _MIB
-
-
-def _keys(numbers):
-    return [
-        {"kind": "jax", "device_type": DEVICE, "fingerprint": fingerprint(number)}
-        for number in numbers
-    ]
 
 
 def test_manifests_of_made_up_keys_fill_a_namespace(limited, space):
@@ -194,15 +178,15 @@ def test_manifests_of_made_up_keys_fill_a_namespace(limited, space):
     writer = limited.http(limited.token(f"write:{space}"))
     codes = set()
     for job in range(8):
-        keys = _keys(range(job * 1000, job * 1000 + 300))
-        answer = writer.put(f"/v1/{space}/manifests/job-{job}", json={"keys": keys})
+        named = {"keys": keys(range(job * 1000, job * 1000 + 300))}
+        answer = writer.put(f"/v1/{space}/manifests/job-{job}", json=named)
         codes.add(answer.status_code)
 
     assert codes == {201, 507}
     assert limited.used(space) <= _MIB
     assert limited.rows("manifest_entries", space) == 6 * 300
     with limited.withstands() as refused:
-        answer = writer.put(f"/v1/{space}/manifests/job", json={"keys": _keys(range(4096))})
+        answer = writer.put(f"/v1/{space}/manifests/job", json={"keys": keys(range(4096))})
         assert (answer.status_code, answer.json()["code"]) == (507, "insufficient_storage")
     assert refused == {"insufficient_storage": 1}
 

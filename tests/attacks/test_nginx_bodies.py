@@ -7,7 +7,7 @@ import pytest
 
 from support.guarded_server import artifact_path
 from support.nginx import in_front_of
-from support.wire import Wire
+from support.wire import Wire, head
 
 _MIB = 1024**2
 _PART = bytes(_MIB)
@@ -26,11 +26,6 @@ _PATHS = {
 def nginx(fort, tmp_path_factory):
     with in_front_of(fort, tmp_path_factory.mktemp("nginx")) as nginx:
         yield nginx
-
-
-def head(method, path, *headers):
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", *headers]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
 def kept(nginx):
@@ -57,8 +52,7 @@ def test_a_head_that_does_not_end_fills_the_memory(nginx):
     """It is refused when it is twice as long as the server allows, and not kept any longer."""
     with Wire(nginx.url) as wire:
         lines = [f"X-{number}: {'a' * 70_000}" for number in range(3)]
-        wire.send("\r\n".join(["GET / HTTP/1.1", "Host: x", *lines]).encode())
-        answer = wire.answer()
+        answer = wire.ask(head("GET", "/", *lines)[:-4])
         assert (answer.status, answer.problem["code"]) == (431, "headers_too_large")
 
 
@@ -82,12 +76,11 @@ def test_a_body_without_end_fills_the_temporary_directory(nginx, method, path):
 def test_bodies_of_one_address_take_every_connection(fort, tmp_path):
     """Each has a share, and nginx says what it is."""
     with in_front_of(fort, tmp_path / "nginx", GRAPHSTASH_CONNECTIONS_PER_ADDRESS="2") as nginx:
-        begun = head("POST", "/v1/team/artifacts:lookup", f"Authorization: Bearer {fort.admin}")
-        begun = begun.replace(b"\r\n\r\n", b"\r\nContent-Length: 1000\r\n\r\n{")
+        lookup = head("POST", _PATHS["lookup"], "Content-Length: 1000", token=fort.admin)
         wires = [Wire(nginx.url) for _ in range(3)]
         try:
             for wire in wires:
-                wire.send(begun)
+                wire.send(lookup + b"{")
             # One of nginx's processes may be slow: the last to send need not be the last it counts.
             (refused,), _, _ = select(wires, [], [], 20)
             told = refused.answer().problem
@@ -109,6 +102,6 @@ def test_a_head_comes_byte_by_byte_through_nginx(nginx, is_kept):
     with Wire(nginx.url) as wire:
         if is_kept:
             assert wire.ask(head("GET", "/healthz")).status == 200
-        wire.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
+        wire.send(head("GET", "/healthz")[:-2])
         answer = wire.drip(b"X", every=0.5)
         assert answer is None or answer.status == 408

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from support.guarded_server import DEVICE, GuardedServer, artifact_path, fingerprint
+from support.guarded_server import GuardedServer, artifact_path, fingerprint, keys
 from support.issuer import Cluster, Issuer
 
 GITHUB = [
@@ -286,11 +286,7 @@ def test_a_subject_pushes_what_others_share_out_of_a_manifest(server, callers, s
     path = f"/v1/{space}/manifests/train"
 
     def put(caller, numbers):
-        keys = [
-            {"kind": "jax", "device_type": DEVICE, "fingerprint": fingerprint(number)}
-            for number in numbers
-        ]
-        assert caller.put(path, json={"keys": keys}).status_code in {200, 201}
+        assert caller.put(path, json={"keys": keys(numbers)}).status_code in {200, 201}
 
     honest = [server.http(server.token(f"write:{space}")) for _ in range(2)]
     for caller in honest:

@@ -5,16 +5,11 @@ import json
 import zlib
 
 from graphstash_schema import Digest
-from support.guarded_server import DEVICE, artifact_path
-from support.wire import Wire
+from support.guarded_server import DEVICE, artifact_path, keys
+from support.wire import Wire, head
 
-_KEY = {"kind": "jax", "device_type": DEVICE, "fingerprint": "0" * 64}
+(_KEY,) = keys([0])
 _PATIENCE_SECONDS = 20
-
-
-def _head(fort, method, path, *headers):
-    lines = [f"{method} {path} HTTP/1.1", "Host: a", f"Authorization: Bearer {fort.admin}"]
-    return ("\r\n".join([*lines, *headers]) + "\r\n\r\n").encode("latin-1")
 
 
 _HEADS = {
@@ -42,7 +37,7 @@ def test_a_head_holds_more_than_fits(fort, space):
             digest = f"Repr-Digest: {Digest.of(b'x').repr_digest}"
             with Wire(fort.url) as wire:
                 # The answer comes although not one byte of a body was sent.
-                answer = wire.ask(_head(fort, method, target, *headers, digest))
+                answer = wire.ask(head(method, target, *headers, digest, token=fort.admin))
             assert answer.status == answer.problem["status"] == status, name
     assert refused.total() == len(_HEADS)
 

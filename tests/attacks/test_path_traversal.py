@@ -9,7 +9,7 @@ from graphstash import CacheError, ClientConfig, ConfigError
 from graphstash._trust.trusted_keys import TrustedKeys
 from graphstash_schema import InvalidValueError, ManifestName, Namespace
 from support.guarded_server import DEVICE, artifact_path
-from support.wire import Wire
+from support.wire import Wire, head
 
 _NAMES = (
     *("..", ".", "%2e%2e", "%2E%2e", "..%2f..%2fcanary", "%2e%2e%2f%2e%2e%2fcanary"),
@@ -38,11 +38,6 @@ def _paths(name, namespace):
     )
 
 
-def _ask(wire, method, path, token, body=b""):
-    head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {token}\r\n"
-    return wire.ask(f"{head}Content-Length: {len(body)}\r\n\r\n".encode("latin-1") + body)
-
-
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "POST"])
 def test_a_name_in_a_path_leads_out_of_the_store(fort, space, method):
     """By the administrator, whom nothing else would stop."""
@@ -55,7 +50,8 @@ def test_a_name_in_a_path_leads_out_of_the_store(fort, space, method):
                 if method == "DELETE" and path.startswith("/v1/-/quarantine"):
                     continue
                 with Wire(fort.url) as wire:
-                    answer = _ask(wire, method, path, fort.admin, b"{}")
+                    told = head(method, path, "Content-Length: 2", token=fort.admin)
+                    answer = wire.ask(told + b"{}")
                 assert 400 <= answer.status < 500, (path, answer)
                 assert fort.canary.encode() not in answer.body
                 assert "x-injected" not in answer.headers
@@ -82,7 +78,7 @@ def test_a_target_is_read_as_another_one(fort):
     with fort.withstands() as refused:
         for target in _TARGETS:
             with Wire(fort.url) as wire:
-                answer = _ask(wire, "GET", target, fort.admin)
+                answer = wire.ask(head("GET", target, token=fort.admin))
             assert 400 <= answer.status < 500, target
             assert fort.canary.encode() not in answer.body
     assert refused.total() == len(_TARGETS)

@@ -6,7 +6,7 @@ from graphstash_schema import ArtifactMetadata
 from support.guarded_server import artifact_path
 from support.reader_job import OWN
 from support.signing import sealed
-from support.wire import Wire
+from support.wire import Wire, head
 
 POISON = b"replaced by another writer " * 100
 
@@ -95,7 +95,6 @@ def test_headers_of_proxies_are_obeyed(fort, space, has_token):
     """A caller who sends them gets what it would get without, and no word of them back."""
     fort.fill(space)
     token = fort.token(f"read:{space}")
-    lines = [f"Authorization: Bearer {token}"] if has_token else []
 
     with fort.withstands() as refused:
         for header in _FORWARDED:
@@ -105,9 +104,9 @@ def test_headers_of_proxies_are_obeyed(fort, space, has_token):
                 ("GET", "/v1/-/tokens", 403),
                 ("DELETE", artifact_path(space), 403),
             ):
-                head = [f"{method} {path} HTTP/1.1", "Host: a", *lines, header]
                 with Wire(fort.url) as wire:
-                    answer = wire.ask(("\r\n".join(head) + "\r\n\r\n").encode())
+                    shown = token if has_token else None
+                    answer = wire.ask(head(method, path, header, token=shown))
                 assert answer.status == (expected if has_token or expected == 405 else 401)
                 assert "x-accel-redirect" not in answer.headers
                 assert "elsewhere" not in str(answer.headers)

@@ -3,7 +3,7 @@
 import pytest
 
 from graphstash_schema import Digest
-from support.guarded_server import DEVICE, artifact_path, fingerprint
+from support.guarded_server import artifact_path, fingerprint, keys
 
 pytestmark = pytest.mark.sql
 
@@ -107,11 +107,7 @@ def test_junk_of_one_writer_pushes_the_entries_of_others_out_of_a_manifest(any_f
     path = f"/v1/{space}/manifests/train"
 
     def put(caller, numbers):
-        keys = [
-            {"kind": "jax", "device_type": DEVICE, "fingerprint": fingerprint(number)}
-            for number in numbers
-        ]
-        answer = caller.put(path, json={"keys": keys})
+        answer = caller.put(path, json={"keys": keys(numbers)})
         assert answer.status_code in {200, 201}, answer.text
 
     honest, attacker = writer(), writer()

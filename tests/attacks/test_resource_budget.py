@@ -10,16 +10,16 @@ import json
 import pytest
 
 from graphstash_schema import Digest
-from support.guarded_server import DEVICE, fingerprint
+from support.guarded_server import keys
 from support.meter import Meter
 from support.tiers import most_extended
-from support.wire import Wire
+from support.wire import Wire, head
 
 _LOOP_MS = 50
 _MEMORY_MIB = 50
 _BODY_BYTES = 2 * 1024**2
 
-_KEY = {"kind": "jax", "device_type": DEVICE, "fingerprint": fingerprint()}
+(_KEY,) = keys([0])
 _CALLERS = ("nobody", "a reader", "a writer", "an admin of another namespace", "an admin")
 
 
@@ -30,8 +30,7 @@ def _filled(text, *, begin='{"keys":[', end="]}", size=_BODY_BYTES):
 
 
 def _keys(count, last):
-    keys = [_KEY | {"fingerprint": fingerprint(number)} for number in range(count)]
-    return json.dumps({"keys": [*keys, last]}).encode()
+    return json.dumps({"keys": [*keys(range(count)), last]}).encode()
 
 
 _BODIES = {
@@ -103,12 +102,8 @@ def _token(fort, space, caller):
 
 def _request(method, path, space, token, body, *headers):
     words = _KEY | {"namespace": space, "name": "job", "id": "a" * 16, "run": "r", "process": "p"}
-    lines = [f"{method} {path.format(**words)} HTTP/1.1", "Host: a"]
-    lines += [f"Content-Length: {len(body)}", f"Repr-Digest: {Digest.of(b'x').repr_digest}"]
-    lines += headers
-    if token is not None:
-        lines.append(f"Authorization: Bearer {token}")
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+    about = f"Content-Length: {len(body)}", f"Repr-Digest: {Digest.of(b'x').repr_digest}"
+    return head(method, path.format(**words), *about, *headers, token=token) + body
 
 
 def _cost_of(meter, fort, request):

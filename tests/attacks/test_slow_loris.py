@@ -13,11 +13,12 @@ from graphstash_server.api import connection
 from graphstash_server.testing import LiveServer
 from support.guarded_server import GuardedServer, artifact_path
 from support.waiting import until
-from support.wire import Wire
+from support.wire import Wire, head
 
 _SECONDS = 0.5
 _CONNECTIONS = 24
 _LARGE_BYTES = 8 * 1024**2
+_HEALTH = head("GET", "/healthz")
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +35,18 @@ def hasty(tmp_path_factory):
         yield fort
 
 
-def _head(fort, method, path, *headers):
-    lines = [f"{method} {path} HTTP/1.1", "Host: a", f"Authorization: Bearer {fort.admin}"]
-    return ("\r\n".join([*lines, *headers]) + "\r\n").encode()
-
-
 def _upload(fort, space, size_bytes=_LARGE_BYTES):
     digest = Digest.of(bytes(size_bytes)).repr_digest
     headers = (f"Content-Length: {size_bytes}", f"Repr-Digest: {digest}")
-    return _head(fort, "PUT", artifact_path(space), *headers) + b"\r\n"
+    return head("PUT", artifact_path(space), *headers, token=fort.admin)
 
 
 @pytest.mark.parametrize("requests_before", [0, 3])
 def test_a_head_comes_byte_by_byte(hasty, requests_before):
     with hasty.withstands() as refused, Wire(hasty.url) as wire:
         for _ in range(requests_before):
-            assert wire.ask(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n").status == 200
-        wire.send(_head(hasty, "GET", "/v1/stats"))
+            assert wire.ask(_HEALTH).status == 200
+        wire.send(head("GET", "/v1/stats", token=hasty.admin)[:-2])
         answer = wire.drip(b"X", every=_SECONDS / 10)
         assert (answer.status, answer.problem["code"]) == (408, "upload_timeout")
         assert wire.is_closed
@@ -62,8 +58,8 @@ def test_a_body_comes_byte_by_byte(hasty, space, call):
     length = "Content-Length: 9999"
     heads = {
         "upload": _upload(hasty, space),
-        "lookup": _head(hasty, "POST", f"/v1/{space}/artifacts:lookup", length) + b"\r\n",
-        "token": _head(hasty, "POST", "/v1/-/tokens", length) + b"\r\n",
+        "lookup": head("POST", f"/v1/{space}/artifacts:lookup", length, token=hasty.admin),
+        "token": head("POST", "/v1/-/tokens", length, token=hasty.admin),
     }
 
     with hasty.withstands() as refused, Wire(hasty.url) as wire:
@@ -102,13 +98,13 @@ def test_many_half_open_connections_leave_the_others_served(hasty, space):
         free = _CONNECTIONS - 1
         half_open = [stack.enter_context(Wire(hasty.url)) for _ in range(free)]
         for wire in half_open:
-            wire.send(b"GET /healthz HTTP/1.1\r\nHo")
+            wire.send(_HEALTH[:-10])
         assert good.get(artifact_path(space)).content == f"{space} 0".encode()
         for _ in range(2):
             assert stack.enter_context(Wire(hasty.url)).ask(_HEALTH).status == 200
             assert good.get(artifact_path(space)).content == f"{space} 0".encode()
         half_open.append(stack.enter_context(Wire(hasty.url)))  # takes the place of the idle one
-        half_open[-1].send(b"GET /healthz HTTP/1.1\r\nHo")
+        half_open[-1].send(_HEALTH[:-10])
         beyond = stack.enter_context(Wire(hasty.url)).answer()
         assert beyond.problem["code"] == "too_many_connections"
         assert (beyond.status, beyond.headers["retry-after"]) == (503, "1")
@@ -117,13 +113,9 @@ def test_many_half_open_connections_leave_the_others_served(hasty, space):
     assert hasty.http(hasty.admin).delete(artifact_path(space)).status_code == 204
 
 
-_HEALTH = b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
-_REFUSED = b"PUT /v1/x/manifests/m HTTP/1.1\r\nHost: a\r\nContent-Length: 99999\r\n\r\n"
-_LOOKUP = (
-    b"POST /v1/open/artifacts:lookup HTTP/1.1\r\nHost: a\r\nContent-Length: 99999\r\n"
-    b"Expect: 100-continue\r\n\r\n"
-)
-_DOWNLOAD = f"GET {artifact_path('open')} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
+_REFUSED = head("PUT", "/v1/x/manifests/m", "Content-Length: 99999")
+_LOOKUP = head("POST", "/v1/open/artifacts:lookup", "Content-Length: 99999", "Expect: 100-continue")
+_DOWNLOAD = head("GET", artifact_path("open"))
 _WAYS = {  # to hold a connection: what is sent and answered, and what is sent then
     "silent": ([], b""),
     "a slow head": ([], _HEALTH[:-4]),
@@ -135,7 +127,7 @@ _WAYS = {  # to hold a connection: what is sent and answered, and what is sent t
 
 _QUICK = """
 from graphstash_server.api import connection
-connection._MOVING_SECONDS = 0.3
+connection._MOVING_SECONDS = 0
 from graphstash_server.__main__ import main
 main()
 """
@@ -230,13 +222,14 @@ def test_many_addresses_take_the_connections_of_callers_at_work(patient, space):
     assert patient.http(patient.admin).post(lease, json={}).status_code == 201
     patient.http(patient.admin).close()
     patient._clients.clear()
-    wait = _head(patient, "POST", lease, "Content-Length: 2", "Prefer: wait=20") + b"\r\n{}"
+    terms = "Content-Length: 2", "Prefer: wait=20"
+    wait = head("POST", lease, *terms, token=patient.admin) + b"{}"
     with ExitStack() as stack:
         waiters = [stack.enter_context(Wire(patient.url)) for _ in range(_CONNECTIONS - 1)]
         for wire in waiters:
             wire.send(wait)
         with Wire(patient.url) as watcher:
-            seen = _head(patient, "GET", "/v1/stats") + b"\r\n"
+            seen = head("GET", "/v1/stats", token=patient.admin)
             until(lambda: json.loads(watcher.ask(seen).body)["waiters"] == len(waiters))
         for number in (2, 3):  # an idle connection makes room
             taken = stack.enter_context(Wire(patient.url, source=f"127.0.0.{number}"))
@@ -269,7 +262,7 @@ def test_an_answer_is_read_byte_by_byte(hasty, space):
     with hasty.withstands() as refused, ExitStack() as stack:
         for _ in range(8):
             wire = stack.enter_context(Wire(hasty.url))
-            wire.send(_head(hasty, "GET", artifact_path(space)) + b"\r\n")
+            wire.send(head("GET", artifact_path(space), token=hasty.admin))
         answer = hasty.http(hasty.admin).get(artifact_path(space))
         assert len(answer.content) == _LARGE_BYTES
     assert refused == {}

@@ -10,7 +10,7 @@ import pytest
 from graphstash_server.testing import LiveServer
 from support.guarded_server import artifact_path
 from support.waiting import until
-from support.wire import Wire
+from support.wire import Wire, head
 
 
 @pytest.fixture
@@ -94,10 +94,7 @@ def test_a_token_is_guessed(any_fort, space):
         answers = []
         for text in forged.values():
             with Wire(any_fort.url) as wire:
-                head = f"DELETE {artifact_path(space)} HTTP/1.1\r\nHost: a\r\n"
-                answers.append(
-                    wire.ask(f"{head}Authorization: Bearer {text}\r\n\r\n".encode("latin-1"))
-                )
+                answers.append(wire.ask(head("DELETE", artifact_path(space), token=text)))
         assert [answer.status for answer in answers] == [401] * len(forged)
         assert len({answer.problem["detail"] for answer in answers}) == 1
         assert {answer.headers["www-authenticate"] for answer in answers} == {
@@ -128,9 +125,8 @@ def test_a_token_is_shown_where_none_is_looked_for(any_fort, space):
 
     with any_fort.withstands() as refused:
         for target, headers in requests:
-            lines = [f"DELETE {target} HTTP/1.1", "Host: a", *headers]
             with Wire(any_fort.url) as wire:
-                answer = wire.ask(("\r\n".join(lines) + "\r\n\r\n").encode())
+                answer = wire.ask(head("DELETE", target, *headers))
             assert answer.status == 401, headers
             assert good.encode() not in answer.body
     assert refused == {"unauthenticated": len(requests)}
@@ -147,7 +143,7 @@ def test_guesses_by_the_hundred_push_out_no_good_token(fort, space):
     with fort.withstands() as refused, Wire(fort.url) as wire:
         for number in range(300):
             token_id = "".join(letters[number >> shift & 15] for shift in range(0, 64, 4))
-            head = "GET /v1/-/access HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer "
-            assert wire.ask(f"{head}gst_{token_id}_{'A' * 43}\r\n\r\n".encode()).status == 401
+            guess = f"gst_{token_id}_{'A' * 43}"
+            assert wire.ask(head("GET", "/v1/-/access", token=guess)).status == 401
         assert good.get(artifact_path(space)).status_code == 200
     assert refused == {"unauthenticated": 300}

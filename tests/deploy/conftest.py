@@ -273,3 +273,18 @@ def standing_deployment(tmp_path_factory, compose_postgres, pycache):
 def http():
     with httpx.Client(timeout=60, trust_env=False) as client:
         yield client
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """The files of a certificate for 127.0.0.1 and of its key."""
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-subj", "/CN=cache", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-keyout", tmp_path / "tls.key", "-out", tmp_path / "tls.crt"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return tmp_path / "tls.crt", tmp_path / "tls.key"

@@ -6,7 +6,6 @@
 import json
 import os
 import ssl
-import subprocess
 from contextlib import contextmanager
 
 import httpx
@@ -197,12 +196,8 @@ def over(project, file):
         project.sh("dc up --detach --wait")
 
 
-def test_tls_variant_needs_two_files_and_refuses_plain_http(project, callers, tmp_path):
-    certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
-    subject = ("-subj", "/CN=cache", "-addext", "subjectAltName=IP:127.0.0.1")
-    new = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
-    make = ["openssl", *new, *subject, "-keyout", key, "-out", certificate]
-    subprocess.run(make, check=True, capture_output=True)
+def test_tls_variant_needs_two_files_and_refuses_plain_http(project, callers, certificate):
+    certificate, key = certificate
     key.chmod(0o644)  # user 10001 reads it
     ci = callers[1]
     assert ci.put(4).status_code == 201

@@ -26,20 +26,6 @@ def test_example_variables_with_two_workers_are_a_working_deployment(deploy):
     assert deployment.stop("server-1") == 0
 
 
-@pytest.fixture
-def certificate(tmp_path):
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
-            *("-subj", "/CN=cache", "-addext", "subjectAltName=IP:127.0.0.1"),
-            *("-keyout", tmp_path / "tls.key", "-out", tmp_path / "tls.crt"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return tmp_path / "tls.crt", tmp_path / "tls.key"
-
-
 def test_tls_variant_needs_two_files(deploy, certificate):
     deployment = deploy(
         "compose.yaml",

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from graphstash_server.settings import load_settings
 from graphstash_server.testing import ServerProcess
 from support.tokens import issue
 
-__all__ = ["DEVICE", "GuardedServer", "Picture", "artifact_path", "fingerprint"]
+__all__ = ["DEVICE", "GuardedServer", "Picture", "artifact_path", "fingerprint", "keys"]
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
 
@@ -48,6 +48,14 @@ def fingerprint(number: int = 0) -> str:
 
 def artifact_path(namespace: str, number: int = 0, *, kind: str = "jax") -> str:
     return f"/v1/{namespace}/artifacts/{kind}/{DEVICE}/{fingerprint(number)}"
+
+
+def keys(numbers: Iterable[int]) -> list[dict[str, str]]:
+    """Keys of artifacts, as calls name them."""
+    return [
+        {"kind": "jax", "device_type": DEVICE, "fingerprint": fingerprint(number)}
+        for number in numbers
+    ]
 
 
 class GuardedServer(ServerProcess):

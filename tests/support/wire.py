@@ -6,9 +6,16 @@ import time
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-__all__ = ["Answer", "Wire"]
+__all__ = ["Answer", "Wire", "head"]
 
 _SECONDS = 20
+
+
+def head(method: str, path: str, *headers: str, token: str | None = None) -> bytes:
+    """The head of a request that may show a bearer token."""
+    shown = [] if token is None else [f"Authorization: Bearer {token}"]
+    lines = [f"{method} {path} HTTP/1.1", "Host: a", *shown, *headers, "", ""]
+    return "\r\n".join(lines).encode("latin-1")
 
 
 class Answer(NamedTuple):
