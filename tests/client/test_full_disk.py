@@ -82,6 +82,13 @@ def test_a_full_disk_turns_no_hit_into_a_compilation(hosts, disk):
 
 
 @pytest.mark.usefixtures("published")
+def test_prefetch_onto_a_full_disk_fails(hosts, disk, command):
+    hosts("publisher").stash.server.update_manifest("mine", [key()])
+    told = command("prefetch", "mine", cache_dir=disk / "tier", status=1)
+    assert f"{disk / 'tier'} has no room for {key()}" in told.output
+
+
+@pytest.mark.usefixtures("published")
 def test_artifact_too_large_for_memory_is_compiled(hosts, disk, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     monkeypatch.setattr(spill, "_MAX_MEMORY_BYTES", 2 * MIB)

@@ -23,7 +23,7 @@ from graphstash._cli.output import (
     say,
 )
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError, Reason, VerificationError
+from graphstash.errors import CacheError, LocalTierError, Reason, VerificationError
 from graphstash_schema import ArtifactKey, InvalidValueError, ManifestName
 from graphstash_schema.exit_status import ExitStatus
 
@@ -93,6 +93,8 @@ def _fetched(config: ClientConfig, job: ManifestName) -> Mapping[ArtifactKey, Ou
                 err.print(f"rejected: {outcome}", markup=False, soft_wrap=True)
             elif isinstance(outcome, CacheError):
                 failures.append(outcome)
+            elif outcome is not None and not stash.is_on_this_host(key):
+                failures.append(LocalTierError(f"{config.cache_dir} has no room for {key}"))
 
         with closing(Prefetch(stash, is_stopped=lambda: bool(failures), done=done)) as prefetch:
             manifest = prefetch.server.manifest(job)
