@@ -7,17 +7,15 @@ from graphstash import ConfigError, training
 from graphstash.training.reduce import SparseState, Thresholding
 from support.warm_ranks import WarmRanks
 
-EXTENDED = pytest.mark.extended
 HOOKS = [
     *("as it is", "accumulated", "uneven", "gradients in buckets", "sparse embedding"),
     *("dense", "dense, bf16 on the wire", "fp16 around it", "PowerSGD for the dense"),
-    pytest.param("late ranks", marks=EXTENDED),
-    pytest.param("bf16 on the wire", marks=EXTENDED),
+    pytest.param("bf16 on the wire", marks=pytest.mark.extended),
 ]
 
 
 def test_sums_equal_torch_on_every_rank_and_send_union_of_blocks(ranks, is_extended):
-    ranks(3).run("reduce:sums", count=160 if is_extended else 40)
+    ranks(3).run("reduce:sums", count=160 if is_extended else 24)
 
 
 @pytest.mark.parametrize("name", HOOKS)

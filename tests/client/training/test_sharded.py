@@ -1,20 +1,15 @@
 """Parameters that two processes share (FSDP2) are updated as whole ones are."""
 
-import itertools
-
 import pytest
 
 CLIPS = ("", "norm", "value")
 OPTIMIZERS = ("SGD", "SGD momentum", "Adam", "Adam amsgrad", "AdamW", "LAMB", "Lion")
-# Each optimizer, each way of clipping with and without a scale; all of them in `make test-all`.
-USUAL = {(name, n % 2 == 0, CLIPS[n % 3]) for n, name in enumerate(OPTIMIZERS)}
-CASES = [
-    pytest.param(*case, marks=() if case in USUAL else pytest.mark.extended)
-    for case in itertools.product(OPTIMIZERS, (False, True), CLIPS)
-]
 
 
-@pytest.mark.parametrize(("name", "scaled", "clip"), CASES)
+@pytest.mark.parametrize(
+    ("name", "scaled", "clip"),
+    [(name, number % 2 == 0, CLIPS[number % 3]) for number, name in enumerate(OPTIMIZERS)],
+)
 def test_sharded_updates_and_skips_equal_whole_parameters(ranks, name, scaled, clip):
     ranks(2).run("sharded:updates_as_whole", name=name, scaled=scaled, clip=clip)
 

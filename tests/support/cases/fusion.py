@@ -34,7 +34,7 @@ from support.cases.ranks import error_of
 
 partial_step._UNIT_BYTES = 0  # type: ignore[misc] # or these small parameters were left to step()
 
-SHORT = 10
+STEPS = 10
 WIDTH = 12
 
 Step = Callable[[Any, Any, int], bool]
@@ -92,7 +92,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda p: training.SGD(p, lr=0.05, momentum=0.9),
     "AdamW": lambda p: training.AdamW(p, lr=0.05),
     "LAMB": lambda p: training.LAMB(p, lr=0.05),
-    "Lion": lambda p: training.Lion(p, lr=0.01),
     "torch AdamW": lambda p: torch.optim.AdamW(p, lr=0.05, foreach=True),
 }
 UNUSED = {"find_unused_parameters": True}
@@ -105,22 +104,20 @@ SETTINGS: dict[str, dict[str, bool]] = {
 }
 
 
-def run(
-    model: nn.Module, optimizer: str, when: Any, *, steps: int, step: Step = one_step
-) -> list[Tensor]:
+def run(model: nn.Module, optimizer: str, when: Any, *, step: Step = one_step) -> list[Tensor]:
     """Train, save and load in the middle, go on without fusion; return this process's values."""
     mine = OPTIMIZERS[optimizer](model.parameters())
     with nullcontext() if when is None else training.fuse(model, mine, when):
         in_backward = []
-        for number in range(steps):
+        for number in range(STEPS):
             in_backward.append(step(model, mine, number))
-            if number == steps // 2:
+            if number == STEPS // 2:
                 saved = copy.deepcopy([model.state_dict(), mine.state_dict()])
                 model.load_state_dict(saved[0])
                 mine.load_state_dict(saved[1])
-    expected = [when == "backward" and number > 0 for number in range(steps)]
+    expected = [when == "backward" and number > 0 for number in range(STEPS)]
     assert in_backward == expected, in_backward
-    for number in range(steps, steps + 3):
+    for number in range(STEPS, STEPS + 3):
         step(model, mine, number)
     states = [mine.state.get(parameter, {}) for parameter in model.parameters()]
     numbers = [torch.as_tensor(state[name]) for state in states for name in sorted(state)]
@@ -135,15 +132,15 @@ def assert_same(train: Callable[[Any], list[Any]], when: str) -> None:
         assert torch.equal(one, other)
 
 
-def replicated(*, when: str, optimizer: str, settings: str, steps: int) -> None:
-    assert_same(lambda when: run(ddp(**SETTINGS[settings]), optimizer, when, steps=steps), when)
+def replicated(*, when: str, optimizer: str, settings: str) -> None:
+    assert_same(lambda when: run(ddp(**SETTINGS[settings]), optimizer, when), when)
 
 
 def with_own_hook() -> None:
     def train(when: str | None) -> list[Tensor]:
         model = ddp()
         model.register_comm_hook(None, allreduce_hook)
-        return run(model, "AdamW", when, steps=SHORT)
+        return run(model, "AdamW", when)
 
     assert_same(train, "forward")
 
@@ -157,8 +154,8 @@ def fsdp() -> Any:
     return model
 
 
-def sharded(*, optimizer: str, steps: int) -> None:
-    assert_same(lambda when: run(fsdp(), optimizer, when, steps=steps), "backward")
+def sharded(*, optimizer: str) -> None:
+    assert_same(lambda when: run(fsdp(), optimizer, when), "backward")
 
 
 def accumulating(model: Any, optimizer: Any, number: int, *, reduces: bool = False) -> bool:
@@ -173,7 +170,7 @@ def accumulating(model: Any, optimizer: Any, number: int, *, reduces: bool = Fal
 
 
 def sharded_in_steps(when: str | None, step: Step) -> list[Tensor]:
-    return run(fsdp(), "AdamW", when, steps=SHORT, step=step)
+    return run(fsdp(), "AdamW", when, step=step)
 
 
 def sharded_and_accumulated() -> None:
@@ -197,7 +194,7 @@ def tensor_parallel(*, when: str) -> None:
         model: Any = Net()
         parallelize_module(model.layers[0], mesh, ColwiseParallel())
         parallelize_module(model.layers[1], mesh, RowwiseParallel())
-        return run(model, "AdamW", when, steps=SHORT, step=step)
+        return run(model, "AdamW", when, step=step)
 
     assert_same(train, when)
 

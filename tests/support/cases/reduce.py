@@ -111,7 +111,6 @@ HOOKS: dict[str, tuple[Hook, float, dict[str, Any], Callable[[dict[str, Any]], N
     "accumulated": (sparse(), 1e-6, {"accumulate": 3}, None),
     "uneven": (sparse(), 1e-6, {"uneven": True}, None),
     "gradients in buckets": (sparse(), 1e-6, {"gradient_as_bucket_view": True}, None),
-    "late ranks": (sparse(), 1e-6, {"delays": 0.02}, None),
     "sparse embedding": (sparse(), 1e-6, {"sparse": True}, require_rows_counted),
     "dense": (sparse(**ALWAYS_DENSE), 1e-6, {"steps": 12}, require_rare_looks),
     "dense, bf16 on the wire": (

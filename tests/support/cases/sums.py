@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -86,7 +85,6 @@ def trained(
     accumulate: int = 1,
     uneven: bool = False,
     steps: int = 6,
-    delays: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, Any]:
     """Train in DDP; return the parameters in one tensor, and the hook's state.
@@ -94,7 +92,6 @@ def trained(
     Args:
         hook: None for a dense all-reduce.
         uneven: each rank makes other numbers of steps, inside of `join`.
-        delays: seconds that a rank may be late in each step.
         more: arguments of DistributedDataParallel.
     """
     torch.manual_seed(0)
@@ -106,7 +103,7 @@ def trained(
         model.register_comm_hook(*made)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank = distributed.get_rank()
-    mine, pauses = torch.Generator().manual_seed(rank), random.Random(rank)
+    mine = torch.Generator().manual_seed(rank)
     with model.join() if uneven else nullcontext():
         for step in range(steps + (rank * 2 if uneven else 0)):
             optimizer.zero_grad()
@@ -114,7 +111,6 @@ def trained(
                 rows = torch.randint(0, ROWS, (4, 3), generator=mine)
                 with nullcontext() if number == accumulate - 1 else model.no_sync():
                     model(rows, uses_all=step % 2 == 0).backward()
-            time.sleep(pauses.random() * delays)
             optimizer.step()
     values = torch.cat([each.detach().reshape(-1) for each in model.module.parameters()])
     return values, made[0] if made is not None else None

@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import itertools
 import logging
 import math
 import pickle
@@ -442,22 +441,15 @@ def continued(parameters, mine, how):
 
 
 BF16 = torch.bfloat16
-GOES_ON = [
-    *((Shampoo, torch.float32, 3, "saved"), (Shampoo, BF16, 1, "given")),
-    *((Shampoo, torch.float32, 1, "copied"), (Shampoo, BF16, 0, "pickled")),
-    *((SOAP, BF16, 3, "saved"), (SOAP, torch.float32, 0, "given")),
-    *((SOAP, BF16, 3, "copied"), (SOAP, torch.float32, 1, "pickled")),
-]
-"""Most pairs of an optimizer, a type, a delay and a way; in `make test-all` every combination."""
 
 
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "delay", "how"),
     [
-        pytest.param(*case, marks=() if case in GOES_ON else pytest.mark.extended)
-        for case in itertools.product(
-            BOTH, (torch.float32, BF16), (0, 1, 3), ("saved", "given", "copied", "pickled")
-        )
+        *((Shampoo, torch.float32, 3, "saved"), (Shampoo, BF16, 1, "given")),
+        *((Shampoo, torch.float32, 1, "copied"), (Shampoo, BF16, 0, "pickled")),
+        *((SOAP, BF16, 3, "saved"), (SOAP, torch.float32, 0, "given")),
+        *((SOAP, BF16, 3, "copied"), (SOAP, torch.float32, 1, "pickled")),
     ],
 )
 def test_resumed_run_is_equal_to_the_bit_from_any_step(optimizer, dtype, delay, how):
