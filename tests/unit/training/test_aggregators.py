@@ -127,13 +127,6 @@ def test_bytes_without_loss_are_those_of_the_formula(densities, elements, aggreg
     assert network.resent == 0
 
 
-def test_blocks_that_are_zero_on_all_ranks_are_not_sent():
-    network = Network(0, world=2, aggregators=1)
-    tensors, flags = gradients(1, 2, 16_000, [0.01, 0.01])
-    network.sum(tensors, flags, block_size=BLOCK, element=FLOAT32)
-    assert max(network.sent_bytes) < 0.05 * tensors[0].nbytes
-
-
 def test_timeout_adapts_to_slow_link_without_doubling_traffic():
     network = Network(0, world=3, aggregators=2, faults=Faults(delay=0.15))
     resent = []
@@ -288,14 +281,12 @@ def bounded(**more):
     )
 
 
-def test_a_rank_that_dies_ends_the_others_with_its_number():
+def test_a_rank_that_dies_before_or_within_a_sum_ends_the_others_with_its_number():
     network = bounded()
     network.dead.add(2)
     assert ended(network) == dict.fromkeys([0, 1], "nothing was heard of rank 2 for 30 seconds")
     assert 30 < network.now < 35
 
-
-def test_a_rank_that_dies_in_the_middle_ends_the_others():
     network = bounded(faults=Faults(0.1, 0.1, 0.01))
 
     def kill(*_):
@@ -306,13 +297,35 @@ def test_a_rank_that_dies_in_the_middle_ends_the_others():
     assert ended(network) == dict.fromkeys([0, 2], "nothing was heard of rank 1 for 30 seconds")
 
 
-def test_an_aggregator_that_dies_ends_all_ranks_with_its_number():
+def closes_early(network):
+    header = Header(Kind.LEAVE, rank=1)
+    network.deliver("aggregator", 1, 0, network.seals[0].close(header))
+    network.dead.add(1)
+
+
+def starts_anew(network):
+    tensors, flags = gradients(1, 3, 3000, [1, 1, 1])
+    network.sum(tensors, flags, block_size=BLOCK, element=FLOAT32)
+    network.start_anew(1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "starts", "ranks", "text"),
+    [
+        (lambda n: n.dead_aggregators.add(1), None, [0, 1, 2], "aggregator 1 has not answered"),
+        (lambda n: None, [0, 5000, 0], [0, 1, 2], "still waits for rank 1 after 600 seconds"),
+        (closes_early, None, [0, 2], "rank 1 closed before the others were done"),
+        (starts_anew, None, [0, 1, 2], "is ahead of aggregator 1, which was started anew"),
+    ],
+    ids=["dead aggregator", "late rank", "closing rank", "aggregator started anew"],
+)
+def test_sum_that_cannot_end_tells_every_rank_the_cause(fault, starts, ranks, text):
     network = bounded()
-    network.dead_aggregators.add(1)
-    told = ended(network)
-    assert sorted(told) == [0, 1, 2]
-    assert all("aggregator 1 has not answered rank" in text for text in told.values())
-    assert 30 < network.now < 35
+    fault(network)
+    told = ended(network, **({} if starts is None else {"starts": starts}))
+    assert sorted(told) == ranks
+    assert all(text in each for each in told.values())
+    assert starts or network.now < 35
 
 
 def test_late_but_live_rank_is_waited_for():
@@ -325,13 +338,6 @@ def test_late_but_live_rank_is_waited_for():
     assert {each.tobytes() for each in tensors} == {expected.tobytes()}
     # Each of the others asks for every slot once a second, without its blocks.
     assert network.resent_bytes < 2 * 500 * 6 * 72 * 1.3
-
-
-def test_a_rank_that_is_too_late_is_named():
-    network = bounded()
-    told = ended(network, starts=[0, 5000, 0])
-    assert sorted(told) == [0, 1, 2]
-    assert all("still waits for rank 1 after 600 seconds" in text for text in told.values())
 
 
 @pytest.mark.parametrize("bound", [{"elements": [3000, 3001, 3000]}, {"block_size": [16, 16, 8]}])
@@ -393,25 +399,6 @@ def test_rank_cannot_send_endless_rounds_or_accumulate_blocks():
                 aggregator.receive(seal.open(datagram), rank, 0)
         text = "rank 0" if second else "rank 1"
         assert aggregator.failure == f"{text} has sent what aggregator 0 cannot read"
-
-
-def test_a_rank_that_closes_too_early_is_named():
-    network = bounded()
-    header = Header(Kind.LEAVE, rank=1)
-    network.deliver("aggregator", 1, 0, network.seals[0].close(header))
-    network.dead.add(1)
-    told = ended(network)
-    assert told[0] == told[2] == "rank 1 closed before the others were done"
-
-
-def test_restarted_aggregator_is_reported():
-    network = bounded()
-    tensors, flags = gradients(1, 3, 3000, [1, 1, 1])
-    network.sum(tensors, flags, block_size=BLOCK, element=FLOAT32)
-    network.start_anew(1)
-    told = ended(network)
-    assert sorted(told) == [0, 1, 2]
-    assert "is ahead of aggregator 1, which was started anew" in told[0]
 
 
 @pytest.mark.parametrize("repeated", [Kind.ALIVE, Kind.OPEN], ids=lambda kind: kind.name)
