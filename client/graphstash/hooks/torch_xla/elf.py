@@ -14,6 +14,7 @@ import os
 import platform
 import struct
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,7 @@ __all__ = [
     "map_pages",
     "protect",
     "read_pointer",
-    "replace_pointer",
+    "replace_pointers",
     "require_x86_64_linux",
 ]
 
@@ -45,6 +46,7 @@ _DT_SYMTAB: Final = 6
 _DT_JMPREL: Final = 23
 _DT_GNU_HASH: Final = 0x6FFFFEF5
 
+_POINTER_BYTES: Final = 8
 _SYMBOL_BYTES: Final = 24  # Elf64_Sym; its first four bytes are the offset of the name
 _RELOCATION: Final = struct.Struct("<QQq")  # Elf64_Rela: offset, info, addend
 _INFO_OFFSET: Final = 8
@@ -98,18 +100,26 @@ def find_slot(library: Path, symbol: str) -> int:
     raise GateUnavailable(f"{library.name} has no jump slot for {symbol}: a build we do not know")
 
 
-def find_own_slots(library: Path, symbol: str) -> list[int]:
-    """Return the addresses of the jump slots through which `library` calls its own `symbol`.
+def find_own_slots(library: Path, symbols: Iterable[str]) -> dict[str, list[int]]:
+    """Return the addresses of the jump slots through which `library` calls its own functions.
 
     Raises:
         GateUnavailable: The library is not loaded, has no such function, or calls it directly.
     """
     link_map = _link_map(library)
-    try:
-        function = getattr(ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD), symbol)
-    except AttributeError as error:
-        raise GateUnavailable(f"{library.name} has no {symbol}: a build we do not know") from error
-    wanted = struct.pack("<Q", ctypes.cast(function, ctypes.c_void_p).value or 0)
+    loaded = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    slots: dict[str, list[int]] = {}
+    by_address: dict[int, list[int]] = {}
+    for symbol in symbols:
+        try:
+            address = ctypes.cast(getattr(loaded, symbol), ctypes.c_void_p).value or 0
+        except AttributeError as error:
+            raise GateUnavailable(
+                f"{library.name} has no {symbol}: a build we do not know"
+            ) from error
+        if address in by_address:
+            raise GateUnavailable(f"{symbol} is another name of a function: a build we do not know")
+        slots[symbol] = by_address[address] = []
     dynamic = _dynamic_section(link_map)
     # The slots are contiguous and ordered like their relocations, so the first and last relocation
     # bound them. torch_xla has 235 000 slots; unpacking each relocation would be slow.
@@ -121,19 +131,17 @@ def find_own_slots(library: Path, symbol: str) -> list[int]:
         for index in (0, count - 1)
     )
     begin = link_map.base + first
-    if last - first != (count - 1) * len(wanted):
+    if last - first != (count - 1) * _POINTER_BYTES:
         raise GateUnavailable(f"{library.name} has jump slots with gaps: a build we do not know")
-    table = ctypes.string_at(begin, count * len(wanted))
-    slots = []
-    found = table.find(wanted)
-    while found >= 0:
-        if found % len(wanted) == 0:
-            slots.append(begin + found)
-        found = table.find(wanted, found + 1)
-    if not slots:
-        raise GateUnavailable(
-            f"{library.name} has no jump slot for {symbol}: a build we do not know"
-        )
+    table = memoryview((ctypes.c_uint64 * count).from_address(begin)).cast("B").cast("Q")
+    for index, address in enumerate(table):
+        if address in by_address:
+            by_address[address].append(begin + index * _POINTER_BYTES)
+    for symbol, found in slots.items():
+        if not found:
+            raise GateUnavailable(
+                f"{library.name} has no jump slot for {symbol}: a build we do not know"
+            )
     return slots
 
 
@@ -191,20 +199,20 @@ def read_pointer(address: int) -> int:
     return ctypes.c_uint64.from_address(address).value
 
 
-def replace_pointer(address: int, value: int) -> None:
-    """Store `value` at the aligned `address` with a single write.
+def replace_pointers(values: Mapping[int, int]) -> None:
+    """Store each value at its aligned address with a single write.
 
     A read-only page is writable during the write and read-only again afterwards.
 
     Raises:
-        GateUnavailable: The page is not mapped, or the kernel refuses to make it writable.
+        GateUnavailable: A page is not mapped, or the kernel refuses to make it writable.
     """
-    before = _protection(address)
-    if not before & mmap.PROT_WRITE:
-        protect(address, before | mmap.PROT_WRITE)
-    ctypes.c_uint64.from_address(address).value = value
-    if not before & mmap.PROT_WRITE:
-        protect(address, before)
+    for address, before in _protections(values).items():
+        if not before & mmap.PROT_WRITE:
+            protect(address, before | mmap.PROT_WRITE)
+        ctypes.c_uint64.from_address(address).value = values[address]
+        if not before & mmap.PROT_WRITE:
+            protect(address, before)
 
 
 def _link_map(library: Path) -> _LinkMap:
@@ -251,11 +259,14 @@ def _import_index(dynamic: dict[int, int], symbol: bytes) -> int | None:
     return None
 
 
-def _protection(address: int) -> int:
+def _protections(addresses: Iterable[int]) -> dict[int, int]:
     bits = {"r": mmap.PROT_READ, "w": mmap.PROT_WRITE, "x": mmap.PROT_EXEC}
+    left, found = sorted(addresses, reverse=True), {}
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         span, flags, _ = line.split(" ", 2)
-        start, _, end = span.partition("-")
-        if int(start, 16) <= address < int(end, 16):
-            return sum(bits.get(flag, 0) for flag in flags[:3])
-    raise GateUnavailable(f"address {address:#x} is not mapped")
+        start, end = (int(bound, 16) for bound in span.split("-"))
+        while left and start <= left[-1] < end:
+            found[left.pop()] = sum(bits.get(flag, 0) for flag in flags[:3])
+        if not left:
+            return found
+    raise GateUnavailable(f"address {left[-1]:#x} is not mapped")

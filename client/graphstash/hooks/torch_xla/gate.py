@@ -26,7 +26,7 @@ from graphstash.hooks.torch_xla.elf import (
     find_slot,
     libc_function,
     read_pointer,
-    replace_pointer,
+    replace_pointers,
     require_x86_64_linux,
 )
 from graphstash.hooks.torch_xla.stub import PATH_LIMIT, Stub
@@ -74,8 +74,7 @@ class StatGate:
             liveness_seconds: Seconds that a caller waits for each reply from Python. Default: 3.
 
         Raises:
-            ValueError: The prefix is empty, contains a NUL or is too long for a path, or
-                `liveness_seconds` is not positive.
+            ValueError: The prefix is empty, contains a NUL or is too long for a path.
         """
         self._library = library
         self._prefix = os.fsencode(prefix)
@@ -86,8 +85,6 @@ class StatGate:
         self._slot = 0
         if not 0 < len(self._prefix) < PATH_LIMIT or b"\0" in self._prefix:
             raise ValueError("prefix must be the beginning of a path")
-        if liveness_seconds <= 0:
-            raise ValueError("liveness_seconds must be positive")
 
     @property
     def requests(self) -> int:
@@ -118,7 +115,7 @@ class StatGate:
             undo.callback(answering.stop)
             _self_test(stub, answering)
             answering.answer = self._answer
-            replace_pointer(slot, stub.address)
+            replace_pointers({slot: stub.address})
             undo.pop_all()
         self._stub, self._answering, self._slot = stub, answering, slot
 
@@ -132,7 +129,7 @@ class StatGate:
         # If another tool has replaced the slot since `open`, leave its pointer. That tool may still
         # call the stub, which then only calls the real function.
         if read_pointer(self._slot) == self._stub.address:
-            replace_pointer(self._slot, self._stub.block.real)
+            replace_pointers({self._slot: self._stub.block.real})
         self._answering.stop()
         self._answering = None
 

@@ -32,11 +32,11 @@ from graphstash.hooks.torch_xla.elf import (
     map_pages,
     protect,
     read_pointer,
-    replace_pointer,
+    replace_pointers,
     require_x86_64_linux,
 )
 
-__all__ = ["ADDED", "COMPARED", "FINISH", "Argument", "Observation", "Observer"]
+__all__ = ["ADDED", "COMPARED", "FINISH", "Argument", "Observation", "observe"]
 
 _WORD: Final = 8
 
@@ -86,33 +86,49 @@ class Observation:
     values: tuple[int | None, ...]
 
 
-class Observer:
-    """Observes one function of one library until the process ends.
+def observe(library: Path, functions: Sequence[tuple[str, Sequence[Argument]]]) -> list["Observer"]:
+    """Observe functions of one library until the process ends.
 
     Args:
         library: Path of the loaded library.
-        symbol: A function that the library exports and calls through a pointer.
-        arguments: Arguments to record.
+        functions: Functions that the library exports and calls through a pointer, each with the
+            arguments to record.
 
     Raises:
         GateUnavailable: The library has no such function or pointer, the platform is not 64-bit
             x86 Linux, or the kernel refuses the memory.
     """
+    require_x86_64_linux()
+    slots = find_own_slots(library, [symbol for symbol, _ in functions])
+    observers: list[Observer] = []
+    replaced: dict[int, int] = {}
+    for symbol, arguments in functions:
+        observer = Observer(read_pointer(slots[symbol][0]), arguments)
+        observers.append(observer)
+        replaced |= dict.fromkeys(slots[symbol], observer.address)
+    replace_pointers(replaced)
+    return observers
 
-    def __init__(self, library: Path, symbol: str, arguments: Sequence[Argument]) -> None:
-        require_x86_64_linux()
+
+class Observer:
+    """Records the arguments of the function at `real`, which its own code continues with.
+
+    Attributes:
+        address: Address of the code.
+
+    Raises:
+        GateUnavailable: The kernel refuses the memory.
+    """
+
+    def __init__(self, real: int, arguments: Sequence[Argument]) -> None:
         self._arguments = tuple(arguments)
-        slots = find_own_slots(library, symbol)
-        code = map_pages(2)
-        self._called = code + PAGE
+        self.address = map_pages(2)
+        self._called = self.address + PAGE
         self._variables = self._called + 2 * _WORD  # two words for each argument
-        real = self._called + _WORD
-        ctypes.c_uint64.from_address(real).value = read_pointer(slots[0])
-        body = self._assemble(code, real)
-        ctypes.memmove(code, body, len(body))
-        protect(code, mmap.PROT_READ | mmap.PROT_EXEC)
-        for slot in slots:
-            replace_pointer(slot, code)
+        ctypes.c_uint64.from_address(self._called + _WORD).value = real
+        code = self._assemble()
+        ctypes.memmove(self.address, code, len(code))
+        protect(self.address, mmap.PROT_READ | mmap.PROT_EXEC)
 
     def observation(self) -> Observation:
         """Return the values recorded so far."""
@@ -126,14 +142,15 @@ class Observer:
     def _variable(self, position: int, part: int) -> int:
         return read_pointer(self._variables + (2 * position + part) * _WORD)
 
-    def _assemble(self, start: int, real: int) -> bytes:
+    def _assemble(self) -> bytes:
         code = bytearray()
         for position, argument in enumerate(self._arguments):
             first = self._variables + 2 * position * _WORD
             names = {"ones": first, "zeros": first + _WORD, "sum": first}
             code += bytes.fromhex(argument.code)
-            _append(code, ADDED if argument.is_added else COMPARED, start, names)
-        _append(code, FINISH, start, {"called": self._called, "real": real})
+            _append(code, ADDED if argument.is_added else COMPARED, self.address, names)
+        names = {"called": self._called, "real": self._called + _WORD}
+        _append(code, FINISH, self.address, names)
         return bytes(code)
 
 

@@ -23,7 +23,7 @@ from typing import Final
 
 import torch_xla
 
-from graphstash.hooks.torch_xla.observer import Argument, Observer
+from graphstash.hooks.torch_xla.observer import Argument, observe
 
 __all__ = ["OPERATIONS", "OmittedAttributes", "Operation", "omitted_attributes"]
 
@@ -270,10 +270,9 @@ class OmittedAttributes:
     """
 
     def __init__(self, library: Path) -> None:
-        self._observers = [
-            (each, [Observer(library, symbol, each.arguments) for symbol in each.symbols])
-            for each in OPERATIONS
-        ]
+        functions = [(name, each.arguments) for each in OPERATIONS for name in each.symbols]
+        observers = iter(observe(library, functions))
+        self._observers = [(each, [next(observers) for _ in each.symbols]) for each in OPERATIONS]
 
     def values(self) -> dict[str, str]:
         """Return the unusual values by operation name.
