@@ -15,6 +15,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, NoReturn, Self
@@ -30,7 +31,7 @@ from graphstash_schema import ArtifactMetadata
 from support.pjrt_plugin import LIBRARY, use_in_jax
 from support.waiting import until
 
-__all__ = ["faults", "fork", "process", "threads", "user"]
+__all__ = ["faults", "fork", "user"]
 
 use_in_jax()
 jax.config.update("jax_platforms", "other")  # JAX has read the variable
@@ -53,9 +54,9 @@ def _from_one_place() -> None:
     jax.config.update("jax_traceback_in_locations_limit", 1)
 
 
-def _small(factor: float = 1.0) -> float:
+def _small() -> float:
     jax.clear_caches()
-    return float(jax.jit(lambda x: jnp.tanh(factor * x @ x).sum())(INPUT))
+    return float(jax.jit(lambda x: jnp.tanh(x @ x).sum())(INPUT))
 
 
 def _spread() -> list[Any]:
@@ -155,46 +156,52 @@ def faults(*, urls: dict[str, str]) -> dict[str, Any]:
     under("get raises", url=sound, before=no_look_up)
     under("publish raises", url=sound, namespace="publish", before=no_publishing)
     under("beside the jax hook", url=sound, hooks=("pjrt", "jax"))
+    report["threads"] = [_in_threads(sound) for _ in range(2)]
+    report["early"] = _uninstalled_meanwhile(sound)
+
+    def stop(_: int, __: FrameType | None) -> NoReturn:
+        raise SystemExit("stopped")
+
+    usual = signal.getsignal(signal.SIGINT)
+    moments = (("before", usual), ("after", usual), ("after", stop))
+    report["interrupts"] = [
+        _interrupted(sound, number, *moment) for number, moment in enumerate(moments)
+    ]
     return report
 
 
-def _in_threads() -> list[float | None]:
+def _in_threads(url: str) -> dict[str, Any]:
     """Run six programs, each compiled in a thread of its own, while the others compile."""
+
+    def work(number: int) -> float:
+        return float(jax.jit(lambda x: (jnp.cos(x) * number).sum())(INPUT))
+
     jax.clear_caches()
-    results: list[float | None] = [None] * 6
-
-    def work(number: int) -> None:
-        function = jax.jit(lambda x: (jnp.cos(x) * number).sum())
-        results[number] = float(function(INPUT))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    namespace = f"threads-{jax.__version__}"
+    with _Cache(url=url, namespace=namespace) as cache, ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(work, range(6)))
+    return {"results": results, "stats": cache.stats}
 
 
 def _uninstalled_meanwhile(url: str) -> dict[str, Any]:
     """Uninstall the cache while another thread compiles through it."""
-    with _Cache(url=url, namespace="early") as cache:
-        interceptor, entered, go_on = cache.interceptor(), threading.Event(), threading.Event()
-        compile_really = interceptor._compile
-        late: list[float] = []
+    entered, go_on = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        with _Cache(url=url, namespace="early") as cache:
+            interceptor = cache.interceptor()
+            compile_really = interceptor._compile
 
-        def slowly(address: int) -> Any:
-            entered.set()
-            assert go_on.wait(60)
-            return compile_really(address)
+            def slowly(address: int) -> Any:
+                entered.set()
+                assert go_on.wait(60)
+                return compile_really(address)
 
-        interceptor._compile = slowly
-        thread = threading.Thread(target=lambda: late.append(_small(7.0)))
-        thread.start()
-        assert entered.wait(60)
-    before = _slots()
-    go_on.set()
-    thread.join()
-    return {"slots": before, "result": late[0], "afterwards": _small(7.0)}
+            interceptor._compile = slowly
+            late = pool.submit(_small)
+            assert entered.wait(60)
+        before = _slots()
+        go_on.set()
+        return {"slots": before, "result": late.result(), "afterwards": _small()}
 
 
 def _interrupted(url: str, number: int, moment: str, handler: Any) -> dict[str, Any]:
@@ -219,7 +226,7 @@ def _interrupted(url: str, number: int, moment: str, handler: Any) -> dict[str, 
         interceptor._compile = compile_and_signal
         raised = None
         try:
-            _small(7.0)
+            _small()
             for _ in range(600):
                 threading.Event().wait(0.1)
         except (KeyboardInterrupt, SystemExit) as error:
@@ -227,7 +234,7 @@ def _interrupted(url: str, number: int, moment: str, handler: Any) -> dict[str, 
         in_main_thread = set(threads) == {threading.main_thread()}
         if not in_main_thread:  # there the compilation goes on
             until(lambda: cache.session.stats().published == 1)
-        result = _small(7.0)
+        result = _small()
     return {
         "raised": raised,
         "result": result,
@@ -235,32 +242,6 @@ def _interrupted(url: str, number: int, moment: str, handler: Any) -> dict[str, 
         "in_main_thread": in_main_thread,
         "stats": cache.stats,
     }
-
-
-def threads(*, url: str) -> list[Any]:
-    """Compile in many threads at once, twice."""
-    _from_one_place()
-    report = []
-    for _ in range(2):
-        with _Cache(url=url, namespace=f"threads-{jax.__version__}") as cache:
-            results = _in_threads()
-        report.append({"results": results, "stats": cache.stats})
-    return report
-
-
-def process(*, url: str) -> dict[str, Any]:
-    """End the cache while something compiles, and interrupt the compiler."""
-    _from_one_place()
-    report: dict[str, Any] = {"untouched": _slots(), "plain": _small(7.0)}
-    report["early"] = _uninstalled_meanwhile(url)
-
-    def stop(_: int, __: FrameType | None) -> NoReturn:
-        raise SystemExit("stopped")
-
-    usual = signal.getsignal(signal.SIGINT)
-    cases = (("before", usual), ("after", usual), ("after", stop))
-    report["interrupts"] = [_interrupted(url, number, *case) for number, case in enumerate(cases)]
-    return report
 
 
 def fork() -> dict[str, Any]:
