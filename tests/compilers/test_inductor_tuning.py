@@ -5,7 +5,7 @@ import pytest
 from support.compiler_jobs import CompilerJobs
 
 JOBS = {
-    "under": "python",
+    "under": "inductor",
     "cases": "inductor_products",
     "variables": {"TORCHINDUCTOR_CACHE_DIR": "HOST/inductor"},
 }
@@ -14,14 +14,15 @@ BEST = "mm 32 16 32 5"
 
 
 @pytest.fixture(scope="module")
-def hosts(server, tmp_path_factory):
+def hosts(jobs, server, tmp_path_factory):
     """A first host, and a second one that has the same products in other graphs."""
     settings = {"url": server.url, "namespace": "inductor-products", "environment": "torch-newest"}
-    with CompilerJobs(tmp_path_factory.mktemp("hosts"), **settings, **JOBS) as jobs:
+    directory = tmp_path_factory.mktemp("hosts")
+    with CompilerJobs(directory, jobs=jobs, **settings, **JOBS) as team:
         always = {"has_triton": True, "fastest": [CPP, BEST]}
-        first = jobs.run("first", "products", always)
+        first = team.run("first", "products", always)
         other = always | {"views": 1, "refuse": CPP, "is_broken": True}
-        yield first, jobs.run("second", "products", other)
+        yield first, team.run("second", "products", other)
 
 
 @pytest.mark.extended
@@ -77,8 +78,9 @@ def test_closing_restores_torch(hosts):
     assert all(each.report["is_taken_out"] for each in hosts)
 
 
-def test_torch_without_lookup_table_is_reported_and_tunes(server, namespace, tmp_path):
-    with CompilerJobs(tmp_path, url=server.url, namespace=namespace, **JOBS) as jobs:
-        job = jobs.run("host", "products")
+def test_torch_without_lookup_table_is_reported_and_tunes(jobs, server, namespace, tmp_path):
+    settings = {"url": server.url, "namespace": namespace}
+    with CompilerJobs(tmp_path, jobs=jobs, **settings, **JOBS) as team:
+        job = team.run("host", "products")
     assert not job.report["is_installed"]
     assert job.errors.count("what its max-autotune measures is not shared") == 1

@@ -17,11 +17,11 @@ exec {ptxas} "$@"
 
 
 @pytest.fixture(params=each_of(TRITON_VERSIONS))
-def team(request, server, namespace, tmp_path):
+def team(request, jobs, server, namespace, tmp_path):
     """Starts jobs of one version of Triton; a host is a folder."""
-    settings = {"url": server.url, "namespace": namespace, "under": "python"}
-    with TritonJobs(tmp_path, request.param, cases="triton_tuning", **settings) as jobs:
-        yield jobs
+    settings = {"url": server.url, "namespace": namespace, "jobs": jobs, "under": "triton"}
+    with TritonJobs(tmp_path, request.param, cases="triton_tuning", **settings) as team:
+        yield team
 
 
 @pytest.fixture
@@ -36,40 +36,38 @@ def without_eight_warps(team, tmp_path):
     return variables
 
 
-def test_team_tunes_a_kernel_once(team):
+def test_team_tunes_a_kernel_once_and_again_where_its_schedule_does_not_compile(
+    team, without_eight_warps
+):
     first, second = team.run("first", "tuned"), team.run("second", "tuned")
-    plain = team.run("plain", "tuned", {"is_plain": True})
-    assert first.report["measured"] == plain.report["measured"] == CONFIGS
-    assert first.report["chosen"] == plain.report["chosen"] == [256, 8]
+    assert first.report["measured"] == CONFIGS
     assert second.report["measured"] == 0
     assert second.report["ptxas"] == 1
-    assert second.report["chosen"] == first.report["chosen"]
+    assert first.report["chosen"] == second.report["chosen"] == [256, 8]
     assert first.stats["fallbacks"] == second.stats["fallbacks"] == {}
 
-
-def test_schedule_that_no_longer_compiles_is_searched_for_again_once(team, without_eight_warps):
-    team.run("first", "tuned")
-    second = team.run("second", "tuned", variables=without_eight_warps)
     third = team.run("third", "tuned", variables=without_eight_warps)
-    assert second.report["chosen"] == third.report["chosen"] == [256, 4]
-    assert second.stats["fallbacks"] == third.stats["fallbacks"] == {"rejected": 1}
-    assert second.report["measured"] < CONFIGS  # the first host's are known
-    assert third.report["measured"] == 0
+    fourth = team.run("fourth", "tuned", variables=without_eight_warps)
+    assert third.report["chosen"] == fourth.report["chosen"] == [256, 4]
+    assert third.stats["fallbacks"] == fourth.stats["fallbacks"] == {"rejected": 1}
+    assert third.report["measured"] < CONFIGS  # the first host's are known
+    assert fourth.report["measured"] == 0
 
 
-def test_without_the_cache_triton_tunes(team):
-    off = team.run("off", "tuned", enabled="false")
-    assert off.report["measured"] == CONFIGS
-    assert off.report["chosen"] == [256, 8]
-    assert off.stats == {}
-
-
-@pytest.mark.parametrize("broken", ["team", "device"])
-def test_kernel_is_tuned_without_the_team_if_that_fails(team, broken):
-    job = team.run("host", "tuned", {"broken": broken})
+@pytest.mark.parametrize(
+    ("keywords", "settings", "fallbacks"),
+    [
+        ({}, {"enabled": "false"}, None),
+        ({"broken": "team"}, {}, {"internal": 1}),
+        ({"broken": "device"}, {}, {"internal": 1}),
+    ],
+    ids=["cache is off", "team fails", "device is unknown"],
+)
+def test_kernel_is_tuned_without_the_team(team, keywords, settings, fallbacks):
+    job = team.run("host", "tuned", keywords, **settings)
     assert job.report["measured"] == CONFIGS
     assert job.report["chosen"] == [256, 8]
-    assert job.stats["fallbacks"] == {"internal": 1}
+    assert job.stats.get("fallbacks") == fallbacks
 
 
 def test_host_where_nothing_works_asks_once_and_blocks_no_other_host(team):

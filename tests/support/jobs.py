@@ -39,9 +39,15 @@ _IMPORTED = {
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
     ),
-    "inductor": ("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed"),
+    "inductor": (
+        *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed"),
+        "torch._inductor.codecache:torch_key",
+    ),
     "jax": ("jax",),
-    "triton": ("triton", "triton.compiler"),
+    "triton": (
+        *("triton", "triton.compiler"),
+        *("triton.compiler.compiler:triton_key", "triton.runtime.cache:triton_key"),
+    ),
     "tuning": ("numpy", "graphstash._process.session", "graphstash.tuning.task"),
 }
 """What a zygote imports before it forks jobs, by name of the zygote."""

@@ -1,5 +1,8 @@
 """A Python that imports the modules of its command line and forks a job on request.
 
+It also calls the functions that are named as `module:function`: they hash a compiler's own files,
+once per process.
+
 Importing torch_xla takes ten to twenty seconds of relocations, torch with its distributed parts
 four, and JAX two. A fork of a process that has imported them and has not touched a device takes
 none. Everything after the import is as in a job of its own: its process, its environment, the hook
@@ -67,7 +70,10 @@ def write(path: str, number: int) -> None:
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        importlib.import_module(name)
+        module, _, function = name.partition(":")
+        imported = importlib.import_module(module)
+        if hasattr(imported, function):  # some versions lack it
+            getattr(imported, function)()
     if "torch_xla" in sys.modules:
         ends = sys.modules["torch_xla"]._prepare_to_exit
         atexit.unregister(ends)

@@ -24,11 +24,10 @@ def double(x, y, n, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def
     tl.store(y + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
 
 
-def tuned(*, is_plain: bool = False, works: bool = True, broken: str = "") -> dict[str, Any]:
+def tuned(*, works: bool = True, broken: str = "") -> dict[str, Any]:
     """Call the kernel twice; return what was measured, compiled and chosen.
 
     Args:
-        is_plain: whether to use triton.autotune instead.
         works: whether the GPU runs anything.
         broken: "team" or "device", which the target cannot ask.
     """
@@ -49,8 +48,7 @@ def tuned(*, is_plain: bool = False, works: bool = True, broken: str = "") -> di
         for block in (256, 512)
         for warps in (2, 4, 8)
     ]
-    decorate: Any = triton.autotune if is_plain else target.autotune
-    kernel = decorate(configs=configs, key=["n"], do_bench=do_bench)(double)
+    kernel: Any = target.autotune(configs=configs, key=["n"], do_bench=do_bench)(double)
     bench = kernel._bench
 
     def note(*args: Any, config: Any, **meta: Any) -> Any:
