@@ -122,18 +122,14 @@ def test_signals_neither_end_nor_lengthen_the_wait(tmp_path):
     assert ticks
 
 
-def test_closed_connection_ends_the_wait_at_once(tmp_path):
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed connection", "full socket"])
+def test_socket_that_takes_no_request_ends_the_wait_at_once(tmp_path, is_closed):
     with Wired(tmp_path, patience=60) as wired:
-        wired.near.close()
-        assert wired.call(tmp_path / "x") == -1
-        assert wired.stub.block.give_ups == 1
-
-
-def test_full_socket_ends_the_wait_at_once(tmp_path):
-    with Wired(tmp_path, patience=60) as wired:
+        if is_closed:
+            wired.near.close()
         wired.far.setblocking(False)
         with contextlib.suppress(BlockingIOError):
-            while True:
+            while not is_closed:
                 wired.far.send(b"x")
         assert wired.call(tmp_path / "x") == -1
         assert wired.stub.block.give_ups == 1

@@ -58,17 +58,7 @@ def build(source, **options):
 
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
-
-
-def test_an_object_is_built_once(host, commands):
-    with host("a") as a:
-        assert answer(build(SOURCE)) == 42
-        assert a.stats.published == 1
-        assert next(iter(a.cache.used)).device_type.platform == "cpu"
-    with host("b") as b:
-        assert answer(build(SOURCE)) == 42
-        assert (b.stats.hits_server, b.stats.misses) == (1, 0)
-    assert len(commands) == 1
+HEADER = "#pragma once\n#define ANSWER 42\n"
 
 
 def including(content):
@@ -79,14 +69,14 @@ def including(content):
     return f'#include "{path}"\nextern "C" int answer() {{ return ANSWER; }}\n'
 
 
-def test_content_of_files_changes_key_and_path_does_not(host, commands):
-    header = "#pragma once\n#define ANSWER 42\n"
-
-    with host("a"):
-        assert answer(build(including(header), name="here")) == 42
+def test_object_is_built_once_and_content_of_files_changes_key_and_path_does_not(host, commands):
+    with host("a") as a:
+        assert answer(build(including(HEADER), name="here")) == 42
+        assert a.stats.published == 1
+        assert next(iter(a.cache.used)).device_type.platform == "cpu"
     with host("b") as b:
-        assert answer(build(including(header), name="there")) == 42
-        assert b.stats.hits_server == 1
+        assert answer(build(including(HEADER), name="there")) == 42
+        assert (b.stats.hits_server, b.stats.misses) == (1, 0)
         assert answer(build(SOURCE.replace("42", "43"), name="other")) == 43
         assert answer(build(SOURCE, name="flags", cflags=("shared", "fPIC", "O2"))) == 42
         assert b.stats.misses == 2
@@ -96,23 +86,25 @@ def test_content_of_files_changes_key_and_path_does_not(host, commands):
 def test_a_host_with_the_default_directory_shares_with_one_that_sets_it(
     host, commands, monkeypatch, tmp_path
 ):
-    header = "#pragma once\n#define ANSWER 42\n"
     with host("a"):
-        assert answer(build(including(header))) == 42
+        assert answer(build(including(HEADER))) == 42
     with host("b") as b:
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
         assert Path(cache_dir()).parent == tmp_path / "shared"
-        assert answer(build(including(header))) == 42
+        assert answer(build(including(HEADER))) == 42
         assert b.stats.hits_server == 1
     assert len(commands) == 1
 
 
-def test_the_parts_name_compiler_and_processor(host):
+def test_parts_name_compiler_and_processor_and_no_directory_but_one_in_the_object(host):
     with host("a"):
         built = builder(SOURCE)
         parts = object_parts(built.get_command_line(), Path(built.get_target_file_path()))
         assert cache_dir() not in parts["command"]
+        searched = builder(SOURCE, ldflags=[f"Wl,-rpath,{cache_dir()}"]).get_command_line()
+        command = object_parts(searched, Path(built.get_target_file_path()))["command"]
+        assert f"-rpath,{cache_dir()}" in command
     assert "gcc" in parts["compiler"]
     assert parts["cpu_features"]
     assert parts["libc"].startswith("glibc")
@@ -133,27 +125,24 @@ def test_spelling_of_compiler_does_not_change_key(compiler_part):
     assert compiler_part("g++") == compiler_part(shutil.which("g++"))
 
 
-def test_other_wrapper_of_same_compiler_changes_key(compiler_part, tmp_path):
+@pytest.mark.parametrize("argument", ["-ffast-math", "$MORE"])
+def test_what_a_wrapper_hands_to_the_compiler_changes_key(
+    compiler_part, monkeypatch, tmp_path, argument
+):
     wrapper = tmp_path / "g++"
-    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@"\n')
-    wrapper.chmod(0o755)
-    before = compiler_part(wrapper)
-    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} -ffast-math "$@"\n')
-    assert compiler_part(wrapper) != before
+
+    def part(argument, more):
+        wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} {argument} "$@"\n')
+        wrapper.chmod(0o755)
+        monkeypatch.setenv("MORE", more)
+        return compiler_part(wrapper)
+
+    before = part("$MORE", "-O1")
+    assert part(argument, "-ffast-math") != before
 
 
-def test_variable_that_wrapper_names_changes_key(compiler_part, monkeypatch, tmp_path):
-    wrapper = tmp_path / "g++"
-    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} $MORE "$@"\n')
-    wrapper.chmod(0o755)
-    monkeypatch.setenv("MORE", "-O1")
-    before = compiler_part(wrapper)
-    monkeypatch.setenv("MORE", "-ffast-math")
-    assert compiler_part(wrapper) != before
-
-
-@pytest.mark.parametrize("graph", ["pt2:fx-graph-v1::fabc_gpu:c1"])
-def test_key_of_graph_on_gpu_holds_no_part_of_cpu(monkeypatch, graph):
+def test_key_of_graph_on_gpu_holds_no_part_of_cpu(monkeypatch):
+    graph = "pt2:fx-graph-v1::fabc_gpu:c1"
     before = fingerprint.entry_parts(graph, variant=0)
     assert not {"cpu_model", "cpu_features", "compiler", "threads", "vec_isa"} & before.keys()
     monkeypatch.setattr(fingerprint, "get_cpp_compiler", lambda: "/absent")
@@ -166,13 +155,6 @@ def test_variable_that_compiler_reads_changes_key(monkeypatch, tmp_path, name):
     before = object_parts("g++ -O1", tmp_path / "kernel.so")
     monkeypatch.setenv(name, "1")
     assert object_parts("g++ -O1", tmp_path / "kernel.so") != before
-
-
-def test_a_search_path_that_is_written_into_the_object_stays_in_the_key(host):
-    with host("a"):
-        built = builder(SOURCE, ldflags=[f"Wl,-rpath,{cache_dir()}"])
-        parts = object_parts(built.get_command_line(), Path(built.get_target_file_path()))
-        assert f"-rpath,{cache_dir()}" in parts["command"]
 
 
 def test_failed_build_is_reported_and_leaves_no_lease(host, tmp_path):
@@ -226,11 +208,8 @@ def test_a_header_is_prepared_when_the_first_object_is_built(host, tmp_path, com
         assert answer(built) == 42
         assert a.stats.published == 1
     with host("b"):
-        assert answer_of(with_header()) == 42
+        fetched = with_header()
+        fetched.build()
+        assert answer(fetched) == 42
     assert prepared == ["header.h"]
     assert len(commands) == 1
-
-
-def answer_of(built):
-    built.build()
-    return answer(built)

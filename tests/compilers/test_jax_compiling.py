@@ -52,7 +52,7 @@ def test_unserializable_collective_program_is_reported_to_the_hook_only(jax_prog
     assert told == ["UNIMPLEMENTED: it cannot be serialized"]
 
 
-def test_shared_entry_is_visible_at_once(jax_program):
+def test_processes_share_entries_unless_jax_itself_shares_among_them(jax_program):
     told = jax_program(
         """
         import jax
@@ -63,23 +63,10 @@ def test_shared_entry_is_visible_at_once(jax_program):
         ranks = JaxRanks(distributed.global_state.client, rank=0, size=2)
         print(ranks.wait("name", timeout_seconds=0))
         print(ranks.claim("name", b"first"), ranks.claim("name", b"second"))
-        print(ranks.wait("name", timeout_seconds=0))
-        print({ranks.wait("name", timeout_seconds=0) for _ in range(1000)})
-        """.replace("PORT", str(reserved_port()))
-    )
-    assert told == ["None", "b'first' b'first'", "b'first'", "{b'first'}"]
-
-
-def test_no_process_waits_if_jax_shares_among_processes(jax_program):
-    told = jax_program(
-        """
-        import jax
-        from graphstash.hooks.jax.ranks import JaxRanks
-
-        ranks = JaxRanks(None, rank=0, size=2)
+        print({ranks.wait("name", timeout_seconds=0) for _ in range(1000)})  # at once, every time
         print(ranks.compiles_together)
         jax.config.update("jax_share_binary_between_hosts", True)
         print(ranks.compiles_together)
-        """
+        """.replace("PORT", str(reserved_port()))
     )
-    assert told == ["False", "True"]
+    assert told == ["None", "b'first' b'first'", "{b'first'}", "False", "True"]
