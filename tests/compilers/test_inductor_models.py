@@ -43,7 +43,7 @@ def test_second_host_compiles_nothing_of_trained_model(run, environment, case):
     assert run(environment, case).stats["misses"] == 0
 
 
-@pytest.mark.parametrize("case", ["bert", "gpt2"])
+@pytest.mark.parametrize("case", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("environment", WITH_TRANSFORMERS)
 def test_second_host_misses_only_what_torch_bypasses_of_transformers_model(run, environment, case):
     warm = run(environment, case)

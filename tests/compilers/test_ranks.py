@@ -35,61 +35,32 @@ def ranks(request, jobs, server, namespace, tmp_path):
         yield run
 
 
-@pytest.fixture
-def programs(start_program):
-    """Runs the two ranks of a program at once; gives what each has printed."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved_port()), "WORLD_SIZE": "2"}
-
-    def run(program):
-        running = [
-            start_program(
-                program, host=str(rank), under="torch", variables=place | {"RANK": str(rank)}
-            )
-            for rank in range(2)
-        ]
-        return [process.finish().report for process in running]
-
-    return run
-
-
 @pytest.mark.extended
-def test_a_process_group_leaves_nothing_for_the_next_one_at_its_address(programs):
-    told = programs(
-        """
-        import torch.distributed as dist
-        from graphstash.hooks.inductor.ranks import ranks
-
-        for number in range(3):
-            dist.init_process_group("gloo")
-            said = ranks().claim("name", str(number).encode())
-            assert ranks() is ranks()
-            print(said.decode())
-            dist.monitored_barrier()
-            dist.destroy_process_group()
-        print(ranks())
-        """
-    )
-    assert told == 2 * [["0", "1", "2", "None"]]
-
-
-@pytest.mark.extended
-def test_forked_child_does_not_join_agreement_of_its_parent(programs):
-    told = programs(
-        """
+def test_agreement_ends_with_its_process_group_and_leaves_out_forked_children(start_program):
+    program = """
         import os
         import torch.distributed as dist
         from graphstash.hooks.inductor.ranks import ranks
 
-        dist.init_process_group("gloo")
-        known = ranks()
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if ranks() is None else 1)
-        print(os.waitpid(child, 0)[1], ranks() is known)
-        dist.monitored_barrier()
+        for number in range(3):  # each group begins at the same address
+            dist.init_process_group("gloo")
+            known = ranks()
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if ranks() is None else 1)
+            assert os.waitpid(child, 0)[1] == 0
+            assert ranks() is known
+            print(known.claim("name", str(number).encode()).decode())
+            dist.monitored_barrier()
+            dist.destroy_process_group()
+        print(ranks())
         """
-    )
-    assert told == 2 * [["0 True"]]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved_port()), "WORLD_SIZE": "2"}
+    running = [
+        start_program(program, host=str(rank), under="torch", variables=place | {"RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [each.finish().report for each in running] == 2 * [["0", "1", "2", "None"]]
 
 
 def graphs(reports, what):

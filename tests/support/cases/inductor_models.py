@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-__all__ = ["attention", "autocast", "bert", "convolutions", "dropout", "gpt2", "lstm", "predicting"]
+__all__ = [
+    "attention",
+    "autocast",
+    "bert",
+    "convolutions",
+    "dropout",
+    "gpt2",
+    "llama",
+    "lstm",
+    "predicting",
+]
 
 
 def bert() -> dict[str, Any]:
@@ -30,6 +40,16 @@ def gpt2() -> dict[str, Any]:
 
     config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
     return _trained(lambda: GPT2LMHeadModel(config), _loss_of_tokens)
+
+
+def llama() -> dict[str, Any]:
+    """Hugging Face's Llama: rotary embeddings, RMS norm, grouped queries."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=64, **settings, **layers)
+    return _trained(lambda: LlamaForCausalLM(config), _loss_of_tokens)
 
 
 def convolutions() -> dict[str, Any]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-__all__ = ["flax_cnn", "gpt2", "llama", "resnet18"]
+__all__ = ["flax_cnn", "resnet18"]
 
 Report: TypeAlias = dict[str, Any]
 """The losses, and how often the compiler was at work."""
@@ -54,59 +54,6 @@ def _on_xla(make: Callable[[], Any], *, plug_in: bool) -> Report:
         losses.append(loss.item())
     compiles = xla_metrics.metric_data("CompileTime")
     return {"losses": losses, "compiles": compiles[0] if compiles else 0}
-
-
-def gpt2() -> Report:
-    """Hugging Face's GPT-2 under torch.compile."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
-    return _in_inductor(lambda: GPT2LMHeadModel(config), _tokens())
-
-
-def llama() -> Report:
-    """Hugging Face's Llama under torch.compile: rotary embeddings, RMS norm, grouped queries."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64,
-        max_position_embeddings=32,
-        num_key_value_heads=1,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    return _in_inductor(lambda: LlamaForCausalLM(config), _tokens())
-
-
-def _tokens() -> dict[str, Callable[[], Any]]:
-    import torch
-
-    return {name: lambda: torch.arange(64).reshape(4, 16) for name in ("input_ids", "labels")}
-
-
-def _in_inductor(make: Callable[[], Any], inputs: dict[str, Callable[[], Any]]) -> Report:
-    """Trains a model whose output has its loss; the work of g++ is counted outside."""
-    import torch
-    from torch._dynamo.utils import counters
-
-    torch.manual_seed(0)
-    model = make().eval()  # no dropout: it would draw other numbers than the compiled graph
-    compiled = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = compiled(**{name: new() for name, new in inputs.items()}).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {
-        "losses": losses,
-        "compiles": counters["inductor"]["fxgraph_cache_miss"],
-        "bypassed": counters["aot_autograd"]["autograd_cache_bypass"],
-    }
 
 
 def flax_cnn(*, plug_in: bool = False) -> Report:
