@@ -118,7 +118,7 @@ def _is_on(item, database):
 def _group_of(nodeid):
     """Return the file of a test, or `xla` for files that share a process that imports torch_xla."""
     file = nodeid.partition("::")[0]
-    return "xla" if file.endswith(("_xla.py", "_xla_faults.py")) else file
+    return "xla" if file.endswith("_xla.py") else file
 
 
 def pytest_xdist_make_scheduler(config, log):

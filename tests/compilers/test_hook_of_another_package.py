@@ -3,7 +3,6 @@
 The package is the one that docs/hooks.md builds; an installer puts it beside graphstash.
 """
 
-import os
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ from snippets import read
 
 from support.compiler_jobs import CompilerJobs
 from support.hook_contract import HookContract
-from support.processes import graphstash_here
+from support.processes import graphstash, graphstash_here
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +50,8 @@ class TestToycc(HookContract):
         assert outcome.report["results"] == [42, 43]
         return outcome.report["results"]
 
-    def test_its_artifacts_are_listed_by_their_kind(self, hosts, cold, server):
-        variables = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_NAMESPACE": "contract-testtoycc"}
+    def test_its_artifacts_are_listed_by_their_kind(self, hosts, cold, server, namespace):
+        variables = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_NAMESPACE": namespace}
         told = graphstash_here("ls", "--kind", "plugin", **variables)
         assert told.stdout.count("plugin") == cold.stats["published"]
 
@@ -70,12 +69,7 @@ class TestToycc(HookContract):
 )
 def test_doctor_lists_it(hooks, told):
     variables = {"GRAPHSTASH_URL": "none"} | ({"GRAPHSTASH_HOOKS": hooks} if hooks else {})
-    doctor = subprocess.run(
-        [sys.executable, "-m", "graphstash", "doctor"],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    (line,) = [line for line in doctor.stdout.splitlines() if "toycc hook" in line]
+    (line,) = [
+        line for line in graphstash("doctor", **variables).stdout.splitlines() if "toycc" in line
+    ]
     assert told in line

@@ -1,8 +1,6 @@
 """Real torch_xla jobs, each a process and a host of its own, against a real server."""
 
 import json
-import os
-import subprocess
 import sys
 from typing import ClassVar
 
@@ -12,172 +10,18 @@ from support.compiler_jobs import CompilerJobs
 from support.fault_proxy import LEASE_REQUEST, FaultProxy
 from support.hook_contract import HookContract
 from support.offline import unplugged
+from support.processes import graphstash
 from support.server import Server
 
-
-@pytest.fixture
-def job(jobs, server, namespace, tmp_path):
-    """Starts a job on a host that is named by its directory."""
-    settings = {"url": server.url, "namespace": namespace}
-    with CompilerJobs(tmp_path, jobs=jobs, under="fork", **settings) as made:
-        yield made.start
-
-
-def assert_shared(cold, warm):
-    assert cold.report["compiles"] >= 2
-    assert cold.stats["misses"] == cold.stats["published"] == cold.report["compiles"]
-    assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
-    assert warm.report["compiles"] == 0
-    assert warm.hits == cold.report["compiles"]
-    assert warm.stats["published"] == 0
-    assert warm.stats["saved_compile_seconds"] > 0
-    assert warm.report["losses"] == cold.report["losses"]
-    assert f"{warm.hits} hits" in warm.errors
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("mode", "look_up"),
-    [
-        ("compile", "exact"),
-        ("dynamo", "exact"),
-        ("item", "exact"),
-        ("lazy", "hint"),
-        ("dynamo", "hint"),
-    ],
-)
-def test_every_way_to_run_a_step_shares(job, mode, look_up):
-    cold, warm = (job(host, "--mode", mode, torch_xla_mode=look_up).finish() for host in ("a", "b"))
-    assert_shared(cold, warm)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("under", "options"),
-    [("graphstash run", ()), ("", ["--install"]), ("", ["--install", "--no-gate"])],
-    ids=["unmodified script", "install by hand", "look-ups that cannot be caught"],
-)
-def test_every_way_to_install_the_cache_shares(job, under, options):
-    cold = job("a", *options, under=under).finish()
-    warm = job("b", *options, under=under).finish()
-    assert cold.stats["published"] == cold.report["compiles"] == warm.hits == 2
-    assert warm.report["compiles"] == 0
-    assert warm.report["losses"] == cold.report["losses"]
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("look_up", ["exact", "hint"])
-def test_sabotaged_hook_does_not_disturb_a_step(job, look_up):
-    sound = job("a").finish()
-    outcome = job("b", "--sabotage", torch_xla_mode=look_up).finish()
-    assert outcome.report["losses"] == sound.report["losses"]
-    assert outcome.report["compiles"] == 2
-    assert sum(outcome.stats["fallbacks"].values()) >= 1
-
-
-@pytest.mark.extended
-def test_host_with_other_instruction_sets_shares_nothing(job):
-    job("a").finish()
-    other = job("b", "--pretend-features", "sse2 avx2").finish()
-    assert other.report["compiles"] == 2
-    assert other.hits == 0
-    again = job("c", "--pretend-features", "sse2 avx2").finish()
-    assert again.report["compiles"] == 0
-
-
-@pytest.mark.extended
-def test_named_job_prefetches_its_artifacts(job, server, namespace):
-    job("a", job="train").finish()
-    prefetched = job("b", job="train")  # makes the host's directory, and runs once
-    assert prefetched.finish().report["compiles"] == 0
-    tier = prefetched.report.parent / "elsewhere"
-    told = subprocess.run(
-        [
-            *(sys.executable, "-m", "graphstash", "prefetch", "train"),
-            *("--url", server.url, "--namespace", namespace),
-        ],
-        env=os.environ | {"GRAPHSTASH_CACHE_DIR": str(tier)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert told.stdout.startswith("2 fetched")
-    offline = job("b", url=unplugged(tier, server.url), cache_dir=tier).finish()
-    assert offline.report["compiles"] == 0
-    assert offline.stats["hits_host"] == 2
-
-
-@pytest.mark.extended
-def test_server_killed_after_it_granted_a_lease_costs_the_upload_only(job, tmp_path):
-    with Server(tmp_path / "mortal") as mortal, FaultProxy(mortal.port) as proxy:
-        proxy.hold = LEASE_REQUEST
-        running = job("a", url=proxy.url, lease_seconds=3)
-        assert proxy.held.wait(120), running.errors.read_text()
-        mortal.kill()
-        proxy.go_on.set()
-        outcome = running.finish()
-    assert outcome.report["compiles"] == 2
-    assert outcome.stats["published"] == 0
-    assert outcome.stats["fallbacks"]["reset"] >= 1
-    with Server(tmp_path / "mortal") as restarted:
-        again = job("b", url=restarted.url, lease_seconds=2, wait_seconds=60).finish()
-    assert again.stats["published"] == 2
-    assert again.report["losses"] == outcome.report["losses"]
-
-
-@pytest.mark.extended
-def test_torchrun_and_intermediate_shells_work(job, tmp_path):
-    torchrun = (
-        *("sh", "-c", '"$@"', "sh", sys.executable, "-m", "torch.distributed.run"),
-        *("--standalone", "--nproc-per-node", "2"),
-    )
-    running = job("a", under="graphstash run", launcher=torchrun)
-    outcome = running.finish()
-    lines = [json.loads(line) for line in running.stats.read_text().splitlines()]
-    assert len(lines) == 2
-    assert sum(line["misses"] for line in lines) == 2
-    assert sum(line["hits_host"] + line["hits_server"] for line in lines) == 2
-    assert outcome.report["losses"]
-
-
-@pytest.mark.extended
-def test_script_with_its_own_cache_directory_runs(job, tmp_path):
-    outcome = job("a", "--initialize-cache", tmp_path / "own").finish()
-    assert outcome.stats["published"] == 2
-    assert "has no effect" in outcome.errors
-    assert not (tmp_path / "own").exists()
-
-
-@pytest.mark.extended
-def test_forked_children_share_with_all_others_and_with_each_other(job):
-    forked = job("a", "--fork", "3")
-    forked.finish_children(3)
-    children = [json.loads(line) for line in forked.stats.read_text().splitlines()]
-    assert len(children) == 3
-    assert sum(child["misses"] for child in children) == 2
-    assert sum(child["published"] for child in children) == 2
-    assert sum(child["hits_host"] + child["hits_server"] for child in children) == 4
-    assert all(child["fallbacks"] == {} for child in children)
-    elsewhere = job("b").finish()
-    assert elsewhere.report["compiles"] == 0
-
-
-@pytest.mark.parametrize(
-    ("version", "told"), [("2.9.0", "pytorch/xla#9094"), ("3.0.1", "supports torch_xla 2.7")]
-)
-def test_hook_logs_once_and_is_not_installed_on_other_versions(job, version, told):
-    outcome = job("a", "--pretend-version", version, "--install", under="").finish()
-    assert outcome.errors.count(told) == 1
-    assert len(outcome.errors.splitlines()) == 1
-    assert outcome.report["losses"]
-    assert outcome.stats == {}
-
-
-@pytest.mark.extended
-def test_a_miss_beside_a_running_cached_graph_does_not_deadlock(job):
-    outcome = job("a", "--thread").finish()
-    assert outcome.report["beside"] >= 10
-    assert outcome.stats["misses"] + sum(outcome.stats["fallbacks"].values()) >= 2
+WAYS_TO_STEP = [
+    *((mode, "exact") for mode in ("compile", "dynamo", "item")),
+    *((mode, "hint") for mode in ("lazy", "dynamo")),
+]
+WAYS_TO_INSTALL = {
+    "by hand": ["--install"],
+    "where look-ups cannot be caught": ["--install", "--no-gate"],
+}
+OTHER_CPU = ("--pretend-features", "sse2 avx2")
 
 
 class TestTorchXla(HookContract):
@@ -205,13 +49,12 @@ class TestTorchXla(HookContract):
     def result(self, outcome):
         return outcome.report["losses"][:4]
 
-    def test_the_same_host_needs_the_server_only_once(self, hosts, cold, server):
-        url = unplugged(hosts.directory / "cold" / "tier", server.url)
-        again = self.run(hosts, "cold", url=url)
-        assert again.report["compiles"] == 0
-        assert again.stats["hits_host"] == cold.report["compiles"]
-        assert again.stats["fallbacks"] == {}
-        assert again.report["losses"] == cold.report["losses"]
+    def assert_shared(self, cold, warm):
+        assert cold.stats["misses"] == cold.stats["published"] == cold.report["compiles"] >= 2
+        assert warm.hits == cold.report["compiles"]
+        assert warm.report["compiles"] == warm.stats["published"] == 0
+        assert warm.report["losses"] == cold.report["losses"]
+        assert f"{warm.hits} hits" in warm.errors
 
     def test_warm_step_makes_no_cache_call(self, hosts, cold, warm):
         bare = self.run(hosts, "bare", under="")
@@ -222,6 +65,120 @@ class TestTorchXla(HookContract):
             for what in ("step_marker", "executions", "device_reads", "losses"):
                 assert outcome.report[what] == bare.report[what], what
         assert bare.stats == {}
+        assert cold.report["environment"] is None  # nothing that children could inherit
 
-    def test_children_do_not_inherit_the_private_directory(self, cold):
-        assert cold.report["environment"] is None
+    def test_hook_logs_once_and_is_not_installed_on_versions_that_cannot_load(self, hosts):
+        outcome = hosts.run("2.9.0", "--pretend-version", "2.9.0", "--install", under="")
+        assert outcome.errors.count("pytorch/xla#9094") == 1
+        assert len(outcome.errors.splitlines()) == 1
+        assert outcome.report["losses"]
+        assert outcome.stats == {}
+
+    @pytest.mark.extended
+    @pytest.mark.parametrize(("mode", "look_up"), WAYS_TO_STEP)
+    def test_every_way_to_run_a_step_shares(self, hosts, empty, mode, look_up):
+        settings = {"torch_xla_mode": look_up, "namespace": empty}
+        cold, warm = (
+            hosts.run(f"{host}-{mode}-{look_up}", "--mode", mode, **settings) for host in "ab"
+        )
+        self.assert_shared(cold, warm)
+        assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
+
+    @pytest.mark.extended
+    @pytest.mark.parametrize("way", WAYS_TO_INSTALL)
+    def test_every_way_to_install_the_cache_shares(self, hosts, empty, way):
+        settings = {"under": "", "namespace": empty}
+        cold, warm = (
+            hosts.run(f"{host} {way}", *WAYS_TO_INSTALL[way], **settings) for host in "ab"
+        )
+        self.assert_shared(cold, warm)
+
+    @pytest.mark.extended
+    @pytest.mark.parametrize("look_up", ["exact", "hint"])
+    def test_sabotaged_hook_does_not_disturb_a_step(self, hosts, cold, look_up):
+        outcome = hosts.run(f"sabotaged-{look_up}", "--sabotage", torch_xla_mode=look_up)
+        assert outcome.report["losses"] == self.result(cold)
+        assert outcome.report["compiles"] == 2
+        assert sum(outcome.stats["fallbacks"].values()) >= 1
+
+    @pytest.mark.extended
+    def test_host_with_other_instruction_sets_shares_nothing(self, hosts, cold):
+        other, again = (hosts.run(f"other-cpu-{n}", *OTHER_CPU) for n in range(2))
+        assert other.report["compiles"] == 2
+        assert other.hits == 0
+        assert again.report["compiles"] == 0
+
+    @pytest.mark.extended
+    def test_named_job_prefetches_its_artifacts(self, hosts, server, empty):
+        settings = {"job": "train", "namespace": empty}
+        hosts.run("named", **settings)
+        tier = hosts.directory / "elsewhere"
+        told = graphstash(
+            *("prefetch", "train", "--url", server.url, "--namespace", empty),
+            GRAPHSTASH_CACHE_DIR=tier,
+            check=True,
+        )
+        assert told.stdout.startswith("2 fetched")
+        url = unplugged(tier, server.url)
+        offline = hosts.run("prefetched", url=url, cache_dir=tier, namespace=empty)
+        assert offline.report["compiles"] == 0
+        assert offline.stats["hits_host"] == 2
+
+    @pytest.mark.extended
+    def test_server_killed_after_it_granted_a_lease_costs_the_upload_only(
+        self, hosts, cold, tmp_path
+    ):
+        with Server(tmp_path / "mortal") as mortal, FaultProxy(mortal.port) as proxy:
+            proxy.hold = LEASE_REQUEST
+            running = hosts.start("orphan", url=proxy.url, lease_seconds=3)
+            assert proxy.held.wait(120), running.errors.read_text()
+            mortal.kill()
+            proxy.go_on.set()
+            outcome = running.finish()
+        assert outcome.report["compiles"] == 2
+        assert outcome.stats["published"] == 0
+        assert outcome.stats["fallbacks"]["reset"] >= 1
+        with Server(tmp_path / "mortal") as restarted:
+            again = hosts.run("adopted", url=restarted.url, lease_seconds=2, wait_seconds=60)
+        assert again.stats["published"] == 2
+        assert again.report["losses"] == outcome.report["losses"] == self.result(cold)
+
+    @pytest.mark.extended
+    def test_torchrun_and_intermediate_shells_work(self, hosts, empty):
+        torchrun = (
+            *("sh", "-c", '"$@"', "sh", sys.executable, "-m", "torch.distributed.run"),
+            *("--standalone", "--nproc-per-node", "2"),
+        )
+        settings = {"under": "graphstash run", "launcher": torchrun, "namespace": empty}
+        running = hosts.start("torchrun", **settings)
+        assert running.finish().report["losses"]
+        lines = [json.loads(line) for line in running.stats.read_text().splitlines()]
+        assert len(lines) == 2
+        assert sum(line["misses"] for line in lines) == 2
+        assert sum(line["hits_host"] + line["hits_server"] for line in lines) == 2
+
+    @pytest.mark.extended
+    def test_script_with_its_own_cache_directory_runs(self, hosts, empty):
+        own = hosts.directory / "own"
+        outcome = hosts.run("initializes", "--initialize-cache", own, namespace=empty)
+        assert outcome.stats["published"] == 2
+        assert "has no effect" in outcome.errors
+        assert not own.exists()
+
+    @pytest.mark.extended
+    def test_forked_children_share_with_all_others_and_with_each_other(self, hosts, empty):
+        forked = hosts.start("forks", "--fork", "3", namespace=empty)
+        forked.finish_children(3)
+        children = [json.loads(line) for line in forked.stats.read_text().splitlines()]
+        assert len(children) == 3
+        assert sum(child["misses"] for child in children) == 2
+        assert sum(child["published"] for child in children) == 2
+        assert sum(child["hits_host"] + child["hits_server"] for child in children) == 4
+        assert all(child["fallbacks"] == {} for child in children)
+        assert hosts.run("after-forks", namespace=empty).report["compiles"] == 0
+
+    @pytest.mark.extended
+    def test_miss_beside_a_running_cached_graph_does_not_deadlock(self, hosts, empty):
+        outcome = hosts.run("beside", "--thread", namespace=empty)
+        assert outcome.report["beside"] >= 10
+        assert outcome.stats["misses"] + sum(outcome.stats["fallbacks"].values()) >= 2

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from graphstash_schema import ArtifactKey
 from support.environments import packages_of
 from support.jobs import Jobs, Outcome, Running
 from support.run_case import RUN_CASE, case_arguments
@@ -97,6 +98,12 @@ class CompilerJobs:
     def run(self, host: str, *options: object, **arguments: Any) -> Outcome:
         """Starts a job and waits for what it reports."""
         return self.start(host, *options, **arguments).finish()
+
+    def artifacts(self, host: str) -> list[ArtifactKey]:
+        """Return the keys of the artifacts on a host's disk, in order."""
+        found = (self.directory / host / "tier").glob("v2/*/*/*/*/??/*")
+        names = {(path.parts[-4], path.parts[-3], path.name) for path in found}
+        return [ArtifactKey.parse(*each) for each in sorted(names)]
 
     def __enter__(self) -> Self:
         return self

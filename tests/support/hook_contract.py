@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from graphstash import ClientConfig, Stash
+from graphstash_schema import ArtifactKey, ArtifactMetadata, Namespace
 from support.compiler_jobs import CompilerJobs
 from support.fault_proxy import IMPATIENT, LEASE_REQUEST, Fault, FaultProxy
 from support.jobs import Jobs, Outcome
+from support.offline import unplugged
 from support.server import Server
 from support.tiers import most_extended
 
@@ -23,8 +27,11 @@ REASONS = {
     Fault.FAILING: "server_error",
     Fault.FLIP: "digest_mismatch",
     Fault.TRUNCATE: "truncated",
+    Fault.SWAP: "wrong_key",
 }
-"""What a job counts when the server is missing, slow, broken, or sends damaged payloads."""
+"""What a job counts when the server is missing, slow, broken, or sends other payloads."""
+
+STRANGER = ArtifactKey.parse("schedule", "cpu-other", "0" * 64)
 
 _numbers = itertools.count()
 
@@ -95,10 +102,14 @@ class HookContract:
 
     @pytest.fixture(scope="class")
     @classmethod
+    def namespace(cls) -> str:
+        return f"contract-{cls.__name__.lower()}"
+
+    @pytest.fixture(scope="class")
+    @classmethod
     def hosts(
-        cls, jobs: Jobs, server: Server, tmp_path_factory: pytest.TempPathFactory
+        cls, jobs: Jobs, server: Server, namespace: str, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[CompilerJobs]:
-        namespace = f"contract-{cls.__name__.lower()}"
         directory = tmp_path_factory.mktemp(namespace)
         with cls.open(directory, jobs=jobs, url=server.url, namespace=namespace) as hosts:
             yield hosts
@@ -118,6 +129,16 @@ class HookContract:
     def empty(self) -> str:
         """A namespace without artifacts."""
         return f"contract-empty-{next(_numbers)}"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def stranger(cls, hosts: CompilerJobs, server: Server, namespace: str) -> str:
+        """The key of a sound artifact that no compiler asks for."""
+        place = hosts.directory / "stranger"
+        config = ClientConfig(url=server.url, namespace=Namespace(namespace), cache_dir=place)
+        with Stash(config) as stash:
+            stash.put(STRANGER, b"sound", ArtifactMetadata(compile_seconds=1, raw_size_bytes=5))
+        return str(STRANGER)
 
     def test_another_host_loads_what_one_host_compiled(self, cold: Outcome, warm: Outcome) -> None:
         assert self.compiled(cold) == self.programs
@@ -145,10 +166,11 @@ class HookContract:
 
     @pytest.mark.parametrize("fault", most_extended(list(REASONS), quick=[Fault.FLIP]))
     def test_fault_of_the_server_costs_a_compilation_and_is_counted(
-        self, hosts: CompilerJobs, cold: Outcome, server: Server, fault: str
+        self, hosts: CompilerJobs, cold: Outcome, server: Server, stranger: str, fault: str
     ) -> None:
         with FaultProxy(server.port) as proxy:
             proxy.fault = Fault(fault) if fault in set(Fault) else Fault.NONE
+            proxy.swap_to = stranger
             url = "http://127.0.0.1:9" if fault == "missing" else proxy.url
             outcome = self.run(hosts, str(fault), url=url, **IMPATIENT)
         assert self.compiled(outcome) == self.programs
@@ -158,6 +180,19 @@ class HookContract:
         for reason in outcome.stats["fallbacks"]:
             assert outcome.errors.count(f"graphstash: {reason}:") == 1
         assert "the job goes on" in outcome.errors
+
+    @pytest.mark.extended
+    def test_host_that_found_the_programs_needs_no_server(
+        self, hosts: CompilerJobs, cold: Outcome, server: Server
+    ) -> None:
+        tier = hosts.directory / "offline" / "tier"  # beside no files of the compiler
+        shutil.copytree(hosts.directory / "cold" / "tier", tier)
+        again = self.run(hosts, "offline", url=unplugged(tier, server.url))
+        assert self.compiled(again) == 0
+        assert again.stats["hits_host"] >= self.programs
+        assert again.stats["misses"] == 0
+        assert again.stats["fallbacks"] == {}
+        assert self.result(again) == self.result(cold)
 
     @pytest.mark.extended
     def test_hook_steps_aside_with_one_warning_on_an_unsupported_version(

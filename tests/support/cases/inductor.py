@@ -4,7 +4,6 @@
 # torch is typed in part.
 
 import os
-import sys
 import time
 from dataclasses import asdict
 from typing import Any
@@ -36,7 +35,6 @@ def training(
     threads: int = 2,
     width: int = 40,
     matmul: bool = False,
-    without: str = "",
 ) -> dict[str, Any]:
     """Train two layers for two steps.
 
@@ -45,16 +43,11 @@ def training(
         threads: Number of torch's threads. Default: 2.
         width: Width of the layer between. Default: 40.
         matmul: Compile a product of matrices instead, which needs no C++ compiler.
-        without: A class of `remote_cache` that this torch does not have.
     """
     if install:
         import graphstash
 
         graphstash.install()
-    if without:
-        from torch._inductor import remote_cache
-
-        delattr(remote_cache, without)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     started = time.monotonic()
@@ -94,7 +87,6 @@ def _report(losses: list[float]) -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "losses": losses,
-        "has_hook": "graphstash.hooks.inductor.hook" in sys.modules,
         "fx": _counted("fxgraph_cache"),
         "aot": dict(counters["aot_autograd"]),
     }

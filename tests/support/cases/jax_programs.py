@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from types import ModuleType
 from typing import Any, NoReturn
 
 import httpx
@@ -61,18 +60,6 @@ def note_compiles(*, fails: str = "") -> list[str]:
 
     setattr(compiler, name, noting)
     return compiled
-
-
-def _rename(module: ModuleType, name: str) -> None:
-    """Give a function another name, for its callers too: JAX of another age."""
-    function = getattr(module, name)
-    delattr(module, name)
-    setattr(module, f"{name}_", function)
-    for caller in vars(module).values():
-        code = getattr(caller, "__code__", None)
-        if code is not None and name in code.co_names:
-            names = tuple(f"{name}_" if known == name else known for known in code.co_names)
-            caller.__code__ = code.replace(co_names=names)
 
 
 def _state() -> dict[str, Any]:
@@ -146,9 +133,7 @@ def training(
     late: bool = False,
     uninstall: bool = False,
     pretend_features: str = "",
-    pretend_version: str = "",
     without_zstandard: bool = False,
-    rename: str = "",
     cache_dir: str = "",
     sabotage: bool = False,
     break_compiler: bool = False,
@@ -164,9 +149,7 @@ def training(
         late: Whether it trains once before that.
         uninstall: Whether it uninstalls the cache and trains again.
         pretend_features: Instruction sets that this host's CPU has.
-        pretend_version: What jax says of itself.
         without_zstandard: Whether JAX finds no zstandard.
-        rename: A name of JAX's cache that JAX has no more.
         cache_dir: JAX's own cache, as scripts for a bare JAX set it.
         sabotage: Whether what the hook relies on raises.
         break_compiler: Whether a compile fails first.
@@ -176,11 +159,8 @@ def training(
     """
     report: dict[str, Any] = {"state_before": _state()}
     compiled = note_compiles(fails="broken" if break_compiler else "")
-    jax.__version__ = pretend_version or jax.__version__
     if without_zstandard:
         setattr(compilation_cache, "zstandard", None)  # noqa: B010 - mypy refuses the assignment
-    if rename:
-        _rename(compilation_cache, rename)
     if late:
         _train(scale)
         jax.clear_caches()
