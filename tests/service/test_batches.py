@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import os
 import shutil
 import signal
 import sys
@@ -262,28 +261,4 @@ async def test_first_upload_into_existing_directory_syncs_directory_entry(monkey
     assert await put() == ["00"]
     shutil.rmtree(shard)
     assert await put() == ["sha256", "00"]
-    await store.close()
-
-
-async def test_free_space_of_roomy_disk_is_not_read_for_every_upload(monkeypatch, tmp_path):
-    asked, now, room = [], [100.0], [2**40]
-
-    def statvfs(path):
-        asked.append(path)
-        return SimpleNamespace(f_bavail=room[0], f_frsize=1)
-
-    monkeypatch.setattr(storage_upload, "os", SimpleNamespace(**vars(os) | {"statvfs": statvfs}))
-    monkeypatch.setattr(storage_upload, "monotonic", lambda: now[0])
-    store = DiskBlobStore(tmp_path)
-
-    assert await store.full(1000) is None
-    assert await store.full(2**40 - 2**30) is None
-    assert len(asked) == 1
-    assert (await store.full(2**40 + 1)).missing_bytes == 1
-    room[0] = 500
-    assert await store.full(1000) is None  # as it was told a moment ago
-    now[0] += 1
-    assert (await store.full(1000)).missing_bytes == 500
-    assert await store.full(400) is None
-    assert len(asked) == 4
     await store.close()

@@ -140,20 +140,6 @@ async def test_blob_is_stored_under_its_digest_and_second_put_repairs_it(disk, t
     assert path.read_bytes() == b"abc"
 
 
-async def test_head_room_is_kept_free(tmp_path):
-    store = DiskBlobStore(tmp_path, min_free_bytes=2**60)
-
-    with pytest.raises(NoSpaceError) as refusal:
-        await put(store, b"abc")
-
-    told = await store.full(3)
-    await store.close()
-    assert refusal.value.status == 507
-    assert "3 bytes" in refusal.value.detail
-    assert told.missing_bytes > 2**59
-    assert list((tmp_path / "tmp").iterdir()) == []
-
-
 def test_reserved_bytes_are_promised_once_and_released(tmp_path):
     disk = os.statvfs(tmp_path)
     two_thirds = disk.f_bavail * disk.f_frsize * 2 // 3

@@ -163,17 +163,6 @@ def test_pages_of_empty_server_are_accessible(tmp_path, tab):
         assert visit.complaints == [each for each in visit.complaints if "[DOM]" in each]
 
 
-def test_pages_are_complete_without_scripts(server, tab, paths, is_extended):
-    visit = tab(java_script_enabled=False)
-    visit.sign_in(server.reader)
-    for name in paths if is_extended else ("artifact", "job", "run", "search that finds"):
-        visit.open(paths[name])
-        assert visit.page.inner_text("h1")
-    visit.open("/")
-    visit.page.click("text=48 hours")
-    assert "Hit rate" in visit.text
-
-
 def test_keyboard_alone_signs_in_and_reaches_causes_of_compilations(server, tab):
     visit = tab()
     visit.open("/sign-in")

@@ -19,7 +19,7 @@ from graphstash_schema import (
 )
 from graphstash_server.actor import Actor
 from graphstash_server.db.tables import usage
-from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError, StartError
+from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.eviction_order import HALF_LIFE, aged, density
 from graphstash_server.services.artifacts import service
 from graphstash_server.services.maintenance.garbage import GarbageWanted, collect_garbage
@@ -172,21 +172,6 @@ async def test_looked_up_artifact_is_evicted_last_for_some_time(opened):
         await store.look_up(2)
         await store.add(5, 29_000, seconds=9)
         assert await store.kept(6) == [5]
-
-
-async def test_a_job_is_pinned_by_its_manifest(opened):
-    async with opened() as store, opened(soft_limit_bytes=1) as tight:
-        await store.fill(4)
-        job, keys = ManifestName("gpt"), [key_of(0), key_of(1)]
-        await store.context.manifests.merge(TEAM, job, keys, writer="", actor=ACTOR)
-        until = store.clock.now + timedelta(days=30)
-        assert await store.context.pins.pin(TEAM, job, until=until) == 2
-        await tight.evict()
-        assert await store.kept(4) == [0, 1]
-
-        assert await store.context.pins.unpin(TEAM, job) == 2
-        await tight.evict()
-        assert await store.kept(4) == []
 
 
 @pytest.mark.sql
@@ -385,21 +370,6 @@ async def test_upload_unmarks_its_blob_which_is_deleted_if_the_upload_fails(open
         assert await store.has(0)
 
 
-async def test_blob_deleted_during_upload_is_not_acknowledged(opened):
-    async with opened() as store:
-        put = store.blobs.put
-
-        async def robbed(digest, chunks):
-            await put(digest, chunks)
-            await store.blobs.delete(digest)
-
-        store.blobs.put = robbed
-        with pytest.raises(ServerError) as refused:
-            await store.add(0)
-        assert refused.value.code is ErrorCode.UNAVAILABLE
-        assert not await store.has(0)
-
-
 async def test_a_dry_run_names_what_a_run_evicts(opened):
     limits = {"store_limit_bytes": 200_000, "namespace_limits": {"ci": 50_000}}
     async with opened(**limits) as store:
@@ -581,16 +551,6 @@ async def test_interrupted_read_drops_no_artifact(opened):
         assert refused.value.code is ErrorCode.UNAVAILABLE
         store.blobs.open = open_whole
         assert await store.has(0)
-
-
-async def test_a_database_beside_an_empty_store_is_not_served(opened):
-    async with opened() as store:
-        await store.context.reconciler.check_store_not_empty()
-        await store.add(0)
-        await store.context.reconciler.check_store_not_empty()
-        store.blobs.blobs.clear()
-        with pytest.raises(StartError, match="mount the right directory"):
-            await store.context.reconciler.check_store_not_empty()
 
 
 @pytest.mark.sql

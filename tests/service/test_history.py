@@ -26,6 +26,7 @@ from graphstash_server.errors import ServerError
 from graphstash_server.services import accounting
 from graphstash_server.services import history as services
 from graphstash_server.services.accounting import MAX_GROUPS
+from graphstash_server.testing import LiveServer
 from support.api import Api
 from support.services import ACTOR, key_of
 from support.statements import recorded
@@ -352,7 +353,7 @@ def test_invalid_query_is_refused_with_reason(api, problem):
     problem(answer, 400, "invalid_namespace", "namespace")
 
 
-def test_counts_of_workers_and_restarted_servers_add_up(start, connect):
+def test_counts_of_workers_and_restarted_servers_add_up(start, connect, tmp_path):
     server = start("--workers", "2")
     api = connect(server.url)
     api.put(b"blob", 1)
@@ -360,6 +361,7 @@ def test_counts_of_workers_and_restarted_servers_add_up(start, connect):
         with closing(Api(api.url)) as client:  # a connection of its own, to either worker
             assert client.get(1, Graphstash_Job="j").content == b"blob"
     server.stop()  # each worker writes what it has counted
-    found = asked(connect(start().url), by="job")
+    with LiveServer(tmp_path / "data") as again:
+        found = asked(connect(again.url), by="job")
     assert sum(each["hits"] for each in found if each["group"] == "j") == 20
     assert sum(each["puts"] for each in found) == 1

@@ -56,15 +56,6 @@ def test_first_caller_gets_lease_and_others_get_its_holder_and_expiry(api):
         assert "token" not in held
 
 
-def test_a_stored_artifact_needs_no_lease(api):
-    api.put(BLOB)
-
-    answer = api.acquire()
-
-    ready = {"state": "ready", "digest": str(Digest.of(BLOB)), "size_bytes": len(BLOB)}
-    assert (answer.status_code, answer.json()) == (200, ready)
-
-
 @pytest.mark.sql
 def test_one_of_many_callers_is_granted_the_lease_and_its_commit_wakes_the_others(
     api, connect, eventually
@@ -73,20 +64,20 @@ def test_one_of_many_callers_is_granted_the_lease_and_its_commit_wakes_the_other
 
     with ThreadPoolExecutor(17) as pool:
         waiting = [pool.submit(wait, asker) for asker in askers]
-        eventually(lambda: waiters(api) == 16)
+        eventually(lambda: waiters(api) == 16 and any(each.done() for each in waiting))
         (granted,) = (each.result() for each in waiting if each.done())
-        held = api.http.get("/v1/stats").json()["leases_held"]
         api.put(BLOB)
         answers = [each.result() for each in waiting if each.result() is not granted]
 
     token = granted.json()["token"]
     assert granted.status_code == 201
-    assert api.http.get("/v1/stats").json()["leases_held"] == held - 1
     assert api.renew(token).status_code == 410
     assert api.release(token, "published").status_code == 204
     assert [answer.status_code for answer in answers] == [200] * 16
-    assert {answer.json()["digest"] for answer in answers} == {str(Digest.of(BLOB))}
     assert {answer.headers["preference-applied"] for answer in answers} == {f"wait={WAIT}"}
+    answers.append(api.acquire())
+    ready = {"state": "ready", "digest": str(Digest.of(BLOB)), "size_bytes": len(BLOB)}
+    assert [answer.json() for answer in answers] == [ready] * 17
     assert waiters(api) == 0
 
 
@@ -151,21 +142,6 @@ def test_token_and_outcome_are_required_and_a_body_is_not(api, problem):
     problem(api.http.put(api.lease_path(), json={}), 400, "invalid_request", "Graphstash-Lease")
     problem(api.http.delete(api.lease_path()), 400, "invalid_request", "outcome")
     problem(api.release("0" * 32, "exploded"), 400, "invalid_request", "exploded", "published")
-
-
-def test_waiter_that_hangs_up_leaves_other_waiters_waiting(api, connect, eventually):
-    token = api.acquire().json()["token"]
-    impatient = connect(api.url, api.namespace)
-    impatient.http.timeout = httpx.Timeout(0.5)
-    with pytest.raises(httpx.ReadTimeout):
-        impatient.acquire(wait=30)
-    eventually(lambda: waiters(api) == 0)
-
-    with ThreadPoolExecutor(1) as pool:
-        patient = pool.submit(wait, connect(api.url, api.namespace))
-        eventually(lambda: waiters(api) == 1)
-        api.release(token, "failed")
-        assert patient.result().status_code == 201
 
 
 async def test_another_waiter_takes_over_when_the_polling_one_hangs_up(opened):

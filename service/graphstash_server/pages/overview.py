@@ -269,18 +269,13 @@ async def _runs(visitor: Visitor, listed: Sequence[Namespace]) -> dict[str, Any]
     ]
     runs.sort(key=lambda each: each.run.started_at, reverse=True)
     runs = runs[:_RUNS_READ]
+    compiled = [each for each in runs if each.run.sums.compiled]
     with_misses = await asyncio.gather(
-        *(
-            context.runs.find(each.namespace, each.run.run)
-            for each in runs
-            if each.run.sums.compiled
-        )
+        *(context.runs.find(each.namespace, each.run.run) for each in compiled)
     )
     missed = [
         (NamedRun(each.namespace, run), miss)
-        for each, run in zip(
-            (each for each in runs if each.run.sums.compiled), with_misses, strict=True
-        )
+        for each, run in zip(compiled, with_misses, strict=True)
         if run is not None
         for miss in run.misses
     ]
