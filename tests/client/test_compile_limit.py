@@ -11,35 +11,10 @@ import pytest
 
 from graphstash._process import run_end
 from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseState
+from support.build_job import BUILD
 from support.processes import graphstash, python
 from support.waiting import until, variables_of
 
-BUILD = """
-import os, sys, time
-import graphstash
-from graphstash._compile import cache, compile_limit
-from graphstash_schema import ArtifactKey
-
-turned = 0.0
-
-def turn(seconds):
-    # Turn the clock of the cache: what this test counts must not depend on this machine.
-    global turned
-    turned += seconds
-
-cache.monotonic = compile_limit.monotonic = lambda: time.monotonic() + turned
-
-def build(number, *, seconds=0.0, sleep=0.0, label="jit(step)"):
-    key = ArtifactKey.parse("schedule", "cpu", f"{number:064x}")
-
-    def compile_payload():
-        print("compiling", number, flush=True)
-        turn(seconds)
-        time.sleep(sleep)
-        return b"x"
-
-    graphstash.get_or_compile(key, compile_payload, parts={"number": str(number)}, label=label)
-"""
 KEY = ArtifactKey.parse("schedule", "cpu", f"{1:064x}")
 
 _DEAF = ("sh", "-c", 'exec "$0" "$1" 2> /dev/full', sys.executable)

@@ -10,33 +10,19 @@ import pytest
 
 from graphstash._process.run_report import fitting
 from graphstash_schema.run import MAX_RUN_BYTES, MAX_RUN_MISSES, RunMiss, RunReport
+from support.build_job import BUILD
 from support.host import key
 from support.hostile import Middlebox
 from support.processes import graphstash
 from support.waiting import variables_of
 
-JOB = """
-import sys, time
-import graphstash
-from graphstash._compile import cache
-from graphstash_schema import ArtifactKey
-
-turned = 0.0
-cache.monotonic = lambda: time.monotonic() + turned
-
-def build(number, label, seconds):
-    key = ArtifactKey.parse("schedule", "cpu", f"{number:064x}")
-
-    def compile_payload():
-        global turned
-        turned += seconds  # on this machine a shorter compilation may take longer
-        return b"x"
-
-    graphstash.get_or_compile(key, compile_payload, parts={"number": str(number)}, label=label)
-
+JOB = (
+    BUILD
+    + """
 for number in sys.argv[1].split(","):
-    build(int(number), f"jit(step{number})", 1000 * float(number))
+    build(int(number), label=f"jit(step{number})", seconds=1000 * float(number))
 """
+)
 
 
 @pytest.fixture
@@ -115,9 +101,8 @@ def test_a_server_that_takes_no_reports_costs_one_silent_call(run, recorder):
 
 
 FORKING = """
-import os
 if os.fork() == 0:
-    build(7, "child", 0)
+    build(7)
     sys.exit()
 os.wait()
 """
