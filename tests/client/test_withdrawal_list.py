@@ -26,7 +26,7 @@ from support.fault_proxy import Fault, FaultProxy
 from support.host import Host, key, request
 from support.processes import python
 from support.waiting import until, variables_of
-from support.withdrawing import delete, withhold
+from support.withdrawing import delete, turn, withhold
 
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 
@@ -45,10 +45,7 @@ def let_overwrite(server, namespace):
 
 @pytest.fixture
 def later(monkeypatch):
-    """Turns the clock of the copies to a time at which the server is asked about own ones."""
-    at = time.time() + 601
-    monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
-    monkeypatch.setattr("graphstash._artifacts.withdrawals.time", lambda: at)
+    turn(monkeypatch)
 
 
 def replace(stash, number=1):
@@ -133,8 +130,7 @@ def test_copy_that_a_host_compiles_after_the_withdrawal_stays(next_job, monkeypa
     look_up(first := next_job())
     assert position(first) == 1
     first.put(key(1), b"graph", METADATA, local_only=True)
-    at = time.time() + 601
-    monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
+    turn(monkeypatch)
     assert next_job().get(key(1)) == b"graph"
 
 
@@ -244,8 +240,7 @@ def test_packs_in_memory_and_on_disk_obey_the_list_and_later_look_ups(
             if withdraw is delete:
                 apply(job.stash, 1)
             else:
-                at = time.time() + 601
-                monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
+                turn(monkeypatch)
                 monkeypatch.setattr(packs_module, "RECHECK_SECONDS", 0.0)
             assert job.packs.get(key(1)) is None
         with Job(next_job()) as job:
@@ -405,8 +400,7 @@ def test_imported_copy_needs_the_word_of_the_server(
     told = command("import", "--local", bundle, host="host", url=proxy.url).stdout
     assert told.startswith("2 imported")
     if is_later:
-        at = time.time() + 601
-        monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: at)
+        turn(monkeypatch)
     assert next_job(url="none").get(key(1)) == b"graph"  # no server has withdrawn it there
     for job in (running, next_job(url=proxy.url)):
         assert job.get(key(1)) is None

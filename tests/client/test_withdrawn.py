@@ -21,9 +21,18 @@ from support.host import key
 from support.refusals import refusal
 from support.tokens import Guarded
 from support.waiting import until, variables_of
-from support.withdrawing import delete, withhold
+from support.withdrawing import delete, turn, withhold
 
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
+
+
+@pytest.fixture
+def publisher(next_job):
+    """Has published an artifact, of which another host has a copy."""
+    publisher = next_job("publisher")
+    publisher.put(key(), b"graph", METADATA)
+    assert next_job().get(key()) == b"graph"
+    return publisher
 
 
 def lookups(stash, monkeypatch):
@@ -37,12 +46,6 @@ def lookups(stash, monkeypatch):
 
     monkeypatch.setattr(stash.server, "lookup", noting)
     return asked
-
-
-def turn(monkeypatch):
-    """Turn the clock of the copies to a time at which the server is asked again."""
-    later = time.time() + 601
-    monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: later)
 
 
 @pytest.mark.parametrize(
@@ -69,19 +72,14 @@ def test_a_withdrawn_artifact_is_not_served_to_the_next_job(next_job, brought, w
     assert not job.is_on_this_host(key())
 
 
-def test_a_replaced_artifact_is_fetched_again(next_job):
-    publisher = next_job("publisher")
-    publisher.put(key(), b"wrong", METADATA)
-    assert next_job().get(key()) == b"wrong"
+def test_a_replaced_artifact_is_fetched_again(next_job, publisher):
     delete(publisher)
     next_job("other publisher").put(key(), b"right", METADATA)
     assert next_job().get(key()) == b"right"
 
 
-def test_running_process_of_a_run_applies_what_another_one_has_read(next_job):
+def test_running_process_of_a_run_applies_what_another_one_has_read(next_job, publisher):
     """It holds the server's earlier answer in memory."""
-    publisher = next_job("publisher")
-    publisher.put(key(), b"graph", METADATA)
     job = next_job(run="one-run")
     assert job.get(key()) == b"graph"
     program = """
@@ -151,9 +149,8 @@ def test_copy_of_team_namespace_is_not_preferred_to_trusted_one(next_job, namesp
     assert asked == [4, 4]  # one request for each namespace
 
 
+@pytest.mark.usefixtures("publisher")
 def test_a_copy_of_one_server_is_not_served_to_a_job_of_another(next_job):
-    next_job("publisher").put(key(), b"graph", METADATA)
-    assert next_job().get(key()) == b"graph"
     with FakeServer() as other:
         assert next_job(url=other.url).get(key()) is None
         elsewhere = next_job("elsewhere", url=other.url)
@@ -241,9 +238,7 @@ def test_processes_of_a_run_share_one_look_up_of_copies(next_job, monkeypatch):
     assert asked == [[3], [], []]
 
 
-def test_run_repeats_its_look_up_after_ten_minutes(next_job, monkeypatch):
-    publisher = next_job("publisher")
-    publisher.put(key(), b"graph", METADATA)
+def test_run_repeats_its_look_up_after_ten_minutes(next_job, publisher, monkeypatch):
     job = next_job(run="a long run")
     assert job.get(key()) == b"graph"
     withhold(publisher)
@@ -252,11 +247,9 @@ def test_run_repeats_its_look_up_after_ten_minutes(next_job, monkeypatch):
     assert job.get(key()) is None
 
 
+@pytest.mark.usefixtures("publisher")
 def test_damaged_note_about_server_is_ignored(next_job):
-    next_job("publisher").put(key(), b"graph", METADATA)
-    job = next_job()
-    assert job.get(key()) == b"graph"
-    (noted,) = job.config.cache_dir.glob("servers/*/_origin")
+    (noted,) = next_job().config.cache_dir.glob("servers/*/_origin")
     for text in ("", "../../x", "url-zz"):
         noted.write_text(text)
         assert next_job().get(key()) == b"graph"

@@ -1,10 +1,14 @@
 """Withdraws artifacts from a server, as a reporter or an administrator does."""
 
+import time
+
+import pytest
+
 from graphstash import Stash
 from graphstash_schema import Digest, ReportReason
 from support.host import key
 
-__all__ = ["delete", "withhold"]
+__all__ = ["delete", "turn", "withhold"]
 
 
 def withhold(stash: Stash, number: int = 1) -> None:
@@ -18,3 +22,10 @@ def withhold(stash: Stash, number: int = 1) -> None:
 def delete(stash: Stash, number: int = 1) -> None:
     """Deletes an artifact on the server."""
     stash.server._transport.call("DELETE", str(key(number).artifact_path(stash.config.namespace)))
+
+
+def turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn the clock of the copies to a time at which the server is asked about all of them."""
+    later = time.time() + 601
+    for module in ("standing", "withdrawals"):
+        monkeypatch.setattr(f"graphstash._artifacts.{module}.time", lambda: later)
