@@ -200,11 +200,11 @@ class Allocator:
                 raise NoSpaceError(doubt)
         found = []
         if budget.hard_bytes is not None and own + ahead_bytes > budget.hard_bytes:
-            refusal = _refusal(allocation, f"the namespace {where}", own, budget.hard_bytes)
+            refusal = _refusal(allocation, f"the namespace {where}", budget.hard_bytes)
             excess_bytes = own + ahead_bytes - budget.hard_bytes
             found.append(_Excess(where, excess_bytes, refusal, "over the namespace's limit"))
         if store.hard_bytes is not None and stored + pending + ahead_bytes > store.hard_bytes:
-            refusal = _refusal(allocation, "the store", stored, store.hard_bytes)
+            refusal = _refusal(allocation, "the store", store.hard_bytes)
             excess_bytes = stored + ahead_bytes - store.hard_bytes
             found.append(_Excess(None, excess_bytes, refusal, "over the store's limit"))
         if full is not None and full.missing_bytes is not None:
@@ -244,12 +244,12 @@ class Allocator:
         return evicted
 
 
-def _refusal(allocation: Allocation, where: str, used_bytes: int, limit_bytes: int) -> NoSpaceError:
-    used_bytes -= allocation.taken_bytes
+def _refusal(allocation: Allocation, where: str, limit_bytes: int) -> NoSpaceError:
+    """Return the error. How much the store has is not told to a caller of one namespace."""
     return NoSpaceError(
-        f"{allocation.size_bytes} bytes are to be stored, {where} has {used_bytes} of at most "
-        f"{limit_bytes}, and not enough can be evicted: unpin or delete artifacts, or raise the "
-        "limit (GRAPHSTASH_STORE_LIMIT_BYTES, GRAPHSTASH_NAMESPACE_LIMIT_BYTES, graphstash "
-        "namespace set --limit)",
+        f"{allocation.size_bytes} bytes are to be stored, {where} takes at most {limit_bytes}, and "
+        "not enough can be evicted: unpin or delete artifacts, or raise the limit "
+        "(GRAPHSTASH_STORE_LIMIT_BYTES, GRAPHSTASH_NAMESPACE_LIMIT_BYTES, graphstash namespace set "
+        "--limit)",
         limit=limit_bytes,
     )
