@@ -154,12 +154,15 @@ def ends(loop):
     return [loop.state()[name].state_dict() for name in ("model", "optimizer")]
 
 
-def test_losses_equal_torchs_adamw():
-    ours, theirs = Loop(adamw), Loop(torchs)
+def test_losses_equal_torchs_adamw_and_a_fused_forward_ends_at_the_same_bits():
+    ours, theirs, fused = Loop(adamw), Loop(torchs), Loop(adamw, "forward")
     losses = ours.run(0, STEPS)
     torch.testing.assert_close(losses, theirs.run(0, STEPS), rtol=1e-5, atol=1e-6)
     rates = [loop.optimizers.optimizers[0].param_groups[0]["lr"] for loop in (ours, theirs)]
     assert rates[0] == rates[1] == pytest.approx(0.01 * 0.8**STEPS)
+    assert is_same(fused.run(0, STEPS), losses)
+    assert [len(fusion._waiting) for fusion in fused.fusions] == [4, 2]
+    assert is_same(ends(fused), ends(ours))
 
 
 @pytest.mark.parametrize("make", [adamw, muon])
@@ -174,13 +177,6 @@ def test_a_distributed_checkpoint_resumes_to_the_same_bits(make, when, tmp_path)
     dcp.load(resumed.state(), checkpoint_id=tmp_path, no_dist=True)
     assert is_same(resumed.run(3, STEPS), losses)
     assert is_same(ends(resumed), ends(whole))
-
-
-def test_a_fused_forward_ends_at_the_same_bits():
-    alone, fused = Loop(adamw), Loop(adamw, "forward")
-    assert is_same(fused.run(0, STEPS), alone.run(0, STEPS))
-    assert [len(fusion._waiting) for fusion in fused.fusions] == [4, 2]
-    assert is_same(ends(fused), ends(alone))
 
 
 @pytest.mark.parametrize("when", [None, "forward"])
