@@ -120,9 +120,6 @@ def test_futures_as_arguments_are_resolved(device):
         "pair": Pair(1, 2),
         "text": "four",
     }
-
-
-def test_arguments_without_futures_are_passed_as_they_are(device):
     values = [{"a": [1]}, (2,)]
     assert device.submit(lambda value: value, values).result() is values
 
@@ -208,23 +205,6 @@ def test_exception_of_body_is_raised_with_note_of_failure():
     assert not threads_of("noted")
 
 
-def test_exception_in_body_drops_pending_submissions():
-    held, seen = Held(), []
-
-    def body():
-        with DeviceExecutor("dropping") as device:
-            device.submit(held)
-            dropped = device.submit(seen.append, 1)
-            assert held.started.wait(SECONDS)
-            dropped._future.add_done_callback(lambda _: held.release.set())
-            raise KeyError("body")
-
-    with pytest.raises(KeyError):
-        body()
-    assert seen == []
-    assert not threads_of("dropping")
-
-
 def test_close_drains_and_leaves_no_thread():
     device = DeviceExecutor("draining", depth=50)
     seen = []
@@ -236,17 +216,23 @@ def test_close_drains_and_leaves_no_thread():
     assert not threads_of("draining")
 
 
-def test_close_with_cancel_drops_pending_submissions():
+@pytest.mark.parametrize("how", ["close(cancel=True)", "an exception in the body"])
+def test_cancelling_drops_pending_submissions_and_waits_for_the_running_one(how):
     held, seen = Held(), []
-    device = DeviceExecutor(depth=2)
+    device = DeviceExecutor("dropping")
     running, queued = device.submit(held), device.submit(seen.append, 1)
     assert held.started.wait(SECONDS)
     queued._future.add_done_callback(lambda _: held.release.set())
-    device.close(cancel=True)
+    if how.startswith("close"):
+        device.close(cancel=True)
+    else:
+        with pytest.raises(KeyError), device:
+            raise KeyError("body")
     assert running.result() == ()
     assert seen == []
     with pytest.raises(ExecutorClosed, match="dropped"):
         queued.result()
+    assert not threads_of("dropping")
 
 
 def test_nothing_can_be_submitted_after_close(device):

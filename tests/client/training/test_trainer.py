@@ -161,22 +161,6 @@ def test_weights_that_a_callback_averages_after_each_step_are_the_newest(fuse):
     torch.testing.assert_close(averaged.module[0].weight, sum(after) / 4)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fuse": "both"}, r"None, 'backward' or 'forward' \(got 'both'\)"),
-        ({"fuse": "forward", "traced": True}, "leave fuse or traced out"),
-        ({"fuse": "backward", "clip_norm": 1.0}, "clip_norm would wait for: use fuse='forward'"),
-        ({"fuse": "backward", "clip_value": 1.0}, "clip_value would wait for"),
-        ({"fuse": "backward", "accumulate": 2}, "accumulate would wait for"),
-        ({"fuse": "backward", "precision": "fp16"}, "fp16 would wait for"),
-    ],
-)
-def test_inexact_fusion_is_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        run(1, **options)
-
-
 def test_model_that_cannot_be_fused_is_refused_with_reason():
     of = problem()
     with training.fuse(*of[:2]), pytest.raises(ConfigError, match=r"fuse='forward': .* already fu"):
@@ -436,9 +420,15 @@ def test_untrainable_arguments_are_refused_with_reason(changed, options, message
         ({"steps": 2.5}, r"steps must be a whole number, at least 1 \(got 2.5\)"),
         ({"metrics": ("loss",)}, "metrics: loss is logged without being named"),
         ({"precision": "int8"}, r"precision must be 'fp32', 'bf16' or 'fp16' \(got 'int8'\)"),
+        ({"fuse": "both"}, r"None, 'backward' or 'forward' \(got 'both'\)"),
+        ({"fuse": "forward", "traced": True}, "leave fuse or traced out"),
+        ({"fuse": "backward", "clip_norm": 1.0}, "clip_norm would wait for: use fuse='forward'"),
+        ({"fuse": "backward", "clip_value": 1.0}, "clip_value would wait for"),
+        ({"fuse": "backward", "accumulate": 2}, "accumulate would wait for"),
+        ({"fuse": "backward", "precision": "fp16"}, "fp16 would wait for"),
     ],
 )
-def test_a_wrong_argument_is_named_with_its_range(options, message):
+def test_argument_out_of_range_or_in_conflict_is_refused_with_reason(options, message):
     with pytest.raises(ConfigError, match=message):
         run(**{"steps": 5} | options)
 
