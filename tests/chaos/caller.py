@@ -1,6 +1,5 @@
 """One thread of the load: its operations, and what their answers tell the model."""
 
-import hashlib
 import random
 import threading
 import time
@@ -11,10 +10,10 @@ import httpx
 from chaos.cluster import KEEP, TIGHT
 from chaos.model import ViolationError
 from graphstash_schema import ArtifactMetadata, Digest
+from support.guarded_server import DEVICE, fingerprint, keys
 
 __all__ = ["TIMEOUT_SECONDS", "WINDOW", "Caller", "artifact_path"]
 
-_DEVICE = "cpu-x86_64-0123456789abcdef"
 TIMEOUT_SECONDS = 40
 
 _AFTER_A_CUT_SECONDS = 3.0
@@ -38,16 +37,12 @@ _VARIANTS = (0, 1)
 """What a key may get: compilers are not reproducible."""
 
 
-def fingerprint(number):
-    return hashlib.sha256(str(number).encode()).hexdigest()
-
-
 def artifact_path(namespace, number, what="artifacts"):
-    return f"/v1/{namespace}/{what}/jax/{_DEVICE}/{fingerprint(number)}"
+    return f"/v1/{namespace}/{what}/jax/{DEVICE}/{fingerprint(number)}"
 
 
 def key_of(number):
-    return {"kind": "jax", "device_type": _DEVICE, "fingerprint": fingerprint(number)}
+    return keys([number])[0]
 
 
 class Caller:

@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from graphstash_schema import ArtifactKey, Digest, Namespace
 from graphstash_server.keys import StoredKey
 from graphstash_server.testing import ServerProcess
+from support.api import Api
 from support.pins import pin
 from support.small_disk import SmallDisk
 from support.waiting import until
@@ -24,47 +24,37 @@ DISK_BYTES = 32 * MIB
 HEAD_ROOM_BYTES = 4 * MIB
 
 
-class Api:
-    """One namespace of one server."""
+class DiskApi(Api):
+    """One namespace of one server; numbers say what is stored."""
 
     def __init__(self, url: str, database_url: str) -> None:
+        super().__init__(url)
         self._database_url = database_url
-        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
-    @staticmethod
-    def key(number: int) -> ArtifactKey:
-        return ArtifactKey.parse("jax", "cpu", f"{number:064x}")
-
-    def path(self, number: int) -> str:
-        return str(self.key(number).artifact_path("team"))
+    def fingerprint(self, number: int) -> str:
+        return f"{number:064x}"
 
     @staticmethod
     def blob(number: int, size: int = MIB) -> bytes:
         return random.Random(number).randbytes(size)
 
-    def put(self, number: int, size: int = MIB) -> httpx.Response:
-        blob = self.blob(number, size)
-        headers = {"Repr-Digest": Digest.of(blob).repr_digest}
-        return self.http.put(self.path(number), content=blob, headers=headers)
+    def store(self, number: int, size: int = MIB) -> httpx.Response:
+        return self.put(self.blob(number, size), number)
 
     def put_all(self, numbers: Iterable[int]) -> None:
         """Store artifacts, each of which the server accepts."""
-        refused = [answer.text for answer in map(self.put, numbers) if answer.status_code != 201]
+        refused = [answer.text for answer in map(self.store, numbers) if answer.status_code != 201]
         assert refused == []
-
-    def get(self, number: int) -> httpx.Response:
-        return self.http.get(self.path(number))
 
     def has(self, numbers: Iterable[int]) -> bool:
         """Return whether each artifact is served as it was stored."""
         return all(self.get(number).content == self.blob(number) for number in numbers)
 
-    def delete(self, number: int) -> httpx.Response:
-        return self.http.delete(self.path(number))
-
     def pin(self, numbers: Iterable[int]) -> None:
-        team = Namespace("team")
-        pin(self._database_url, [StoredKey.of(team, self.key(number)) for number in numbers])
+        named = [
+            StoredKey.parse(namespace=self.namespace, **self.key(number)) for number in numbers
+        ]
+        pin(self._database_url, named)
 
     def kept(self, numbers: Iterable[int]) -> list[int]:
         return [number for number in numbers if self.get(number).status_code == 200]
@@ -90,9 +80,9 @@ class Deployment:
             self._environment["GRAPHSTASH_DATABASE_URL"] = database_url
         self.has_sqlite = not database_url
         self._database_url = database_url
-        self._opened: list[tuple[ServerProcess, Api]] = []
+        self._opened: list[tuple[ServerProcess, DiskApi]] = []
 
-    def serve(self, **settings: int) -> Api:
+    def serve(self, **settings: int) -> DiskApi:
         given = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
         server = ServerProcess(
             self.disk.directory / "data",
@@ -101,7 +91,7 @@ class Deployment:
             environment=self._environment | given,
         )
         database = self.disk.directory / "data" / "graphstash.sqlite3"
-        api = Api(server.url, self._database_url or f"sqlite:///{database}")
+        api = DiskApi(server.url, self._database_url or f"sqlite:///{database}")
         self._opened.append((server, api))
         return api
 
@@ -123,7 +113,7 @@ class Deployment:
 
     def close(self) -> None:
         for server, api in self._opened:
-            api.http.close()
+            api.close()
             server.stop()
 
 
@@ -171,7 +161,7 @@ def test_reading_goes_on_when_nothing_can_be_evicted(deployment):
     api.put_all(numbers)
     api.pin(numbers)
     number = 100
-    while (answer := api.put(number)).status_code == 201:
+    while (answer := api.store(number)).status_code == 201:
         api.pin([number])
         numbers.append(number)
         number += 1
@@ -186,7 +176,7 @@ def test_reading_goes_on_when_nothing_can_be_evicted(deployment):
 
     for each in numbers[:2]:
         assert api.delete(each).status_code == 204
-    assert api.put(number).status_code == 201
+    assert api.store(number).status_code == 201
 
 
 def test_disk_filled_by_others_is_read_only_until_there_is_room(deployment):
@@ -195,7 +185,7 @@ def test_disk_filled_by_others_is_read_only_until_there_is_room(deployment):
     api.pin(range(12))
     deployment.disk.fill()
     for number in range(100, 110):
-        refused = api.put(number, 1000 * (number - 99))
+        refused = api.store(number, 1000 * (number - 99))
         assert (refused.status_code, refused.json()["code"]) == (507, "insufficient_storage")
         assert "limit" in refused.json()
     ready = api.http.get("/readyz")
@@ -207,7 +197,7 @@ def test_disk_filled_by_others_is_read_only_until_there_is_room(deployment):
     assert api.has(range(12))
 
     deployment.disk.drain()
-    assert api.put(100).status_code == 201
+    assert api.store(100).status_code == 201
     until(lambda: api.http.get("/readyz").json()["blob_store"] == "ok")  # a probe is shared
 
 
@@ -218,7 +208,7 @@ def test_disk_filled_by_others_gets_room_by_deleting_and_by_evicting(deployment)
     deployment.disk.fill(left_bytes=MIB if deployment.has_sqlite else 0)
     assert api.delete(0).status_code == 204
     tries = 0
-    while (answer := api.put(100)).status_code == 507:
+    while (answer := api.store(100)).status_code == 507:
         tries += 1
         assert tries < 10
     assert answer.status_code == 201
