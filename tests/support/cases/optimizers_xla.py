@@ -4,10 +4,8 @@ One process for many checks, because torch_xla takes long to import. A step is o
 once; nobody reads the device.
 """
 
-import copy
 import gc
 import math
-import pickle
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -317,33 +315,6 @@ def torch_goes_on_from_ours_and_ours_from_torch() -> None:
         assert_close(last, alone)
 
 
-def loaded(parameters: Any, optimizer: Any) -> tuple[Any, Any]:
-    new = [nn.Parameter(each.detach().clone()) for each in parameters]
-    other = type(optimizer)(new, lr=0.1)
-    other.load_state_dict(optimizer.state_dict())
-    return new, other
-
-
-def a_copy_goes_on_to_the_bit_and_alone() -> None:
-    ways: list[Callable[[Any, Any], tuple[Any, Any]]] = [
-        lambda p, o: copy.deepcopy((p, o)),
-        lambda p, o: pickle.loads(pickle.dumps((p, o))),
-        loaded,
-    ]
-    for make in BY_NAME.values():
-        expected = new_parameters(XLA)
-        plain_steps(expected, make(expected, lr=0.1), range(8))
-        for copied in ways:
-            parameters = new_parameters(XLA)
-            optimizer = make(parameters, lr=0.1)
-            plain_steps(parameters, optimizer, range(4))
-            before = on_host(parameters)
-            new, other = copied(parameters, optimizer)
-            plain_steps(new, other, range(4, 8))
-            assert_equal(parameters, before)
-            assert_equal(new, expected)
-
-
 def a_group_may_be_added_later() -> None:
     parameters, theirs, counter = new_parameters(XLA), new_parameters(), None
     for mine, make in ((parameters, optimizers.AdamW), (theirs, torch.optim.AdamW)):
@@ -406,19 +377,6 @@ def other_types_are_kept() -> None:
     assert_close(mixed, [torch.full_like(each, 0.7) for each in on_host(mixed)], atol=0.02)
 
 
-def found_inf_of_any_kind() -> None:
-    parameters = new_parameters(XLA)
-    optimizer = optimizers.SGD(parameters, lr=0.1, momentum=0.5)
-    for parameter, gradient in zip(parameters, gradients(0), strict=True):
-        parameter.grad = gradient.to(XLA) if gradient is not None else None
-    values: list[Any] = [0.0, False, 0, [0.0], 1.0, math.nan, True, 3, [1.0]]
-    for number, value in enumerate(values):
-        before = on_host(parameters)
-        optimizer.step(found_inf=torch.tensor(value).to(XLA))
-        is_left_out = all(map(torch.equal, before, on_host(parameters)))
-        assert is_left_out == (number > 3), value
-
-
 def a_parameter_without_a_gradient_keeps_its_own_step() -> None:
     missing = {0: (1,), 2: (0, 2), 3: (3,), 5: (1, 2)}
     for name, case in CASES.items():
@@ -477,25 +435,6 @@ def the_scale_alone() -> None:
     assert float(scale.unscale_(optimizer)) == 0
     found: list[Any] = [each.grad for each in parameters]
     assert_equal(found, [torch.full_like(each, 1 / 32) for each in on_host(parameters)])
-
-
-def two_optimizers_share_a_scale() -> None:
-    """First the gradients of one are not finite, then those of the other."""
-    sets = [new_parameters(XLA), new_parameters(XLA)]
-    made: list[Any] = [optimizers.SGD(sets[0], lr=0.1), optimizers.AdamW(sets[1], lr=0.1)]
-    scale = new_scale()
-    for step, bad in enumerate((None, (0, math.inf), (1, math.nan), None)):
-        for number, (parameters, optimizer) in enumerate(zip(sets, made, strict=True)):
-            value = bad[1] if bad and bad[0] == number else None
-            factors = on(parameters, gradients(step, bad=value))
-            optimizer.zero_grad()
-            scale.scale(loss_of(parameters, factors)).backward()
-            scale.step(optimizer)
-        scale.update()
-        del factors
-        torch_xla.sync()
-    assert scale.get_scale() == 2
-    assert [float(o.state[p[0]]["step"]) for o, p in zip(made, sets, strict=True)] == [3, 3]
 
 
 def here_and_on_the_host(
@@ -591,15 +530,12 @@ CHECKS: dict[str, Callable[[], None]] = {
         state_is_written_over_in_place,
         aliases_of_parameters_follow,
         torch_goes_on_from_ours_and_ours_from_torch,
-        a_copy_goes_on_to_the_bit_and_alone,
         a_group_may_be_added_later,
         the_scalers_of_torch_and_torch_xla,
         other_types_are_kept,
-        found_inf_of_any_kind,
         a_parameter_without_a_gradient_keeps_its_own_step,
         micro_batches_add_up_to_their_batch,
         the_scale_alone,
-        two_optimizers_share_a_scale,
         muon_rounds_as_bfloat16_does,
         moments_of_eight_bits_are_rounded_as_on_the_host,
         averages_are_put_in_and_taken_out,
