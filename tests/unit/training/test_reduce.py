@@ -130,16 +130,6 @@ def test_dense_gate_checks_density_ever_more_rarely():
     assert looks == [0, 2, 5, 10, 19, 28, 37]
 
 
-@given(st.lists(st.floats(0, 1), max_size=50))
-def test_gates_with_equal_input_decide_alike(densities):
-    gates = [DensityGate(dense_above=0.6, sparse_below=0.4) for _ in range(2)]
-    for density in densities:
-        assert len({gate.skips() for gate in gates}) == 1
-        for gate in gates:
-            gate.record(density)
-        assert len({(gate.is_dense, gate.limit) for gate in gates}) == 1
-
-
 @pytest.mark.parametrize(("above", "below"), [(0.5, 0.6), (1.1, 0.5), (0.5, -0.1)])
 def test_limits_that_contradict_each_other_are_refused(above, below):
     with pytest.raises(ValueError, match=rf"sparse_below={below}.*dense_above={above}"):
