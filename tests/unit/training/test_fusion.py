@@ -514,8 +514,9 @@ def test_unknown_optimizer_mode_or_parameter_is_refused():
         fuse(model, SGD(model.parameters()), "sideways")
     with pytest.raises(FusionError, match="no parameter of the model"):
         fuse(model, SGD(Net().parameters()))
-    with pytest.raises(FusionError, match="copies of the modules"):
-        fuse(nn.DataParallel(model), SGD(model.parameters()), "forward")
+    for when in ("backward", "forward"):
+        with pytest.raises(FusionError, match="copies of the modules"):
+            fuse(nn.DataParallel(model), SGD(model.parameters()), when)
     with pytest.raises(FusionError, match=r"first\.weight is on meta and has no values yet"):
         fuse(model.to("meta"), SGD(model.parameters()))
 

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from graphstash.training.fusion.base import Fusion, ModuleHook
@@ -142,13 +142,6 @@ class BackwardFusion(Fusion):
         """Forget a partial update, which the loaded values replace."""
         if self._backwards:
             self._end_step()
-
-    def _refuse(self) -> None:
-        if any(isinstance(module, DataParallel) for module in self.model.modules()):
-            raise FusionError(
-                "DataParallel runs copies of the modules; use DistributedDataParallel, or train "
-                "without fusion"
-            )
 
     def _attach(self) -> None:
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]

@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn, Self
 
 import torch
 from torch import Tensor, nn, optim
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
@@ -130,8 +130,7 @@ class Fusion(ABC):
         with suppress(FusionError) if kind is not None else nullcontext():  # keep the first error
             self.close()
 
-    @abstractmethod
-    def _refuse(self) -> None:
+    def _refuse(self) -> None:  # noqa: B027 - backward fusion refuses nothing more
         """Raise FusionError if this kind of fusion would not be exact."""
 
     @abstractmethod
@@ -272,6 +271,11 @@ def _refuse_general(model: nn.Module, optimizer: Optimizer) -> None:
             "few parameters at a time; use a hook of the step, or train without fusion"
         )
     for module in model.modules():
+        if isinstance(module, DataParallel):
+            raise FusionError(
+                "DataParallel runs copies of the modules; use DistributedDataParallel, or train "
+                "without fusion"
+            )
         if isinstance(module, DistributedDataParallel) and module.mixed_precision is not None:
             raise FusionError(
                 "DistributedDataParallel(mixed_precision=) trains copies of the parameters; use "

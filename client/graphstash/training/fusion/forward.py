@@ -88,11 +88,6 @@ class ForwardFusion(Fusion):
         self.flush()
 
     def _refuse(self) -> None:
-        if any(isinstance(module, nn.DataParallel) for module in self.model.modules()):
-            raise FusionError(
-                "DataParallel runs copies of the modules; use DistributedDataParallel, or train "
-                "without fusion"
-            )
         if any(map(is_fully_sharded, self.model.modules())):
             raise FusionError(
                 "fully_shard() may gather parameters before their module is about to run; use "
