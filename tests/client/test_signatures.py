@@ -233,18 +233,20 @@ def test_secret_readable_by_others_is_not_used(hosts, team):
     assert refusal(writer.get, key()).reason is Reason.CONNECT
 
 
-def test_threads_agree_on_one_secret_also_after_an_empty_one(hosts):
+def test_threads_agree_on_one_secret_and_an_empty_one_is_replaced(hosts):
     tier = hosts().local
     secret = tier.root / "secret"
-    for number in range(10):  # all of them have to look before the first one's file is there
-        if number == 0:
-            secret.touch(mode=0o600)
+    for _ in range(10):  # all of them have to look before the first one's file is there
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(tier.secret) for _ in range(8)]
         (found,) = {each.result() for each in asked}
         assert (len(found), secret.read_bytes()) == (32, found)
         assert list((tier.root / "tmp").iterdir()) == []
         secret.unlink()
+    secret.touch(mode=0o600)
+    made = tier.secret()
+    assert len(made) == 32
+    assert tier.secret() == secret.read_bytes() == made
 
 
 def test_malformed_provenance_is_ignored(tmp_path):
