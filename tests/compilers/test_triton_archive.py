@@ -2,6 +2,7 @@
 
 import base64
 import json
+import struct
 from types import SimpleNamespace
 
 import pytest
@@ -73,6 +74,13 @@ def test_a_cut_archive_is_refused(files, data):
         unpack(packed[:length])
     with pytest.raises(ArchiveError):
         unpack(packed + packed[length:])
+
+
+@pytest.mark.parametrize("names", [(b"b", b"a"), (b"a", b"a")], ids=["unsorted", "twice"])
+def test_archive_with_names_out_of_order_is_refused(names):
+    files = b"".join(struct.pack(">HQ", 1, 0) + name for name in names)
+    with pytest.raises(ArchiveError, match="behind"):
+        unpack(b"graphstash-triton\1" + struct.pack(">I", 2) + files)
 
 
 @given(st.binary(max_size=300))
