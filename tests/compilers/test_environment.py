@@ -21,6 +21,10 @@ def test_variables_that_identify_the_process_do_not_matter():
     assert parts(TPU_WORKER_ID="3", NEURON_PJRT_PROCESS_INDEX="3", HOME="/root") == {}
 
 
+def test_flags_that_only_name_places_to_write_are_as_none():
+    assert parts(XLA_FLAGS="--xla_dump_to=/one", LIBTPU_INIT_ARGS="") == {}
+
+
 def observed(monkeypatch, *values, without=()):
     """Returns the parts after these values of a variable that torch_xla reads late."""
     states = EnvironmentStates(without=without)

@@ -45,6 +45,8 @@ _SAME_EXECUTABLE: Final = re.compile(
 If a rank's number were in the fingerprint, ranks would share nothing. The loaded libtpu is a part
 of its own."""
 
+_FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
 _MAX_NAME_LENGTH: Final = 60
 """A part's name has at most 64 characters. No variable that is read has more than 40."""
 
@@ -77,7 +79,8 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
             if all(token.startswith("-") for token in tokens):  # else `--flag value`, in this order
                 # Sort by flag instead of by token: the last occurrence of a repeated flag counts.
                 tokens.sort(key=_flag)
-            parts[f"env.{name}"] = " ".join(tokens)
+            if tokens or name not in _FLAGS:  # without flags, the variable may as well be absent
+                parts[f"env.{name}"] = " ".join(tokens)
             if name == "XLA_FLAGS":
                 for file in (token for token in tokens if not token.startswith("-")):
                     parts["xla_flag_file"] = read_part(partial(Path(file).read_text, "utf-8"))
