@@ -22,7 +22,9 @@ def prepare() -> None:
     library = Path(plugin.__file__).with_name("xla_cpu_pjrt.so")
     os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"other:{library}"
     os.environ["JAX_PLATFORMS"] = "other"
-    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
+    # Otherwise the key contains the place of each operation in the text of a program, so that any
+    # change of the text would change the key.
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
     import jax  # noqa: F401 - imported once, for all programs
 

@@ -17,6 +17,8 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +28,7 @@ from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
 from graphstash.errors import CacheError, Reason
 
-__all__ = ["AskedError", "Recorder"]
+__all__ = ["AskedError", "Recorder", "fork", "load", "run"]
 
 
 class AskedError(BaseException):
@@ -51,6 +53,7 @@ class Recorder(CompileCache):
         # meet the end of the child.
         self.answers_at_once = not config.wants_hook("jax")
         self.output = output
+        self.told: dict[str, str] = {}  # what a program says about itself
 
     def fetch_or_start(self, request: CompileRequest, *_: object, **__: object) -> NoReturn:
         self._end(str(request.key), "")
@@ -65,6 +68,7 @@ class Recorder(CompileCache):
 
     def _end(self, key: str, unshared: str) -> NoReturn:
         asked = AskedError(key, unshared)
+        asked.answer |= self.told
         if self.answers_at_once:
             os.write(self.output, json.dumps(asked.answer).encode() + b"\n")
             os._exit(0)
@@ -72,43 +76,55 @@ class Recorder(CompileCache):
         raise asked
 
 
-def run(compiler: Any, request: dict[str, Any], output: int) -> dict[str, str]:
-    """The answer for one program, in a forked child."""
-    os.chdir(request["directory"])
-    os.environ.update(request["variables"])
-    sys.path.insert(0, request["directory"])
+def run(
+    compiler: Any, output: int, program: Callable[[Callable[..., None]], object]
+) -> dict[str, str]:
+    """Return the answer for one program, in a forked child; it may add to the answer."""
     recorder = Recorder(output, **getattr(compiler, "SETTINGS", {}))
     try:
         compiler.install(recorder)
-        runpy.run_path("program.py", run_name="__main__")
+        program(recorder.told.update)
     except BaseException:
         if recorder.answer is None:
             return {"failed": traceback.format_exc()}
     return recorder.answer or {"failed": "nothing was asked for"}
 
 
-def _fork(compiler: Any, request: dict[str, Any], output: int) -> None:
+def load(compiler: Any) -> None:
+    """Import what programs of a compiler need, in the parent of their processes."""
+    compiler.prepare()
+    gc.disable()
+    gc.freeze()  # so that children share the memory of their parent
+
+
+def fork(answer_for: Callable[[], dict[str, str]], output: int) -> int:
+    """Write an answer that a forked child finds; return the child."""
     pid = os.fork()
     if pid == 0:
         answer = {"failed": "it ended early"}
         try:
-            answer = run(compiler, request, output)
+            answer = answer_for()
         finally:
             os.write(output, json.dumps(answer).encode() + b"\n")
             os._exit(0)
-    os.waitpid(pid, 0)
+    return pid
+
+
+def _answer(compiler: Any, request: dict[str, Any], output: int) -> dict[str, str]:
+    os.chdir(request["directory"])
+    os.environ.update(request["variables"])
+    sys.path.insert(0, request["directory"])
+    return run(compiler, output, lambda _: runpy.run_path("program.py", run_name="__main__"))
 
 
 def main() -> None:
-    """Reads requests until standard input ends."""
+    """Read requests until standard input ends."""
     output = os.dup(1)
     os.dup2(2, 1)  # what programs and compilers print is no answer
     compiler = importlib.import_module(f"compilers.wrong_hits.{sys.argv[1]}")
-    compiler.prepare()
-    gc.disable()
-    gc.freeze()  # so that children share the memory of their parent
+    load(compiler)
     for line in sys.stdin:
-        _fork(compiler, json.loads(line), output)
+        os.waitpid(fork(partial(_answer, compiler, json.loads(line), output), output), 0)
     os._exit(0)  # nothing of the compiler has to be taken down
 
 

@@ -21,11 +21,14 @@ VERSIONS = (
     ("triton", "3.9.0", "torch-newest"),
     ("inductor", "2.7.0", ""),
     ("inductor", "2.15.0", "torch-newest"),
+    ("jax", "0.10.2", ""),
+    ("torch_xla", "2.7.0", ""),
+    ("pjrt", "xla-cpu-pjrt", ""),
 )
 
 
 def cases():
-    """All are extended but Triton's in `.venv`: torch takes long to start."""
+    """Those of torch's compiler are extended: it takes long to start."""
     return [
         pytest.param(
             name,
@@ -82,14 +85,15 @@ def test_generated_programs_share_key_exactly_if_they_are_equal(
             stack.callback(process.kill)
             running.append((process, directory))
         answers = [answer for each in running for answer in answers_of(*each)]
-    failed = [unshared for _, _, unshared in answers if unshared.startswith("failed")]
+    failed = [unshared for _, _, unshared, _ in answers if unshared.startswith("failed")]
     assert not failed, failed[0]
-    meanings, keys = {}, {}
-    for meaning, key, unshared in answers:
+    compiled_by, keys = {}, {}
+    for meaning, key, unshared, compiled in answers:
         if unshared:
             continue
-        assert meanings.setdefault(key, meaning) == meaning, "a wrong hit"
+        expected = compiled_by.setdefault(key, (compiled or meaning, meaning))
+        assert expected[0] == (compiled or meaning), f"a wrong hit: {meaning} and {expected[1]}"
         assert keys.setdefault(meaning, key) == key, f"two keys of {meaning}"
-    reasons = Counter(unshared for _, _, unshared in answers if unshared)
-    assert len(keys) > len(answers) / 3, reasons
+    reasons = Counter(unshared for _, _, unshared, _ in answers if unshared)
+    assert len(keys) > len(answers) / 6, reasons  # of a third of the programs
     print(f"{pairs} pairs, {len(keys)} keys of {len(answers)} programs, not shared: {reasons}")

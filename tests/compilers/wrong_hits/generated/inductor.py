@@ -25,7 +25,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import _side_effectful_functions
 
-from compilers.wrong_hits.generated.programs import laid_out
+from compilers.wrong_hits.generated.programs import laid_out, named
+from compilers.wrong_hits.generated.recorder import Answer
 from compilers.wrong_hits.generated.values import HOLDERS, VALUES
 from graphstash.hooks.inductor.fingerprint import entry_request
 from graphstash.hooks.inductor.key_info import KeyInfo
@@ -38,13 +39,9 @@ VERSIONS = {"2.7.0": "", "2.15.0": "torch-newest"}
 _NAMES = ("sin", "cos", "exp", "neg", "relu", "tanh", "sigmoid", "abs", "sinc", "silu")
 
 
-def _named(*texts: str) -> dict[str, str]:
-    return {each: each for each in texts}
-
-
 OPERATIONS = {
     **{name: f"aten.{name}.default, (x,)" for name in _NAMES},
-    **_named(
+    **named(
         "aten.sum.dim_IntList, (x, [0])",
         "aten.sum.dim_IntList, (x, [1])",
         "aten.sum.dim_IntList, (x, [0], True)",
@@ -92,7 +89,7 @@ OPERATIONS = {
     ),
 }
 
-INPUTS = _named(
+INPUTS = named(
     "torch.ones(4, 4)",
     "torch.ones(4, 4).t()",
     "torch.ones(4, 8)[:, ::2]",
@@ -110,9 +107,9 @@ INPUTS = _named(
     "torch.ones(4, 4, device='meta')",
 )
 
-SECOND_INPUTS = _named("", "torch.ones(4, 4)", "first", "first[:]", "first.detach()", "3", "3.0")
+SECOND_INPUTS = named("", "torch.ones(4, 4)", "first", "first[:]", "first.detach()", "3", "3.0")
 
-SWITCHES = _named(
+SWITCHES = named(
     *("contextlib.nullcontext()", "torch.no_grad()", "torch.inference_mode()"),
     "torch.autocast('cpu', dtype=torch.bfloat16)",
     "torch.autocast('cpu', dtype=torch.float16)",
@@ -135,7 +132,7 @@ SWITCHES = _named(
     "torch.sparse.check_sparse_tensor_invariants(True)",
 )
 
-SETTINGS = _named(
+SETTINGS = named(
     "",
     *(
         f"config.{each}"
@@ -223,10 +220,10 @@ MARKS = {
 
 _WITHOUT_MEANING = frozenset({"variable", "printing", "seed"})
 
-BODIES = _named("x * 2", "x * 3", "x * 2.0", "x.mul(2)")
+BODIES = named("x * 2", "x * 3", "x * 2.0", "x.mul(2)")
 
 AXES: dict[str, dict[str, str]] = {
-    "level": _named("fx", "autograd"),
+    "level": named("fx", "autograd"),
     "operation": OPERATIONS,
     "input": INPUTS,
     "second": SECOND_INPUTS,
@@ -343,7 +340,7 @@ def text(parts: Mapping[str, str], layout: random.Random) -> str:
     return laid_out([holder, definition, _PASSES], rest.replace("LEVEL", parts["level"]), layout)
 
 
-def prepare() -> Callable[[CodeType, dict[str, Any]], tuple[str, str]]:
+def prepare() -> Callable[[CodeType, dict[str, Any]], Answer]:
     """Return a function that runs a program and returns its key, or why it has none."""
     import contextlib
     import os
@@ -382,12 +379,12 @@ def prepare() -> Callable[[CodeType, dict[str, Any]], tuple[str, str]]:
         "deterministic": _deterministic,
     }
 
-    def ask(program: CodeType, own: dict[str, Any]) -> tuple[str, str]:
+    def ask(program: CodeType, own: dict[str, Any]) -> Answer:
         own |= names
         with _restored():
             exec(program, own)
-        asked: tuple[str, str] = own["asked"]
-        return asked
+        key, unshared = own["asked"]
+        return key, unshared, ""
 
     return ask
 

@@ -10,13 +10,18 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Axes", "Drawn", "draw", "laid_out"]
+__all__ = ["Axes", "Drawn", "draw", "laid_out", "named"]
 
 Axes = Mapping[str, Mapping[str, str]]
 """Lists of parts: by the name of a list, the text of each part by its name."""
 
-_GROUP = 12
-"""Programs of one group; each two of them are a pair."""
+_LARGEST_GROUP = 72
+"""Most programs of one group. Each two of them are a pair, so that few programs make many pairs."""
+
+
+def named(*texts: str) -> dict[str, str]:
+    """Return parts whose names are their texts."""
+    return {each: each for each in texts}
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,10 @@ def draw(
         seed: Of the choices.
     """
     chance = random.Random(seed)
-    for _ in range(math.ceil(pairs / math.comb(_GROUP, 2))):
+    group = min(_LARGEST_GROUP, math.ceil((1 + math.sqrt(1 + 8 * pairs)) / 2))
+    for _ in range(math.ceil(pairs / math.comb(group, 2))):
         first = {axis: chance.choice(list(parts)) for axis, parts in axes.items()}
-        for number in range(_GROUP):
+        for number in range(group):
             chosen = dict(first)
             for axis in chance.sample(list(axes), chance.choice((1, 1, 2)) if number else 0):
                 chosen[axis] = chance.choice(list(axes[axis]))

@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compilers.wrong_hits.generated.programs import laid_out
-from compilers.wrong_hits.generated.recorder import asked_by
+from compilers.wrong_hits.generated.programs import laid_out, named
+from compilers.wrong_hits.generated.recorder import Answer, asked_by
 from compilers.wrong_hits.generated.values import HOLDERS, VALUES
 from compilers.wrong_hits.runner import Recorder
 from graphstash.hooks.triton.hook import install
@@ -24,10 +24,6 @@ __all__ = ["AXES", "VERSIONS", "meaning", "prepare", "text"]
 VERSIONS = {"3.3.0": "", "3.9.0": "torch-newest"}
 
 
-def _named(*texts: str) -> dict[str, str]:
-    return {each: each for each in texts}
-
-
 _AT_COMPILATION = {
     f"function with {name}": HOLDERS[name].replace(
         "\ndef read(*_):", "\n@constexpr_function\ndef read(x):"
@@ -35,10 +31,18 @@ _AT_COMPILATION = {
     + "EXPRESSION read(x)"
     for name in (
         *("global", "constant", "list", "dictionary", "namespace", "dataclass", "named tuple"),
-        *("frozen dataclass", "enumeration", "attribute of a class", "property", "class method"),
+        *("frozen dataclass", "enumeration", "attribute of a class", "property"),
     )
 }
-"""Functions that Triton runs: since 3.4."""
+"""Functions that Triton runs: since 3.4, which refuses attributes that are methods."""
+
+_RUNS_FUNCTIONS = hasattr(triton, "constexpr_function")
+
+_FUNCTION_IN_TABLE = (
+    "@triton.jit\ndef inner(x, factor: tl.constexpr = VALUE):\n    return x * factor\n"
+    "held = types.SimpleNamespace(by=inner)\nEXPRESSION held.by(x)"
+)
+"""Before 3.4: later versions copy what a kernel reads, and cannot copy a kernel."""
 
 READS = {
     "nothing": "EXPRESSION x",
@@ -60,10 +64,6 @@ READS = {
         "FACTOR = tl.constexpr(VALUE)\n@triton.jit\ndef inner(x):\n    return x * FACTOR\n"
         "@triton.jit\ndef outer(x):\n    return inner(x)\nEXPRESSION outer(x)"
     ),
-    "function in a table": (
-        "@triton.jit\ndef inner(x, factor: tl.constexpr = VALUE):\n    return x * factor\n"
-        "held = types.SimpleNamespace(by=inner)\nEXPRESSION held.by(x)"
-    ),
     "hidden by a local": (
         "factor = tl.constexpr(VALUE)\n@triton.jit\ndef by(x):\n    y = x * factor\n"
         "    factor = y\n    return factor\nEXPRESSION by(x)"
@@ -72,13 +72,13 @@ READS = {
         "IS_ON = tl.constexpr(VALUE)\n@triton.jit\ndef by(x):\n    if IS_ON:\n        return x\n"
         "    else:\n        return x * 2\nEXPRESSION by(x)"
     ),
-    **(_AT_COMPILATION if hasattr(triton, "constexpr_function") else {}),
+    **(_AT_COMPILATION if _RUNS_FUNCTIONS else {"function in a table": _FUNCTION_IN_TABLE}),
 }
 
 AXES: dict[str, dict[str, str]] = {
     "read": READS,
-    "value": VALUES,
-    "body": _named(
+    "value": {name: text for name, text in VALUES.items() if name != "len"},  # 3.9 refuses it
+    "body": named(
         *(
             "y * 2.0",
             "y * 2",
@@ -92,7 +92,7 @@ AXES: dict[str, dict[str, str]] = {
         *("tl.where(y > 0, y, 0.0)", "tl.where(y > 0, y, -0.0)", "tl.sum(y, axis=0)"),
         *("tl.max(y, axis=0)", "y.to(tl.float32)", "tl.cast(y, tl.float64)"),
     ),
-    "load": _named(
+    "load": named(
         *(
             "tl.load(x)",
             "tl.load(x, cache_modifier='.cg')",
@@ -100,20 +100,20 @@ AXES: dict[str, dict[str, str]] = {
         ),
         *("tl.load(x, volatile=True)", "tl.load(x + n)", "tl.load(x + 1)"),
     ),
-    "kind": _named("*fp32", "*fp16", "*bf16", "*i32", "*i64"),
-    "arch": _named("80", "90", "100"),
-    "options": _named(
+    "kind": named("*fp32", "*fp16", "*bf16", "*i32", "*i64"),
+    "arch": named("80", "90", "100"),
+    "options": named(
         *("{}", "{'num_warps': 8}", "{'num_warps': 2}", "{'num_stages': 2}", "{'num_stages': 4}"),
         "{'maxnreg': 64}",
         "{'allow_fp8e4nv': True}" if triton.__version__ < "3.3" else "{'debug': True}",
         *("{'default_dot_input_precision': 'ieee'}", "{'sanitize_overflow': False}"),
     ),
-    "constant": _named("1", "2", "True", "1.0", "0.0", "-0.0", "None", "'1'", "(1, 2)"),
-    "divisible": _named("{}", "{(0,): [['tt.divisibility', 16]]}"),
-    "decorated": _named(
+    "constant": named("1", "2", "True", "1.0", "0.0", "-0.0", "None", "'1'", "(1, 2)"),
+    "divisible": named("{}", "{(0,): [['tt.divisibility', 16]]}"),
+    "decorated": named(
         "triton.jit", "triton.jit(do_not_specialize=['n'])", "triton.jit(debug=True)"
     ),
-    "variables": _named(
+    "variables": named(
         *("{}", "{'TRITON_F32_DEFAULT': 'ieee'}", "{'DISABLE_LLVM_OPT': '1'}"),
         *("{'TRITON_DEFAULT_FP_FUSION': '0'}", "{'TRITON_DISABLE_LINE_INFO': '1'}"),
         *("{'MINE': '1'}", "{'TRITON_PRINT_AUTOTUNING': '1'}", "{'DISABLE_MMA_V3': '1'}"),
@@ -165,7 +165,7 @@ def text(parts: Mapping[str, str], layout: random.Random) -> str:
     return f"{kernel}\n{read}\n" + laid_out([], rest, layout)
 
 
-def prepare() -> Callable[[CodeType, dict[str, Any]], tuple[str, str]]:
+def prepare() -> Callable[[CodeType, dict[str, Any]], Answer]:
     """Return a function that runs a program and returns its key, or why it has none."""
     recorder = Recorder(-1)
     assert install(recorder) is not None

@@ -2,9 +2,9 @@
 
     python -m compilers.wrong_hits.generated.worker COMPILER PAIRS SEED
 
-Prints a line for each program: the program's meaning, its key, and why it has no key. The seed of
-Python's hashes also decides the layout and the order of the programs, so that another process
-computes the same keys only if neither matters.
+Prints a line for each program: the program's meaning, its key, why it has no key, and what the
+program says that it compiles. The seed of Python's hashes also decides the layout and the order of
+the programs, so that another process computes the same keys only if neither matters.
 """
 
 import importlib
@@ -41,10 +41,10 @@ def main() -> None:
             module = sys.modules["program"] = types.ModuleType("program")
             module.__file__ = path
             try:
-                key, unshared = ask(compile(text, path, "exec"), vars(module))
+                key, *rest = ask(compile(text, path, "exec"), vars(module))
             except Exception:
-                key, unshared = "", f"failed:\n{traceback.format_exc()}\n{text}"
-            answers.write(json.dumps([program.meaning, key, unshared]) + "\n")
+                key, *rest = "", f"failed:\n{traceback.format_exc()}\n{text}", ""
+            answers.write(json.dumps([program.meaning, key, *rest]) + "\n")
 
 
 if __name__ == "__main__":
