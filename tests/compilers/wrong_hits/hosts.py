@@ -10,7 +10,7 @@ from typing import Any, Self
 from compilers.wrong_hits.pairs import Pair, Program
 from support.environments import python_of
 
-__all__ = ["Asked", "Host", "PairOfHosts"]
+__all__ = ["Asked", "Host", "PairOfHosts", "Ran"]
 
 _TESTS = Path(__file__).parents[2]
 
@@ -26,6 +26,19 @@ class Asked:
 
     key: str
     unshared: str = ""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a program computed.
+
+    Attributes:
+        result: digest of the value of its last line, or of the kind of error that it raised.
+        hits: number of artifacts that it used.
+    """
+
+    result: str
+    hits: int
 
 
 class Host:
@@ -58,19 +71,29 @@ class Host:
         Raises:
             AssertionError: the program failed, or asked for nothing.
         """
+        answer = self._answer(program, {})
+        assert "key" in answer, f"{answer.get('failed')}\n{program.text}"
+        return Asked(**answer)
+
+    def run(self, program: Program, tier: Path | None) -> Ran:
+        """Runs a program to its end, with the artifacts in a directory or without a cache."""
+        answer = self._answer(program, {"tier": str(tier or "")})
+        assert "result" in answer, f"{answer.get('failed')}\n{program.text}"
+        return Ran(answer["result"], int(answer["hits"]))
+
+    def _answer(self, program: Program, how: dict[str, str]) -> dict[str, Any]:
         self._count += 1
         place = self._directory / f"{self._count}"
         place.mkdir()
         for name, text in {"program.py": program.text, **program.files}.items():
             (place / name).write_text(text)
-        request = {"directory": str(place), "variables": dict(program.variables)}
+        request = {"directory": str(place), "variables": dict(program.variables), **how}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        assert "key" in answer, f"{answer.get('failed')}\n{program.text}"
-        return Asked(**answer)
+        return answer
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,10 @@
 
 Reads one request a line from standard input, {"directory", "variables"}, and answers each with a
 line: {"key", "unshared"}, or {"failed"} with a traceback. A program runs until it looks something
-up, or until the hook says that it is not shared.
+up, or until the hook says that it is not shared. A request with a "tier" runs the program to its
+end, with the artifacts of that directory or, if it is empty, without a cache. The answer is
+{"result", "hits"}: a digest of the value of the program's last line, and the number of artifacts
+that the program used.
 
     python -m compilers.wrong_hits.runner COMPILER
 
@@ -10,18 +13,22 @@ The module of the compiler has two functions: `prepare()` imports whatever progr
 `install(cache)` puts the hook into a forked child. Its `SETTINGS`, if any, are the client's.
 """
 
+import ast
 import gc
+import hashlib
 import importlib
 import json
 import os
 import runpy
 import sys
 import traceback
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import graphstash
 from graphstash import ClientConfig, CompileCache, Stash
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
@@ -117,6 +124,45 @@ def _answer(compiler: Any, request: dict[str, Any], output: int) -> dict[str, st
     return run(compiler, output, lambda _: runpy.run_path("program.py", run_name="__main__"))
 
 
+def _run_to_end(compiler: Any, request: dict[str, Any]) -> dict[str, str]:
+    os.chdir(request["directory"])
+    os.environ.update(request["variables"])
+    if request["tier"]:
+        hooks = getattr(compiler, "SETTINGS", {}).get(
+            "hooks", [compiler.__name__.rpartition(".")[2]]
+        )
+        os.environ |= {"GRAPHSTASH_URL": "none", "GRAPHSTASH_CACHE_DIR": request["tier"]}
+        os.environ["GRAPHSTASH_HOOKS"] = ",".join(hooks)
+        graphstash.install()
+    *before, last = ast.parse(Path("program.py").read_text()).body
+    module = sys.modules["program"] = types.ModuleType("program")
+    module.__file__ = "program.py"
+    try:
+        exec(compile(ast.Module(before, []), "program.py", "exec"), vars(module))
+        line = ast.Expression(last.value) if isinstance(last, ast.Expr) else None
+        value = eval(compile(line, "program.py", "eval"), vars(module)) if line else None
+        result = _contents(value)
+    except Exception as error:
+        result = type(error).__name__.encode()
+    hits = graphstash.stats().hits if request["tier"] else 0
+    if request["tier"]:
+        graphstash.uninstall()
+    return {"result": hashlib.sha256(result).hexdigest(), "hits": str(hits)}
+
+
+def _contents(value: Any) -> bytes:
+    """Return the bits of arrays, or the code of a compiled program."""
+    if isinstance(value, dict | list | tuple):
+        items = sorted(value.items()) if isinstance(value, dict) else value
+        return b";".join(_contents(each) for each in items)
+    if hasattr(value, "as_text"):  # a program of JAX
+        return bytes(value.as_text(), "utf-8")
+    if hasattr(value, "__array__"):
+        array = value.__array__()
+        return f"{array.dtype} {array.shape} ".encode() + array.tobytes()
+    return repr(value).encode()
+
+
 def main() -> None:
     """Read requests until standard input ends."""
     output = os.dup(1)
@@ -124,7 +170,12 @@ def main() -> None:
     compiler = importlib.import_module(f"compilers.wrong_hits.{sys.argv[1]}")
     load(compiler)
     for line in sys.stdin:
-        os.waitpid(fork(partial(_answer, compiler, json.loads(line), output), output), 0)
+        request = json.loads(line)
+        if "tier" in request:
+            answer_for = partial(_run_to_end, compiler, request)
+        else:
+            answer_for = partial(_answer, compiler, request, output)
+        os.waitpid(fork(answer_for, output), 0)
     os._exit(0)  # nothing of the compiler has to be taken down
 
 

@@ -258,8 +258,7 @@ def trained(function):
 
 
 def tensors(y):
-    found = y if isinstance(y, (tuple, list)) else [y]
-    return [each for one in found for each in (tensors(one) if isinstance(one, tuple) else [one])]
+    return [each for one in y for each in tensors(one)] if isinstance(y, (tuple, list)) else [y]
 """
 
 _REST = """
@@ -299,4 +298,11 @@ def text(parts: Mapping[str, str], layout: random.Random) -> str:
 
 def prepare() -> Callable[[CodeType, dict[str, Any]], Answer]:
     """Return a function that runs a program and returns its key, or why it has none."""
-    return asked_in_child(pairs)
+    ask = asked_in_child(pairs)
+
+    def ask_and_be_told(program: CodeType, own: dict[str, Any]) -> Answer:
+        key, unshared, compiled = ask(program, own)
+        assert compiled, "the program asked for another graph before it told what it compiles"
+        return key, unshared, compiled
+
+    return ask_and_be_told
