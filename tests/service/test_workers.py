@@ -290,6 +290,7 @@ def test_worker_that_cannot_start_is_retried_and_stops_a_rolling_restart(start, 
     assert "ok" in asked(server)
     eventually(lambda: serving(server) == 3)
     assert re.findall(r"restarting it in (\S+) s", server.log) == ["0", "0.5", "1"]
+    assert server.log.count("the rolling restart stops") == 1  # the other worker was not tried
     old = server.workers
     server.process.send_signal(signal.SIGHUP)
     eventually(replaced(server, old))
