@@ -63,8 +63,14 @@ def test_a_long_job_keeps_to_the_limit_without_ever_closing(tmp_path):
         add(tier, number, bytes(100))
         assert read(tier, number) == bytes(100)
         assert tier.size_bytes() <= 1100
+
+
+def test_closing_evicts_excess_of_this_process(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=100)
+    add(tier, 1, bytes(90))
+    add(tier, 2, bytes(90))
     tier.close()
-    assert LocalTier(tmp_path, limit_bytes=1000).size_bytes() <= 1000
+    assert LocalTier(tmp_path, limit_bytes=100).size_bytes() == 90
 
 
 def test_processes_that_evict_at_once_do_not_empty_the_tier(tmp_path):
