@@ -54,6 +54,27 @@ HERE
 print(jax.jit(%s)(%s))
 """
 
+_PARTITIONED = """
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+@custom_partitioning
+def f(x):
+    return x * 2
+
+
+f.def_partition(
+    partition=lambda mesh, arguments, result: (
+        mesh, lambda x: x * 2, result.sharding, (arguments[0].sharding,)
+    ),
+    infer_sharding_from_operands=lambda mesh, arguments, result: arguments[0].sharding,
+    sharding_rule="i j -> i j",
+)
+flags("--xla_force_host_platform_device_count=2")
+sharding = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("a",)), PartitionSpec("a"))
+"""
+
 _FAST = "flags('--xla_cpu_enable_fast_math=true')"
 
 
@@ -69,10 +90,11 @@ def _program(
     function: str,
     *values: str,
     argument: str = "np.ones((4, 4), 'float32')",
+    before: str = "",
     **relation: Any,
 ) -> Pair:
     """A function, or its argument."""
-    text = _PROGRAM.replace("HERE", "") % (function, argument)
+    text = _PROGRAM.replace("HERE", "%s") % (before, function, argument)
     return pair(name, text, *(values or ("",)), **relation)
 
 
@@ -93,6 +115,13 @@ PAIRS = (
     _program(
         "callback",
         "lambda x: jax.pure_callback(lambda y: y * 2, x, x)",
+        relation=Relation.UNSHARED,
+        reason="calls a Python function",
+    ),
+    _program(
+        "partitioning in Python",
+        "f, in_shardings=sharding, out_shardings=sharding",
+        before=_PARTITIONED,
         relation=Relation.UNSHARED,
         reason="calls a Python function",
     ),

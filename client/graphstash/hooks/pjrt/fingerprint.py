@@ -42,8 +42,8 @@ __all__ = [
     "toolchain",
 ]
 
-_CALLBACK: Final = re.compile(rb"python_(cpu|gpu)_callback")
-"""Custom calls through which JAX calls a Python function by its address."""
+_CALLBACK: Final = re.compile(rb"python_(cpu|gpu)_callback|CustomSPMDPartitioning|InspectSharding")
+"""Custom calls through which JAX or XLA calls a Python function by its address."""
 
 _FUNCTION: Final = re.compile(rb"\b(jit|pmap)_[A-Za-z0-9_]{1,100}")
 """Name that JAX gives a module, in every format of a program."""
