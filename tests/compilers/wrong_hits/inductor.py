@@ -104,6 +104,27 @@ library.impl("twice", lambda x: x * HERE, "CompositeImplicitAutograd")
 torch.compile(lambda x: torch.ops.pairs.twice(x))(torch.ones(4))
 """
 
+_REGISTERED = """
+import torch
+
+library = torch.library.Library("pairs", "DEF")
+library.define("twice(Tensor x) -> Tensor")
+library.impl("twice", lambda x: torch.HERE(x), "KEY")
+torch.compile(lambda x: torch.ops.pairs.twice(x))(torch.ones(4))
+"""
+
+_REPLACED = """
+import torch
+
+def replace(namespace, operation, key, other_key):
+    library = torch.library.Library(namespace, "IMPL")
+    try:
+        library.impl(operation, lambda *given: given[-1] * HERE, key)
+    except RuntimeError:  # torch 2.7 replaces no kernel in Python
+        library.impl(operation, lambda *given: given[-1] * HERE, other_key)
+    return library
+"""
+
 _LATE = """
 import torch
 
@@ -271,6 +292,12 @@ scale.register_autograd(lambda ctx, g: torch.ops.pairs.other(g))
         '("x", "y")',
     ),
     pair("fake kernel of an operation without a class", _LATE, "zeros_like", "ones_like"),
+    pair(
+        "fake kernel of an overload",
+        _LATE.replace("pairs::late", "pairs::late.more").replace("late(x)", "late.more(x)"),
+        "zeros_like",
+        "ones_like",
+    ),
     pair("lowering of an operation", _LOWER, "cos", "exp"),
     pair(
         "decomposition of an operation",
@@ -295,6 +322,67 @@ _UNSHARED = (
         "3",
         relation=Relation.UNSHARED,
         reason="Composite",
+    ),
+    *(
+        pair(
+            f"{key} kernel of a library",
+            _REGISTERED.replace("KEY", key),
+            "zeros_like",
+            "ones_like",
+            relation=Relation.UNSHARED,
+            reason=f"the {key} kernel of pairs::twice",
+        )
+        for key in ("CompositeExplicitAutograd", "Meta")
+    ),
+    *(
+        pair(
+            f"{key} kernel of a library",
+            _REGISTERED.replace(
+                "torch.compile", "library._register_fake('twice', torch.empty_like)\ntorch.compile"
+            ).replace("KEY", key),
+            "zeros_like",
+            "ones_like",
+            relation=Relation.UNSHARED,
+            reason=f"the {key} kernel of pairs::twice",
+        )
+        for key in ("CPU", "Autograd", "AutogradCPU")
+    ),
+    _code(
+        "kernel of autocast from a library",
+        "torch.library.impl('pairs::scale', 'AutocastCPU', lambda x: x * HERE)",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="the AutocastCPU kernel of pairs::scale",
+    ),
+    _code(
+        "kernel that replaces one of a custom operation",
+        f"{_REPLACED}\nlibrary = replace('pairs', 'scale', 'Autograd', 'AutogradCPU')".replace(
+            "HERE", "2 + HERE"
+        ),
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason=r"the Autograd(CPU)? kernel of pairs::scale",
+    ),
+    pair(
+        "fake kernel of ATen from a library",
+        f"{_REPLACED}\nlibrary = replace('aten', 'sin', 'Meta', 'AutogradCPU')\n"
+        "torch.compile(lambda x: x.sin())(torch.ones(4))",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="aten/sin/",
+    ),
+    pair(
+        "kernel for all operations",
+        "import torch\nlibrary = torch.library.Library('_', 'IMPL')\n"
+        "library.fallback(lambda op, *given: op(*given) * HERE, 'CPU')\n"
+        "torch.compile(lambda x: x.sin())(torch.ones(4))",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="for all operations",
     ),
     _code(
         "backward without a source",
@@ -546,10 +634,10 @@ torch.compile(f)(first, second)
 """
 
 
-def _noted(name: str, before: str, graph: str, after: str, *values: str) -> Pair:
+def _noted(name: str, before: str, graph: str, after: str, *values: str, **how: Any) -> Pair:
     """A pair that changes something after another graph."""
     text = _NOTED.replace("BEFORE", before).replace("GRAPH", graph).replace("AFTER", after)
-    return pair(name, text, *values)
+    return pair(name, text, *values, **how)
 
 
 def _lowers(name: str, before: str, *values: str) -> Pair:
@@ -1011,6 +1099,19 @@ _REFUSED_CODE = (
         library.impl("silu", lambda x: x * HERE, "AutogradCPU")
         torch.compile(lambda x: torch.nn.functional.silu(x))(torch.ones(4, requires_grad=True))
         """,
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="aten/silu/AutogradCPU",
+    ),
+    _noted(
+        "kernel of ATen in place of one of another library",
+        "library = torch.library.Library('pairs', 'DEF')\n"
+        "library.define('spare(Tensor x) -> Tensor')\n"
+        "library.impl('spare', lambda x: x, 'CPU')",
+        "lambda x: x.sin()",
+        "library._destroy()\nother = torch.library.Library('aten', 'IMPL')\n"
+        "other.impl('silu', lambda x: x * HERE, 'AutogradCPU')",
         "2",
         "3",
         relation=Relation.UNSHARED,

@@ -8,6 +8,7 @@ entry, or copying it from another operation, therefore also changes the descript
 
 import enum
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -16,7 +17,7 @@ from types import BuiltinFunctionType, CellType, FunctionType, MethodType, Modul
 from typing import Any, Final
 
 import torch
-from torch import library
+from torch import _meta_registrations, library
 from torch._decomp import global_decomposition_table
 from torch._decomp.decompositions_for_rng import extra_random_decomps
 from torch._inductor import lowering
@@ -68,10 +69,12 @@ _KERNELS_OF_TORCH: Final = frozenset(
         ),
     }
 )
-"""Python kernels for operations of ATen in torch 2.7 and 2.15, except fake kernels."""
+"""Python kernels for operations of ATen in torch 2.7 and 2.15, except those of `_OF_TORCH`."""
 
-_FAKE_KERNELS: Final = frozenset(each for each in library._impls if each.endswith("/Meta"))
-"""Fake kernels that torch had registered when this module was imported."""
+_OF_TORCH: Final = frozenset(
+    id(each) for each in vars(_meta_registrations).values() if isinstance(each, library.Library)
+)
+"""IDs of torch's libraries of fake kernels, which live as long as torch."""
 
 _PACKAGES: Final = frozenset(
     {"functorch", "graphstash", "sympy", "torch", "torchgen", *sys.stdlib_module_names}
@@ -134,7 +137,7 @@ def registered_for_torch(describer: CodeDescriber) -> Iterator[str]:
     Raises:
         UndescribableError: a registration has no description.
     """
-    _check_kernels(len(library._impls))
+    _check_kernels()
     digest, foreign = _entries()
     yield digest
     of_user = (*_foreign_kernels(), *_foreign_patterns(), *_foreign_constraints())
@@ -334,24 +337,47 @@ def _module_of(function: Any) -> str:
     return str((function if named else type(function)).__module__ or "builtins")
 
 
-def _check_kernels(_count: int) -> None:
-    """Refuse Python kernels that a program registered in place of ATen's.
+def _check_kernels() -> None:
+    """Refuse Python kernels that a program registered in place of ATen's, or for all operations.
 
     Raises:
         UndescribableError: such a kernel exists; torch does not return it.
     """
-    if found := _foreign_impls(_count):
-        raise UndescribableError(f"a program replaced the kernel {found}")
+    for each in _libraries():
+        if each.ns == "_":
+            raise UndescribableError("a program registered a kernel for all operations")
+        # Inductor does not compile for XLA, and torch_xla registers such kernels.
+        for kernel in sorted(each._op_impls - _KERNELS_OF_TORCH):
+            if not kernel.endswith("XLA"):
+                raise UndescribableError(f"a program replaced the kernel {kernel}")
 
 
-@lru_cache(maxsize=1)
-def _foreign_impls(_count: int) -> str:
-    known = _KERNELS_OF_TORCH | _FAKE_KERNELS
-    for each in sorted(library._impls):
-        # Inductor does not compile for XLA, and torch_xla registers such a kernel.
-        if each.startswith("aten/") and each not in known and not each.endswith("XLA"):
-            return each
-    return ""
+_known_libraries: list[list[Any]] = [[], []]
+"""The finalizers of this process, and the result of `_libraries` for them."""
+
+
+def _libraries() -> list[Any]:
+    """Return the libraries that hold Python kernels for ATen or for all operations, except torch's.
+
+    torch lists the kernels of all libraries, but a library may replace a kernel of another one.
+    Each library has a finalizer.
+    """
+    finalizers: Any = getattr(weakref.finalize, "_registry", None)
+    if finalizers is None:
+        raise UndescribableError("this Python does not list its finalizers")
+    if (state := list(finalizers)) != _known_libraries[0]:
+        alive = [
+            entry.weakref
+            for entry in list(finalizers.values())
+            if entry.func is library._del_library
+        ]
+        found = [
+            each
+            for each in alive
+            if getattr(each(), "ns", "") in {"_", "aten"} and id(each()) not in _OF_TORCH
+        ]
+        _known_libraries[:] = [state, found]
+    return [each for entry in _known_libraries[1] if (each := entry()) is not None]
 
 
 @lru_cache(maxsize=1)

@@ -49,14 +49,6 @@ __all__ = ["user_code_of"]
 _OF_DEFINITION: Final = frozenset({"_lib", "_opoverload", "_namespace", "_name"})
 """Attributes of a `CustomOpDef` that lead back to the operation."""
 
-_KEYS_OF_DEFINITION: Final = frozenset(
-    {
-        *("ADInplaceOrView", "Autograd", "AutocastCPU", "AutocastCUDA", "AutocastXPU"),
-        *("BackendSelect", "CompositeExplicitAutograd", "FuncTorchBatched", "Meta"),
-    }
-)
-"""Dispatch keys that a `CustomOpDef` fills from its attributes."""
-
 _STATE_OF_PROCESS: Final = frozenset(
     {
         *("current_device", "device_count", "from_file", "get_device_name", "get_local_rank"),
@@ -317,20 +309,21 @@ def _operation(describer: _Describer, packet: Any, name: str) -> str:
     found = [f"operation {name}", *(f"{each._schema} {each.tags}" for each in overloads)]
     found += [_handling(describer, each) for each in overloads]
     definition = custom_ops.OPDEFS.get(name)
-    _check_kernels(name, definition)
-    entry = simple_registry.singleton._data.get(name)
     if definition is not None:
         found += _definition(describer, definition)
-    elif entry is not None:
-        found.append(_fake(describer, entry))
     for overload in overloads:
+        fakes = _fakes(overload)
+        _check_kernels(overload, definition, len(fakes) if definition is None else 1)
+        if definition is None:
+            found.append(_fake(describer, overload, fakes))
         kernels = overload.py_kernels.items()
         found += [f"{key}={describer.registered(kernel)}" for key, kernel in kernels]
     for label, table in tables():
         given = [table[each] for each in (packet, *overloads) if each in table]
         found += [f"{label}={describer.registered(each)}" for each in given if not is_torchs(each)]
     if definition is None:
-        found += _libraries_with(name, is_required=name not in library._defs)
+        in_python = all(each.name() in library._defs for each in overloads)
+        found += _libraries_with(name, is_required=not in_python)
     return "\n".join(found)
 
 
@@ -374,29 +367,46 @@ def _definition(describer: _Describer, definition: CustomOpDef) -> Iterator[str]
             yield f"{name}={describer.describe(value)}"
 
 
-def _check_kernels(name: str, definition: CustomOpDef | None) -> None:
+def _check_kernels(operation: OpOverload, definition: CustomOpDef | None, fakes: int) -> None:
     """Refuse an operation with a Python kernel that torch does not return.
+
+    torch returns what it registers for a `CustomOpDef`, and the fake kernels. Since 2.8, a library
+    may replace these kernels by others. The dispatcher lists a replaced kernel as inactive, as it
+    does if a `CustomOpDef` replaces its own kernel.
 
     Raises:
         UndescribableError: the operation has such a kernel.
     """
-    known: set[str] = set()
-    if definition is not None:
-        known = {*_KEYS_OF_DEFINITION, *(str(key).upper() for key in definition._backend_fns)}
-    elif name in simple_registry.singleton._data:
-        known = {"Meta"}
-    place = name.replace("::", "/")
-    for each in library._impls:
-        owner, _, key = each.rpartition("/")
-        if owner.startswith(place) and owner.partition(".")[0] == place and key not in known:
-            raise UndescribableError(f"torch does not give back the {key} kernel of {name}")
+    name = operation.name()
+    place = name.replace("::", "/") + "/"
+    known = set() if definition is None else {*definition._lib._op_impls}
+    listed = torch._C._dispatch_dump(name).splitlines()
+    known.discard(f"{place}Meta")
+    if fakes == sum(line.startswith("Meta") for line in listed):
+        known.add(f"{place}Meta")
+    keys = [each.removeprefix(place) for each in library._impls - known if each.startswith(place)]
+    found = [line.partition(" :: ")[0].partition(": ") for line in listed]
+    places = {label: where for label, _, where in found}
+    for label, _, where in found:
+        key, _, rest = label.partition(" ")
+        is_own = definition is not None and where == places.get(key) == places.get("debug")
+        if rest == "(inactive)" and not is_own and (key != "Meta" or f"{place}Meta" not in known):
+            keys.append(key.removesuffix("[alias]"))
+    if keys:
+        raise UndescribableError(f"torch does not give back the {min(keys)} kernel of {name}")
 
 
-def _fake(describer: _Describer, entry: Any) -> str:
-    held = vars(entry.fake_impl)
-    kernels = [*_list_of(held.get("kernel")), *_list_of(held.get("kernels"))]
+def _fakes(operation: OpOverload) -> list[Any]:
+    """Return the fake kernels of an operation. Before 2.8 there is at most one."""
+    entry = simple_registry.singleton._data.get(operation.name())
+    held = {} if entry is None else vars(entry.fake_impl)
+    return [*_list_of(held.get("kernel")), *_list_of(held.get("kernels"))]
+
+
+def _fake(describer: _Describer, operation: OpOverload, kernels: list[Any]) -> str:
     told = [describer.registered(_unchecked(each.func)) for each in kernels]
-    rules = vars(entry.torch_dispatch_rules).get("_data", {})
+    entry = simple_registry.singleton._data.get(operation.name())
+    rules = {} if entry is None else vars(entry.torch_dispatch_rules).get("_data", {})
     told += [f"{cls.__qualname__}={describer.registered(rule)}" for cls, rule in rules.items()]
     return f"fake={told}"
 
