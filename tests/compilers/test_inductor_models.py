@@ -15,20 +15,33 @@ TRAINED = ("attention", "autocast", "convolutions", "dropout", "lstm")
 
 
 @pytest.fixture
-def run(server, namespace, tmp_path):
-    """Runs a case on two hosts."""
+def both(server, namespace, tmp_path):
+    """Runs a case on two hosts; gives the outcomes, and what each host has built."""
     settings = {"url": server.url, "namespace": namespace, "cases": "inductor_models"}
 
-    def run(environment, case, **keywords):
+    def both(environment, case, **keywords):
         with InductorJobs(tmp_path, "2.7.0", environment=environment, **settings) as jobs:
-            cold, warm = (jobs.run(host, case, keywords) for host in "ab")
-            built = len(jobs.compiled("b"))
-            # The first job on a machine precompiles a header, for all later ones: torch keeps it
-            # in a folder of the user. Nothing that is found needs it.
-            headers = sum(".gch" in line for line in jobs.compiled("a"))
-        assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
+            outcomes = [jobs.run(host, case, keywords) for host in "ab"]
+            return *outcomes, *(jobs.compiled(host) for host in "ab")
+
+    return both
+
+
+@pytest.fixture
+def run(both):
+    """Runs a case on two hosts, of which the second one compiles nothing."""
+
+    def run(environment, case, **keywords):
+        cold, warm, built, built_again = both(environment, case, **keywords)
+        # The first job on a machine precompiles a header, for all later ones: torch keeps it
+        # in a folder of the user. Nothing that is found needs it.
+        headers = sum(".gch" in line for line in built)
+        misses = warm.stats["misses"]
+        unshared = {"unshareable": misses} if misses else {}
+        assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == unshared
+        assert ("torch stored no result of AOTAutograd" in warm.errors) == bool(misses)
         assert cold.report["compiles"] > 0
-        assert warm.report["compiles"] == built == 0
+        assert warm.report["compiles"] == len(built_again) == 0
         assert warm.stats["published"] == 0
         assert warm.hits == cold.stats["published"] - headers
         assert warm.report["losses"] == cold.report["losses"]
@@ -57,3 +70,12 @@ def test_second_host_traces_forward_pass_again_only_with_gradients(
 ):
     """torch stores the result of AOTAutograd when it has compiled the backward pass."""
     assert run(environment, "predicting", context=context).stats["misses"] == missed
+
+
+def test_second_host_publishes_nothing_of_tensors_in_shards(both):
+    """With 2.15, the mesh is an input of both graphs. Their C++ objects are found."""
+    cold, warm, _, built = both("torch-newest", "tensor_parallel")
+    assert warm.report["compiles"] == 2
+    assert warm.stats["fallbacks"] == {"unshareable": 3}
+    assert warm.stats["misses"] == warm.stats["published"] == len(built) == 0
+    assert warm.report["losses"] == cold.report["losses"]

@@ -240,13 +240,17 @@ class CompileCache:
         return self._begin(request)
 
     def refuse(self, request: CompileRequest, why: str) -> None:
-        """Count a program that the hook does not share. `explain` and `doctor` show it."""
+        """Count a program that the hook does not share, and that will be compiled."""
+        self.note_unshared(request, why)
+        if self.limit is not None:
+            self.limit.check(request, Reason.UNSHAREABLE)
+
+    def note_unshared(self, request: CompileRequest, why: str) -> None:
+        """Count a program whose result is not shared. `explain` and `doctor` show it."""
         error = CacheError(Reason.UNSHAREABLE, why)
         self.record_fallback(error)
         self.counters.uncached(request.key)
         self.log.add(request, reason=error.reason, detail=error.detail)
-        if self.limit is not None:
-            self.limit.check(request, error.reason)
 
     def reject(self, key: ArtifactKey, detail: str) -> None:
         """Count an artifact that the compiler could not load, and delete it from this host."""

@@ -1029,7 +1029,27 @@ _SEEN_BEFORE = (
     ),
 )
 
+_SHARDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+x = distribute_tensor(torch.ones(4, 4), mesh, [HERE])
+torch.compile(lambda x: x @ x)(x)
+"""
+
 _REFUSED_CODE = (
+    pair(
+        "tensor in shards",
+        _SHARDED,
+        "Shard(0)",
+        "Replicate()",
+        relation=Relation.UNSHARED,
+        reason="mesh differs in each process",
+    ),
     _code(
         "operations under another name",
         f"{_OTHER}\ndef gradient(ctx, g):\n    ops = torch.ops\n    return ops.pairs.other(g)\n"

@@ -21,6 +21,7 @@ __all__ = [
     "llama",
     "lstm",
     "predicting",
+    "tensor_parallel",
 ]
 
 
@@ -129,6 +130,30 @@ def predicting(*, context: str = "grad") -> dict[str, Any]:
     with contexts[context]():
         outputs = [float(model(torch.full((4, 8), float(step))).sum()) for step in range(2)]
     return _report(outputs)
+
+
+def tensor_parallel() -> dict[str, Any]:
+    """Layers in shards, as DTensors of a process group with one rank."""
+    import torch.distributed as dist
+    from torch.distributed import HashStore  # type: ignore[attr-defined] # written in C++
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+
+    def make() -> nn.Module:
+        layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        return parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    try:
+        return _trained(make, lambda model: model(torch.ones(4, 8)).square().mean())
+    finally:
+        dist.destroy_process_group()
 
 
 def _layers() -> nn.Module:

@@ -35,6 +35,11 @@ __all__ = ["Entries", "offering_variants"]
 _VARIANTS: Final = 4
 """Limit of entries under one of torch's keys. Further entries are not shared."""
 
+_NOT_STORED: Final = (
+    "torch stored no result of AOTAutograd: it does so when it has compiled the backward pass, "
+    "unless its AOTAutograd cache refuses the graph"
+)
+
 _T = TypeVar("_T")
 
 
@@ -79,11 +84,18 @@ class Entries:
         self._lock = threading.Lock()  # guards the count below
         self._compilations = 0
         self._free: dict[str, int | None] = {}  # by torch's key: number of the next put
+        self._traced: dict[str, CompileRequest] = {}  # by torch's key: misses without a put
 
     def close(self) -> None:
-        """Stop finding and publishing. torch may keep objects that call this one."""
+        """Stop finding and publishing. torch may keep objects that call this one.
+
+        Count each graph whose tracing torch has not stored: every job traces the graph again.
+        """
         self._closed = True
         self._exchange.close()
+        traced, self._traced = self._traced, {}
+        for request in traced.values():
+            self._guarded(partial(self._cache.note_unshared, request, _NOT_STORED))
 
     def backend(self, kind: ArtifactKind) -> RemoteCacheBackend[bytes]:
         """Return the backend of one of torch's remote caches."""
@@ -148,6 +160,7 @@ class Entries:
         if value is not None:
             look_up.served = (request.key, value)
         elif kind is ArtifactKind.AOT_AUTOGRAD:
+            self._traced[name] = request
             self._thread.traced_since = monotonic()
         elif kind is ArtifactKind.INDUCTOR:
             self._thread.built_seconds = self._built_seconds()
@@ -166,8 +179,15 @@ class Entries:
 
     def _put(self, kind: ArtifactKind, name: str, value: bytes) -> None:
         variant = self._free.pop(name, 0)
+        request = self._traced.pop(name, None)
         if self.key_info.unshared(name):
             return
+        if kind is ArtifactKind.AOT_AUTOGRAD:  # the entry names its FX graphs by their keys
+            entry = base64.b64decode(json.loads(value)["data"]).decode("latin-1")
+            if why := self.key_info.unshared(entry):
+                request = request or self._request(kind, name, 0)
+                self._cache.note_unshared(request, f"an FX graph is not shared: {why}")
+                return
         if variant is None:  # an entry was served, or the limit is reached
             return
         self._exchange.put(

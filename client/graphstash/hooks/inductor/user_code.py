@@ -195,8 +195,11 @@ def _relations(inputs: list[Any]) -> Iterator[str]:
 def _input(describer: _Describer, value: Any) -> Iterator[str]:
     known = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)
     if value is not None and not isinstance(value, (*known, int, float, complex, str)):
-        raise UndescribableError(f"an input is a {type(value).__qualname__}")
+        kind = type(getattr(value, "real_obj", value))  # an opaque object is wrapped
+        raise UndescribableError(f"an input is a {kind.__qualname__}")
     if not isinstance(value, torch.Tensor) or describer.is_known(type(value).__module__):
+        if hasattr(value, "device_mesh") and not _has_stable_key(value):
+            raise UndescribableError("torch's key of a DTensor's mesh differs in each process")
         return
     if not is_traceable_wrapper_subclass(value):
         raise UndescribableError(f"an input is a {type(value).__qualname__}")
@@ -204,6 +207,18 @@ def _input(describer: _Describer, value: Any) -> Iterator[str]:
     yield f"input {describer.describe(type(value))} {names} {describer.describe(context)}"
     for name in names:
         yield from _input(describer, getattr(value, name))
+
+
+def _has_stable_key(value: Any) -> bool:
+    """Return whether torch's key of a DTensor is equal in every process.
+
+    It is not if the key contains hashes of strings (2.7), nor if the mesh is an input of the graph
+    (2.15), which torch's key of the graph names by address.
+    """
+    return (
+        hasattr(value, "_stable_hash_for_caching")
+        and "device_mesh" not in (value.__tensor_flatten__()[0])
+    )
 
 
 def _node(
