@@ -3,10 +3,7 @@
 import asyncio
 import os
 import signal
-import time
-from contextlib import asynccontextmanager
 
-import asyncpg
 import pytest
 from sqlalchemy import text
 
@@ -16,11 +13,9 @@ from graphstash_server.db import notifications
 from graphstash_server.errors import ServerError
 from graphstash_server.services.artifacts import uploads as uploads_module
 from support.services import ACTOR, key_of, opener
+from support.sessions import BOUND_SECONDS, connected, eventually, waiting
 
 pytestmark = pytest.mark.anyio
-
-_BOUND_SECONDS = 60.0
-"""Far above what it takes: a loaded machine decides nothing."""
 
 
 @pytest.fixture
@@ -28,34 +23,8 @@ def database(postgres):
     return postgres.new_database()
 
 
-@asynccontextmanager
-async def connected(database):
-    connection = await asyncpg.connect(database.replace("+asyncpg", ""))
-    try:
-        yield connection
-    finally:
-        await connection.close()
-
-
-async def eventually(ask):
-    """Waits until it says something true, which is returned."""
-    deadline = time.monotonic() + _BOUND_SECONDS
-    while not (found := await ask()):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-    return found
-
-
-def waiting(watch):
-    """Sessions that wait for a lock."""
-    return watch.fetch(
-        "SELECT pid FROM pg_stat_activity WHERE datname = current_database() "
-        "AND wait_event_type = 'Lock'"
-    )
-
-
 async def test_a_server_that_stops_does_not_wait_for_silent_sessions(database, monkeypatch):
-    monkeypatch.setattr(engine_module, "_STATEMENT_SECONDS", 10 * _BOUND_SECONDS)
+    monkeypatch.setattr(engine_module, "_STATEMENT_SECONDS", 10 * BOUND_SECONDS)
     opened = engine_module.Database(database)
     async with opened.writing() as one, opened.writing() as other:
         sessions = [
@@ -64,7 +33,7 @@ async def test_a_server_that_stops_does_not_wait_for_silent_sessions(database, m
     for session in sessions:
         os.kill(session, signal.SIGSTOP)
     try:
-        async with asyncio.timeout(_BOUND_SECONDS):
+        async with asyncio.timeout(BOUND_SECONDS):
             await opened.close()
     finally:
         for session in sessions:
@@ -176,7 +145,7 @@ async def test_no_transaction_joins_namespaces(tmp_path, database):
     """Each counts its changes in the row of its namespace, so that row tells."""
     names = ("a", "b", "c")
     opened = opener(tmp_path, database)
-    async with opened(soft_limit_bytes=3_000) as server, connected(database) as watch:
+    async with opened(soft_limit_bytes=40_000) as server, connected(database) as watch:
         await watch.execute(
             "CREATE TABLE joined (number bigint, namespace text);"
             "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS "
