@@ -27,8 +27,9 @@ demo: $(VENV)/.installed  ## Run one training job cold, warm and on eight hosts;
 serve: $(VENV)/.installed  ## Start a server on 127.0.0.1:8077
 	$(BIN)/graphstash serve
 
-# Two workers. Tests that share an expensive server or process run in one of them (tests/conftest.py).
-WORKERS ?= 2
+# More workers than a small machine has cores, because tests wait for servers. Tests that share an
+# expensive server or process run in one of them (tests/conftest.py).
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed $(VENV)/.packages  ## Run the tests for which .venv suffices
