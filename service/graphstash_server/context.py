@@ -23,6 +23,7 @@ from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.allocation import Allocator
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.catalog import CatalogService
+from graphstash_server.services.artifacts.doubts import LimitDoubts
 from graphstash_server.services.artifacts.eviction import Evictor
 from graphstash_server.services.artifacts.explanations import ExplanationService
 from graphstash_server.services.artifacts.listing import ListingService
@@ -119,11 +120,13 @@ class ProcessContext:
             plausible_clock=plausible,
         )
         budgets = _budgets(settings)
+        limit_doubts = LimitDoubts(database=database, budgets=budgets)
         self.evictor = Evictor(
             database=database,
             budgets=budgets,
             policies=self.policies,
             artifacts=self.artifacts,
+            limit_doubts=limit_doubts,
             clock=clock,
             plausible_clock=plausible,
         )
@@ -133,6 +136,7 @@ class ProcessContext:
             collector=self.collector,
             evictor=self.evictor,
             budgets=budgets,
+            limit_doubts=limit_doubts,
             policies=self.policies,
             clock=plausible,
         )
@@ -177,7 +181,7 @@ class ProcessContext:
             blobs=blobs,
             plausible_clock=plausible,
             unknown_blobs=counters.host.unknown_blobs,
-            store_budget=budgets.store,
+            limit_doubts=limit_doubts,
         )
         self.space = SpaceService(
             budgets=budgets,

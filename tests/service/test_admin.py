@@ -16,7 +16,6 @@ from graphstash_server import __version__
 from graphstash_server.app import create_app
 from graphstash_server.services import metrics
 from graphstash_server.services.metrics import HealthService
-from graphstash_server.services.namespaces import Budget
 from graphstash_server.settings import Settings
 from graphstash_server.shared_text import SharedText
 from graphstash_server.storage.disk import DiskBlobStore
@@ -59,7 +58,7 @@ async def test_probe_is_shared_and_of_hanging_disk_reported(opened, tmp_path, mo
             blobs=store,
             plausible_clock=server.context.plausible_clock,
             unknown_blobs=SharedText(),
-            store_budget=Budget(None, None),
+            limit_doubts=server.context.evictor.limit_doubts,
             new_probe=new_probe,
         )
         together = await asyncio.gather(*(health.check() for _ in range(50)))

@@ -62,7 +62,7 @@ def test_gc_evicts_what_its_dry_run_prints(api, monkeypatch, files_in):
     monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "25000")
 
     for doubtful in (run(gc, "--dry-run"), run(gc)):
-        assert "the store has more than twice its limit" in doubtful
+        assert "the store has more than twice its soft limit" in doubtful
     assert len(files_in()) == 5
     printed = run(gc, "--dry-run", "--evict-now")
     assert printed.count("over the soft limit") == 3

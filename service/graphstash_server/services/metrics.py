@@ -19,6 +19,7 @@ from graphstash_server.db.queries.usage import UsageChange, list_usage, stored_b
 from graphstash_server.errors import NoSpaceError, ServerError
 from graphstash_server.logs import in_background
 from graphstash_server.services.accounting import Accounting
+from graphstash_server.services.artifacts.doubts import LimitDoubts
 from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.namespaces import Budget, Budgets, PolicyService
 from graphstash_server.services.plausible_clock import PlausibleClock
@@ -81,14 +82,14 @@ class HealthService:
     blobs: BlobStore
     plausible_clock: PlausibleClock
     unknown_blobs: SharedText
-    store_budget: Budget
+    limit_doubts: LimitDoubts
     new_probe: Callable[[], bytes] = lambda: b"graphstash probe " + secrets.token_bytes(16)
 
     def __post_init__(self) -> None:
         self._checking: asyncio.Task[Readiness] | None = None
         self._probing: dict[str, asyncio.Task[str]] = {}
         self._ready_at = float("-inf")
-        self._stored_bytes = 0
+        self._store_limit = _OK
         self.last: Readiness | None = None
 
     async def check(self) -> Readiness:
@@ -111,7 +112,7 @@ class HealthService:
             ),
             self.plausible_clock.state,
             self.unknown_blobs.get() or _OK,
-            self.store_budget.doubt(None, self._stored_bytes) or _OK,
+            self._store_limit,
         )
         self.last = readiness
         if readiness.is_ready:
@@ -136,7 +137,9 @@ class HealthService:
     async def _ask_database(self) -> str:
         async with self.database.reading() as connection:
             # Unlike SELECT 1, this needs the file and the tables.
-            self._stored_bytes = await stored_bytes(connection)
+            size_bytes = await stored_bytes(connection)
+        doubts = await self.limit_doubts.about({None: size_bytes}, {})
+        self._store_limit = doubts.get(None, _OK)
         return _OK
 
     async def _ask_for_waiting(self) -> str:

@@ -68,28 +68,6 @@ class Budget(NamedTuple):
         """Whether the soft limit is exceeded, so that eviction is due."""
         return self.soft_bytes is not None and used_bytes > self.soft_bytes
 
-    def doubt(self, namespace: str | None, used_bytes: int) -> str | None:
-        """Return why nothing is evicted for this budget, if more than twice its limit is stored.
-
-        Uploads do not get a store that far above its limit. Somebody has lowered the limit a lot,
-        perhaps by mistake, so an operator must confirm it. `namespace` is None for the store.
-        """
-        limit_bytes = self.soft_bytes if self.hard_bytes is None else self.hard_bytes
-        if limit_bytes is None or used_bytes <= 2 * limit_bytes:
-            return None
-        passed = "the store has more than twice its limit"  # callers do not learn its totals
-        if namespace is not None:
-            passed = (
-                f"the namespace {namespace} has {used_bytes} bytes, more than twice its limit of "
-                f"{limit_bytes}"
-            )
-        return (
-            f"{passed}. In case the limit is a mistake, nothing is evicted, and uploads are "
-            "refused: raise the limit (GRAPHSTASH_STORE_LIMIT_BYTES, GRAPHSTASH_SOFT_LIMIT_BYTES, "
-            "GRAPHSTASH_NAMESPACE_LIMIT_BYTES, graphstash namespace set --limit), or evict with "
-            "`graphstash gc --evict-now`"
-        )
-
 
 class Budgets:
     """Budgets of a store and its namespaces. `namespace_bytes` is the hard limit of every

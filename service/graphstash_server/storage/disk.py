@@ -60,9 +60,11 @@ class DiskBlobStore(BlobStore):
         if not is_read_only:
             self._blobs.mkdir(parents=True, exist_ok=True)
             self._temporary.mkdir(parents=True, exist_ok=True)
-            # Also the names of a new store, and of the data directory around it.
-            for parent in (directory, *directory.absolute().parents[:2]):
-                with suppress(PermissionError):  # not a directory that the server has created
+            sync_directory(directory)
+            # Also the names of a new store, and of the data directory around it. Whoever made a
+            # directory that cannot be read, or an automounter's, has made its names durable.
+            for parent in directory.absolute().parents[:2]:
+                with suppress(OSError):
                     sync_directory(parent)
             remove_abandoned(self._temporary)
         self._space = SpaceGuard(directory, min_free_bytes=min_free_bytes)

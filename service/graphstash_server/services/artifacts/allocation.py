@@ -27,6 +27,7 @@ from graphstash_server.db.queries.eviction import kept_bytes
 from graphstash_server.db.queries.usage import stored_bytes
 from graphstash_server.errors import NoSpaceError
 from graphstash_server.services.artifacts.blobs import BlobCollector
+from graphstash_server.services.artifacts.doubts import LimitDoubts
 from graphstash_server.services.artifacts.eviction import Evictor
 from graphstash_server.services.namespaces import Budgets, PolicyService
 from graphstash_server.storage.base import CHUNK_BYTES, BlobStore
@@ -91,6 +92,7 @@ class Allocator:
     collector: BlobCollector
     evictor: Evictor
     budgets: Budgets
+    limit_doubts: LimitDoubts
     policies: PolicyService
     clock: Clock
 
@@ -182,7 +184,8 @@ class Allocator:
         evictor's `is_needed` if the taken bytes exceed a soft limit.
         """
         where, store = allocation.namespace, self.budgets.store
-        budget = self.budgets.of(where, await self.policies.limits())
+        limits = await self.policies.limits()
+        budget = self.budgets.of(where, limits)
         full = await self.blobs.full(self._unwritten_bytes + ahead_bytes)
         if budget.is_none and store.is_none and full is None:
             return []
@@ -193,11 +196,14 @@ class Allocator:
             stored = await stored_bytes(connection) + taken
             own = await stored_bytes(connection, where) + own_taken
             pending = await pending_bytes(connection)
-        if store.is_passed_softly(stored) or budget.is_passed_softly(own):
+        doubts = await self.limit_doubts.about(
+            {where: own - own_taken, None: stored - taken}, limits
+        )
+        for name, doubt in doubts.items():
+            if (store if name is None else budget).hard_bytes is not None:
+                raise NoSpaceError(f"{doubt}. Until then, the server accepts no upload")
+        if not doubts and (store.is_passed_softly(stored) or budget.is_passed_softly(own)):
             self.evictor.is_needed.set()
-        for limit, name, used in (budget, where, own - own_taken), (store, None, stored - taken):
-            if doubt := limit.doubt(name, used):
-                raise NoSpaceError(doubt)
         found = []
         if budget.hard_bytes is not None and own + ahead_bytes > budget.hard_bytes:
             refusal = _refusal(allocation, f"the namespace {where}", budget.hard_bytes)

@@ -30,6 +30,7 @@ from graphstash_server.db.queries.eviction import (
 )
 from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.usage import list_stored, stored_bytes
+from graphstash_server.services.artifacts.doubts import LimitDoubts
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.namespaces import Budgets, PolicyService
 
@@ -57,6 +58,7 @@ class Evictor:
     budgets: Budgets
     policies: PolicyService
     artifacts: ArtifactService
+    limit_doubts: LimitDoubts
     clock: Clock
     plausible_clock: Clock
 
@@ -69,7 +71,7 @@ class Evictor:
 
         Args:
             actor: caller for the audit log.
-            is_confirmed: whether an operator has confirmed doubtful limits (`Budget.doubt`).
+            is_confirmed: whether an operator has confirmed doubtful limits (`LimitDoubts`).
                 Otherwise, nothing is evicted for them.
         """
         self.is_needed.clear()
@@ -131,14 +133,11 @@ class Evictor:
         budgets[None] = self.budgets.store  # last, because evictions in namespaces shrink it
         sizes[None] = sum(sizes.values())
         passed = {name: of for name, of in budgets.items() if of.is_passed_softly(sizes[name])}
-        doubts = {
-            name: None if is_confirmed else of.doubt(name, sizes[name])
-            for name, of in passed.items()
-        }
-        self.doubts = [doubt for doubt in doubts.values() if doubt]
+        doubts = {} if is_confirmed else await self.limit_doubts.about(sizes, limits)
+        self.doubts = list(doubts.values())
         for doubt in self.doubts:
             _LOGGER.warning("%s", doubt)
-        return [(name, of.goal_bytes or 0) for name, of in passed.items() if not doubts[name]]
+        return [(name, of.goal_bytes or 0) for name, of in passed.items() if name not in doubts]
 
     async def shrink(
         self,
