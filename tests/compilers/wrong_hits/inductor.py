@@ -1137,6 +1137,25 @@ _REFUSED_CODE = (
         relation=Relation.UNSHARED,
         reason="aten/silu/AutogradCPU",
     ),
+    _noted(
+        "fake kernel in torch's own library",
+        "from torch._meta_registrations import _meta_lib_dont_use_me_use_register_meta as fake",
+        "lambda x: x.sin()",
+        "fake.impl('binomial', lambda n, p: n * HERE, 'Meta')",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="aten/binomial/Meta",
+    ),
+    _noted(
+        "library that was destroyed",
+        "library = torch.library.Library('aten', 'IMPL')",
+        "lambda x: x.sin()",
+        "library.impl('silu', lambda x: x * HERE, 'AutogradCPU')\nlibrary._destroy()",
+        "2",
+        "3",
+        relation=Relation.EQUAL,
+    ),
 )
 
 _SWITCHES = (

@@ -69,12 +69,14 @@ _KERNELS_OF_TORCH: Final = frozenset(
         ),
     }
 )
-"""Python kernels for operations of ATen in torch 2.7 and 2.15, except those of `_OF_TORCH`."""
+"""Python kernels for operations of ATen in torch 2.7 and 2.15, except those in `_FAKE_KERNELS`."""
 
-_OF_TORCH: Final = frozenset(
-    id(each) for each in vars(_meta_registrations).values() if isinstance(each, library.Library)
-)
-"""IDs of torch's libraries of fake kernels, which live as long as torch."""
+_FAKE_KERNELS: Final = {
+    id(each): frozenset(each._op_impls)
+    for each in vars(_meta_registrations).values()
+    if isinstance(each, library.Library)
+}
+"""Kernels in torch's libraries of fake kernels, by ID. These libraries live as long as torch."""
 
 _PACKAGES: Final = frozenset(
     {"functorch", "graphstash", "sympy", "torch", "torchgen", *sys.stdlib_module_names}
@@ -346,8 +348,11 @@ def _check_kernels() -> None:
     for each in _libraries():
         if each.ns == "_":
             raise UndescribableError("a program registered a kernel for all operations")
+        fake = _FAKE_KERNELS.get(id(each), frozenset())
+        if len(each._op_impls) == len(fake):  # kernels are only added
+            continue
         # Inductor does not compile for XLA, and torch_xla registers such kernels.
-        for kernel in sorted(each._op_impls - _KERNELS_OF_TORCH):
+        for kernel in sorted(each._op_impls - _KERNELS_OF_TORCH - fake):
             if not kernel.endswith("XLA"):
                 raise UndescribableError(f"a program replaced the kernel {kernel}")
 
@@ -357,7 +362,7 @@ _known_libraries: list[list[Any]] = [[], []]
 
 
 def _libraries() -> list[Any]:
-    """Return the libraries that hold Python kernels for ATen or for all operations, except torch's.
+    """Return the libraries that hold Python kernels for ATen or for all operations.
 
     torch lists the kernels of all libraries, but a library may replace a kernel of another one.
     Each library has a finalizer.
@@ -371,13 +376,10 @@ def _libraries() -> list[Any]:
             for entry in list(finalizers.values())
             if entry.func is library._del_library
         ]
-        found = [
-            each
-            for each in alive
-            if getattr(each(), "ns", "") in {"_", "aten"} and id(each()) not in _OF_TORCH
-        ]
+        found = [each for each in alive if getattr(each(), "ns", "") in {"_", "aten"}]
         _known_libraries[:] = [state, found]
-    return [each for entry in _known_libraries[1] if (each := entry()) is not None]
+    held = [each for entry in _known_libraries[1] if (each := entry()) is not None]
+    return [each for each in held if each.m is not None]  # None: the library was destroyed
 
 
 @lru_cache(maxsize=1)
