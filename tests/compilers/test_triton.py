@@ -174,7 +174,7 @@ class TestTriton(HookContract):
     @pytest.mark.extended
     def test_failed_compilation_holds_no_lease_while_the_job_goes_on(self, hosts, server, empty):
         go = hosts.directory / "go"
-        running = hosts.start("failing", "failing", {"go": go}, namespace=empty)
+        running = hosts.start("failed", "failing", {"go": go}, namespace=empty)
         until(lambda: go.with_suffix(".failed").exists() or running.ended())
         until(lambda: server.leases_held() == 0)
         assert not running.ended()
