@@ -10,8 +10,8 @@ import pytest
 
 from graphstash_schema import Digest
 from graphstash_server.testing import ServerProcess
+from support.database_sessions import BOUND_SECONDS, connected, eventually, waiting
 from support.services import key_of
-from support.sessions import BOUND_SECONDS, connected, eventually, waiting
 
 pytestmark = [pytest.mark.extended, pytest.mark.anyio]
 

@@ -12,8 +12,8 @@ from graphstash_server.db import engine as engine_module
 from graphstash_server.db import notifications
 from graphstash_server.errors import ServerError
 from graphstash_server.services.artifacts import uploads as uploads_module
+from support.database_sessions import BOUND_SECONDS, connected, eventually, waiting
 from support.services import ACTOR, key_of, opener
-from support.sessions import BOUND_SECONDS, connected, eventually, waiting
 
 pytestmark = pytest.mark.anyio
 

@@ -1,40 +1,20 @@
-"""Watches the sessions of a PostgreSQL database from a session of its own."""
+"""A browser's part in signing in, without a browser."""
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any, Final
+import httpx
 
-import asyncpg
+__all__ = ["HTML", "sign_in"]
 
-__all__ = ["BOUND_SECONDS", "connected", "eventually", "waiting"]
-
-BOUND_SECONDS: Final = 60.0
-"""Far above what it takes: a loaded machine decides nothing."""
+HTML = {"Accept": "text/html,application/xhtml+xml"}
 
 
-@asynccontextmanager
-async def connected(database: str) -> AsyncIterator[Any]:
-    connection = await asyncpg.connect(database.replace("+asyncpg", ""))
-    try:
-        yield connection
-    finally:
-        await connection.close()
+def sign_in(url: str, token: str, *, origin: str | None = None, **fields: str) -> httpx.Client:
+    """A client that has sent the form; its cookies are those of the session, if there is one.
 
-
-async def eventually(ask: Callable[[], Awaitable[Any]]) -> Any:
-    """Waits until it says something true, which is returned."""
-    deadline = time.monotonic() + BOUND_SECONDS
-    while not (found := await ask()):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-    return found
-
-
-async def waiting(watch: Any) -> Any:
-    """Sessions that wait for a lock."""
-    return await watch.fetch(
-        "SELECT pid FROM pg_stat_activity WHERE datname = current_database() "
-        "AND wait_event_type = 'Lock'"
+    The answer to the form is `client.answer`.
+    """
+    client = httpx.Client(base_url=url, headers=HTML, timeout=60, trust_env=False)
+    answer = client.post(
+        "/sign-in", data={"token": token, **fields}, headers={"Origin": origin or url}
     )
+    client.answer = answer  # type: ignore[attr-defined] # for tests
+    return client

@@ -1,0 +1,40 @@
+"""Watches the sessions of a PostgreSQL database from a session of its own."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import asyncpg
+
+__all__ = ["BOUND_SECONDS", "connected", "eventually", "waiting"]
+
+BOUND_SECONDS: Final = 60.0
+"""Far above what it takes: a loaded machine decides nothing."""
+
+
+@asynccontextmanager
+async def connected(database: str) -> AsyncIterator[Any]:
+    connection = await asyncpg.connect(database.replace("+asyncpg", ""))
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+async def eventually(ask: Callable[[], Awaitable[Any]]) -> Any:
+    """Waits until it says something true, which is returned."""
+    deadline = time.monotonic() + BOUND_SECONDS
+    while not (found := await ask()):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def waiting(watch: Any) -> Any:
+    """Sessions that wait for a lock."""
+    return await watch.fetch(
+        "SELECT pid FROM pg_stat_activity WHERE datname = current_database() "
+        "AND wait_event_type = 'Lock'"
+    )
