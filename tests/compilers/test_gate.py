@@ -286,3 +286,8 @@ def test_directory_in_which_no_file_can_be_made_is_refused(slot, tmp_path):
 def test_prefix_that_no_path_begins_with_is_refused(prefix):
     with pytest.raises(ValueError, match="prefix"):
         StatGate(A_LIBRARY, prefix, print)
+
+
+def test_zero_liveness_time_is_refused():
+    with pytest.raises(ValueError, match="liveness_seconds"):
+        StatGate(A_LIBRARY, "/x/", print, liveness_seconds=0)

@@ -74,7 +74,8 @@ class StatGate:
             liveness_seconds: Seconds that a caller waits for each reply from Python. Default: 3.
 
         Raises:
-            ValueError: The prefix is empty, contains a NUL or is too long for a path.
+            ValueError: The prefix is empty, contains a NUL or is too long for a path, or
+                `liveness_seconds` is not positive.
         """
         self._library = library
         self._prefix = os.fsencode(prefix)
@@ -85,6 +86,8 @@ class StatGate:
         self._slot = 0
         if not 0 < len(self._prefix) < PATH_LIMIT or b"\0" in self._prefix:
             raise ValueError("prefix must be the beginning of a path")
+        if liveness_seconds <= 0:
+            raise ValueError("liveness_seconds must be positive")
 
     @property
     def requests(self) -> int:
