@@ -226,7 +226,7 @@ def test_a_provider_names_its_subject_like_another_ones(server, exchange, github
     )
 
 
-def test_a_subject_is_cut_or_cleared_to_the_name_of_another_one(exchange, cluster):
+def test_subjects_that_look_alike_when_shortened_or_cleared_stay_apart(exchange, cluster):
     """Leases, reports, limits and manifests count callers by name."""
 
     def name_of(sub):

@@ -85,7 +85,7 @@ def test_a_full_disk_turns_no_hit_into_a_compilation(hosts, disk):
 def test_prefetch_onto_a_full_disk_fails(hosts, disk, command):
     hosts("publisher").stash.server.update_manifest("mine", [key()])
     told = command("prefetch", "mine", cache_dir=disk / "tier", status=1)
-    assert f"{disk / 'tier'} has no room for {key()}" in told.output
+    assert f"{disk / 'tier'} did not keep {key()}: is it full?" in told.output
 
 
 @pytest.mark.usefixtures("published")

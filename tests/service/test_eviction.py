@@ -396,7 +396,7 @@ async def test_a_dry_run_names_what_a_run_evicts(opened):
         ({"namespace_limits": {"te*": 200}}, "the namespace team"),
     ],
 )
-async def test_limit_far_below_what_is_stored_waits_for_a_word_of_the_operator(
+async def test_limit_far_below_what_is_stored_evicts_nothing_until_confirmed(
     opened, limit, where, caplog
 ):
     """200 bytes where GiB were meant must not empty the store."""

@@ -94,7 +94,8 @@ def _fetched(config: ClientConfig, job: ManifestName) -> Mapping[ArtifactKey, Ou
             elif isinstance(outcome, CacheError):
                 failures.append(outcome)
             elif outcome is not None and not stash.is_on_this_host(key):
-                failures.append(LocalTierError(f"{config.cache_dir} has no room for {key}"))
+                error = LocalTierError(f"{config.cache_dir} did not keep {key}: is it full?")
+                failures.append(error)
 
         with closing(Prefetch(stash, is_stopped=lambda: bool(failures), done=done)) as prefetch:
             manifest = prefetch.server.manifest(job)

@@ -1,4 +1,4 @@
-"""Beside the artifacts of another program, a program computes what it computes without a cache."""
+"""A program gives the same results with the artifacts of another program as without a cache."""
 
 import importlib
 

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _CALLBACKS: Final = tuple(
-    re.compile(name)  # one each: a search for alternatives is twenty times slower
+    re.compile(name)  # one each: a search for alternatives is 15 times slower
     for name in (
         *(b"python_cpu_callback", b"python_gpu_callback"),
         *(b"CustomSPMDPartitioning", b"InspectSharding"),

@@ -201,7 +201,7 @@ class Allocator:
         )
         for name, doubt in doubts.items():
             if (store if name is None else budget).hard_bytes is not None:
-                raise NoSpaceError(f"{doubt}. Until then, the server accepts no upload")
+                raise NoSpaceError(f"{doubt}. Until then, uploads are refused")
         if not doubts and (store.is_passed_softly(stored) or budget.is_passed_softly(own)):
             self.evictor.is_needed.set()
         found = []

@@ -295,8 +295,8 @@ _SUFFIX = re.compile("~[0-9a-f]{16}")
 def _name_of(issuer: TrustedIssuer, subject: str) -> str:
     """Return the name of a caller, which no two subjects share.
 
-    It ends with a digest of the whole name if the name is unprintable or too long for the audit
-    log, or if somebody chose a subject that ends like this.
+    A digest replaces the end of a name that is unprintable, too long for the audit log, or looks as
+    if it ended with such a digest.
     """
     name = f"oidc{'/' if issuer.name else ''}{issuer.name}:{subject}"
     end = name[-17:]
