@@ -129,6 +129,25 @@ def test_expired_lease_goes_to_next_waiter_with_higher_fencing_number(api, probl
     assert api.renew(taken["token"]).status_code == 200
 
 
+@pytest.mark.sql
+async def test_holder_can_release_after_a_commit_that_a_waiter_overlooked(opened, monkeypatch):
+    """The waiter looks for the artifact before the commit, and for the lease after it."""
+    async with opened() as server:
+        granted = await acquire(server, 0, "holder")
+        artifacts = server.context.artifacts
+        find = artifacts.find
+
+        async def find_then_commit(key):
+            monkeypatch.setattr(artifacts, "find", find)
+            found = await find(key)
+            assert await server.put(b"graph")
+            return found
+
+        monkeypatch.setattr(artifacts, "find", find_then_commit)
+        assert (await acquire(server, 0, "waiter")).state is LeaseState.READY
+        await server.context.leases.release(key_of(0), token=granted.token)
+
+
 async def test_a_renewed_lease_lives_longer_and_an_expired_one_cannot_be_renewed(opened):
     async with opened() as server:
         granted = await acquire(server, 0, "one", ttl_seconds=3)

@@ -221,7 +221,8 @@ class LeaseService:
             if fencing is None:
                 return None
             if await find_artifact(connection, wanted.key) is not None:
-                await release_lease(connection, wanted.key, token=token, now=now)
+                # The row still holds the token that published, whose holder may yet release it.
+                await connection.rollback()
                 return None
         return _granted(token=token, fencing=fencing, ttl_seconds=wanted.request.ttl_seconds)
 
