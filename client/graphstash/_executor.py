@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
+from graphstash._forking import unforked
+
 __all__ = ["BoundedExecutor"]
 
 _log = logging.getLogger("graphstash")
@@ -27,10 +29,14 @@ class BoundedExecutor:
         name: prefix of the thread names.
         workers: number of threads, which start on demand.
         capacity: number of calls that may wait in the queue.
+        delays_forks: whether a fork of the process waits for running calls: see `unforked`.
     """
 
-    def __init__(self, name: str, *, workers: int, capacity: int) -> None:
+    def __init__(
+        self, name: str, *, workers: int, capacity: int, delays_forks: bool = False
+    ) -> None:
         self._name = name
+        self._enclosed = unforked if delays_forks else contextlib.nullcontext
         self._workers = workers
         self._capacity = capacity
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -96,7 +102,8 @@ class BoundedExecutor:
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
             try:
-                call()
+                with self._enclosed():
+                    call()
             except Exception:  # noqa: BLE001 - outermost frame of a thread
                 _log.exception("background work of the cache failed")
             finally:

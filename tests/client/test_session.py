@@ -115,6 +115,31 @@ thread.join()
     assert run(code).stdout == "0\n"
 
 
+def test_child_forked_during_the_prefetch_finds_no_lock_held(run):
+    code = """
+import signal, threading
+from graphstash._http.client import ServerClient
+
+lock, has_lock, forking = threading.Lock(), threading.Event(), threading.Event()
+
+def manifest(self, name):
+    with lock:
+        has_lock.set()
+        forking.wait(60)
+
+ServerClient.manifest = manifest
+os.register_at_fork(before=forking.set)
+first.cache
+assert has_lock.wait(60)
+if (child := os.fork()) == 0:
+    signal.alarm(30)  # it would never end
+    with lock:
+        os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+    assert run(code).stdout == "0\n"
+
+
 def test_unread_pipe_does_not_block_end_of_job(run, tmp_path):
     os.mkfifo(tmp_path / "stats")
     code = "import signal; signal.alarm(30); build(1)"

@@ -39,6 +39,7 @@ from typing import IO, Final, NamedTuple
 from filelock import FileLock, Timeout
 
 from graphstash._artifacts.spill import SpillFile
+from graphstash._forking import forkable
 from graphstash._trust.provenance import (
     Provenance,
     append_provenance,
@@ -345,7 +346,8 @@ class LocalTier:
         is_held = False
         while not is_held:
             try:
-                lock.acquire(poll_interval=0.02)
+                with forkable():
+                    lock.acquire(poll_interval=0.02)
                 is_held = True
             except Timeout:
                 if monotonic() > until or not _is_younger(goes_on, timeout_seconds):

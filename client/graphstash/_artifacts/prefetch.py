@@ -18,6 +18,7 @@ from graphstash._artifacts.envelope import Nowhere
 from graphstash._artifacts.reader import Fetched, Reader
 from graphstash._artifacts.stash import Stash
 from graphstash._executor import BoundedExecutor
+from graphstash._forking import forkable
 from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError, Reason
 from graphstash_schema import ArtifactInfo, ArtifactKey
@@ -84,11 +85,14 @@ class Prefetch:
         Returns when all downloads are done or `is_stopped` returns true.
         """
         # Use daemon threads, which do not delay the end of the process.
-        workers = BoundedExecutor("graphstash-fetch", workers=_WORKERS, capacity=len(wanted))
+        workers = BoundedExecutor(
+            "graphstash-fetch", workers=_WORKERS, capacity=len(wanted), delays_forks=True
+        )
         for key in wanted:
             workers.submit(partial(self._fetch, key))
-        while not workers.drain(_LOOK_SECONDS) and not self._is_stopped():
-            pass
+        with forkable():
+            while not workers.drain(_LOOK_SECONDS) and not self._is_stopped():
+                pass
         workers.close()
 
     def close(self) -> None:
@@ -143,7 +147,8 @@ class Prefetch:
             nonlocal left
             began = monotonic()
             while left > 0 and self._stash.local.is_downloading():
-                sleep(_PAUSE_SECONDS)
+                with forkable():
+                    sleep(_PAUSE_SECONDS)
                 left -= monotonic() - began
                 began = monotonic()
             if self._is_stopped():

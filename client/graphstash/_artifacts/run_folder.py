@@ -13,6 +13,8 @@ from pathlib import Path
 from time import sleep
 from typing import Final
 
+from graphstash._forking import forkable
+
 __all__ = ["hold", "remove_unless_held"]
 
 _LOCK: Final = "lock"
@@ -41,7 +43,8 @@ def hold(folder: Path) -> int | None:
             if os.fstat(descriptor).st_nlink:
                 return descriptor
         except BlockingIOError:
-            sleep(_RETRY_SECONDS)
+            with forkable():
+                sleep(_RETRY_SECONDS)
         except OSError:  # the file system does not support locks
             return descriptor
         os.close(descriptor)

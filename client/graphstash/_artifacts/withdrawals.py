@@ -284,20 +284,24 @@ class Withdrawals:
     def _read(self, namespace: Namespace) -> None:
         """Apply the list to its end. Outermost frame of a thread."""
         try:
-            server = ServerClient(self._config)  # its failures do not stop the job's requests
-            try:
-                for _ in range(_MAX_PAGES):
-                    if not self._read_page(server, namespace):
-                        return
-                raise ValueError(f"the list of {self._config.url} does not end")
-            finally:
-                server.close()
+            with unforked():
+                self._read_pages(namespace)
         except Exception as error:  # noqa: BLE001 - outermost frame of a thread: the job goes on
             is_expected = isinstance(error, CacheError)
             _log.debug("graphstash: withdrawals: %s", error, exc_info=not is_expected)
             with self._holding():
                 self._failed_at[namespace] = monotonic()
                 self._reading.discard(namespace)
+
+    def _read_pages(self, namespace: Namespace) -> None:
+        server = ServerClient(self._config)  # its failures do not stop the job's requests
+        try:
+            for _ in range(_MAX_PAGES):
+                if not self._read_page(server, namespace):
+                    return
+            raise ValueError(f"the list of {self._config.url} does not end")
+        finally:
+            server.close()
 
     def _read_page(self, server: ServerClient, namespace: Namespace) -> bool:
         """Apply one page of the list. Return False at its end."""
@@ -338,8 +342,8 @@ class Withdrawals:
         """
         if newest.number - after.number > _MAX_READ:
             return None
-        with unforked():
-            from graphstash_schema.withdrawals import WithdrawalQuery
+        from graphstash_schema.withdrawals import WithdrawalQuery
+
         page = server.withdrawals(WithdrawalQuery(after=after), namespace=namespace)
         if not page.is_complete:
             return None

@@ -29,6 +29,7 @@ from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
 from graphstash._compile.waiting import WaitBudget
 from graphstash._executor import BoundedExecutor
+from graphstash._forking import forkable, unforked
 from graphstash.config import ClientConfig
 from graphstash.errors import (
     BusyError,
@@ -448,13 +449,15 @@ class CompileCache:
         with (budget or self.waits).wait() as wait:
             while True:
                 try:
-                    result = call()
+                    with unforked():
+                        result = call()
                 except BusyError as error:
                     if not error.is_full or wait.reason_to_skip(_NO_CONNECTION) is not None:
                         raise
                     # Many processes are refused at the same time; they must not return together.
                     pause = error.retry_after_seconds * uniform(0.1, 1.0)  # noqa: S311 - no secret
-                    sleep(min(pause, wait.left))
+                    with forkable():
+                        sleep(min(pause, wait.left))
                 else:
                     wait.saved_seconds = 0.0  # an answer, even a miss, is worth the wait
                     return result

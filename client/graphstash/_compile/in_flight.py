@@ -16,6 +16,7 @@ from typing import Protocol
 from graphstash._artifacts.stash import Destination, Fetched
 from graphstash._compile.request import CompileRequest
 from graphstash._executor import BoundedExecutor
+from graphstash._forking import unforked
 from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError, LeaseLostError, LocalTierError, Reason
 from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseOutcome
@@ -83,13 +84,14 @@ class HeldLease:
     def _keep(self) -> None:
         while not self._released.wait(self._interval_seconds) and monotonic() < self._until:
             try:
-                self._server.renew(self._key, self._token)
+                with unforked():
+                    self._server.renew(self._key, self._token)
             except LeaseLostError:
                 return
             except CacheError:
                 continue  # the next renewal may still be in time
         if self._released.is_set() and self._outcome is LeaseOutcome.FAILED:
-            with suppress(CacheError):
+            with suppress(CacheError), unforked():
                 self._server.release(self._key, self._token, self._outcome)
 
 

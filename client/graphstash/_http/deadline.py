@@ -33,7 +33,7 @@ import httpx  # noqa: E402 - see above
 if _absent:
     sys.modules.pop("httpx._main", None)
 
-from graphstash._forking import unforked  # noqa: E402 - see above
+from graphstash._forking import forkable, unforked  # noqa: E402 - see above
 from graphstash.config import UNIX  # noqa: E402 - see above
 from graphstash.errors import Reason, TransportError  # noqa: E402 - see above
 from graphstash_schema.own_files import open_own_directory  # noqa: E402 - see above
@@ -232,7 +232,10 @@ class _Backend(httpcore.NetworkBackend):
 
         def connect(address: str) -> httpcore.NetworkStream:
             bounded = _bounded(self._current, timeout)
-            stream = self._inner.connect_tcp(address, port, bounded, local_address, socket_options)
+            with forkable():
+                stream = self._inner.connect_tcp(
+                    address, port, bounded, local_address, socket_options
+                )
             return _Stream(stream, self._current)
 
         for address in others:
@@ -257,7 +260,8 @@ class _Backend(httpcore.NetworkBackend):
                 try:
                     # Connect through the checked directory's descriptor, so that no other process
                     # can swap it.
-                    connection.connect(f"/proc/self/fd/{directory}/{Path(path).name}")
+                    with forkable():
+                        connection.connect(f"/proc/self/fd/{directory}/{Path(path).name}")
                 finally:
                     os.close(directory)
             except OSError as error:
@@ -277,7 +281,8 @@ class _Stream(httpcore.NetworkStream):
         self._current = current
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        data = self._inner.read(max(max_bytes, _READ_BYTES), _bounded(self._current, timeout))
+        with forkable():
+            data = self._inner.read(max(max_bytes, _READ_BYTES), _bounded(self._current, timeout))
         self._current.is_answered |= data != b""
         return data
 
@@ -286,7 +291,8 @@ class _Stream(httpcore.NetworkStream):
         view = memoryview(buffer)
         for start in range(0, len(view), _WRITE_BYTES):
             piece = bytes(view[start : start + _WRITE_BYTES])
-            self._inner.write(piece, _bounded(self._current, timeout))
+            with forkable():
+                self._inner.write(piece, _bounded(self._current, timeout))
 
     def close(self) -> None:
         self._inner.close()
@@ -325,7 +331,8 @@ def _addresses(host: str, timeout: float | None) -> list[str]:
         resolver = threading.Thread(target=resolve, name="graphstash-resolve", daemon=True)
     with suppress(RuntimeError):  # the system cannot start a thread
         resolver.start()
-        resolver.join(timeout)
+        with forkable():
+            resolver.join(timeout)
     if not found:
         raise httpcore.ConnectError(f"{host}: no address")
     return [*found.values()]

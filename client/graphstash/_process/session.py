@@ -90,9 +90,11 @@ class Session:
         self._is_prefetching = False
         self._prefetched_for: ManifestName | None = None
         self._publisher = BoundedExecutor(
-            "graphstash-publish", workers=1, capacity=config.publish_queue
+            "graphstash-publish", workers=1, capacity=config.publish_queue, delays_forks=True
         )
-        self._prefetcher = BoundedExecutor("graphstash-prefetch", workers=1, capacity=1)
+        self._prefetcher = BoundedExecutor(
+            "graphstash-prefetch", workers=1, capacity=1, delays_forks=True
+        )
         self._hooks: dict[str, Hook | None] = {}
         if any(getattr(config, name) for name in _FILES):
             self.cache  # noqa: B018 - report a file error now, not at the first compilation
@@ -310,8 +312,7 @@ class Session:
             return
         if not stash.claim_prefetch(names[0]):
             return
-        with unforked():
-            from graphstash._artifacts.prefetch import Prefetch
+        from graphstash._artifacts.prefetch import Prefetch
 
         is_cut_short = False
 

@@ -14,6 +14,7 @@ from typing import Final
 from inotify_simple import INotify, flags
 
 from graphstash._compile.cache import InFlightCompile
+from graphstash._forking import unforked
 
 __all__ = ["WrittenFiles", "publish_file"]
 
@@ -79,6 +80,7 @@ class WrittenFiles:
                 if event.mask & flags.IGNORED:
                     return
                 try:
-                    self._written(event.name)
+                    with unforked():
+                        self._written(event.name)
                 except Exception:  # noqa: BLE001 - a thread's outermost frame
                     _log.exception("publishing a compiled graph failed")
