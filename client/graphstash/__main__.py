@@ -11,6 +11,11 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the `graphstash` command."""
+    if sys.argv[1:2] == ["--version"]:
+        from graphstash import __version__
+
+        print(f"graphstash {__version__}")
+        return
     if sys.argv[1:2] == ["run"]:
         from graphstash._cli import launcher
 

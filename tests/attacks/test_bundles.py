@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from graphstash._artifacts.bundle import Bundle, BundleEntry, BundleHead, line_of
-from graphstash._cli.main import app
+from graphstash._cli.main import complete_app
 from graphstash.errors import BundleError
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.exit_status import ExitStatus
@@ -116,7 +116,7 @@ def run(fort, space, tmp_path):
             "GRAPHSTASH_CACHE_DIR": str(tmp_path / "host"),
             **{f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()},
         }
-        return CliRunner().invoke(app, ["import", str(path)], env=variables)
+        return CliRunner().invoke(complete_app(), ["import", str(path)], env=variables)
 
     return run
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from graphstash import ClientConfig, Stash
-from graphstash._cli.main import app
+from graphstash._cli.main import complete_app
 from support.signing import Team
 from support.waiting import PATIENT, variables_of
 
@@ -71,7 +71,7 @@ def command(config):
     def run(*arguments, host="reader", status=0, **settings):
         variables = variables_of(config(host))
         variables |= {f"GRAPHSTASH_{name.upper()}": str(settings[name]) for name in settings}
-        result = CliRunner().invoke(app, list(map(str, arguments)), env=variables)
+        result = CliRunner().invoke(complete_app(), list(map(str, arguments)), env=variables)
         assert result.exit_code == status, result.output
         return result
 

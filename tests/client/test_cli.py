@@ -147,6 +147,10 @@ def test_fast_and_full_command_line_parse_run_options_alike(entry):
     }
 
 
+_SLOW = {"httpx", "filelock", "cryptography", "graphstash_schema.model", "graphstash_server"}
+"""Imports of which each takes as long as the rest of a command that fails on its arguments."""
+
+
 def test_run_imports_nothing_heavy_before_the_job():
     program = """
         import os, sys
@@ -163,6 +167,36 @@ def test_run_imports_nothing_heavy_before_the_job():
     heavy, modules = processes.python(program, check=True).stdout.rsplit(maxsplit=1)
     assert heavy == "[]"
     assert int(modules) < 150
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"),
+    [
+        (("--version",), {"typer", "rich", "pydantic", *_SLOW}),
+        (("--help",), {"pydantic", *_SLOW}),
+        (("--nope",), {"rich", "pydantic", *_SLOW}),
+        (("no-such-command",), {"rich", *_SLOW}),  # typer reads the options by pydantic
+    ],
+)
+def test_start_imports_only_what_the_command_line_needs(arguments, unwanted):
+    program = f"""
+        import sys
+        from graphstash.__main__ import main
+        try:
+            main()
+        finally:
+            print(sorted({unwanted} & sys.modules.keys()), file=sys.stderr)
+    """
+    result = processes.python(program, *arguments)
+    assert result.stderr.splitlines()[-1] == "[]"
+
+
+def test_the_list_of_commands_repeats_the_first_sentences_of_their_help():
+    """`graphstash --help` imports no command, and `main` therefore repeats what it lists."""
+    for name, command in command_line().commands.items():
+        assert command.short_help, name
+        said = command.help.replace("`", "").partition("\n\n")[0].replace("\n", " ")
+        assert said.startswith(command.short_help), name
 
 
 def test_server_options_are_listed_without_the_packages_of_a_server():

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from graphstash import CacheError, ClientConfig, ConfigError, Reason
-from graphstash._cli.main import app
+from graphstash._cli.main import complete_app
 from graphstash._http.credentials import Credentials
 from graphstash._http.transport import Transport
 from graphstash_schema import ArtifactMetadata, ErrorCode, Problem
@@ -261,7 +261,7 @@ def test_the_commands_never_show_the_token(server, listener):
     for url in (server.url, listener.url):
         for command in (("status", "--json"), ("status",), ("prefetch", "job")):
             result = CliRunner().invoke(
-                app, [*command, "--url", url], env={"GRAPHSTASH_TOKEN": CANARY}
+                complete_app(), [*command, "--url", url], env={"GRAPHSTASH_TOKEN": CANARY}
             )
             assert result.output
             assert "c4n4ry" not in result.output

@@ -118,6 +118,7 @@ def test_unusable_argument_is_named(options, server, tmp_path):
 
 
 def test_the_command_line_imports_no_jax_otherwise():
-    code = "import sys; import graphstash._cli.main; print('jax' in sys.modules)"
+    code = "from graphstash._cli.main import complete_app; complete_app()"
+    code += "; import sys; print('jax' in sys.modules)"
     python = python_of("jax-newest")
     assert subprocess.check_output([python, "-c", code], text=True) == "False\n"

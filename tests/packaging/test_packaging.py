@@ -99,6 +99,7 @@ def test_the_wheel_holds_three_packages_and_the_migrations(wheel):
 def test_the_default_install_is_the_light_client(light):
     program = (
         "import sys, graphstash, graphstash.hooks, graphstash.testing, graphstash._cli.main\n"
+        "graphstash._cli.main.complete_app()\n"
         "graphstash.Stash, graphstash.install, graphstash.stats()\n"
         f"print(sorted(set({HEAVY}) & set(sys.modules)))\n"
         "from importlib.util import find_spec\n"

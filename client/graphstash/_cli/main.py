@@ -1,80 +1,156 @@
-"""Command line: `graphstash run`, `status`, and the commands of other modules and packages.
+"""Command line: the list of all commands, of which one start imports only those that it needs.
 
 The server adds its commands through the entry-point group `graphstash.commands`, so that the client
 never imports the server. Every error ends as one line, `graphstash: error: ...`, with a status of
 `ExitStatus`.
 """
 
+import os
 import sys
+from collections.abc import Container
 from functools import cache
-from importlib.metadata import entry_points, version
+from importlib.metadata import EntryPoint, entry_points
 from io import TextIOWrapper
-from typing import Annotated, Any, Final, NoReturn
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from graphstash._cli.artifacts import forget, ls, show
-from graphstash._cli.bundles import export, import_
-from graphstash._cli.doctor.command import doctor
-from graphstash._cli.explain import explain
-from graphstash._cli.keys import keys
-from graphstash._cli.launcher import CannotRunError, Launch, as_variables
-from graphstash._cli.login import login
-from graphstash._cli.output import (
-    Json,
-    NamespaceOption,
-    Url,
-    blamed,
-    fail,
-    format_bytes,
-    format_seconds,
-    load_config,
-    open_stash,
-    plural,
-    print_json,
-    print_table,
-    say,
-    shown,
-)
-from graphstash._cli.prefetch import prefetch
-from graphstash._cli.prewarm import prewarm
-from graphstash._cli.report import report
-from graphstash._cli.tune import tune
-from graphstash.config import ClientConfig
-from graphstash.errors import CacheError, ConfigError, RefusedError
-from graphstash_schema import NamespaceStats, ServerStats
+import graphstash
 from graphstash_schema.exit_status import MEANINGS, ExitStatus, error_line
-from graphstash_schema.settings import with_options
 
-__all__ = ["app", "complete_app", "main"]
+__all__ = ["complete_app", "main"]
 
 _JOBS: Final = "Jobs"
 _SERVER: Final = "The server and its artifacts"
 _ADMINISTRATION: Final = "Administration"
 
-_PANELS: Final = {
-    **dict.fromkeys(("serve",), _SERVER),
-    **dict.fromkeys(("token", "namespace", "quarantine", "audit"), _ADMINISTRATION),
-    **dict.fromkeys(
-        ("gc", "fsck", "pin", "unpin", "migrate", "backup", "restore", "clock"), _ADMINISTRATION
+
+class _Listed(NamedTuple):
+    """How `graphstash --help` lists a command that it does not import.
+
+    Attributes:
+        panel: heading.
+        summary: first sentence of the command's own help.
+        home: module and name in this package. "" for a command of the server's package.
+    """
+
+    panel: str
+    summary: str
+    home: str = ""
+
+
+_LISTED: Final = {
+    "run": _Listed(
+        _JOBS,
+        "Run a command with the cache in every Python process that it starts.",
+        "run:run",
     ),
+    "prefetch": _Listed(
+        _JOBS,
+        "Download the artifacts that earlier runs of a job used.",
+        "prefetch:prefetch",
+    ),
+    "explain": _Listed(
+        _JOBS,
+        "Explain why a run compiled: which flag, version, shape or line differs from "
+        "stored artifacts.",
+        "explain:explain",
+    ),
+    "prewarm": _Listed(
+        _JOBS,
+        "Compile a JAX train step ahead of time, on a host without the device.",
+        "prewarm:prewarm",
+    ),
+    "doctor": _Listed(
+        _JOBS,
+        "Check settings, server, TLS, token, clock, local disk, signatures and compilers.",
+        "doctor.command:doctor",
+    ),
+    "login": _Listed(
+        _JOBS,
+        "Exchange the JWT of a CI job or a pod for a token that lasts as long as the job.",
+        "login:login",
+    ),
+    "forget": _Listed(
+        _JOBS,
+        "Remove an artifact from this host's disk: all copies, of every namespace and server.",
+        "artifacts:forget",
+    ),
+    "status": _Listed(
+        _SERVER,
+        "Show whether the server answers, what it holds, and this host's local tier.",
+        "status:status",
+    ),
+    "ls": _Listed(_SERVER, "List the artifacts of a namespace.", "artifacts:ls"),
+    "show": _Listed(
+        _SERVER,
+        "Show all that is known of one artifact: parts, label, signature, hits.",
+        "artifacts:show",
+    ),
+    "report": _Listed(
+        _SERVER,
+        "Print what the cache saved in a month, in Markdown.",
+        "report:report",
+    ),
+    "export": _Listed(
+        _SERVER,
+        "Write artifacts of a namespace to one file, for hosts without a network to the server.",
+        "bundles:export",
+    ),
+    "import": _Listed(
+        _SERVER,
+        "Publish the artifacts of a bundle to a server, or to this host.",
+        "bundles:import_",
+    ),
+    "tune": _Listed(_SERVER, "Find, show and export the team's schedules of kernels.", "tune:tune"),
+    "keys": _Listed(
+        _ADMINISTRATION,
+        "Manage signing keys and the list of trusted keys.",
+        "keys:keys",
+    ),
+    "serve": _Listed(_SERVER, "Run the cache server. It needs no configuration."),
+    "audit": _Listed(_ADMINISTRATION, "Show the audit log, newest first."),
+    "backup": _Listed(_ADMINISTRATION, "Back up the database and all blobs, while servers run."),
+    "clock": _Listed(
+        _ADMINISTRATION,
+        "Show whether the servers delete by age, or accept a clock that jumped.",
+    ),
+    "fsck": _Listed(
+        _ADMINISTRATION,
+        "Check the database, that every artifact has its blob, and every blob an artifact.",
+    ),
+    "gc": _Listed(
+        _ADMINISTRATION,
+        "Collect garbage: enforce limits and retention, delete what is marked, find orphans.",
+    ),
+    "migrate": _Listed(_ADMINISTRATION, "Upgrade the database to the revision of this release."),
+    "namespace": _Listed(
+        _ADMINISTRATION,
+        "Manage namespace policies: who may write, how much, and whether artifacts may "
+        "be replaced.",
+    ),
+    "pin": _Listed(_ADMINISTRATION, "Protect the artifacts of a job from eviction."),
+    "quarantine": _Listed(
+        _ADMINISTRATION,
+        "Review artifacts that were reported as wrong. They are withheld until you decide.",
+    ),
+    "restore": _Listed(
+        _ADMINISTRATION,
+        "Restore a backup into the database and the blob store that GRAPHSTASH_* name.",
+    ),
+    "token": _Listed(_ADMINISTRATION, "Create, list and revoke tokens."),
+    "unpin": _Listed(_ADMINISTRATION, "Allow eviction of a job's artifacts again."),
 }
-"""Help panels for the commands of the server's package."""
 
 _EXITS: Final = "Exit status:\n\n" + "\n".join(
     f"- {status.value}: {meaning}" for status, meaning in MEANINGS.items()
 )
 
-app = typer.Typer(
-    name="graphstash",
-    help="A shared compilation cache for machine-learning training.",
-    epilog=_EXITS,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",  # it fills paragraphs, and does not treat [default: 1] as markup
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-)
-
+_ALL_WORDS_AFTER_COMMAND: Final[dict[str, Any]] = {
+    # The first word that is not an option starts the command. All later words belong to it.
+    "context_settings": {"allow_extra_args": True, "allow_interspersed_args": False},
+    "options_metavar": "[OPTIONS] [--] COMMAND [ARGS]...",
+}
 
 _ClickError: Final[type[Exception]] = next(
     each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
@@ -87,8 +163,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal may lack a character, such as µ
             stream.reconfigure(errors="replace")
+    is_completing = "_GRAPHSTASH_COMPLETE" in os.environ  # a shell asks, by variables of its own
+    app = complete_app() if is_completing else _app_with(sys.argv[1:])
     try:
-        status = complete_app()(prog_name="graphstash", standalone_mode=False)
+        status = app(prog_name="graphstash", standalone_mode=False)
     except _ClickError as error:
         _tell(error)
         status = ExitStatus.USAGE
@@ -110,22 +188,49 @@ def _tell(error: Any) -> None:
 @cache
 def complete_app() -> typer.Typer:
     """Return the app with the commands of this package and of other packages."""
-    for command in entry_points(group="graphstash.commands"):
-        loaded = command.load()
+    return _app_with(_LISTED)
+
+
+def _app_with(words: Container[str]) -> typer.Typer:
+    """Return an app that can run the commands among `words`, and lists the other commands."""
+    app = typer.Typer(
+        name="graphstash",
+        help="A shared compilation cache for machine-learning training.",
+        epilog=_EXITS,
+        no_args_is_help=True,
+        # Markdown fills paragraphs, and does not treat [default: 1] as markup.
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    group = "graphstash.commands"
+    homes = {name: listed.home for name, listed in _LISTED.items() if listed.home}
+    commands = [EntryPoint(name, f"graphstash._cli.{home}", group) for name, home in homes.items()]
+    for command in [*commands, *entry_points(group=group)]:
+        panel, summary, _ = _LISTED.get(command.name, (None, None, ""))
+        is_needed = summary is None or command.name in words
+        loaded = command.load() if is_needed else _only_listed
         if isinstance(loaded, typer.Typer):  # a group of commands
-            app.add_typer(loaded, name=command.name, rich_help_panel=_PANELS.get(command.name))
+            app.add_typer(
+                loaded, name=command.name, short_help=summary or "", rich_help_panel=panel
+            )
         else:
-            app.command(command.name, rich_help_panel=_PANELS.get(command.name))(loaded)
+            form = _ALL_WORDS_AFTER_COMMAND if command.name == "run" else {}
+            app.command(command.name, short_help=summary, rich_help_panel=panel, **form)(loaded)
     return app
+
+
+def _only_listed() -> None:
+    pass
 
 
 def _show_version(value: bool) -> None:
     if value:
-        typer.echo(f"graphstash {version('graphstash')}")
+        typer.echo(f"graphstash {graphstash.__version__}")
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     _version: Annotated[
         bool,
@@ -133,116 +238,3 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command(
-    # The first word that is not an option starts the command. All later words belong to it.
-    context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
-    options_metavar="[OPTIONS] [--] COMMAND [ARGS]...",
-    rich_help_panel=_JOBS,
-)
-@with_options(ClientConfig)
-def run(context: typer.Context, **options: Any) -> None:
-    """Run a command with the cache in every Python process that it starts.
-
-    The script needs no change. torchrun, subprocesses and shells in between also work. The command
-    runs even if the cache fails, unless --fail-on-miss is set. Example:
-
-        graphstash run -- python train.py
-    """
-    command = context.args
-    if not command:
-        fail(
-            "nothing to run: write the command after `--`, e.g. graphstash run -- python train.py",
-            status=ExitStatus.USAGE,
-        )
-    given = {name: value for name, value in options.items() if value is not None}
-    try:
-        settings = as_variables(given)
-    except ConfigError as error:
-        fail(blamed(error, given), status=ExitStatus.USAGE)
-    try:
-        Launch(command, settings).start()
-    except CannotRunError as error:
-        fail(str(error), status=ExitStatus(error.status))
-
-
-@app.command(rich_help_panel=_SERVER)
-def status(url: Url = None, namespace: NamespaceOption = None, as_json: Json = False) -> None:
-    """Show whether the server answers, what it holds, and this host's local tier.
-
-    "Saved" is the total compile time of the artifacts that were hits.
-    """
-    config = load_config(url=url, namespace=namespace)
-    with open_stash(config) as stash:
-        try:
-            server = stash.server.server_stats()
-        except CacheError as error:
-            if as_json:
-                print_json({"url": config.url, "reachable": False, "error": str(error)})
-                raise typer.Exit(ExitStatus.FAILED) from None
-            _tell_unreachable(config, error)
-        directory, size = str(stash.local.root), stash.local.size_bytes()
-    if as_json:
-        print_json(
-            {
-                "url": config.url,
-                "reachable": True,
-                "server": server.model_dump(mode="json"),
-                "local": {"directory": directory, "size_bytes": size},
-            }
-        )
-        return
-    _show_server(config, server)
-    say(f"local tier: {format_bytes(size)} in {directory}")
-
-
-def _tell_unreachable(config: ClientConfig, error: CacheError) -> NoReturn:
-    if not config.url:
-        fail(f"no server: {error.detail}")
-    is_refused = isinstance(error, RefusedError)
-    failure = "the server refuses" if is_refused else "the server does not answer"
-    fail(
-        f"{failure}: {error.detail}. Jobs run without the cache; `graphstash doctor` suggests a fix"
-    )
-
-
-app.command(rich_help_panel=_JOBS)(prefetch)
-app.command(rich_help_panel=_JOBS)(explain)
-app.command(rich_help_panel=_JOBS)(prewarm)
-app.command(rich_help_panel=_JOBS)(doctor)
-app.command(rich_help_panel=_JOBS)(login)
-app.command(rich_help_panel=_JOBS)(forget)
-app.command(rich_help_panel=_SERVER)(ls)
-app.command(rich_help_panel=_SERVER)(show)
-app.command(rich_help_panel=_SERVER)(report)
-app.command(rich_help_panel=_SERVER)(export)
-app.command("import", rich_help_panel=_SERVER)(import_)
-app.add_typer(tune, name="tune", rich_help_panel=_SERVER)
-app.add_typer(keys, name="keys", rich_help_panel=_ADMINISTRATION)
-
-
-def _show_server(config: ClientConfig, server: ServerStats) -> None:
-    say(
-        f"{config.url}: graphstash {shown(server.version, most=40)}, "
-        f"up {format_seconds(server.uptime_seconds)}, {plural(server.leases_held, 'lease')} held, "
-        f"{server.waiters} waiting"
-    )
-    if not server.namespaces:
-        say("nothing stored yet")
-        return
-    headings = ("namespace", ">artifacts", ">size", ">hits", ">hit rate", ">served", ">saved")
-    print_table(headings, map(_cells, server.namespaces), flexible=0)
-
-
-def _cells(row: NamespaceStats) -> tuple[str, ...]:
-    asked = row.hits + row.misses
-    return (
-        shown(row.namespace, most=64),
-        f"{row.artifacts}",
-        format_bytes(row.size_bytes),
-        f"{row.hits}",
-        f"{row.hits / asked:.0%}" if asked else "-",
-        format_bytes(row.served_bytes),
-        format_seconds(row.saved_seconds),
-    )

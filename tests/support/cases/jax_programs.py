@@ -308,7 +308,9 @@ def command_line(*, commands: list[list[str]]) -> list[Any]:
     """Run `graphstash` several times in one process: the import of JAX takes seconds."""
     from typer.testing import CliRunner
 
-    from graphstash._cli.main import app
+    from graphstash._cli.main import complete_app
 
-    results = [CliRunner().invoke(app, words, env={"COLUMNS": "300"}) for words in commands]
+    results = [
+        CliRunner().invoke(complete_app(), words, env={"COLUMNS": "300"}) for words in commands
+    ]
     return [[result.exit_code, result.stdout, result.stderr] for result in results]
