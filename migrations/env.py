@@ -6,8 +6,11 @@ import time
 from typing import Any, Literal
 
 from alembic import context
+from sqlalchemy import text
 from sqlalchemy.engine import Connection, make_url
+from sqlalchemy.ext.asyncio import AsyncEngine
 
+from graphstash_server.db import migrate as limits
 from graphstash_server.db.engine import make_engine
 from graphstash_server.db.tables import UtcTime, metadata
 from graphstash_server.settings import load_settings
@@ -15,6 +18,13 @@ from graphstash_server.settings import load_settings
 LOGGER = logging.getLogger("migrations")
 
 IDLE_SECONDS = 60
+
+LOOK_SECONDS = 1.0
+
+BLOCKERS = text("""
+SELECT pid, application_name, usename, round(extract(epoch FROM now() - xact_start)) AS seconds
+FROM pg_stat_activity WHERE pid = ANY (pg_blocking_pids(:pid)) ORDER BY xact_start, pid
+""")
 
 
 def render_type(kind: str, item: Any, _: object) -> str | Literal[False]:
@@ -45,6 +55,8 @@ def take_turn(connection: Connection) -> None:
 def migrate(connection: Connection) -> None:
     if connection.dialect.name == "postgresql":
         take_turn(connection)  # SQLite's transaction is exclusive
+        connection.exec_driver_sql(f"SET lock_timeout = '{limits.LOCK_SECONDS}s'")
+        connection.commit()
     context.configure(
         connection=connection,
         target_metadata=metadata,
@@ -56,11 +68,45 @@ def migrate(connection: Connection) -> None:
         context.run_migrations()
 
 
+async def report_blockers(engine: AsyncEngine, pid: int) -> None:
+    """Log each transaction for which the migration in session `pid` waits.
+
+    The session of this query is never in a transaction, for which an index build would wait.
+    """
+    known = set()
+    watcher = engine.execution_options(isolation_level="AUTOCOMMIT")
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        async with watcher.connect() as connection:
+            blockers = (await connection.execute(BLOCKERS, {"pid": pid})).all()
+        for blocker in blockers:
+            if blocker.pid not in known:
+                known.add(blocker.pid)
+                LOGGER.warning(
+                    "the migration waits for a transaction that began %d s ago: session %d of %s, "
+                    "user %s",
+                    blocker.seconds or 0,
+                    blocker.pid,
+                    blocker.application_name or "an unnamed program",
+                    blocker.usename,
+                )
+
+
 async def connect_and_migrate(url: str) -> None:
     engine = make_engine(make_url(url))
     try:
         async with engine.connect() as connection:
-            await connection.run_sync(migrate)
+            watching = None
+            if connection.dialect.name == "postgresql":
+                pid = (await connection.exec_driver_sql("SELECT pg_backend_pid()")).scalar_one()
+                await connection.rollback()
+                watching = asyncio.create_task(report_blockers(engine, pid))
+            try:
+                await connection.run_sync(migrate)
+            finally:
+                if watching is not None:
+                    watching.cancel()
+                    await asyncio.wait([watching])
     finally:
         await engine.dispose()
 

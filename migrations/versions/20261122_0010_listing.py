@@ -35,9 +35,9 @@ def upgrade() -> None:
             # Its last step takes a lock behind which reads of the table queue.
             op.execute("SET lock_timeout = '60s'")
             op.execute(f"DROP INDEX CONCURRENTLY {_INDEX}")
-            op.execute("RESET lock_timeout")
-        # A build waits for every transaction that began before it, however long, and keeps no
-        # upload waiting: a dump of an hour must not end the start.
+        # A build waits for every transaction that began before it, and keeps no upload waiting: a
+        # dump of an hour must not end the start.
+        op.execute("SET lock_timeout = '6h'")
         logging.getLogger("migrations").info(
             "building the index %s: this waits for transactions that began before it, such as "
             "those of pg_dump; uploads go on",
@@ -50,6 +50,7 @@ def upgrade() -> None:
             postgresql_concurrently=True,
             if_not_exists=True,
         )
+        op.execute("SET lock_timeout = '60s'")
 
 
 def downgrade() -> None:

@@ -145,15 +145,17 @@ def _check_reach(settings: Settings) -> None:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """Open the port before the server touches anything else."""
+    """Take the port before the server touches anything else. It refuses connections until the
+    server can answer them (`GraphstashServer.startup`), so that clients and proxies try elsewhere.
+    """
+    from graphstash_server.serving.ports import take_port
+
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
+        take_port(listener, address)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise StartError(

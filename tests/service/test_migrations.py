@@ -274,7 +274,7 @@ async def test_deadlock_with_previous_release_is_retried(url_before, caplog, tmp
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_whole", [True, False])
 async def test_interrupted_index_build_is_completed(url_before, is_whole):
-    """Its build may wait for ever, and only a frozen migrator is cut off."""
+    """Its build may wait for hours, as for a dump, and a frozen migrator is cut off."""
     async with connected(url_before) as other, storing(url_before) as slow:
         if is_whole:
             await slow.execute("COMMIT")
@@ -284,7 +284,7 @@ async def test_interrupted_index_build_is_completed(url_before, is_whole):
         assert await other.fetchval(IS_VALID) is is_whole
     # Also after the limits of what goes first.
     assert await asyncio.to_thread(settings_of_the_build, url_before) == {
-        "lock_timeout": "0",
+        "lock_timeout": "6h",
         "idle_session_timeout": "1min",
         "statement_timeout": "0",
     }

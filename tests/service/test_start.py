@@ -1,16 +1,28 @@
 """Starting the server: options, environment, and what is refused in one clear line."""
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+import httpx
 import pytest
+from alembic import command
 
+from graphstash_schema.own_files import own_socket_path
 from graphstash_server.__main__ import _check_reach
+from graphstash_server.context import prepare_database
+from graphstash_server.db import migrate as migration
+from graphstash_server.db.migrate import alembic_config
 from graphstash_server.errors import StartError
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer
+from support.database_sessions import connected, eventually
+from support.ports import reserved_port
 
 
 @pytest.fixture
@@ -138,3 +150,117 @@ def test_a_server_does_not_start_beside_an_empty_store(postgres, tmp_path, conne
 
     with LiveServer(tmp_path / "mounted", database_url=url, log_level="error") as server:
         assert connect(server.url).get(1).content == b"precious"
+
+
+@pytest.fixture
+def outdated(postgres):
+    """A database at a revision whose successors change the table of leases."""
+    url = postgres.new_database()
+    command.upgrade(alembic_config(url), "0012")
+    return url
+
+
+@pytest.fixture
+def starting(process_environment, tmp_path):
+    """Starts a server on a port and does not wait until it serves."""
+
+    @contextmanager
+    def start(port, database, *options):
+        variables = {
+            "GRAPHSTASH_DATABASE_URL": database,
+            "XDG_STATE_HOME": str(tmp_path / "state"),
+            "PYTHONUNBUFFERED": "1",
+        }
+        with (tmp_path / "log").open("wb") as log:
+            server = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "graphstash_server", "--port", str(port)),
+                    *("--data-dir", str(tmp_path / "data"), *options),
+                ],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **process_environment, **variables},
+                start_new_session=True,
+            )
+        try:
+            yield server
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+    return start
+
+
+def children_of(pid):
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def health(url, **options):
+    with httpx.Client(timeout=60, trust_env=False, **options) as http:
+        return http.get(f"{url}/healthz").status_code
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_starting_server_refuses_connections_until_it_answers(
+    starting, refusal, outdated, tmp_path, workers
+):
+    """Its migration waits for a transaction, which the log names."""
+    port = reserved_port()
+    own = own_socket_path({"XDG_STATE_HOME": str(tmp_path / "state")})
+    log = tmp_path / "log"
+
+    async def said(text):
+        assert server.poll() is None, log.read_text()
+        return text in log.read_text()
+
+    async with connected(outdated) as slow:
+        holder = slow.get_server_pid()
+        await slow.execute("SET application_name = 'pg_dump'")
+        await slow.execute("BEGIN; SELECT * FROM leases")
+        with starting(port, outdated, "--workers", str(workers)) as server:
+            await eventually(lambda: said("the migration waits for a transaction"))
+            assert re.search(rf"ago: session {holder} of pg_dump, user \w+\n", log.read_text())
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+            with socket.socket(socket.AF_UNIX) as job, pytest.raises(ConnectionRefusedError):
+                job.connect(str(own))
+            told = refusal("--port", str(port), status=1, data_dir=tmp_path / "other")
+            assert f"cannot listen on 127.0.0.1 port {port}: " in told
+            assert not (tmp_path / "other").exists()
+            if workers > 1:
+                (worker,) = children_of(server.pid)
+                os.kill(worker, signal.SIGKILL)
+                await eventually(lambda: said(f"worker {worker} was killed by SIGKILL"))
+            await slow.execute("COMMIT")
+            await eventually(lambda: said("Ctrl-C stops the server"))
+            assert health(f"http://127.0.0.1:{port}") == 200
+            assert health("http://localhost", transport=httpx.HTTPTransport(uds=str(own))) == 200
+
+
+@pytest.mark.anyio
+async def test_migration_behind_a_lasting_transaction_ends_with_one_line(
+    outdated, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(migration, "LOCK_SECONDS", 1)
+    settings = load_settings(database_url=outdated, data_dir=tmp_path)
+    async with connected(outdated) as slow:
+        await slow.execute("BEGIN; SELECT * FROM leases")
+        with pytest.raises(StartError) as refused:
+            await prepare_database(settings, is_migrating=True)
+        await slow.execute("COMMIT")
+    assert "has waited too long for another transaction" in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+    await prepare_database(settings, is_migrating=True)
+
+
+def test_server_whose_first_workers_are_killed_again_and_again_ends(start):
+    killed = "import os, graphstash_server.app as app; from graphstash_server.__main__ import main;"
+    killed += "app.open_context = lambda *_, **__: os.kill(os.getpid(), 9); main()"
+
+    with pytest.raises(RuntimeError, match="the server exited with 1") as failure:
+        start("--workers", "2", command=(sys.executable, "-c", killed))
+
+    assert str(failure.value).count("was killed by SIGKILL") == 5
+    assert "was killed by SIGKILL: the server cannot start" in str(failure.value)

@@ -23,6 +23,7 @@ from graphstash_server.db.engine import make_engine
 from graphstash_server.errors import StartError
 
 __all__ = [
+    "LOCK_SECONDS",
     "alembic_config",
     "check_revision",
     "failures_named",
@@ -36,8 +37,13 @@ _LOGGER = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
+LOCK_SECONDS = 60
+"""Seconds that a migration waits for one lock of PostgreSQL. Requests of other servers queue behind
+such a wait."""
+
 _ATTEMPTS = 5
 _DEADLOCK = "40P01"
+_LOCK_NOT_AVAILABLE = "55P03"
 
 
 def migrate(url: str, *, lock_path: Path) -> None:
@@ -124,12 +130,21 @@ def _upgrade(url: str) -> None:
     That server waits for its turn inside a transaction. An index built CONCURRENTLY waits for that
     transaction. PostgreSQL aborts one of the two. If it aborts the upgrade, its connection closes
     and the other server gets its turn.
+
+    Raises:
+        StartError: another transaction has kept a lock for too long.
     """
     for attempts_left in reversed(range(_ATTEMPTS)):
         try:
             command.upgrade(alembic_config(url), "head")
         except DBAPIError as error:
-            if not attempts_left or getattr(error.orig, "sqlstate", None) != _DEADLOCK:
+            sqlstate = getattr(error.orig, "sqlstate", None)
+            if sqlstate == _LOCK_NOT_AVAILABLE:
+                raise StartError(
+                    "the migration of the database has waited too long for another transaction "
+                    "(the warning above names it): end that transaction, or start again after it"
+                ) from error
+            if not attempts_left or sqlstate != _DEADLOCK:
                 raise
             _LOGGER.warning("another server that starts was in the way of the migration: retrying")
         else:

@@ -9,17 +9,14 @@ import fcntl
 import os
 import socket
 from pathlib import Path
-from typing import Final
 
 from graphstash_schema.own_files import make_own_directory
 
 __all__ = ["OwnSocket"]
 
-_BACKLOG: Final = 2048
-
 
 class OwnSocket:
-    """A listening Unix socket, `listener`.
+    """A Unix socket, `listener`, which refuses connections until the server listens.
 
     Raises:
         OSError: on construction, if another server has the socket, or another user owns the
@@ -36,7 +33,6 @@ class OwnSocket:
             self._place.unlink(missing_ok=True)  # left over by a killed server
             self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.listener.bind(str(self._place))
-            self.listener.listen(_BACKLOG)
         except BlockingIOError:
             os.close(self._directory)
             raise BlockingIOError(f"another server of this user listens on {path}") from None

@@ -30,6 +30,7 @@ from graphstash_server.fast.answers import FastPath
 from graphstash_server.fast.connection import FastConnection
 from graphstash_server.logs import WithoutQuery
 from graphstash_server.services.counters import Counters
+from graphstash_server.serving.ports import allow_listening
 from graphstash_server.serving.telemetry import find_tracing
 from graphstash_server.serving.tls import tls_context
 from graphstash_server.settings import Settings
@@ -101,28 +102,36 @@ class GraphstashServer(uvicorn.Server):
         self._lifeline = lifeline
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening. Connections over a Unix socket come from the owner (`own_socket`)."""
+        """Start the application, then listen: a connection is refused until it can be answered.
+
+        Connections over a Unix socket come from the owner (`own_socket`).
+        """
         if self._lifeline is not None:
             loop = asyncio.get_running_loop()
             loop.add_reader(self._lifeline, self._end_alone, loop, self._lifeline)
-        listeners = sockets or []
-        await super().startup([each for each in listeners if each.family != socket.AF_UNIX])
-        for listener in listeners:
-            if listener.family == socket.AF_UNIX:
-                await self._listen_to_owner(listener)
+        await super().startup([])
+        for listener in sockets or []:
+            await self._listen(listener)
         if self.started:
             _freeze_garbage()
             self._when_ready()
 
-    async def _listen_to_owner(self, listener: socket.socket) -> None:
+    async def _listen(self, listener: socket.socket) -> None:
         config = self.config
-        kind = owner_connections(cast("type[Connection]", config.http_protocol_class))
+        kind = cast("type[Connection]", config.http_protocol_class)
+        is_owners = listener.family == socket.AF_UNIX
+        if is_owners:
+            kind = owner_connections(kind)
+        else:
+            allow_listening(listener)
         # `create_unix_server` would remove the socket when the first of several workers ends.
         server = await asyncio.get_running_loop().create_server(
             lambda: kind(
                 config=config, server_state=self.server_state, app_state=self.lifespan.state
             ),
             sock=listener,
+            ssl=None if is_owners else config.ssl,
+            backlog=config.backlog,
         )
         self.servers.append(server)
 

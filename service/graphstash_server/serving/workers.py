@@ -47,6 +47,9 @@ _READY_SECONDS = 60.0
 
 _EARLY_SECONDS = 5.0
 """A worker that ends within these seconds of its start will probably end early again."""
+_FIRST_ATTEMPTS = 5
+"""Workers that may be killed in a row before the first one serves. One that reports an error ends
+the start at once, because the next one would find the same."""
 _FIRST_PAUSE_SECONDS = 0.5
 _MAX_PAUSE_SECONDS = 10.0
 
@@ -60,7 +63,8 @@ def run_workers(
     when all workers serve.
 
     Returns:
-        False if a worker could not start the first time.
+        False if the server could not start: no worker has served, and one reported an error or
+        several were killed in a row.
     """
     return _Supervisor(settings, listeners, when_ready=when_ready).run()
 
@@ -202,13 +206,13 @@ class _Supervisor:
             if worker is not None:  # process 1 also inherits foreign children
                 self._hang_up(worker)
                 self._counters.give_back(worker.row)
-                self._replace(worker, _exit_text(status))
+                self._replace(worker, os.waitstatus_to_exitcode(status))
 
-    def _replace(self, worker: _Worker, ended: str) -> None:
-        slot = worker.slot
+    def _replace(self, worker: _Worker, code: int) -> None:
+        slot, ended = worker.slot, _exit_text(code)
         if self._is_stopping or worker.is_ending:
             _LOGGER.info("worker %d %s", worker.pid, ended)
-        elif not self._is_announced:
+        elif not self._is_prepared and (code > 0 or slot.early_ends >= _FIRST_ATTEMPTS - 1):
             _LOGGER.error("worker %d %s: the server cannot start", worker.pid, ended)
             self._has_failed = True
             self._stop()
@@ -301,8 +305,7 @@ def _pause_seconds(worker: _Worker) -> float:
     return min(_FIRST_PAUSE_SECONDS * 2.0**doublings, _MAX_PAUSE_SECONDS)
 
 
-def _exit_text(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
+def _exit_text(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     names = {each.value: each.name for each in signal.Signals}

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from graphstash_server.serving.ports import take_port
 from graphstash_server.serving.server import make_server
 from graphstash_server.settings import load_settings
 
@@ -34,7 +35,8 @@ class LiveServer:
             data_dir=data_dir,
             **{"insecure": True, "shutdown_seconds": 5, "min_free_bytes": 0, **settings},
         )
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self._listener = socket.socket()
+        take_port(self._listener, ("127.0.0.1", 0))
         scheme = "http" if self._settings.tls_cert_file is None else "https"
         self.url = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
         self._ready = threading.Event()
