@@ -50,7 +50,7 @@ class NamespacePolicy(RequestModel):
         default=None,
         ge=0.001,
         le=1_000_000,
-        description="of all callers together, per server process; beyond it they are told to wait",
+        description="of all callers together, on each server; beyond it they are told to wait",
     )
 
 

@@ -46,7 +46,7 @@ from graphstash_server.services.maintenance.backup import UNFINISHED
 from graphstash_server.services.maintenance.reconciler import Reconciler
 from graphstash_server.services.maintenance.schedule import Maintenance, RetentionService
 from graphstash_server.services.metrics import HealthService, SpaceService, StatisticsService
-from graphstash_server.services.namespaces import Budget, Budgets, PolicyService
+from graphstash_server.services.namespaces import Budget, Budgets, PolicyService, Rates
 from graphstash_server.services.plausible_clock import PlausibleClock
 from graphstash_server.services.wait_queue import Notification, WaitQueue
 from graphstash_server.settings import LimitSettings, Settings
@@ -109,7 +109,9 @@ class ProcessContext:
             clock=clock,
         )
         self.sessions = SessionService(database=database, access=self.access, clock=clock)
-        self.policies = PolicyService(database=database, clock=clock)
+        self.policies = PolicyService(
+            database=database, clock=clock, rates=Rates(counters.host.rates)
+        )
         self.collector = BlobCollector(database=database, blobs=blobs, clock=clock)
         self.artifacts = ArtifactService(
             database=database,

@@ -11,6 +11,7 @@ from graphstash_schema import Digest, ErrorCode, Namespace, NamespacePolicy, Wri
 from graphstash_server.commands.namespace import namespace as namespace_command
 from graphstash_server.db.tables import namespaces
 from graphstash_server.errors import ServerError
+from graphstash_server.services.buckets import Buckets
 from graphstash_server.services.namespaces import PolicyService, Rates
 from graphstash_server.testing import LiveServer
 from support.services import ACTOR, FakeClock
@@ -141,7 +142,8 @@ def test_requests_over_the_rate_get_a_retry_after(api, connect, problem):
 
 def test_a_bucket_holds_one_second_and_fills_with_time():
     clock = FakeClock()
-    rates = Rates(seconds=clock.steady)
+    buckets = Buckets(seconds=clock.steady)
+    rates = Rates(buckets)
 
     def is_in(namespace=TEAM, per_second=10):
         try:
@@ -169,9 +171,11 @@ def test_a_bucket_holds_one_second_and_fills_with_time():
     clock.turn(2)
     assert is_in(slow, per_second=0.5) is True
 
-    for number in range(10_000):
+    for number in range(5000):
         rates.take(Namespace(f"n{number}"), per_second=1)
-    assert len(rates._buckets._buckets) == 4096
+        clock.turn(0.01)
+        assert is_in(slow, per_second=0.001) is not True  # a bucket in use is not dropped
+    assert len(buckets) == 4096
 
 
 @pytest.mark.sql
@@ -199,7 +203,9 @@ async def test_another_server_applies_change_after_two_seconds(opened):
 
 def policies_of(server, clock, database=None):
     database = database or server.context.database
-    return PolicyService(database=database, clock=clock, seconds=clock.steady)
+    return PolicyService(
+        database=database, clock=clock, rates=Rates(Buckets()), seconds=clock.steady
+    )
 
 
 class Counted:

@@ -144,6 +144,32 @@ def test_workers_share_one_port_and_stuck_worker_is_killed_at_shutdown(start):
     assert "Traceback" not in server.log
 
 
+def test_workers_share_the_rate_of_a_namespace_and_outlive_a_killed_worker(start, eventually):
+    server = start("--workers", "1")
+    rule = {"requests_per_second": 0.001}
+    httpx.put(f"{server.url}/v1/-/namespaces/team", json=rule, trust_env=False).raise_for_status()
+    assert server.stop() == 0
+    server = start("--workers", "3")
+
+    def statuses() -> list[int]:
+        """What each worker answers while the others stand still."""
+        workers, seen = server.workers, []
+        for worker in workers:
+            others = workers - {worker}
+            for other in others:
+                os.kill(other, signal.SIGSTOP)
+            seen.append(httpx.get(f"{server.url}/v1/team/artifacts", trust_env=False).status_code)
+            for other in others:
+                os.kill(other, signal.SIGCONT)
+        return seen
+
+    before = server.workers
+    assert statuses() == [200, 429, 429]
+    os.kill(min(before), signal.SIGKILL)
+    eventually(lambda: serving(server) == 4)
+    assert statuses() == [429] * 3
+
+
 def test_rolling_restart_fails_no_request_and_a_killed_worker_only_its_own(
     start, tmp_path, eventually
 ):

@@ -85,7 +85,7 @@ def set_(
     ] = None,
     requests_per_second: Annotated[
         str | None,
-        typer.Option(help="Limit of each server process, e.g. 100, or none."),
+        typer.Option(help="Limit of each server (all of its workers), e.g. 100, or none."),
     ] = None,
     as_json: Json = False,
 ) -> None:

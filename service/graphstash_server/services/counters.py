@@ -1,4 +1,4 @@
-"""HostCounters: the counts of one host's workers for `GET /metrics`, in shared memory.
+"""HostCounters: what the workers of one host count together, in shared memory.
 
 The parent maps the memory before it forks. Each worker writes only to its own row, so no lock is
 needed. The worker that serves `/metrics` sums the rows. A row outlives its worker, and the next
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from graphstash_schema import STATUS, ErrorCode
+from graphstash_server.services.buckets import Buckets
 from graphstash_server.shared_text import SharedText
 
 __all__ = ["BUCKETS", "Counted", "Counters", "HostCounters"]
@@ -78,6 +79,8 @@ class HostCounters:
     Attributes:
         corruption: the first sign of damage to the database that a worker found.
         unknown_blobs: why blobs without an artifact are not deleted.
+        rates: the requests of each namespace that has a rate.
+        protected: the artifacts that look-ups protect, of each caller and each namespace.
     """
 
     def __init__(self, workers: int = 1) -> None:
@@ -90,6 +93,8 @@ class HostCounters:
         self._free = list(range(workers))
         self.corruption = SharedText()
         self.unknown_blobs = SharedText()
+        self.rates = Buckets()
+        self.protected = Buckets()
 
     def take(self) -> int:
         """Return a free row for a process that is about to be forked."""

@@ -99,15 +99,15 @@ class Budgets:
 
 
 class Rates:
-    """Request rate limits of namespaces, for this process.
+    """Request rate limits of namespaces, for all workers of this server together.
 
     Each namespace has a bucket for the requests of one second (at least one request), which fills
     at the rate in its policy. Each request takes one out. If the bucket is empty, the request is
     refused with the time until the next one fits.
     """
 
-    def __init__(self, *, seconds: Callable[[], float] = time.monotonic) -> None:
-        self._buckets = Buckets(seconds=seconds)
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = buckets
 
     def take(self, namespace: Namespace, *, per_second: float) -> None:
         """Count one request.
@@ -171,10 +171,10 @@ class PolicyService:
 
     database: Database
     clock: Clock
+    rates: Rates
     seconds: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._rates = Rates(seconds=self.seconds)
         self._rows: Sequence[Row] = ()
         self._row_of: Mapping[str, Row] = {}
         self._known: dict[str, NamespacePolicy] = {}
@@ -221,13 +221,13 @@ class PolicyService:
         return self._limits
 
     def admit(self, namespace: Namespace, policy: NamespacePolicy) -> None:
-        """Count a request against the rate of its namespace, in this process.
+        """Count a request against the rate of its namespace on this server.
 
         Raises:
             ServerError: 429, with the seconds after which a request is accepted.
         """
         if policy.requests_per_second is not None:
-            self._rates.take(namespace, per_second=policy.requests_per_second)
+            self.rates.take(namespace, per_second=policy.requests_per_second)
 
     async def namespaces(self) -> Sequence[str]:
         """Return the namespaces in which anything was ever stored."""

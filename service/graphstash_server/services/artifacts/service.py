@@ -36,7 +36,6 @@ from graphstash_server.keys import StoredKey
 from graphstash_server.logs import in_background
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.blobs import BlobCollector
-from graphstash_server.services.buckets import Buckets
 from graphstash_server.storage import SMALL_BYTES, BlobReader, BlobStore, FileReader
 
 __all__ = ["ArtifactService", "OpenArtifact", "RecentRows"]
@@ -109,7 +108,7 @@ _PIN = timedelta(seconds=LOOKUP_PIN_SECONDS)
 
 _MAX_PROTECTED_OF_CALLER = 2 * MAX_MANIFEST_ENTRIES
 _MAX_PROTECTED = 4 * _MAX_PROTECTED_OF_CALLER
-"""Artifacts that look-ups protect at a time, in this process. A caller may protect two large jobs,
+"""Artifacts that look-ups protect at a time, on this server. A caller may protect two large jobs,
 and a namespace has room for four such callers."""
 
 _MAX_VERIFIED = 2
@@ -144,7 +143,7 @@ class ArtifactService:
     def __post_init__(self) -> None:
         self._recent = RecentRows(clock=self.clock)
         self.accounting.when_written = self._recent.drop_used
-        self._protected = Buckets()
+        self._protected = self.accounting.counters.host.protected
         self._verifying: dict[Digest, asyncio.Task[bool | None]] = {}
         self._verifiers = asyncio.Semaphore(_MAX_VERIFIED)
 
