@@ -17,6 +17,7 @@ from graphstash_server.db.engine import Database
 from graphstash_server.errors import CorruptDatabaseError
 from graphstash_server.testing import LiveServer, ServerProcess
 from support.commands import invoke
+from support.tokens import Guarded
 from support.waiting import until
 
 DATABASE = "graphstash.sqlite3"
@@ -125,6 +126,23 @@ def test_a_server_refuses_to_start_on_a_corrupt_database(stored, damage, monkeyp
     if damage is not overwrite:
         assert json.loads(invoke(fsck, "--json", status=1).splitlines()[0])["problem"] == "corrupt"
     assert blobs_in(stored) == before
+
+
+def test_metrics_name_a_corrupt_database_although_tokens_cannot_be_read(tmp_path):
+    with Guarded(tmp_path) as server:
+        known, unknown = (server.token("read:*") for _ in range(2))
+        assert server.http(known).get("/metrics").status_code == 200
+        api = server.api("team")
+        assert api.put(blob_of(0), 0).status_code == 201
+        checkpoint(tmp_path / DATABASE)
+        cut(tmp_path / DATABASE)
+        assert api.put(blob_of(1), 1).status_code == 500
+        for token in (known, unknown):
+            answer = server.http(token).get("/metrics")
+            assert answer.status_code == 200
+            assert "graphstash_database_corrupt 1.0" in answer.text
+            assert "graphstash_database_up 0.0" in answer.text
+            assert ("graphstash_requests_total" in answer.text) is (token == known)
 
 
 def test_a_database_that_becomes_corrupt_is_used_no_more(stored, connect, caplog):

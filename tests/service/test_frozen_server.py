@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 
+import httpx
 import pytest
 from sqlalchemy import text
 
@@ -13,7 +14,10 @@ from graphstash_server.db import notifications
 from graphstash_server.errors import ServerError
 from graphstash_server.services.artifacts import uploads as uploads_module
 from support.database_sessions import BOUND_SECONDS, connected, eventually, waiting
+from support.postgres import Postgres
 from support.services import ACTOR, key_of, opener
+from support.tokens import Guarded
+from support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -180,3 +184,40 @@ async def test_no_transaction_joins_namespaces(tmp_path, database):
     assert evicted > len(names)
     assert list(wrong) == sorted(names)
     assert {row["namespaces"] for row in found} == {1}
+
+
+def test_metrics_and_readiness_report_a_frozen_database(tmp_path, monkeypatch):
+    """Before its statements time out. Prometheus gives up a scrape after ten seconds."""
+    monkeypatch.setattr(engine_module, "_STATEMENT_SECONDS", 10 * BOUND_SECONDS)
+    with Postgres() as own, Guarded(tmp_path, database_url=own.new_database()) as server:
+
+        def ask(path, token=None):
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            return httpx.get(
+                server.url + path, headers=headers, timeout=BOUND_SECONDS, trust_env=False
+            )
+
+        def scrape(token):
+            answer = ask("/metrics", token)
+            assert answer.status_code == 200, answer.text
+            return set(answer.text.splitlines())
+
+        known, narrow, unknown = (
+            server.token(grant) for grant in ("read:*", "read:team", "read:*")
+        )
+        assert "graphstash_database_up 1.0" in scrape(known)
+        assert ask("/metrics", narrow).status_code == 403
+        with own.frozen():
+            assert {"graphstash_database_up 0.0", "graphstash_workers 1.0"} <= scrape(known)
+            series = [line for line in scrape(unknown) if not line.startswith("#")]
+            assert sorted(series) == [
+                "graphstash_database_corrupt 0.0",
+                "graphstash_database_up 0.0",
+            ]
+            assert ask("/metrics", narrow).status_code == 403
+            assert ask("/metrics").status_code == 401
+            ready = ask("/readyz")
+            assert ready.status_code == 503
+            assert "database failed: no answer within 2 seconds" in ready.json()["detail"]
+        until(lambda: "graphstash_database_up 1.0" in scrape(unknown))
+        until(lambda: ask("/readyz").status_code == 200)

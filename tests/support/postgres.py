@@ -8,6 +8,8 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -120,6 +122,21 @@ class Postgres:
         """Ends it at once, as an immediate shutdown does: the next start recovers from the log."""
         self.process.send_signal(signal.SIGQUIT)
         self.process.wait(_START_SECONDS)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Stops every process meanwhile: connections stay open, and nothing answers."""
+        pid = self.process.pid
+        os.kill(pid, signal.SIGSTOP)  # first: it starts no other process from now on
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        pids = [*map(int, children), pid]
+        try:
+            for each in pids:
+                os.kill(each, signal.SIGSTOP)
+            yield
+        finally:
+            for each in pids:
+                os.kill(each, signal.SIGCONT)
 
     def restart(self) -> None:
         self.kill()

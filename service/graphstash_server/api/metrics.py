@@ -1,6 +1,8 @@
 """The metrics for Prometheus."""
 
+import asyncio
 import ipaddress
+from datetime import timedelta
 from typing import Final
 
 from fastapi import Request, Response
@@ -8,12 +10,20 @@ from fastapi import Request, Response
 from graphstash_schema import ErrorCode
 from graphstash_server.api.calls import ANONYMOUS_RIGHT, KNOWN, NO_STORE, Call, Calls
 from graphstash_server.errors import ServerError
+from graphstash_server.services.identity.principals import Principal
 
 __all__ = ["router"]
 
 router = Calls(tags=["administration"])
 
 _TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+_TOKEN_SECONDS: Final = 0.5
+"""Seconds that a scrape waits until its token is read."""
+
+_MAX_REMEMBERED: Final = timedelta(hours=1)
+"""Age up to which a decision about a token counts while the database does not answer. Its caller
+then reads only the counters of this host, which name no namespace."""
 
 _PROXIED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 """Headers that show that a request came through a proxy."""
@@ -35,11 +45,18 @@ _PROXIED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 )
 async def get_metrics(call: Call) -> Response:
     """Return the counters of this host and its database. GRAPHSTASH_METRICS sets the readers."""
-    await _check(call)
-    return Response(await call.context.exposition.read(), headers=NO_STORE, media_type=_TEXT)
+    exposition = call.context.exposition
+    text = await exposition.read() if await _may_read(call) else exposition.without_database()
+    return Response(text, headers=NO_STORE, media_type=_TEXT)
 
 
-async def _check(call: Call) -> None:
+async def _may_read(call: Call) -> bool:
+    """Return whether the caller may read all series. False if the database, which has the tokens,
+    does not answer.
+
+    Raises:
+        ServerError: the caller may not read the metrics.
+    """
     allowed = call.context.settings.metrics
     if allowed == "off":
         raise ServerError(
@@ -52,13 +69,35 @@ async def _check(call: Call) -> None:
             "set GRAPHSTASH_METRICS=token, and use a token with the grant read:*",
         )
     if allowed == "token":
-        known = await KNOWN.admit(call.request)
-        if not known.principal.may_see_totals:
+        principal = await _principal_in_time(call)
+        if principal is None:
+            return False
+        if not principal.may_see_totals:
             raise ServerError(
                 ErrorCode.FORBIDDEN,
-                f"{known.principal.name} may not read the metrics, which name namespaces: use a "
-                "token with the grant read:*",
+                f"{principal.name} may not read the metrics, which name namespaces: use a token "
+                "with the grant read:*",
             )
+    return True
+
+
+async def _principal_in_time(call: Call) -> Principal | None:
+    """Return the caller. While the database does not answer, decide as before, or return None.
+
+    Raises:
+        ServerError: 401 if the caller is not authenticated.
+    """
+    try:
+        async with asyncio.timeout(_TOKEN_SECONDS):
+            return (await KNOWN.admit(call.request)).principal
+    except TimeoutError:
+        pass
+    except ServerError as error:
+        if error.code not in (ErrorCode.UNAVAILABLE, ErrorCode.DATABASE_CORRUPT):
+            raise
+    return call.context.access.principal_now(
+        call.request.headers.get("authorization"), max_age=_MAX_REMEMBERED
+    )
 
 
 def _is_from_here(request: Request) -> bool:

@@ -6,7 +6,7 @@ are the same on every server, so scrape them from one server only.
 
 import asyncio
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -22,8 +22,10 @@ from prometheus_client.registry import Collector
 
 from graphstash_server import __version__
 from graphstash_server.db.engine import Database
+from graphstash_server.db.prepared import Row
 from graphstash_server.db.queries.usage import UsageChange, list_usage
 from graphstash_server.errors import ServerError
+from graphstash_server.logs import in_background
 from graphstash_server.services.counters import BUCKETS, Counted, Counters
 from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.plausible_clock import PlausibleClock
@@ -38,6 +40,10 @@ OTHER = "(other)"
 
 _STORED = ("size_bytes", "metadata_bytes", "manifest_bytes")
 
+_DATABASE_SECONDS = 1.4
+"""Seconds that a scrape waits for the database. If scrapes reached Prometheus' timeout, it would
+report that the server is down."""
+
 
 @dataclass(kw_only=True, eq=False)
 class ExpositionService:
@@ -49,11 +55,17 @@ class ExpositionService:
     plausible_clock: PlausibleClock
     store_limit_bytes: int | None
 
+    def __post_init__(self) -> None:
+        self._asking: asyncio.Task[tuple[Sequence[Row], int] | None] | None = None
+
+    def without_database(self) -> bytes:
+        """Return only that the database does not answer, which `/readyz` tells every caller."""
+        return _text([self._corrupt(), _gauge("database_up", _DATABASE_UP, 0)])
+
     async def read(self) -> bytes:
-        """Return all series. While the database does not answer, leave out its series."""
+        """Return all series. Leave out the database's series if it does not answer in time."""
         host = list(_of_host(self.counters.host.sums(), is_postgresql=self.database.is_postgresql))
-        is_corrupt = self.database.corruption is not None
-        host.append(_gauge("database_corrupt", "Whether the database is damaged.", is_corrupt))
+        host.append(self._corrupt())
         jump, suspended = self.plausible_clock.jump, self.plausible_clock.is_suspended
         host.append(_gauge("clock_jump_seconds", _CLOCK_JUMP, jump.total_seconds()))
         host.append(_gauge("deletion_suspended", "Whether nothing is deleted by age.", suspended))
@@ -62,11 +74,10 @@ class ExpositionService:
         limit = self.store_limit_bytes
         if limit is not None:
             host.append(_gauge("store_limit_bytes", "Hard limit of all that is stored.", limit))
-        try:
-            rows = await list_usage(self.database)
-            held = await self.leases.count_held()
-        except ServerError:
+        answer = await self._ask_in_time()
+        if answer is None:
             return _text([*host, _gauge("database_up", _DATABASE_UP, 0)])
+        rows, held = answer
 
         def text() -> bytes:
             usage = {row[0]: UsageChange(*row[1:]) for row in rows}
@@ -80,6 +91,26 @@ class ExpositionService:
             )
 
         return await asyncio.to_thread(text)  # slow with ten thousand namespaces
+
+    def _corrupt(self) -> Metric:
+        is_corrupt = self.database.corruption is not None
+        return _gauge("database_corrupt", "Whether the database is damaged.", is_corrupt)
+
+    async def _ask_in_time(self) -> tuple[Sequence[Row], int] | None:
+        """Return what the database counts, or None. Calls share a query, and do not cancel it: the
+        connection to a frozen database would not become free earlier.
+        """
+        if self._asking is None or self._asking.done():
+            self._asking = in_background(self._ask())
+        asking = self._asking
+        await asyncio.wait([asking], timeout=_DATABASE_SECONDS)
+        return asking.result() if asking.done() else None
+
+    async def _ask(self) -> tuple[Sequence[Row], int] | None:
+        try:
+            return await list_usage(self.database), await self.leases.count_held()
+        except ServerError:
+            return None
 
 
 _CLOCK_JUMP = "How far the clock is ahead of the time that the servers have recorded."

@@ -52,9 +52,9 @@ class _Seen:
     read_at: datetime
     token: KnownToken | None
 
-    def is_fresh(self, now: datetime) -> bool:
+    def is_fresh(self, now: datetime, max_age: timedelta) -> bool:
         """Whether the result is still usable. It is not if the clock was turned back."""
-        return timedelta(0) <= now - self.read_at < MAX_DECISION_AGE
+        return timedelta(0) <= now - self.read_at < max_age
 
 
 @dataclass(kw_only=True, eq=False)
@@ -87,14 +87,16 @@ class KnownTokens:
             self._reader = in_background(self._read())
         return await asyncio.shield(found)
 
-    def find_now(self, token_id: str) -> KnownToken | None:
+    def find_now(
+        self, token_id: str, *, max_age: timedelta = MAX_DECISION_AGE
+    ) -> KnownToken | None:
         """Return the token if that takes no query. None otherwise, or if `find` returns None."""
-        seen = self._seen(token_id)
+        seen = self._seen(token_id, max_age)
         return seen.token if seen is not None else None
 
-    def _seen(self, token_id: str) -> _Seen | None:
+    def _seen(self, token_id: str, max_age: timedelta = MAX_DECISION_AGE) -> _Seen | None:
         seen = self._known.get(token_id) or self._unknown.get(token_id)
-        return seen if seen is not None and seen.is_fresh(self.clock()) else None
+        return seen if seen is not None and seen.is_fresh(self.clock(), max_age) else None
 
     def forget(self, token_id: str) -> None:
         """Make the next use of a token query the database. A query under way may miss the change,
@@ -209,8 +211,12 @@ class AccessService:
             )
         return principal
 
-    def principal_now(self, authorization: str | None) -> Principal | None:
-        """Return the caller if that takes no query and no fetch. None otherwise, or if refused."""
+    def principal_now(
+        self, authorization: str | None, *, max_age: timedelta = MAX_DECISION_AGE
+    ) -> Principal | None:
+        """Return the caller if that takes no query and no fetch. None otherwise, or if refused. A
+        decision about a token may be as old as `max_age`.
+        """
         if self.is_open:
             return OPEN_ACCESS
         if authorization is None:
@@ -221,7 +227,7 @@ class AccessService:
         credentials = credentials.strip(" ")
         form = TOKEN_FORM.fullmatch(credentials)
         if form is not None:
-            token = self.tokens.find_now(form["id"])
+            token = self.tokens.find_now(form["id"], max_age=max_age)
             principal = self._accept(token, form["id"], form["secret"])
         else:
             principal = self._verified_now(_name_of(credentials))
