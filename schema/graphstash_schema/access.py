@@ -1,8 +1,7 @@
 """Access: who a caller is, and what a token allows.
 
 A grant is a scope on the namespaces that a pattern matches. `admin` includes `write`, which
-includes `read`. `admin` on the pattern `*` administers the server itself (tokens, policies, audit
-log).
+includes `read`. The grant `admin:*` also administers the server: tokens, policies and audit log.
 """
 
 import re
@@ -40,7 +39,7 @@ TOKEN_FORM: Final = re.compile(r"gst_(?P<id>[a-z2-7]{16})_(?P<secret>[A-Za-z0-9_
 
 
 MIN_EXCHANGED_SECONDS: Final = 60
-"""Minimum lifetime of a token issued for a JWT."""
+"""Minimum lifetime in seconds of a token issued for a JWT."""
 
 
 class Scope(StrEnum):
@@ -51,7 +50,7 @@ class Scope(StrEnum):
     ADMIN = "admin"
 
     def includes(self, other: "Scope") -> bool:
-        """Return whether this scope includes `other`."""
+        """Return whether this scope is `other` or includes it."""
         return _RANK[self] >= _RANK[other]
 
 
@@ -114,16 +113,17 @@ class Grant(RequestModel):
     def includes(self, other: "Grant") -> bool:
         """Return whether the other grant allows nothing beyond this grant, under any policy.
 
-        Matching namespaces is not enough. In a trusted namespace, a write or admin grant counts
-        only if it names the namespace exactly. Only `*` covers the server as a whole; `**` does
-        not.
+        Matching the same namespaces is not enough. In a trusted namespace, a write or admin grant
+        counts only if it names the namespace without a star or is `admin:*`. `**` matches every
+        namespace, but only `*` covers the server as a whole.
         """
         if self.is_server_administration:
             return True
         is_name = other.namespaces.is_exact and other.scope is not Scope.READ
         if is_name or other.namespaces == "*":
             return self.namespaces == other.namespaces and self.scope.includes(other.scope)
-        return self.allows(other.scope, other.namespaces)  # only a star matches a star
+        # The other pattern is matched like a name: a star in it matches only a star in this one.
+        return self.allows(other.scope, other.namespaces)
 
 
 class TokenRequest(RequestModel):

@@ -2,12 +2,13 @@
 
 Reads one namespace after the other, in the order in which the job trusts them:
 
-    1 this host's disk      copies that the server still has (`standing`), verified on every read
+    1 this host's disk      copies that `standing` allows, verified on every read
     2 the server            digest, signature, key, then the payload
 
-The reader does not use an artifact that fails, removes it from the disk, reports it to the server,
-and continues with the next namespace. If the server does not answer for a namespace, the reader
-still uses copies of later namespaces.
+If a copy on the disk fails, the reader deletes it and asks the server. A copy signed by an unknown
+key stays on the disk. If a download fails, the reader reports it to the server and continues with
+the next namespace. If the server does not answer for a namespace, the reader still uses copies of
+later namespaces.
 """
 
 import dataclasses
@@ -47,10 +48,11 @@ class Fetched:
     Attributes:
         source: this host's disk, or the server.
         size_bytes: received bytes, 0 for a local hit.
-        raw_size_bytes: the payload.
+        raw_size_bytes: size of the decompressed payload.
         compile_seconds: time of the compilation, as reported by the publisher.
         namespace: namespace of the artifact. None for a result of this process.
-        is_unsigned: whether the artifact has no valid signature and the policy counts that.
+        is_unsigned: whether signatures are checked, and the artifact has neither a signature nor
+            the code with which this user marks its own compilations.
         refused: failed verifications in namespaces that were read before.
     """
 
@@ -94,7 +96,7 @@ class Reader:
         self._downloads = downloads
         self._between_chunks = between_chunks
         self._reported: set[tuple[Namespace, ArtifactKey]] = set()
-        self._is_told_in_time = True
+        self._may_report = True
 
     def read(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
         """Write the verified payload to `into`. Return None for a miss in every namespace.
@@ -104,45 +106,46 @@ class Reader:
         """
         if fetched := self._from_disk(self._config.readable[0], key, into):
             return fetched
-        # Wait at most as long as the server may take to begin its answer. If it hangs, processes
-        # must not time out one after another. A process that receives bytes signals it.
-        patience = self._config.connect_seconds + self._config.first_byte_seconds
+        # If another process downloads the artifact, wait as long as the server may take to begin
+        # its answer, and longer only while bytes arrive. If the server hangs, processes must not
+        # time out one after another.
+        timeout = self._config.connect_seconds + self._config.first_byte_seconds
         with self._tier.exclusive(
-            key, timeout_seconds=patience, most_seconds=self._config.fetch_seconds
-        ) as going_on:
-            return self._in_order(key, into, going_on)
+            key, timeout_seconds=timeout, most_seconds=self._config.fetch_seconds
+        ) as signal_progress:
+            return self._read_namespaces(key, into, signal_progress)
 
-    def _in_order(
-        self, key: ArtifactKey, into: IO[bytes], going_on: Callable[[], None]
+    def _read_namespaces(
+        self, key: ArtifactKey, into: IO[bytes], signal_progress: Callable[[], None]
     ) -> Fetched | None:
         refused: list[VerificationError] = []
-        trouble: CacheError | None = None
+        failure: CacheError | None = None
         for number, namespace in enumerate(self._config.readable):
-            # Another process of this host may have fetched it while this one waited.
+            # Another process may have fetched the artifact while this process waited.
             if fetched := self._from_disk(namespace, key, into):
                 return dataclasses.replace(fetched, refused=tuple(refused))
             later = self._config.readable[number + 1 :]
             if (
-                not self._server.is_known
-                or trouble
+                not self._server.is_configured
+                or failure
                 or self._has_only_later_copy(namespace, key, later)
             ):
                 continue
             try:
-                fetched = self._download(namespace, key, into, going_on)
+                fetched = self._download(namespace, key, into, signal_progress)
             except VerificationError as error:
                 named = VerificationError(error.reason, error.detail, namespace=namespace)
                 named.__cause__ = error
                 refused.append(named)
-                _take_back(into)
+                _clear(into)
             except CacheError as error:
-                trouble = error
-                _take_back(into)
+                failure = error
+                _clear(into)
             else:
                 if fetched is not None:
                     return dataclasses.replace(fetched, refused=tuple(refused))
-        if trouble is not None:
-            raise trouble
+        if failure is not None:
+            raise failure
         if refused:
             # The artifact in the write namespace decides whether publishing is worthwhile.
             refused.sort(key=lambda error: error.namespace == self._config.namespace)
@@ -156,13 +159,14 @@ class Reader:
         self, namespace: Namespace, key: ArtifactKey, later: Sequence[Namespace]
     ) -> bool:
         """Return whether a namespace lacks an artifact and this host has a later namespace's copy.
-        One request answers that for all such copies.
+
+        `standing` asks for many keys in one request, so that most calls cost no request.
         """
         if not any(self._standing.has(each, key) for each in later):
             return False
         try:
             return self._standing.stored(namespace, key) is None
-        except CacheError:  # the download raises the reason
+        except CacheError:  # the download raises the same error
             return False
 
     def _from_disk(self, namespace: Namespace, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
@@ -195,12 +199,12 @@ class Reader:
             try:
                 return self._unpack_file(envelope, namespace, key, into, proof=proof, size=size)
             except VerificationError as error:
-                # The server may have a sound copy: undo the partial write.
+                # The server may have a valid copy: undo the partial write.
                 _log.debug("graphstash: the local tier: %s", error)
-                # A key may be unknown to this job only, or look expired to a clock that is ahead.
+                # Another job may trust the key, or a clock that is ahead makes it look expired.
                 if error.reason is not Reason.UNKNOWN_KEY:
                     self._tier.discard(namespace, key, origin=origin)
-                _take_back(into)
+                _clear(into)
                 return None
 
     def _unpack_file(
@@ -229,12 +233,12 @@ class Reader:
         namespace: Namespace,
         key: ArtifactKey,
         into: IO[bytes],
-        going_on: Callable[[], None],
+        signal_progress: Callable[[], None],
     ) -> Fetched | None:
         is_prefetch = self._between_chunks is not None
 
         def between_chunks() -> None:
-            going_on()
+            signal_progress()
             if self._between_chunks is not None:
                 self._between_chunks()
 
@@ -262,12 +266,12 @@ class Reader:
             except VerificationError as error:
                 self._report(namespace, key, digest, error.reason)
                 raise
-            # Note the origin first: a process that finds the file needs the origin at once.
+            # A process that finds the file reads these records at once, so write them first.
             self._downloads.add(key, "prefetched" if is_prefetch else "server")
             self._standing.note(namespace, key, digest.sha256, asked_at=asked_at)
             origin = self._standing.origin
             self._tier.adopt(namespace, key, envelope, origin=origin, proof=proof)
-        # If withdrawn copies were deleted meanwhile, this one may have come too late for that.
+        # If withdrawn copies were deleted during the download, this copy may have been missed.
         is_late = self._standing.state(namespace) != before
         if is_late and not self._standing.confirms(namespace, key, digest.sha256):
             self._tier.discard(namespace, key, origin=origin)
@@ -284,10 +288,10 @@ class Reader:
         proof: Provenance,
         is_downloaded: bool = False,
     ) -> Fetched:
-        """Decompress a blob with this digest if its provenance suffices.
+        """Decompress a blob with this digest if the signature policy allows it.
 
-        For a download, the server announced the digest. Otherwise the digest was computed here, and
-        proves the contents only together with a signature.
+        For a download, the server announced the digest. For a file, the digest was computed from
+        the file, and proves the contents only together with a signature.
         """
         checked: list[bool] = []
 
@@ -313,12 +317,12 @@ class Reader:
     ) -> None:
         """Report the artifact to the server once, best effort, within the time of one call.
 
-        After a timeout, report nothing more to this server: every graph would wait.
+        After a timeout, report nothing more: otherwise every graph would wait for the server.
         """
         from graphstash_schema import ReportReason  # few jobs report anything
 
-        is_known = reason.value in {each.value for each in ReportReason}
-        if not is_known or (namespace, key) in self._reported or not self._is_told_in_time:
+        is_reportable = reason.value in {each.value for each in ReportReason}
+        if not is_reportable or (namespace, key) in self._reported or not self._may_report:
             return
         self._reported.add((namespace, key))
         try:
@@ -326,12 +330,12 @@ class Reader:
                 key, digest=digest, reason=ReportReason(reason.value), namespace=namespace
             )
         except CacheError as error:
-            self._is_told_in_time = error.reason is not Reason.TIMEOUT
+            self._may_report = error.reason is not Reason.TIMEOUT
             _log.debug("graphstash: not reported: %s", error)
 
 
 class _TierReader(BoundedReader):
-    """An envelope of the local tier. A read error counts as an absent file."""
+    """An envelope of the local tier. A read error makes it corrupt."""
 
     def read(self, size: int = -1) -> bytes:
         try:
@@ -353,7 +357,7 @@ def _local(
     )
 
 
-def _take_back(into: IO[bytes]) -> None:
+def _clear(into: IO[bytes]) -> None:
     if into.seekable():
         into.seek(0)
         into.truncate()

@@ -153,7 +153,7 @@ class Standing:
     @property
     def origins(self) -> tuple[str, ...]:
         """The origins of the copies that this job may use."""
-        return (self.origin, self.offered, OWN) if self._server.is_known else (OWN,)
+        return (self.origin, self.offered, OWN) if self._server.is_configured else (OWN,)
 
     def has(self, namespace: Namespace, key: ArtifactKey) -> bool:
         """Whether there is a copy; whether it may be used shows when it is."""
@@ -174,7 +174,7 @@ class Standing:
         if self._is_withdrawn(namespace, key, proof):
             return Verdict.DELETE
         is_own = origin in (OWN, self.offered)
-        if is_own and not self._server.is_known:
+        if is_own and not self._server.is_configured:
             return Verdict.USE
         needs_leave = self._needs_leave(namespace, proof, origin=origin)
         is_new = 0 <= time() - proof.stored_at < RECHECK_SECONDS

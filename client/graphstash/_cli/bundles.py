@@ -543,7 +543,7 @@ class _Import:
 
     def _publish(self, progress: Progress, task: TaskID) -> None:
         with closing(ServerClient(_patient(self._config))) as server:
-            if server.is_known and server.is_read_only:
+            if server.is_configured and server.is_read_only:
                 raise ConfigError("GRAPHSTASH_READ_ONLY is set: nothing can be published")
             entries = self._bundle.entries()
             while batch := list(islice(entries, _BATCH)):

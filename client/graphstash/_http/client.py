@@ -1,8 +1,7 @@
 """ServerClient: one method for each call of the server's API.
 
-The client treats blobs as opaque: it checks a blob against the digest that the server announces.
-`_artifacts` parses the blob's content. `schema` imports each wire model when it is first used,
-because most jobs need only a few.
+The client checks a blob only against the digest that the server announces; `_artifacts` parses the
+content. `schema` imports each wire model when it is first used, because most jobs need only a few.
 """
 
 from __future__ import annotations
@@ -49,10 +48,11 @@ __all__ = ["ServerClient"]
 _CHUNK_BYTES: Final = 1024**2
 
 _VERIFY_SECONDS: Final = 5.0
-"""Time in which a server reads several gigabytes. Otherwise, the next client tries again."""
+"""Seconds in which a server reads several gigabytes. After a timeout, the artifact stays, and the
+next client that finds it damaged asks again."""
 
 _EXCHANGE_SECONDS: Final = 10.0
-"""Covers a server that first fetches the identity provider's keys, which takes up to 5 seconds."""
+"""Long enough for a server that first fetches the identity provider's keys, in up to 5 seconds."""
 
 _Model = TypeVar("_Model", bound="BaseModel")
 
@@ -77,7 +77,7 @@ class ServerClient:
         self._may_write = True
 
     @property
-    def is_known(self) -> bool:
+    def is_configured(self) -> bool:
         """Whether a server is configured. Without a server, every call raises `CacheError`."""
         return bool(self.config.url)
 
@@ -98,7 +98,7 @@ class ServerClient:
 
         True if `read_only` is set, no server is configured, or the server has refused a write.
         """
-        return self.config.read_only or not self._may_write or not self.is_known
+        return self.config.read_only or not self._may_write or not self.is_configured
 
     def close(self) -> None:
         """Close the connections."""
@@ -157,14 +157,14 @@ class ServerClient:
         *,
         namespace: schema.Namespace | None = None,
     ) -> schema.LookupResponse:
-        """Ask the server which of these artifacts it has, in batches of 1,000 keys."""
-        wanted = tuple(keys)
+        """Ask the server which of these artifacts it has, in batches of up to 1,000 keys."""
+        requested = tuple(keys)
         found: list[schema.ArtifactInfo] = []
         missing: list[schema.ArtifactKey] = []
         withdrawn: list[schema.ArtifactInfo] = []
         newest: str | None = None
-        for start in range(0, len(wanted), MAX_LOOKUP_KEYS):
-            request = schema.LookupRequest(keys=wanted[start : start + MAX_LOOKUP_KEYS])
+        for start in range(0, len(requested), MAX_LOOKUP_KEYS):
+            request = schema.LookupRequest(keys=requested[start : start + MAX_LOOKUP_KEYS])
             answer = self._post("lookup", request, namespace=namespace)
             reply = _parsed(schema.LookupResponse, answer)
             found += reply.found
@@ -179,15 +179,15 @@ class ServerClient:
         )
 
     def withdrawals(self, query: WithdrawalQuery, *, namespace: schema.Namespace) -> WithdrawalList:
-        """Return one page of what a namespace has withdrawn.
+        """Return one page of the withdrawals in a namespace.
 
         Raises:
             CacheError: as for every call, and if the server is too old for this call.
         """
         from graphstash_schema.withdrawals import WithdrawalList
 
-        wanted = query.model_dump(mode="json")
-        return self._read(f"{API_PREFIX}/{namespace}/withdrawals", wanted, WithdrawalList)
+        fields = query.model_dump(mode="json")
+        return self._read(f"{API_PREFIX}/{namespace}/withdrawals", fields, WithdrawalList)
 
     def list_artifacts(self, query: ArtifactQuery) -> ArtifactList:
         """Return one page of the namespace's artifacts.
@@ -197,11 +197,11 @@ class ServerClient:
         """
         from graphstash_schema.listing import ArtifactList
 
-        wanted = query.model_dump(mode="json", exclude_defaults=True)
-        return self._read(f"{API_PREFIX}/{self.config.namespace}/artifacts", wanted, ArtifactList)
+        fields = query.model_dump(mode="json", exclude_defaults=True)
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/artifacts", fields, ArtifactList)
 
     def every_artifact(self, query: ArtifactQuery) -> Iterator[ListedArtifact]:
-        """Iterate over the artifacts of this page and all following pages, in constant memory.
+        """Iterate over the artifacts of this page and all following pages, one page in memory.
 
         Raises:
             CacheError: as for `list_artifacts`.
@@ -210,17 +210,17 @@ class ServerClient:
         while following is not None:
             page = self.list_artifacts(query.model_copy(update={"after": following}))
             yield from page.artifacts
-            if page.next == following:  # the server repeats a page, which would loop for ever
+            if page.next == following:  # the server repeats a page: do not loop forever
                 return
             following = page.next
 
     def verify(self, key: schema.ArtifactKey) -> schema.VerifyResponse:
-        """Ask the server to read an artifact's blob again, and to delete it if it is damaged."""
+        """Ask the server to read an artifact's blob, and to drop the artifact if it is damaged."""
         answer = self._post("verify", key, patience_seconds=_VERIFY_SECONDS)
         return _parsed(schema.VerifyResponse, answer)
 
     def describe(self, descriptions: Sequence[Description]) -> None:
-        """Upload what artifacts were compiled from, so that the server can explain misses.
+        """Upload descriptions of compiled graphs, with which the server explains misses.
 
         One call takes at most `MAX_DESCRIPTIONS` descriptions.
         """
@@ -229,9 +229,9 @@ class ServerClient:
         request = DescribeRequest(artifacts=tuple(descriptions))
         self._post("describe", request)
 
-    def explain(self, wanted: Description) -> ExplainResponse:
+    def explain(self, missing: Description) -> ExplainResponse:
         """Return the stored artifacts that are nearest to a missing artifact."""
-        answer = self._post("explain", wanted)
+        answer = self._post("explain", missing)
         from graphstash_schema.explanation import ExplainResponse
 
         return _parsed(ExplainResponse, answer)
@@ -267,7 +267,7 @@ class ServerClient:
     def acquire(self, key: schema.ArtifactKey, *, wait_seconds: float = 0.0) -> schema.LeaseReply:
         """Acquire the lease to compile an artifact.
 
-        If another job holds the lease, the server delays its response for up to `wait_seconds`.
+        If another holder has the lease, the server delays its response for up to `wait_seconds`.
         """
         request = schema.LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
         with self._writing():
@@ -307,14 +307,14 @@ class ServerClient:
         )
 
     def manifest(self, name: schema.ManifestName) -> schema.Manifest | None:
-        """Return the artifacts that earlier runs of a job used, or None without earlier runs."""
+        """Return the artifacts that earlier runs of a job used, or None if there is no manifest."""
         answer = self._transport.call("GET", self._manifest_path(name))
         return None if answer.status == 404 else _parsed(schema.Manifest, answer)
 
     def update_manifest(
         self, name: schema.ManifestName, keys: Iterable[schema.ArtifactKey]
     ) -> None:
-        """Add the artifacts that this run used to a job's manifest."""
+        """Add the artifacts of this run to a job's manifest, at most the last 4,096."""
         newest = tuple(keys)[-MAX_MANIFEST_ENTRIES:]
         body = schema.ManifestUpdate(keys=newest).model_dump_json().encode()
         with self._writing():
@@ -344,8 +344,8 @@ class ServerClient:
         """
         from graphstash_schema.run import RunList
 
-        wanted = {"limit": limit, **({} if job is None else {"job": job})}
-        return self._read(f"{API_PREFIX}/{self.config.namespace}/runs", wanted, RunList)
+        query = {"limit": limit, **({} if job is None else {"job": job})}
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/runs", query, RunList)
 
     def run(self, name: RunName) -> Run:
         """Return one run with its misses.
@@ -357,17 +357,17 @@ class ServerClient:
 
         return self._read(f"{API_PREFIX}/{self.config.namespace}/runs/{name}", {}, Run)
 
-    def history(self, **wanted: str) -> History:
+    def history(self, **query: str) -> History:
         """Return the server's history by hour or by day.
 
-        `wanted` holds the query parameters of `GET /v1/stats/history`.
+        `query` holds the query parameters of `GET /v1/stats/history`.
 
         Raises:
             CacheError: as for every call, and if the server is too old for this call.
         """
         from graphstash_schema.history import History
 
-        return self._read(f"{API_PREFIX}/stats/history", wanted, History)
+        return self._read(f"{API_PREFIX}/stats/history", query, History)
 
     def _read(self, path: str, query: Mapping[str, object], model: type[_Model]) -> _Model:
         """Call a GET path whose 404 is an error, unlike the 404 of an artifact."""
@@ -402,8 +402,8 @@ class ServerClient:
             if not is_right_missing and not (error.status == 401 and self._transport.is_anonymous):
                 raise
             self._may_write = False
-            told = f"{error.detail}; this job publishes nothing from now on"
-            raise RefusedError(told, code=error.code, status=error.status) from None
+            detail = f"{error.detail}; this job publishes nothing from now on"
+            raise RefusedError(detail, code=error.code, status=error.status) from None
 
     def _manifest_path(self, name: schema.ManifestName) -> str:
         return f"{API_PREFIX}/{self.config.namespace}/manifests/{name}"
@@ -428,10 +428,10 @@ def _refused(answer: Answer, config: ClientConfig) -> RefusedError:
     """Return the error for a 404 that is not a miss."""
     problem = problem_of(answer.body)
     if problem is not None and problem.code is schema.ErrorCode.UNKNOWN_PATH:
-        told = f"{config.url} is older than this command"
+        detail = f"{config.url} is older than this command"
     else:
-        told = problem.detail if problem else f"{config.url} answered 404"
-    return RefusedError(told, code=problem.code if problem else None, status=404)
+        detail = problem.detail if problem else f"{config.url} answered 404"
+    return RefusedError(detail, code=problem.code if problem else None, status=404)
 
 
 def _parsed(model: type[_Model], answer: Answer) -> _Model:

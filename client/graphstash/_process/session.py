@@ -383,7 +383,7 @@ class Session:
         A server without this call is left alone. A failure costs at most the time of one call.
         """
         cache, stats = self._cache, self.stats()
-        if cache is None or not cache.stash.server.is_known or not self.config.report_runs:
+        if cache is None or not cache.stash.server.is_configured or not self.config.report_runs:
             return
         if not (stats.hits or stats.misses or stats.fallbacks):
             return

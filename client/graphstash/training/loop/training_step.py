@@ -27,8 +27,8 @@ __all__ = ["Options", "TrainingStep"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 LossFunction = Callable[[nn.Module, Any], Any]
-"""`loss(model, batch)` returns the mean loss of a batch, a scalar; or a mapping or object with that
-`loss` and the numbers that `metrics` names."""
+"""`loss(model, batch)` returns the mean loss of a batch, a scalar; or a mapping or object with
+`loss` and a scalar for each name in `metrics`."""
 
 _DTYPES: Final[Mapping[str, torch.dtype | None]] = {
     "fp32": None,
@@ -175,12 +175,12 @@ class Options:
 
 
 class TrainingStep:
-    """Trains on one step's micro-batches, and writes a row of the log.
+    """Trains on one step's micro-batches, and appends a row to the log.
 
     Frees the gradients, which would otherwise be results of the graph on torch_xla.
 
     Attributes:
-        model: the model whose forward is called; in DDP if several processes train.
+        model: the model whose forward is called, as `Parallel.wrap` returns it.
     """
 
     def __init__(self, options: Options, parallel: Parallel) -> None:
@@ -198,7 +198,7 @@ class TrainingStep:
         self.log = DeviceLog(columns, min(options.log_every, options.steps), self._device)
 
     def __call__(self, *batches: Any) -> None:
-        """Make one step over the micro-batches of its batch."""
+        """Make one step; each argument is a micro-batch."""
         options, scale = self._options, self._options.loss_scale
         row = self._accumulate(batches)
         self._parallel.reduce_gradients(self._parameters)
@@ -264,10 +264,10 @@ class TrainingStep:
 
 
 class DeviceLog:
-    """The numbers of the last steps, in a table [rows, columns] of float32 on the device.
+    """The loss and other values of the last steps, in a ring buffer on the device.
 
-    Each step writes a row; after the last row, the first is overwritten. At a logging boundary, one
-    read of the table gives the host every step since the last boundary, at most `rows`.
+    The buffer is a table [rows, columns] of float32, and each step writes a row. At a logging
+    boundary, the host reads the table once. At most `rows` steps may lie between two boundaries.
     """
 
     def __init__(self, columns: Sequence[str], rows: int, device: torch.device) -> None:
@@ -286,14 +286,14 @@ class DeviceLog:
         assign([self._table, self._next], changed)
 
     def read(self, count: int) -> list[dict[str, float]]:
-        """Read the device; return the rows of the `count` steps appended since the last call."""
+        """Read the device, and return the rows of the `count` steps since the last call."""
         rows = self._table.cpu().tolist()
         numbers = range(self._read_count, self._read_count + count)
         self._read_count += count
         return [dict(zip(self.columns, rows[n % len(rows)], strict=True)) for n in numbers]
 
     def device_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that a step reads and changes."""
+        """Yield the tensors that a step reads or changes."""
         yield from (self._table, self._next, self._numbers)
 
     def refresh(self) -> None:

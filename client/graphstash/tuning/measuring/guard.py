@@ -3,12 +3,12 @@
     python -I -S guard.py LIFELINE PARENT COMMAND...
 
 The guard imports only the standard library, and nothing of the target. It ends, with all its
-descendants, when the command ends, when its parent ends, or when the other end of LIFELINE (a
-socket's file descriptor) closes. Processes that a trial detached become children of the guard when
-their own parent ends (PR_SET_CHILD_SUBREAPER), and end with it.
+descendants, when the command ends, when its parent (process PARENT) ends, or when the other end of
+LIFELINE (a socket's file descriptor) closes. Processes that a trial detached become children of the
+guard when their own parent ends (PR_SET_CHILD_SUBREAPER), and end with it.
 
-The guard forwards only the beginning of their standard error, because a kernel may write a line in
-each of a million calls.
+The guard forwards only the beginning of its descendants' standard error, because a kernel may write
+a line in each of a million calls.
 """
 
 import contextlib
@@ -27,37 +27,39 @@ __all__ = ["main"]
 _PR_SET_CHILD_SUBREAPER: Final = 36
 """Option of prctl(2)."""
 
-_MAX_TOLD_BYTES: Final = 64 * 1024
-_TELL_SECONDS: Final = 1.0
-"""Bytes of standard error to forward, and seconds to do so after all processes have ended."""
+_FORWARDED_BYTES: Final = 64 * 1024
+"""Bytes of standard error after which forwarding stops; also the size of a read."""
+
+_FORWARD_SECONDS: Final = 1.0
+"""Seconds to wait for the forwarding after all processes have ended."""
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command, and write its exit status into the lifeline if it is still open."""
+    """Run the command, and send its exit status over the lifeline if that is still open."""
     lifeline = socket.socket(fileno=int(arguments[0]))
     parent = int(arguments[1])
     os.set_inheritable(lifeline.fileno(), False)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    told, telling = os.pipe()
+    stderr, stderr_end = os.pipe()
     worker = subprocess.Popen(
-        arguments[2:], close_fds=False, start_new_session=True, stderr=telling
+        arguments[2:], close_fds=False, start_new_session=True, stderr=stderr_end
     )
-    os.close(telling)
-    teller = threading.Thread(target=_tell, args=(told,), daemon=True)
-    teller.start()
+    os.close(stderr_end)
+    forwarder = threading.Thread(target=_forward, args=(stderr,), daemon=True)
+    forwarder.start()
     watcher = threading.Thread(target=_watch, args=(lifeline, parent, worker), daemon=True)
     watcher.start()
     status = worker.wait()
     _end_descendants()
-    teller.join(_TELL_SECONDS)
+    forwarder.join(_FORWARD_SECONDS)
     with contextlib.suppress(OSError):
         lifeline.send(str(status).encode())
 
 
-def _tell(told: int) -> None:
+def _forward(stderr: int) -> None:
     """Forward the beginning, and read the rest so that no writer blocks."""
-    left = _MAX_TOLD_BYTES
-    while text := os.read(told, _MAX_TOLD_BYTES):
+    left = _FORWARDED_BYTES
+    while text := os.read(stderr, _FORWARDED_BYTES):
         if left > 0:
             left -= len(text)
             rest = b"" if left > 0 else b"\n[what else a measuring process writes is left out]\n"
@@ -66,9 +68,9 @@ def _tell(told: int) -> None:
 
 
 def _watch(lifeline: socket.socket, parent: int, worker: "subprocess.Popen[bytes]") -> None:
-    """Kill the worker once its parent is gone or the lifeline is closed.
+    """Kill the worker when the guard's parent has ended or the lifeline is closed.
 
-    A fork of the parent keeps the lifeline open, so the parent is checked as well.
+    A forked child of the parent may keep the lifeline open, so check both.
     """
     lifeline.settimeout(1.0)
     while os.getppid() == parent:
@@ -83,7 +85,7 @@ def _watch(lifeline: socket.socket, parent: int, worker: "subprocess.Popen[bytes
 
 
 def _end_descendants() -> None:
-    """Kill children until none is left: orphans of killed processes become children of this one."""
+    """Kill children until none is left. The children of a killed process become the guard's."""
     while True:
         for child in _children():
             with contextlib.suppress(ProcessLookupError):

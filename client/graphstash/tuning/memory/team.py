@@ -336,7 +336,7 @@ class TeamMemory:
 
     def _nearest(self, problem: Problem) -> list[ArtifactKey]:
         server = self._cache.stash.server
-        if not server.is_known:
+        if not server.is_configured:
             return []
         query = ArtifactQuery(
             kind=ArtifactKind.SCHEDULE,
@@ -416,7 +416,7 @@ class _Journal:
         keys = [each.key for each in self._requests]
         found = {key for key in keys if self._cache.is_on_this_host(key)}
         server = self._cache.stash.server
-        if not server.is_known:
+        if not server.is_configured:
             return found
         for namespace in self._cache.config.readable:
             try:

@@ -1,14 +1,14 @@
 """Simulated annealing over a model of the costs, as in AutoTVM.
 
-    repeat: measure a plan of 64, the first one random
-            train boosted trees to rank what was measured
+    repeat: measure a plan of 64 configurations; the first plan is random
+            train boosted trees to rank all measured configurations
             128 chains walk for at most 500 steps of simulated annealing over the model's score,
             while the temperature falls from 1 to 0; the best unmeasured points are the next plan,
             except for 5 % that are random
 
 (Chen et al., "Learning to optimize tensor programs", arXiv 1805.08166, 2018; the numbers are those
-of TVM's XGBTuner.) A chain's step is a random legal move of the space. TVM's gives one parameter
-another value, which leaves a space whose parameters depend on each other.
+of TVM's XGBTuner.) A chain's step is a random legal move. TVM changes one parameter at a time; if
+parameters depend on each other, the result may not be in the space.
 """
 
 import heapq
@@ -44,17 +44,17 @@ class XGBoostSearch(Searcher):
     Args:
         space: the space to search.
         seed: seed of every choice.
-        first: measured before anything else.
+        first: configurations to measure first.
         plan_size: number of configurations per round.
-        chains: number of walks of simulated annealing.
-        steps: largest number of steps of each walk.
-        early_stop: annealing ends after this many steps without a change of the plan.
+        chains: number of chains.
+        steps: maximum steps per chain and round.
+        early_stop: steps without a change of the plan after which annealing ends.
         epsilon: share of random configurations in a plan, from 0 to 1.
         trees: number of trees in the model.
 
     Raises:
         SpaceError: a configuration of `first` is not in the space.
-        ValueError: a number is below 1.
+        ValueError: `plan_size`, `chains`, `steps` or `trees` is below 1.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class XGBoostSearch(Searcher):
         self._epsilon = epsilon
         self._trees = trees
         self._learned: list[Trial] = []
-        self._kept = 0
+        self._insertions = 0
         self._ends: list[Configuration] = []  # ends of the chains, which continue in the next round
 
     def _learn(self, trials: list[Trial]) -> None:
@@ -122,21 +122,21 @@ class XGBoostSearch(Searcher):
         known: dict[Configuration, float] = {}
         scores = self._scores(model, points, known)
         best: list[tuple[float, int, Configuration]] = []
-        within: set[Configuration] = set()
+        members: set[Configuration] = set()
         changed = 0
         for step in range(self._steps):
             if step - changed > self._early_stop:
                 break
             for point in points:
-                if self._keep(point, known[point], best, within):
+                if self._keep(point, known[point], best, members):
                     changed = step
             moved = [self._neighbour(point) for point in points]
             new = self._scores(model, moved, known)
             temperature = 1 - step / self._steps
-            for i, (to, score) in enumerate(zip(moved, new, strict=True)):
+            for i, (neighbour, score) in enumerate(zip(moved, new, strict=True)):
                 gain = (score - scores[i]) / (temperature + 1e-5)
                 if gain >= 0 or self._random.random() < math.exp(gain):
-                    points[i], scores[i] = to, score
+                    points[i], scores[i] = neighbour, score
         self._ends = points
         return [each for *_, each in sorted(best, reverse=True)]
 
@@ -145,19 +145,19 @@ class XGBoostSearch(Searcher):
         point: Configuration,
         score: float,
         best: list[tuple[float, int, Configuration]],
-        within: set[Configuration],
+        members: set[Configuration],
     ) -> bool:
-        """Put a point among the best; return whether they changed."""
-        if point in within or point in self._visited:
+        """Add a point to the best if its score suffices; return whether it was added."""
+        if point in members or point in self._visited:
             return False
         if len(best) < self._plan_size:
-            heapq.heappush(best, (score, self._kept, point))
+            heapq.heappush(best, (score, self._insertions, point))
         elif score > best[0][0]:
-            within.remove(heapq.heapreplace(best, (score, self._kept, point))[-1])
+            members.remove(heapq.heapreplace(best, (score, self._insertions, point))[-1])
         else:
             return False
-        self._kept += 1  # orders equal scores
-        within.add(point)
+        self._insertions += 1  # orders equal scores
+        members.add(point)
         return True
 
     def _neighbour(self, point: Configuration) -> Configuration:
@@ -171,6 +171,6 @@ class XGBoostSearch(Searcher):
         self, model: Any, points: list[Configuration], known: dict[Configuration, float]
     ) -> list[float]:
         if new := [each for each in dict.fromkeys(points) if each not in known]:
-            found = model.predict(self._matrix(new)).tolist()
-            known.update(zip(new, found, strict=True))
+            scores = model.predict(self._matrix(new)).tolist()
+            known.update(zip(new, scores, strict=True))
         return [known[each] for each in points]

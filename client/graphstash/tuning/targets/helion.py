@@ -129,7 +129,7 @@ for _cache in (RemoteAutotuneCache, StrictRemoteAutotuneCache):
 
 def _listed(cache: CompileCache) -> Iterator[str]:
     server = cache.stash.server
-    if not server.is_known:
+    if not server.is_configured:
         return
     query = ArtifactQuery(
         kind=ArtifactKind.SCHEDULE,

@@ -1,8 +1,8 @@
 """QuarantineService: withholds artifacts that were reported as wrong until they are reviewed.
 
-A withheld artifact is absent for every reader: no GET, lookup or lease finds it. Its key accepts no
-other artifact. Its blob stays as evidence, counts as stored and is not evicted. An administrator
-releases it, or deletes it like any other artifact.
+A withheld artifact is absent for GET and for leases, and a lookup lists it as withdrawn. Its key
+accepts no other artifact. Its blob stays as evidence, counts as stored and is not evicted. An
+administrator releases the artifact, or deletes it like any other artifact.
 
 A report alone proves nothing. If it did, a single writer could disable the cache for all other
 callers. A report withholds an artifact if one of these holds:
@@ -16,8 +16,8 @@ If a blob no longer matches its digest, its artifact is dropped instead (see
 nothing. The same holds for a report that a signature is missing or its key unknown, because that
 depends on the keys that the reporter trusts.
 
-Another server may serve the artifact for two more seconds (`RecentRows`). An earlier link to S3
-stays valid for the rest of its 15 minutes.
+Other worker processes may serve the artifact for two more seconds (`RecentRows`). An earlier link
+to S3 stays valid for the rest of its 15 minutes.
 """
 
 import logging
@@ -68,10 +68,9 @@ __all__ = ["QuarantineService"]
 
 _LOGGER = logging.getLogger(__name__)
 
-_MOST: Final = 1000
-"""Maximum artifacts of one list."""
+_MAX_LISTED: Final = 1000
 
-_NOTHING: Final = ReportResponse(found=False, withheld=False)
+_NOT_FOUND: Final = ReportResponse(found=False, withheld=False)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -102,22 +101,22 @@ class QuarantineService:
             actor: caller that reports.
             party: identity under which reports are counted, see `Principal.party`.
             may_withhold: whether the caller has write access.
-            may_decide: whether the caller may delete, so that no second report is needed.
+            may_decide: whether the caller may delete the artifact. Its report alone suffices.
         """
         stored = await find_stored(self.database, key)
         if stored is None or str(stored.digest) != report.digest:
-            return _NOTHING
-        counts = may_withhold and report.reason.is_about_artifact
+            return _NOT_FOUND
+        may_change = may_withhold and report.reason.is_about_artifact
         is_new = False
-        if counts and stored.withheld_at is None:
+        if may_change and stored.withheld_at is None:
             if (await self.artifacts.verify(key)).healed:
                 return ReportResponse(found=True, withheld=False)
-            is_agreed = may_decide or await self._is_foreign(stored)
+            is_decisive = may_decide or await self._is_foreign(stored)
             found, is_new = await self._vote(
-                stored, report.reason, actor, party=party, is_agreed=is_agreed
+                stored, report.reason, actor, party=party, is_decisive=is_decisive
             )
             if found is None:
-                return _NOTHING
+                return _NOT_FOUND
             stored = found
         is_withheld = stored.withheld_at is not None
         self.accounting.count_reported()
@@ -136,8 +135,8 @@ class QuarantineService:
         return ReportResponse(found=True, withheld=is_withheld)
 
     async def _is_foreign(self, stored: Artifact) -> bool:
-        """Whether two reads agree that the blob is not an envelope of this key. One read may be
-        damaged on its way from the store.
+        """Return whether two reads agree that the blob is not an envelope of this key. A single
+        read may be damaged on its way from the store.
         """
         for _ in range(2):
             start = await self.artifacts.read_start(stored, most_bytes=MAX_ENVELOPE_HEAD_BYTES)
@@ -153,10 +152,10 @@ class QuarantineService:
         actor: Actor,
         *,
         party: str,
-        is_agreed: bool,
+        is_decisive: bool,
     ) -> tuple[Artifact | None, bool]:
-        """Withhold an artifact if `is_agreed` or if another party reported the same blob. Otherwise
-        store the report, so that a report by another party withholds it.
+        """Withhold an artifact if the report is decisive or another party reported the same blob.
+        Otherwise store the report, so that a report by another party withholds the artifact.
 
         Returns:
             The artifact (None if replaced or deleted meanwhile), and whether the report was new.
@@ -164,23 +163,23 @@ class QuarantineService:
         key, now = stored.key, self.clock()
         async with self.database.writing() as connection:
             await lock_name(connection, f"report {key.namespace}/{key.key}")
-            last = await find_stored(connection, key)
-            if last is None or last.digest != stored.digest:
+            current = await find_stored(connection, key)
+            if current is None or current.digest != stored.digest:
                 return None, False
-            if last.withheld_at is not None:
-                return last, False
+            if current.withheld_at is not None:
+                return current, False
             earlier = await find_reporter(connection, key, stored.digest)
-            if not is_agreed and earlier == party:
-                return last, False
+            if not is_decisive and earlier == party:
+                return current, False
             await add_report(
                 connection, key, stored.digest, reason=reason, reported_by=party, now=now
             )
-            if not is_agreed and earlier is None:
-                return last, True
+            if not is_decisive and earlier is None:
+                return current, True
             if not await withhold_artifact(connection, key, stored.digest, now=now):
                 return None, False  # the artifact was replaced or deleted between two statements
-            also = f", as {earlier} had reported" if not is_agreed else ""
-            detail = f"{reason} {stored.digest}{also}"
+            agreement = f", as {earlier} had reported" if not is_decisive else ""
+            detail = f"{reason} {stored.digest}{agreement}"
             record = AuditRecord.of_artifact(now, actor, AuditAction.WITHHOLD, key, detail)
             await add_audit(connection, [record])
             await add_withdrawals(
@@ -194,12 +193,12 @@ class QuarantineService:
             digest = await release_artifact(connection, key)
             if digest is None:
                 return False
-            news = Notification.ready(key, digest)
+            notification = Notification.ready(key, digest)
             await drop_report(connection, key)
-            await notify(connection, [news.payload])
+            await notify(connection, [notification.payload])
             record = AuditRecord.of_artifact(self.clock(), actor, AuditAction.RELEASE, key, digest)
             await add_audit(connection, [record])
-        self.wait_queue.wake(news)
+        self.wait_queue.wake(notification)
         return True
 
     async def delete(self, key: StoredKey, *, actor: Actor) -> bool:
@@ -212,7 +211,7 @@ class QuarantineService:
     async def list_withheld(self, namespace: Namespace | None = None) -> WithheldList:
         """Return at most 1,000 withheld artifacts of one namespace or all, newest report first."""
         async with self.database.reading() as connection:
-            rows = await list_reports(connection, namespace=namespace, limit=_MOST)
+            rows = await list_reports(connection, namespace=namespace, limit=_MAX_LISTED)
         return WithheldList(artifacts=tuple(_withheld(row) for row in rows))
 
 

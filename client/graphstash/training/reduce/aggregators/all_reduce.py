@@ -1,12 +1,12 @@
 """The all-reduce through aggregators: each rank sends its own nonzero blocks, once.
 
-    ranks  --  their nonzero blocks  -->  aggregators, one for every n-th block
+    ranks  --  their nonzero blocks  -->  aggregators; each of n aggregators adds every n-th block
     ranks  <--  the sums of the union's blocks  --  aggregators
 
-A ring sends each element 2(N-1)/N times, zero or not. Here a rank sends its own nonzero blocks,
-and receives those of the union: the blocks that are nonzero on any rank. This is OmniReduce with
-its aggregators (Fei et al., SIGCOMM 2021). A tensor without zeros is streamed as in SwitchML
-(Sapio et al., NSDI 2021).
+A ring of N ranks sends each element 2(N-1)/N times, zero or not. Here a rank sends its own nonzero
+blocks, and receives the sums of the union: the blocks that are nonzero on any rank. This is
+OmniReduce with its aggregators (Fei et al., SIGCOMM 2021). A tensor without zeros is streamed as in
+SwitchML (Sapio et al., NSDI 2021).
 """
 
 import time
@@ -45,17 +45,16 @@ __all__ = ["AggregatedAllReduce"]
 _INT32: Final = code_of("int32") or 0
 _UINT8: Final = code_of("uint8") or 0
 
-_YEAR: Final = 31_536_000
-"""Seconds of a year."""
+_YEAR_SECONDS: Final = 31_536_000
 
 
 class AggregatedAllReduce:
     """Sums tensors over ranks, through aggregators.
 
     Every rank makes the same calls in the same order, from one thread at a time, and calls
-    `close` at the end. The result has the same bits on all ranks and in every run. An aggregator
-    adds in the order of the ranks. It adds fp16 and bf16 in fp32 and rounds once; it adds other
-    types in their own type.
+    `close` at the end. The result has the same bits on all ranks and in every run, because an
+    aggregator adds in the order of the ranks. It adds fp16 and bf16 in fp32 and rounds once; it
+    adds other types in their own type.
     """
 
     def __init__(
@@ -85,20 +84,22 @@ class AggregatedAllReduce:
                 interface that routes to torch's store.
             quantize: Whether to add fp32 as int32 with an exponent per block, see `quantization`.
             payload_bytes: Payload of a UDP datagram, up to 65,507. Default: the largest of 61,440,
-                8,952 and 1,452 that passes between all ranks and aggregators.
-            slots: Datagrams in flight between a rank and an aggregator, 1 to 64. Default: as many
-                as the smallest receive buffer holds for all ranks, at most 16.
+                8,952 and 1,452 that passes between all ranks and aggregators, and of which half of
+                every receive buffer holds one per rank.
+            slots: Datagrams in flight between a rank and an aggregator, 1 to 64. Default: at most
+                16, and no more than half of every receive buffer holds for all ranks.
             lost_after_seconds: Seconds of silence after which a process counts as dead, and all
                 ranks get an error; 0.001 to a year.
             timeout_seconds: Seconds to wait for ranks that are alive but late. Default: the timeout
                 of the group.
 
         Raises:
-            ValueError: an argument is out of its range, or contradicts another.
+            ValueError: an argument is out of its range or contradicts another, or torch.distributed
+                is not initialized.
             TypeError: `aggregators` is a string instead of a list.
-            ConfigError: the ranks have different arguments, or an address cannot be used; on every
-                rank.
-            AggregationError: an aggregator does not start or answer; on every rank.
+            ConfigError: the ranks have different arguments, an address or `secret_file` cannot be
+                used, or an aggregator process does not start; on every rank.
+            AggregationError: an aggregator does not answer; on every rank.
         """
         if block_size < 1:
             raise ValueError(f"a block of {block_size} elements: take 1 or more, 256 is usual")
@@ -109,8 +110,10 @@ class AggregatedAllReduce:
             )
         if slots is not None and not 1 <= slots <= MAX_SLOTS:
             raise ValueError(f"slots={slots}: take 1 to {MAX_SLOTS}")
-        if not 0.001 <= lost_after_seconds <= _YEAR:
-            raise ValueError(f"lost_after_seconds={lost_after_seconds}: take 0.001 to {_YEAR}")
+        if not 0.001 <= lost_after_seconds <= _YEAR_SECONDS:
+            raise ValueError(
+                f"lost_after_seconds={lost_after_seconds}: take 0.001 to {_YEAR_SECONDS}"
+            )
         if timeout_seconds is not None and not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds={timeout_seconds}: take more than 0")
         if isinstance(aggregators, str):
@@ -145,8 +148,8 @@ class AggregatedAllReduce:
         finalize(self, self._session.close)
 
     def close(self) -> None:
-        """End the session, and the aggregator beside this rank. No rank misses its last sums: an
-        aggregator stays until every rank has closed, for at most two seconds.
+        """End the session, and the aggregator beside this rank. The aggregator stays up to two
+        seconds for ranks that miss the last sums.
         """
         self._session.close()
 
@@ -158,7 +161,7 @@ class AggregatedAllReduce:
 
     @property
     def counters(self) -> Counters:
-        """Datagrams that this rank has sent and received since the beginning."""
+        """Datagrams that this rank has sent and received in this session."""
         return self._session.counters
 
     def sum_(
@@ -177,7 +180,7 @@ class AggregatedAllReduce:
                 copy.
             scale: Factor by which every element is multiplied before it is sent.
             wire_dtype: Type in which elements are sent. Default: their own type.
-            dense_above: No effect: sending a block by its number costs only four bytes.
+            dense_above: Ignored: the number of a block costs only four bytes.
 
         Raises:
             ValueError: the tensor does not have exactly one dimension, is sparse, or has several
@@ -240,20 +243,20 @@ class AggregatedAllReduce:
         )
 
     def _sum_quantized(self, values: Values, nonzero: npt.NDArray[np.bool_]) -> int:
-        """Agree on exponents, sum the integers, and return how many blocks the union has."""
+        """Agree on exponents, sum the integers, and return the number of blocks in the union."""
         rows = np.zeros((len(nonzero), self.block_size), np.float32)
         rows.reshape(-1)[: len(values)] = values
         codes = exponents(rows)
         groups = BlockRows(codes, self.block_size)
         starts = np.arange(0, len(codes), self.block_size)
-        some = np.add.reduceat(codes != 0, starts, dtype=np.int64) > 0 if len(codes) else codes > 0
-        self._session.reduce(groups, some, element=_UINT8, operation=Operation.MAX)
+        used = np.add.reduceat(codes != 0, starts, dtype=np.int64) > 0 if len(codes) else codes > 0
+        self._session.reduce(groups, used, element=_UINT8, operation=Operation.MAX)
         integers = quantized(rows, codes, self._world)
-        total = self._session.reduce(
+        totals = self._session.reduce(
             BlockRows(integers.reshape(-1), self.block_size), nonzero, element=_INT32
         )
         values[:] = dequantized(integers, codes, self._world).reshape(-1)[: len(values)]
-        return total.union_blocks
+        return totals.union_blocks
 
     def _element_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> int:
         require_floats(flat, wire_dtype)
