@@ -81,8 +81,6 @@ def gc(
                 maintenance=context.maintenance,
                 found=found,
             )
-        for doubt in context.evictor.doubts:
-            typer.echo(doubt, err=True)
         if as_json:
             return
         evicted = plural(totals.evicted, "artifact")

@@ -51,7 +51,6 @@ class Evictor:
 
     Attributes:
         is_needed: set when an upload exceeds a soft limit.
-        doubts: limits for which the last `run` or `plan` evicted nothing, and why.
     """
 
     database: Database
@@ -64,7 +63,6 @@ class Evictor:
 
     def __post_init__(self) -> None:
         self.is_needed = asyncio.Event()
-        self.doubts: Sequence[str] = ()
 
     async def run(self, *, actor: Actor, is_confirmed: bool = False) -> int:
         """Evict until no soft limit is exceeded. Return the number of artifacts.
@@ -134,8 +132,7 @@ class Evictor:
         sizes[None] = sum(sizes.values())
         passed = {name: of for name, of in budgets.items() if of.is_passed_softly(sizes[name])}
         doubts = {} if is_confirmed else await self.limit_doubts.about(sizes, limits)
-        self.doubts = list(doubts.values())
-        for doubt in self.doubts:
+        for doubt in doubts.values():
             _LOGGER.warning("%s", doubt)
         return [(name, of.goal_bytes or 0) for name, of in passed.items() if name not in doubts]
 
