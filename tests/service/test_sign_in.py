@@ -71,7 +71,7 @@ def test_over_tls_the_cookie_is_bound_to_the_host_and_no_other_counts(guarded, t
     """
     for headers in (
         {"Origin": guarded.url.replace("http:", "https:")},
-        {"Origin": guarded.url, "X-Forwarded-Proto": "https"},
+        {"Origin": guarded.url.replace("http:", "https:"), "X-Forwarded-Proto": "https"},
     ):
         answer = guarded.http().post("/sign-in", data={"token": token}, headers=headers)
         name, cookie = cookie_of(answer)
@@ -118,6 +118,10 @@ def test_a_form_of_another_site_changes_nothing(guarded, token, signed_in, form)
         {"Origin": own, "Sec-Fetch-Site": "cross-site"},
         {"Origin": f"{own}.elsewhere.example"},
         {"Origin": own.replace("http:", "ftp:")},
+        {"Origin": own.replace("http:", "https:"), "X-Forwarded-Proto": "http"},
+        {"Origin": own, "X-Forwarded-Proto": "https"},
+        {"Origin": own.rpartition(":")[0]},
+        {"Origin": own, "Host": "127.0.0.1"},
     ):
         answer = client.post(form, data={"token": token}, headers=headers)
         assert answer.status_code == 403, headers

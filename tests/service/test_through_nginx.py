@@ -185,12 +185,29 @@ def test_other_calls_get_same_answers_through_nginx(api, through, case):
     assert seen(behind) == seen(direct)
 
 
-def test_form_of_page_behind_nginx_is_accepted(through):
-    """nginx leaves the port out of Host, and browsers name it in Origin."""
-    own, other = str(through.http.base_url).rstrip("/"), "http://elsewhere.example"
+def test_form_behind_nginx_is_accepted_from_its_own_origin_only(through, nginx):
+    origins = {
+        nginx.url: 303,
+        nginx.url.replace("http:", "https:"): 403,
+        f"http://127.0.0.1:{nginx.port + 1}": 403,
+        "http://127.0.0.1": 403,
+        f"http://elsewhere.example:{nginx.port}": 403,
+    }
+    for origin, status in origins.items():
+        answer = through.http.post("/sign-out", headers={"Origin": origin})
+        assert answer.status_code == status, origin
 
-    assert through.http.post("/sign-out", headers={"Origin": own}).status_code == 303
-    assert through.http.post("/sign-out", headers={"Origin": other}).status_code == 403
+
+@pytest.mark.parametrize("host", ["cache.example", "cache.example:80", "CACHE.example"])
+def test_form_behind_nginx_on_the_default_port_is_accepted(through, host):
+    for origin, status in (("http://cache.example", 303), ("http://cache.example:8080", 403)):
+        answer = through.http.post("/sign-out", headers={"Origin": origin, "Host": host})
+        assert answer.status_code == status, origin
+
+
+def test_request_without_host_passes_nginx(nginx):
+    with Wire(nginx.url) as wire:
+        assert wire.ask(b"GET /healthz HTTP/1.0\r\n\r\n").status == 200
 
 
 def test_refusals_of_nginx_are_problem_documents(through, api, problem):

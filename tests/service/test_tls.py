@@ -74,9 +74,20 @@ def test_nginx_forwards_that_the_browser_used_tls(files, trusting, guarded, tmp_
             httpx.get(url + "/search", headers=planted, verify=trusting, trust_env=False)
             for url in (guarded.url, nginx.url)
         ]
+        plain = nginx.url.replace("https:", "http:")
+        forms = [
+            httpx.post(
+                nginx.url + "/sign-out",
+                headers={"Origin": origin},
+                verify=trusting,
+                trust_env=False,
+            )
+            for origin in (nginx.url, plain, "https://127.0.0.1")
+        ]
     assert [(page.status_code, "Sign out" in page.text) for page in pages] == [
         *((200, True), (200, False))
     ]
+    assert [form.status_code for form in forms] == [303, 403, 403]
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")

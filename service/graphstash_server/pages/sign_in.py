@@ -7,7 +7,7 @@ omit it from requests that another site starts.
 
 import re
 from typing import Final
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from fastapi import Request, Response
 
@@ -15,7 +15,14 @@ from graphstash_schema import ErrorCode
 from graphstash_server.api.bodies import body_chunks
 from graphstash_server.errors import ServerError
 from graphstash_server.pages.rendering import PAGE_HEADERS
-from graphstash_server.pages.visitor import COOKIES, HOST_COOKIE, PLAIN_COOKIE, Visitor, is_over_tls
+from graphstash_server.pages.visitor import (
+    COOKIES,
+    HOST_COOKIE,
+    PLAIN_COOKIE,
+    Visitor,
+    is_over_tls,
+    proxied_scheme,
+)
 from graphstash_server.services.identity.sessions import Session
 
 __all__ = ["begin", "check_origin", "end", "way_back"]
@@ -63,22 +70,31 @@ async def end(visitor: Visitor) -> Response:
 def check_origin(request: Request) -> None:
     """Refuse a form whose Origin is not this server's.
 
-    A proxy may have removed the port from Host, as docker/nginx does. Browsers with Sec-Fetch-Site
-    also report whether the port differs.
+    Scheme, host and port count. A proxy that ends TLS may not say so: then https is also accepted
+    for a connection without TLS.
 
     Raises:
         ServerError: 403 for another Origin or none.
     """
-    origin, host = request.headers.get("origin", ""), request.headers.get("host", "").lower()
-    named = urlsplit(origin)
-    is_own = named.scheme in ("http", "https") and host in (named.netloc, named.hostname)
+    origin, host = (request.headers.get(name, "").lower() for name in ("origin", "host"))
+    proxied = proxied_scheme(request)
+    own = {
+        _origin(scheme, host)
+        for scheme in ([proxied] if proxied else [request.url.scheme, "https"])
+    }
     site = request.headers.get("sec-fetch-site", "same-origin")
-    if not is_own or site != "same-origin":
+    if origin not in own or site != "same-origin":
         raise ServerError(
             ErrorCode.FORBIDDEN,
-            f"the form was not sent by a page of this server ({host}): open its sign-in page and "
-            "try again",
+            f"the form was not sent by a page of this server ({min(own)}): open its sign-in page "
+            "and try again. A proxy in between has to pass on Host with its port, and the scheme "
+            "as X-Forwarded-Proto",
         )
+
+
+def _origin(scheme: str, host: str) -> str:
+    """Return an origin as browsers write it: without the scheme's own port."""
+    return f"{scheme}://{host.removesuffix({'http': ':80', 'https': ':443'}.get(scheme, ''))}"
 
 
 def way_back(path: str) -> str:

@@ -18,7 +18,15 @@ from graphstash_server.errors import ServerError
 from graphstash_server.services.identity.principals import ANONYMOUS, Principal
 from graphstash_server.services.identity.sessions import Session
 
-__all__ = ["COOKIES", "HOST_COOKIE", "PLAIN_COOKIE", "Visitor", "is_over_tls", "visitor_of"]
+__all__ = [
+    "COOKIES",
+    "HOST_COOKIE",
+    "PLAIN_COOKIE",
+    "Visitor",
+    "is_over_tls",
+    "proxied_scheme",
+    "visitor_of",
+]
 
 HOST_COOKIE: Final = "__Host-graphstash"
 """The cookie over TLS. Browsers accept it only with Secure, from this host and for all its paths
@@ -129,10 +137,13 @@ def is_over_tls(request: Request) -> bool:
     The proxy then sends X-Forwarded-Proto, and a form its Origin. A caller who forges them only
     gets stricter checks.
     """
-    named = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
-    return "https" in (request.url.scheme, named) or request.headers.get("origin", "").startswith(
-        "https://"
-    )
+    schemes = (request.url.scheme, proxied_scheme(request))
+    return "https" in schemes or request.headers.get("origin", "").startswith("https://")
+
+
+def proxied_scheme(request: Request) -> str:
+    """Return the scheme of a browser's connection to a proxy, or "" if no proxy names it."""
+    return request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
 
 
 def unauthenticated() -> ServerError:
