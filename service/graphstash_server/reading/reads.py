@@ -1,7 +1,7 @@
 """Reads: decides the answer to a GET or HEAD of an artifact.
 
-Two transports carry requests and answers: `fast` reads and writes the bytes of the connection, and
-`api.artifacts` goes through FastAPI. Both ask here, so that their answers and counts are equal.
+Two front ends call it: `fast` works on the bytes of the connection, `api.artifacts` on FastAPI's
+requests. One class answers for both, so that their answers and counts are equal.
 """
 
 from collections.abc import Mapping
@@ -26,43 +26,43 @@ __all__ = ["ReadAnswer", "ReadRequest", "Reads", "Unanswered"]
 
 
 class ReadRequest(NamedTuple):
-    """A request that its caller may make.
+    """A GET or HEAD of an artifact that the client is authorized to read.
 
     Attributes:
-        key: the artifact.
+        key: key of the artifact.
         is_head: whether the method is HEAD.
-        asked: the request's headers, with names in lower case; headers that do not change the
-            answer may be left out.
-        policy: the policy of the namespace.
-        job: the job that asks; empty if the request names none.
+        headers: headers that can change the answer, by lower-case name; others may be present.
+        policy: policy of the namespace.
+        job: job named in the request, or "".
         is_copy: whether the download is a copy, which counts neither as a hit nor as a miss.
     """
 
     key: StoredKey
     is_head: bool
-    asked: Mapping[str, str]
+    headers: Mapping[str, str]
     policy: NamespacePolicy
     job: str
     is_copy: bool
 
 
 class Unanswered(Enum):
-    """Why there is no answer."""
+    """Why there is no `ReadAnswer`."""
 
     ABSENT = auto()
     """The artifact does not exist."""
 
     BLOCKED = auto()
-    """The answer needs a database query or a file that is not in memory."""
+    """Answering has to wait for the database or the disk: call `answer`."""
 
 
 class ReadAnswer(NamedTuple):
-    """An answer.
+    """An answer to send.
 
     Attributes:
         representation: status and headers.
-        body: the bytes, if they were read already.
-        reader: otherwise, sends `representation.span`; the transport closes it.
+        body: bytes to send if they are already read, else empty.
+        reader: open blob, of which to send the range `representation.span`, then close it. None if
+            `body` is the whole answer.
     """
 
     representation: Representation
@@ -75,7 +75,7 @@ _BLOCKED: Final = Unanswered.BLOCKED
 
 
 class Reads:
-    """The read path of a server."""
+    """Answers reads of artifacts, and counts hits, misses and bytes."""
 
     __slots__ = ("_accounting", "_artifacts", "_settings")
 
@@ -85,7 +85,7 @@ class Reads:
         self._settings = context.settings
 
     def answer_now(self, request: ReadRequest) -> ReadAnswer | Unanswered:
-        """Return the answer if making it does not block.
+        """Return the answer, or why there is none without blocking.
 
         Raises:
             ServerError: 416 if the range holds no byte; 503 if the blob store does not answer.
@@ -104,7 +104,7 @@ class Reads:
             return _BLOCKED
         if request.is_head:
             file.close_now()
-            return ReadAnswer(description_of(row, request.asked, request.policy))
+            return ReadAnswer(description_of(row, request.headers, request.policy))
         try:
             answer = self._hit(request, row, file)
         except BaseException:
@@ -115,7 +115,7 @@ class Reads:
         return answer
 
     async def answer(self, request: ReadRequest) -> ReadAnswer | Literal[Unanswered.ABSENT]:
-        """Return the answer.
+        """Return the answer, after waiting for the database and the blob store if necessary.
 
         Raises:
             ServerError: 416 if the range holds no byte; 503 if the database or the blob store does
@@ -125,8 +125,8 @@ class Reads:
             found = await self._artifacts.find(request.key)
             if found is None:
                 return self._absent(request)
-            return ReadAnswer(description_of(found, request.asked, request.policy))
-        if takes_link(self._settings, request.asked):
+            return ReadAnswer(description_of(found, request.headers, request.policy))
+        if takes_link(self._settings, request.headers):
             linked = await self._artifacts.link(request.key)
             if linked is not None:
                 return self._redirect(request, *linked)
@@ -143,7 +143,7 @@ class Reads:
         return answer
 
     def count_sent(self, request: ReadRequest, sent_bytes: int) -> None:
-        """Count bytes that a transport sent from a reader."""
+        """Count bytes that the front end sent from an answer's reader."""
         self._accounting.count_served(request.key, sent_bytes=sent_bytes, job=request.job)
 
     def _absent(self, request: ReadRequest) -> Literal[Unanswered.ABSENT]:
@@ -160,40 +160,45 @@ class Reads:
 
     def _small_hit(self, request: ReadRequest, row: Artifact, blob: bytearray) -> ReadAnswer:
         """Answer a GET with a blob that is in memory."""
-        made = self._represent(request, row, None)
-        self._count(request, row, made, sent_bytes=made.served_bytes)
-        start, stop = made.span or (0, 0)
-        return ReadAnswer(made, blob if stop - start == len(blob) else blob[start:stop])
+        representation = self._represent(request, row, None)
+        self._count(request, row, representation, sent_bytes=representation.served_bytes)
+        start, stop = representation.span or (0, 0)
+        return ReadAnswer(representation, blob if stop - start == len(blob) else blob[start:stop])
 
     def _hit(self, request: ReadRequest, row: Artifact, reader: BlobReader) -> ReadAnswer:
-        """Answer a GET; the caller closes the reader unless the answer has it."""
-        made = self._represent(request, row, reader)
-        if made.span is None:  # no bytes, or the proxy in front sends them
-            self._count(request, row, made, sent_bytes=made.served_bytes)
-            return ReadAnswer(made)
-        if isinstance(reader, FileReader) and made.served_bytes <= SMALL_BYTES:
-            body = reader.read_now(*made.span)
+        """Answer a GET. The caller closes the reader if the answer does not contain it."""
+        representation = self._represent(request, row, reader)
+        if representation.span is None:  # a 304, or the reverse proxy sends the bytes
+            self._count(request, row, representation, sent_bytes=representation.served_bytes)
+            return ReadAnswer(representation)
+        if isinstance(reader, FileReader) and representation.served_bytes <= SMALL_BYTES:
+            body = reader.read_now(*representation.span)
             if body is not None:
-                self._count(request, row, made, sent_bytes=len(body))
-                return ReadAnswer(made, body)
-        self._count(request, row, made, sent_bytes=0)  # `count_sent` counts the bytes
-        return ReadAnswer(made, reader=reader)
+                self._count(request, row, representation, sent_bytes=len(body))
+                return ReadAnswer(representation, body)
+        self._count(request, row, representation, sent_bytes=0)  # `count_sent` counts the bytes
+        return ReadAnswer(representation, reader=reader)
 
     def _represent(
         self, request: ReadRequest, row: Artifact, reader: BlobReader | None
     ) -> Representation:
         return representation_of(
-            row, request.asked, request.policy, file=reader, settings=self._settings
+            row, request.headers, request.policy, file=reader, settings=self._settings
         )
 
     def _count(
-        self, request: ReadRequest, row: Artifact, made: Representation, *, sent_bytes: int
+        self,
+        request: ReadRequest,
+        row: Artifact,
+        representation: Representation,
+        *,
+        sent_bytes: int,
     ) -> None:
         accounting = self._accounting
         if not request.is_copy:
             accounting.count_answer(
                 request.key,
-                made.served,
+                representation.served,
                 saved_seconds=row.compile_seconds,
                 job=request.job,
                 sent_bytes=sent_bytes,

@@ -1,8 +1,8 @@
 """ReadThroughFill: copies a blob from the store behind the tier (the back) into the tier.
 
-The fill requests the blob from the back once. Readers follow the growing file. They receive its
-last bytes only after the fill has verified the digest, so a damaged blob never looks whole. A fill
-without readers is cancelled.
+The fill requests the blob from the back once, and any number of readers follow the growing file.
+They receive its last bytes only after the fill has verified the digest, so a damaged blob never
+looks whole. If all readers leave before that, the fill is cancelled.
 """
 
 import asyncio
@@ -28,33 +28,33 @@ __all__ = ["Place", "ReadThroughFill", "TailableFile", "TierError"]
 class TailableFile:
     """A temporary file that is read while it is written. Every method blocks.
 
-    The open file is locked (flock), so `remove_abandoned` skips it. A lock serializes writing,
-    keeping and closing, because a cancelled call may still run in a thread.
+    An flock on the open file makes `remove_abandoned` skip it. A mutex serializes changes, because
+    a cancelled call may still run in a thread.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Prepare the file. Only `open` creates it."""
+        """Choose the directory. `open` creates the file."""
         self._directory = directory
         self._path: Path | None = None
         self._fd = -1
         self._size_bytes = 0
         self._hasher = DigestHasher()
-        self._is_over = False
+        self._is_discarded = False
         self._lock = threading.Lock()  # guards the descriptor and the name
 
     def open(self) -> None:
-        """Create and lock the file. A starting server may remove the file before it is locked. Its
-        bytes then stay readable, and `keep` raises.
+        """Create and lock the file, unless `discard` has run. If a starting server removes the file
+        before it is locked, its bytes stay readable, and `keep` raises.
         """
         with self._lock:
-            if self._is_over:
+            if self._is_discarded:
                 return
             self._fd, name = tempfile.mkstemp(dir=self._directory)
             self._path = Path(name)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
 
     def write(self, chunk: bytes) -> None:
-        """Append bytes."""
+        """Append bytes, unless the file is closed."""
         with self._lock:
             view = memoryview(chunk)
             while view and self._fd >= 0:
@@ -68,14 +68,14 @@ class TailableFile:
         return self._hasher.digest()
 
     def read(self, start: int, length: int) -> bytes:
-        """Return bytes that were written before."""
+        """Return at most `length` bytes from `start`."""
         return os.pread(self._fd, length, start)
 
     def keep(self, destination: Path) -> None:
-        """Rename the complete file to `destination`.
+        """Fsync the complete file and rename it to `destination`, unless `discard` has run.
 
-        It fsyncs the file first. A hit is sent unchecked, so a power cut must not leave a name
-        without its bytes. The name itself may be lost, which costs another fill.
+        Later hits are sent unchecked, so a power cut must not leave the name without the bytes. It
+        may lose the name, which costs another fill.
         """
         with self._lock:
             if self._path is None:
@@ -86,15 +86,15 @@ class TailableFile:
             self._path = None
 
     def discard(self) -> None:
-        """Remove the name unless `keep` has run. The bytes stay readable until `close`."""
+        """Remove the file unless `keep` has run. The bytes stay readable until `close`."""
         with self._lock:
-            self._is_over = True
+            self._is_discarded = True
             if self._path is not None:
                 self._path.unlink(missing_ok=True)
                 self._path = None
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file descriptor."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -105,11 +105,18 @@ T = TypeVar("T")
 
 
 class TierError(Exception):
-    """The tier cannot hold the blob. The back still can serve it."""
+    """The tier cannot hold the blob. Read it from the back."""
 
 
 class Place(NamedTuple):
-    """Where a fill writes its blob: first into the directory `temporary`, then to `destination`."""
+    """Where a fill writes its blob.
+
+    Attributes:
+        temporary: directory of the growing file.
+        destination: path of the complete file.
+        space: free space of the tier.
+        threads: run all calls that block.
+    """
 
     temporary: Path
     destination: Path
@@ -124,9 +131,9 @@ class ReadThroughFill:
         digest: digest of the blob.
         back: store from which the blob is read.
         is_wanted: whether the tier keeps the blob. A deletion during the fill clears it.
-        is_given_up: whether the fill ends because it has no reader left.
+        is_given_up: whether the fill was cancelled because its last reader left.
         is_damaged: whether the bytes from the back did not match the digest.
-        failure: why the fill failed, or None.
+        failure: why the fill failed or was cancelled, or None.
     """
 
     def __init__(
@@ -137,7 +144,7 @@ class ReadThroughFill:
         place: Place,
         ended: "Callable[[ReadThroughFill], None]",
     ) -> None:
-        """Start copying. The fill calls `ended` once no further reader can follow it."""
+        """Start copying. `ended` is called when the copy has succeeded or failed."""
         self.digest = digest
         self.back = back
         self.is_wanted = True
@@ -159,10 +166,11 @@ class ReadThroughFill:
         Raises:
             TierError: the tier cannot hold the blob.
             ServerError: the back does not respond.
+            ShortBlobError: the fill was cancelled.
         """
         self._follower_count += 1
         try:
-            is_found = await self._look()
+            is_found = await self._has_blob()
         except BaseException:
             self.leave()
             raise
@@ -172,7 +180,7 @@ class ReadThroughFill:
         return None
 
     def leave(self) -> None:
-        """Remove a follower. If it was the last one, end the fill."""
+        """Remove a follower. After the last one, cancel the fill if it still copies."""
         self._follower_count -= 1
         if self._follower_count:
             return
@@ -183,19 +191,19 @@ class ReadThroughFill:
             self._task.cancel()
 
     async def read(self, start: int, stop: int) -> bytes:
-        """Return bytes from `start` on, at most up to `stop`. Waits until some are available.
+        """Wait for bytes from `start` on, and return some of those before `stop`.
 
         Raises:
-            TierError: the tier failed. The back may have the rest.
-            ShortBlobError: the back broke off, or its bytes are damaged.
+            TierError: the tier failed. Read the rest from the back.
+            ShortBlobError: the fill failed otherwise: the back broke off, or the digest differs.
         """
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._readable_bytes > start or self.failure is not None
             )
         if self._readable_bytes > start:
-            wanted = min(CHUNK_BYTES, stop - start, self._readable_bytes - start)
-            chunk = await self._in_tier(partial(self._file.read, start, wanted))
+            length = min(CHUNK_BYTES, stop - start, self._readable_bytes - start)
+            chunk = await self._in_tier(partial(self._file.read, start, length))
             if not chunk:
                 raise TierError(f"the file of {self.digest} was cut at {start}")
             return chunk
@@ -204,12 +212,12 @@ class ReadThroughFill:
         raise ShortBlobError(f"{self.digest} ends at {start}, not {stop}: {self.failure}")
 
     async def cancel(self) -> None:
-        """End the fill, even if it has followers."""
+        """Cancel the fill, even if it has followers, and wait until it has ended."""
         if not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    async def _look(self) -> bool:
+    async def _has_blob(self) -> bool:
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._is_found is not None or self.failure is not None
@@ -219,7 +227,7 @@ class ReadThroughFill:
         return bool(self._is_found)
 
     async def _run(self) -> None:
-        """Copy the blob. The followers raise an error of the copy."""
+        """Copy the blob. Keep an exception for the followers to raise."""
         try:
             await self._copy()
         except asyncio.CancelledError:
@@ -234,7 +242,7 @@ class ReadThroughFill:
             finally:
                 if not self._follower_count:
                     self._file.close()
-            await self._tell()
+            await self._notify()
 
     async def _copy(self) -> None:
         size_bytes = self.digest.size_bytes
@@ -251,7 +259,7 @@ class ReadThroughFill:
                         f"{self.digest} has {reader.size_bytes} bytes in the store behind the tier"
                     )
                 self._is_found = True
-                await self._tell()
+                await self._notify()
                 await self._copy_from(reader)
             finally:
                 await reader.close()
@@ -265,16 +273,16 @@ class ReadThroughFill:
     async def _reserve(self, size_bytes: int) -> None:
         """Reserve the space. If the fill is cancelled meanwhile, release the space again."""
         space = self._place.space
-        taking = asyncio.ensure_future(self._in_tier(partial(space.reserve, size_bytes)))
+        reserving = asyncio.ensure_future(self._in_tier(partial(space.reserve, size_bytes)))
 
-        def give_back(taken: "asyncio.Future[None]") -> None:
-            if not taken.cancelled() and taken.exception() is None:
+        def release(reserved: "asyncio.Future[None]") -> None:
+            if not reserved.cancelled() and reserved.exception() is None:
                 space.release(size_bytes)
 
         try:
-            await asyncio.shield(taking)
+            await asyncio.shield(reserving)
         except asyncio.CancelledError:
-            taking.add_done_callback(give_back)
+            reserving.add_done_callback(release)
             raise
 
     async def _copy_from(self, reader: BlobReader) -> None:
@@ -284,15 +292,15 @@ class ReadThroughFill:
             position += len(chunk)
             if position < self.digest.size_bytes:
                 self._readable_bytes = position
-                await self._tell()
+                await self._notify()
         received = self._file.digest()
         if received != self.digest:
             self.is_damaged = True
             raise ShortBlobError(f"the bytes of {self.digest} are those of {received}")
         self._readable_bytes = position
-        await self._tell()
+        await self._notify()
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
@@ -307,7 +315,7 @@ class ReadThroughFill:
 
 
 class _Follower:
-    """A `BlobReader` of a growing file. If the tier fails, it continues from the back."""
+    """A `BlobReader` of a growing file. If the tier fails, it reads the rest from the back."""
 
     path: Path | None = None
 

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class UsageChange(NamedTuple):
-    """An increment of one namespace's counters. The fields are the table's columns."""
+    """Amounts to add to the counters of one namespace, one per column of the table."""
 
     artifacts: int = 0
     size_bytes: int = 0
@@ -41,14 +41,14 @@ class UsageChange(NamedTuple):
     manifest_bytes: int = 0
 
     def plus(self, other: "UsageChange") -> "UsageChange":
-        """Return the sum of both changes."""
+        """Return the sum, field by field."""
         return UsageChange._make(a + b for a, b in zip(self, other, strict=True))
 
 
 async def add_usage(connection: Connection, namespace: str, change: UsageChange) -> None:
-    """Add to a namespace's counters. The first change creates the row."""
-    given = prefixed("new_", {"namespace": namespace, **change._asdict()})
-    await _ADD_USAGE.execute(connection, given)
+    """Add to a namespace's counters. Create its row if there is none."""
+    parameters = prefixed("new_", {"namespace": namespace, **change._asdict()})
+    await _ADD_USAGE.execute(connection, parameters)
 
 
 def _add_usage(dialect: str) -> Upsert:
@@ -65,11 +65,11 @@ _ADD_USAGE = Prepared(_add_usage)
 
 
 async def add_counts(connection: Connection, namespace: str, change: UsageChange) -> None:
-    """Add to the counters of a namespace that has a row, because something was stored in it. A
-    client can request any number of nonexistent namespaces. Those get no row.
+    """Add to a namespace's counters if it has a row, as after the first upload. Clients can request
+    any number of namespaces, and a request alone must not create a row.
     """
-    given = prefixed("more_", change._asdict())
-    await _ADD_COUNTS.execute(connection, {"of_namespace": namespace, **given})
+    amounts = prefixed("more_", change._asdict())
+    await _ADD_COUNTS.execute(connection, {"of_namespace": namespace, **amounts})
 
 
 _ADD_COUNTS = Prepared(
@@ -82,18 +82,18 @@ _ADD_COUNTS = Prepared(
 
 
 async def find_namespaces(source: Source, names: Sequence[str]) -> set[str]:
-    """Return the namespaces of `names` in which something was ever stored."""
-    return {name for (name,) in await _KNOWN.fetch(source, {"names": names})}
+    """Return those of `names` in which something was ever stored."""
+    return {name for (name,) in await _FIND.fetch(source, {"names": names})}
 
 
-_KNOWN = Prepared(
+_FIND = Prepared(
     lambda dialect: select(usage.c.namespace).where(is_one_of(usage.c.namespace, "names", dialect))
 )
 
 
 async def list_usage(source: Source) -> Sequence[Row]:
-    """Return every namespace in which something was ever stored, by name. Each row has the name and
-    then the fields of `UsageChange`.
+    """Return the name and the fields of `UsageChange` for each namespace in which something was
+    ever stored, ordered by name.
     """
     return await _LIST.fetch(source, NOTHING)
 
@@ -109,7 +109,9 @@ _STORED: ColumnElement[int] = usage.c.size_bytes + usage.c.metadata_bytes + usag
 
 
 async def list_stored(source: Source) -> Sequence[Row]:
-    """Return every such namespace, with the bytes of its artifacts and manifests that count."""
+    """Return the name and the bytes that count against a limit, for each namespace in which
+    something was ever stored.
+    """
     return await _LIST_STORED.fetch(source, NOTHING)
 
 
@@ -122,7 +124,7 @@ async def list_namespaces(connection: AsyncConnection) -> Sequence[str]:
 
 
 async def stored_bytes(connection: AsyncConnection, namespace: str | None = None) -> int:
-    """Return the bytes of one namespace, or of all, that count against a limit."""
+    """Return the bytes that count against a limit, of one namespace or of all."""
     statement = select(func.coalesce(func.sum(_STORED), 0))
     if namespace is not None:
         statement = statement.where(usage.c.namespace == namespace)
@@ -132,10 +134,10 @@ async def stored_bytes(connection: AsyncConnection, namespace: str | None = None
 async def recount_usage(
     connection: AsyncConnection, *, corrected: str | None = None
 ) -> Sequence[str]:
-    """Compare the counters with the rows, and return the namespaces with wrong counters. If
-    `corrected` is given, check and correct only that namespace, which needs a transaction.
+    """Count artifacts and manifest entries again, and return the namespaces whose counters differ.
+    If `corrected` is given, check only that namespace and correct it, in a transaction.
     """
-    # One statement reads all tables at the same time, so concurrent changes cause no difference.
+    # One statement reads all tables at the same time, so concurrent writes cause no difference.
     counted = [
         select(
             artifacts.c.namespace,
