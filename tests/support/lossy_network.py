@@ -224,10 +224,10 @@ class Network:
             self._send("worker", rank, aggregator, datagram)
 
     def _post(self, rank: int, outgoing: list[Outgoing]) -> None:
-        for aggregator, datagram, is_again in outgoing:
-            self.resent += is_again
-            self.resent_bytes += len(datagram) if is_again else 0
-            self.sent_bytes[rank] += 0 if is_again else len(datagram)
+        for aggregator, datagram, is_resend in outgoing:
+            self.resent += is_resend
+            self.resent_bytes += len(datagram) if is_resend else 0
+            self.sent_bytes[rank] += 0 if is_resend else len(datagram)
             self._send("aggregator", rank, aggregator, datagram)
 
     def _send(self, to: str, rank: int, aggregator: int, datagram: bytearray) -> None:

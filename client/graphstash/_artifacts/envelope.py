@@ -3,12 +3,13 @@
     head       magic and a JSON header: see graphstash_schema.envelope
     the rest   the payload, zstd-compressed
 
-The envelope contains the key, so that a reader detects a valid blob that is served under a wrong
-key. Compilers load any artifact they are given: a torch_xla executable of another graph with equal
-shapes silently computes wrong numbers.
+The header contains the key, so that a reader detects a valid blob under a wrong key. Compilers load
+any artifact: a torch_xla executable of another graph with equal shapes silently computes wrong
+numbers.
 
-The header's payload size bounds decompression. The payload is verified before use, by its SHA-256.
-If the SHA-256 of the blob has already proven every byte, the checksum of the zstd frame is enough.
+The header also contains the payload's size, which bounds decompression, and its SHA-256, which the
+reader verifies. If the reader has verified the SHA-256 of the blob, it verifies only the checksum
+of the zstd frame.
 """
 
 import hashlib
@@ -31,37 +32,37 @@ __all__ = ["Nowhere", "Sealed", "Unsealed", "seal", "unseal"]
 _CHUNK_BYTES: Final = 1024**2
 
 _PIECE_BYTES: Final = 256 * 1024
-"""Bytes to decompress at once. The piece is still in the processor's cache when it is written."""
+"""Bytes to decompress per call. They are still in the CPU's cache when they are written."""
 
 _MAX_WINDOW_LOG: Final = 27
-"""Maximum accepted window, 128 MiB, as in earlier envelopes. The window is held in memory."""
+"""Maximum window that a reader accepts and holds in memory: 128 MiB, as earlier releases wrote."""
 
 _LONG_WINDOW_LOG: Final = 24
-"""Window of 16 MiB. It shrinks a TPU executable of 40 MB to 3.2 MB. A window of 128 MiB shrinks it
-no further. A window of 4 MiB shrinks it to 5.4 MB."""
+"""16 MiB. Compresses a TPU executable of 40 MB to 3.2 MB, as 128 MiB would; 4 MiB: 5.4 MB."""
 
 _SHORT_WINDOW_LOG: Final = 20
 _WORTHWHILE: Final = 0.9
-"""If the long window saves less than a tenth, use the short one to spare readers memory."""
+"""If the long window saves less than a tenth, use the short one, for which readers need less
+memory."""
 
-_AT_ONCE: Final = 12
-"""Ratio of payload to blob from which a reader decompresses at once, without a window."""
+_WINDOWLESS_RATIO: Final = 12
+"""From this ratio of payload to blob, a reader whose payload is in memory loads the whole blob and
+needs no window."""
 
 _END: Final = struct.pack("<II", 0x184D2A50, 0)
-"""An empty skippable frame (RFC 8878, section 3.1.2) to append to the payload's frame. If the
-frame's checksum was cut off, the decoder reads these bytes as the checksum, and they do not
-match."""
+"""An empty skippable frame (RFC 8878, section 3.1.2) that readers append to the payload's frame. If
+the frame's checksum is cut off, the decoder takes these bytes for it and detects the mismatch."""
 
 _Update: TypeAlias = Callable[[memoryview], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A sealed payload: the digest and sizes of its envelope.
+    """Digest and sizes of a new envelope.
 
     Attributes:
-        sha256: hex digest of the whole file.
-        size_bytes: size of the whole file.
+        sha256: hex digest of the envelope.
+        size_bytes: size of the envelope.
         raw_size_bytes: size of the payload.
     """
 
@@ -72,11 +73,11 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Unsealed:
-    """Content of an envelope.
+    """Facts from the header of an envelope.
 
     Attributes:
         raw_size_bytes: size of the payload.
-        compile_seconds: compile time, if a publisher of release 0.1.0 stored it here. Otherwise 0.
+        compile_seconds: compile time in envelopes of release 0.1.0, otherwise 0.
     """
 
     raw_size_bytes: int
@@ -84,14 +85,14 @@ class Unsealed:
 
 
 def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
-    """Write `payload` into an envelope. A file is read in constant memory.
+    """Write the envelope of `payload` to `into`. A payload in a file takes constant memory.
 
-    The envelope depends only on the payload and the key, so that two publishers of one executable
-    upload the same bytes.
+    Equal payloads and keys give equal envelopes, so that two publishers of one executable upload
+    the same bytes.
 
     Raises:
-        OSError: a file cannot be read or written, or the payload changes meanwhile. The first
-            published blob stays, so an unreadable blob must never be published.
+        OSError: a file cannot be read or written, or the payload changes meanwhile. An envelope
+            with a wrong digest must not be published, because others could not replace it.
     """
     with _opened(payload) as source:
         read = _Hashing(source)
@@ -105,7 +106,7 @@ def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
             "fingerprint": key.fingerprint,
             "raw_size": raw_size,
             "raw_sha256": raw_sha256,
-            "compile_seconds": 0,  # 0.1.0 reads it here instead of in the metadata
+            "compile_seconds": 0,  # release 0.1.0 requires it; later ones use the metadata
         }
     ).encode()
     lead = ENVELOPE_MAGIC + struct.pack(">I", len(header)) + header
@@ -130,8 +131,8 @@ def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
         return Sealed(digest.sha256, digest.size_bytes, raw_size)
 
     sealed = write(_LONG_WINDOW_LOG)
-    if raw_size <= 1 << _SHORT_WINDOW_LOG or sealed.size_bytes * _AT_ONCE <= raw_size:
-        return sealed  # a reader's window is never larger than the payload
+    if raw_size <= 1 << _SHORT_WINDOW_LOG or sealed.size_bytes * _WINDOWLESS_RATIO <= raw_size:
+        return sealed  # the short window would not save readers memory
     shorter = write(_SHORT_WINDOW_LOG)
     is_enough = shorter.size_bytes * _WORTHWHILE <= sealed.size_bytes
     return shorter if is_enough else write(_LONG_WINDOW_LOG)
@@ -147,7 +148,7 @@ def unseal(
     is_proven: Callable[[], bool] = lambda: False,
     admit: Callable[[int], None] | None = None,
 ) -> Unsealed:
-    """Check an envelope against the requested key, and write its payload.
+    """Check that an envelope is for `key`, and write its payload to `into`.
 
     The written bytes are valid only if this function returns: it may raise at the last byte.
 
@@ -156,14 +157,15 @@ def unseal(
         key: the requested key.
         into: receives the payload.
         max_bytes: maximum size of the payload.
-        size_bytes: size of the blob, if known. A small blob is decompressed at once.
-        is_proven: returns whether the blob's digest is proven, called after `admit`. The frame's
-            checksum is then enough, because it detects errors of the decompressor or of memory.
-        admit: called with the payload's size before decompression. Its exceptions propagate.
+        size_bytes: size of the blob, if known. A blob that is small, or small for its payload, is
+            decompressed in one piece.
+        is_proven: called after `admit`; returns whether the blob's digest is verified. If so, only
+            the frame's checksum is verified: it detects errors of the decompressor and of memory.
+        admit: called with the payload's size before decompression; raises to refuse the envelope.
 
     Raises:
-        VerificationError: the key is wrong, the envelope is damaged, or the payload does not match
-            the header.
+        VerificationError: the key is wrong, the envelope is damaged, or the payload is too large or
+            does not match the header.
     """
     try:
         header = read_envelope_head(envelope.read)
@@ -173,7 +175,7 @@ def unseal(
         named = (header["kind"], header["device_type"], header["fingerprint"])
         raw_size = int(header["raw_size"])
         raw_sha256 = str(header["raw_sha256"])
-        # This order of arguments turns NaN into 0.
+        # max() returns its first argument, 0.0, if the other one is NaN.
         compile_seconds = min(max(0.0, float(header["compile_seconds"])), MAX_COMPILE_SECONDS)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise VerificationError(Reason.CORRUPT, f"envelope header: {error!r}") from None
@@ -207,10 +209,10 @@ def _unpack(
     size_bytes: int | None,
     is_proven: bool,
 ) -> bool:
-    """Decompress a frame, and return whether it contains the bytes that the header names."""
+    """Decompress the payload, and return whether its size and digest match the header."""
     memory = into if isinstance(into, io.BytesIO) else None
-    most = max(_PIECE_BYTES, raw_size // _AT_ONCE if memory else 0)
-    is_whole = size_bytes is not None and size_bytes <= most
+    max_whole_bytes = max(_PIECE_BYTES, raw_size // _WINDOWLESS_RATIO if memory else 0)
+    is_whole = size_bytes is not None and size_bytes <= max_whole_bytes
     frame = envelope.read(-1 if is_whole else _PIECE_BYTES)
     if is_whole:
         frame += _END
@@ -221,7 +223,7 @@ def _unpack(
     update = raw_hash.update if is_hashed else _do_nothing
     with decompressor.stream_reader(source, read_size=_PIECE_BYTES, closefd=False) as reader:
         if memory is not None and raw_size > 0:
-            # zstd needs no window if it has the whole frame and room for the whole content.
+            # zstd needs no window if it has the whole frame and room for the whole payload.
             piece = raw_size if is_whole else _PIECE_BYTES
             size = _unpack_in_place(reader, memory, raw_size, piece, update)
         else:
@@ -236,7 +238,7 @@ def _unpack_in_place(
     piece_bytes: int,
     update: _Update,
 ) -> int:
-    """Decompress into a buffer of the final size: a growing buffer leaves copies in memory."""
+    """Decompress into a buffer that has the final size: growing a buffer would copy it."""
     start = into.tell()
     into.seek(start + raw_size - 1)
     into.write(b"\0")
@@ -287,7 +289,7 @@ class _Hashing:
 
 
 class Nowhere(io.RawIOBase, BinaryIO):
-    """Discards written bytes, to verify a payload without storing it."""
+    """Discards what is written, to verify a payload without storing it."""
 
     def writable(self) -> bool:
         return True
@@ -300,7 +302,7 @@ class Nowhere(io.RawIOBase, BinaryIO):
 
 
 class _Joined:
-    """The bytes of a frame that were already read, the rest of its file, and `_END`."""
+    """File that contains the bytes already read, the rest of the envelope, and `_END`."""
 
     def __init__(self, lead: bytes, file: IO[bytes]) -> None:
         self._parts: list[IO[bytes]] = [io.BytesIO(lead), file, io.BytesIO(_END)]
@@ -314,7 +316,6 @@ class _Joined:
 
 
 def _compressed(source: "_Hashing", raw_size: int, window_log: int) -> Iterator[bytes]:
-    # Limit the window to the size of the content.
     parameters = zstandard.ZstdCompressionParameters.from_level(
         3,
         source_size=raw_size,

@@ -1,15 +1,16 @@
 """RankCoordinator: for each key, all ranks of a job load the same executable, or all compile.
 
-Ranks must not mix fetched and locally compiled executables. Otherwise the job can deadlock in a
-collective, or the ranks' results can diverge (openxla/xla#7716). Therefore the first rank that
-requests a key leads. It announces one of three words, and the other ranks follow it:
+If ranks mix fetched and locally compiled executables, the job can deadlock in a collective, or the
+ranks' results can diverge (openxla/xla#7716). Therefore the first rank that requests a key leads
+the others. It announces one of three words, and the other ranks obey:
 
     artifact   load exactly these bytes, from the cache or, if that fails, from the leader
-    each       every rank compiles: the cache has no artifact, and the leader will share none
-    pass       the leader cannot reach the cache, so another rank that can reach it leads
+    each       compile: the cache has no artifact, and the leader shares no result
+    pass       the leader cannot reach the cache: the next rank that comes leads a new round
 
 The words travel through the job's own store: `torch.distributed`'s or JAX's coordination service.
-If only one rank requests a key, that rank leads and waits for no other rank.
+If only one rank requests a key, it leads without waiting, or after `_PASS_SECONDS` if it cannot
+reach the cache.
 """
 
 import hashlib
@@ -34,25 +35,25 @@ __all__ = ["CompileTurn", "CompileTurns", "RankCoordinator", "RankStore", "no_op
 _log = logging.getLogger("graphstash")
 
 _CHUNK_BYTES: Final = 1024**2
-"""Maximum bytes of a value in a rank store, below the message limits of all stores."""
+"""Maximum bytes of a value in a rank store, below the message limits of every kind of store."""
 
 _RELAY_BYTES: Final = 256 * 1024**2
-"""Maximum bytes that a leader keeps in the store. It removes the oldest payload first, which the
-other ranks have read by then."""
+"""Maximum compressed bytes of payloads that a leader keeps in the store. It removes the oldest
+payloads, which the other ranks have probably read. A late rank without the cache compiles."""
 
 _PASS_SECONDS: Final = 1.0
-"""Seconds that a rank without access to the cache waits for a new leader, before it compiles."""
+"""Seconds that a rank without access to the cache waits for a new leader, or for one chunk."""
 
 _ROUNDS: Final = 4
-"""Number of ranks that try to reach the cache in turn. The last one leads without the cache."""
+"""Number of ranks that try to reach the cache, in turn. The last one leads even without it."""
 
 
 class RankStore(Protocol):
-    """A key-value store that all ranks of one job share. Each method may raise any exception."""
+    """A key-value store that all ranks of a job share. Every method may raise any exception."""
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0."""
+        """Rank of this process, from 0."""
 
     @property
     def size(self) -> int:
@@ -60,30 +61,30 @@ class RankStore(Protocol):
 
     @property
     def compiles_together(self) -> bool:
-        """Whether the compiler exchanges data with the other ranks during a compilation.
+        """Whether a compilation waits for data from the compilations of the other ranks.
 
-        If so, a rank that compiles alone waits forever. Therefore all ranks compile after a miss.
+        If so, all ranks compile after a miss, because a rank that compiled alone would hang.
         """
 
     def claim(self, name: str, value: bytes) -> bytes:
-        """Set a value unless one exists, and return the value in the store."""
+        """Set a value unless the name has one, and return the name's value."""
 
     def set(self, name: str, value: bytes) -> None:
-        """Set a value that does not exist yet."""
+        """Set the value of a name that has none."""
 
     def wait(self, name: str, *, timeout_seconds: float) -> bytes | None:
-        """Wait for a value and return it, or None after the timeout."""
+        """Wait for a name to have a value, and return it, or None after the timeout."""
 
     def delete(self, name: str) -> None:
-        """Delete a value."""
+        """Delete a name and its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileTurn:
-    """The turn of this process to compile.
+    """Tells the caller to compile.
 
     Attributes:
-        compilation: Publishes the result. None if another rank publishes it.
+        compilation: Publishes the result. None if this process must not publish it.
         announce: Sends the result to the other ranks. Call it with None after a failure.
     """
 
@@ -103,16 +104,15 @@ class RankCoordinator:
         self._cache = cache
         self.store = store
         self._lock = threading.Lock()  # guards both fields below
-        self._leading: dict[str, int] = {}  # thread that leads a round, until its announcement
+        self._leading: dict[str, int] = {}  # leading thread by round, until its word
         self._relayed: deque[tuple[str, int, int]] = deque()  # name, chunks, bytes
 
     def get(self, request: CompileRequest, *, lease: bool) -> bytes | CompileTurn:
-        """Return the payload that all ranks load, or the turn of this rank to compile.
+        """Return the payload that all ranks load, or a turn to compile.
 
         Args:
             request: Request for the artifact.
-            lease: See `CompileCache.fetch_or_start`. If False, the ranks do not wait for the
-                leader's compilation.
+            lease: See `CompileCache.fetch_or_start`. If False, every rank compiles after a miss.
 
         Raises:
             Exception: Any exception of the store.
@@ -122,25 +122,24 @@ class RankCoordinator:
         round_count = min(self.store.size, _ROUNDS)
         for round_ in range(round_count):
             name = f"graphstash/{key}/{round_}"
-            alone = round_ == round_count - 1  # enough ranks have passed the key on
+            is_last = round_ == round_count - 1  # the last round, so do not pass
             if has_passed:
                 leader = self.store.wait(f"{name}/leader", timeout_seconds=_PASS_SECONDS)
-                alone = alone or leader is None
+                is_last = is_last or leader is None
             if self._is_led_here(name):
-                answer = self._lead(request, name, lease=lease, alone=alone)
+                answer = self._lead(request, name, lease=lease, is_last=is_last)
                 has_passed = True
             else:
                 answer = self._follow(request, name)
             if answer is not None:
                 return answer
-        self._disagree(f"all ranks passed {key} on")
+        self._record_disagreement(f"all ranks passed {key} on")
         return CompileTurn(None, no_op)
 
     def _is_led_here(self, name: str) -> bool:
         """Return whether this thread leads the round and the round has no word yet.
 
-        An announced word is valid until the job ends. If another thread of this process leads, this
-        thread follows it like a leader in another process.
+        A word is final. If another thread of this process leads, this thread waits for the word.
         """
         rank = str(self.store.rank).encode()
         if self.store.claim(f"{name}/leader", rank) != rank:
@@ -152,45 +151,45 @@ class RankCoordinator:
             return self._leading.setdefault(name, thread) == thread
 
     def _lead(
-        self, request: CompileRequest, name: str, *, lease: bool, alone: bool
+        self, request: CompileRequest, name: str, *, lease: bool, is_last: bool
     ) -> bytes | CompileTurn | None:
         found: bytes | InFlightCompile | None = None
         try:
             found = self._cache.fetch_bytes_or_start(request, lease=lease)
-            return self._tell(found, name, lease=lease, alone=alone)
-        except BaseException:  # interrupted, or the store failed: no rank should wait for this one
+            return self._announce_found(found, name, lease=lease, is_last=is_last)
+        except BaseException:  # interrupted, or the store failed: do not let the other ranks wait
             if isinstance(found, InFlightCompile):
                 found.abandon()
             with suppress(Exception):
                 self._send_word(name, {"word": "pass"})
             raise
 
-    def _tell(
-        self, found: bytes | InFlightCompile, name: str, *, lease: bool, alone: bool
+    def _announce_found(
+        self, found: bytes | InFlightCompile, name: str, *, lease: bool, is_last: bool
     ) -> bytes | CompileTurn | None:
-        """Announce the artifact, or which ranks compile."""
+        """Announce the artifact if it was found. Otherwise announce who compiles or leads."""
         if isinstance(found, bytes):
             self._announce(name, found)
             return found
-        if found.fallback_reason is not None and not alone:
+        if found.fallback_reason is not None and not is_last:
             found.abandon()
             self._send_word(name, {"word": "pass"})
             return None
-        nobody_waits = not lease or self._cache.config.wait_seconds == 0
-        if nobody_waits or self.store.compiles_together:
+        is_unawaited = not lease or self._cache.config.wait_seconds == 0
+        if is_unawaited or self.store.compiles_together:
             self._send_word(name, {"word": "each"})
             return CompileTurn(found, no_op)
         return CompileTurn(found, lambda payload: self._announce_compiled(name, payload))
 
     def _follow(self, request: CompileRequest, name: str) -> bytes | CompileTurn | None:
-        # The leader may fetch, then wait for another job's compilation, and then compile itself.
+        # The leader may fetch, wait for another job's compilation, and then compile the artifact.
         config = self._cache.config
         budget = config.fetch_seconds + 2 * config.wait_seconds
-        said = self.store.wait(f"{name}/word", timeout_seconds=budget)
-        if said is None:
-            self._disagree(f"the leader of {request.key} said nothing for {budget:g} s")
+        encoded = self.store.wait(f"{name}/word", timeout_seconds=budget)
+        if encoded is None:
+            self._record_disagreement(f"the leader of {request.key} said nothing for {budget:g} s")
             return CompileTurn(None, no_op)
-        word = json.loads(said)
+        word = json.loads(encoded)
         self._cache.waits.share(word["wait_left"])
         match word["word"]:
             case "artifact":
@@ -202,7 +201,7 @@ class RankCoordinator:
                 return None
 
     def _artifact(self, request: CompileRequest, name: str, word: dict[str, Any]) -> bytes | None:
-        """Return the bytes that the leader loads, from the cache or from the store."""
+        """Return the bytes with the leader's digest, from the cache or the store, or None."""
         began, key = monotonic(), request.key
         found = self._cache.get(key, max_bytes=request.max_bytes)
         if found is not None and hashlib.sha256(found).hexdigest() == word["sha256"]:
@@ -210,32 +209,34 @@ class RankCoordinator:
         chunks = []
         for number in range(word["chunks"]):
             chunk = self.store.wait(f"{name}/chunk/{number}", timeout_seconds=_PASS_SECONDS)
-            if chunk is None:  # the leader has removed this chunk and all later ones
+            if chunk is None:  # the leader removes old payloads
                 break
             chunks.append(chunk)
         compressed = b"".join(chunks)
         payload = b""
         with suppress(zstandard.ZstdError):
-            # zstandard allocates the size in the frame, even above `max_output_size`. Check it.
+            # zstandard allocates the size that the frame claims, even above `max_output_size`.
             if zstandard.frame_content_size(compressed) == word["size"]:
                 payload = zstandard.decompress(compressed)
         if hashlib.sha256(payload).hexdigest() == word["sha256"]:
             self._cache.counters.hit(key, "ranks", began=began, compile_seconds=0.0)
             return payload
-        self._disagree(f"neither the cache nor the leader gives the {word['size']} bytes of {key}")
+        self._record_disagreement(
+            f"neither the cache nor the leader gives the {word['size']} bytes of {key}"
+        )
         return None
 
     def _announce_compiled(self, name: str, payload: bytes | None) -> None:
-        """Announce the result. If that fails, let the other ranks compile, unless a word is set."""
+        """Announce the result. If that fails and no word is set, announce `each`."""
         try:
             self._announce(name, payload)
-        except BaseException:  # interrupted, or the store failed: no rank should wait for this one
+        except BaseException:  # interrupted, or the store failed: do not let the other ranks wait
             with suppress(Exception):
                 self.store.claim(f"{name}/word", self._encoded({"word": "each"}))
             raise
 
     def _announce(self, name: str, payload: bytes | None) -> None:
-        """Announce a payload, and store it for ranks that cannot reach the cache."""
+        """Store a payload for ranks that cannot reach the cache, and announce it. None: `each`."""
         if payload is None:
             self._send_word(name, {"word": "each"})
             return
@@ -245,7 +246,7 @@ class RankCoordinator:
             for start in range(0, len(compressed), _CHUNK_BYTES)
         ]
         if len(compressed) > _RELAY_BYTES:
-            chunks = []  # too large for the store: a rank without the cache has to compile
+            chunks = []  # too large for the store: ranks without the cache compile
         for number, chunk in enumerate(chunks):
             self.store.set(f"{name}/chunk/{number}", chunk)
         self._send_word(
@@ -257,11 +258,11 @@ class RankCoordinator:
                 "chunks": len(chunks),
             },
         )
-        with suppress(Exception):  # the ranks have their word, so old chunks may stay
+        with suppress(Exception):  # the word is set, so chunks may be left behind
             self._forget_relayed(name, len(chunks), sum(map(len, chunks)))
 
     def _forget_relayed(self, name: str, chunk_count: int, size_bytes: int) -> None:
-        """Remove the oldest payloads, so that the store does not grow during the job."""
+        """Remove the oldest payloads beyond `_RELAY_BYTES`."""
         with self._lock:
             self._relayed.append((name, chunk_count, size_bytes))
             over = sum(size for _, _, size in self._relayed) - _RELAY_BYTES
@@ -279,12 +280,14 @@ class RankCoordinator:
     def _encoded(self, word: dict[str, Any]) -> bytes:
         return json.dumps({**word, "wait_left": self._cache.waits.left}).encode()
 
-    def _disagree(self, detail: str) -> None:
+    def _record_disagreement(self, detail: str) -> None:
         self._cache.record_fallback(CacheError(Reason.RANKS, detail))
 
 
 class CompileTurns:
-    """Assigns turns to compile, among the ranks of a job or for a single process. Never raises.
+    """Finds artifacts or assigns turns to compile, for the ranks of a job or for one process.
+
+    Never raises.
 
     Args:
         cache: Cache of this process.
@@ -292,18 +295,18 @@ class CompileTurns:
 
     def __init__(self, cache: CompileCache) -> None:
         self._cache = cache
-        self._lock = threading.Lock()  # guards the coordinator
+        self._lock = threading.Lock()  # guards the field below
         self._coordinator: RankCoordinator | None = None
 
     def ask(
         self, request: CompileRequest, ranks: Callable[[], RankStore | None], *, lease: bool = True
     ) -> bytes | CompileTurn:
-        """Return the payload, or the turn of this process to compile.
+        """Return the payload, or a turn to compile.
 
         Args:
             request: Request for the artifact.
-            ranks: Returns the store of the ranks that request the same artifact, or None if only
-                this process requests it.
+            ranks: Returns the store of the ranks that request the artifact. None: only this process
+                requests it.
             lease: See `CompileCache.fetch_or_start`.
         """
         try:
@@ -331,4 +334,4 @@ class CompileTurns:
 
 
 def no_op(_payload: bytes | None) -> None:
-    """Announce nothing: the `announce` of a turn without other ranks."""
+    """The `announce` of a turn for whose result no rank waits."""

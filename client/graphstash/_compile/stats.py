@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Counters", "HitSource", "Stats", "format_seconds", "plural"]
 
 HitSource: TypeAlias = Literal["server", "prefetched", "host", "ranks"]
-"""Source of a hit's bytes, see the fields of `Stats`."""
+"""Source of a hit's bytes, as in the fields of `Stats`."""
 
 _SOURCES: Final[Mapping[HitSource, str]] = {
     "server": "server",
@@ -30,27 +30,30 @@ _SOURCES: Final[Mapping[HitSource, str]] = {
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot of the counters. Each hit counts once, under the source of its bytes.
+    """A snapshot of the counters of this process. All times are in seconds.
+
+    Each hit counts once, under the source of its bytes. A run is all processes of one
+    `graphstash run`, or this process.
 
     Attributes:
-        hits_server: Artifacts that this run downloaded when it needed them.
-        hits_prefetched: Artifacts that this run downloaded before it needed them.
-        hits_host: Artifacts from this host: on its disk before this run, or compiled here by it.
-        hits_ranks: Artifacts from another rank of the same job.
-        unsigned: Hits without a signature, if the settings prefer signatures.
+        hits_server: Hits that a process of this run downloaded when it needed them.
+        hits_prefetched: Hits that this run downloaded before a process needed them.
+        hits_host: Hits that an earlier run left on this host, or that this run compiled.
+        hits_ranks: Hits whose bytes another rank of the job sent.
+        unsigned: Hits without a valid signature, if the settings prefer signatures.
         misses: Artifacts that this process had to compile because the cache did not contain them.
         waits: Hits after waiting for another job's compilation.
         wait_seconds: Time spent in these waits.
         published: Artifacts that this process stored on the server.
         conflicts: Uploads that the server refused because it has other bytes under the key.
-        fetched_bytes: Compressed bytes received when the process needed them.
-        prefetched_bytes: Compressed bytes received in advance, used or not.
-        published_bytes: Compressed bytes sent.
-        fetch_seconds: Time from the look-up to verified bytes, summed over all hits.
+        fetched_bytes: Compressed bytes downloaded on demand.
+        prefetched_bytes: Compressed bytes downloaded in advance, used or not.
+        published_bytes: Compressed bytes uploaded.
+        fetch_seconds: Time from look-up to verified bytes, summed over hits from server and disk.
         compile_seconds: Time spent compiling after misses and fallbacks.
-        saved_compile_seconds: Sum of the hits' compile times, as if none had run in parallel.
+        saved_compile_seconds: Sum of the compile times that publishers measured for the hits.
         saved_wall_seconds: Estimated wall time that the hits saved, see `_compile.saved_time`.
-        fallbacks: Compilations or uploads without the cache's help, by reason.
+        fallbacks: Compilations and uploads without the cache's help, by reason.
     """
 
     hits_server: int = 0
@@ -79,13 +82,13 @@ class Stats:
 
     @property
     def hits_by_source(self) -> Mapping[HitSource, int]:
-        """Number of hits by source, without sources that have none."""
+        """Number of hits by source, without zeros."""
         counts = {source: int(getattr(self, f"hits_{source}")) for source in _SOURCES}
         return {source: count for source, count in counts.items() if count}
 
     def scalars(self) -> dict[str, float]:
-        """Return metrics to log during training: `graphstash/hits`, ...; times in seconds."""
-        figures = {
+        """Return metrics to log during training, such as `graphstash/hits`."""
+        metrics = {
             "hits": self.hits,
             **{f"hits_{source}": getattr(self, f"hits_{source}") for source in _SOURCES},
             "misses": self.misses,
@@ -94,7 +97,7 @@ class Stats:
             "saved_compile_seconds": self.saved_compile_seconds,
             "saved_wall_seconds": self.saved_wall_seconds,
         }
-        return {f"graphstash/{name}": float(value) for name, value in figures.items()}
+        return {f"graphstash/{name}": float(value) for name, value in metrics.items()}
 
     def __str__(self) -> str:
         """Return a table of a few lines."""
@@ -111,7 +114,7 @@ class Stats:
         return f"<table>{rows}</table>"
 
     def _rows(self) -> list[tuple[str, str]]:
-        """Return names and values to display, without counters that are zero."""
+        """Return names and values to display. Most zeros are left out."""
         sources = [f"{count} {_SOURCES[name]}" for name, count in self.hits_by_source.items()]
         rows = [("hits", f"{self.hits}" + (f" ({', '.join(sources)})" if sources else ""))]
         compiled = f" ({format_seconds(self.compile_seconds)} of compiling)"
@@ -134,25 +137,25 @@ class Stats:
         Example: `12 hits, 1 miss, 8 min 20 s of compiling saved (about 2 min 5 s of wall time);
         hits: 2 server, 10 this host`.
         """
-        told = [plural(self.hits, "hit"), plural(self.misses, "miss")]
+        parts = [plural(self.hits, "hit"), plural(self.misses, "miss")]
         if self.unsigned:
-            told.append(f"{self.unsigned} unsigned")
+            parts.append(f"{self.unsigned} unsigned")
         if self.waits:
-            told.append(plural(self.waits, "wait"))
+            parts.append(plural(self.waits, "wait"))
         if self.published:
-            told.append(f"{self.published} published")
+            parts.append(f"{self.published} published")
         if self.fallbacks:
             reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.fallbacks.items()))
-            told.append(f"{plural(sum(self.fallbacks.values()), 'fallback')} ({reasons})")
+            parts.append(f"{plural(sum(self.fallbacks.values()), 'fallback')} ({reasons})")
         if self.hits:
-            told.append(
+            parts.append(
                 f"{format_seconds(self.saved_compile_seconds)} of compiling saved "
                 f"(about {format_seconds(self.saved_wall_seconds)} of wall time); hits: "
                 + ", ".join(
                     f"{count} {_SOURCES[name]}" for name, count in self.hits_by_source.items()
                 )
             )
-        return ", ".join(told)
+        return ", ".join(parts)
 
 
 class Counters:
@@ -166,37 +169,36 @@ class Counters:
         self._saved = SavedTime()
 
     def add(self, **amounts: float) -> None:
-        """Add amounts to fields of `Stats`, by name."""
+        """Add amounts to the fields of `Stats` with these names."""
         with self._lock:
             self._sums.update(amounts)
 
     def hit(
         self, key: "ArtifactKey", source: HitSource, *, began: float, compile_seconds: float
     ) -> None:
-        """Count a hit of this thread.
+        """Count a hit of the calling thread.
 
         Args:
             key: Key of the artifact.
             source: Source of its bytes.
-            began: Time of `time.monotonic` when the thread began the look-up.
-            compile_seconds: Compile time of the artifact.
+            began: Start of the look-up, by `time.monotonic`.
+            compile_seconds: Compile time that the publisher measured.
         """
         with self._lock:
             self._count(key, **{f"hits_{source}": 1}, saved_compile_seconds=compile_seconds)
             self._saved.hit(began, monotonic(), compile_seconds=compile_seconds)
 
     def miss(self, key: "ArtifactKey") -> None:
-        """Count a miss."""
         with self._lock:
             self._count(key, misses=1)
 
     def uncached(self, key: "ArtifactKey") -> None:
-        """Count a compilation without the cache's help. `fallback` counts the reason."""
+        """Count by kind a compilation without the cache. `fallback` counts the reason."""
         with self._lock:
             self._kind(key)["fallbacks"] += 1
 
     def compiled(self, key: "ArtifactKey", *, seconds: float) -> None:
-        """Count a compilation that this thread has just finished."""
+        """Count a compilation that the calling thread has just finished."""
         with self._lock:
             self._count(key, compile_seconds=seconds)
             self._saved.compiled(monotonic(), seconds=seconds)
@@ -208,7 +210,7 @@ class Counters:
             return self._fallbacks[reason.value] == 1
 
     def snapshot(self) -> Stats:
-        """Return the present values."""
+        """Return the current values."""
         with self._lock:
             sums: dict[str, float] = dict(self._sums)
             fallbacks = dict(self._fallbacks)

@@ -1,7 +1,8 @@
 """Transport: make one call that ends with a response or a `CacheError`.
 
-Every connection attempt, every read and every whole call has a time limit. Failures feed the
-circuit breaker. The transport waits as long as the server requests with `Retry-After`.
+Every connection attempt, every read and every whole call has a time limit. Failures of the server
+feed the circuit breaker. During a pause that the server requests with `Retry-After`, calls fail at
+once.
 """
 
 import ssl
@@ -30,7 +31,7 @@ from graphstash_schema.protocol import (
 __all__ = ["Answer", "Transport"]
 
 _SLOWEST_UPLOAD_BYTES_PER_SECOND: Final = 256 * 1024
-"""Minimum rate of an upload. Slower uploads, which run in the background, are abandoned."""
+"""Minimum mean rate. A slower upload is abandoned. Uploads run in the background."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Answer:
     Attributes:
         status: HTTP status.
         headers: headers, with case-insensitive names.
-        body: empty for a streamed call.
+        body: empty if the caller streams it.
         is_redirected: whether the bytes come from storage instead of the server.
     """
 
@@ -57,14 +58,13 @@ class Transport:
         config: URL, credentials and time limits.
 
     Raises:
-        ConfigError: the constructor cannot use a certificate file.
+        ConfigError: a certificate file is unusable.
 
     Attributes:
-        job: name of the job. Each request carries it, so that the server counts by job.
-        is_copying: whether downloads are copies, which the server does not count as hits.
-        takes_redirects: whether the server may redirect downloads to storage. After one failure at
-            the storage, this process stops following redirects. The failure does not open the
-            circuit breaker.
+        job: name of the job, sent with each request for the server's statistics.
+        is_copying: whether downloads are copies, which count neither as hits nor as misses.
+        takes_redirects: whether the server may redirect downloads to storage. False after the first
+            failure of the storage, which does not count for the circuit breaker.
     """
 
     def __init__(self, config: ClientConfig) -> None:
@@ -73,8 +73,7 @@ class Transport:
         self.is_copying = False
         self._breaker = CircuitBreaker()
         self._credentials = Credentials(config)
-        # Load the system's certificate authorities only when needed, because that takes about 20
-        # ms.
+        # Without these files, delay loading the system's certificate authorities, about 20 ms.
         self._context = server_context(config) if config.ca_file or config.client_cert else None
         headers = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "User-Agent": "graphstash"}
         self._client = ProcessClient(config.url, context=self._tls, headers=headers)
@@ -83,7 +82,7 @@ class Transport:
 
     @property
     def is_anonymous(self) -> bool:
-        """Whether the client sends no token. Valid after the first call."""
+        """Whether requests carry no token. Valid after the first request."""
         return self._credentials.is_anonymous
 
     def call(
@@ -95,14 +94,14 @@ class Transport:
         json: bytes | None = None,
         patience_seconds: float = 0.0,
     ) -> Answer:
-        """Make a call with a small response.
+        """Make a call, and read its small response into memory.
 
         Args:
             method: HTTP method.
             path: path with a leading slash.
             headers: headers in addition to the protocol header.
             json: serialized body.
-            patience_seconds: extra seconds to wait for the first byte (long poll).
+            patience_seconds: extra seconds to wait for the first byte, for a long poll.
 
         Returns:
             The response, including the 404 of a GET, because a miss is not an error.
@@ -110,16 +109,16 @@ class Transport:
         Raises:
             CacheError: the subclass and reason say what failed.
         """
-        sent = dict(headers or {})
+        all_headers = dict(headers or {})
         if json is not None:
-            sent["Content-Type"] = "application/json"
+            all_headers["Content-Type"] = "application/json"
         deadline = Deadline(
             self._config.connect_seconds + 2 * self._config.first_byte_seconds + patience_seconds
         )
         with self._stream(
             method,
             path,
-            headers=sent,
+            headers=all_headers,
             content=json,
             patience_seconds=patience_seconds,
             deadline=deadline,
@@ -130,11 +129,11 @@ class Transport:
     def download(
         self, path: str, *, deadline: Deadline
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
-        """Stream a response's body. httpx checks its length at the end.
+        """Stream the body of a GET, from the server or from storage. Empty for a 404.
 
         Raises:
-            CacheError: the subclass and reason say what failed. Iterating over the body also raises
-                it.
+            CacheError: the subclass and reason say what failed. Iterating also raises it, for
+                example if the body ends before its `Content-Length`.
         """
         headers = {"Accept-Encoding": "identity"}  # prevent a proxy from compressing the bytes
         if self.takes_redirects:
@@ -161,20 +160,19 @@ class Transport:
     def _followed(
         self, answer: Answer, deadline: Deadline
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
-        """Yield the headers that the server announced, and the bytes from the storage.
+        """Yield the server's headers with the bytes from storage.
 
-        The storage receives no token, no client certificate, and no header except `Accept-Encoding:
-        identity`. The digest that the server announced proves the bytes.
+        The storage gets no token, no client certificate and no other header of the server's
+        requests. Callers compare the bytes with the digest that the server announced.
         """
         location = answer.headers.get("Location", "")
-        place = _place_of(location)
-        with named_failures(place):
+        origin = _origin_of(location)
+        with named_failures(origin):
             url = httpx.URL(location)
             if url.scheme not in ("http", "https") or not url.host:
-                raise httpx.UnsupportedProtocol(f"a redirect to {place}")
+                raise httpx.UnsupportedProtocol(f"a redirect to {origin}")
             _, transport = self._storage.connected()
-            # Bypass the client: it would add headers and log the URL, which grants access to the
-            # blob.
+            # httpx's client would log the URL, which grants access to the blob, and add headers.
             request = httpx.Request(
                 "GET",
                 url,
@@ -185,7 +183,7 @@ class Transport:
                 response.request = request
                 if response.status_code != 200:
                     raise TransportError(
-                        Reason.PROTOCOL, f"{place} answered {response.status_code}"
+                        Reason.PROTOCOL, f"{origin} answered {response.status_code}"
                     )
                 headers = httpx.Headers(dict(answer.headers))
                 headers["Content-Length"] = response.headers.get("Content-Length", "")
@@ -194,25 +192,30 @@ class Transport:
     def upload(
         self, path: str, *, headers: Mapping[str, str], chunks: Iterable[bytes], size_bytes: int
     ) -> Answer:
-        """Stream a request body of known length.
+        """Make a PUT whose body is streamed.
 
         Raises:
             CacheError: the subclass and reason say what failed.
         """
-        sent = dict(headers) | {
+        all_headers = dict(headers) | {
             "Content-Length": str(size_bytes),
             "Content-Type": "application/octet-stream",
         }
-        # The server answers after fsync, which can take seconds on a busy disk.
+        # The server answers after an fsync, which can take seconds on a busy disk.
         patience = 10.0
         deadline = Deadline(patience + size_bytes / _SLOWEST_UPLOAD_BYTES_PER_SECOND)
         with self._stream(
-            "PUT", path, headers=sent, content=chunks, patience_seconds=patience, deadline=deadline
+            "PUT",
+            path,
+            headers=all_headers,
+            content=chunks,
+            patience_seconds=patience,
+            deadline=deadline,
         ) as response:
             return Answer(response.status_code, response.headers, read_small(response))
 
     def close(self) -> None:
-        """Closes the connections of this process."""
+        """Close the connections of this process. Further calls fail."""
         self._client.close()
         self._storage.close()
 
@@ -265,7 +268,7 @@ class Transport:
                     refuse_errors(response, url=self._config.url)
                     yield response
         except BusyError as error:
-            # A full server answers those who have a connection.
+            # A full server refuses new connections only; other threads may have an open one.
             self._breaker.pause(0.0 if error.is_full else error.retry_after_seconds)
             raise
         except TransportError:
@@ -277,28 +280,28 @@ class Transport:
             else:
                 self._breaker.succeeded()
             if error.status == 401:
-                told = f"{self._config.url}: {self._credentials.refused(token)}"
+                detail = f"{self._config.url}: {self._credentials.refused(token)}"
                 if token:
-                    told += f": {error.detail}"
-                raise RefusedError(told, code=error.code, status=401) from None
+                    detail += f": {error.detail}"
+                raise RefusedError(detail, code=error.code, status=401) from None
             raise
         else:
             self._breaker.succeeded()
 
 
 class _Bearer(httpx.Auth):
-    """Sends a bearer token. Wrapping the token in an object keeps it out of logs and tracebacks."""
+    """Sends a bearer token. The repr of the object does not show the token."""
 
     def __init__(self, token: str) -> None:
         self._token = token
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Add the Authorization header, which httpx hides when it prints a request."""
+        """Add the Authorization header, whose value httpx masks in the repr of headers."""
         request.headers["Authorization"] = f"Bearer {self._token}"
         yield request
 
 
-def _place_of(location: str) -> str:
-    """Return the scheme and host of a link. Its path and query grant access to the blob."""
+def _origin_of(location: str) -> str:
+    """Return the origin of a URL for messages: its path and query grant access to the blob."""
     scheme, separator, rest = location.partition("://")
     return f"{scheme[:8]}{separator}{rest.partition('/')[0][:255]}"

@@ -1,10 +1,10 @@
-"""PreparedUpdate: repeats an update by torch's kernels with less work on the host.
+"""PreparedUpdate: repeats an optimizer update by torch's kernels with less work in Python.
 
-Between two layers of a large model, the interpreter is no longer in the CPU's cache. Work that
-takes 25 microseconds in a loop takes ten times as long there. A PreparedUpdate therefore keeps what
-stays the same from step to step: the tensors, the kernel, and whether it is exact. It checks for
-changes before it updates anything. After a change, `SyncFreeOptimizer.update` has to make the
-update.
+Between two layers of a large model, the CPU's cache has lost the interpreter. Work that takes 25
+microseconds in a loop then takes ten times as long. A PreparedUpdate therefore keeps what stays the
+same from step to step: the state tensors, the kernel, and the result of its check against the
+formula. If something else changed, it updates nothing, and the caller calls
+`SyncFreeOptimizer.update`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +22,12 @@ from graphstash.training.sharding import is_sharded
 __all__ = ["PreparedUpdate", "prepared"]
 
 Options = Mapping[int, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
-"""By the number of a group: its options."""
+"""Options of each parameter group, by its index."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """A cohort of one group, and the kernel for the group's last options."""
+    """A cohort of one group, and the kernel for the options of the group's last update."""
 
     group: int
     cohort: Cohort
@@ -37,49 +37,52 @@ class _Part:
 
 
 class PreparedUpdate:
-    """An update that can be repeated; `prepared` creates it."""
+    """A repeatable update of some parameters, created by `prepared`."""
 
     def __init__(self, optimizer: SyncFreeOptimizer, parts: list[_Part]) -> None:
         self._optimizer = optimizer
         self._parts = parts
 
     def __call__(self, options: Options) -> bool:
-        """Update with each group's options, under `no_grad`. Return False, and change nothing, if
-        `SyncFreeOptimizer.update` has to make the update.
+        """Update the parameters and return True. Return False, and change nothing, if the caller
+        must call `SyncFreeOptimizer.update`. Call this under `no_grad`.
         """
         try:
-            if not self._takes_gradients(options):
+            if not self._collect_gradients(options):
                 return False
             for part in self._parts:
                 self._optimizer._update_fused(part.kernel, part.cohort)  # type: ignore[arg-type] # checked above
             return True
         finally:
-            self._leave_gradients()
+            self._release_gradients()
 
     def is_possible(self, options: Options) -> bool:
-        """Return whether the update could be made now; changes nothing."""
+        """Return whether a call would succeed now."""
         try:
-            return self._takes_gradients(options)
+            return self._collect_gradients(options)
         finally:
-            self._leave_gradients()
+            self._release_gradients()
 
-    def _takes_gradients(self, options: Options) -> bool:
+    def _collect_gradients(self, options: Options) -> bool:
         return all(self._is_ready(part, options[part.group]) for part in self._parts)
 
-    def _leave_gradients(self) -> None:
+    def _release_gradients(self) -> None:
         for part in self._parts:
-            part.cohort.gradients.clear()  # or this object would keep them in memory
+            part.cohort.gradients.clear()  # do not keep them in memory until the next step
 
     def _is_ready(self, part: _Part, group: Mapping[str, Any]) -> bool:
-        """Return whether state and gradients are unchanged, and store the gradients."""
+        """Collect the gradients, and return whether a kernel can update the part.
+
+        Each parameter needs a dense gradient, and the state tensors that the part was created with.
+        """
         cohort = part.cohort
         rows = zip(cohort.parameters, *cohort.slots, strict=True)
         for parameter, *slots in rows:
             gradient, state = parameter.grad, self._optimizer.state.get(parameter)
             if gradient is None or gradient.layout is not torch.strided or not state:
                 return False
-            now = [state.get(name) for name in part.names]
-            if state.get("step") is not cohort.step or any(map(is_not, now, slots)):
+            current = [state.get(name) for name in part.names]
+            if state.get("step") is not cohort.step or any(map(is_not, current, slots)):
                 return False
             if not cohort.suits_kernels((parameter, gradient, *slots)):
                 return False
@@ -101,11 +104,11 @@ class PreparedUpdate:
 def prepared(
     optimizer: SyncFreeOptimizer, groups: Mapping[int, Mapping[str, Any]]
 ) -> PreparedUpdate | None:
-    """Return an object that repeats the update just made, or None if it needs more than torch's
-    kernels. `groups` are those passed to `SyncFreeOptimizer.update`.
+    """Return an object that repeats the update that `SyncFreeOptimizer.update` has just made with
+    `groups`. Return None if the update needs more than torch's kernels.
     """
     if type(optimizer)._update_cohort is not SyncFreeOptimizer._update_cohort:
-        return None  # a subclass does more than call kernels
+        return None  # the subclass does more than call kernels
     parts = []
     for index, group in groups.items():
         if any(parameter.grad is None or is_sharded(parameter) for parameter in group["params"]):
@@ -119,7 +122,8 @@ def prepared(
 
 
 def _has_changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    # Tensors and lists may change in place. Comparing tensors would read the device.
+    # Count tensors and lists as changed: they may change in place, and comparing tensors would wait
+    # for the device.
     return any(
         isinstance(value, Tensor | list) or isinstance(old.get(name), Tensor) or value != old[name]
         for name, value in new.items()

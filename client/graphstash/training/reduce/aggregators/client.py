@@ -228,9 +228,9 @@ class Client:
                 yield key.data, datagram
 
     def _send(self, outgoing: Sequence[Outgoing]) -> None:
-        for aggregator, datagram, is_again in outgoing:
+        for aggregator, datagram, is_resend in outgoing:
             sockets.send(self._sockets[aggregator], datagram)
-            if is_again:
+            if is_resend:
                 self._counters.resent_bytes += len(datagram)
                 self._counters.resent_datagrams += 1
             else:

@@ -1,11 +1,11 @@
 """The worker's side of the protocol: datagrams in, datagrams out.
 
-Like `aggregator`, it does no I/O and reads no clock. The worker deals the blocks of a tensor out
-to streams. Each stream uses one slot of an aggregator until its last sums have arrived:
+Like `aggregator`, this module does no I/O and reads no clock. The worker deals the nonzero blocks
+of a tensor out to streams. Each stream uses one slot of an aggregator until its last sums arrive:
 
-    sends     its first nonzero blocks, as many as fit, and the number of the block after them
-    receives  sums, which it writes back, and the number at which all ranks continue
-    sends     its next blocks if they begin at that number; otherwise no blocks and the same number
+    sends     its first blocks, as many as fit, and the number of its next block
+    receives  sums, which it writes back, and the number of the block where the next round begins
+    sends     its next blocks if they begin there; otherwise no blocks, and its number again
     ...       until no rank has a next block
 
 The worker resends a datagram that is not answered, at growing intervals.
@@ -36,34 +36,34 @@ __all__ = ["AggregationError", "Outgoing", "Totals", "Worker"]
 _FIRST_WAIT: Final = 0.1
 _SHORTEST_WAIT: Final = 0.05
 _LONGEST_WAIT: Final = 1.0
-"""Seconds until a datagram is resent: the first, the shortest and the longest wait. The longest
-is also at most a fifth of `lost_after_seconds`: five resends before a process counts as dead.
-"""
+"""Seconds until a datagram is resent: the first wait, and limits of later waits. No wait is over a
+fifth of `lost_after_seconds`, so an aggregator gets five resends before it counts as dead."""
 
 _DATAGRAMS_PER_STREAM: Final = 2
-"""Minimum for a dense tensor. More streams would split a small tensor into more datagrams."""
+"""About as many datagrams of a dense tensor per stream, more if slots run out. Every stream sends a
+datagram, so more streams would send more of them for a sparse tensor."""
 
 
 class AggregationError(GraphstashError, RuntimeError):
-    """A worker or an aggregator is dead, late or inconsistent with the others; names it.
+    """A worker or an aggregator is dead, late or inconsistent. The message names it.
 
-    Every rank gets the error. The tensor holds sums only in part, and the session is over: create
+    Every rank raises it. The tensor contains only some of the sums, and the session is over: create
     another `AggregatedAllReduce`.
     """
 
 
 class Outgoing(NamedTuple):
-    """A datagram for the aggregator with this number. `is_again` marks a resend, or an ASK about a
-    datagram that was sent before.
+    """A datagram for the aggregator with this number. `is_resend` marks a datagram sent before, and
+    an ASK about one.
     """
 
     aggregator: int
     datagram: bytearray
-    is_again: bool = False
+    is_resend: bool = False
 
 
 class Totals(NamedTuple):
-    """Blocks whose sums have arrived, and rounds of all streams, for one tensor."""
+    """Blocks of a tensor that any rank sent, and rounds of all streams."""
 
     union_blocks: int
     rounds: int
@@ -72,9 +72,9 @@ class Totals(NamedTuple):
 class Worker:
     """One rank in one session. Reduces one tensor at a time.
 
-    `slots` is how many slots of each aggregator to use at the same time. An aggregator counts as
-    dead after `lost_after_seconds` without an answer. Ranks that are alive may be late by
-    `timeout_seconds`.
+    It uses up to `slots` slots of each aggregator. An aggregator counts as dead after
+    `lost_after_seconds` without an answer. The sums of a tensor must arrive within
+    `timeout_seconds`, even if a rank that is alive begins late.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Worker:
         self._rounds: dict[tuple[int, int], int] = {}
         self._tensors = 0
         self._union_blocks = self._finished_rounds = 0
-        self._heard = [0.0] * len(seals)
-        self._patience = _Patience(min(_LONGEST_WAIT, lost_after_seconds / 5))
+        self._last_heard = [0.0] * len(seals)
+        self._resend_timeout = _ResendTimeout(min(_LONGEST_WAIT, lost_after_seconds / 5))
         self._streams: dict[tuple[int, int], _Stream] = {}
 
     @property
@@ -117,9 +117,9 @@ class Worker:
     ) -> list[Outgoing]:
         """Start a tensor, and return the first datagrams to send.
 
-        All ranks pass the same arguments, apart from the values in `blocks`, which receive the
-        sums, and `nonzero`, the blocks to send. `element` is the code of their type in `ELEMENTS`.
-        `now` is in seconds of any monotonic clock.
+        `blocks` receives the sums, and `nonzero` selects the blocks to send. Values, `nonzero` and
+        `now` may differ between ranks; everything else must be equal. `element` is the code of the
+        type in `ELEMENTS`. `now` is in seconds of any monotonic clock.
         """
         assert self.is_done  # noqa: S101 - the caller finishes a tensor before the next
         block_bytes = blocks.block_size * blocks.itemsize
@@ -136,32 +136,32 @@ class Worker:
         self._blocks, self._header = blocks, header
         self._union_blocks = self._finished_rounds = 0
         self._began = now
-        self._heard = [now] * self._aggregators
+        self._last_heard = [now] * self._aggregators
         self._streams = self._deal(nonzero)
         self._tensors += 1
         return [self._send(stream, now) for stream in self._streams.values()]
 
     def receive(self, aggregator: int, message: Message, now: float) -> list[Outgoing] | None:
         """Process a message with a valid seal, and return the datagrams to send. Return None if the
-        message contains no news.
+        message contains no new sums.
 
         Raises:
-            AggregationError: the session is over.
-            ConfigError: the ranks have different tensors.
+            AggregationError: the aggregator reports that the session has failed.
+            ConfigError: the aggregator reports that the ranks have different tensors.
         """
         header = message.header
         if header.aggregator != aggregator:
             return None
         if header.kind == Kind.FAILED:
-            is_theirs = message.text.startswith(DIFFERENT)
-            raise (ConfigError if is_theirs else AggregationError)(message.text)
+            is_callers_fault = message.text.startswith(DIFFERENT)
+            raise (ConfigError if is_callers_fault else AggregationError)(message.text)
         stream = self._streams.get((aggregator, header.slot))
         if stream is None or header.round != stream.round:
             return None
         if header.kind == Kind.RESULT:
-            return self._take(stream, message, now)
+            return self._store_sums(stream, message, now)
         if header.kind == Kind.WAITING and header.rank == self._rank:
-            self._heard[aggregator] = now
+            self._last_heard[aggregator] = now
             stream.missing = message.ranks
             stream.datagram = self._seals[aggregator].close(
                 stream.header._replace(kind=Kind.ASK, filled=0)
@@ -172,12 +172,14 @@ class Worker:
         """Return the datagrams to resend. Call it at the time that `due` returns.
 
         Raises:
-            AggregationError: an aggregator does not answer, or ranks are too late.
+            AggregationError: an aggregator counts as dead, or the sums have not arrived in time.
         """
         if self.is_done:
             return []
         waiting = {stream.aggregator for stream in self._streams.values()}
-        silent = [each for each in sorted(waiting) if now - self._heard[each] > self._lost_after]
+        silent = [
+            each for each in sorted(waiting) if now - self._last_heard[each] > self._lost_after
+        ]
         if silent:
             raise AggregationError(
                 f"aggregator {silent[0]} has not answered rank {self._rank} for "
@@ -193,23 +195,23 @@ class Worker:
         for stream in self._streams.values():
             if stream.due <= now:
                 stream.is_repeated = True
-                stream.wait = min(stream.wait * 2, self._patience.longest)
+                stream.wait = min(stream.wait * 2, self._resend_timeout.longest)
                 stream.due = now + stream.wait
-                self._patience.record_resend(stream.wait)
-                again.append(Outgoing(stream.aggregator, stream.datagram, is_again=True))
+                self._resend_timeout.record_resend(stream.wait)
+                again.append(Outgoing(stream.aggregator, stream.datagram, is_resend=True))
         return again
 
     def due(self) -> float:
-        """Return when to call `tick`, in seconds of the clock. Sums must still be missing."""
+        """Return the time of the next `tick`. Call it only while `is_done` is false."""
         return min(stream.due for stream in self._streams.values())
 
     def totals(self) -> Totals:
-        """Return the counts for the last tensor."""
+        """Return the counts of the latest tensor."""
         return Totals(self._union_blocks, self._finished_rounds)
 
     def _deal(self, nonzero: npt.NDArray[np.bool_]) -> "dict[tuple[int, int], _Stream]":
-        """Assign a slot to every stream. The first stream moves on to the next aggregator with each
-        tensor. Otherwise one aggregator would get all small tensors.
+        """Assign blocks and a slot to every stream. The first stream of each tensor uses the next
+        aggregator. Otherwise one aggregator would get all small tensors.
         """
         datagrams = -(-self._blocks.count // self._header.capacity)
         count = max(1, min(self._aggregators * self._slots, -(-datagrams // _DATAGRAMS_PER_STREAM)))
@@ -223,33 +225,35 @@ class Worker:
             )
         return streams
 
-    def _take(self, stream: "_Stream", message: Message, now: float) -> list[Outgoing] | None:
+    def _store_sums(self, stream: "_Stream", message: Message, now: float) -> list[Outgoing] | None:
         if message.header.tensor_fields != stream.header.tensor_fields or not message.has_blocks:
             return None
         numbers, sums = message.blocks()
         self._blocks.write(numbers, sums)
         self._union_blocks += len(numbers)
         self._finished_rounds += 1
-        self._heard[stream.aggregator] = now
+        self._last_heard[stream.aggregator] = now
         if not stream.is_repeated:  # after a resend, the round trip is ambiguous (Karn)
-            self._patience.record_round_trip(now - stream.sent)
+            self._resend_timeout.record_round_trip(now - stream.sent)
         stream.round += 1
         self._rounds[stream.aggregator, stream.header.slot] = stream.round
         if message.header.next == END:
             del self._streams[stream.aggregator, stream.header.slot]
             return []
-        return [self._send(stream, now, until=message.header.next)]
+        return [self._send(stream, now, start=message.header.next)]
 
-    def _send(self, stream: "_Stream", now: float, *, until: int | None = None) -> Outgoing:
-        """Return a round's datagram. All ranks continue at `until`; None in the first round."""
-        begins = until is None or until == stream.next
+    def _send(self, stream: "_Stream", now: float, *, start: int | None = None) -> Outgoing:
+        """Begin a round at block `start`, and return its datagram, without blocks if the stream's
+        next block is a later one. `start` is None in the first round.
+        """
+        begins = start is None or start == stream.next
         numbers = stream.advance() if begins else stream.nothing
         header = stream.header._replace(filled=len(numbers), round=stream.round, next=stream.next)
         stream.header, stream.missing, stream.is_repeated = header, [], False
         stream.datagram = self._seals[stream.aggregator].close_blocks(
             header, numbers, lambda into: self._blocks.read(numbers, into)
         )
-        stream.sent, stream.wait = now, self._patience.seconds
+        stream.sent, stream.wait = now, self._resend_timeout.seconds
         stream.due = now + stream.wait
         return Outgoing(stream.aggregator, stream.datagram)
 
@@ -258,10 +262,10 @@ class _Stream:
     """One stream of a tensor's blocks.
 
     Attributes:
-        next: Number of the first block that is not sent yet; END after the last.
-        due: Time of the next resend, which is `wait` seconds after the previous send.
+        next: Number of the next block to send, END after the last one.
+        due: Time of the next resend, `wait` seconds after the previous send.
         sent: Time of the first send in this round.
-        missing: Ranks that the aggregator still waits for, by its last WAITING.
+        missing: Ranks for which the aggregator waits, by its last WAITING of this round.
     """
 
     def __init__(self, header: Header, numbers: Numbers, round_: int) -> None:
@@ -288,26 +292,26 @@ class _Stream:
         return self._numbers[first : self._done]
 
 
-class _Patience:
-    """Seconds before a resend: the mean round trip plus four deviations (RFC 6298)."""
+class _ResendTimeout:
+    """Seconds until a resend: the mean round trip plus four deviations (RFC 6298)."""
 
     def __init__(self, longest: float) -> None:
         self.longest = longest
         self.seconds = min(_FIRST_WAIT, longest)
-        self._usual: float | None = None
+        self._mean: float | None = None
         self._deviation = 0.0
 
     def record_resend(self, wait: float) -> None:
-        """Raise the next wait to that of a resent datagram. On a link slower than the first wait,
-        every datagram is resent, and no round trip can be measured.
+        """Raise the wait to that of a resend. On a link slower than the first wait, each datagram
+        is resent, and no round trip can be measured.
         """
         self.seconds = max(self.seconds, wait)
 
     def record_round_trip(self, seconds: float) -> None:
-        if self._usual is None:
-            self._usual, self._deviation = seconds, seconds / 2
+        if self._mean is None:
+            self._mean, self._deviation = seconds, seconds / 2
         else:
-            self._deviation += (abs(seconds - self._usual) - self._deviation) / 4
-            self._usual += (seconds - self._usual) / 8
-        wait = self._usual + 4 * self._deviation
+            self._deviation += (abs(seconds - self._mean) - self._deviation) / 4
+            self._mean += (seconds - self._mean) / 8
+        wait = self._mean + 4 * self._deviation
         self.seconds = min(max(wait, _SHORTEST_WAIT), self.longest)
