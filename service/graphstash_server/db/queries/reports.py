@@ -48,7 +48,7 @@ async def add_report(
     reported_by: str,
     now: datetime,
 ) -> None:
-    """Store a report on an artifact, and replace an older one."""
+    """Store the report on an artifact. It replaces an earlier one, of any blob."""
     statement = insert_into(connection, reports).values(
         **key_values(key),
         sha256=digest.sha256,
@@ -65,7 +65,7 @@ async def add_report(
 
 
 async def find_reporter(connection: AsyncConnection, key: StoredKey, digest: Digest) -> str | None:
-    """Return the last reporter of this blob of an artifact, or None."""
+    """Return the party that last reported this blob of the artifact, or None."""
     reporter: str | None = await connection.scalar(
         select(reports.c.reported_by).where(is_key(reports, key), reports.c.sha256 == digest.sha256)
     )
@@ -73,14 +73,14 @@ async def find_reporter(connection: AsyncConnection, key: StoredKey, digest: Dig
 
 
 async def drop_report(connection: AsyncConnection, key: StoredKey) -> None:
-    """Delete the report on an artifact, after an administrator's decision or a deletion."""
+    """Delete the report on an artifact: an administrator released it, or it was deleted."""
     await connection.execute(delete(reports).where(is_key(reports, key)))
 
 
 async def list_reports(
     connection: AsyncConnection, *, namespace: Namespace | None, limit: int
 ) -> Sequence[ReportRow]:
-    """Return the withheld artifacts of one namespace or of all, newest report first."""
+    """Return at most `limit` withheld artifacts of one namespace or all, newest report first."""
     statement = (
         select(
             *reports.primary_key,
@@ -102,8 +102,8 @@ async def list_reports(
 
 
 async def count_withheld(connection: AsyncConnection) -> dict[str, int]:
-    """Return the number of withheld artifacts by namespace, without zeros. A server of the previous
-    release deletes artifacts but not their reports. Those reports do not count.
+    """Return the number of withheld artifacts by namespace, without zeros. Reports whose artifact a
+    server of the previous release has deleted do not count.
     """
     statement = (
         select(reports.c.namespace, func.count())
@@ -122,7 +122,7 @@ def _is_same() -> ColumnElement[bool]:
 
 
 def _row(found: Any) -> ReportRow:
-    """Build a row. A reason of a later release is treated as CORRUPT."""
+    """Build a row. A reason from a later release becomes CORRUPT."""
     is_known = found.reason in set(ReportReason)
     return ReportRow(
         stored_key(found),
