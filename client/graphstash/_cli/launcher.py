@@ -1,8 +1,7 @@
-"""`graphstash run` without the rest of the command line, so that it delays a job by under 0.1 s.
+"""`graphstash run` without the rest of the command line. Delays a job by less than 0.1 s.
 
-This module imports only light modules, and the settings only if the command line has an option of
-`run`. It checks the options before the job starts. The job validates its other settings when it
-imports its first compiler.
+This module imports only light modules, and the settings only if the command line has options of
+`run`, which it validates. The job validates its environment when it imports its first compiler.
 """
 
 import os
@@ -21,14 +20,15 @@ __all__ = ["CannotRunError", "Launch", "as_variables", "read"]
 _AUTOLOAD: Final = Path(__file__).parents[1] / "_process" / "autoload"
 
 _ENDING: Final = ("GRAPHSTASH_FAIL_ON_MISS", "GRAPHSTASH_MAX_COMPILE_SECONDS")
-"""Settings that may end a job. `graphstash run` then stays as the parent and ends all processes."""
+"""Settings that may end the job. With one of them, `graphstash run` stays as the parent process and
+ends all processes of the job."""
 
 
 class CannotRunError(Exception):
     """The command cannot start.
 
     Attributes:
-        status: exit status, as a shell would return it.
+        status: exit status that a shell would return.
     """
 
     def __init__(self, message: str, *, status: int) -> None:
@@ -37,7 +37,7 @@ class CannotRunError(Exception):
 
 
 class Launch(NamedTuple):
-    """A command and its settings."""
+    """A command to run, and values of settings as environment text."""
 
     command: Sequence[str]
     settings: Mapping[str, str]
@@ -45,10 +45,10 @@ class Launch(NamedTuple):
     def start(self) -> NoReturn:
         """Replace this process with the command (exec), so that signals need no forwarding.
 
-        If a setting may end the job early, run the command as a child instead and wait for it.
+        If a setting may end the job early, run the command as a child and wait for it.
 
         Raises:
-            CannotRunError: the program does not exist, or cannot be run.
+            CannotRunError: the program does not exist, or is not executable.
         """
         program = shutil.which(self.command[0])
         if program is None:
@@ -60,7 +60,10 @@ class Launch(NamedTuple):
         environment[COMMAND_VARIABLE] = joined(self.command)
         sys.stdout.flush()
         sys.stderr.flush()
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # the job would ignore them, as Python does
+        for number in (
+            signal.SIGPIPE,
+            signal.SIGXFSZ,
+        ):  # else the job would inherit that Python ignores them
             signal.signal(number, signal.SIG_DFL)
         try:
             if any(environment.get(name) for name in _ENDING):
@@ -76,8 +79,8 @@ class Launch(NamedTuple):
 def read(arguments: Sequence[str]) -> Launch | None:
     """Parse the arguments of `graphstash run`.
 
-    Returns None if only the full command line can handle them: help, an unknown option, or a value
-    that may be invalid.
+    Returns None to leave them to the full command line, which shows help or an error: an option is
+    unknown, a value is invalid or missing, or there is no command.
     """
     settings: Mapping[str, str] = {}
     rest = list(arguments)
@@ -85,7 +88,7 @@ def read(arguments: Sequence[str]) -> Launch | None:
         from graphstash.errors import ConfigError
 
         try:
-            settings = as_variables(_taken(rest))
+            settings = as_variables(_pop_options(rest))
         except (ConfigError, LookupError):
             return None
     command = rest[rest[:1] == ["--"] :]
@@ -93,9 +96,9 @@ def read(arguments: Sequence[str]) -> Launch | None:
 
 
 def as_variables(given: Mapping[str, Any]) -> dict[str, str]:
-    """Validate settings, and return their values as a job's environment holds them.
+    """Validate settings, and return their values as text for the job's environment.
 
-    Ignores the environment: the job reports invalid variables and runs without the cache.
+    Variables of this environment are not validated: the job reports invalid ones.
 
     Raises:
         ConfigError: a value is invalid.
@@ -115,8 +118,8 @@ def _text(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _taken(words: list[str]) -> dict[str, Any]:
-    """Remove the options of `run` from the front of the words, and return the values given.
+def _pop_options(words: list[str]) -> dict[str, Any]:
+    """Remove the options of `run` from the front of `words`, and return their values by setting.
 
     Raises:
         LookupError: an option is unknown, or lacks its value.
@@ -134,8 +137,8 @@ def _taken(words: list[str]) -> dict[str, Any]:
     while words and words[0].startswith("-") and words[0] != "--":
         word = words.pop(0)
         if word in flags:
-            name, given_value = flags[word]
-            given[name] = given_value
+            name, flag_value = flags[word]
+            given[name] = flag_value
         else:
             option, equals, value = word.partition("=")
             given[valued[option]] = value if equals else words.pop(0)
@@ -144,7 +147,6 @@ def _taken(words: list[str]) -> dict[str, Any]:
 
 def _python_path() -> str:
     rest = os.environ.get("PYTHONPATH")
-    # Keep empty entries, which mean the working directory: `PYTHONPATH=$PYTHONPATH:/lib` often has
-    # one.
+    # Keep empty entries. They mean the working directory, as in `PYTHONPATH=$PYTHONPATH:/lib`.
     entries = [entry for entry in rest.split(os.pathsep) if entry != str(_AUTOLOAD)] if rest else []
     return os.pathsep.join([str(_AUTOLOAD), *entries])

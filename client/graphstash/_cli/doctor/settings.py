@@ -1,4 +1,4 @@
-"""Settings of the job, and the keys that sign and verify artifacts."""
+"""Checks of the job's settings, and of the keys that sign and verify artifacts."""
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -22,19 +22,19 @@ __all__ = ["check_settings", "check_signatures"]
 
 _EXPIRES_SOON: Final = timedelta(days=14)
 
-_CODE: Final = "everyone who can write there can run code in this job"
+_RISK: Final = "everyone who can write there can run code in this job"
 
-_OFF_RATHER: Final = "until then jobs run without the cache rather than with unchecked artifacts"
+_CACHE_OFF: Final = "until then jobs run without the cache rather than with unchecked artifacts"
 
 
 def check_settings(
     environ: Mapping[str, str], overrides: Mapping[str, Any]
 ) -> Topic[ClientConfig | None]:
-    """Load the settings as a job would. Return None if they are invalid.
+    """Load and check the settings as a job would. Return None if they are invalid.
 
     Args:
         environ: environment of the job.
-        overrides: options of the command line, by setting. None means not given.
+        overrides: options of the command line, by setting. None if the option is absent.
     """
     yield from _unknown_variables(environ)
     try:
@@ -49,27 +49,27 @@ def check_settings(
             "cache",
         )
         return None
-    yield ok("settings", _told(environ, overrides))
+    yield ok("settings", _sources(environ, overrides))
     yield from _consequences(config)
     return config
 
 
-def _told(environ: Mapping[str, str], overrides: Mapping[str, Any]) -> str:
-    """Return the names and sources of changed settings, without values, which may be secret."""
+def _sources(environ: Mapping[str, str], overrides: Mapping[str, Any]) -> str:
+    """Return which settings are set, and where. Values may be secret, so leave them out."""
     options = {name for name, value in overrides.items() if value is not None}
     variables = {
         variable
         for name in ClientConfig.rules()
         if environ.get(variable := ENVIRONMENT_PREFIX + name.upper()) and name not in options
     }
-    told = []
+    sources = []
     if variables:
-        told.append(f"{', '.join(sorted(variables))} from the environment")
+        sources.append(f"{', '.join(sorted(variables))} from the environment")
     if options:
         declared = ClientConfig.options()
         spelled = (declared[name].spelled(name) for name in sorted(options))
-        told.append(f"{', '.join(spelled)} from the command line")
-    return "; ".join(told) or "all at their defaults"
+        sources.append(f"{', '.join(spelled)} from the command line")
+    return "; ".join(sources) or "all at their defaults"
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -101,17 +101,17 @@ def _consequences(config: ClientConfig) -> Iterator[Finding]:
 
 
 def check_signatures(config: ClientConfig) -> Iterator[Finding]:
-    """Check the policy and the job's keys, and list which keys each namespace trusts."""
+    """Check the policy and the keys, and list the keys that the job trusts in each namespace."""
     policy = config.signature_policy
     if policy is SignaturePolicy.OFF:
-        yield from _trusted_writers(config)
+        yield from _check_writers(config)
     if policy is SignaturePolicy.OFF and config.signing_key is None:
         yield ok("signatures", "not configured (GRAPHSTASH_TRUSTED_KEYS, GRAPHSTASH_SIGNING_KEY)")
         return
     try:
         check_available()
     except ConfigError as error:
-        yield fail("signatures", str(error), f"install it into this Python; {_OFF_RATHER}")
+        yield fail("signatures", str(error), f"install it into this Python; {_CACHE_OFF}")
         return
     trusted = None
     if config.trusted_keys is not None:
@@ -121,23 +121,23 @@ def check_signatures(config: ClientConfig) -> Iterator[Finding]:
             yield fail(
                 "signatures",
                 str(error),
-                f"repair the file, or recreate it with `graphstash keys trust`; {_OFF_RATHER}",
+                f"repair the file, or recreate it with `graphstash keys trust`; {_CACHE_OFF}",
             )
             return
         yield from _check_trusted(config, trusted)
     if config.signing_key is not None:
-        yield from _check_own(config, trusted)
+        yield from _check_signing_key(config, trusted)
 
 
-def _trusted_writers(config: ClientConfig) -> Iterator[Finding]:
+def _check_writers(config: ClientConfig) -> Iterator[Finding]:
     if not config.url:
         yield skipped("trust", "skipped: there is no server")
         return
     is_here = is_on_this_host(config.url)
     for namespace in config.readable:
-        told = f"{namespace!r}: signatures are not checked: {_CODE}"
+        detail = f"{namespace!r}: signatures are not checked: {_RISK}"
         advice = "set GRAPHSTASH_TRUSTED_KEYS to accept signed artifacts only"
-        yield ok("trust", told) if is_here else warn("trust", told, advice)
+        yield ok("trust", detail) if is_here else warn("trust", detail, advice)
 
 
 def _check_trusted(config: ClientConfig, trusted: TrustedKeys) -> Iterator[Finding]:
@@ -154,7 +154,7 @@ def _check_trusted(config: ClientConfig, trusted: TrustedKeys) -> Iterator[Findi
         if policy is SignaturePolicy.OFF:
             continue
         if names:
-            others = "" if policy is SignaturePolicy.REQUIRE else f", or unsigned: {_CODE}"
+            others = "" if policy is SignaturePolicy.REQUIRE else f", or unsigned: {_RISK}"
             yield ok("trust", f"{namespace!r}: signed by {', '.join(names)}{others}")
             continue
         found = f"no key is trusted for namespace {namespace!r}"
@@ -164,10 +164,10 @@ def _check_trusted(config: ClientConfig, trusted: TrustedKeys) -> Iterator[Findi
         else:
             yield warn("signatures", f"{found}, so only unsigned artifacts can be used", advice)
     for key in live:
-        yield from _check_end(key, at)
+        yield from _check_expiry(key, at)
 
 
-def _check_end(key: TrustedKey, at: datetime) -> Iterator[Finding]:
+def _check_expiry(key: TrustedKey, at: datetime) -> Iterator[Finding]:
     if key.not_after is None or key.not_after - at > _EXPIRES_SOON:
         return
     name = key.name or key.key_id
@@ -180,13 +180,13 @@ def _check_end(key: TrustedKey, at: datetime) -> Iterator[Finding]:
     )
 
 
-def _check_own(config: ClientConfig, trusted: TrustedKeys | None) -> Iterator[Finding]:
+def _check_signing_key(config: ClientConfig, trusted: TrustedKeys | None) -> Iterator[Finding]:
     if config.signing_key is None:
         return
     try:
         own = SigningKey.load(config.signing_key).key_id
     except ConfigError as error:
-        yield fail("signing key", str(error), f"fix the file; {_OFF_RATHER}")
+        yield fail("signing key", str(error), f"fix the file; {_CACHE_OFF}")
         return
     if trusted is None:
         yield ok("signing key", f"{config.signing_key} signs as {own}")

@@ -1,10 +1,10 @@
-"""Code of the user that takes part in a compilation. torch's keys contain at most its name.
+"""Describe the user's code that takes part in a compilation. torch's keys contain only its name.
 
 torch computes the key of a graph before tracing, and the key only names a custom operation. This
 module describes the code behind the name: kernels, the fake kernel, the backward pass, the types of
 autocast, `vmap`, lowerings, decompositions, graph passes, and the files of C++ libraries. It covers
-the operations that the graph names, and those that their code names. It always covers replacements
-of torch's own lowerings and decompositions. Code without a description makes a graph unshareable.
+the operations in the graph, the operations in their code, and so on, and every replacement of
+torch's own lowerings and decompositions. A graph with code that has no description is not shared.
 """
 
 import ctypes
@@ -46,39 +46,40 @@ from graphstash.hooks.inductor.registries import (
 
 __all__ = ["user_code_of"]
 
-_OF_DEFINITION: Final = frozenset({"_lib", "_opoverload", "_namespace", "_name"})
+_BACK_REFERENCES: Final = frozenset({"_lib", "_opoverload", "_namespace", "_name"})
 """Attributes of a `CustomOpDef` that lead back to the operation."""
 
-_STATE_OF_PROCESS: Final = frozenset(
+_STATEFUL_NAMES: Final = frozenset(
     {
         *("current_device", "device_count", "from_file", "get_device_name", "get_local_rank"),
         *("get_node_local_rank", "get_num_interop_threads", "get_num_threads", "get_rank"),
         *("get_rng_state", "get_world_size", "initial_seed"),
     }
 )
-"""Functions and methods of torch whose results depend on this process or on a file."""
+"""Functions and methods of torch whose results depend on state of the process or on a file."""
 
-_MODULES_OF_STATE: Final = ("torch.distributed", "torch.hub", "torch.random", "torch.serialization")
-"""Modules of torch with only such functions, or with functions that call them."""
+_STATEFUL_MODULES: Final = ("torch.distributed", "torch.hub", "torch.random", "torch.serialization")
+"""Modules of torch whose functions may all depend on such state."""
 
 _FUNCTIONS: Final = torch._C._VariableFunctions
 """The class whose static methods are torch's functions."""
 
 _SIDE_EFFECTS_OF_TORCH: Final = frozenset(_side_effectful_functions)
-"""Functions that torch kept in graphs, although unused, when this module was imported."""
+"""Functions that torch kept in graphs although their results are unused, when this module was
+imported. `_target` describes later ones, which are the user's."""
 
 _KNOWN_TO_TORCH: Final = frozenset({"einops"})
-"""Packages whose functions torch's AOTAutograd cache identifies by name."""
+"""Packages whose functions torch's AOTAutograd cache accepts, and identifies by name."""
 
 _MAX_VALUES: Final = 4096
-"""Limit of tensor elements in a description of code."""
+"""Maximum elements of a tensor that code reads, described by value."""
 
 _MAX_CONSTANT: Final = 64 * 1024**2
-"""Limit of elements of a constant tensor in a graph."""
+"""Maximum elements of a constant tensor in a graph, described by digest."""
 
 
 class _Describer(CodeDescriber):
-    """Describe torch's values, and record the operations among them."""
+    """Describes values of torch, and records the user's operations among them."""
 
     def __init__(self) -> None:
         super().__init__("torch", "triton")
@@ -86,13 +87,13 @@ class _Describer(CodeDescriber):
 
     def reads_state(self, function: Any) -> str:
         module = str(getattr(function, "__module__", ""))
-        if f"{module}.".startswith(tuple(f"{each}." for each in _MODULES_OF_STATE)):
+        if f"{module}.".startswith(tuple(f"{each}." for each in _STATEFUL_MODULES)):
             return "reads more than its arguments"
         return ""
 
     def check_names(self, names: Iterable[str]) -> None:
         super().check_names(names := tuple(names))
-        if found := _STATE_OF_PROCESS.intersection(names):
+        if found := _STATEFUL_NAMES.intersection(names):
             raise UndescribableError(f"code reads {min(found)}")
 
     def special(self, value: Any) -> str | None:
@@ -112,7 +113,7 @@ class _Describer(CodeDescriber):
     def _special_code(self, value: Any) -> str | None:
         if isinstance(value, BuiltinFunctionType) and value.__self__ is _FUNCTIONS:
             return f"torch.{value.__name__}"
-        for label, table in tables():  # entries of the user are described with the graph
+        for label, table in tables():  # `_operation` describes the user's entries
             if value is table:
                 return label
         if isinstance(value, CustomGraphPass):
@@ -145,9 +146,9 @@ def user_code_of(graph: GraphModule, inputs: Iterable[Any], settings: Any = None
     """Describe the user's code that takes part in compiling a graph.
 
     Args:
-        graph: graph of AOTAutograd or of Inductor.
+        graph: graph for AOTAutograd or for Inductor.
         inputs: fake inputs of the graph.
-        settings: settings of AOTAutograd before tracing. None for Inductor.
+        settings: settings of AOTAutograd. None if the graph is for Inductor.
 
     Raises:
         UndescribableError: some code has no description.
@@ -172,10 +173,10 @@ def user_code_of(graph: GraphModule, inputs: Iterable[Any], settings: Any = None
 
 
 def _relations(inputs: list[Any]) -> Iterator[str]:
-    """Describe what AOTAutograd reads of its inputs besides the metadata in torch's key.
+    """Describe the properties of inputs that AOTAutograd reads and torch's key omits.
 
-    If a graph changes an input that shares memory with another one, AOTAutograd compiles both as
-    views of one base. It also compiles a change of a leaf, which has no history, in another way.
+    If a graph mutates an input that shares memory with another one, AOTAutograd compiles both as
+    views of one base. It compiles a mutation of a leaf, which has no history, differently.
     """
     storages: dict[int, int] = {}
     bases: dict[int, int] = {}
@@ -195,7 +196,7 @@ def _relations(inputs: list[Any]) -> Iterator[str]:
 def _input(describer: _Describer, value: Any) -> Iterator[str]:
     known = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)
     if value is not None and not isinstance(value, (*known, int, float, complex, str)):
-        kind = type(getattr(value, "real_obj", value))  # an opaque object is wrapped
+        kind = type(getattr(value, "real_obj", value))  # torch wraps opaque objects
         raise UndescribableError(f"an input is a {kind.__qualname__}")
     if not isinstance(value, torch.Tensor) or describer.is_known(type(value).__module__):
         if hasattr(value, "device_mesh") and not _has_stable_key(value):
@@ -212,8 +213,8 @@ def _input(describer: _Describer, value: Any) -> Iterator[str]:
 def _has_stable_key(value: Any) -> bool:
     """Return whether torch's key of a DTensor is equal in every process.
 
-    It is not if the key contains hashes of strings (2.7), nor if the mesh is an input of the graph
-    (2.15), which torch's key of the graph names by address.
+    torch 2.7 hashes strings into the key. In torch 2.15, a mesh that is an input of the graph
+    enters the graph's key by its address.
     """
     return (
         hasattr(value, "_stable_hash_for_caching")
@@ -224,10 +225,10 @@ def _has_stable_key(value: Any) -> bool:
 def _node(
     describer: _Describer, module: GraphModule, node: Node, *, is_traced: bool
 ) -> Iterator[str]:
-    """Describe what a node refers to and torch's key omits."""
+    """Describe the code and constants of a node that torch's key omits."""
     if node.op == "call_function":
         yield from _target(describer, node.target)
-        if "kernel_idx" in node.kwargs:  # a kernel of Triton, in a table of this process
+        if "kernel_idx" in node.kwargs:  # a Triton kernel in a table of this process
             numbers: dict[str, Any] = dict(node.kwargs)
             kernel = kernel_side_table.get_kernel(numbers["kernel_idx"])
             constants = kernel_side_table.get_constant_args(numbers["constant_args_idx"])
@@ -243,7 +244,7 @@ def _node(
 
 
 def _target(describer: _Describer, target: Any) -> Iterator[str]:
-    """Describe a function in a graph: torch's key knows it by name."""
+    """Describe a function of which torch's key contains only the name."""
     describer.special(target)
     if isinstance(target, OpOverload):
         if target in _side_effectful_functions and target not in _SIDE_EFFECTS_OF_TORCH:
@@ -255,7 +256,7 @@ def _target(describer: _Describer, target: Any) -> Iterator[str]:
 
 
 def _is_input(module: GraphModule, value: torch.Tensor) -> bool:
-    """Return whether AOTAutograd turns an attribute into an input, whose values do not count."""
+    """Return whether AOTAutograd makes an attribute an input, which it compiles for any values."""
     lifted = (*module.parameters(), *module.buffers())
     return isinstance(value, FakeTensor) or any(each is value for each in lifted)
 
@@ -275,10 +276,10 @@ def _module(describer: _Describer, called: torch.nn.Module) -> Iterator[str]:
 
 
 def _outputs(graph: GraphModule) -> Iterator[str]:
-    """Describe what Inductor reads of the surrounding compilation and torch's key omits.
+    """Describe facts of the surrounding compilation that Inductor reads and torch's key omits.
 
-    Outputs that the user gets keep their strides. Gradients overwrite saved tensors without other
-    references.
+    Inductor keeps the strides of outputs that the user sees. In a backward graph, it reuses the
+    memory of donated inputs: saved tensors without other references.
     """
     meta = graph.graph.find_nodes(op="output")[0].meta if hasattr(graph, "graph") else {}
     context = TracingContext.try_get()
@@ -299,7 +300,7 @@ def _functions_of_settings(describer: _Describer) -> Iterator[str]:
 
 @cache
 def _names_of_functions(module: Any) -> tuple[str, ...]:
-    """Return the names of a module's settings that can hold functions or objects."""
+    """Return the names of those of torch's settings that can be functions or objects."""
     return tuple(
         name
         for name, entry in module._config.items()
@@ -312,7 +313,7 @@ def _names_of_functions(module: Any) -> tuple[str, ...]:
 
 
 def _operation(describer: _Describer, packet: Any, name: str) -> str:
-    """Describe all registrations for one operation of a user."""
+    """Describe all registrations for one of the user's operations."""
     if isinstance(packet, HigherOrderOperator):
         called = describer.describe(type(packet))
         kernels = [
@@ -345,8 +346,8 @@ def _operation(describer: _Describer, packet: Any, name: str) -> str:
 def _handling(describer: _Describer, operation: OpOverload) -> str:
     """Describe how graph passes and Inductor treat an operation.
 
-    Inductor adds its own layout constraint when it compiles an operation without one. A process
-    that finds its graphs never compiles. So that constraint counts as none.
+    When Inductor compiles an operation without a layout constraint, it registers its default. A
+    process with only hits never does. To get equal keys, describe the default like no constraint.
     """
     known = getattr(lowering, "_maybe_layout_constraints", {})
     constraint = known.get(operation)
@@ -359,7 +360,7 @@ def _handling(describer: _Describer, operation: OpOverload) -> str:
 
 
 def _usual_constraints(operation: OpOverload) -> Iterator[Any]:
-    """Yield the layout constraint that Inductor chooses for an operation by its tag."""
+    """Yield Inductor's default layout constraint for an operation, by its tag."""
     tag = lowering.get_layout_constraint_tag(operation)
     chosen = getattr(lowering, "tag_to_layout_constraint", None)
     if chosen is not None:
@@ -370,24 +371,24 @@ def _usual_constraints(operation: OpOverload) -> Iterator[Any]:
 
 def _definition(describer: _Describer, definition: CustomOpDef) -> Iterator[str]:
     for name, value in vars(definition).items():
-        if name in _OF_DEFINITION:
+        if name in _BACK_REFERENCES:
             continue
         if callable(value):
             yield f"{name}={describer.registered(value)}"
         elif isinstance(value, dict):
             for key, each in value.items():
-                told = describer.registered(each) if callable(each) else describer.describe(each)
-                yield f"{name}.{getattr(key, '__qualname__', key)}={told}"
+                text = describer.registered(each) if callable(each) else describer.describe(each)
+                yield f"{name}.{getattr(key, '__qualname__', key)}={text}"
         else:
             yield f"{name}={describer.describe(value)}"
 
 
 def _check_kernels(operation: OpOverload, definition: CustomOpDef | None, fakes: int) -> None:
-    """Refuse an operation with a Python kernel that torch does not return.
+    """Refuse an operation with a Python kernel that torch has no means to look up.
 
-    torch returns what it registers for a `CustomOpDef`, and the fake kernels. Since 2.8, a library
-    may replace these kernels by others. The dispatcher lists a replaced kernel as inactive, as it
-    does if a `CustomOpDef` replaces its own kernel.
+    Only the kernels of a `CustomOpDef` and fake kernels can be looked up. Since 2.8, a library may
+    replace them; the dispatcher then lists the replaced kernel as inactive. It also does if a
+    `CustomOpDef` replaces its own kernel, which is allowed: both come from one place in torch.
 
     Raises:
         UndescribableError: the operation has such a kernel.
@@ -412,22 +413,22 @@ def _check_kernels(operation: OpOverload, definition: CustomOpDef | None, fakes:
 
 
 def _fakes(operation: OpOverload) -> list[Any]:
-    """Return the fake kernels of an operation. Before 2.8 there is at most one."""
+    """Return the fake kernels of an operation: before 2.8 at most one."""
     entry = simple_registry.singleton._data.get(operation.name())
     held = {} if entry is None else vars(entry.fake_impl)
     return [*_list_of(held.get("kernel")), *_list_of(held.get("kernels"))]
 
 
 def _fake(describer: _Describer, operation: OpOverload, kernels: list[Any]) -> str:
-    told = [describer.registered(_unchecked(each.func)) for each in kernels]
+    described = [describer.registered(_unchecked(each.func)) for each in kernels]
     entry = simple_registry.singleton._data.get(operation.name())
     rules = {} if entry is None else vars(entry.torch_dispatch_rules).get("_data", {})
-    told += [f"{cls.__qualname__}={describer.registered(rule)}" for cls, rule in rules.items()]
-    return f"fake={told}"
+    described += [f"{cls.__qualname__}={describer.registered(rule)}" for cls, rule in rules.items()]
+    return f"fake={described}"
 
 
 def _unchecked(function: Any) -> Any:
-    """Return the fake kernel inside torch's wrapper, which records calls in a closure."""
+    """Return the fake kernel inside torch's wrapper, whose closure changes at the first call."""
     if getattr(function, "__qualname__", "") != "_check_pystubs_once.<locals>.inner":
         return function
     return inspect.getclosurevars(function).nonlocals["func"]
@@ -449,10 +450,10 @@ def _constant(tensor: torch.Tensor, *, most: int = _MAX_VALUES) -> str:
 
 
 def _libraries_with(name: str, *, is_required: bool) -> list[str]:
-    """Return the digests of the loaded libraries that mention an operation.
+    """Describe the loaded libraries that mention an operation, and their dependencies.
 
     Raises:
-        UndescribableError: no library does, and the operation is not defined in Python.
+        UndescribableError: `is_required`, and no library mentions it.
     """
     found = {
         f"library {digest}"

@@ -1,6 +1,6 @@
-"""Views of a flat tensor as blocks: find the nonzero blocks, pack them and write them back.
+"""A flat tensor as blocks: find the nonzero blocks, pack them and write them back.
 
-The last block is shorter if the length is not a multiple of the block size.
+The last block (the tail) is shorter if the length is not a multiple of the block size.
 """
 
 from collections.abc import Iterator
@@ -12,17 +12,16 @@ from torch import Tensor
 
 __all__ = ["BlockView", "bits_of", "from_bits", "written_back"]
 
-_CACHED: Final = 512 * 1024
-"""Elements per chunk on a CPU, so that the maximum reads their absolute values from its cache."""
+_CHUNK_ELEMENTS: Final = 512 * 1024
+"""Elements to check at once on a CPU, so that their absolute values stay in its cache."""
 
 
 @contextmanager
 def written_back(flat: Tensor) -> Iterator[Tensor]:
     """Yield a contiguous tensor with the same values, and copy back what the caller writes to it.
 
-    Yields the tensor itself if it is contiguous and its memory holds its values. Collectives and
-    numpy read memory: a strided tensor has other elements in between, and the memory of a `conj()`
-    view differs from its values.
+    Collectives and numpy access memory. A strided tensor has other elements in between, and a
+    `conj()` view has other values than its memory. Yields every other tensor itself.
 
     Raises:
         ValueError: the tensor does not have exactly one dimension, is sparse, or has several
@@ -51,7 +50,7 @@ class BlockView:
     """A flat, contiguous tensor as blocks of `size` elements.
 
     Attributes:
-        count: Number of blocks, including a shorter last one.
+        count: Number of blocks, including the tail.
 
     Raises:
         ValueError: the tensor does not have exactly one dimension, or is not contiguous.
@@ -63,12 +62,12 @@ class BlockView:
                 f"a tensor of shape {tuple(flat.shape)}: give one dimension, such as .view(-1) of "
                 "a contiguous one has"
             )
-        if not flat.is_contiguous():  # collectives would write between its elements
+        if not flat.is_contiguous():  # a collective would write the memory between them
             raise ValueError(
                 f"a tensor of stride {flat.stride(0)}: give a contiguous one, such as a copy by "
                 ".contiguous()"
             )
-        flat = flat.detach()  # torch forbids writing to a parameter in place
+        flat = flat.detach()  # autograd forbids writing to a parameter in place
         whole = flat.numel() // size
         self.count = -(-flat.numel() // size)
         self._size = size
@@ -76,29 +75,29 @@ class BlockView:
         self._tail = flat[whole * size :]
 
     def nonzero(self) -> Tensor:
-        """Return for each block whether it has a nonzero element. NaN counts as nonzero."""
-        found = torch.empty(self.count, dtype=torch.bool, device=self._tail.device)
+        """Return for each block whether it has a nonzero element, such as NaN."""
+        result = torch.empty(self.count, dtype=torch.bool, device=self._tail.device)
         whole = len(self._whole)
-        at_once = max(1, whole if self._tail.is_cuda else _CACHED // self._size)
-        pieces = torch.split(self._whole, at_once), torch.split(found[:whole], at_once)
+        chunk_blocks = max(1, whole if self._tail.is_cuda else _CHUNK_ELEMENTS // self._size)
+        pieces = torch.split(self._whole, chunk_blocks), torch.split(result[:whole], chunk_blocks)
         for blocks, out in zip(*pieces, strict=True):
-            if blocks.is_floating_point():  # takes half the time; amax returns NaN if there is one
+            if blocks.is_floating_point():  # twice as fast as any(); amax() keeps NaN
                 torch.ne(blocks.abs().amax(dim=1), 0, out=out)
             else:  # abs() of the smallest integer overflows
                 torch.any(blocks.ne(0), dim=1, out=out)
         if whole < self.count:
-            found[whole] = self._tail.ne(0).any()
-        return found
+            result[whole] = self._tail.ne(0).any()
+        return result
 
     def norms(self) -> Tensor:
         """Return the Euclidean norm of each block, in fp32 or a wider type."""
         wide = torch.promote_types(self._tail.dtype, torch.float32)
-        found = torch.empty(self.count, dtype=wide, device=self._tail.device)
+        result = torch.empty(self.count, dtype=wide, device=self._tail.device)
         whole = len(self._whole)
-        torch.linalg.vector_norm(self._whole, dim=1, dtype=wide, out=found[:whole])
+        torch.linalg.vector_norm(self._whole, dim=1, dtype=wide, out=result[:whole])
         if whole < self.count:
-            found[whole] = torch.linalg.vector_norm(self._tail, dtype=wide)
-        return found
+            result[whole] = torch.linalg.vector_norm(self._tail, dtype=wide)
+        return result
 
     def zero_(self, flags: Tensor) -> None:
         """Zero the blocks whose flag is set, in place."""
@@ -108,10 +107,10 @@ class BlockView:
             self._tail.masked_fill_(flags[whole], 0)
 
     def pack(self, chosen: Tensor) -> Tensor:
-        """Copy the chosen blocks one after the other into a new tensor.
+        """Return the chosen blocks one after the other in a new tensor.
 
         Args:
-            chosen: Numbers of the blocks, ascending, int64.
+            chosen: Numbers of the blocks, int64, ascending.
         """
         ends_short = self._ends_with_tail(chosen)
         full = chosen[:-1] if ends_short else chosen
@@ -122,7 +121,7 @@ class BlockView:
         return packed
 
     def unpack(self, chosen: Tensor, packed: Tensor) -> None:
-        """Write packed blocks back in place; the inverse of `pack`."""
+        """Write packed blocks back, in place. The inverse of `pack`."""
         ends_short = self._ends_with_tail(chosen)
         full = chosen[:-1] if ends_short else chosen
         elements = len(full) * self._size
@@ -135,14 +134,14 @@ class BlockView:
 
 
 def bits_of(flags: Tensor) -> Tensor:
-    """Pack booleans into uint8, eight per byte. Zeros fill the last byte."""
+    """Pack booleans into uint8, eight per byte, and fill the last byte with zeros."""
     padded = flags.new_zeros(-(-len(flags) // 8) * 8)
     padded[: len(flags)] = flags
     return (padded.view(-1, 8) * _weights(flags)).sum(dim=1, dtype=torch.uint8)
 
 
 def from_bits(bits: Tensor, count: int) -> Tensor:
-    """Unpack `count` booleans; the inverse of `bits_of`."""
+    """Unpack `count` booleans. The inverse of `bits_of`."""
     return (bits.unsqueeze(1) & _weights(bits)).ne(0).flatten()[:count]
 
 

@@ -3,9 +3,9 @@
     C (m x n) = A (m x k) B (k x n)
 
 Each of the three loops is split into nested loops: by default 4 for m, 2 for k and 4 for n, so that
-m = m_0 m_1 m_2 m_3, and so on. A move doubles one factor and halves another of the same loop: 12 +
-2 + 12 = 26 moves. All inner factors are powers of two. (Zhang et al., "Compiler-Level Matrix
-Multiplication Optimization for Deep Learning", arXiv 1909.10616, 2019.)
+m = m_0 m_1 m_2 m_3, and so on. A move doubles one factor and halves another of the same loop, which
+gives 12 + 2 + 12 = 26 moves. All factors except the outermost are powers of two. (Zhang et al.,
+"Compiler-Level Matrix Multiplication Optimization for Deep Learning", arXiv 1909.10616, 2019.)
 """
 
 import math
@@ -18,24 +18,24 @@ from graphstash.tuning.spaces.tree import TreeSpace
 __all__ = ["GemmSpace"]
 
 MAX_DIMENSION: Final = 2**40
-"""Largest m, k or n; larger matrices do not fit into any memory."""
+"""Maximum m, k or n. Larger matrices do not fit into any memory."""
 
 MAX_FACTORS: Final = 16
-"""Most factors of one loop."""
+"""Maximum number of factors of one loop."""
 
 
 class GemmSpace(TreeSpace):
-    """Every way to split the three loops of a matrix multiplication.
+    """Every way to split the three loops of a matrix multiplication by powers of two.
 
-    In a dimension of 2^a times an odd number, no move takes the odd part from the outermost factor:
-    768 is split like 256. An odd dimension is not split. Pad the matrix, for example to a multiple
-    of 64, to get choices.
+    The odd part of a dimension stays in its outermost factor: 768 = 3 * 256 has as many splits as
+    256, and an odd dimension has one. For more splits, pad the matrix, for example to a multiple of
+    64.
 
     Args:
         m: rows of the first matrix, and of the result.
         k: columns of the first matrix, rows of the second.
         n: columns of the second matrix, and of the result.
-        factors: numbers of loops that m, k and n are split into.
+        factors: number of nested loops for each of m, k and n.
 
     Raises:
         SpaceError: a dimension is not from 1 to 2**40, or a number of factors not from 1 to 16.
@@ -61,13 +61,13 @@ class GemmSpace(TreeSpace):
         self._odd = [
             length >> power for length, power in zip(dimensions, self._powers, strict=True)
         ]
-        self._places = [(axis, i) for axis in range(3) for i in range(factors[axis])]
-        self.names = tuple(f"{'mkn'[axis]}_{i}" for axis, i in self._places)
+        self._indices = [(axis, i) for axis in range(3) for i in range(factors[axis])]
+        self.names = tuple(f"{'mkn'[axis]}_{i}" for axis, i in self._indices)
         self.values = tuple(
             tuple((self._odd[axis] if i == 0 else 1) << e for e in range(self._powers[axis] + 1))
-            for axis, i in self._places
+            for axis, i in self._indices
         )
-        numbered = list(enumerate(self._places))
+        numbered = list(enumerate(self._indices))
         self._moves = [
             (i, j)
             for i, (axis, _) in numbered
@@ -78,23 +78,23 @@ class GemmSpace(TreeSpace):
 
     @property
     def start(self) -> Configuration:
-        """The untiled configuration: the outermost loops do everything."""
-        return tuple(self.dimensions[axis] if i == 0 else 1 for axis, i in self._places)
+        """The untiled configuration: all inner loops have one iteration."""
+        return tuple(self.dimensions[axis] if i == 0 else 1 for axis, i in self._indices)
 
     def __contains__(self, configuration: object) -> bool:
         return self._fits(configuration) and all(
-            math.prod(self._of_axis(configuration, axis)) == self.dimensions[axis]
+            math.prod(self._factors_of(configuration, axis)) == self.dimensions[axis]
             for axis in range(3)
         )
 
-    def _of_axis(self, configuration: Configuration, axis: int) -> list[int]:
+    def _factors_of(self, configuration: Configuration, axis: int) -> list[int]:
         first = sum(self.factors[:axis])
         return [int(each) for each in configuration[first : first + self.factors[axis]]]
 
     def continuations(self, prefix: Configuration) -> Mapping[Value, int]:
-        """Return the next parameter's values, with the number of configurations below each."""
-        axis, i = self._places[len(prefix)]
-        used = math.prod(self._of_axis(prefix, axis))
+        """Return the next parameter's values, with the number of configurations for each."""
+        axis, i = self._indices[len(prefix)]
+        used = math.prod(self._factors_of(prefix, axis))
         if i:
             used //= self._odd[axis]
         left = self._powers[axis] - (used.bit_length() - 1)
@@ -111,7 +111,7 @@ class GemmSpace(TreeSpace):
         }
 
     def moved(self, configuration: Configuration, move: int) -> Configuration | None:
-        """Double one factor and halve another; illegal if the other is odd."""
+        """Double one factor and halve another. Return None if the other is odd."""
         doubled, halved = self._moves[move]
         value = int(configuration[halved])
         if value % 2:
@@ -122,6 +122,6 @@ class GemmSpace(TreeSpace):
         return tuple(changed)
 
     def describe(self) -> dict[str, Any]:
-        """Return the space as JSON."""
+        """Return the space as a value for JSON, see `from_description`."""
         m, k, n = self.dimensions
         return {"space": "gemm", "m": m, "k": k, "n": n, "factors": list(self.factors)}
