@@ -322,9 +322,9 @@ class LimitSettings(_Group):
 class MaintenanceSettings(_Group):
     """Background work of a server, and retention periods."""
 
-    retain_days: float | None = Field(None, gt=0)
-    """Evict artifacts that were not used for this many days, above 0, even if there is room. By
-    default the server keeps them."""
+    retain_days: float | None = Field(None, gt=0, le=365_000)
+    """Evict artifacts that were not used for this many days, above 0 and up to 365000, even if
+    there is room. By default the server keeps them."""
     retain_toolchains: int | None = Field(None, ge=1)
     """Keep only the N most recently used toolchains, 1 or more, of each namespace and kind, and
     evict the artifacts of the others. By default the server keeps all."""

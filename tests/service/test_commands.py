@@ -12,6 +12,7 @@ from graphstash_server.commands.fsck import fsck
 from graphstash_server.commands.gc import gc
 from graphstash_server.commands.migrate import migrate
 from graphstash_server.commands.pin import pin, unpin
+from graphstash_server.commands.token import token
 from graphstash_server.db.engine import make_engine
 from graphstash_server.db.migrate import newest_revision
 from graphstash_server.services.maintenance.reconciler import Reconciler
@@ -99,7 +100,17 @@ def test_artifacts_of_a_toolchain_or_unused_for_long_can_be_evicted(api, databas
     assert "0 artifacts evicted" in run(gc, "--unused-for", "90d", "--namespace", "other")
     assert "1 artifact evicted" in run(gc, "--unused-for", "90d", "--namespace", "team")
     assert api.head(1).status_code == 200
-    assert "'ninety days' is not an age" in run(gc, "--unused-for", "ninety days", status=2)
+
+
+@pytest.mark.parametrize("age", ["ninety days", "²d", "52143w", "99999999999w", f"{'9' * 400}d"])
+def test_malformed_or_excessive_age_is_refused_in_one_line(age):
+    for command, option in ((gc, "--unused-for"), (gc, "--orphans-older-than")):
+        printed = run(command, option, age, status=2)
+        assert printed.startswith(f"graphstash: error: {age!r} is ")
+    assert repr(age) in run(pin, "nightly", "--for", age, status=2)
+    assert repr(age) in run(
+        token, "create", "--grant", "read:*", "--description", "a", "--expires", age, status=2
+    )
 
 
 @pytest.mark.sql

@@ -108,6 +108,8 @@ def test_failed_start_prints_one_line(tmp_path, refusal):
         ("GRAPHSTASH_MAX_ARTIFACT_BYTES", "much", "a size such as"),
         ("GRAPHSTASH_STORE_LIMIT_BYTES", "-5", ""),
         ("GRAPHSTASH_FLUSH_SECONDS", "61", "60"),
+        ("GRAPHSTASH_RETAIN_DAYS", "365001", "365,000"),
+        ("GRAPHSTASH_RETAIN_DAYS", "inf", "365,000"),
         ("GRAPHSTASH_LOG_LEVEL", "loud", "debug"),
         ("GRAPHSTASH_INSECURE", "perhaps", "true or false"),
     ],

@@ -49,11 +49,14 @@ OrphanAge = Annotated[
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
+_MAX_AGE = timedelta(days=365_000)
+"""A thousand years: `datetime` can add this to the current time and subtract it."""
+
 
 def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> None:
-    """Open the database and the store that the environment names, and run `work`.
+    """Open the database and the blob store of the server's settings, and run `work`.
 
-    An error is one line on stderr. The exit code is 2 for a bad setting and 1 for other errors.
+    An error is one line on stderr. The exit status is 2 if a setting is malformed, otherwise 1.
     """
     settings = load()
     from graphstash_server.clock import system_clock
@@ -70,7 +73,7 @@ def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> No
 
     async def main() -> None:
         await prepare_database(settings, is_migrating=False)
-        # Skip the disk tier: it caches what jobs need, and one command must not fill it.
+        # Use no disk tier: blobs that a command reads must not evict those that jobs need.
         durable = settings.model_copy(update={"tier_limit_bytes": 0})
         async with open_services(durable, blob_store=None, clock=system_clock) as context:
             await work(context)
@@ -85,7 +88,9 @@ def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> No
 
 
 def load() -> "Settings":
-    """Read the server's settings from the environment. Exit if they cannot be used."""
+    """Read the server's settings from the environment, and set up logging. Exit if a setting is
+    malformed or a package of the server is missing.
+    """
     try:
         from graphstash_server import context  # noqa: F401 - imports all packages of a server
         from graphstash_server.errors import StartError
@@ -103,15 +108,23 @@ def load() -> "Settings":
 
 
 def parse_age(text: str) -> timedelta:
-    """Parse an age such as `90d`, `12h`, `30m`, `45s` or `2w`. Exit for any other text."""
+    """Parse an age such as `90d`, `12h`, `30m`, `45s` or `2w`. Exit if the text has another form or
+    the age exceeds 1,000 years.
+    """
     number, unit = text[:-1], text[-1:]
-    if unit not in _UNITS or not number.replace(".", "", 1).isdigit():
+    if unit not in _UNITS or not number.replace(".", "", 1).isdecimal():
         fail(f"{text!r} is not an age: use a number with s, m, h, d or w, e.g. 90d", status=2)
-    return timedelta(**{_UNITS[unit]: float(number)})
+    try:
+        age = timedelta(**{_UNITS[unit]: float(number)})
+    except OverflowError:
+        age = timedelta.max
+    if age > _MAX_AGE:
+        fail(f"{text!r} is longer than 1,000 years", status=2)
+    return age
 
 
 def parse(kind: type[W], text: str) -> W:
-    """Check a word of the command line. Exit if it is malformed."""
+    """Return a checked word of the command line. Exit if the word is malformed."""
     try:
         return kind(text)
     except InvalidValueError as error:
@@ -119,7 +132,7 @@ def parse(kind: type[W], text: str) -> W:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print columns of text. Each row is one line, so that `grep` finds whole words."""
+    """Print columns of text. A row is one line and no cell is shortened, so that `grep` works."""
     table = [headings, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
@@ -129,7 +142,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 @contextmanager
 def progress_bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal. Yield what advances it: by the bytes of a part, of a total."""
+    """Show a bar on a terminal. Yield a function `(done_bytes, total_bytes)` that advances it."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -138,8 +151,8 @@ def progress_bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int,
     is_off = not (is_shown and console.is_terminal)
     with Progress(*columns, console=console, disable=is_off, transient=True) as bars:
         bar = bars.add_task(what, total=None)
-        yield lambda size_bytes, total_bytes: bars.update(
-            bar, total=total_bytes, advance=size_bytes
+        yield lambda done_bytes, total_bytes: bars.update(
+            bar, total=total_bytes, advance=done_bytes
         )
 
 
@@ -149,7 +162,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def size_of(size_bytes: float) -> str:
-    """Return a size in the largest unit that fits, for people."""
+    """Return a size in its largest unit: `512 B`, `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -158,6 +171,6 @@ def size_of(size_bytes: float) -> str:
 
 
 def fail(message: str, *, status: int = 1) -> NoReturn:
-    """Print the reason to stderr, and exit."""
+    """Print an error to stderr, and exit."""
     print(error_line(message), file=sys.stderr)  # noqa: T201 - the command's error
     raise SystemExit(status)

@@ -129,10 +129,7 @@ def _expiry(text: str) -> datetime:
     try:
         day = date.fromisoformat(text)
     except ValueError:
-        try:
-            return datetime.now(UTC) + parse_age(text)
-        except OverflowError:
-            fail(f"--expires={text}: is out of range; leave it out for no expiry", status=2)
+        return datetime.now(UTC) + parse_age(text)
     return datetime.combine(day, time(), tzinfo=UTC)
 
 
