@@ -1,4 +1,4 @@
-"""Import a package's submodules when one of their names is first used (PEP 562)."""
+"""Import a submodule of a package when one of its names is first used (PEP 562)."""
 
 import sys
 from collections.abc import Callable
@@ -12,12 +12,12 @@ __all__ = ["lazy"]
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` functions for a package.
 
-    The package lists its names once, as imports in a block `if TYPE_CHECKING:`. The first use of a
-    name reads them there, which takes a millisecond.
+    The package imports its lazy names in a block `if TYPE_CHECKING:`. The first use of such a name
+    parses the package's source to find the modules, which takes a millisecond.
     """
 
     @cache
-    def homes() -> dict[str, str]:
+    def modules() -> dict[str, str]:
         import ast  # every job imports a lazy package, and few use its lazy names
         import inspect
 
@@ -32,9 +32,9 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
         }
 
     def find(name: str) -> Any:
-        module = None if name.startswith("__") else homes().get(name)
+        module = None if name.startswith("__") else modules().get(name)
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(module), name)
 
-    return find, lambda: sorted(homes())
+    return find, lambda: sorted(modules())

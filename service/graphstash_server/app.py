@@ -1,4 +1,4 @@
-"""create_app: combine the API calls, the request frame and the process context."""
+"""create_app: build a server's ASGI application from its routes, middleware and context."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -46,7 +46,11 @@ __all__ = ["ServerApp", "create_app"]
 
 
 class ServerApp(FastAPI):
-    """The ASGI application of one server. `context` and the methods need a started lifespan."""
+    """The ASGI application of one server.
+
+    Attributes:
+        context: services of this process, set when the lifespan starts.
+    """
 
     context: ProcessContext
 
@@ -61,8 +65,8 @@ class ServerApp(FastAPI):
         self._documenting = asyncio.Lock()
 
     async def document(self) -> dict[str, Any]:
-        """Return the OpenAPI document. The first call builds it in a thread, because that takes a
-        fifth of a second. Concurrent calls wait for the same build.
+        """Return the OpenAPI document. The first call builds it in a thread, in about 0.2 s, and
+        concurrent calls wait for the same build.
         """
         async with self._documenting:
             if self.openapi_schema is None:
@@ -70,17 +74,17 @@ class ServerApp(FastAPI):
         return self.openapi()
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document, and build it in the calling thread if needed."""
+        """Return the OpenAPI document. The first call builds it and blocks; see `document`."""
         if self.openapi_schema is None:
             self.openapi_schema = _openapi(self)
         return self.openapi_schema
 
     def count_refusal(self, code: ErrorCode) -> None:
-        """Count the refusal of a request that never reached the application."""
+        """Count a request that the HTTP server refused before it reached the application."""
         self.context.accounting.count_refusal(code)
 
     def stop_waiting(self) -> None:
-        """Answer every request that waits for a lease, because the server is about to stop."""
+        """Answer all requests that wait for a lease, before the server stops."""
         self.context.wait_queue.close()
 
 
@@ -111,8 +115,8 @@ def create_app(
         title="graphstash",
         version=__version__,
         lifespan=lifespan,
-        # FastAPI's own spans would record the query, where callers put secrets by mistake. See
-        # `tracing`.
+        # FastAPI's own spans would record query strings, which may contain secrets by mistake.
+        # `tracing` records none.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.add_route("/openapi.json", _get_openapi, include_in_schema=False)
@@ -139,7 +143,7 @@ async def _get_openapi(request: Request) -> Response:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Add the models that handlers read or write outside FastAPI."""
+    """Build the OpenAPI document. Add security, and models that handlers use without FastAPI."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = document["components"]["schemas"]
     for model in (Problem, ArtifactKey, ManifestEntry, Description, ArtifactQuery, WithdrawalQuery):

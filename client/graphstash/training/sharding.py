@@ -2,14 +2,15 @@
 
 Each process has one shard of every parameter, gradient and state. An elementwise update uses only
 the shards. An operation on a whole tensor (a norm, whether any gradient is infinite) combines the
-shards' results in one message for all tensors.
+shards' results, in one message for all tensors that the same processes share.
 
     local     the shard, which shares its memory with the DTensor
     Sums      sums and maxima over the processes that share a parameter
     full      the whole tensor, on every process; `distributed_like` shards it again
 
-FullyShardedDataParallel, which FSDP2 replaces, has plain tensors: its shards are parts of several
-parameters in one row (`is_flattened`). This module cannot use them as whole tensors.
+FullyShardedDataParallel, which FSDP2 replaces, has plain tensors: a shard is a part of a flat
+tensor that joins several parameters (`is_flattened`). This module cannot restore whole tensors from
+them.
 """
 
 import sys
@@ -38,7 +39,7 @@ __all__ = [
 
 
 _PLAIN: Final = (Tensor, nn.Parameter)
-"""Types of nearly all tensors; looking up a missing attribute takes ten times as long."""
+"""Types to test first: looking up a missing attribute takes ten times as long."""
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -62,7 +63,9 @@ def is_flat_parallel(module: nn.Module) -> bool:
 
 
 def _fsdp_class(name: str) -> Any:
-    """Return a class of torch's FSDP; before its import, which takes 2 s, nothing can be one."""
+    """Return a class of torch.distributed.fsdp, or () if that module is not imported: then no
+    instance exists, and the import would take 2 s.
+    """
     return getattr(sys.modules.get("torch.distributed.fsdp"), name, ())
 
 
@@ -72,7 +75,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return the gradient sharded like its parameter; tensor parallelism may leave partial sums."""
+    """Return the gradient sharded like its parameter. Tensor parallelism may produce a gradient of
+    partial sums.
+    """
     if not is_sharded(gradient) or _of(gradient).placements == _of(parameter).placements:
         return gradient
     return _of(gradient).redistribute(placements=_of(parameter).placements)
@@ -86,10 +91,10 @@ def full(tensor: Tensor) -> Tensor:
 def distributed_like(value: Tensor, like: object) -> Tensor:
     """Shard a whole tensor like `like`; every process of the mesh must call it.
 
-    A value stays as it is if it is sharded, or if `like` is not a sharded tensor of its shape.
+    Return the value itself if it is sharded, or if `like` is not a sharded tensor of its shape.
     """
-    is_meant = isinstance(like, Tensor) and is_sharded(like) and like.shape == value.shape
-    if not is_meant or is_sharded(value):
+    is_template = isinstance(like, Tensor) and is_sharded(like) and like.shape == value.shape
+    if not is_template or is_sharded(value):
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -102,9 +107,9 @@ def _of(tensor: object) -> "DTensor":
 
 
 class Sums:
-    """Sums up numbers of shards, one number per parameter.
+    """Combines numbers that each process computed from its shards, one number per parameter.
 
-    Two objects are equal if their parameters are sharded alike, so one can be part of a key.
+    Two objects are equal if their parameters are sharded alike, so an object can be part of a key.
 
     Args:
         parameters: the optimizer's parameters, DTensors or not.
@@ -132,31 +137,32 @@ class Sums:
         return bool(self._places)
 
     def of(self, chosen: Sequence[int]) -> "Sums":
-        """Return the sums of some of the parameters, chosen by number."""
-        place_of = {number: place for place, number in enumerate(chosen)}
+        """Return the object for some of the parameters, chosen and ordered by number."""
+        index_of = {number: index for index, number in enumerate(chosen)}
         part = Sums()
         kept = [
-            (place, tuple(place_of[number] for number in numbers if number in place_of))
+            (place, tuple(index_of[number] for number in numbers if number in index_of))
             for place, numbers in self._places
         ]
         part._places = tuple((place, numbers) for place, numbers in kept if numbers)
         return part
 
     def sums(self, numbers: Sequence[Tensor]) -> list[Tensor]:
-        """Return, for each parameter, the sum of its shards' numbers, each [].
+        """Return the sum over the shards for each parameter, as scalars.
 
-        Adds by rank, so that a sum does not depend on what is summed with it. A collective sum of
-        three or more adds in an order that the position in the message determines.
+        Gathers the numbers and adds them in the order of the ranks. An all-reduce over three or
+        more ranks adds in an order that depends on the position in the message, so a sum would
+        depend on the other parameters.
         """
         summed = list(numbers)
-        for (mesh, *dimensions), which in self._places:
-            stacked = torch.stack([numbers[n] for n in which])
+        for (mesh, *dimensions), indices in self._places:
+            stacked = torch.stack([numbers[n] for n in indices])
             for dimension in dimensions:
                 group = mesh.get_group(dimension)
-                of_all = [torch.empty_like(stacked) for _ in range(group.size())]
-                distributed.all_gather(of_all, stacked, group=group)
-                stacked = reduce(torch.add, of_all)
-            for n, number in zip(which, stacked, strict=True):
+                by_rank = [torch.empty_like(stacked) for _ in range(group.size())]
+                distributed.all_gather(by_rank, stacked, group=group)
+                stacked = reduce(torch.add, by_rank)
+            for n, number in zip(indices, stacked, strict=True):
                 summed[n] = number
         return summed
 

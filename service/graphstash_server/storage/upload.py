@@ -2,8 +2,9 @@
 
 The methods block and run in threads. A crash at any point is harmless, because the blob store
 writes a file in this order: temporary name, hash while writing, compare, fsync, rename, fsync the
-directory. A blob under its final name is therefore complete and durable. Files that are renamed
-into one directory at the same time share its fsync (`DirectorySyncs`).
+directory. A blob under its final name is therefore complete, and after the last step it survives a
+crash of the host. Files that are renamed into one directory at the same time share its fsync
+(`DirectorySyncs`).
 """
 
 import contextlib
@@ -66,7 +67,7 @@ class SpaceGuard:
     """Keeps at least `min_free_bytes` of a disk free.
 
     A caller may reserve space for bytes that it will write. Uploads reserve none, because the
-    announced bytes may never arrive. Other processes' reservations are unknown here.
+    announced bytes may never arrive. A guard does not count reservations of other processes.
     `min_free_bytes` is the margin for both.
     """
 
@@ -76,12 +77,12 @@ class SpaceGuard:
         # Guards _reserved_bytes. Held for arithmetic and one statvfs, never while writing.
         self._lock = threading.Lock()
         self._reserved_bytes = 0
-        self._seen = (0, 0.0)  # free bytes at the last check, and until when they count
+        self._last_room = (0, 0.0)  # bytes that fitted at the last check, and their expiry
 
     def is_ample(self, size_bytes: int) -> bool:
-        """Return whether `size_bytes` and 1 GiB more fitted a moment ago. Does not block."""
-        room, until = self._seen
-        return size_bytes + _AMPLE_BYTES <= room and monotonic() < until
+        """Return whether `size_bytes` and 1 GiB more fitted in the last second. Never block."""
+        room, expires_at = self._last_room
+        return size_bytes + _AMPLE_BYTES <= room and monotonic() < expires_at
 
     def check(self, size_bytes: int) -> None:
         """Refuse bytes that do not fit now.
@@ -99,14 +100,14 @@ class SpaceGuard:
             self._reserved_bytes += size_bytes
 
     def release(self, size_bytes: int) -> None:
-        """End a reservation after the bytes were written, or once they will not come."""
+        """End a reservation, because the bytes were written or will not be."""
         with self._lock:
             self._reserved_bytes -= size_bytes
 
     def _check(self, size_bytes: int) -> None:
         disk = os.statvfs(self._directory)
         room = disk.f_bavail * disk.f_frsize - self._reserved_bytes - self._min_free_bytes
-        self._seen = (room, monotonic() + _AMPLE_SECONDS)
+        self._last_room = (room, monotonic() + _AMPLE_SECONDS)
         if size_bytes > room:
             raise NoSpaceError(
                 f"{size_bytes} bytes are to be stored and the disk has room for {max(room, 0)}, "
@@ -130,9 +131,8 @@ class Incoming:
         Raises:
             LengthMismatchError: there are more bytes than announced.
         """
-        # Hash and write each chunk in turn. Hashing a whole mebibyte before writing it took a third
-        # more CPU time (docs/benchmarks.md), perhaps because the bytes had left the processor's
-        # cache.
+        # Hash and write each chunk in turn. Hashing all chunks first took at least a third more CPU
+        # time (docs/benchmarks.md), perhaps because the bytes had left the processor's cache.
         for chunk in chunks:
             self._hasher.update(chunk)
             if self._hasher.size_bytes > self._announced.size_bytes:
@@ -163,20 +163,20 @@ class Incoming:
 async def feed(
     chunks: AsyncIterator[bytes], write: Callable[[list[bytes]], Awaitable[None]]
 ) -> list[bytes]:
-    """Pass chunks to `write` in lists of about a mebibyte, because each call costs a thread hop.
+    """Pass chunks to `write` in lists of about a mebibyte, because each call switches to a thread.
 
     Returns:
         The remaining chunks, for the last step of the upload. A small blob needs only that step.
     """
-    gathered: list[bytes] = []
-    gathered_bytes = 0
+    batch: list[bytes] = []
+    batch_bytes = 0
     async for chunk in chunks:
-        gathered.append(chunk)
-        gathered_bytes += len(chunk)
-        if gathered_bytes > CHUNK_BYTES:
-            await write(gathered)
-            gathered, gathered_bytes = [], 0
-    return gathered
+        batch.append(chunk)
+        batch_bytes += len(chunk)
+        if batch_bytes > CHUNK_BYTES:
+            await write(batch)
+            batch, batch_bytes = [], 0
+    return batch
 
 
 class DiskUpload:
@@ -187,7 +187,7 @@ class DiskUpload:
     def __init__(
         self, digest: Digest, *, directory: Path, space: SpaceGuard, syncs: "DirectorySyncs"
     ) -> None:
-        """Prepare the upload. The first write creates the file, in its thread."""
+        """Prepare the upload without I/O. The first write creates the file."""
         self._directory = directory
         self._space = space
         self._syncs = syncs
@@ -199,7 +199,12 @@ class DiskUpload:
         self._is_aborted = False
 
     def write(self, chunks: Sequence[bytes]) -> None:
-        """Write the next bytes. Raises the errors of `commit`."""
+        """Write the next bytes.
+
+        Raises:
+            LengthMismatchError: there are more bytes than announced.
+            NoSpaceError: the bytes do not fit.
+        """
         self._space.check(sum(map(len, chunks)))
         with self._lock, no_space_refused():
             if self._fd < 0 and not self._is_aborted:
@@ -209,12 +214,12 @@ class DiskUpload:
     def commit(self, chunks: Sequence[bytes], *, destination: Path) -> None:
         """Write the last bytes, compare the digest and rename the file to `destination`.
 
-        An existing file is replaced. It can only hold the same bytes or damaged ones.
+        Replace an existing file, which holds the same bytes or is damaged.
 
         Raises:
             LengthMismatchError: there are too few or too many bytes.
             DigestMismatchError: the bytes have another hash.
-            NoSpaceError: the disk is full.
+            NoSpaceError: the bytes do not fit.
         """
         self.write(chunks)
         with self._lock, no_space_refused():
@@ -255,24 +260,22 @@ def sync_directory(directory: Path) -> None:
 class DirectorySyncs:
     """Fsyncs directories, once for all threads that wait for the same directory.
 
-    While a directory is being synced, further threads that rename files into it wait for the next
-    sync. They cannot join the running sync, which may miss their names. A lone thread syncs at
-    once.
+    A running sync may miss names that are created meanwhile. Threads with such names therefore
+    share the next sync, which begins when the running sync ends.
     """
 
     def __init__(self) -> None:
         self._durable: set[Path] = set()  # directories whose own names are durable, only grows
-        self._lock = threading.Lock()  # guards _gathering, held for a moment
-        self._gathering: dict[Path, Future[None]] = {}
+        self._lock = threading.Lock()  # guards _pending, held for a moment
+        self._pending: dict[Path, Future[None]] = {}  # syncs that have not begun
         # One sync of a directory at a time. The syncing thread takes `_lock` while it holds a turn.
         self._turns: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
     def sync_with_entry(self, directory: Path) -> None:
         """Make the names in a directory durable, and the directory's own name in its parent.
 
-        Another thread or process may have created the directory and died before it synced the
-        parent. So the first upload into the directory that this process acknowledges also syncs the
-        parent.
+        The process that created the directory may have died before it synced the parent. Therefore
+        the first call of this process for a directory syncs the parent.
         """
         if directory not in self._durable:
             self.sync(directory.parent)
@@ -286,22 +289,22 @@ class DirectorySyncs:
             OSError: the disk failed. Every thread that waits for the same sync gets the error.
         """
         with self._lock:
-            gathered = self._gathering.get(directory)
-            if gathered is None:
-                mine = self._gathering[directory] = Future()
+            pending = self._pending.get(directory)
+            if pending is None:
+                own = self._pending[directory] = Future()
                 turn = self._turns[directory]
-        if gathered is not None:
-            gathered.result()
+        if pending is not None:
+            pending.result()
             return
         with turn:
             with self._lock:
-                del self._gathering[directory]
+                del self._pending[directory]
             try:
                 sync_directory(directory)
             except BaseException as error:
-                mine.set_exception(error)
+                own.set_exception(error)
                 raise
-        mine.set_result(None)
+        own.set_result(None)
 
 
 def remove_abandoned(directory: Path) -> int:
@@ -331,15 +334,15 @@ def _locked_temporary(directory: Path) -> tuple[Path, int]:
 
 
 class Spool:
-    """A buffer for one upload between the network and a blob store.
+    """A buffer for one upload between the client and a remote store.
 
-    The network stream comes only once, but the upload may have to be sent twice. A small blob stays
-    in memory. A larger one goes to a file without a name. The kernel removes that file when the
-    process ends, so a crash leaves nothing behind.
+    The client sends the bytes once, and the store may need them twice. A small blob stays in
+    memory. A larger blob goes to a file without a name, which the kernel removes when the process
+    ends.
     """
 
     def __init__(self, digest: Digest, *, directory: Path, space: SpaceGuard) -> None:
-        """Prepare the spool. `open` creates the file, and the caller must call `close`."""
+        """Prepare the spool without I/O. The caller must call `open`, and `close` at the end."""
         self._digest = digest
         self._directory = directory
         self._space = space
@@ -368,7 +371,12 @@ class Spool:
                 )
 
     def write(self, chunks: Sequence[bytes]) -> None:
-        """Write the next bytes. Raises the errors of `finish`."""
+        """Write the next bytes.
+
+        Raises:
+            LengthMismatchError: there are more bytes than announced.
+            NoSpaceError: the bytes do not fit.
+        """
         if not self.is_in_memory:
             self._space.check(sum(map(len, chunks)))
         with self._lock, no_space_refused():
@@ -383,7 +391,7 @@ class Spool:
         Raises:
             LengthMismatchError: there are too few or too many bytes.
             DigestMismatchError: the bytes have another hash.
-            NoSpaceError: the disk is full.
+            NoSpaceError: the bytes do not fit.
         """
         self.write(chunks)
         self._incoming.finish()
@@ -391,7 +399,7 @@ class Spool:
         return self._file
 
     def close(self) -> None:
-        """Release the bytes. Further calls do nothing."""
+        """Release the bytes. May be repeated."""
         with self._lock:
             self._is_closed = True
             self._file.close()

@@ -1,7 +1,7 @@
 """Schedule-Free AdamW: an average of the iterates replaces a falling learning rate.
 
 g is the gradient (negated to maximize) at y, the value of the parameters in training. t is the
-number of steps including this one:
+number of the step, from 1:
 
     a <- lr * min(1, t / warmup_steps)
     v <- beta2 * v + (1 - beta2) * g^2                                   exp_avg_sq
@@ -15,7 +15,7 @@ The result of the training is x, the average of all z with the weights w. The mo
 x, which follows from y = beta1 * x + (1 - beta1) * z:
 
     eval()     saves y and writes x to the parameters
-    train()    restores y, to the bit: an evaluation does not change the training
+    train()    restores y bit for bit, so an evaluation does not change the training
 
 Defazio et al., "The Road Less Scheduled", 2024, arXiv 2405.15682. Each parameter counts the steps
 in which it had a gradient; in the authors' implementation, a group counts all steps.
@@ -43,8 +43,8 @@ from graphstash.training.sharding import is_sharded
 
 __all__ = ["ScheduleFreeAdamW"]
 
-_ASIDE: Final = "y"
-"""State tensor that a parameter has only while x is in it."""
+_SAVED: Final = "y"
+"""State tensor that a parameter has only while it holds x."""
 _SWITCHED: Final = "averages"
 """Key in a saved group: how many of its parameters hold x. In a live group it is a placeholder."""
 
@@ -69,14 +69,14 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
         torch._foreach_sqrt(torch._foreach_div(squares, correction)), eps
     )
     update = decayed(torch._foreach_div(gradients, denominator), old.parameters, weight_decay)
-    # The sum is stored in units of the newest weight: equal weights then add up without rounding.
+    # Store the sum in units of the newest weight, so that equal weights add up without rounding.
     before = torch.stack(old.slots[3])
     largest = torch.maximum(before, lr)
     counts = (largest > 0) | (weight_lr_power == 0)
     older = torch.where(largest > 0, before / largest, 0.0).pow(weight_lr_power)
     total = torch.stack(old.slots[2]) * older * ((step - 1) / step).pow(r) + counts
     share = torch.where(total > 0, total.reciprocal(), 0.0)  # [parameters], like those above
-    # If both are infinite, their difference would be NaN.
+    # If z and y are both infinite, their difference would be NaN.
     distances = [
         torch.where(z == y, 0.0, z - y) for z, y in zip(points, old.parameters, strict=True)
     ]
@@ -92,9 +92,9 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
 
     Call `eval()` together with the model's, before an evaluation and before you save the model for
     use. Call `train()` before the next step. `graphstash.training.train` does both around
-    evaluations. A model and its optimizer that are saved together continue exactly, saved in either
-    mode. In `eval()`, the state has one more tensor. torch.distributed.checkpoint loads only what
-    the new optimizer has: with it, save in `train()`.
+    evaluations. A model and its optimizer that are saved together resume exactly, in either mode.
+    With torch.distributed.checkpoint, save in `train()`: in `eval()`, each parameter has one more
+    state tensor, which a new optimizer lacks and which is therefore not loaded.
 
     A model with batch norm needs statistics for x: before an evaluation, run some batches with the
     optimizer in `eval()` and the model in `train()`.
@@ -105,7 +105,7 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
         betas: weight of x in y, in (0, 1), and decay of the running mean of the gradient's square,
             in [0, 1).
         eps: added to the denominator, >= 0; part of the graph.
-        weight_decay: factor of y in the direction of the step, >= 0.
+        weight_decay: factor of y in u, >= 0.
         warmup_steps: steps in which the learning rate rises from 0, >= 0; part of the graph.
         r: exponent of the step in the weights of the average, >= 0; part of the graph.
         weight_lr_power: exponent of the learning rate in these weights, >= 0; part of the graph.
@@ -142,25 +142,25 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
     def eval(self) -> None:
         """Write the averages to the parameters, to evaluate or use them; may be repeated."""
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
-            hook(self)  # forward fusion makes pending updates, as before a state dictionary
+            hook(self)  # fuse='forward' registers one, which makes pending updates
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state.get(parameter, {})
-                if "z" in state and _ASIDE not in state:
+                if "z" in state and _SAVED not in state:
                     average = _average(parameter, state, group["betas"][0])
-                    state[_ASIDE] = parameter.detach().clone()
+                    state[_SAVED] = parameter.detach().clone()
                     assign([parameter], [average])
         self._settle()
 
     @torch.no_grad()
     def train(self) -> None:
-        """Restore, to the bit, what `eval` has saved; may be repeated."""
-        switched = {p: state for p, state in self.state.items() if _ASIDE in state}
+        """Restore the values that `eval` saved, bit for bit; may be repeated."""
+        switched = {p: state for p, state in self.state.items() if _SAVED in state}
         for parameter, state in switched.items():
-            assign([parameter], [state[_ASIDE]])
+            assign([parameter], [state[_SAVED]])
         self._settle()
         for state in switched.values():  # last, so that train() can be repeated after an interrupt
-            del state[_ASIDE]
+            del state[_SAVED]
 
     def step(
         self,
@@ -179,7 +179,7 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
                 "a schedule changes betas[0] in each step, but the averages follow from y and z "
                 "only while it stays: leave lr constant, or give the schedule cycle_momentum=False"
             )
-        if any(_ASIDE in state for state in self.state.values()):
+        if any(_SAVED in state for state in self.state.values()):
             raise RuntimeError(
                 "the parameters are averages for evaluation: call train() of the optimizer before "
                 "gradients are computed and step() is called"
@@ -188,8 +188,8 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
 
     def _settle(self) -> None:
         """Materialize switched tensors, to keep the switch out of the next graph on torch_xla."""
-        switched = [(p, state[_ASIDE]) for p, state in self.state.items() if _ASIDE in state]
-        # Scalars are already materialized. Doing it again would reorder the graph's results.
+        switched = [(p, state[_SAVED]) for p, state in self.state.items() if _SAVED in state]
+        # `materialize` clones scalars, which would reorder the next graph's results.
         materialize([tensor for pair in switched for tensor in pair if tensor.dim()])
 
     def _check(self, group: Group) -> None:
@@ -212,7 +212,7 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
                 "another meaning than that of others: load only the model, and begin with new state"
             )
         super()._check_loaded(group, saved, states)
-        if (there := sum(_ASIDE in state for state in states)) != saved.get(_SWITCHED, there):
+        if (there := sum(_SAVED in state for state in states)) != saved.get(_SWITCHED, there):
             raise ValueError(
                 f"the state was saved in eval(), and has only {there} of the {saved[_SWITCHED]} "
                 "tensors that eval() had put aside: torch.distributed.checkpoint leaves out what "
@@ -222,11 +222,11 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict whose groups also say how many parameters hold averages."""
+        """Return a state dict whose groups also contain the number of parameters that hold x."""
         state_dict = super().state_dict()
         groups = [
             group
-            | {_SWITCHED: sum(_ASIDE in state_dict["state"].get(n, {}) for n in group["params"])}
+            | {_SWITCHED: sum(_SAVED in state_dict["state"].get(n, {}) for n in group["params"])}
             for group in state_dict["param_groups"]
         ]
         return state_dict | {"param_groups": groups}

@@ -1,8 +1,8 @@
 """SessionService: signs a browser in with a token, so that the browser need not keep the token.
 
-A session is 256 random bits in a cookie. The database has their SHA-256, so every worker and server
-recognizes the session, and neither side stores the token. A session has the current rights of its
-token: it ends when the token is revoked or expires, and after `SESSION_LIFETIME` at the latest.
+A session is 256 random bits in a cookie. The database stores only their SHA-256, and every worker
+and server can look it up. A session has the current rights of its token. It ends when the token is
+revoked or expires, and after `SESSION_LIFETIME` at the latest.
 """
 
 import hashlib
@@ -29,16 +29,16 @@ from graphstash_server.services.identity.principals import OPEN_ACCESS, Principa
 __all__ = ["MAX_SESSIONS_OF_TOKEN", "SESSION_LIFETIME", "Session", "SessionService"]
 
 SESSION_LIFETIME: Final = timedelta(hours=1)
-"""Time after which a browser is signed out, in case its user left it open."""
+"""Maximum duration of a session, in case a user leaves the browser open."""
 
 MAX_SESSIONS_OF_TOKEN: Final = 32
-"""Maximum browsers that one token signs in. A further sign-in signs out the oldest."""
+"""Maximum sessions of one token. A further sign-in ends the session that would expire first."""
 
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{43}")
 
 
 class Session(NamedTuple):
-    """A browser that is signed in now. `id` is the secret in its cookie."""
+    """A valid session. `id` is the secret in the browser's cookie."""
 
     id: str
     expires_at: datetime
@@ -57,7 +57,7 @@ class SessionService:
         """Sign in with a token of `graphstash token create` or of an exchange.
 
         Raises:
-            ServerError: 401 if the token is not valid now, 403 if the server has no authentication.
+            ServerError: 401 if the token is not valid, 403 if the server has no authentication.
         """
         form = TOKEN_FORM.fullmatch(token)
         if form is None:
@@ -67,7 +67,8 @@ class SessionService:
                 "an administrator creates one with `graphstash token create`",
             )
         principal = await self.access.principal_of(f"Bearer {token}")
-        # Nothing proved this token, but a server with authentication would accept the session.
+        # A server without authentication accepts any token. If authentication is switched on later,
+        # a session of an unverified token must not exist.
         if principal is OPEN_ACCESS:
             raise ServerError(
                 ErrorCode.FORBIDDEN,
@@ -85,13 +86,13 @@ class SessionService:
         return session
 
     async def find(self, session_id: str) -> Session | None:
-        """Return the session of a cookie, or None if it is unknown, ended, or its token is void."""
+        """Return the session of a cookie. Return None if it is unknown or has ended."""
         if _ID.fullmatch(session_id) is None:
             return None
         async with self.database.reading() as connection:
             row = await find_session(connection, _sha256(session_id))
         now = self.clock()
-        # A session that lasts for longer than any new one began while a clock was ahead.
+        # A clock that was ahead may have stored an expiry that is too late.
         if row is None or not now < row.expires_at <= now + 2 * SESSION_LIFETIME:
             return None
         principal = await self.access.principal_of_token(row.token_id)
@@ -99,11 +100,11 @@ class SessionService:
 
     async def end(self, session_id: str) -> None:
         """Sign out."""
-        if await self.find(session_id) is not None:  # a write queues with uploads, so avoid it
+        if await self.find(session_id) is not None:  # avoid a write, which queues with uploads
             async with self.database.writing() as connection:
                 await delete_session(connection, _sha256(session_id))
 
 
 def _sha256(session_id: str) -> str:
-    """Return the stored form of an id. Ids are random, so a plain hash does not reveal them."""
+    """Return the hash of an id for the database. Ids are random, so they need no salt."""
     return hashlib.sha256(session_id.encode()).hexdigest()
