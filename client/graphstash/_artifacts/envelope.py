@@ -7,9 +7,8 @@ The header contains the key, so that a reader detects a valid blob under a wrong
 any artifact: a torch_xla executable of another graph with equal shapes silently computes wrong
 numbers.
 
-The header also contains the payload's size, which bounds decompression, and its SHA-256, which the
-reader verifies. If the reader has verified the SHA-256 of the blob, it verifies only the checksum
-of the zstd frame.
+The header also contains the payload's size, which bounds decompression, and its SHA-256. A reader
+that has verified the digest of the blob verifies only the checksum of the zstd frame instead.
 """
 
 import hashlib
@@ -38,12 +37,11 @@ _MAX_WINDOW_LOG: Final = 27
 """Maximum window that a reader accepts and holds in memory: 128 MiB, as earlier releases wrote."""
 
 _LONG_WINDOW_LOG: Final = 24
-"""16 MiB. Compresses a TPU executable of 40 MB to 3.2 MB, as 128 MiB would; 4 MiB: 5.4 MB."""
+"""16 MiB: compresses a TPU executable of 40 MB to 3.2 MB. 4 MiB: to 5.4 MB. 128 MiB: no better."""
 
 _SHORT_WINDOW_LOG: Final = 20
 _WORTHWHILE: Final = 0.9
-"""If the long window saves less than a tenth, use the short one, for which readers need less
-memory."""
+"""Use the short window, which saves readers memory, unless the long one saves a tenth of size."""
 
 _WINDOWLESS_RATIO: Final = 12
 """From this ratio of payload to blob, a reader whose payload is in memory loads the whole blob and
@@ -106,7 +104,7 @@ def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
             "fingerprint": key.fingerprint,
             "raw_size": raw_size,
             "raw_sha256": raw_sha256,
-            "compile_seconds": 0,  # release 0.1.0 requires it; later ones use the metadata
+            "compile_seconds": 0,  # readers require it, but read it in the metadata
         }
     ).encode()
     lead = ENVELOPE_MAGIC + struct.pack(">I", len(header)) + header

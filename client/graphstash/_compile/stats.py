@@ -30,13 +30,10 @@ _SOURCES: Final[Mapping[HitSource, str]] = {
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot of the counters of this process. All times are in seconds.
-
-    Each hit counts once, under the source of its bytes. A run is all processes of one
-    `graphstash run`, or this process.
+    """A snapshot of the counters of this process. Each hit counts once, by the source of its bytes.
 
     Attributes:
-        hits_server: Hits that a process of this run downloaded when it needed them.
+        hits_server: Hits that a process of this `graphstash run` downloaded when it needed them.
         hits_prefetched: Hits that this run downloaded before a process needed them.
         hits_host: Hits that an earlier run left on this host, or that this run compiled.
         hits_ranks: Hits whose bytes another rank of the job sent.

@@ -60,9 +60,9 @@ class ReadAnswer(NamedTuple):
 
     Attributes:
         representation: status and headers.
-        body: bytes to send if they are already read, else empty.
-        reader: open blob, of which to send the range `representation.span`, then close it. None if
-            `body` is the whole answer.
+        body: bytes to send, if they were read already.
+        reader: otherwise the open blob. The front end sends its range `representation.span`, and
+            closes it.
     """
 
     representation: Representation

@@ -109,14 +109,7 @@ class TierError(Exception):
 
 
 class Place(NamedTuple):
-    """Where a fill writes its blob.
-
-    Attributes:
-        temporary: directory of the growing file.
-        destination: path of the complete file.
-        space: free space of the tier.
-        threads: run all calls that block.
-    """
+    """Where a fill writes: a file in `temporary`, which it finally renames to `destination`."""
 
     temporary: Path
     destination: Path

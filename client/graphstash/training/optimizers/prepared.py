@@ -2,9 +2,8 @@
 
 Between two layers of a large model, the CPU's cache has lost the interpreter. Work that takes 25
 microseconds in a loop then takes ten times as long. A PreparedUpdate therefore keeps what stays the
-same from step to step: the state tensors, the kernel, and the result of its check against the
-formula. If something else changed, it updates nothing, and the caller calls
-`SyncFreeOptimizer.update`.
+same from step to step: the state tensors, the kernel, and whether the kernel is exact. If one of
+them has changed, it updates nothing, and the caller must call `SyncFreeOptimizer.update`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ Options = Mapping[int, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
 
 @dataclass(slots=True)
 class _Part:
-    """A cohort of one group, and the kernel for the options of the group's last update."""
+    """A cohort of one group, and the kernel for the group's `options`."""
 
     group: int
     cohort: Cohort
@@ -71,10 +70,7 @@ class PreparedUpdate:
             part.cohort.gradients.clear()  # do not keep them in memory until the next step
 
     def _is_ready(self, part: _Part, group: Mapping[str, Any]) -> bool:
-        """Collect the gradients, and return whether a kernel can update the part.
-
-        Each parameter needs a dense gradient, and the state tensors that the part was created with.
-        """
+        """Collect the gradients. Return whether the state tensors and the kernel still fit."""
         cohort = part.cohort
         rows = zip(cohort.parameters, *cohort.slots, strict=True)
         for parameter, *slots in rows:
@@ -122,8 +118,8 @@ def prepared(
 
 
 def _has_changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    # Count tensors and lists as changed: they may change in place, and comparing tensors would wait
-    # for the device.
+    # Tensors and lists count as changed, because they may change in place. Comparing tensors would
+    # wait for the device.
     return any(
         isinstance(value, Tensor | list) or isinstance(old.get(name), Tensor) or value != old[name]
         for name, value in new.items()

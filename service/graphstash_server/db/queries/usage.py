@@ -1,4 +1,4 @@
-"""Statements on `usage`."""
+"""Statements on `usage`. A namespace has a row if something was ever stored in it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -46,7 +46,7 @@ class UsageChange(NamedTuple):
 
 
 async def add_usage(connection: Connection, namespace: str, change: UsageChange) -> None:
-    """Add to a namespace's counters. Create its row if there is none."""
+    """Add to a namespace's counters, and create its row if necessary."""
     parameters = prefixed("new_", {"namespace": namespace, **change._asdict()})
     await _ADD_USAGE.execute(connection, parameters)
 
@@ -65,8 +65,8 @@ _ADD_USAGE = Prepared(_add_usage)
 
 
 async def add_counts(connection: Connection, namespace: str, change: UsageChange) -> None:
-    """Add to a namespace's counters if it has a row, as after the first upload. Clients can request
-    any number of namespaces, and a request alone must not create a row.
+    """Add to a namespace's counters if it has a row. A request alone must not create a row, because
+    clients can request any number of namespaces.
     """
     amounts = prefixed("more_", change._asdict())
     await _ADD_COUNTS.execute(connection, {"of_namespace": namespace, **amounts})
@@ -82,7 +82,7 @@ _ADD_COUNTS = Prepared(
 
 
 async def find_namespaces(source: Source, names: Sequence[str]) -> set[str]:
-    """Return those of `names` in which something was ever stored."""
+    """Return those of `names` that have a row."""
     return {name for (name,) in await _FIND.fetch(source, {"names": names})}
 
 
@@ -92,9 +92,7 @@ _FIND = Prepared(
 
 
 async def list_usage(source: Source) -> Sequence[Row]:
-    """Return the name and the fields of `UsageChange` for each namespace in which something was
-    ever stored, ordered by name.
-    """
+    """Return the namespace and the fields of `UsageChange` of each row, ordered by namespace."""
     return await _LIST.fetch(source, NOTHING)
 
 
@@ -109,9 +107,7 @@ _STORED: ColumnElement[int] = usage.c.size_bytes + usage.c.metadata_bytes + usag
 
 
 async def list_stored(source: Source) -> Sequence[Row]:
-    """Return the name and the bytes that count against a limit, for each namespace in which
-    something was ever stored.
-    """
+    """Return the namespace of each row, and its bytes that count against a limit."""
     return await _LIST_STORED.fetch(source, NOTHING)
 
 
@@ -119,7 +115,7 @@ _LIST_STORED = Prepared(lambda _: select(usage.c.namespace, _STORED).order_by(us
 
 
 async def list_namespaces(connection: AsyncConnection) -> Sequence[str]:
-    """Return the names of all namespaces in which something was ever stored."""
+    """Return all namespaces that have a row."""
     return (await connection.scalars(select(usage.c.namespace))).all()
 
 
