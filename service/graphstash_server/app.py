@@ -46,11 +46,7 @@ __all__ = ["ServerApp", "create_app"]
 
 
 class ServerApp(FastAPI):
-    """The ASGI application of one server.
-
-    Attributes:
-        context: services of this process, set when the lifespan starts.
-    """
+    """The ASGI application of one server. The lifespan sets `context` when it starts."""
 
     context: ProcessContext
 

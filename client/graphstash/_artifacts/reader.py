@@ -159,8 +159,7 @@ class Reader:
         self, namespace: Namespace, key: ArtifactKey, later: Sequence[Namespace]
     ) -> bool:
         """Return whether a namespace lacks an artifact and this host has a later namespace's copy.
-
-        `standing` asks for many keys in one request, so that most calls cost no request.
+        `standing` asks for many keys in one request, so most calls cost no request.
         """
         if not any(self._standing.has(each, key) for each in later):
             return False

@@ -61,7 +61,7 @@ class ServerClient:
     """Calls one server. Thread-safe.
 
     Methods without a `namespace` argument use the namespace that the job writes to. Every call
-    raises `CacheError` if the server does not answer or does not accept the call.
+    raises `CacheError` if the server does not answer, refuses the call, or is too old for it.
 
     Args:
         config: URL, namespaces and limits.
@@ -179,33 +179,21 @@ class ServerClient:
         )
 
     def withdrawals(self, query: WithdrawalQuery, *, namespace: schema.Namespace) -> WithdrawalList:
-        """Return one page of the withdrawals in a namespace.
-
-        Raises:
-            CacheError: as for every call, and if the server is too old for this call.
-        """
+        """Return one page of the withdrawals in a namespace."""
         from graphstash_schema.withdrawals import WithdrawalList
 
         fields = query.model_dump(mode="json")
         return self._read(f"{API_PREFIX}/{namespace}/withdrawals", fields, WithdrawalList)
 
     def list_artifacts(self, query: ArtifactQuery) -> ArtifactList:
-        """Return one page of the namespace's artifacts.
-
-        Raises:
-            CacheError: as for every call, and if the server is too old for this call.
-        """
+        """Return one page of the namespace's artifacts."""
         from graphstash_schema.listing import ArtifactList
 
         fields = query.model_dump(mode="json", exclude_defaults=True)
         return self._read(f"{API_PREFIX}/{self.config.namespace}/artifacts", fields, ArtifactList)
 
     def every_artifact(self, query: ArtifactQuery) -> Iterator[ListedArtifact]:
-        """Iterate over the artifacts of this page and all following pages, one page in memory.
-
-        Raises:
-            CacheError: as for `list_artifacts`.
-        """
+        """Iterate over the artifacts of this page and all following pages, one page in memory."""
         following: str | None = query.after
         while following is not None:
             page = self.list_artifacts(query.model_copy(update={"after": following}))
@@ -321,11 +309,7 @@ class ServerClient:
             self._transport.call("PUT", self._manifest_path(name), json=body)
 
     def report_run(self, run: RunName, process: RunName, report: RunReport) -> None:
-        """Store the report of one process of a run. A repeated report replaces the earlier one.
-
-        Raises:
-            CacheError: the server does not accept the report, or is too old for this call.
-        """
+        """Store the report of one process of a run. A repeated report replaces the earlier one."""
         self._transport.call(
             "PUT",
             f"{API_PREFIX}/{self.config.namespace}/runs/{run}/{process}",
@@ -337,34 +321,20 @@ class ServerClient:
         return _parsed(schema.ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
 
     def runs(self, job: schema.ManifestName | None = None, *, limit: int = 20) -> RunList:
-        """Return the latest runs of the namespace, or of one job, without their misses.
-
-        Raises:
-            CacheError: as for every call, and if the server is too old for this call.
-        """
+        """Return the latest runs of the namespace, or of one job, without their misses."""
         from graphstash_schema.run import RunList
 
         query = {"limit": limit, **({} if job is None else {"job": job})}
         return self._read(f"{API_PREFIX}/{self.config.namespace}/runs", query, RunList)
 
     def run(self, name: RunName) -> Run:
-        """Return one run with its misses.
-
-        Raises:
-            CacheError: the run does not exist, or the server does not answer.
-        """
+        """Return one run with its misses. An unknown run is a `CacheError`."""
         from graphstash_schema.run import Run
 
         return self._read(f"{API_PREFIX}/{self.config.namespace}/runs/{name}", {}, Run)
 
     def history(self, **query: str) -> History:
-        """Return the server's history by hour or by day.
-
-        `query` holds the query parameters of `GET /v1/stats/history`.
-
-        Raises:
-            CacheError: as for every call, and if the server is too old for this call.
-        """
+        """Return the server's history by hour or by day. See `GET /v1/stats/history`."""
         from graphstash_schema.history import History
 
         return self._read(f"{API_PREFIX}/stats/history", query, History)

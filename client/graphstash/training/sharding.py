@@ -63,9 +63,7 @@ def is_flat_parallel(module: nn.Module) -> bool:
 
 
 def _fsdp_class(name: str) -> Any:
-    """Return a class of torch.distributed.fsdp, or () if that module is not imported: then no
-    instance exists, and the import would take 2 s.
-    """
+    """Return a class of torch.distributed.fsdp, or () if nothing has imported that yet (2 s)."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), name, ())
 
 
@@ -75,9 +73,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return the gradient sharded like its parameter. Tensor parallelism may produce a gradient of
-    partial sums.
-    """
+    """Return the gradient sharded like its parameter, and add up partial sums if there are any."""
     if not is_sharded(gradient) or _of(gradient).placements == _of(parameter).placements:
         return gradient
     return _of(gradient).redistribute(placements=_of(parameter).placements)

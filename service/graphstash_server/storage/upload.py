@@ -80,7 +80,7 @@ class SpaceGuard:
         self._last_room = (0, 0.0)  # bytes that fitted at the last check, and their expiry
 
     def is_ample(self, size_bytes: int) -> bool:
-        """Return whether `size_bytes` and 1 GiB more fitted in the last second. Never block."""
+        """Return whether `size_bytes` and 1 GiB more fitted in a recent check. Never block."""
         room, expires_at = self._last_room
         return size_bytes + _AMPLE_BYTES <= room and monotonic() < expires_at
 
@@ -199,12 +199,7 @@ class DiskUpload:
         self._is_aborted = False
 
     def write(self, chunks: Sequence[bytes]) -> None:
-        """Write the next bytes.
-
-        Raises:
-            LengthMismatchError: there are more bytes than announced.
-            NoSpaceError: the bytes do not fit.
-        """
+        """Write the next bytes. Raises `LengthMismatchError` or `NoSpaceError`."""
         self._space.check(sum(map(len, chunks)))
         with self._lock, no_space_refused():
             if self._fd < 0 and not self._is_aborted:
@@ -371,12 +366,7 @@ class Spool:
                 )
 
     def write(self, chunks: Sequence[bytes]) -> None:
-        """Write the next bytes.
-
-        Raises:
-            LengthMismatchError: there are more bytes than announced.
-            NoSpaceError: the bytes do not fit.
-        """
+        """Write the next bytes. Raises `LengthMismatchError` or `NoSpaceError`."""
         if not self.is_in_memory:
             self._space.check(sum(map(len, chunks)))
         with self._lock, no_space_refused():

@@ -25,7 +25,6 @@ from typing import Final
 __all__ = ["main"]
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
-"""Option of prctl(2)."""
 
 _FORWARDED_BYTES: Final = 64 * 1024
 """Bytes of standard error after which forwarding stops; also the size of a read."""
