@@ -1,4 +1,4 @@
-"""ProcessContext: everything that lives as long as the process, built in one place."""
+"""ProcessContext: builds and connects the services of a server or command."""
 
 import asyncio
 import contextlib
@@ -68,10 +68,10 @@ __all__ = [
 _LOGGER = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 5.0
-"""Seconds that a start waits for the check of the database."""
+"""Maximum seconds that a start waits for the SQLite corruption check."""
 
 _WAKE_SPREAD_SECONDS = 0.05
-"""Maximum seconds of random delay before the queries that a notification causes on all servers."""
+"""Maximum random delay after a notification. Otherwise all servers would query at once."""
 
 
 class ProcessContext:
@@ -91,7 +91,7 @@ class ProcessContext:
         self.settings = settings
         self.database = database
         self.clock = clock
-        # Decides what is deleted: the services that age, pin or delete rows share it.
+        # Services that age, pin or delete rows use this clock: a wrong time would delete too much.
         self.plausible_clock = plausible = PlausibleClock(
             database=database, clock=clock, steady=steady
         )
@@ -245,10 +245,10 @@ async def open_context(
     clock: Clock,
     tracing: "Tracing | None" = None,
 ) -> AsyncIterator[ProcessContext]:
-    """Open everything that a server needs, including its background tasks.
+    """Open everything that a server needs, and run its background tasks.
 
-    A given `blob_store` replaces the store of the settings, and the caller closes it. On
-    PostgreSQL, the database's clock replaces the system's.
+    If `blob_store` is given, it replaces the store of the settings, and the caller closes it. On
+    PostgreSQL, the database's clock replaces `system_clock`.
 
     Raises:
         OSError: the data directory cannot be created or written.
@@ -261,22 +261,22 @@ async def open_context(
         started_at = clock()
         checking = await _check_database(settings) if lock.was_alone else None
         await prepare_database(settings, is_migrating=settings.auto_migrate)
-        context = await stack.enter_async_context(
-            open_services(
-                settings, blob_store=blob_store, counters=counters, clock=clock, tracing=tracing
-            )
-        )
-        if checking is not None:
-            stack.callback(checking.cancel)
-            checking.add_done_callback(partial(_checked, context.database))
         try:
+            context = await stack.enter_async_context(
+                open_services(
+                    settings, blob_store=blob_store, counters=counters, clock=clock, tracing=tracing
+                )
+            )
+            if checking is not None:
+                stack.callback(checking.cancel)
+                checking.add_done_callback(partial(_note_result, context.database))
             await context.plausible_clock.observe()
             await context.reconciler.check_store_not_empty()
         except ServerError as error:
             raise StartError(error.detail) from error
         await asyncio.to_thread(lock.share)
         stack.push_async_callback(_flush_last, context.accounting)
-        # Servers with other data directories may use the same bucket.
+        # With S3, servers of other data directories may use the same bucket.
         was_alone = lock.was_alone and settings.blob_store == "disk"
         tasks = [
             asyncio.create_task(context.accounting.run(every_seconds=settings.flush_seconds)),
@@ -306,10 +306,11 @@ async def open_services(
     steady: SteadyClock = steady_seconds,
     tracing: "Tracing | None" = None,
 ) -> AsyncIterator[ProcessContext]:
-    """Open the database and the blob store, and close them in reverse. Starts no background task.
+    """Open the database and the blob store. Starts no background task.
 
     Raises:
         OSError: the data directory cannot be created or written.
+        ServerError: 503 if PostgreSQL does not respond.
         StartError: the blob store cannot be used.
     """
     async with AsyncExitStack() as stack:
@@ -334,12 +335,12 @@ async def open_services(
 
 @contextmanager
 def without_restore(settings: Settings) -> Iterator[None]:
-    """Keep a restore from replacing the database. Enter this before the database is opened: a
-    process that still had the replaced file open would lose what it writes.
+    """Prevent a restore from replacing the database file. Enter the context before opening the
+    database: writes to a replaced file are lost.
 
     Raises:
         OSError: the data directory does not exist or cannot be written.
-        StartError: a restore runs.
+        StartError: a restore is running.
     """
     with hold_database(settings.data_dir) as is_free:
         if not is_free:
@@ -350,11 +351,9 @@ def without_restore(settings: Settings) -> Iterator[None]:
 async def prepare_database(settings: Settings, *, is_migrating: bool) -> None:
     """Ensure that the database is at this release's revision or a later one.
 
-    Revisions only add, so servers of the previous release keep working during a rolling upgrade.
-
     Raises:
-        StartError: the database is unreachable, or older and must not be migrated here, or a
-            restore has not ended.
+        StartError: the database is unreachable, or older and `is_migrating` is False, or an
+            interrupted restore has to be finished.
     """
     if (settings.data_dir / UNFINISHED).is_file():
         raise StartError(
@@ -367,7 +366,8 @@ async def prepare_database(settings: Settings, *, is_migrating: bool) -> None:
 
 
 async def _check_database(settings: Settings) -> "asyncio.Task[str | None]":
-    """Check an SQLite database. The check of a large one continues while the server serves.
+    """Start the corruption check of an SQLite database, and wait `_CHECK_SECONDS` for it. The check
+    of a large database continues while the server serves.
 
     Raises:
         StartError: the database is corrupt.
@@ -379,7 +379,7 @@ async def _check_database(settings: Settings) -> "asyncio.Task[str | None]":
     return checking
 
 
-def _checked(database: Database, checking: "asyncio.Task[str | None]") -> None:
+def _note_result(database: Database, checking: "asyncio.Task[str | None]") -> None:
     if not checking.cancelled() and (reason := checking.result()) is not None:
         database.note_corruption(reason)
 
@@ -404,24 +404,24 @@ def _budgets(settings: LimitSettings) -> Budgets:
 
 
 def _listener(context: ProcessContext) -> Listener:
-    """Forward the commits of other processes to the requests that wait in this process."""
+    """Return a listener that wakes waiting requests and forgets revoked tokens."""
     wait_queue = context.wait_queue
 
-    def heard(payload: str) -> None:
+    def on_notification(payload: str) -> None:
         token_id = revoked_in(payload)
         if token_id is not None:
             context.access.forget_token(token_id)
-        news = Notification.parse(payload)
-        if news is not None:
+        notification = Notification.parse(payload)
+        if notification is not None:
             delay = jitter() * _WAKE_SPREAD_SECONDS
-            asyncio.get_running_loop().call_later(delay, wait_queue.wake, news)
+            asyncio.get_running_loop().call_later(delay, wait_queue.wake, notification)
 
-    def is_listening(is_it: bool) -> None:  # noqa: FBT001 - the listener calls it
-        wait_queue.are_informed = is_it
-        context.accounting.counters.set_listening(is_it)
+    def set_listening(is_listening: bool) -> None:  # noqa: FBT001 - the listener passes it so
+        wait_queue.are_informed = is_listening
+        context.accounting.counters.set_listening(is_listening)
         wait_queue.look_again()
 
-    return Listener(context.database, heard=heard, is_listening=is_listening)
+    return Listener(context.database, heard=on_notification, is_listening=set_listening)
 
 
 def _lock_data_dir(data_dir: Path) -> ServerLock:

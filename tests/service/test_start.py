@@ -1,5 +1,6 @@
 """Starting the server: options, environment, and what is refused in one clear line."""
 
+import asyncio
 import os
 import re
 import signal
@@ -15,7 +16,8 @@ from alembic import command
 
 from graphstash_schema.own_files import own_socket_path
 from graphstash_server.__main__ import _check_reach
-from graphstash_server.context import prepare_database
+from graphstash_server.clock import system_clock
+from graphstash_server.context import open_context, prepare_database
 from graphstash_server.db import migrate as migration
 from graphstash_server.db.migrate import alembic_config
 from graphstash_server.errors import StartError
@@ -95,6 +97,25 @@ def test_failed_start_prints_one_line(tmp_path, refusal):
     (tmp_path / "file").touch()
     said = refusal("--port", "0", status=1, data_dir=tmp_path / "file" / "d")
     assert "cannot write to the data directory" in said
+
+
+def test_postgresql_that_fails_the_clock_query_fails_the_start(postgres, tmp_path):
+    url = postgres.new_database()
+    name = url.rpartition("/")[2]
+    postgres.execute(
+        "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz LANGUAGE plpgsql AS "
+        "$$ BEGIN RAISE EXCEPTION 'terminating' USING ERRCODE = '57P01'; END $$",
+        name,
+    )
+    postgres.execute(f"ALTER DATABASE {name} SET search_path = public, pg_catalog")
+    settings = load_settings(data_dir=tmp_path / "d", database_url=url)
+
+    async def start():
+        async with open_context(settings, blob_store=None, clock=system_clock):
+            pytest.fail("the server started")
+
+    with pytest.raises(StartError, match="the database does not answer"):
+        asyncio.run(start())
 
 
 @pytest.mark.parametrize(
