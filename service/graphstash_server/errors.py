@@ -2,15 +2,15 @@
 
     ServerError              sent to the caller as a problem document: error code and sentence
       CorruptDatabaseError   500: the database is damaged, which no retry repairs
-      NoSpaceError           507: the disk, its reserve or the store's limit is reached
+      NoSpaceError           507: a disk or bucket is full, or a limit is reached
       LengthMismatchError    400: fewer or more bytes arrived than announced
       DigestMismatchError    400: other bytes arrived than announced
-    BackupError              a backup or a restore cannot go on; one line for the operator
+    BackupError              a backup or a restore cannot continue; one line for the operator
     StartError               the server cannot start; one line for the operator
-    ShortBlobError           a blob ended early during a download; the server cuts the connection
+    ShortBlobError           a stored blob is shorter than its size
 
-An error has its own class only if some code catches it. Every other refusal is a `ServerError`. The
-error code determines the HTTP status (`graphstash_schema.STATUS`).
+Every other refusal is a `ServerError` without a class of its own. The error code determines the
+HTTP status (`graphstash_schema.STATUS`).
 """
 
 from graphstash_schema import STATUS, Digest, ErrorCode
@@ -34,8 +34,8 @@ class ServerError(Exception):
         code: error code for programs.
         detail: sentence that names the value, the exceeded limit and the remedy.
         limit: the exceeded limit as a number.
-        digest: in a conflict, the digest that the server keeps.
-        given_digest: in a conflict, the digest that the server refuses.
+        digest: digest of the stored artifact, or of the bytes that arrived.
+        given_digest: digest of the refused upload, or the announced digest.
         retry_after_seconds: seconds after which to retry, if known.
     """
 
@@ -64,7 +64,7 @@ class ServerError(Exception):
 
 
 class CorruptDatabaseError(ServerError):
-    """The database is damaged, so this process uses it no more."""
+    """The database is damaged, and this process has stopped using it."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(ErrorCode.DATABASE_CORRUPT, detail)
@@ -85,7 +85,7 @@ class NoSpaceError(ServerError):
 
 
 class LengthMismatchError(ServerError):
-    """The body ended early, or continued after the announced length."""
+    """The body is shorter or longer than announced."""
 
     def __init__(self, *, announced: Digest, received_bytes: int) -> None:
         super().__init__(
@@ -109,12 +109,14 @@ class DigestMismatchError(ServerError):
 
 
 class StartError(Exception):
-    """The server cannot start. The message is one line with the cause and the remedy."""
+    """The server cannot start. The message is one line with cause and remedy."""
 
 
 class BackupError(Exception):
-    """A backup or a restore cannot go on. The message is one line with the cause and the remedy."""
+    """A backup or restore cannot continue. The message is one line with cause and remedy."""
 
 
 class ShortBlobError(Exception):
-    """A stored blob ended before its size, so its download must not look complete."""
+    """A stored blob is shorter than its size. During a download, the server cuts the connection, so
+    that the client does not take the response for complete.
+    """

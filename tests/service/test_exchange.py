@@ -197,7 +197,7 @@ def test_tokens_of_a_provider_end_when_the_server_stops_trusting_it(
 def test_tokens_of_a_subject_are_limited(
     exchange, guarded, github, problem, clock, monkeypatch, subject
 ):
-    monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_OF_ONE", 2)
+    monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_PER_SUBJECT", 2)
     jwt = github.token("first", sub=subject)
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: exchange(jwt, lifetime_seconds=60), range(8)))

@@ -22,12 +22,12 @@ __all__ = [
 
 _log = logging.getLogger("graphstash")
 
-_TOLD: Final = "_GRAPHSTASH_TOLD"
-"""Internal variable that passes the lines already logged to child processes."""
+_LOGGED: Final = "_GRAPHSTASH_TOLD"
+"""Environment variable that passes the logged lines to child processes."""
 
 _ALIKE: Final = 0.85
-"""Minimum similarity for a variable to count as a misspelled setting. Server settings share the
-prefix. The most similar pair of a server setting and a job setting has a similarity of 0.8."""
+"""Minimum `difflib` ratio at which a variable counts as a misspelled job setting. Server settings
+have the same prefix, and the most similar pair of a server and a job setting has 0.8."""
 
 
 _VALUE_CHARACTERS: Final = 40
@@ -37,18 +37,18 @@ _REASON_CHARACTERS: Final = 300
 
 def log_once(lines: Iterable[str]) -> None:
     """Log the lines that neither this process nor an ancestor has logged."""
-    told = os.environ.get(_TOLD, "").split("\n")
+    logged = os.environ.get(_LOGGED, "").split("\n")
     for line in lines:
-        if line not in told:
+        if line not in logged:
             _log.warning("graphstash: %s", line)
-            told.append(line)
-    os.environ[_TOLD] = "\n".join(told)
+            logged.append(line)
+    os.environ[_LOGGED] = "\n".join(logged)
 
 
 def notices(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield warnings about the settings of a job."""
     if not config.url:
-        if "url" not in config.given:  # a user who sets `none` does not need the notice
+        if "url" not in config.given:  # GRAPHSTASH_URL=none is a choice
             yield (
                 "no server: set GRAPHSTASH_URL to that of your team, or run `graphstash serve` on "
                 "this host. Until then nothing is shared, and artifacts stay on this host's disk "
@@ -64,45 +64,47 @@ def notices(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[str]:
         yield "; ".join(wrong)
     yield from unusable_hooks(config)
     if unknown := unknown_variables(environ):
-        told = ", ".join(
+        ignored = ", ".join(
             f"{variable} (did you mean {nearest}?)" if nearest else variable
             for variable, nearest in unknown.items()
         )
-        yield f"ignored, because jobs have no such settings: {told}"
+        yield f"ignored, because jobs have no such settings: {ignored}"
 
 
 def autoload_notice(value: str) -> str:
     """Return the warning about an invalid value of the autoload variable."""
-    told = printable(value, most=_VALUE_CHARACTERS)
+    shown = printable(value, most=_VALUE_CHARACTERS)
     return (
-        f"{AUTOLOAD}={told} does nothing: set {AUTOLOAD}=1 to start the cache in every process "
+        f"{AUTOLOAD}={shown} does nothing: set {AUTOLOAD}=1 to start the cache in every process "
         "that imports torch or JAX, or 0 for no cache"
     )
 
 
 def unknown_hooks(config: ClientConfig) -> tuple[str, str] | None:
-    """Return a warning about unknown hooks and the remedy, or None if all hooks exist."""
+    """Return a warning about unknown hooks and a remedy, or None if all hooks are known."""
     known = hook_specs()
     if not (unknown := sorted(set(config.hooks or ()) - {*known, *broken_hooks()})):
         return None
-    near = difflib.get_close_matches(unknown[0], known, n=1)
+    similar = difflib.get_close_matches(unknown[0], known, n=1)
     return (
         f"GRAPHSTASH_HOOKS: unknown hook {', '.join(unknown)}, ignored",
-        (f"did you mean {near[0]}? " if near else "") + f"Use {', '.join(sorted(known))}",
+        (f"did you mean {similar[0]}? " if similar else "") + f"Use {', '.join(sorted(known))}",
     )
 
 
 def unusable_hooks(config: ClientConfig) -> Iterator[str]:
-    """Yield a warning about each hook whose package is broken, unless it was not requested."""
+    """Yield a warning about each requested hook that cannot be used. By default, all hooks are
+    requested.
+    """
     for name, reason in broken_hooks().items():
         if config.wants_hook(name):
             yield f"the hook {name} cannot be used: {printable(reason, most=_REASON_CHARACTERS)}"
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Return unknown variables with our prefix, each with the most similar setting of a job.
+    """Map each variable with our prefix that is no job setting to the most similar job setting.
 
-    The value is None for a variable without a similar setting, which may be a server setting.
+    The value is None if no setting is similar. The variable may then be a server setting.
     """
     settings = set(ClientConfig.rules()).union(*(each.settings for each in hook_specs().values()))
     known = {*(ENVIRONMENT_PREFIX + name.upper() for name in settings), AUTOLOAD}

@@ -1,7 +1,7 @@
 """Migration: upgrade the database to the newest revision, or check its revision.
 
-Revisions only add, so servers of the previous release keep working on a migrated database. This
-makes a rolling upgrade possible.
+Revisions remove and rename nothing, so servers of the previous release keep working on a migrated
+database. This makes a rolling upgrade possible.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ _LOCK_NOT_AVAILABLE = "55P03"
 
 
 def migrate(url: str, *, lock_path: Path) -> None:
-    """Upgrade to the newest revision, unless a later release already did.
+    """Upgrade to the newest revision, unless the database is at one of a later release.
 
-    Servers that start at the same time take turns, and the second one finds nothing to do. Blocks;
-    run it in a thread without an event loop.
+    Servers that start at the same time take turns. Blocks; run it in a thread without an event
+    loop.
 
     Raises:
         StartError: the database cannot be reached or used.
@@ -61,9 +61,9 @@ def migrate(url: str, *, lock_path: Path) -> None:
 
 
 def check_revision(url: str, *, lock_path: Path) -> None:
-    """Check that the database is at the newest revision, or at one of a later release. Create none.
+    """Check that the database is at the newest revision, or at one of a later release.
 
-    Blocks; run it in a thread without an event loop.
+    Creates no database file. Blocks; run it in a thread without an event loop.
 
     Raises:
         StartError: the revision is older, or the database cannot be reached or used.
@@ -84,7 +84,7 @@ def check_revision(url: str, *, lock_path: Path) -> None:
 async def find_revision(url: str) -> str | None:
     """Return the revision of a database, or None if it was never migrated.
 
-    This creates the file of a new SQLite database, which two processes must not do at once.
+    Creates the file of a new SQLite database. Two processes must not do that at the same time.
 
     Raises:
         StartError: the database cannot be reached or used.
@@ -106,9 +106,9 @@ async def find_revision(url: str) -> str | None:
 
 
 def newest_revision() -> str:
-    """Return the revision that this release works with."""
+    """Return the newest revision of this release."""
     head = ScriptDirectory.from_config(alembic_config("")).get_current_head()
-    assert head is not None  # noqa: S101 - there is a first revision
+    assert head is not None  # noqa: S101 - this release has revisions
     return head
 
 
@@ -116,7 +116,7 @@ def alembic_config(url: str) -> Config:
     """Return alembic's configuration for one database.
 
     Raises:
-        StartError: the revisions are neither in the package nor beside it.
+        StartError: the revisions are missing from this installation.
     """
     config = Config()
     config.set_main_option("script_location", str(_scripts()).replace("%", "%%"))
@@ -125,14 +125,14 @@ def alembic_config(url: str) -> Config:
 
 
 def _upgrade(url: str) -> None:
-    """Upgrade, and retry after a deadlock with a server of the previous release.
+    """Upgrade, and retry after a deadlock with a starting server of an earlier release.
 
-    That server waits for its turn inside a transaction. An index built CONCURRENTLY waits for that
-    transaction. PostgreSQL aborts one of the two. If it aborts the upgrade, its connection closes
-    and the other server gets its turn.
+    The earlier release waits for the migration lock inside a transaction. CREATE INDEX CONCURRENTLY
+    waits for that transaction. PostgreSQL aborts one of the two. If PostgreSQL aborts the upgrade,
+    the lock is released and the other server continues.
 
     Raises:
-        StartError: another transaction has kept a lock for too long.
+        StartError: another transaction has kept a lock for longer than `LOCK_SECONDS`.
     """
     for attempts_left in reversed(range(_ATTEMPTS)):
         try:
@@ -162,7 +162,7 @@ def is_of_later_release(revision: str | None) -> bool:
 
 
 def _scripts() -> Path:
-    """Return the directory of the revisions: in an installed package, or in a checkout's root."""
+    """Return the directory of the revisions, in an installed package or a checkout."""
     for directory in (_PACKAGE / "_migrations", _PACKAGE.parents[1] / "migrations"):
         if (directory / "env.py").is_file():
             return directory
@@ -178,7 +178,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def failures_named(url: str) -> Iterator[None]:
-    """Turn the failures of a database into a `StartError`."""
+    """Turn errors of a database or its driver into a `StartError`."""
     shown = make_url(url).render_as_string(hide_password=True)
     try:
         yield

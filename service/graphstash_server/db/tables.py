@@ -1,7 +1,7 @@
-"""The tables. A change needs a revision in `migrations/`. `alembic check` compares the two.
+"""The tables. A change needs a revision in `migrations/`. `alembic check` compares both.
 
-A column added by a later revision needs a default in the database. During a rolling upgrade,
-servers of the previous release insert rows without it.
+A column that a later revision adds must be nullable or have a `server_default`. During a rolling
+upgrade, servers of the previous release insert rows without the column.
 """
 
 from datetime import UTC, datetime
@@ -54,13 +54,13 @@ __all__ = [
 
 
 class UtcTime(TypeDecorator[datetime]):
-    """An aware UTC time. SQLite stores no time zone, so reading adds it."""
+    """An aware UTC time. SQLite stores no time zone, so this adds it to values that are read."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Reject a naive time, because its zone would be a guess."""
+        """Convert to UTC. Reject a naive time, whose zone is unknown."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -69,7 +69,7 @@ class UtcTime(TypeDecorator[datetime]):
         return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
 
     def process_result_value(self, value: Any | None, dialect: Dialect) -> datetime | None:
-        """Mark the time as UTC."""
+        """Add the time zone that SQLite does not store."""
         if value is None:
             return None
         utc: datetime = value.replace(tzinfo=UTC) if dialect.name == "sqlite" else value
@@ -87,8 +87,8 @@ metadata = MetaData(
 
 
 def _key_columns() -> list[Column[Any]]:
-    """Return the key columns of an artifact. The fingerprint comes before kind and device type in
-    the primary key. It nearly always identifies the artifact alone, so a look-up searches by it.
+    """Return the key columns of an artifact, in the order of the primary key. The fingerprint comes
+    early, because it nearly always identifies the artifact without kind and device type.
     """
     return [
         Column("namespace", String(64), primary_key=True),
@@ -115,8 +115,7 @@ artifacts = Table(
         server_default="",
         comment="as the metadata says",
     ),
-    # The databases store these comments, so they still name value.py, which is now
-    # eviction_order.py.
+    # These comments are part of the schema and still have an old name of eviction_order.py.
     Column("density", Double, nullable=False, server_default="0", comment="see value.py"),
     Column(
         "rank",
@@ -143,7 +142,7 @@ artifacts = Table(
     Index(None, "namespace", "created_at"),
     Index(None, "last_used_at"),
     *(
-        # Artifacts that no upload can evict. They are few, and summed when a limit is reached.
+        # For artifacts that no upload can evict. The server sums them when a limit is reached.
         Index(
             None,
             name,
@@ -153,8 +152,8 @@ artifacts = Table(
         for name in ("pinned_until", "withheld_at")
     ),
 )
-"""One row per artifact. Its key never changes. Its digest and size change only if the namespace's
-policy lets a PUT replace an artifact."""
+"""One row per artifact. The key never changes. Digest and size change only if the policy of the
+namespace lets a PUT replace the artifact."""
 
 environments = Table(
     "environments",
@@ -163,8 +162,7 @@ environments = Table(
     Column("parts", Text, nullable=False, comment="JSON"),
     Column("used_at", UtcTime, nullable=False, comment="by the last description"),
 )
-"""Compile environments of programs: versions, flags, CPU features. Each distinct set is stored
-once."""
+"""Compile environments: versions, flags, CPU features. Equal environments share a row."""
 
 descriptions = Table(
     "descriptions",
@@ -185,8 +183,8 @@ descriptions = Table(
     Index(None, "namespace", "kind", "label", "described_at"),
     Index(None, "environment"),
 )
-"""What artifacts were made of, as their publishers report. Used to explain misses. A row is deleted
-with its artifact. Artifacts of earlier releases have none."""
+"""Inputs of the compilation of each artifact, as its publisher reports them. They explain misses. A
+row is deleted with its artifact. Artifacts of early releases have no row."""
 
 deletions = Table(
     "deletions",
@@ -202,9 +200,9 @@ deletions = Table(
         comment="an earlier claim ended without an answer of the store",
     ),
 )
-"""Blobs that lost an artifact, to be deleted unless another artifact has them. The row is written
-in the transaction that removes the artifact, and deleted after the blob. If a server dies in
-between, any other server continues."""
+"""Blobs to delete, unless an artifact still refers to them. The transaction that removes an
+artifact adds the row. A server deletes the blob and then the row. If the server dies, another
+server continues."""
 
 generations = Table(
     "generations",
@@ -212,8 +210,9 @@ generations = Table(
     Column("sha256", String(64), primary_key=True),
     Column("generation", Integer, nullable=False, comment="of the name in the store"),
 )
-"""Blobs whose name in the store is abandoned, because a deletion of it may still be in progress. A
-row is permanent, because the end of such a deletion is unknown. Other blobs have generation 0."""
+"""Generations of blob names in the store. If the store never confirmed a deletion, it may still
+delete that name. The next upload of the blob then uses a new name, with the next generation. Rows
+are permanent. A blob without a row has generation 0."""
 
 chores = Table(
     "chores",
@@ -221,7 +220,7 @@ chores = Table(
     Column("name", String(64), primary_key=True),
     Column("next_at", UtcTime, nullable=False),
 )
-"""Periodic work that one server does for all. The server that advances `next_at` does it."""
+"""Periodic work that one server does for all: the server that advances `next_at`."""
 
 recorded_times = Table(
     "recorded_times",
@@ -229,7 +228,7 @@ recorded_times = Table(
     Column("name", String(64), primary_key=True, comment="of a clock"),
     Column("recorded_at", UtcTime, nullable=False),
 )
-"""What time it is, as far as the servers have followed it (see `services.plausible_clock`)."""
+"""The recorded time: it follows the clock at a limited pace (see `services.plausible_clock`)."""
 
 identifiers = Table(
     "identifiers",
@@ -237,8 +236,8 @@ identifiers = Table(
     Column("name", String(64), primary_key=True, comment="of what it identifies"),
     Column("value", String(64), nullable=False, comment="random"),
 )
-"""Identifiers that are created once. `cache` tells the backups of caches apart. A restored database
-has the identifier of the backup."""
+"""Identifiers that are created once. `cache` distinguishes backups of different caches. A restored
+database keeps the identifier of its backup."""
 
 suspensions = Table(
     "suspensions",
@@ -251,8 +250,8 @@ suspensions = Table(
     Column("seen_at", UtcTime, nullable=False, comment="the last time of the clock"),
     Column("up_seconds", Double, nullable=False, comment="how long that server has run"),
 )
-"""The times during which nothing was deleted by age. Ages are computed with all of them, so a row
-stays after its end."""
+"""Periods in which nothing is deleted by age; see `queries.recorded_times.Suspension`. Rows are
+permanent, because later computations of ages need them."""
 
 leases = Table(
     "leases",
@@ -279,8 +278,8 @@ leases = Table(
     Index(None, "expires_at"),
     Index(None, "caller", "expires_at"),
 )
-"""The last grant of each key. A released row stays for a while so that `fencing` keeps growing (see
-`queries.leases`)."""
+"""The last lease of each key. A released lease stays for a while, so that `fencing` keeps growing
+(see `queries.leases`)."""
 
 manifest_entries = Table(
     "manifest_entries",
@@ -302,7 +301,7 @@ manifest_entries = Table(
     Index(None, "namespace", "name", "used_at"),
     Index(None, "namespace", "used_at"),
 )
-"""A manifest consists of its entries. A manifest without entries does not exist."""
+"""Entries of manifests. A manifest exists while it has entries."""
 
 usage = Table(
     "usage",
@@ -329,9 +328,9 @@ usage = Table(
         for name, rows in (("metadata", "artifacts"), ("manifest", "manifests"))
     ),
 )
-"""Per namespace. `artifacts` and the stored bytes change in the transaction of the row that they
-count. The rest lags by the flush interval. An artifact counts in full although equal blobs are
-stored once."""
+"""Counters per namespace. The transaction that adds or removes rows also changes the number of
+artifacts, the stored bytes and the evictions. The other counters lag by the flush interval. Each
+artifact counts in full, although artifacts with equal bytes share a blob."""
 
 history = Table(
     "history",
@@ -349,8 +348,8 @@ history = Table(
     Column("saved_compile_seconds", Double, nullable=False),
     Index(None, "step", "at"),
 )
-"""Served requests by hour and by day. Every count is in an hour row and in a day row. Written with
-`usage`, so it lags by the flush interval. Rows are deleted by age."""
+"""Requests per hour and per day. Each request counts in an hour row and in a day row. Counts lag by
+the flush interval. Rows are deleted by age."""
 
 runs = Table(
     "runs",
@@ -374,8 +373,8 @@ runs = Table(
     Index(None, "writer", "reported_at", "size_bytes"),
     Index(None, "reported_at"),
 )
-"""Reports of processes at their end, one row each. Rows are deleted by age. If a caller or a
-namespace exceeds its limit, whole runs are deleted."""
+"""One row per client process, which reports when it ends. Rows are deleted by age. If a caller or
+namespace exceeds its limit, all rows of a run are deleted together."""
 
 tokens = Table(
     "tokens",
@@ -393,7 +392,7 @@ tokens = Table(
         "issuer", Text, nullable=True, comment="whose JWT it was exchanged for; null for others"
     ),
 )
-"""API tokens. Secrets are 256 random bits, so a plain hash is as good as a slow one."""
+"""API tokens. A secret is 256 random bits, so a fast hash is as safe as a slow one."""
 
 sessions = Table(
     "sessions",
@@ -404,8 +403,8 @@ sessions = Table(
     Index(None, "token_id", "expires_at"),
     Index(None, "expires_at"),
 )
-"""Browsers that are signed in to the dashboard. An id is 256 random bits, like a secret. A row
-reveals nothing of the token's secret, and ends when the token does."""
+"""Sessions of browsers in the dashboard. An id is 256 random bits. A session ends with its token
+and does not contain the token's secret."""
 
 namespaces = Table(
     "namespaces",
@@ -419,7 +418,7 @@ namespaces = Table(
     Column("requests_per_second", Double, nullable=True),
     Column("updated_at", UtcTime, nullable=False),
 )
-"""Policies. A namespace without a row has the defaults."""
+"""Policies of namespaces. A namespace without a row has the default policy."""
 
 reports = Table(
     "reports",
@@ -430,9 +429,9 @@ reports = Table(
     Column("reported_by", String(128), nullable=False),
     Column("reported_at", UtcTime, nullable=False),
 )
-"""The last report on an artifact by a caller with write access. It either withholds the artifact or
-waits for a second reporter. The row is deleted with the artifact, or when an administrator decides.
-"""
+"""The last report that an artifact is wrong, by a caller with write access. The report withholds
+the artifact, or waits for a second reporter. The row is deleted with the artifact, or when an
+administrator decides."""
 
 withdrawals = Table(
     "withdrawals",
@@ -447,8 +446,9 @@ withdrawals = Table(
     Column("cause", String(16), nullable=False),
     Column("withdrawn_at", UtcTime, nullable=False),
 )
-"""Artifacts that were withheld, deleted or replaced, numbered per namespace without gaps. A row is
-written in the transaction of the change. The oldest rows are deleted by age and number."""
+"""Artifacts that were withheld, deleted or replaced, numbered per namespace without gaps. `mark` is
+random, so that a client notices a list that a restore rewound. The transaction of the change adds
+the row. The oldest rows are deleted by age and number."""
 
 withdrawal_heads = Table(
     "withdrawal_heads",
@@ -457,8 +457,8 @@ withdrawal_heads = Table(
     Column("number", BigInteger, nullable=False, comment="of the last withdrawal"),
     Column("mark", String(16), nullable=False, comment="of the last withdrawal"),
 )
-"""End of each namespace's list. A transaction that withdraws locks the row until it commits, so
-numbers become visible in their order."""
+"""The last withdrawal of each namespace. A transaction that withdraws locks the row until it
+commits, so numbers become visible in ascending order."""
 
 audit = Table(
     "audit",
@@ -478,4 +478,4 @@ audit = Table(
     Index(None, "at"),
     Index(None, "namespace", "id"),
 )
-"""The audit log, written in the transaction of the change. Rows are deleted after `audit_days`."""
+"""The audit log. The transaction of a change adds its row. Rows are deleted after `audit_days`."""

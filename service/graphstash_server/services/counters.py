@@ -1,8 +1,8 @@
-"""HostCounters: what the workers of one host count together, in shared memory.
+"""HostCounters: the counters of one host's workers, in shared memory.
 
 The parent maps the memory before it forks. Each worker writes only to its own row, so no lock is
 needed. The worker that serves `/metrics` sums the rows. A row outlives its worker, and the next
-worker continues with its counts. So no count is lost when a process dies, and none decreases.
+worker continues its counts, so a counter never decreases.
 """
 
 import mmap
@@ -17,7 +17,8 @@ from graphstash_server.shared_text import SharedText
 __all__ = ["BUCKETS", "Counted", "Counters", "HostCounters"]
 
 BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Inclusive upper bounds in seconds. The longest wait for a lease is a minute."""
+"""Inclusive upper bounds of the duration buckets, in seconds. A request waits for a lease for at
+most a minute."""
 
 _METHODS: Final = ("GET", "HEAD", "PUT", "POST", "DELETE", "other")
 _STATUSES: Final = sorted({200, 201, 202, 204, 206, 304, 307, *STATUS.values()})
@@ -51,15 +52,17 @@ class Counted(NamedTuple):
 
     Attributes:
         requests: number of requests by method and status.
-        refused: number of refusals by error code, including requests that never reached a call.
-        seconds: number of requests per bucket of `BUCKETS`, and of longer ones. Artifact reads in
-            front of the framework are excluded.
-        total_seconds: total duration of these requests.
-        healed: rows dropped because their blob was lost or damaged.
-        leases_expired: leases taken over because their holder did not release them in time.
-        workers: processes that serve.
-        waiters: requests that wait for a lease.
-        listening: processes that receive the database's notifications.
+        refused: number of refused requests by error code, including requests that the server
+            refuses before it chooses a handler.
+        seconds: number of requests per bucket of `BUCKETS`, and last the number of longer ones.
+            Artifact reads that bypass FastAPI (`graphstash_server.fast`) are not timed.
+        total_seconds: total duration of the timed requests.
+        healed: number of artifacts dropped because their blob was lost or damaged.
+        leases_expired: number of leases that expired before their holder released them, and were
+            granted to another.
+        workers: number of serving processes.
+        waiters: number of requests that wait for a lease.
+        listening: number of processes that receive the database's notifications.
     """
 
     requests: dict[tuple[str, str], int]
@@ -77,14 +80,15 @@ class HostCounters:
     """The rows of all workers. Create it before the workers are forked.
 
     Attributes:
-        corruption: the first sign of damage to the database that a worker found.
-        unknown_blobs: why blobs without an artifact are not deleted.
-        rates: the requests of each namespace that has a rate.
-        protected: the artifacts that look-ups protect, of each caller and each namespace.
+        corruption: description of the first damage to the database that a worker found.
+        unknown_blobs: why the reconciler keeps blobs without an artifact; None if it deletes them.
+        rates: token buckets of the namespaces with a request rate.
+        protected: token buckets that limit how many artifacts look-ups protect, per caller and per
+            namespace.
     """
 
     def __init__(self, workers: int = 1) -> None:
-        """Map a row for each worker that may live at the same time."""
+        """Map `workers` rows: the maximum number of workers that run at the same time."""
         size_bytes = 8 * len(_CELL)
         cells = memoryview(mmap.mmap(-1, workers * size_bytes)).cast("q")
         self._rows = [
@@ -101,7 +105,7 @@ class HostCounters:
         return self._free.pop()
 
     def give_back(self, row: int) -> None:
-        """Free the row of a process that has ended or never started. Its counts stay."""
+        """Free the row of a process that has ended or never started, and keep its counts."""
         for cell in (_WORKERS, _WAITERS, _LISTENING):
             self._rows[row][cell] = 0
         self._free.append(row)
@@ -128,7 +132,7 @@ class HostCounters:
 
 
 class Counters:
-    """The counters of one worker; `host` has those of all. A call takes less than a microsecond."""
+    """The counters of one worker. `host` has the rows of all workers."""
 
     def __init__(self, cells: "memoryview[int]", host: HostCounters) -> None:
         self._cells = cells
@@ -141,7 +145,7 @@ class Counters:
         return host.of(host.take())
 
     def begin(self) -> None:
-        """Mark this worker as serving."""
+        """Mark this worker as serving, and reset the other gauges."""
         self._cells[_WORKERS] = 1
         self._cells[_WAITERS] = self._cells[_LISTENING] = 0
 
@@ -160,20 +164,20 @@ class Counters:
         self._cells[_CELL["refused", code.value]] += 1
 
     def count_healed(self) -> None:
-        """Count a row dropped because its blob was lost or damaged."""
+        """Count an artifact dropped because its blob was lost or damaged."""
         self._cells[_CELL["healed",]] += 1
 
     def count_expired_lease(self) -> None:
-        """Count a lease taken from a holder that did not release it in time."""
+        """Count an expired lease that is granted to another holder."""
         self._cells[_CELL["leases_expired",]] += 1
 
-    def add_waiters(self, more: int) -> None:
-        """Change the number of requests that wait for a lease."""
-        self._cells[_WAITERS] += more
+    def add_waiters(self, change: int) -> None:
+        """Add `change`, which may be negative, to the number of requests that wait for a lease."""
+        self._cells[_WAITERS] += change
 
-    def set_listening(self, is_it: bool) -> None:  # noqa: FBT001 - a gauge
+    def set_listening(self, is_listening: bool) -> None:  # noqa: FBT001 - a gauge
         """Set whether this process receives the database's notifications."""
-        self._cells[_LISTENING] = is_it
+        self._cells[_LISTENING] = is_listening
 
 
 def _other(method: str, status: int) -> int:

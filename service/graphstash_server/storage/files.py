@@ -1,10 +1,10 @@
 """FileReader: read and send a blob from a local file without blocking the event loop on the disk.
 
 If the bytes are in the page cache, the event loop reads and sends them itself. That saves a thread
-hop, which costs more than reading a small file. If a read would wait for the disk, the kernel
-refuses it and a thread does it. Linux offers two such calls: openat2(2) with RESOLVE_CACHED, and
-preadv2(2) with RWF_NOWAIT. If the kernel or file system does not support them (NFS, kernels before
-5.12, a sandbox that forbids the calls), threads do all the work.
+hop, which costs more than reading a small file. Linux has two calls that fail instead of waiting
+for the disk: openat2(2) with RESOLVE_CACHED, and preadv2(2) with RWF_NOWAIT. If a call fails, a
+thread does the work. The calls always fail on NFS, on kernels before 5.12, and in sandboxes that
+forbid them.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from graphstash_server.errors import ShortBlobError
 __all__ = ["CHUNK_BYTES", "SMALL_BYTES", "FileReader", "open_cached", "open_file", "read_cached"]
 
 CHUNK_BYTES = 1024**2
-"""Number of bytes per read or write. A thread hop costs about as much as copying 64 KiB, so its
-cost is negligible at 1 MiB."""
+"""Maximum bytes per read, write or send. A thread hop costs about as much as copying 64 KiB, which
+is little compared to 1 MiB."""
 
 SMALL_BYTES: Final = 64 * 1024
-"""Maximum blob size for which copying costs less than a thread hop or sending from the file."""
+"""Up to this size, copying bytes costs less than a thread hop or sendfile."""
 
 _OPENAT2: Final = 437
 """System call number of openat2, the same on every architecture
@@ -36,8 +36,8 @@ _RESOLVE_CACHED: Final = 0x20
 _HOW: Final = struct.pack("QQQ", os.O_RDONLY | os.O_CLOEXEC, 0, _RESOLVE_CACHED)
 
 _PROBED_BYTES: Final = 256 * 1024
-"""Distance between two probed bytes. The kernel reads and reclaims pages in long runs, so a sample
-suffices. If a page between two samples is missing, the event loop waits once for the disk."""
+"""Distance between two probed bytes. The kernel reads and reclaims pages in long runs, so samples
+are enough. If a page between two samples is missing, sendfile blocks the event loop once."""
 
 _syscall = ctypes.PyDLL(None).syscall  # keeps the GIL, because the call does not block
 _syscall.restype = ctypes.c_long
@@ -47,19 +47,17 @@ _syscall.argtypes = (
 
 
 def open_cached(path: bytes) -> int | None:
-    """Open a file for reading if its name is in memory. Return None if the file cannot be opened,
-    or if opening would wait for the disk.
-    """
+    """Open a file for reading. Return None if opening fails or would wait for the disk."""
     fd: int = _syscall(_OPENAT2, _AT_FDCWD, path, _HOW, len(_HOW))
     return fd if fd >= 0 else None
 
 
 def read_cached(path: bytes, size_bytes: int) -> bytearray | None:
-    """Return a whole file, or None unless it is in memory and has this size."""
+    """Return the whole file if it is in memory and has this size, else None."""
     fd = open_cached(path)
     if fd is None:
         return None
-    found = bytearray(size_bytes + 1)  # a file that is too long fills the extra byte
+    found = bytearray(size_bytes + 1)  # the extra byte detects a file that is too long
     try:
         if os.preadv(fd, [found], 0, os.RWF_NOWAIT) != size_bytes:
             return None
@@ -72,7 +70,7 @@ def read_cached(path: bytes, size_bytes: int) -> bytearray | None:
 
 
 class FileReader:
-    """A `BlobReader` of an open file. Threads run every call that may wait for the disk."""
+    """A `BlobReader` of an open file. Threads read what is not in memory."""
 
     def __init__(self, fd: int, name: bytes, threads: ThreadPoolExecutor) -> None:
         """Take ownership of the file descriptor. `name` is the path of the file."""
@@ -83,11 +81,11 @@ class FileReader:
 
     @property
     def path(self) -> Path:
-        """Path of the file, which may be gone. Built on demand, because few hits need it."""
+        """Path of the file, which may have been deleted. Few hits need it, so it is built here."""
         return Path(os.fsdecode(self._name))
 
     def read_now(self, start: int, stop: int) -> bytearray | None:
-        """Return a part of the file, or None unless all of it exists and is in memory."""
+        """Return a part of the file if all of it exists and is in memory, else None."""
         found = bytearray(stop - start)
         try:
             count = os.preadv(self._fd, [found], start, os.RWF_NOWAIT)
@@ -96,32 +94,35 @@ class FileReader:
         return found if count == len(found) else None
 
     async def chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
-        """Yield a part of the file, see `BlobReader.chunks`."""
+        """Yield a part of the file; see `BlobReader.chunks`."""
         loop = asyncio.get_running_loop()
         position = start
         while position < stop:
-            wanted = min(CHUNK_BYTES, stop - position)
-            chunk = self._read_small(position, wanted) or await loop.run_in_executor(
-                self._threads, os.pread, self._fd, wanted, position
+            size_bytes = min(CHUNK_BYTES, stop - position)
+            chunk = self._read_small(position, size_bytes) or await loop.run_in_executor(
+                self._threads, os.pread, self._fd, size_bytes, position
             )
             if not chunk:
                 raise ShortBlobError(f"{self.path.name} ends at {position}, not {stop}")
             position += len(chunk)
             yield chunk
 
-    def _read_small(self, position: int, wanted: int) -> bytes | None:
-        if wanted > SMALL_BYTES:
+    def _read_small(self, position: int, size_bytes: int) -> bytes | None:
+        if size_bytes > SMALL_BYTES:
             return None
-        found = self.read_now(position, position + wanted)
+        found = self.read_now(position, position + size_bytes)
         return None if found is None else bytes(found)
 
     async def send(self, socket_fd: int, start: int, stop: int) -> int:
-        """Send a part of the file to a non-blocking socket. Return the number of bytes sent.
+        """Send a part of the file, at most `CHUNK_BYTES`, to a non-blocking socket.
+
+        Returns:
+            The number of bytes sent.
 
         Raises:
             BlockingIOError: the socket accepts no bytes now.
             OSError: the peer closed the connection, or the disk failed.
-            ShortBlobError: the file ends before `start`.
+            ShortBlobError: the file ends at or before `start`.
         """
         stop = min(stop, start + CHUNK_BYTES)
         if _is_cached(self._fd, start, stop):
@@ -133,17 +134,17 @@ class FileReader:
         return sent
 
     async def _send_from_disk(self, socket_fd: int, start: int, stop: int) -> int:
-        """Run sendfile in a thread, with duplicated file descriptors. The caller may close its
-        descriptors meanwhile, and the kernel may give their numbers to other files.
+        """Run sendfile in a thread, with duplicated file descriptors. If the caller closed its own
+        meanwhile, the kernel could give their numbers to other files.
         """
-        mine = [os.dup(socket_fd)]
+        fds = [os.dup(socket_fd)]
         try:
-            mine.append(os.dup(self._fd))
+            fds.append(os.dup(self._fd))
         except OSError:
-            _close(mine)
+            _close(fds)
             raise
-        sending = self._threads.submit(os.sendfile, mine[0], mine[1], start, stop - start)
-        sending.add_done_callback(lambda _: _close(mine))
+        sending = self._threads.submit(os.sendfile, fds[0], fds[1], start, stop - start)
+        sending.add_done_callback(lambda _: _close(fds))
         return await asyncio.wrap_future(sending)
 
     async def close(self) -> None:
@@ -151,7 +152,7 @@ class FileReader:
         self.close_now()
 
     def close_now(self) -> None:
-        """Close the file without an event loop."""
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -167,7 +168,7 @@ def open_file(path: Path, threads: ThreadPoolExecutor) -> FileReader | None:
 
 
 def _is_cached(fd: int, start: int, stop: int) -> bool:
-    """Return whether these bytes are in memory, judged by one byte in 256 KiB."""
+    """Return whether all probed bytes of the range are in memory; see `_PROBED_BYTES`."""
     byte = [bytearray(1)]
     try:
         for position in (*range(start, stop, _PROBED_BYTES), stop - 1):

@@ -1,7 +1,6 @@
-"""Call a plug-in through its function table, and raise its errors as exceptions.
+"""Call a PJRT plug-in through its function table, and raise its errors as exceptions.
 
-Each call releases the interpreter lock. It calls the plug-in's own function, never a pointer that
-the hook has replaced.
+Each call releases the GIL.
 """
 
 import ctypes
@@ -26,10 +25,10 @@ _DELETER_TYPE: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class PjrtError(Exception):
-    """A plug-in has returned an error.
+    """A plug-in returned an error.
 
     Attributes:
-        code: The `PJRT_Error_Code`, or -1 if the plug-in does not return it.
+        code: The `PJRT_Error_Code`, or -1 if the plug-in returned none.
     """
 
     def __init__(self, message: str, *, code: int) -> None:
@@ -38,14 +37,15 @@ class PjrtError(Exception):
 
 
 class Api:
-    """The functions of one table, copied from it when the object is created.
+    """The functions of one table. The pointers are copied at creation, so calls bypass a hook that
+    replaces pointers in the table later.
 
-    Every method that calls the plug-in raises `PjrtError` if the plug-in returns an error.
+    Methods that call the plug-in raise `PjrtError` if the plug-in returns an error.
 
     Attributes:
         table: Address of the table.
-        major: Major version of the interface. The hook supports 0.
-        minor: Minor version; each one appends to the table or to the structures.
+        major: Major version of the interface. The hook supports only 0.
+        minor: Minor version. Each one appends fields to the table or to argument structures.
     """
 
     def __init__(self, table: int) -> None:
@@ -62,7 +62,7 @@ class Api:
         }
 
     def address_of(self, function: Function) -> int:
-        """Return the address of the table's pointer to `function`."""
+        """Return the address in the table at which the pointer to `function` is stored."""
         return self.table + FUNCTIONS_OFFSET + POINTER_BYTES * function
 
     def has(self, *functions: Function) -> bool:
@@ -70,27 +70,29 @@ class Api:
         return all(function in self._functions for function in functions)
 
     def pointer(self, function: Function) -> int:
-        """Return the address of the plug-in's own function, or 0 if it has none."""
+        """Return the address of the plug-in's function, or 0 if the plug-in lacks it."""
         return self._functions.get(function, 0)
 
     def function(self, function: Function) -> Callable[[int], int | None]:
-        """Return the plug-in's own function: it takes the arguments' address, returns an error."""
+        """Return a callable that takes the arguments' address and returns a `PJRT_Error *`."""
         return FUNCTION_TYPE(self._functions[function])
 
     def ask(self, function: Function, subject: int) -> AskArgs:
-        """Call a function about one object and return the arguments with its result."""
+        """Call a function whose only input is `subject`, the address of an object. Return the
+        argument structure, which contains the result.
+        """
         args = AskArgs(struct_size=ctypes.sizeof(AskArgs), subject=subject)
         self._check(self.function(function)(ctypes.addressof(args)))
         return args
 
     def text(self, function: Function, subject: int) -> str:
-        """Return a text property of an object, such as the name of a platform."""
+        """Return a string property of an object, such as a platform's name."""
         args = self.ask(function, subject)
         return bytes(view_of(args.answer, args.size)).decode("utf-8", "replace")
 
     @contextmanager
     def serialized(self, function: Function, subject: int) -> Iterator[memoryview]:
-        """Yield the bytes of an executable or a topology, valid until the context ends."""
+        """Yield a serialized executable or topology. The context's end frees the bytes."""
         args = self.ask(function, subject)
         try:
             yield view_of(args.answer, args.size)
@@ -100,7 +102,7 @@ class Api:
 
     @contextmanager
     def executable_of(self, loaded: int) -> Iterator[int]:
-        """Yield a handle of a loaded executable's `PJRT_Executable`, valid in the context only."""
+        """Yield a loaded executable's `PJRT_Executable`. The context's end frees the handle."""
         executable = self.ask(Function.LOADED_EXECUTABLE_GET_EXECUTABLE, loaded).answer
         try:
             yield executable
@@ -110,11 +112,8 @@ class Api:
     def load(self, client: int, serialized: bytes, *, options: int, options_size: int) -> int:
         """Load a serialized executable and return the address of the loaded executable.
 
-        `options` and `options_size` locate the caller's compile options, which name the caller's
-        devices. They override the options with which the executable was compiled.
-
-        Raises:
-            PjrtError: The plug-in cannot load the executable.
+        `options` is the address of the caller's serialized compile options, `options_size` their
+        length in bytes. They name the caller's devices and replace the options of the compilation.
         """
         args = LoadArgs(
             struct_size=ctypes.sizeof(LoadArgs),
@@ -131,22 +130,22 @@ class Api:
         return int(args.loaded)
 
     def _check(self, error: int | None) -> None:
-        """Free the plug-in's error object, if any, and raise its message and code."""
+        """Do nothing for a null pointer. Otherwise free the `PJRT_Error` and raise `PjrtError`."""
         if not error:
             return
         args = AskArgs(struct_size=ctypes.sizeof(AskArgs), subject=error)
         self.function(Function.ERROR_MESSAGE)(ctypes.addressof(args))
         message = bytes(view_of(args.answer, args.size)).decode("utf-8", "replace")
         args = AskArgs(struct_size=ctypes.sizeof(AskArgs), subject=error)
-        refused = self.function(Function.ERROR_GET_CODE)(ctypes.addressof(args))
-        code = -1 if refused else int(args.answer or 0) & 0xFFFFFFFF
+        failed = self.function(Function.ERROR_GET_CODE)(ctypes.addressof(args))
+        code = -1 if failed else int(args.answer or 0) & 0xFFFFFFFF
         args = AskArgs(struct_size=ctypes.sizeof(AskArgs), subject=error)
         self.function(Function.ERROR_DESTROY)(ctypes.addressof(args))
         raise PjrtError(message, code=code)
 
 
 def view_of(address: int | None, size: int) -> memoryview:
-    """Return a view of native memory without a copy, or an empty view for a null address."""
+    """Return a view of native memory, not a copy. The view is empty if the address is null."""
     if not address or not size:
         return memoryview(b"")
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")

@@ -1,8 +1,9 @@
-"""Native observers, which record the argument values of a function in this process.
+"""Native observers, which record the arguments of a function's calls in this process.
 
 A library calls even its own exported functions through pointers. An observer replaces these
-pointers with its own machine code. The code records the arguments and jumps to the function. It
-uses no interpreter, lock or stack, so it never blocks and C++ exceptions pass through. In C:
+pointers with the address of its own machine code. The code records the arguments and jumps to the
+function. It uses no Python, mutex or stack frame, so it never blocks and C++ exceptions pass
+through. In C:
 
     void observer(...) {
         ones |= argument; zeros |= ~argument;   // for each compared argument, atomically
@@ -11,11 +12,11 @@ uses no interpreter, lock or stack, so it never blocks and C++ exceptions pass t
         goto *real;
     }
 
-If all calls passed the same value, `zeros` is the complement of `ones`. If two calls differed, the
-two words overlap.
+If all calls passed the same value, `ones` and `zeros` share no bit. If two calls differed, `ones`
+and `zeros` share a bit.
 
-The code uses only registers in which callers keep no values. Its page is never writable while it
-can run.
+The code changes only `rax` and the flags, which any function may overwrite. Its page is never
+writable and executable at the same time.
 """
 
 import ctypes
@@ -61,10 +62,10 @@ class Argument:
     """An argument of a function, or a part of an argument.
 
     Attributes:
-        name: Name for readers of the code.
+        name: Name for readers.
         code: Machine code that loads the argument into `rax` and changes no other register.
         assembly: Assembly source of `code`; semicolons separate the instructions.
-        is_added: Whether the observer adds the values instead of comparing them.
+        is_added: Whether the observer adds the values of all calls instead of comparing them.
     """
 
     name: str
@@ -79,7 +80,8 @@ class Observation:
 
     Attributes:
         called: Whether the function was called.
-        values: The value of each argument as an unsigned number, or None if calls differed in it.
+        values: For each argument an unsigned number: the sum over all calls if `is_added`. Else the
+            value of every call, or None if calls differed.
     """
 
     called: bool
@@ -111,10 +113,10 @@ def observe(library: Path, functions: Sequence[tuple[str, Sequence[Argument]]]) 
 
 
 class Observer:
-    """Records the arguments of the function at `real`, which its own code continues with.
+    """Machine code that records the arguments of a call and jumps to the function at `real`.
 
     Attributes:
-        address: Address of the code.
+        address: Address of the machine code.
 
     Raises:
         GateUnavailable: The kernel refuses the memory.

@@ -1,12 +1,12 @@
 """SyncFreeOptimizer: the base class of all optimizers of this package.
 
-An optimizer defines a pure formula for the new values of parameters and state. The formula is
-computed for all parameters at once: as one recorded operation on torch_xla, and with multi-tensor
+An optimizer defines a pure formula for the new values of parameters and state. One call computes
+the formula for many parameters: as one recorded operation on torch_xla, and with multi-tensor
 kernels elsewhere. The device decides whether the result counts. With `bad = found_inf != 0`,
 
     value <- where(bad, value, new value)        for parameters, every state tensor, and the step
 
-This selects instead of multiplying by a mask, because NaN * 0 is NaN.
+Multiplying by a mask would keep NaN, because NaN * 0 is NaN.
 """
 
 import inspect
@@ -58,13 +58,13 @@ __all__ = [
 ]
 
 Options = tuple[Any, ...]
-"""The settings of an optimizer that are part of the graph."""
+"""The option values that are constants of the graph."""
 
 Group = Mapping[str, Any]
-"""A parameter group: its options and usually its `params`."""
+"""A parameter group: options, and usually `params`."""
 
 Kernel = Callable[..., object]
-"""One of torch's own kernels, with all arguments except found_inf and grad_scale."""
+"""A fused kernel of torch that still needs only found_inf and grad_scale."""
 
 
 class Layout(NamedTuple):
@@ -81,27 +81,27 @@ class Layout(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The inputs of an update. All lists except `scalars` have one tensor per parameter."""
+    """The inputs of an update. `gradients`, `parameters` and each slot have equal lengths."""
 
     scalars: list[Tensor]  # each []
     gradients: list[Tensor]
-    step: Tensor  # [], the number of steps before this one
+    step: Tensor  # [], the number of earlier steps
     parameters: list[Tensor]
     slots: list[list[Tensor]]
     found_inf: Tensor | None  # []
     shards: Sums
-    dtype: torch.dtype  # in which parameters are stored; `parameters` has float16 widened
+    dtype: torch.dtype  # of the stored parameters; `parameters` may be wider
 
 
 Formula = Callable[[Split, Tensor, Options], tuple[list[Tensor], list[list[Tensor]]]]
-"""`formula(old, step, options)` returns new parameters and slots; step is 1 in the first update."""
+"""`formula(old, step, options)` returns new parameters and slots. The first `step` is 1."""
 
 
 def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]]:
-    """Turn a formula into a function of one list that changes nothing on a bad step.
+    """Return a function that applies a formula, but returns the old values on a bad step.
 
-    The list has the inputs in the order of `Split`. If the gradients are still scaled, the loss
-    scale is its last element. The function returns step, parameters and slots.
+    Its first argument is a flat list of the tensors in the order of `Split`. If the gradients are
+    still scaled, the loss scale is the last element. It returns step, parameters and slots.
     """
 
     def update(inputs: list[Tensor], layout: Layout) -> list[Tensor]:
@@ -110,7 +110,7 @@ def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]
         step = old.step + (1.0 if good is None else good.to(old.step.dtype))
         if layout.master:
             *slots, kept = old.slots
-            # The parameters may have changed between the creation of state and the first good step.
+            # Parameters may change between the creation of state and the first good step.
             master = [
                 torch.where(step == 1, new.float(), wide)
                 for new, wide in zip(old.parameters, kept, strict=True)
@@ -126,7 +126,7 @@ def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]
         after = parameters + [tensor for slot in slots for tensor in slot]
         if good is not None:
             after = [torch.where(good, new, kept) for new, kept in zip(after, before, strict=True)]
-        # A scalar of a wider type also widens a parameter of shape [].
+        # A float32 scalar has widened bfloat16 parameters of shape [].
         after = [new.to(kept.dtype) for new, kept in zip(after, before, strict=True)]
         return [step, *after]
 
@@ -136,7 +136,7 @@ def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]
 def _widened(tensor: Tensor) -> Tensor:
     """Widen float16 to float32: an eps of 1e-8 is 0 in float16, and 0 / 0 would be NaN.
 
-    Small moments still underflow to 0 in float16; `master_weights` keeps them in float32.
+    Small moments still underflow when they are stored as float16, unless `master_weights` is on.
     """
     return tensor.float() if tensor.dtype == torch.float16 else tensor
 
@@ -160,16 +160,16 @@ class TorchOptions(TypedDict, total=False):
     """Keyword arguments that every optimizer takes. Most are those of torch.optim.
 
     Attributes:
-        master_weights: Also keep bfloat16 or float16 parameters and their moments in float32, so
-            that changes below half precision add up. torch.optim state dicts do not contain them.
-        fused: False: never use torch's fused kernels. Otherwise they are used on plain torch if
-            they are exact.
-        foreach: Accepted without effect: all parameters are updated at once.
-        capturable: Accepted without effect: a step can always be captured.
-        differentiable: Only False: a step cannot be differentiated.
-        amp_scaling: True (default): torch.amp.GradScaler and Lightning leave the division by the
-            loss scale and the decision to skip to `step`. False: they do both themselves and read
-            the device. Lightning can clip gradients only with False.
+        master_weights: Store a float32 copy of bfloat16 or float16 parameters, and their moments in
+            float32, so that small changes add up. Default: False. torch.optim has no such copy.
+        fused: False: never use torch's fused kernels. None or True: use a fused kernel on plain
+            torch if it gives the formula's results. Default: None.
+        foreach: Has no effect.
+        capturable: Has no effect: a step can always be captured.
+        differentiable: Must be False: a step cannot be differentiated.
+        amp_scaling: True: `step` divides by the loss scale and skips bad steps, without reading the
+            device. False: torch.amp.GradScaler or Lightning does both and reads the device.
+            Lightning can clip gradients only with False. Default: True.
     """
 
     master_weights: bool
@@ -188,15 +188,15 @@ _IN_GROUPS: Final = frozenset(
         *("initial_lr", "base_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
     )
 )
-"""Keys that a group may have besides options: its parameters, and values of torch's schedules."""
+"""Keys that a group may have besides options: parameters, and values of schedules."""
 
 
 def can_be_squared(gradient: Tensor) -> Tensor:
-    """Return [], bool, on the device: whether squares of the gradient and sums of them are finite.
+    """Return whether the sum of the gradient's squares is finite, as a bool tensor of shape [].
 
-    Otherwise the statistics overflow to inf and become NaN at the next step. The sum of all squares
-    bounds every product of two elements. Each parameter is checked alone, so that its bits do not
-    depend on which parameters are updated with it.
+    Otherwise an optimizer's sums of squares overflow to inf and become NaN at the next step. The
+    sum of all squares bounds the product of any two elements. Check each parameter alone, so that
+    its result does not depend on which parameters are updated with it.
     """
     norm: Tensor = torch.linalg.vector_norm(gradient)
     return torch.isfinite(norm.square())
@@ -207,7 +207,7 @@ def decayed(
 ) -> list[Tensor]:
     """Return gradients + weight_decay * parameters, or the gradients if weight_decay is 0.
 
-    A parameter may hold infinity, such as a mask that is added to scores: infinity * 0 is NaN.
+    A parameter may contain infinity, such as an attention mask, and infinity * 0 is NaN.
     """
     is_off = weight_decay == 0
     gradients = list(gradients)
@@ -217,15 +217,15 @@ def decayed(
 
 
 def options_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a constructor's arguments that are options of its groups, given its `locals()`."""
+    """Return the arguments of a constructor that are options, given its `locals()`."""
     return {name: each for name, each in arguments.items() if name not in _NO_OPTIONS}
 
 
 def at_least(group: Group, least: float, *names: str) -> None:
-    """Reject options of a group that are NaN or below `least`.
+    """Reject options that are NaN or below `least`. Tensors are not read.
 
     Raises:
-        ValueError: an option is out of range; names it.
+        ValueError: an option is out of range.
     """
     for name in names:
         value = group[name]
@@ -234,10 +234,10 @@ def at_least(group: Group, least: float, *names: str) -> None:
 
 
 def require_count(group: Group, count: int, name: str) -> None:
-    """Reject an option of a group that is not a tuple or a list of `count` elements.
+    """Reject an option that is not a tuple or list of `count` elements.
 
     Raises:
-        ValueError: the option is something else; shows its value.
+        ValueError: the option is something else.
     """
     value = group[name]
     if not _is_sequence(value) or len(value) != count:
@@ -247,20 +247,18 @@ def require_count(group: Group, count: int, name: str) -> None:
 class SyncFreeOptimizer(Optimizer):
     """Base of the sync-free optimizers; see the module's docstring.
 
-    State and parameter groups have torch's names. State dictionaries can therefore be exchanged
-    with the optimizer of the same name in `torch.optim`, in both directions. Use
-    `torch.optim.lr_scheduler` as usual: a changed value is uploaded before the next step, and no
-    graph changes.
+    State and parameter groups have torch's names. An optimizer and the one of the same name in
+    `torch.optim` can therefore load each other's state dictionaries. `torch.optim.lr_scheduler`
+    works as usual: the next step uploads changed values, and no graph changes.
 
-    On plain torch, parameters must be real floating-point tensors with dense gradients, as for the
-    multi-tensor implementations of `torch.optim`.
+    Parameters must be real floating-point tensors with dense gradients.
     """
 
     works_on_host: ClassVar[bool] = False
-    """Whether a step does work on the host that is not part of its graph."""
+    """Whether a step also does work on the host, outside its graph."""
     _operation: ClassVar[TracedOp]
     _has_own_types: ClassVar[bool] = False
-    """Whether state tensors may have other types than their parameters."""
+    """Whether state tensors may have another dtype than their parameter."""
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], **options: Unpack[TorchOptions]
@@ -281,7 +279,7 @@ class SyncFreeOptimizer(Optimizer):
             raise ValueError(f"{name} cannot be differentiable; use torch.optim for that")
         if known["foreach"] and known["fused"]:
             raise ValueError("fused and foreach cannot both be True")
-        # torch's optimizers look these up in a state dictionary that they load.
+        # torch.optim expects all of its options in the groups of a state dictionary that it loads.
         super().__init__(params, defaults | known)
         self._scalars = DeviceScalars()
         self._checked_kernels: dict[Hashable, bool] = {}
@@ -289,15 +287,14 @@ class SyncFreeOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Tells torch.amp.GradScaler not to read found_inf itself."""
+        """Whether torch.amp.GradScaler passes found_inf to the optimizer instead of reading it."""
         return bool(self.defaults.get("amp_scaling", True))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as in torch.optim.
 
         Raises:
-            ValueError: an option of the group is unknown, out of its range, or not allowed for
-                these parameters.
+            ValueError: an option is unknown, out of range, or not allowed for these parameters.
         """
         if unknown := param_group.keys() - self.defaults.keys() - _IN_GROUPS:
             raise ValueError(
@@ -315,7 +312,7 @@ class SyncFreeOptimizer(Optimizer):
             self._begin_early(self.param_groups[-1:])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled optimizer. torch also calls it when it loads a state dictionary."""
+        """Restore a pickled optimizer. torch also calls this in `load_state_dict`."""
         self.__dict__.setdefault("_scalars", DeviceScalars())
         self.__dict__.setdefault("_checked_kernels", {})
         super().__setstate__(state)
@@ -328,16 +325,16 @@ class SyncFreeOptimizer(Optimizer):
                 f"with master_weights=False (got {', '.join(map(str, dtypes))})"
             )
 
-    # Declarations of a formula, which subclasses override.
+    # What a formula needs; subclasses override it.
 
     _nonnegative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "eps")
     """Options that must be at least 0."""
     _numbers: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "betas")
-    """Options that may change from step to step, in the formula's order. For each beta, the formula
-    gets beta, 1 - beta and log(beta), betas first.
+    """Options that may change from step to step, in the formula's order. `betas` come last: all
+    beta, then all 1 - beta, then all log(beta).
     """
     _constants: ClassVar[tuple[str, ...]] = ("eps", "maximize")
-    """Options that are part of the graph, in the formula's order."""
+    """Options that are constants of the graph, in the formula's order."""
     _moments: ClassVar[tuple[str, ...]]
     """State tensors that every parameter has besides `step`."""
 
@@ -357,7 +354,7 @@ class SyncFreeOptimizer(Optimizer):
         values = {name: group[name] for name in self._numbers}
         betas = values.pop("betas", ())
         values |= {f"beta{number}": beta for number, beta in enumerate(betas, 1)}
-        # The host computes these in double precision.
+        # In double precision on the host: 1 - beta in float32 would lose digits.
         values |= {f"1 - beta{number}": 1 - beta for number, beta in enumerate(betas, 1)}
         logs = [math.log(beta) if beta else -math.inf for beta in betas]
         return values | {f"log beta{number}": log for number, log in enumerate(logs, 1)}
@@ -366,23 +363,23 @@ class SyncFreeOptimizer(Optimizer):
         return tuple(group[name] for name in self._constants)
 
     def _slots(self, group: Group) -> tuple[str, ...]:
-        """Return the names of each parameter's state tensors besides `step`."""
+        """Return the names of the state tensors of each parameter, except `step`."""
         del group
         return self._moments
 
     def _slots_of(self, group: Group, parameter: Tensor) -> tuple[str, ...]:
-        """Return the names for one parameter; override it if they depend on the shape."""
+        """Return the names for one parameter. Override this if they depend on its shape."""
         del parameter
         return self._slots(group)
 
     def _beginning(self, group: Group, parameter: Tensor, name: str) -> Tensor:
-        """Return a state tensor as it is before the first step."""
+        """Return the initial value of a state tensor."""
         del name
         dtype = torch.float32 if group["master_weights"] else None
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
 
     def _fused_kernel(self, group: Group, cohort: Cohort) -> Kernel | None:
-        """Return torch's own kernel with its arguments, or None if these options have none."""
+        """Return torch's fused kernel with its arguments, or None if it lacks these options."""
         del group, cohort
         return None
 
@@ -399,13 +396,13 @@ class SyncFreeOptimizer(Optimizer):
 
         Args:
             closure: Recomputes the loss, as in torch.optim.
-            found_inf: Tensor with one element on the parameters' device. 0: update. Other values:
-                leave parameters, state and step count unchanged, to the bit. None: update. On
-                torch_xla, its presence is part of the graph, its value is not. Adafactor, Shampoo
+            found_inf: Tensor with one element on the parameters' device. None or 0: update. Other
+                values: leave parameters, state and step count unchanged, to the bit. On torch_xla,
+                None and a tensor give different graphs, different values do not. Adafactor, Shampoo
                 and SOAP also leave a parameter and its state unchanged if squares of its gradient
                 overflow; such a step still counts.
-            grad_scale: [], on the parameters' device: divide the gradients by it first. None: the
-                gradients are not scaled.
+            grad_scale: [], on the parameters' device: the loss scale by which to divide the
+                gradients first. None: the gradients are not scaled.
 
         Returns:
             The closure's result, or None.
@@ -419,7 +416,7 @@ class SyncFreeOptimizer(Optimizer):
         if closure is not None:
             with torch.set_grad_enabled(True):
                 loss = closure()
-        if found_inf is None:  # torch.amp.GradScaler passes both as attributes
+        if found_inf is None:  # torch.amp.GradScaler sets both as attributes
             found_inf = getattr(self, "found_inf", None)
             grad_scale = getattr(self, "grad_scale", None)
         self.update(dict(enumerate(self.param_groups)), found_inf, grad_scale)
@@ -431,33 +428,33 @@ class SyncFreeOptimizer(Optimizer):
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
     ) -> None:
-        """Make a step for some of the parameters. Call it under `no_grad`.
+        """Make a step for some of the parameters. Call this under `no_grad`.
 
         Args:
-            groups: By the number of a group: its options, and the parameters to update.
+            groups: Maps the index of a group to its options and the parameters to update.
             found_inf: As in `step`.
             grad_scale: As in `step`.
         """
         if found_inf is not None:
             found_inf = _checked(found_inf)
-        newborn: list[Tensor] = []
+        created: list[Tensor] = []
         cohorts = [
             (index, group, cohort)
             for index, group in groups.items()
-            for cohort in cohorts_of(group["params"], self.state, self._new_state(group), newborn)
+            for cohort in cohorts_of(group["params"], self.state, self._new_state(group), created)
         ]
-        if newborn:
-            materialize(newborn)
+        if created:
+            materialize(created)
         for index, group, cohort in cohorts:
             cohort.found_inf = _scalar_on(found_inf, cohort.device)
             cohort.grad_scale = _scalar_on(grad_scale, cohort.device)
             self._update_cohort(index, group, cohort)
 
     def refresh(self) -> None:
-        """Upload what the host has changed since the last step, such as the learning rate.
+        """Upload numbers that the host has changed, such as the learning rate.
 
-        `step` calls it. Code that runs a step in another way, such as a traced step, must call it
-        first. The tensors stay the same objects.
+        `step` does the same. A traced step, which replays `step`, calls this first. The tensors
+        stay the same objects.
         """
         for index, group in enumerate(self.param_groups):
             self._scalars.refresh(index, self._scheduled(group))
@@ -510,7 +507,8 @@ class SyncFreeOptimizer(Optimizer):
         cohort.step += 1.0 if found_inf is None else (found_inf == 0).to(cohort.step.dtype)
         bad = None if found_inf is None else (found_inf != 0).float()
         kernel(grad_scale=cohort.grad_scale, found_inf=bad)
-        # torch's kernels (2.7 to 2.15) do not; autograd would use new values instead of saved ones.
+        # torch's kernels (2.7 to 2.15) do not increment it. A later backward would then use the new
+        # values instead of raising an error.
         increment_version(cohort.parameters)
 
     def _update_by_formula(self, group: Group, cohort: Cohort, scalars: Sequence[Tensor]) -> None:
@@ -541,7 +539,7 @@ class SyncFreeOptimizer(Optimizer):
             *[_number(value) != 0 for value in scheduled.values()],
         )
         if case not in self._checked_kernels:
-            tried = {**group, "lr": 0.5}  # large enough to show in half precision
+            tried = {**group, "lr": 0.5}  # half precision would round a small change away
             scalars = [
                 torch.tensor(float(value), dtype=cohort.wide, device=cohort.device)
                 for value in self._scheduled(tried).values()
@@ -551,8 +549,8 @@ class SyncFreeOptimizer(Optimizer):
                 self._update_by_formula(tried, scratch, scalars)
 
             def kernel(scratch: Cohort) -> None:
-                if (its := self._fused_kernel(tried, scratch)) is not None:
-                    self._update_fused(its, scratch)
+                if (fused := self._fused_kernel(tried, scratch)) is not None:
+                    self._update_fused(fused, scratch)
 
             self._checked_kernels[case] = computes_the_same(kernel, formula, cohort)
         return self._checked_kernels[case]
@@ -561,35 +559,33 @@ class SyncFreeOptimizer(Optimizer):
         """Materialize parameters and new state on torch_xla before the first step.
 
         torch_xla orders the results of a graph by the age of its tensors. If the state were younger
-        than the first loss and gradients, the first step's graph would differ from the second's. A
-        cold start would then compile twice as much.
+        than the first loss and gradients, the first two steps would have different graphs, and a
+        cold start would compile both.
         """
-        resting: list[Tensor] = []
+        unmaterialized: list[Tensor] = []
         for group in groups:
             steps: dict[Place, Tensor] = {}
             for parameter in group["params"]:
                 if parameter.device.type != "xla":
                     continue
-                resting.append(parameter)
-                ours = parameter.is_floating_point() and parameter.requires_grad
-                if ours and not self.state.get(parameter):
-                    begin(parameter, self.state, self._new_state(group), steps, resting)
-        materialize(resting)
+                unmaterialized.append(parameter)
+                is_trained = parameter.is_floating_point() and parameter.requires_grad
+                if is_trained and not self.state.get(parameter):
+                    begin(parameter, self.state, self._new_state(group), steps, unmaterialized)
+        materialize(unmaterialized)
 
     # State dictionaries.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dictionary as torch's: each updated parameter has its own step, on the
-        host.
-
-        Reads the device.
+        """Return a state dictionary like torch's: each updated parameter has its own step on the
+        host. Reads the device.
         """
         state_dict = super().state_dict()
         on_host: dict[int, float] = {}
         states = {}
         for key, state in state_dict["state"].items():
             step = state.get("step")
-            if step is None:  # this class did not create the state
+            if step is None:  # another class created the state
                 states[key] = state
                 continue
             if id(step) not in on_host:
@@ -602,11 +598,12 @@ class SyncFreeOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dictionary of this class or of torch's class of the same name.
 
-        Options that it lacks keep their values.
+        Options that the dictionary lacks keep their values. If an error is raised, nothing has
+        changed.
 
         Raises:
-            ConfigError: the state is of another optimizer; nothing was changed.
-            ValueError: the state is of other groups; nothing was changed.
+            ConfigError: the dictionary is of another optimizer or model.
+            ValueError: the dictionary has other groups.
         """
         kept = [dict(group) for group in self.param_groups]
         for group, saved_group in zip(kept, state_dict["param_groups"], strict=False):
@@ -626,14 +623,15 @@ class SyncFreeOptimizer(Optimizer):
             for parameter, before in zip(group["params"], given, strict=False):
                 if state := self.state.get(parameter):
                     if group["master_weights"] or self._has_own_types:
-                        # torch has rounded them to the parameter's type
+                        # torch has rounded the state to the parameter's dtype
                         names = self._new_state(group).names(parameter)
                         saved_names = [name for name in names if name in before]
                         state |= {n: before[n].to(parameter.device) for n in saved_names}
                     adopted += self._adopt(group, parameter, state, steps)
             counts += steps.values()
         materialize(adopted)
-        settle(counts)  # last, because counts are also the youngest tensors of new state
+        # The counts last: as in new state, they must be the youngest tensors.
+        settle(counts)
         self._begin_early(self.param_groups)
 
     def _adopt(
@@ -643,7 +641,9 @@ class SyncFreeOptimizer(Optimizer):
         state: dict[str, Any],
         steps: dict[tuple[Place, float], Tensor],
     ) -> list[Tensor]:
-        """Copy loaded state that shares memory with its source, and share equal steps."""
+        """Replace loaded state tensors by copies, because they share memory with the dictionary.
+        Parameters with equal step counts share one step tensor. Return the copies.
+        """
         new = self._new_state(group)
         names = new.names(parameter)
         count = float(state.get("step", self._step_of(state)))
@@ -662,7 +662,10 @@ class SyncFreeOptimizer(Optimizer):
         return [state[name] for name in names]
 
     def _check_loaded(self, group: Group, saved: Group, states: Sequence[Group]) -> None:
-        """Raise ConfigError if a saved group does not fit; `states` has a dict per parameter."""
+        """Raise ConfigError if a saved group is of another optimizer or model.
+
+        `states` has the saved state of each parameter.
+        """
         name = type(self).__name__
         remedy = "load only the model, and begin with new state"
         for option in self.defaults.keys() & saved.keys():
@@ -702,40 +705,42 @@ class SyncFreeOptimizer(Optimizer):
                 )
 
     def _other_makers(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the optimizers that fit a saved group best, or none if this class is among them.
-        Equal names of state tensors prove little: half of all optimizers have an `exp_avg`.
+        """Return the names of the optimizers whose options a saved group contains most completely.
+        Return none if the group may be of this class. State names prove little: half of all
+        optimizers have an `exp_avg`.
         """
         fitting = [
             (len(names), maker) for maker, names in _options_of_makers() if names <= {*saved}
         ]
-        most = max((count for count, _ in fitting), default=0)
-        makers = {maker for count, maker in fitting if count == most}
+        largest = max((count for count, _ in fitting), default=0)
+        makers = {maker for count, maker in fitting if count == largest}
         if makers & {each.__name__ for each in type(self).__mro__}:
             return []
-        if len(self.defaults) >= most and self.defaults.keys() <= saved.keys():
-            return []  # the user's own optimizer, with options of one that it resembles
+        if len(self.defaults) >= largest and self.defaults.keys() <= saved.keys():
+            return []  # a user's class with the options of a known optimizer
         if _DECOUPLED in saved and {"Adam", "AdamW"} <= makers:
             makers.remove("Adam" if saved[_DECOUPLED] else "AdamW")
         return sorted(makers)
 
     def _has_moments(self, group: Group, parameter: Tensor, saved: Collection[str]) -> bool:
-        """Return whether these saved tensors are enough; amsgrad may have been turned on since."""
+        """Return whether no needed tensor is missing, except for amsgrad, which may be new."""
         return {*self._slots_of(group, parameter)} - {"max_exp_avg_sq"} <= {*saved}
 
     def _step_of(self, state: Mapping[str, Any]) -> float:
-        """Return the step count to assume for state without one."""
+        """Return the step count of loaded state that has no `step`."""
         del state
         return 0.0
 
 
 _DECOUPLED: Final = "decoupled_weight_decay"
-"""Tells AdamW from Adam in torch's state dictionaries; other optimizers also have it."""
+"""Option that only distinguishes AdamW from Adam. Other optimizers have it too, so it does not
+identify a class."""
 
 
 def _options_of_makers() -> Iterator[tuple[str, set[str]]]:
-    """Yield the optimizers of this package and of torch.optim, with the options that each saves."""
-    theirs = [each for each in vars(optim).values() if isinstance(each, type)]
-    for maker in [*_makers_below(SyncFreeOptimizer), *theirs]:
+    """Yield the name of each optimizer of this package and torch.optim, with its option names."""
+    torch_classes = [each for each in vars(optim).values() if isinstance(each, type)]
+    for maker in [*_makers_below(SyncFreeOptimizer), *torch_classes]:
         if issubclass(maker, Optimizer) and maker is not Optimizer:
             names = {*inspect.signature(maker).parameters} - {"params", "options", _DECOUPLED}
             is_ours = issubclass(maker, SyncFreeOptimizer)
@@ -785,11 +790,10 @@ class _Scalar:
 
 
 class DeviceScalars:
-    """Named numbers of an optimizer's groups, on the devices of its parameters.
+    """Named numbers of an optimizer's groups, as tensors on the devices of its parameters.
 
-    A learning rate that is a Python number becomes a constant of the graph, or an upload for every
-    parameter that uses it. Here each number is a tensor, which is uploaded when the host has
-    changed it.
+    A Python number would become a constant of the graph, or one upload per parameter. A tensor is
+    uploaded once for each change on the host.
     """
 
     def __init__(self) -> None:
@@ -802,9 +806,9 @@ class DeviceScalars:
         device: torch.device,
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """Return the tensors of `values`, uploading those that are new or have changed.
+        """Return the tensors of `values`. Upload numbers that are new or have changed.
 
-        A group always has the same names. Values are numbers, or tensors on the host.
+        Each call for a group must pass the same names. Values are numbers or tensors on the host.
 
         Raises:
             ValueError: a value is a tensor on a device.
@@ -818,7 +822,7 @@ class DeviceScalars:
         return self._update(self._scalars[place], values)
 
     def refresh(self, group: int, values: Mapping[str, float | Tensor]) -> None:
-        """Upload the numbers of a group that have changed since the last call of `get`."""
+        """Upload the numbers of a group that `get` has uploaded before and that have changed."""
         for (of_group, _, _), scalars in self._scalars.items():
             if of_group == group:
                 self._update(scalars, values)

@@ -1,11 +1,11 @@
-"""CheckedOutput: a result array that reveals what a kernel left out or overran."""
+"""CheckedOutput: an output array that detects missing writes and writes out of bounds."""
 
 from typing import Any, Final
 
 __all__ = ["CheckedOutput"]
 
 _GUARD_BYTES: Final = 4096
-"""Bytes on each side of the array; a multiple of all alignments that compilers assume."""
+"""Size of a guard band, and alignment of the array. Compilers assume no larger alignment."""
 
 
 class CheckedOutput:
@@ -18,10 +18,10 @@ class CheckedOutput:
 
     Args:
         shape: shape of the array.
-        dtype: numpy data type of its elements, or its name.
+        dtype: numpy data type of the elements, or its name.
 
     Attributes:
-        array: row-major, at an address that is a multiple of 4096.
+        array: the output, row-major, at an address that is a multiple of 4096.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
@@ -39,9 +39,9 @@ class CheckedOutput:
         self.fill_with_garbage()
 
     def fill_with_garbage(self) -> None:
-        """Fill the array with new garbage, and the guard bands with a new pattern.
+        """Overwrite the array with random values and the guard bands with random bytes.
 
-        The garbage is far from 0, so that a kernel that adds to it gives a wrong result.
+        The values are 64 to 99. A kernel that adds to them, or leaves some, gives a wrong result.
         """
         garbage = self._random.integers(64, 100, self.array.shape)
         self.array[...] = garbage.astype(self.array.dtype)
@@ -50,11 +50,14 @@ class CheckedOutput:
         self._patterns = tuple(guard.copy() for guard in self._guards)
 
     def holds(self, expected: Any, tolerance: Any = 0) -> bool:
-        """Return whether the array is as expected, and the guard bands are intact.
+        """Return whether the array has the expected values and the guard bands are intact.
 
         Args:
-            expected: an array of the same shape. NaN agrees with NaN, and infinity with itself.
-            tolerance: largest difference of an element, a number or an array. Default: 0.
+            expected: an array of the same shape. NaN equals NaN, and infinity equals itself.
+            tolerance: maximum absolute difference, a number or an array. Default: 0.
+
+        Raises:
+            ValueError: the shapes differ.
         """
         import numpy as np
 
@@ -63,7 +66,8 @@ class CheckedOutput:
                 f"the expected shape is {np.shape(expected)}, but that of the output is "
                 f"{self.array.shape}"
             )
-        wide = np.result_type(self.array, expected, np.longdouble)  # integers would wrap around
+        # Differences of integers would wrap around.
+        wide = np.result_type(self.array, expected, np.longdouble)
         with np.errstate(invalid="ignore"):
             difference = abs(self.array.astype(wide) - expected)
         agrees = (self.array == expected) | (difference <= tolerance)

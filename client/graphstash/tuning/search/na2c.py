@@ -1,16 +1,16 @@
 """Neighbourhood actor advantage critic (N-A2C).
 
-    repeat: collect: walk from the best so far, `steps` moves at most; a move is random with
-                     probability epsilon, else drawn from the policy; unvisited states go into
-                     the batch, until it is full
+    repeat: collect: walk from the best state so far, at most `steps` moves per walk; a move is
+                     random with probability epsilon, else drawn from the policy; unvisited
+                     states go into the batch, until it is full or `MAX_WALKS` walks find none
             measure the batch; r = log(first cost / cost)
             A = r + discount * V(s') - V(s), a constant for the policy
             descend -log pi(a | s) * A  and  (r + discount * V(s') - V(s))^2, V(s') a constant
 
 (Zhang et al., "Compiler-Level Matrix Multiplication Optimization for Deep Learning", arXiv
 1909.10616, 2019.) Illegal moves are masked before the softmax, so the policy never chooses them.
-Rewards are logarithms, so they do not depend on the unit of costs. If all states nearby are
-visited, the search continues from a random unvisited state.
+Rewards are logarithms, so they do not depend on the unit of costs. If the walks find no unvisited
+state, the batch consists of random unvisited states.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from graphstash.tuning.space import Configuration, SearchSpace
 __all__ = ["NA2C", "ActorCritic", "Transitions"]
 
 MAX_WALKS = 20
-"""Walks without a new state, after which the search continues elsewhere."""
+"""Consecutive walks without a new state after which the batch is complete."""
 
 
 class Transitions(NamedTuple):
@@ -34,13 +34,13 @@ class Transitions(NamedTuple):
 
     before: Floats  # [B, F]
     after: Floats  # [B, F]
-    legal: NDArray[np.bool_]  # [B, M], of the state before
+    legal: NDArray[np.bool_]  # [B, M], in the state before
     moves: NDArray[np.int64]  # [B]
     rewards: Floats  # [B]
 
 
 class ActorCritic:
-    """A hidden tanh layer, shared by a policy over moves and a value of states."""
+    """A hidden tanh layer with two outputs: a policy over moves, and the value of a state."""
 
     def __init__(
         self, features: int, moves: int, *, hidden: int, learning_rate: float, seed: int
@@ -57,7 +57,7 @@ class ActorCritic:
         self._adam = Adam(self.parameters, learning_rate)
 
     def log_policy(self, states: Floats, legal: NDArray[np.bool_]) -> Floats:
-        """Return log probabilities of each state's moves, [B, M]; minus infinity if illegal."""
+        """Return the log probability of each state's moves, [B, M]; -inf for illegal moves."""
         hidden = self._hidden(states)
         logits = hidden @ self.parameters["policy"] + self.parameters["policy_bias"]
         return log_softmax(np.where(legal, logits, -np.inf))
@@ -70,7 +70,9 @@ class ActorCritic:
         return result
 
     def gradients(self, batch: Transitions, discount: float) -> dict[str, Floats]:
-        """Return gradients of the batch mean of -log pi(a | s) * A + A^2."""
+        """Return gradients of the batch mean of -log pi(a | s) * A + A^2. In the first term A is a
+        constant, in the second V(s').
+        """
         count = len(batch.moves)
         hidden = self._hidden(batch.before)
         advantage = batch.rewards + discount * self.values(batch.after) - self.values(batch.before)
@@ -108,12 +110,12 @@ class NA2C(Searcher):
     Args:
         space: the space to search.
         seed: seed of every choice.
-        first: measured before anything else, instead of the starts.
-        starts: number of random configurations measured before the first walk; 0 for the start of
-            the space, as in the paper.
-        batch: number of configurations per round.
-        steps: largest number of moves in a walk.
-        epsilon: share of random moves, from 0 to 1.
+        first: configurations to measure first, instead of `starts`.
+        starts: number of random configurations to measure first. 0: measure the start of the space,
+            as in the paper.
+        batch: maximum number of configurations per round.
+        steps: maximum number of moves in a walk.
+        epsilon: probability of a random move.
         discount: weight of the next state's value, from 0 to 1.
         hidden: width of the hidden layer.
         learning_rate: learning rate of Adam.
@@ -150,7 +152,8 @@ class NA2C(Searcher):
         self._updates = updates
         self._rewards = Rewards()
         self._best: Trial | None = None
-        self._walked: dict[Configuration, tuple[Configuration, int]] = {}  # to: from, move
+        # The state and the move that led to each configuration of the batch.
+        self._walked: dict[Configuration, tuple[Configuration, int]] = {}
         self.network = ActorCritic(
             len(space.features(space.start)),
             space.moves,
@@ -174,7 +177,7 @@ class NA2C(Searcher):
             if (move := self._move(state)) is None or len(chosen) == self._batch:
                 return
             to = self.space.moved(state, move)
-            assert to is not None  # noqa: S101 - legal moves lead somewhere
+            assert to is not None  # noqa: S101 - the move is legal
             if to not in self._visited and to not in chosen:
                 chosen[to] = None
                 self._walked[to] = (state, move)

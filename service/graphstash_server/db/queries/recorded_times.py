@@ -23,14 +23,15 @@ _NAME = "plausible"
 
 
 class Suspension(NamedTuple):
-    """A time during which nothing is deleted by age.
+    """A period in which nothing is deleted by age, see `services.plausible_clock`.
 
     Attributes:
         began_at: recorded time at the beginning.
-        ended_at: time of the clock at the end; None while it lasts.
-        followed_at: how far the servers believe the clock.
-        seen_at: last time of the clock.
-        up_seconds: how long the server that saw it has been running.
+        ended_at: time of the clock at the end; None before.
+        followed_at: a time that moves towards the clock at a limited pace. The suspension ends at
+            the latest when it arrives.
+        seen_at: time of the clock when a server last read it.
+        up_seconds: uptime of that server at that reading.
     """
 
     began_at: datetime
@@ -41,10 +42,10 @@ class Suspension(NamedTuple):
 
 
 async def lock_recorded_time(connection: AsyncConnection, *, now: datetime) -> datetime:
-    """Return the recorded time and lock it until the end of the transaction.
+    """Return the recorded time and lock its row until the end of the transaction.
 
-    The first call records `now`. If the database was in use before, the first call records the
-    latest time for which an earlier release planned a chore, unless it lies after `now`.
+    If no time is recorded, record `now`, or the latest time of a planned chore if that is earlier.
+    The chores are those of a release that recorded no time.
     """
     planned = await connection.scalar(select(func.max(chores.c.next_at)))
     first = insert_into(connection, recorded_times).values(
@@ -64,7 +65,7 @@ async def record_time(connection: AsyncConnection, at: datetime) -> None:
 
 
 async def list_suspensions(connection: AsyncConnection) -> Sequence[Suspension]:
-    """Return all suspensions, the oldest first. Only the last one may still last."""
+    """Return all suspensions, the oldest first. Only the last may have no end."""
     columns = [suspensions.c[name] for name in Suspension._fields]
     rows = await connection.execute(select(*columns).order_by(suspensions.c.began_at))
     return [Suspension(*row) for row in rows]
@@ -80,7 +81,7 @@ async def save_suspension(connection: AsyncConnection, suspension: Suspension) -
 
 
 async def drop_suspension(connection: AsyncConnection, suspension: Suspension) -> None:
-    """Forget a suspension."""
+    """Delete a suspension."""
     await connection.execute(
         delete(suspensions).where(suspensions.c.began_at == suspension.began_at)
     )

@@ -1,7 +1,7 @@
 """TokenService: creates, exchanges, lists and revokes tokens.
 
-The database stores the id of a token and the SHA-256 of its secret. The secret has 256 random bits,
-so even a fast plain hash does not reveal it.
+The database stores the id of a token and the SHA-256 of its secret. The secret is 256 random bits,
+so a fast hash is enough: no search finds the secret from it.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ from graphstash_server.errors import ServerError
 from graphstash_server.services.identity.principals import Principal
 
 __all__ = [
-    "MAX_EXCHANGED_OF_ONE",
+    "MAX_EXCHANGED_PER_SUBJECT",
     "MAX_EXCHANGED_TOKENS",
     "MAX_LIVE_TOKENS",
     "TokenService",
@@ -53,20 +53,22 @@ __all__ = [
 ]
 
 MAX_LIVE_TOKENS: Final = 10_000
-"""Maximum tokens that are neither revoked nor expired. One response lists them all."""
+"""Maximum number of tokens that are neither revoked nor expired. One response lists them all."""
 
 MAX_EXCHANGED_TOKENS: Final = 5_000
-"""Maximum of these tokens that were exchanged for JWTs. The rest is left for administrators."""
+"""Maximum number of these tokens that were exchanged for JWTs. Administrators keep the rest."""
 
-MAX_EXCHANGED_OF_ONE: Final = 1_000
-"""Maximum exchanged tokens of one subject, which may be all hosts of a large job."""
+MAX_EXCHANGED_PER_SUBJECT: Final = 1_000
+"""Maximum number of exchanged tokens of one JWT subject. All hosts of a job may share a subject."""
 
 _EXCHANGED_COUNTS_FOR = timedelta(hours=1)
-"""Time for which an exchanged token counts at least, and is listed after its end. Otherwise short
-lifetimes could fill the table and the audit log."""
+"""An exchanged token counts towards the limits for at least this time after its creation, and is
+deleted this time after its end. Otherwise a caller could fill the table and the audit log with
+short-lived tokens."""
 
 _MIN_KEPT = timedelta(days=30)
-"""Minimum time for which an ended token is listed, so that its owner can find out why it ended."""
+"""Minimum time for which the list shows a revoked or expired token, so that its owner finds out why
+it stopped working. Exchanged tokens are excepted."""
 
 _ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _ID_CHARACTERS = 16
@@ -74,15 +76,15 @@ _ID = re.compile(rf"[{_ID_ALPHABET}]{{{_ID_CHARACTERS}}}")
 _SECRET_BYTES = 32
 
 _LATEST = datetime(9999, 1, 1, tzinfo=UTC)
-"""Latest expiry. In some time zones, a later time cannot be represented."""
+"""Every expiry lies before this time. In some time zones, a later one cannot be represented."""
 
 _REVOKED = "revoked"
-"""First word of the notification of a revocation; the id follows."""
+"""A revocation's notification is this word, a space, and the token's id."""
 
 
 @dataclass(kw_only=True, eq=False)
 class TokenService:
-    """Manage tokens. Safe for concurrent calls. Each change is audited in its own transaction."""
+    """Safe for concurrent calls. The transaction of a change also writes the audit log."""
 
     database: Database
     clock: Clock
@@ -91,7 +93,8 @@ class TokenService:
         """Create a token. Only this response ever contains the secret.
 
         Raises:
-            ServerError: 400 if the token would be expired, 409 if there are too many.
+            ServerError: 400 if the expiry is past or after the year 9998, 409 if there are too
+                many tokens.
         """
         now = self.clock()
         info = TokenInfo(
@@ -112,11 +115,11 @@ class TokenService:
         max_lifetime_seconds: int,
         actor: Actor,
     ) -> TokenIssued:
-        """Create a token that outlives a caller's JWT, with the same rights or fewer.
+        """Create a token that outlives the caller's JWT and has the same rights or fewer.
 
         Raises:
-            ServerError: 403 if the caller has no JWT or lacks these rights, 400 if the lifetime is
-                too long, 409 if there are too many tokens.
+            ServerError: 403 if the caller has no JWT or lacks the requested rights, 400 if the
+                lifetime is too long, 409 if there are too many tokens.
         """
         if caller.kind is not AccessKind.OIDC or caller.issuer is None:
             raise ServerError(
@@ -174,9 +177,9 @@ class TokenService:
             return TokenList(tokens=tuple(await list_tokens(connection)))
 
     async def revoke(self, token_id: str, *, actor: Actor) -> TokenInfo | None:
-        """Revoke a token for good. Return None if there is none. Revoking again changes nothing."""
+        """Revoke a token for good and return it, or None if no token has this id. Idempotent."""
         if _ID.fullmatch(token_id) is None:
-            return None  # PostgreSQL refuses text with a NUL character
+            return None  # the id may contain NUL, which PostgreSQL rejects with an error
         now = self.clock()
         async with self.database.writing() as connection:
             if await revoke_token(connection, token_id, now=now):
@@ -188,8 +191,8 @@ class TokenService:
         return row.info if row is not None else None
 
     async def forget_ended(self, *, now: datetime, kept_for: timedelta) -> int:
-        """Delete tokens that were revoked or expired `kept_for` before a time, and at least
-        `_MIN_KEPT`. Return their number. Exchanged tokens are deleted an hour after their end.
+        """Delete tokens that were revoked or expired more than `kept_for` (at least `_MIN_KEPT`)
+        before `now`. For exchanged tokens the limit is an hour. Return the number deleted.
         """
         async with self.database.writing() as connection:
             return await delete_ended_tokens(
@@ -200,12 +203,12 @@ class TokenService:
 
 
 def sha256_of_secret(secret: str) -> str:
-    """Return the stored form of a secret, in hex."""
+    """Return the hash of a secret as the database stores it, in hex."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def revoked_in(payload: str) -> str | None:
-    """Return the id of the revoked token in a notification. None for other notifications."""
+    """Return the id of the token whose revocation a notification reports, else None."""
     word, _, token_id = payload.partition(" ")
     return token_id if word == _REVOKED else None
 
@@ -217,21 +220,22 @@ def _new_id() -> str:
 def _check_included(grant: Grant, caller: Principal) -> None:
     if any(own.includes(grant) for own in caller.grants):
         return
-    told = f"{caller.name} has no grant that includes {grant}"
+    refusal = f"{caller.name} has no grant that includes {grant}"
     if any(own.allows(grant.scope, grant.namespaces) for own in caller.grants):
-        told += (
-            ", which says more than the pattern of its own (a name counts in a trusted namespace, "
-            "and * for the whole server): ask for a pattern, or let a rule of the server name it"
+        refusal += (
+            ", which allows more than a pattern that matches it (an exact name also counts in a "
+            "trusted namespace, and * for the whole server): ask for a pattern, or let a rule of "
+            "the server grant exactly this"
         )
-    has = ", ".join(map(str, caller.grants))
-    raise ServerError(ErrorCode.FORBIDDEN, f"{told}; it has {has}")
+    held = ", ".join(map(str, caller.grants))
+    raise ServerError(ErrorCode.FORBIDDEN, f"{refusal}; it has {held}")
 
 
 async def _check_room(
     connection: AsyncConnection, caller: tuple[str, str], *, now: datetime
 ) -> None:
-    for of, limit, whose in (
-        (caller, MAX_EXCHANGED_OF_ONE, f"{caller[1]} has"),
+    for of, limit, holder in (
+        (caller, MAX_EXCHANGED_PER_SUBJECT, f"{caller[1]} has"),
         (None, MAX_EXCHANGED_TOKENS, "all callers together have"),
     ):
         count = await count_exchanged_tokens(
@@ -240,7 +244,7 @@ async def _check_room(
         if count >= limit:
             raise ServerError(
                 ErrorCode.CONFLICT,
-                f"{whose} {limit} tokens in exchange for JWTs that are live or not yet an hour "
+                f"{holder} {limit} tokens in exchange for JWTs that are live or not yet an hour "
                 "old: use one token for all processes of a job, or ask for shorter lives",
                 limit=limit,
             )

@@ -1,7 +1,7 @@
-"""One rank's sockets in a session: the I/O for a `Worker`.
+"""One rank's UDP sockets in a session: the I/O for a `Worker`.
 
-A thread sends a heartbeat five times per `lost_after_seconds`. Without it, aggregators would take
-a rank with a long computation for dead.
+A thread sends five heartbeats per `lost_after_seconds`. Otherwise the aggregators would declare a
+rank dead during a long computation.
 """
 
 import selectors
@@ -28,30 +28,31 @@ from graphstash.training.reduce.aggregators.worker import AggregationError, Outg
 
 __all__ = ["Client", "Counters", "PathLimits"]
 
-_OPEN_AGAIN_SECONDS: Final = 0.1
-_LARGEST_SECONDS: Final = 1.0
-_LEAVE_SECONDS: Final = 1.0
-_LEAVE_AGAIN_SECONDS: Final = 0.05
-_LOOK_SECONDS: Final = 0.5
+_OPEN_RETRY_SECONDS: Final = 0.1
+_PROBE_SECONDS: Final = 1.0
+_LEAVE_TIMEOUT_SECONDS: Final = 1.0
+_LEAVE_RETRY_SECONDS: Final = 0.05
+_CHECK_SECONDS: Final = 0.5
 
-_MAX_WHY_BYTES: Final = 1000
+_MAX_REASON_BYTES: Final = 1000
 
 
 @dataclass
 class Counters:
-    """UDP datagrams of this protocol that a rank has sent and received since the beginning.
+    """Datagrams of the reductions of one rank in one session. Datagrams that open or close the
+    session, and heartbeats, are not counted.
 
-    Bytes include the headers of this protocol. IP and UDP add 28 bytes per datagram (IPv6: 48).
+    Bytes include this protocol's headers. IP and UDP add 28 bytes per datagram (IPv6: 48).
 
     Attributes:
-        sent_bytes: Bytes of datagrams with tensors, each counted once.
+        sent_bytes: Bytes of DATA datagrams, without resends.
         sent_datagrams: Number of these datagrams.
         received_bytes: Bytes of datagrams with new sums.
         received_datagrams: Number of these datagrams.
-        resent_bytes: Bytes of datagrams that were resent because no answer had arrived in time.
-        resent_datagrams: Number of resends.
-        ignored_datagrams: Number of datagrams without new sums: duplicates, late ones, WAITING,
-            and datagrams without a valid seal.
+        resent_bytes: Bytes of datagrams, DATA or ASK, sent because an answer was overdue.
+        resent_datagrams: Number of these datagrams.
+        ignored_datagrams: Number of received datagrams without new sums: duplicates, late
+            datagrams, WAITING, and datagrams without a valid seal.
     """
 
     sent_bytes: int = 0
@@ -65,8 +66,11 @@ class Counters:
 
 @dataclass
 class PathLimits:
-    """How one rank reaches the aggregators: sizes of datagrams that reach all aggregators and come
-    back, ascending, and the smallest receive buffer of this rank and the aggregators, in bytes.
+    """Limits of the path between one rank and all aggregators, in bytes.
+
+    Attributes:
+        payload_bytes: Datagram sizes that reach every aggregator and return, ascending.
+        buffer_bytes: Smallest receive buffer of the rank and the aggregators.
     """
 
     payload_bytes: list[int]
@@ -76,7 +80,7 @@ class PathLimits:
 class Client:
     """The sockets of one rank. `addresses` and `seals` are ordered by aggregator number.
 
-    A process counts as dead after `lost_after_seconds` of silence.
+    Aggregators declare a rank dead after `lost_after_seconds` of silence, and ranks an aggregator.
 
     Raises:
         ConfigError: an address is invalid or not routable.
@@ -114,21 +118,22 @@ class Client:
             raise
 
     def open(self, sizes: Sequence[int]) -> PathLimits:
-        """Begin the session with every aggregator, and find out which datagram sizes pass.
+        """Open the session with every aggregator, and measure which datagram sizes pass.
 
-        Tries all `sizes`, in bytes, and stops a second after the first size has passed everywhere.
+        Tries all `sizes`, in bytes, for at most a second after a first size has passed to every
+        aggregator and back.
 
         Raises:
             AggregationError: an aggregator does not answer, or refuses the session.
         """
         passed: list[set[int]] = [set() for _ in self._addresses]
         buffers = [sockets.receive_buffer_of(each) for each in self._sockets]
-        began = again = since = time.monotonic()
+        began = next_open = since = time.monotonic()
         while True:
             now = time.monotonic()
             common = set.intersection(*passed)
             since = since if common else now
-            if set(sizes) <= common or now - since > _LARGEST_SECONDS:
+            if set(sizes) <= common or now - since > _PROBE_SECONDS:
                 break
             if now - began > self._lost_after:
                 lost = next(number for number, each in enumerate(passed) if not each)
@@ -138,11 +143,11 @@ class Client:
                     f"{self._lost_after:g} seconds: the address has to be one that every rank "
                     "reaches by UDP"
                 )
-            if now >= again:
-                again = now + _OPEN_AGAIN_SECONDS
+            if now >= next_open:
+                next_open = now + _OPEN_RETRY_SECONDS
                 for number in range(len(passed)):
                     self._send_open(number, set(sizes) - passed[number])
-            for number, datagram in self._received(again - now):
+            for number, datagram in self._received(next_open - now):
                 message = self._seals[number].open(datagram)
                 if message is None:
                     continue
@@ -162,16 +167,17 @@ class Client:
         *,
         element: int,
         operation: Operation,
-        look: Callable[[], None],
+        check: Callable[[], None],
     ) -> Totals:
         """Reduce a tensor over all ranks, in place; see `Worker.begin`.
 
-        Calls `look` about every half second; it raises if waiting has become useless.
+        Calls `check` about every half second. It raises an error to end the wait.
 
         Raises:
             AggregationError: the session is over.
+            ConfigError: the ranks have different tensors.
         """
-        now = looked = self._clock()
+        now = checked = self._clock()
         self._send(worker.begin(blocks, nonzero, element=element, operation=operation, now=now))
         while not worker.is_done:
             due = worker.due()
@@ -188,28 +194,31 @@ class Client:
             now = self._clock()
             if now >= due:
                 self._send(worker.tick(now))
-            if now - looked > _LOOK_SECONDS:
-                looked = now
-                look()
+            if now - checked > _CHECK_SECONDS:
+                checked = now
+                check()
         return worker.totals()
 
-    def leave(self, why: str = "") -> None:
-        """Tell the aggregators that this rank is done, or why it gives up, and disconnect."""
+    def leave(self, reason: str = "") -> None:
+        """Send LEAVE until every aggregator has answered, for at most a second. Close the sockets.
+
+        `reason` says why the rank gives up. Empty: the rank is done.
+        """
         self._closing.set()
-        until = time.monotonic() + _LEAVE_SECONDS
+        until = time.monotonic() + _LEAVE_TIMEOUT_SECONDS
         missing = set(range(len(self._sockets)))
         while missing and time.monotonic() < until:
             for number in sorted(missing):
                 header = Header(Kind.LEAVE, rank=self._rank, aggregator=number)
-                farewell = self._seals[number].close(header, why.encode()[:_MAX_WHY_BYTES])
-                sockets.send(self._sockets[number], farewell)
-            missing -= self._await_leaves(time.monotonic() + _LEAVE_AGAIN_SECONDS, len(missing))
+                datagram = self._seals[number].close(header, reason.encode()[:_MAX_REASON_BYTES])
+                sockets.send(self._sockets[number], datagram)
+            missing -= self._await_leaves(time.monotonic() + _LEAVE_RETRY_SECONDS, len(missing))
         if self._thread.ident is not None:
             self._thread.join()
         self._close_sockets()
 
     def _await_leaves(self, until: float, missing: int) -> set[int]:
-        """Return the aggregators that have confirmed LEAVE or are gone."""
+        """Return the aggregators that have confirmed LEAVE or whose port is closed."""
         gone: set[int] = set()
         while len(gone) < missing and (now := time.monotonic()) < until:
             for key, _ in self._selector.select(until - now):
@@ -222,7 +231,7 @@ class Client:
         return gone
 
     def _received(self, seconds: float) -> Iterator[tuple[int, bytes]]:
-        """Yield aggregator numbers and datagrams. Waits up to `seconds` for the first."""
+        """Yield aggregator numbers and datagrams. Wait up to `seconds` for the first datagram."""
         for key, _ in self._selector.select(max(0.0, seconds)):
             for datagram, _ in sockets.received(self._sockets[key.data]):
                 yield key.data, datagram

@@ -170,7 +170,7 @@ class Session:
                 nonzero,
                 element=element,
                 operation=operation,
-                look=self._require_own,
+                check=self._require_own,
             )
         except BaseException as error:
             self._failure = self._why(error)
