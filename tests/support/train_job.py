@@ -28,6 +28,7 @@ parser.add_argument("--no-dropout", action="store_true")
 parser.add_argument("--ranks", action="store_true", help="one of several processes of torchrun")
 parser.add_argument("--job")
 parser.add_argument("--stop-after", type=int)
+parser.add_argument("--stop-at", type=int, help="the step whose `on_step` stops the training")
 parser.add_argument("--slow", type=float, default=0.0, help="seconds that loading a sample takes")
 parser.add_argument(
     "--hold-at", type=int, help="the number of the sample that waits for the file LOSSES.go"
@@ -73,6 +74,12 @@ class Losses(training.Callback):
             for step, loss in enumerate(entry.losses, entry.step - len(entry.losses) + 1):
                 file.write(f"{step} {loss.hex()}\n")
         if entry.step == options.stop_after and rank == 0:
+            raise training.StopTraining
+
+
+class Stops(training.Callback):
+    def on_step(self, step):
+        if step == options.stop_at and rank == 0:
             raise training.StopTraining
 
 
@@ -130,7 +137,7 @@ result = training.train(
     log_every=options.log_every,
     checkpoints=options.checkpoints,
     checkpoint_every=options.checkpoint_every,
-    callbacks=[Losses(), counted],
+    callbacks=[Losses(), counted, *([Stops()] if options.stop_at else [])],
     job=options.job,
     **({"fuse": options.fuse} if options.fuse else {}),  # unknown to the release before
 )

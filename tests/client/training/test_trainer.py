@@ -361,6 +361,23 @@ def test_callback_can_stop_training_with_resumable_checkpoint(tmp_path):
     assert (again.step, again.losses, again.resumed_from) == (20, (), 20)
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_callback_can_stop_training_between_boundaries(tmp_path, ahead):
+    class Enough(training.Callback):
+        def on_step(self, step):
+            if step == 4:
+                raise training.StopTraining
+
+    stopped, _ = run(20, ahead=ahead, callbacks=[Enough()])
+    assert (stopped.step, stopped.stopped_by) == (4, "callback")
+    first, _ = run(20, ahead=ahead, checkpoints=tmp_path, callbacks=[Enough()])
+    assert 4 <= first.step <= 4 + ahead + 1  # one more batch may be loading
+    assert first.stopped_by == "callback"
+    rest, _ = run(20, ahead=ahead, checkpoints=tmp_path)
+    assert rest.resumed_from == first.step
+    assert first.losses + rest.losses == run(20)[0].losses
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options", "message"),
     [
@@ -682,8 +699,12 @@ def test_signal_writes_checkpoint_of_current_step_and_ends_process(start, tmp_pa
 
 
 @pytest.mark.extended  # test_parallel proves it without torchrun
-@pytest.mark.parametrize("fused", [(), ("--fuse=forward",)], ids=["alone", "fused"])
-def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path, fused):
+@pytest.mark.parametrize(
+    "options",
+    [("--stop-at=11",), ("--fuse=forward", "--stop-after=12")],
+    ids=["alone", "fused"],
+)
+def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path, options):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(
         [
@@ -696,8 +717,7 @@ def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path,
             "--steps=20",
             "--no-dropout",
             "--ranks",
-            *fused,
-            "--stop-after=12",  # asked by the first process only
+            *options,  # only the first process asks to stop; both stop at the boundary
             f"--checkpoints={tmp_path / 'checkpoints'}",
         ],
         env=environment,

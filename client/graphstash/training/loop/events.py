@@ -29,7 +29,11 @@ class DivergedError(GraphstashError, ArithmeticError):
 
 
 class StopTraining(Exception):  # noqa: N818 - a request, like StopIteration
-    """Raised by a callback to end the training after this step, with a checkpoint."""
+    """Raised by a callback to end the training, with a checkpoint.
+
+    Training ends after this step, unless a checkpoint needs the steps of batches that were loaded
+    ahead. Several processes end at the next logging boundary.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,9 +238,14 @@ class _Run:
     def _make_steps(
         self, loader: "_Loader", one_step: Callable[..., object], signals: "_Signals"
     ) -> None:
-        while self.done < self.options.steps and not self.stop_requested:
-            if signals.received and self.parallel.world == 1:
-                loader.stop_loading()  # train on loaded batches: loading can stop only there
+        if self._is_stopping(signals):
+            return
+        stops_between = self.checkpoints is None and self.parallel.world == 1
+        while self.done < self.options.steps:
+            if self.parallel.world == 1 and (self.stop_requested or signals.received):
+                # The position in the data is after the loaded batches. A checkpoint of an earlier
+                # step would lose them, so train on them first.
+                loader.stop_loading()
             batches = next(loader, None)
             if batches is None:
                 return
@@ -253,14 +258,22 @@ class _Run:
             if self.steps_are_seen:
                 self._make_waiting_updates()
             self._tell(lambda callback: callback.on_step(self.done))
-            if self._is_boundary(self.done):
+            is_boundary = self._is_boundary(self.done)
+            if is_boundary:
                 self._boundary()
-                if self.parallel.world > 1:  # all processes stop after the same step
-                    asked = self.parallel.gather((self.stop_requested, signals.received))
-                    self.stop_requested = any(stop for stop, _ in asked)
-                    signals.received = max(number for _, number in asked)
-                    if signals.received:
-                        return
+            if (is_boundary or stops_between) and self._is_stopping(signals):
+                return
+
+    def _is_stopping(self, signals: "_Signals") -> bool:
+        """Return whether a callback or a signal ends the training now, in any process of the job.
+
+        All processes call this after the same steps, so all stop after the same step.
+        """
+        if self.parallel.world > 1:
+            requests = self.parallel.gather((self.stop_requested, signals.received))
+            self.stop_requested = any(stop for stop, _ in requests)
+            signals.received = max(number for _, number in requests)
+        return self.stop_requested or signals.received != 0
 
     def _save_after(self, error: BaseException) -> None:
         """Save a checkpoint after an exception, if a later run can resume from this step."""
