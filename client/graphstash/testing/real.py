@@ -1,8 +1,7 @@
 """RealServer: the server in a thread of this process, with a layer that makes its calls fail.
 
-The layer is the ASGI application that uvicorn runs. It records each call and passes it to the
-server's application, unless a failure applies. No rule of the server is here. The fast path is off,
-because it answers requests before an application gets them.
+The layer is an ASGI application around the server's. It records each call and passes it on, unless
+a failure applies. The fast path is off, because it would answer requests before the layer.
 """
 
 import asyncio
@@ -38,16 +37,16 @@ from graphstash_server.settings import Settings
 __all__ = ["RealServer"]
 
 _SECONDS: Final = 60.0
-"""Seconds that a start, a stop or a question to the server may take."""
+"""Timeout of a start, of a stop and of a coroutine in the server's thread."""
 
 
 class RealServer:
-    """A server that keeps its data in a temporary directory.
+    """A server with its data in a temporary directory.
 
     Args:
         token: bearer token that callers must present. None requires no token.
-        max_bytes: bytes of all artifacts together. The server would evict to stay below a limit, so
-            the layer refuses uploads that exceed it.
+        max_bytes: limit for all artifacts together. The layer refuses uploads that exceed it,
+            because the server would evict instead.
         record: records a call, and returns the failure that applies to it.
     """
 
@@ -69,10 +68,10 @@ class RealServer:
         self._artifacts: tuple[StoredArtifact, ...] = ()
 
     def start(self) -> None:
-        """Return once the server serves.
+        """Start the server, unless it runs, and wait until it accepts requests.
 
         Raises:
-            RuntimeError: the server was closed, or does not start.
+            RuntimeError: the server was closed, or it failed to start.
         """
         if self._is_closing:
             raise RuntimeError("this server was closed: make a new one")
@@ -84,7 +83,7 @@ class RealServer:
                 raise RuntimeError("the server did not start") from self._trouble
 
     def close(self) -> None:
-        """Close every connection and end every thread."""
+        """Stop the server and delete its data. `artifacts` and `reports` still work."""
         if self._thread is not None and self._thread.is_alive():
             self._artifacts = self.artifacts()
             self._is_closing = True
@@ -99,22 +98,22 @@ class RealServer:
         return self._artifacts if self._is_closing else self._ask(self._read_artifacts())
 
     def reports(self) -> tuple[RunReport, ...]:
-        """Return the reports of processes, oldest first."""
+        """Return the newest report of each process, oldest first."""
         return tuple(self._reports.values())
 
     def clear(self) -> None:
-        """Replace the server by an empty one behind the same port."""
+        """Replace the server by an empty one on the same port."""
         self._ask(self._replace())
 
-    def _ask(self, question: Any) -> Any:
+    def _ask(self, coroutine: Any) -> Any:
         if self._thread is None:
-            question.close()
+            coroutine.close()
             return ()
-        return asyncio.run_coroutine_threadsafe(question, self._loop).result(_SECONDS)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_SECONDS)
 
     def _run(self) -> None:
         try:
-            _empty_database()  # needs a thread without an event loop
+            _empty_database()  # cannot run in a thread with a running event loop
             asyncio.run(self._serve())
         except BaseException as error:  # noqa: BLE001 - `start` raises it
             self._trouble = error
@@ -140,7 +139,7 @@ class RealServer:
             timeout_graceful_shutdown=self._settings.shutdown_seconds,
         )
         self._server = uvicorn.Server(config)
-        self._loop.call_soon(self._ready.set)  # the listener queues connections until it serves
+        self._loop.call_soon(self._ready.set)  # the kernel queues connections until then
         try:
             await self._server.serve([self._listener])
         finally:
@@ -162,7 +161,7 @@ class RealServer:
         )
         self._app: ServerApp = create_app(self._settings)
         self._opened = AsyncExitStack()
-        # Without background tasks, which evict, and take most of the CPU of a start.
+        # Run no background tasks: they evict, and use most of the CPU time of a start.
         services = open_services(self._settings, blob_store=None, clock=system_clock)
         context = await self._opened.enter_async_context(services)
         self._app.context = self._app.state.context = context
@@ -208,7 +207,7 @@ class RealServer:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - uvicorn runs each request in one
+        assert task is not None  # noqa: S101 - uvicorn runs each request in a task
         calls = self._calls
         calls.add(task)
         try:
@@ -223,7 +222,7 @@ class RealServer:
         if self._bearer is not None:
             exchange.replace_header(self._bearer, self._issued)
         if call is not None and call.operation in {"head", "stats"}:
-            await self._app.context.accounting.flush()  # a server flushes every second
+            await self._app.context.accounting.flush()  # a server flushes once per second
         if call is None:
             await exchange.answer()
         elif failure is not None and failure.fault == "wrong_artifact":
@@ -269,7 +268,7 @@ class RealServer:
     async def _is_too_much(self, call: Call) -> bool:
         length = call.headers.get("content-length", "")
         if not length.isdecimal() or int(length) > self._max_bytes:
-            return False  # the server says why it refuses this upload
+            return False  # the server refuses this upload with its own reason
         used = select(func.coalesce(func.sum(stored.c.size_bytes), 0)).where(~_is_at(call))
         async with self._app.context.database.reading() as connection:
             total: int = (await connection.execute(used)).scalar_one()
@@ -277,7 +276,7 @@ class RealServer:
 
 
 class _Connection(Connection):
-    """Hands its transport to the layer, which resets connections."""
+    """Passes its transport to the layer, which resets connections."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -286,7 +285,7 @@ class _Connection(Connection):
 
 @cache
 def _empty_database() -> bytes:
-    """Return a migrated SQLite database. Migrating takes longer than the rest of a start."""
+    """Return a migrated SQLite database, cached because migrating is most of a start."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "empty.sqlite3"
         migrate(f"sqlite+aiosqlite:///{path}", lock_path=Path(folder) / "lock")
@@ -299,7 +298,7 @@ def _empty_database() -> bytes:
 
 def _is_at(call: Call) -> Any:
     key = call.key
-    assert key is not None  # noqa: S101 - the call is one on an artifact
+    assert key is not None  # noqa: S101 - every call on an artifact has a key
     return (
         (stored.c.namespace == call.namespace)
         & (stored.c.fingerprint == key.fingerprint)

@@ -1,4 +1,4 @@
-"""The last run on this host: the programs that it could not share."""
+"""Check of the last run on this host: programs that it could not share."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _MAX_CAUSES: Final = 4
 
 
 def check_last_run(config: ClientConfig) -> Iterator[Finding]:
-    """Report each cause for which the last run compiled a program without sharing it."""
+    """Report the most frequent causes for which the last run shared no program."""
     try:
         records = read_last_run(config.cache_dir)
     except OSError:  # the local tier's check reports it
@@ -31,6 +31,6 @@ def check_last_run(config: ClientConfig) -> Iterator[Finding]:
         yield warn(
             "last run",
             f"{plural(count, 'program')} {Reason.UNSHAREABLE}: {cause}",
-            "every host compiles them: replace the value with a plain one, or accept it; "
+            "every host compiles them: remove the cause, or accept it; "
             "`graphstash explain` names the programs",
         )

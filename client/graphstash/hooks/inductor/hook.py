@@ -1,16 +1,16 @@
 """The inductor hook: torch.compile's remote caches, and the C++ objects that they omit.
 
-    entries    FX graphs, AOTAutograd results, autotuning results: the classes behind torch's remote
-               caches have a place for another backend (`backend_override_cls`), made for tests and
-               of the same form in 2.6 to 2.15. It needs no Redis.
-    objects    g++'s results, at `CppBuilder.build`
+    entries    FX graphs, AOTAutograd results and autotuning results. The hook replaces the backend
+               of torch's remote caches by `backend_override_cls`, which torch has for tests and
+               which is the same in 2.6 to 2.15. No Redis is needed.
+    objects    results of g++, at `CppBuilder.build`
 
-Settings of this process enable the remote caches, instead of environment variables: a child without
-the hook would look for a Redis server.
+The hook enables the remote caches in torch's configuration. Environment variables would also enable
+them in children without the hook, which would then look for a Redis server.
 
-The hook does not share profiles for dynamic shapes (`RemoteDynamoPGOCache`). A profile is mutable
-state of one rank, which torch rewrites for every new shape; an artifact never changes. A profile
-also decides which graphs are compiled: another job's profile would do so for reasons in no log.
+The hook does not share profiles for dynamic shapes (`RemoteDynamoPGOCache`). An artifact never
+changes, but torch rewrites the profile of a rank for every new shape. A profile also decides which
+graphs are compiled. With another job's profile, no log would explain these decisions.
 """
 
 import logging
@@ -43,7 +43,7 @@ _REMOTE_CACHES: Final = {
     "RemoteAutotuneCache": ArtifactKind.AUTOTUNE,
     "RemoteBundledAutotuneCache": ArtifactKind.AUTOTUNE,
 }
-"""Excludes their base `RemoteCache`, from which local caches of torch inherit."""
+"""Excludes the base class `RemoteCache`, because local caches of torch inherit from it."""
 
 _SEAMS: Final = (
     *((remote_cache, name, "backend_override_cls") for name in _REMOTE_CACHES),
@@ -58,20 +58,16 @@ _KEY_MAKERS: Final = (
 
 
 def install(cache: CompileCache) -> "InductorHook | None":
-    """Install the cache into torch.compile.
-
-    Returns:
-        The hook, or None if it was not installed. A warning gives the reason.
-    """
+    """Install the cache into torch.compile. Return None and log why if torch is unsupported."""
     return InductorHook(cache) if SPEC.is_supported(str(torch.__version__)) else None
 
 
 class InductorHook:
-    """The changes to torch, and their removal."""
+    """The changes to torch. `close` undoes them."""
 
     def __init__(self, cache: CompileCache) -> None:
         self._patches = Patches()
-        self._objects = self._put_objects(cache)
+        self._objects = self._patch_builder(cache)
         self._entries = Entries(cache, built_seconds=self._built_seconds)
         if missing := _missing():
             _log.warning(
@@ -80,7 +76,7 @@ class InductorHook:
                 missing,
             )
         else:
-            self._put_entries()
+            self._patch_caches()
 
     def close(self) -> None:
         """Uninstall the hook and finish pending work."""
@@ -91,13 +87,13 @@ class InductorHook:
             self._objects.close()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """Continue in the child with its own cache. The parent keeps its compilations."""
+        """Use the child's own cache. The parent finishes the compilations that it has begun."""
         self._entries.use(cache)
         if self._objects is not None:
             self._objects.use(cache)
         return True
 
-    def _put_objects(self, cache: CompileCache) -> Objects | None:
+    def _patch_builder(self, cache: CompileCache) -> Objects | None:
         builder: Any = getattr(cpp_builder, "CppBuilder", None)
         if not hasattr(builder, "build"):
             _log.warning(
@@ -119,10 +115,10 @@ class InductorHook:
     def _built_seconds(self) -> float:
         return 0.0 if self._objects is None else self._objects.built_seconds
 
-    def _put_entries(self) -> None:
+    def _patch_caches(self) -> None:
         for name, kind in _REMOTE_CACHES.items():
-            made = partial(self._entries.backend, kind)
-            self._patches.replace(getattr(remote_cache, name), "backend_override_cls", made)
+            backend = partial(self._entries.backend, kind)
+            self._patches.replace(getattr(remote_cache, name), "backend_override_cls", backend)
         self._offer_variants(
             codecache.FxGraphCache, "_lookup_graph", is_miss=lambda result: result[0] is None
         )
@@ -132,7 +128,7 @@ class InductorHook:
         for module, name in _KEY_MAKERS:
             if hasattr(module, name):
                 self._patches.wrap(module, name, self._entries.key_info.listen)
-        if hasattr(codecache, "log_cache_bypass"):  # torch's own place for a listener
+        if hasattr(codecache, "log_cache_bypass"):  # torch's hook for listeners
             self._patches.wrap(codecache, "log_cache_bypass", _logging_bypass)
         original = compile_fx._compile_fx_inner
 
@@ -156,32 +152,32 @@ class InductorHook:
             self._patches.switch_on(config, "fx_graph_remote_cache")
         if functorch_config.enable_autograd_cache:
             self._patches.switch_on(functorch_config, "enable_remote_autograd_cache")
-        # Without a device for Triton, torch fails a compilation that bundles autotuning results.
-        # One bundle per graph, without a result per kernel: that setting is written into generated
-        # code, and torch's compile workers, which may have no hook, act on it.
+        # Enable only bundles of autotuning results, one per graph. The setting for single kernels
+        # would be written into generated code, and torch's compile workers, which may lack the
+        # hook, would act on it. Without a device for Triton, torch fails to make a bundle.
         if torch.accelerator.is_available() and has_triton():
             self._patches.switch_on(config, "bundled_autotune_remote_cache")
 
 
 def _logging_bypass(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's listener: log each reason why torch does not cache a graph, once."""
-    told: set[str] = set()
+    """Wrap torch's listener. Log each reason why torch does not cache a graph once."""
+    logged: set[str] = set()
 
-    def listened(*args: Any, **kwargs: Any) -> Any:
+    def log_bypass(*args: Any, **kwargs: Any) -> Any:
         reason = str(args[-1]) if args else ""
-        if reason not in told:
-            told.add(reason)
+        if reason not in logged:
+            logged.add(reason)
             _log.warning("graphstash: torch caches no graph like this one: %s", reason)
         return original(*args, **kwargs)
 
-    return listened
+    return log_bypass
 
 
 def _forget_remote_cache() -> None:
-    """Drop torch's AOTAutograd cache, which torch creates once with the current backend."""
-    made: Any = getattr(autograd_cache.AOTAutogradCache, "get_remote_cache", None)
-    if hasattr(made, "cache_clear"):
-        made.cache_clear()
+    """Make torch create its AOTAutograd cache again, with the current backend."""
+    get_remote_cache: Any = getattr(autograd_cache.AOTAutogradCache, "get_remote_cache", None)
+    if hasattr(get_remote_cache, "cache_clear"):
+        get_remote_cache.cache_clear()
 
 
 def _missing() -> str:

@@ -1,9 +1,10 @@
-"""The Python half of the gate: two threads that answer the stub over a socket pair.
+"""The Python half of the gate: a thread that answers the stub, and a thread that sends heartbeats.
 
-A request is one datagram with the sequence number and the path. A reply is the sequence number and
-one byte: `w` (still working, keep waiting) or `d` (done, look again). If no reply arrives in time,
-the caller continues. This prevents a deadlock: the thread with the interpreter lock may wait for
-the mutex that the caller holds. Then no Python thread can reply.
+Both use a socket pair. A request is one datagram with a sequence number and a path. A reply is the
+sequence number and one byte: `w` (still working, keep waiting) or `d` (done, look again). If no
+reply arrives within the stub's timeout, the caller continues. This prevents a deadlock: the thread
+with the interpreter lock may wait for the mutex that the caller holds, and no Python thread can
+reply.
 """
 
 import logging
@@ -23,18 +24,19 @@ _log = logging.getLogger("graphstash")
 
 _SEQUENCE: Final = struct.Struct("=I")
 _REPLY: Final = struct.Struct("=Ic")
-# Seconds that `stop` waits for a thread or a caller. Both stop at once unless an answer is running.
+# Seconds that `stop` waits for each thread and for a caller. They end at once unless an answer is
+# running.
 _LEAVE_SECONDS: Final = 1.0
 
 
 class Answering:
-    """Calls `answer(path)` for every request of the stub that owns `block`.
+    """Calls `answer(path)` for every request of the stub with this `block`.
 
-    A thread answers requests in order, one at a time, even if the caller has given up. `stop` ends
-    both threads. They are daemons, so they do not delay the exit of the process.
+    Requests are answered in order, one at a time, even if the caller has given up. The threads are
+    daemons, so they do not delay the exit of the process.
 
     Attributes:
-        answer: Function to call. The owner may replace it while no request is open.
+        answer: Function to call. It may be replaced while no request is open.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Answering:
         self._block = block
         self._heartbeat_seconds = heartbeat_seconds
         self._owner = os.getpid()
-        self._working: int | None = None  # sequence number; only the answering thread writes it
+        self._working: int | None = None  # sequence number; written by `_run` only
         self._work = threading.Event()  # set during an answer, and for good once `_run` has ended
         self._ended = threading.Event()
         self._near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,12 +74,12 @@ class Answering:
         block.enabled = 1
 
     def stop(self) -> None:
-        """Release a waiting caller and end the threads. A running answer finishes."""
+        """Release a waiting caller and end the threads. A running answer may outlast this call."""
         self._block.enabled = 0
         if self._owner != os.getpid():
             self._abandon()
             return
-        # A forked child may hold copies of both ends; then `close` alone keeps the pair connected.
+        # Forked children may hold copies of both ends, which stay connected after a mere `close`.
         _shut_down(self._near)
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -85,8 +87,7 @@ class Answering:
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._block.busy and time.monotonic() < deadline:
             time.sleep(0.001)
-        # Leak the descriptor if a caller still uses its number: the kernel could reuse the number
-        # for another file.
+        # Leak the descriptor if a caller may still use its number, which another file could get.
         if not self._block.busy:
             os.close(self._far_fd)
 
@@ -99,7 +100,7 @@ class Answering:
     def _run(self) -> None:
         """Answer requests until `stop` shuts the connection down."""
         try:
-            # `stop` drops the requests that are still queued.
+            # After `stop`, drop the requests that are still queued.
             while (request := self._near.recv(_SEQUENCE.size + PATH_LIMIT)) and self._block.enabled:
                 (sequence,) = _SEQUENCE.unpack_from(request)
                 self._working = sequence
@@ -121,7 +122,7 @@ class Answering:
             self._near.close()
 
     def _beat(self) -> None:
-        """Reply "keep waiting" during an answer, until the answering thread has ended."""
+        """Send heartbeats during each answer, until `_run` has ended."""
         while not self._ended.is_set():
             self._work.wait()
             self._ended.wait(self._heartbeat_seconds)
@@ -130,7 +131,7 @@ class Answering:
                 self._reply(sequence, b"w")
 
     def _reply(self, sequence: int, verdict: bytes) -> None:
-        # If no caller waits, replies would fill the socket, because only callers read it.
+        # Only a waiting caller reads the socket. Without one, replies would fill it.
         if not self._block.busy or self._ended.is_set():
             return
         try:

@@ -1,9 +1,9 @@
 """train: a training loop that keeps the device busy and can be stopped at any time.
 
-Between logging boundaries the host only queues work: threads load and upload batches ahead, each
-step is recorded or run from its graph, and nothing is read. At a boundary, one read brings the
-numbers of all steps since the last one. `train` then detects divergence, updates the progress bar
-and takes checkpoints, which a thread writes while training continues.
+Between logging boundaries, the host queues steps and reads nothing from the device, while threads
+load and upload batches ahead. At a boundary, one read returns the numbers of all steps since the
+last boundary. `train` then checks for divergence, updates the progress bar and takes checkpoints,
+which a thread writes while training continues.
 
 A checkpoint contains everything that determines the next steps: model, optimizer, schedule, loss
 scale, position in the data, and random generators. A job that was killed and restarted with the
@@ -67,32 +67,32 @@ class _Run:
         self.checkpoints: Checkpoints | None = None
         self.done = 0
         self.logged = 0
-        """Number of steps whose numbers the host has read."""
+        """Number of steps whose rows of the log the host has read."""
         self.saved = 0
         self.fusion: Fusion | None = None
         self.steps_are_seen = any(type(c).on_step is not Callback.on_step for c in callbacks)
         self.in_step = False
-        """Whether the trained state may be only partly updated."""
+        """Whether the state may not be saved: partly updated, or replaced by averages."""
         self.stop_requested = False
         self.losses: list[float] = []
         self.divergence = Divergence()
         self.positions: dict[int, dict[str, Any]] = {}
-        """By step of a boundary: the position in the data once its batch was loaded."""
+        """Position in the data after the batches of each boundary's step, by step."""
         self.interval_began = 0.0
         self.loaded = 0
-        """Number of steps of which at least one batch was loaded."""
-        self.drawing = threading.Lock()
-        """Held by a thread that draws from the host's random generators beside the training."""
+        """Number of steps for which at least one batch was loaded."""
+        self.data_lock = threading.Lock()
+        """Held while a step's batches are loaded, and by code that no loading may interrupt."""
         elements = (options.model, options.optimizer, options.loss_scale)
         self.elements: list[StateElement] = [part for part in elements if part is not None]
         switches = (getattr(options.optimizer, name, None) for name in ("train", "eval"))
         self.averaging: Any = options.optimizer if all(map(callable, switches)) else None
-        """The optimizer, if it evaluates other parameters than it trains."""
+        """The optimizer, if it evaluates averaged parameters (Schedule-Free)."""
 
     def resume(self) -> None:
         found = self.checkpoints.load() if self.checkpoints is not None else None
         if found is None:
-            to_host(self._state())  # raises now for state that a checkpoint cannot hold
+            to_host(self._state())  # raises before the first step if state cannot be saved
             return
         state = found.state
         self._require_same_arguments(found)
@@ -111,7 +111,7 @@ class _Run:
         self.done = self.logged = self.saved = found.step
 
     def _load_position(self, found: Checkpoint) -> None:
-        """Restore data position and generators; the number of processes may have changed."""
+        """Restore data position and generators, also from another number of processes."""
         data, random = found.state["data"], found.state["random"]
         rank, processes = self.parallel.rank, len(data)
         if processes != self.parallel.world and not isinstance(self.options.data, Batches):
@@ -120,9 +120,8 @@ class _Run:
                 "resume with as many, or give another directory (the position of `Batches` can "
                 "be resumed with any number of processes)"
             )
-        self.position.load_state_dict(
-            data[rank % processes]
-        )  # `Batches` has the same position in all processes
+        # The modulo suits more processes than before: `Batches` has the same position in all.
+        self.position.load_state_dict(data[rank % processes])
         set_random_state(random[rank % processes], self.device)
         if rank >= processes:
             torch.manual_seed(torch.initial_seed() + rank)
@@ -142,7 +141,7 @@ class _Run:
         self.options.optimizer.load_state_dict(optimizer)
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments that a run resuming this one must repeat."""
+        """Return the arguments that must not change on resume."""
         options = self.options
         return {
             "optimizer": type(options.optimizer).__name__,
@@ -153,22 +152,22 @@ class _Run:
         }
 
     def _require_same_arguments(self, found: Checkpoint) -> None:
-        state, here = found.state, self._arguments()
-        there = state.get("arguments")
-        if there is None:  # written by an earlier version
-            there = here | {"stateful": []}
+        state, arguments = found.state, self._arguments()
+        saved = state.get("arguments")
+        if saved is None:  # written by an earlier version
+            saved = arguments | {"stateful": []}
             for name in ("schedule", "loss_scale"):
-                there[name] = state[name] and (here[name] or "one")
-        for name, value in here.items():
-            if there[name] != value:
+                saved[name] = state[name] and (arguments[name] or "one")
+        for name, value in arguments.items():
+            if saved[name] != value:
                 raise ConfigError(
-                    f"{found.path} was made with {name}={there[name]!r}, but this run has "
+                    f"{found.path} was made with {name}={saved[name]!r}, but this run has "
                     f"{value!r}; resume with the arguments of the run that made it, or give "
                     "another directory"
                 )
 
     def _warn_of_changes(self, found: Checkpoint) -> None:
-        """Warn of arguments that may change on resume, but rarely change on purpose."""
+        """Warn of changed arguments that are allowed on resume, but often a mistake."""
         options, state = self.options, found.state
         restored = (
             (_rates(state["optimizer"]), _rates(options.optimizer.state_dict())),
@@ -195,9 +194,9 @@ class _Run:
         resumed_from = self.done
         stopped_by: Literal["steps", "callback"] = "steps"
         if self.averaging is not None:
-            self.averaging.train()  # the caller or a checkpoint may have left it in eval()
+            self.averaging.train()  # the caller or a checkpoint may have left it in eval mode
         with self._fused(), _Signals(interrupt=self.checkpoints is not None) as signals:
-            self._tell(lambda callback: callback.on_start(self.done, self.options.steps))
+            self._notify(lambda callback: callback.on_start(self.done, self.options.steps))
             with self._loader() as loader:
                 try:
                     self._make_steps(loader, self._one_step(), signals)
@@ -215,7 +214,7 @@ class _Run:
             stopped_by=stopped_by,
             resumed_from=resumed_from,
         )
-        self._tell(lambda callback: callback.on_end(result))
+        self._notify(lambda callback: callback.on_end(result))
         return result
 
     @contextmanager
@@ -257,7 +256,7 @@ class _Run:
             self.in_step = False
             if self.steps_are_seen:
                 self._make_waiting_updates()
-            self._tell(lambda callback: callback.on_step(self.done))
+            self._notify(lambda callback: callback.on_step(self.done))
             is_boundary = self._is_boundary(self.done)
             if is_boundary:
                 self._boundary()
@@ -281,11 +280,11 @@ class _Run:
             self.checkpoints is None
             or self.done <= self.saved
             or self.in_step
-            or self.parallel.world > 1  # the other processes may wait in another collective
+            or self.parallel.world > 1  # `gather` hangs if the other processes did not fail
             or isinstance(error, DivergedError)
         ):
             return
-        with self.drawing:  # the loading thread must not move the position now
+        with self.data_lock:  # the loading thread must not move the position
             if self.done not in self.positions and self.loaded != self.done:
                 return
             try:
@@ -325,17 +324,17 @@ class _Run:
         if ahead is None:
             ahead = 0 if self.device.type == "cpu" else 2
         if ahead == 0:
-            # A step may draw from the generators that data draws from, so take the position at the
-            # step.
+            # Steps and data may draw from the same generators, so `_state` takes the position after
+            # the step.
             return InlineLoader(self._grouped(remember=False), upload=upload)
         steps = self._grouped(remember=self.checkpoints is not None)
         return DeviceLoader(steps, ahead=ahead, upload=upload)
 
     def _grouped(self, *, remember: bool) -> Iterator[tuple[Any, ...]]:
-        """Yield the batches of each step; remember the position at each boundary."""
+        """Yield the batches of each step. With `remember`, record boundaries in `positions`."""
         try:
             while True:
-                with self.drawing:
+                with self.data_lock:
                     first = next(self.position)
                     self.loaded += 1
                     rest = [next(self.position) for _ in range(1, self.options.accumulate)]
@@ -363,7 +362,7 @@ class _Run:
 
     def _make_waiting_updates(self) -> None:
         if self.fusion is not None:
-            self.in_step = True  # an error may leave some updates made
+            self.in_step = True  # an error may leave only some of the updates made
             self.fusion.flush()
             self.in_step = False
 
@@ -395,16 +394,16 @@ class _Run:
             reduced=self.options.reduce.scalars() if self.options.reduce is not None else {},
         )
         self.losses += entry.losses
-        self._tell(lambda callback: callback.on_log(entry))
+        self._notify(lambda callback: callback.on_log(entry))
 
     def _evaluate(self) -> None:
         evaluate = self.options.evaluate
         if evaluate is None:
             return
         modes = [(module, module.training) for module in self.options.model.modules()]
-        # Random numbers that an evaluation draws must not change the training, and must not come
-        # between two draws of the loading thread.
-        with self.drawing, self._averaged():
+        # Restore the generators so that the evaluation does not change the training. Hold the lock
+        # so that the loading thread does not draw from them meanwhile.
+        with self.data_lock, self._averaged():
             generators = host_random_state()
             self.options.model.eval()
             try:
@@ -414,11 +413,11 @@ class _Run:
                 set_random_state(generators)
                 for module, mode in modes:
                     module.training = mode
-        self._tell(lambda callback: callback.on_evaluation(self.done, metrics))
+        self._notify(lambda callback: callback.on_evaluation(self.done, metrics))
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Put an optimizer's averages (Schedule-Free's) into the model, and block checkpoints."""
+        """Put the averages of a Schedule-Free optimizer into the model. Block checkpoints."""
         if self.averaging is None:
             yield
             return
@@ -440,12 +439,12 @@ class _Run:
             self.checkpoints.save(self.done, state)
         self.saved = self.done
         directory = self.checkpoints.directory
-        self._tell(lambda callback: callback.on_checkpoint(self.done, directory))
+        self._notify(lambda callback: callback.on_checkpoint(self.done, directory))
 
     def _state(self) -> dict[str, Any]:
         """Return everything that determines the following steps."""
-        # Without loading ahead, data and generators are at the position of this step.
-        place = self.positions.get(self.done) or self._position()
+        # Without a recorded position, all loaded batches were trained on.
+        position = self.positions.get(self.done) or self._position()
         return {
             "arguments": self._arguments(),
             "sizes": _sizes(self.options),
@@ -456,11 +455,11 @@ class _Run:
             "stateful": {name: _state_of(part) for name, part in self.options.stateful.items()},
             "reduce": _state_of(self.options.reduce),
             # One entry per process.
-            "random": self.parallel.gather(random_state(self.device) | place["random"]),
-            "data": self.parallel.gather(place["data"]),
+            "random": self.parallel.gather(random_state(self.device) | position["random"]),
+            "data": self.parallel.gather(position["data"]),
         }
 
-    def _tell(self, event: Callable[[Callback], None]) -> None:
+    def _notify(self, event: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:
             try:
                 event(callback)
@@ -472,12 +471,12 @@ _Loader = DeviceLoader[tuple[Any, ...]] | InlineLoader[tuple[Any, ...]]
 
 
 def _rates(optimizer: Mapping[str, Any]) -> dict[str, object]:
-    """Return the options of each group, with the learning rate before its schedule."""
+    """Return the options of each group, with its initial learning rate if it has a schedule."""
     found: dict[str, object] = {}
     for number, group in enumerate(optimizer["param_groups"]):
-        moved = {"betas", "momentum"} if "max_momentum" in group else set()
+        scheduled = {"betas", "momentum"} if "max_momentum" in group else set()
         for name, value in group.items():
-            if name in {"params", "lr", "initial_lr"} | moved:
+            if name in {"params", "lr", "initial_lr"} | scheduled:
                 continue
             if isinstance(value, (int, float, tuple)):
                 found[f"{name} of group {number}"] = value
@@ -487,13 +486,13 @@ def _rates(optimizer: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _constants(schedule: Mapping[str, Any] | None) -> dict[str, object]:
-    """Return the values that stay constant while a schedule, or a nested schedule, advances."""
+    """Return the values of a schedule and its nested schedules that no step changes."""
     found: dict[str, object] = {}
     for name, value in (schedule or {}).items():
         if name == "_schedulers":
             for number, each in enumerate(value):
-                of = _constants(each)
-                found |= {f"{key} (schedule {number} in it)": of[key] for key in of}
+                nested = _constants(each)
+                found |= {f"{key} (schedule {number} in it)": nested[key] for key in nested}
         elif name.lstrip("_") == "milestones":
             found["the schedule's milestones"] = sorted(value)
         elif (
@@ -506,7 +505,7 @@ def _constants(schedule: Mapping[str, Any] | None) -> dict[str, object]:
 
 
 def _sizes(options: Options) -> dict[str, int]:
-    """Return steps, batch size and data size, as far as the data reports them."""
+    """Return the number of steps, and batch size and data size if the data reports them."""
     data: Any = options.data
     sizes = {"steps": options.steps}
     if isinstance(batch_size := getattr(data, "batch_size", None), int):
@@ -525,13 +524,13 @@ def _state_of(part: Stateful | None) -> dict[str, Any] | None:
 
 
 class _Signals:
-    """Handles SIGTERM, and optionally SIGINT, by ending the process after this step.
+    """Records SIGTERM, and SIGINT if `interrupt`, so that the loop can end with a checkpoint.
 
-    A second Ctrl-C interrupts at once. Installs no handler outside the main thread, or for SIGINT
-    where other code handles it.
+    A second SIGINT raises KeyboardInterrupt at once. Does nothing outside the main thread. Keeps
+    another SIGINT handler than Python's.
 
     Attributes:
-        received: number of the received signal; 0 before.
+        received: number of the received signal, or 0.
     """
 
     def __init__(self, *, interrupt: bool) -> None:
@@ -566,8 +565,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def _taking(make: Callable[_P, Options]) -> Callable[[Callable[[Options], _R]], Callable[_P, _R]]:
-    """Give a function of options the signature of `make`, so that names are listed once."""
+def _with_parameters_of(
+    make: Callable[_P, Options],
+) -> Callable[[Callable[[Options], _R]], Callable[_P, _R]]:
+    """Call a function of `Options` with the arguments of `make`, and give it that signature."""
 
     def decorate(function: Callable[[Options], _R]) -> Callable[_P, _R]:
         @wraps(function)
@@ -582,52 +583,51 @@ def _taking(make: Callable[_P, Options]) -> Callable[[Callable[[Options], _R]], 
     return decorate
 
 
-@_taking(Options)
+@_with_parameters_of(Options)
 def train(options: Options) -> TrainingResult:  # noqa: D417 - documents the fields of Options
     """Train a model for `steps` steps, or resume a run that has made some of them.
 
     Args:
         model: on its device. All processes of a job start with the same model.
         optimizer: an optimizer of the model's parameters. Optimizers of this package never read the
-            device. Others may, and cannot be used with a loss scale.
-        data: batches: a DataLoader, `Batches`, or any iterable that gives one epoch per iteration;
-            iterated until all steps are made.
+            device, others may. A loss scale requires one of this package.
+        data: batches: a DataLoader, `Batches`, or any iterable that gives one epoch per iteration.
+            `train` iterates over it again until all steps are made.
         steps: total number of steps, including those of the resumed run.
         loss: `loss(model, batch)` returns the mean loss of a batch, or a mapping or object with it
             as `loss`. Default: the model computes it, `model(*batch)` or `model(**batch)`.
         precision: "bf16" and "fp16" compute in torch.autocast; "fp16" with a dynamic loss scale.
-        loss_scale: replaces `LossScale()`; in other precisions it also skips steps with non-finite
-            gradients.
+        loss_scale: scale of the loss, which also skips steps with non-finite gradients. Default:
+            `LossScale()` with "fp16", otherwise none.
         clip_norm: limit of the global norm of the gradients.
         clip_value: limit of each element of the gradients.
-        accumulate: micro-batches of `data` that make up the batch of one step; all in one graph.
+        accumulate: number of batches of `data` per step; all in one graph.
         schedule: stepped after every step.
         traced: run the whole step as one graph; see `traced_step` for its requirements.
-        fuse: make the updates inside backward or right before the next forward; see `fuse`.
-            Callbacks, evaluations and checkpoints see all updates, so a callback with `on_step`
-            makes "forward" update at once. A resumed run may use another value.
+        fuse: update parameters inside backward or right before the next forward; see `fuse`. All
+            updates are made before callbacks, evaluations and checkpoints, so a callback with
+            `on_step` makes "forward" update at once. A resumed run may use another value.
         reduce: how processes of torch.distributed sum gradients that are mostly zero; see
             `graphstash.training.reduce`.
         ahead: batches that threads load and upload in advance. Default: 2, or 0 on a CPU without
             torch_xla, where model and data draw from the same random generator.
         log_every: steps between two logging boundaries.
         metrics: names of further numbers in the result of `loss`, logged with it.
-        evaluate: `evaluate(model)` returns metrics; called in `eval()` mode without gradients. It
-            sees the averages of an optimizer that has `eval()` and `train()`.
-        evaluate_every: steps between two evaluations; one always follows the last step.
+        evaluate: `evaluate(model)` returns metrics; called in `eval()` mode without gradients. With
+            an optimizer that has `eval()` and `train()`, the model holds its averages.
+        evaluate_every: steps between two evaluations. Step `steps` is always followed by one.
         checkpoints: directory of the checkpoints. Training resumes from the newest one, if any.
-            SIGTERM and Ctrl-C write another after the step. Then SIGTERM ends the process with
-            status 143, and Ctrl-C raises KeyboardInterrupt; a second Ctrl-C interrupts at once.
-        checkpoint_every: steps between two checkpoints; one always follows the last step.
+            After SIGTERM or Ctrl-C, `train` makes the steps of the loaded batches and writes a
+            checkpoint; several processes stop at the next logging boundary. Then SIGTERM ends the
+            process with status 143, and Ctrl-C raises KeyboardInterrupt. A second Ctrl-C interrupts
+            at once.
+        checkpoint_every: steps between two checkpoints. One always follows the last step.
         keep: number of checkpoints to keep.
         stateful: by name, further objects to save in checkpoints, such as averaged parameters.
         callbacks: see `Callback`.
         progress: show progress on standard error.
-        job: name of the job, as in `graphstash run --job`. If there is a graphstash server,
-            artifacts of the job's earlier runs are downloaded in advance.
-
-    Returns:
-        The last step, and how training ended.
+        job: name of the job, as in `graphstash run --job`. Downloads the artifacts of its earlier
+            runs in advance if a graphstash server is configured.
 
     Raises:
         ConfigError: an argument is out of its range, or two arguments conflict.

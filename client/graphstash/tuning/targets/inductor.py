@@ -1,20 +1,20 @@
-"""Inductor's matrix products: max-autotune measures them once for the team.
+"""Inductor's matrix products, which max-autotune then measures once per team.
 
     from graphstash.tuning.targets import inductor
 
     inductor.install()
     compiled = torch.compile(model, mode="max-autotune")
 
-Two parts of torch are changed, as of version 2.15; a torch without them is left alone.
+`install` changes two parts of torch 2.15. It changes nothing in a torch without them.
 
-    AlgorithmSelectorCache.do_autotuning   compiles and measures the candidates for a product;
-                                           the wrapper asks for the team's answer first
-    LookupTableChoices                     torch's lookup table, which limits the candidates that
-                                           are generated; filled with the team's best ones
+    AlgorithmSelectorCache.do_autotuning   compiles and measures the candidates for a product. The
+                                           wrapper first looks up the team's best candidate.
+    LookupTableChoices                     limits the candidates that torch generates. The team's
+                                           best candidates fill this table.
 
-An answer is used only if torch generates it as a candidate on this host: a peer can make a product
-slower, but never wrong. Only torch checks candidates' results, with `select_algorithm.VERIFY`.
-While that is set nothing is shared, as an answer would skip the check.
+A candidate of the team is used only if torch also generates it on this host. So a peer can make a
+product slower, but never wrong. With `select_algorithm.VERIFY`, torch checks the results of all
+candidates that it measures. Nothing is shared then, because torch would not check a shared one.
 """
 
 import logging
@@ -43,22 +43,22 @@ _PRODUCTS: Final = frozenset(
         *("packed_linear", "linear_unary", "linear_binary"),  # on CPUs
     }
 )
-"""torch's names for the products; convolutions and attention are tuned without the team."""
+"""torch's names of the shared products. torch tunes convolutions and attention alone."""
 
-_SHOWN: Final = ["self", "name", "input_nodes", "layout", "input_gen_fns", "inputs_key", "choices"]
-"""Arguments of the known version of `do_autotuning`."""
+_PARAMS: Final = ["self", "name", "input_nodes", "layout", "input_gen_fns", "inputs_key", "choices"]
+"""First parameters of `do_autotuning` in the supported versions."""
 
 _MILLISECONDS: Final = 1e-3
 
 
 def install() -> "TeamGemms | None":
-    """Share max-autotune's measurements of matrix products with the team, from now on.
+    """Share max-autotune's measurements of matrix products with the team from now on.
 
-    torch measures alone if the cache is absent or fails. A second call has no effect.
+    torch measures alone if the cache is absent or fails. A second call returns the same handle.
 
     Returns:
-        A handle whose `close` undoes this. None if torch lacks a needed part or refuses; a warning
-            gives the reason.
+        A handle whose `close` undoes this. None, after a warning, if torch lacks a needed part or
+            does not accept the lookup table.
     """
     if _installed:
         return _installed[0]
@@ -79,12 +79,12 @@ def install() -> "TeamGemms | None":
 
 
 class TeamGemms:
-    """The changes that `install` made to torch, and how to undo them."""
+    """The changes that `install` made to torch. `close` undoes them."""
 
     def __init__(self) -> None:
         from graphstash.tuning.targets.inductor_table import register
 
-        self._unregister = register()  # first, because torch may refuse
+        self._unregister = register()  # first, because it may raise
         self._patches = Patches()
         self._patches.wrap(select_algorithm.AlgorithmSelectorCache, "do_autotuning", _sharing)
 
@@ -104,48 +104,48 @@ def _sharing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `AlgorithmSelectorCache.do_autotuning`, which returns milliseconds by candidate."""
 
     def do_autotuning(selector: Any, *args: Any, **options: Any) -> Any:
-        *about, choices = args[: len(_SHOWN) - 1]
-        rest = args[len(_SHOWN) - 1 :]
+        *product, choices = args[: len(_PARAMS) - 1]
+        rest = args[len(_PARAMS) - 1 :]
         raised: list[Exception] = []
 
-        def of_torch(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        def call_torch(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
             try:
-                return function(selector, *given, **options)
+                return function(selector, *args, **options)
             except Exception as error:
                 raised.append(error)
                 raise
 
-        def tuned(some: list[Any]) -> Any:
-            return of_torch(original, *about, some, *rest, **options)
+        def tune(choices: list[Any]) -> Any:
+            return call_torch(original, *product, choices, *rest, **options)
 
-        def measured(choice: Any) -> float:
-            _, nodes, layout, input_gen_fns, _ = about
-            found = of_torch(type(selector).benchmark, [choice], nodes, layout, input_gen_fns)
+        def measure(choice: Any) -> float:
+            _, nodes, layout, input_gen_fns, _ = product
+            found = call_torch(type(selector).benchmark, [choice], nodes, layout, input_gen_fns)
             return float(found[choice])
 
-        if _is_shared(about, options):
-            name, nodes, *_ = about
+        if _is_shared(product, options):
+            name, nodes, *_ = product
             try:
-                if (found := _answer(name, nodes, choices, tuned, measured)) is not None:
+                if (found := _answer(name, nodes, choices, tune, measure)) is not None:
                     return found
             except Exception as error:
                 if error in raised:
                     raise
-                # The cache's outermost frame: training continues.
+                # A failure of the cache must not end training.
                 record_failure(f"{name} is tuned without the team", error)
-        return tuned(choices)
+        return tune(choices)
 
     return do_autotuning
 
 
-def _is_shared(about: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Return whether an answer can replace this call: a known product, without other requests."""
+def _is_shared(product: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Return whether a shared candidate can replace this call."""
     return (
-        len(about) == len(_SHOWN) - 2
-        and about[0] in _PRODUCTS
+        len(product) == len(_PARAMS) - 2
+        and product[0] in _PRODUCTS
         and not select_algorithm.VERIFY
         and not getattr(config, "pipeline_max_autotune_gemm", False)  # then torch returns nothing
-        and not any(options.values())  # size hints, a collective, a remote answer
+        and not any(options.values())  # e.g. size hints or a collective
     )
 
 
@@ -153,10 +153,10 @@ def _answer(
     name: str,
     nodes: Sequence[Any],
     choices: Sequence[Any],
-    tuned: Callable[[list[Any]], Mapping[Any, float]],
-    measured: Callable[[Any], float],
+    tune_by_torch: Callable[[list[Any]], Mapping[Any, float]],
+    measure_by_torch: Callable[[Any], float],
 ) -> dict[Any, float] | None:
-    """Return the candidate to use, with its milliseconds, or None to let torch tune alone."""
+    """Return the candidate to use, with its milliseconds. None lets torch tune alone."""
     memory = team_memory()
     space = CandidateSpace((identity_of(choice), choice) for choice in choices)
     if memory is None or not 1 < space.size == len(choices):
@@ -164,16 +164,16 @@ def _answer(
     problem = problem_of(name, nodes)
 
     def tune(search: Search) -> None:
-        of = {space.thing(each): each for each in space if each not in search.known}
+        unknown = {space.thing(each): each for each in space if each not in search.known}
         try:
-            costs = tuned([*of]) if of else {}
+            costs = tune_by_torch([*unknown]) if unknown else {}
         except select_algorithm.NoValidChoicesError:
             costs = {}
-        for choice, configuration in of.items():
+        for choice, configuration in unknown.items():
             search.publish(_finding(configuration, costs.get(choice, 0.0)))
 
     def measure(configuration: Configuration) -> Finding:
-        return _finding(configuration, measured(space.thing(configuration)))
+        return _finding(configuration, measure_by_torch(space.thing(configuration)))
 
     while (schedule := memory.schedule(problem, space, tune, measure=measure)) is not None:
         choice = space.thing(schedule.configuration)
@@ -190,7 +190,7 @@ def _finding(configuration: Configuration, milliseconds: float) -> Finding:
 
 
 def _compiles(choice: Any, memory: TeamMemory, schedule: Schedule) -> bool:
-    """Return whether the team's best compiles here; torch has no fallback if it fails later."""
+    """Return whether the team's candidate compiles here. torch could not replace it later."""
     try:
         choice.precompile()
     except Exception as error:  # noqa: BLE001 - a compiler may raise anything
@@ -205,7 +205,7 @@ def _missing() -> str:
 
     selector = select_algorithm.AlgorithmSelectorCache
     tuning: Any = getattr(selector, "do_autotuning", None)
-    if tuning is None or [*signature(tuning).parameters][: len(_SHOWN)] != _SHOWN:
+    if tuning is None or [*signature(tuning).parameters][: len(_PARAMS)] != _PARAMS:
         return "AlgorithmSelectorCache.do_autotuning of the form that is known"
     if not hasattr(selector, "benchmark"):
         return "AlgorithmSelectorCache.benchmark"

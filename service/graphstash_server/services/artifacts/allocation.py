@@ -1,14 +1,14 @@
 """Allocator: decides whether new bytes fit within the limits, and evicts artifacts to make room.
 
-An announcement alone evicts nothing. Before the first byte, `check` refuses only what would not fit
-even after evicting everything evictable. Room is taken for bytes that have arrived.
+An announced size evicts nothing. Before the first byte, `check` refuses only an upload that would
+not fit even after evicting everything evictable. Room is taken as bytes arrive, up to 16 MiB ahead.
 
 Eviction starts in the writer's own namespace. For the limit of the store or for a full disk, it
-continues in the other namespaces. Within each, artifacts that a look-up found lately go last.
-Pinned and withheld artifacts stay.
+continues in the other namespaces. Artifacts that a look-up found recently go last. Pinned and
+withheld artifacts stay.
 
-Uploads of other processes are counted when they are committed, so concurrent uploads may exceed a
-limit by their size.
+Each process counts the room of its own uploads. Uploads of other processes count once committed, so
+concurrent uploads may exceed a limit by their size.
 """
 
 import logging
@@ -37,7 +37,7 @@ __all__ = ["Allocation", "Allocator"]
 _LOGGER = logging.getLogger(__name__)
 
 _ATTEMPTS = 4
-"""Attempts to make room. Meanwhile other writers, and the database on the same disk, take some."""
+"""Attempts to make room. Other writers, and a database on the same disk, may take it first."""
 
 _PATIENCE_SECONDS = 1.0
 
@@ -49,10 +49,10 @@ class Allocation:
     """Room that one upload or one manifest needs, and has taken so far.
 
     Attributes:
-        namespace: namespace that stores it.
-        blob_bytes: bytes of the blob, which arrive one after the other.
-        row_bytes: bytes that its rows count against the limits.
-        actor: caller that stores it. The audit log names this caller for evictions.
+        namespace: namespace of the artifact or manifest.
+        blob_bytes: size of the blob.
+        row_bytes: bytes of database rows that count against the limits.
+        actor: caller that stores it, and that the audit log names for evictions.
         taken_bytes: bytes taken so far, of blob and rows.
         step_bytes: bytes taken last, which may not be on the disk yet.
     """
@@ -66,18 +66,18 @@ class Allocation:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that count against the limits."""
+        """Total bytes that count against the limits."""
         return self.blob_bytes + self.row_bytes
 
 
 class _Excess(NamedTuple):
-    """An exceeded limit, of the namespace `where` or, if None, of the store and its disk.
+    """An exceeded limit of a namespace or, if `namespace` is None, of the store or its disk.
 
-    `size_bytes` leaves out blobs that are being deleted, so it may be negative. `reason` is for the
-    audit log.
+    `size_bytes` is the excess that evictions must remove. It is negative if the blobs being deleted
+    already make enough room. `reason` is for the audit log.
     """
 
-    where: Namespace | None
+    namespace: Namespace | None
     size_bytes: int
     refusal: NoSpaceError
     reason: str
@@ -85,7 +85,7 @@ class _Excess(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Allocator:
-    """Track the room that uploads of this process have taken, and make room."""
+    """Track the room that uploads of this process have taken, and evict to make room."""
 
     database: Database
     blobs: BlobStore
@@ -104,20 +104,21 @@ class Allocator:
         """Raise if an upload would not fit even after evicting everything evictable. Evict nothing.
 
         Raises:
-            NoSpaceError: the upload is too large, or too much is pinned, withheld or in uploads.
+            NoSpaceError: the upload is too large, or too much is pinned, withheld, in manifests or
+                in other uploads, or a limit is doubtful (`LimitDoubts`).
         """
         for excess in await self._excesses(
             allocation, ahead_bytes=allocation.size_bytes - allocation.taken_bytes
         ):
             async with self.database.reading() as connection:
-                stored = await stored_bytes(connection, excess.where)
-                kept = await kept_bytes(connection, namespace=excess.where, now=self.clock())
+                stored = await stored_bytes(connection, excess.namespace)
+                kept = await kept_bytes(connection, namespace=excess.namespace, now=self.clock())
             if excess.size_bytes > stored - kept:
                 raise excess.refusal
 
     @contextmanager
     def opened(self, allocation: Allocation) -> Iterator[None]:
-        """Give back the taken room at the end: the artifact is counted by then, or has failed."""
+        """Release the taken room at the end: the database counts the artifact, or it failed."""
         try:
             yield
         finally:
@@ -131,12 +132,12 @@ class Allocator:
     ) -> AsyncIterator[bytes]:
         """Pass on the bytes of a blob once they have room.
 
-        Chunks are held back until more than 1 MiB of them has no room yet. Room is then taken for
-        all arrived bytes and as many again, up to 16 MiB ahead. A query for every chunk would cost
-        more than its bytes.
+        Chunks wait until more than 1 MiB of them has no room. Then take room for all arrived bytes
+        and as many again, up to 16 MiB ahead, because a query for every chunk would cost more than
+        its bytes.
 
         Raises:
-            NoSpaceError: see `check`. Artifacts that were evicted before stay evicted.
+            NoSpaceError: see `check`. Evictions are not undone.
         """
         waiting: list[bytes] = []
         arrived = passable = 0
@@ -157,7 +158,7 @@ class Allocator:
             yield each
 
     async def take(self, allocation: Allocation, size_bytes: int) -> None:
-        """Raise the room taken to `size_bytes` in total, and evict what has to go for it.
+        """Raise the room taken to `size_bytes` in total. Evict artifacts if necessary.
 
         Raises:
             NoSpaceError: see `check`.
@@ -180,24 +181,28 @@ class Allocator:
             raise excesses[0].refusal
 
     async def _excesses(self, allocation: Allocation, *, ahead_bytes: int = 0) -> list[_Excess]:
-        """Return the limits that the taken bytes and `ahead_bytes` more would exceed. Set the
-        evictor's `is_needed` if the taken bytes exceed a soft limit.
+        """Return the limits that stored and taken bytes, and `ahead_bytes` more, would exceed.
+
+        Set the evictor's `is_needed` if stored and taken bytes exceed a soft limit.
+
+        Raises:
+            NoSpaceError: a hard limit is doubtful (`LimitDoubts`).
         """
-        where, store = allocation.namespace, self.budgets.store
+        namespace, store = allocation.namespace, self.budgets.store
         limits = await self.policies.limits()
-        budget = self.budgets.of(where, limits)
+        budget = self.budgets.of(namespace, limits)
         full = await self.blobs.full(self._unwritten_bytes + ahead_bytes)
         if budget.is_none and store.is_none and full is None:
             return []
         # Read these before the query: an upload that commits in between is counted twice, but never
-        # missed. A writer that takes room after this line sees the room taken here.
-        taken, own_taken = self._taken.total(), self._taken[where]
+        # missed. A writer that takes room later counts the room of this upload.
+        taken, own_taken = self._taken.total(), self._taken[namespace]
         async with self.database.reading() as connection:
             stored = await stored_bytes(connection) + taken
-            own = await stored_bytes(connection, where) + own_taken
+            own = await stored_bytes(connection, namespace) + own_taken
             pending = await pending_bytes(connection)
         doubts = await self.limit_doubts.about(
-            {where: own - own_taken, None: stored - taken}, limits
+            {namespace: own - own_taken, None: stored - taken}, limits
         )
         for name, doubt in doubts.items():
             if (store if name is None else budget).hard_bytes is not None:
@@ -206,9 +211,9 @@ class Allocator:
             self.evictor.is_needed.set()
         found = []
         if budget.hard_bytes is not None and own + ahead_bytes > budget.hard_bytes:
-            refusal = _refusal(allocation, f"the namespace {where}", budget.hard_bytes)
+            refusal = _refusal(allocation, f"the namespace {namespace}", budget.hard_bytes)
             excess_bytes = own + ahead_bytes - budget.hard_bytes
-            found.append(_Excess(where, excess_bytes, refusal, "over the namespace's limit"))
+            found.append(_Excess(namespace, excess_bytes, refusal, "over the namespace's limit"))
         if store.hard_bytes is not None and stored + pending + ahead_bytes > store.hard_bytes:
             refusal = _refusal(allocation, "the store", store.hard_bytes)
             excess_bytes = stored + ahead_bytes - store.hard_bytes
@@ -220,13 +225,15 @@ class Allocator:
     async def _make_room(self, allocation: Allocation, excess: _Excess) -> None:
         """Evict until one exceeded limit is met, or nothing more can be evicted."""
         async with self.database.reading() as connection:
-            goal_bytes = max(await stored_bytes(connection, excess.where) - excess.size_bytes, 0)
+            goal_bytes = max(
+                await stored_bytes(connection, excess.namespace) - excess.size_bytes, 0
+            )
         evicted = await self._evict(allocation, excess, goal_bytes)
-        if excess.where is not None:
+        if excess.namespace is not None:
             return
         await self.collector.collect_marked()
-        # Blobs that other servers are deleting count until they are gone. If such a server died and
-        # its blobs stay, evict other artifacts.
+        # Blobs that other servers are deleting still take room. If they stay, because their server
+        # died, evict more artifacts.
         pending = await self.collector.pending_bytes(patience_seconds=_PATIENCE_SECONDS)
         if pending:
             evicted += await self._evict(allocation, excess, max(goal_bytes - pending, 0))
@@ -237,10 +244,10 @@ class Allocator:
     async def _evict(self, allocation: Allocation, excess: _Excess, goal_bytes: int) -> int:
         evicted = 0
         own = allocation.namespace
-        for evicted_from in (own,) if excess.where is not None else (own, None):
+        for evicted_from in (own,) if excess.namespace is not None else (own, None):
             for spares_looked_up in (True, False):
                 evicted += await self.evictor.shrink(
-                    excess.where,
+                    excess.namespace,
                     goal_bytes=goal_bytes,
                     actor=allocation.actor,
                     reason=excess.reason,
@@ -251,7 +258,7 @@ class Allocator:
 
 
 def _refusal(allocation: Allocation, where: str, limit_bytes: int) -> NoSpaceError:
-    """Return the error. How much the store has is not told to a caller of one namespace."""
+    """Return the error, without the size of the store: callers of one namespace must not get it."""
     return NoSpaceError(
         f"{allocation.size_bytes} bytes are to be stored, {where} takes at most {limit_bytes}, and "
         "not enough can be evicted: unpin or delete artifacts, or raise the limit "

@@ -16,19 +16,20 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Serve until SIGTERM or Ctrl-C, or, for a rank's own aggregator, until the rank exits."""
+    """Serve until SIGTERM or Ctrl-C. A rank's own aggregator serves until the rank exits."""
     options = _options()
     if options.owner is None:
-        secret, owner, end = read_secret(options.secret_file), None, _told_by_signals()
+        secret, owner, end = read_secret(options.secret_file), None, _signal_descriptor()
     else:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the rank may still have to finish its last step
-        told = json.loads(sys.stdin.readline())
-        secret, owner = bytes.fromhex(told["secret"]), Owner(options.owner, told["process"])
+            # A signal to the process group must not end the sums of the rank's last step.
+            signal.signal(number, signal.SIG_IGN)
+        order = json.loads(sys.stdin.readline())
+        secret, owner = bytes.fromhex(order["secret"]), Owner(options.owner, order["process"])
         end = sys.stdin.fileno()
-    at = sockets.bound(sockets.parsed(options.listen))
-    print(json.dumps({"address": sockets.address_of(at.getsockname())}), flush=True)
-    Server(at, secret, end=end, owner=owner).run()
+    bound = sockets.bound(sockets.parsed(options.listen))
+    print(json.dumps({"address": sockets.address_of(bound.getsockname())}), flush=True)
+    Server(bound, secret, end=end, owner=owner).run()
 
 
 def _options() -> argparse.Namespace:
@@ -45,8 +46,8 @@ def _options() -> argparse.Namespace:
         required=True,
         help="UDP address of this host by which the workers know it; [HOST]:PORT with IPv6",
     )
-    who = parser.add_mutually_exclusive_group(required=True)
-    who.add_argument(
+    purpose = parser.add_mutually_exclusive_group(required=True)
+    purpose.add_argument(
         "--secret-file",
         metavar="FILE",
         type=Path,
@@ -55,11 +56,12 @@ def _options() -> argparse.Namespace:
             "it"
         ),
     )
-    who.add_argument("--owner", type=int, help=argparse.SUPPRESS)  # set by ColocatedAggregator
+    # ColocatedAggregator passes the number of its rank.
+    purpose.add_argument("--owner", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _told_by_signals() -> int:
+def _signal_descriptor() -> int:
     """Return a descriptor that becomes readable after SIGTERM or Ctrl-C."""
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
