@@ -117,6 +117,4 @@ class BackupError(Exception):
 
 
 class ShortBlobError(Exception):
-    """A stored blob is shorter than its size. During a download, the server cuts the connection, so
-    that the client does not take the response for complete.
-    """
+    """A stored blob is shorter than its size. The server cuts the connection of a download."""

@@ -93,18 +93,16 @@ def unknown_hooks(config: ClientConfig) -> tuple[str, str] | None:
 
 
 def unusable_hooks(config: ClientConfig) -> Iterator[str]:
-    """Yield a warning about each requested hook that cannot be used. By default, all hooks are
-    requested.
-    """
+    """Yield a warning about each unusable hook, unless the settings exclude the hook."""
     for name, reason in broken_hooks().items():
         if config.wants_hook(name):
             yield f"the hook {name} cannot be used: {printable(reason, most=_REASON_CHARACTERS)}"
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Map each variable with our prefix that is no job setting to the most similar job setting.
+    """Map each unknown variable with our prefix to the most similar job setting.
 
-    The value is None if no setting is similar. The variable may then be a server setting.
+    The value is None if no setting is similar: the variable may be a server setting.
     """
     settings = set(ClientConfig.rules()).union(*(each.settings for each in hook_specs().values()))
     known = {*(ENVIRONMENT_PREFIX + name.upper() for name in settings), AUTOLOAD}

@@ -60,7 +60,7 @@ class UtcTime(TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Convert to UTC. Reject a naive time, whose zone is unknown."""
+        """Convert to UTC. Reject a naive time."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -250,8 +250,8 @@ suspensions = Table(
     Column("seen_at", UtcTime, nullable=False, comment="the last time of the clock"),
     Column("up_seconds", Double, nullable=False, comment="how long that server has run"),
 )
-"""Periods in which nothing is deleted by age; see `queries.recorded_times.Suspension`. Rows are
-permanent, because later computations of ages need them."""
+"""Periods in which nothing is deleted by age; see `queries.recorded_times.Suspension`. A row stays
+after its end, because the servers compute ages with it."""
 
 leases = Table(
     "leases",

@@ -17,8 +17,7 @@ from graphstash_server.shared_text import SharedText
 __all__ = ["BUCKETS", "Counted", "Counters", "HostCounters"]
 
 BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Inclusive upper bounds of the duration buckets, in seconds. A request waits for a lease for at
-most a minute."""
+"""Inclusive upper bounds of request durations in seconds. Waits for leases take up to a minute."""
 
 _METHODS: Final = ("GET", "HEAD", "PUT", "POST", "DELETE", "other")
 _STATUSES: Final = sorted({200, 201, 202, 204, 206, 304, 307, *STATUS.values()})
@@ -52,17 +51,15 @@ class Counted(NamedTuple):
 
     Attributes:
         requests: number of requests by method and status.
-        refused: number of refused requests by error code, including requests that the server
-            refuses before it chooses a handler.
-        seconds: number of requests per bucket of `BUCKETS`, and last the number of longer ones.
-            Artifact reads that bypass FastAPI (`graphstash_server.fast`) are not timed.
+        refused: number of refused requests by error code, with requests refused before routing.
+        seconds: number of requests per bucket of `BUCKETS`, and last of longer requests. Artifact
+            reads that bypass FastAPI (`graphstash_server.fast`) are not timed.
         total_seconds: total duration of the timed requests.
-        healed: number of artifacts dropped because their blob was lost or damaged.
-        leases_expired: number of leases that expired before their holder released them, and were
-            granted to another.
-        workers: number of serving processes.
-        waiters: number of requests that wait for a lease.
-        listening: number of processes that receive the database's notifications.
+        healed: artifacts dropped because their blob was lost or damaged.
+        leases_expired: leases that were granted to another holder after they expired.
+        workers: serving processes.
+        waiters: requests that wait for a lease.
+        listening: processes that receive the database's notifications.
     """
 
     requests: dict[tuple[str, str], int]

@@ -114,10 +114,7 @@ class FileReader:
         return None if found is None else bytes(found)
 
     async def send(self, socket_fd: int, start: int, stop: int) -> int:
-        """Send a part of the file, at most `CHUNK_BYTES`, to a non-blocking socket.
-
-        Returns:
-            The number of bytes sent.
+        """Send at most `CHUNK_BYTES` to a non-blocking socket. Return the number of bytes sent.
 
         Raises:
             BlockingIOError: the socket accepts no bytes now.

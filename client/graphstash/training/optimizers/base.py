@@ -165,8 +165,8 @@ class TorchOptions(TypedDict, total=False):
         fused: False: never use torch's fused kernels. None or True: use a fused kernel on plain
             torch if it gives the formula's results. Default: None.
         foreach: Has no effect.
-        capturable: Has no effect: a step can always be captured.
-        differentiable: Must be False: a step cannot be differentiated.
+        capturable: Has no effect, because every step can be captured.
+        differentiable: Must be False, because no step can be differentiated.
         amp_scaling: True: `step` divides by the loss scale and skips bad steps, without reading the
             device. False: torch.amp.GradScaler or Lightning does both and reads the device.
             Lightning can clip gradients only with False. Default: True.
@@ -222,11 +222,7 @@ def options_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def at_least(group: Group, least: float, *names: str) -> None:
-    """Reject options that are NaN or below `least`. Tensors are not read.
-
-    Raises:
-        ValueError: an option is out of range.
-    """
+    """Raise ValueError if an option is NaN or below `least`. Tensors are not read."""
     for name in names:
         value = group[name]
         if not isinstance(value, Tensor) and not value >= least:
@@ -234,11 +230,7 @@ def at_least(group: Group, least: float, *names: str) -> None:
 
 
 def require_count(group: Group, count: int, name: str) -> None:
-    """Reject an option that is not a tuple or list of `count` elements.
-
-    Raises:
-        ValueError: the option is something else.
-    """
+    """Raise ValueError if an option is not a tuple or list of `count` elements."""
     value = group[name]
     if not _is_sequence(value) or len(value) != count:
         raise ValueError(f"{name} must be {count} numbers (got {value})")
@@ -428,12 +420,9 @@ class SyncFreeOptimizer(Optimizer):
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
     ) -> None:
-        """Make a step for some of the parameters. Call this under `no_grad`.
+        """Update only some parameters; see `step`. Call this under `no_grad`.
 
-        Args:
-            groups: Maps the index of a group to its options and the parameters to update.
-            found_inf: As in `step`.
-            grad_scale: As in `step`.
+        `groups` maps the index of a group to its options and the parameters to update.
         """
         if found_inf is not None:
             found_inf = _checked(found_inf)
@@ -577,9 +566,7 @@ class SyncFreeOptimizer(Optimizer):
     # State dictionaries.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dictionary like torch's: each updated parameter has its own step on the
-        host. Reads the device.
-        """
+        """Return a state dictionary like torch's, with steps on the host. Reads the device."""
         state_dict = super().state_dict()
         on_host: dict[int, float] = {}
         states = {}
@@ -630,8 +617,7 @@ class SyncFreeOptimizer(Optimizer):
                     adopted += self._adopt(group, parameter, state, steps)
             counts += steps.values()
         materialize(adopted)
-        # The counts last: as in new state, they must be the youngest tensors.
-        settle(counts)
+        settle(counts)  # last: counts are also the youngest tensors of new state
         self._begin_early(self.param_groups)
 
     def _adopt(
@@ -641,9 +627,7 @@ class SyncFreeOptimizer(Optimizer):
         state: dict[str, Any],
         steps: dict[tuple[Place, float], Tensor],
     ) -> list[Tensor]:
-        """Replace loaded state tensors by copies, because they share memory with the dictionary.
-        Parameters with equal step counts share one step tensor. Return the copies.
-        """
+        """Copy loaded state, which shares memory with its source. Equal steps share a tensor."""
         new = self._new_state(group)
         names = new.names(parameter)
         count = float(state.get("step", self._step_of(state)))
@@ -662,10 +646,7 @@ class SyncFreeOptimizer(Optimizer):
         return [state[name] for name in names]
 
     def _check_loaded(self, group: Group, saved: Group, states: Sequence[Group]) -> None:
-        """Raise ConfigError if a saved group is of another optimizer or model.
-
-        `states` has the saved state of each parameter.
-        """
+        """Raise ConfigError if a saved group or its states are of another optimizer or model."""
         name = type(self).__name__
         remedy = "load only the model, and begin with new state"
         for option in self.defaults.keys() & saved.keys():
@@ -733,8 +714,7 @@ class SyncFreeOptimizer(Optimizer):
 
 
 _DECOUPLED: Final = "decoupled_weight_decay"
-"""Option that only distinguishes AdamW from Adam. Other optimizers have it too, so it does not
-identify a class."""
+"""Distinguishes AdamW from Adam, but from no other class: torch's NAdam and RAdam also have it."""
 
 
 def _options_of_makers() -> Iterator[tuple[str, set[str]]]:

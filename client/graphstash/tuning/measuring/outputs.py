@@ -55,9 +55,6 @@ class CheckedOutput:
         Args:
             expected: an array of the same shape. NaN equals NaN, and infinity equals itself.
             tolerance: maximum absolute difference, a number or an array. Default: 0.
-
-        Raises:
-            ValueError: the shapes differ.
         """
         import numpy as np
 
@@ -66,8 +63,7 @@ class CheckedOutput:
                 f"the expected shape is {np.shape(expected)}, but that of the output is "
                 f"{self.array.shape}"
             )
-        # Differences of integers would wrap around.
-        wide = np.result_type(self.array, expected, np.longdouble)
+        wide = np.result_type(self.array, expected, np.longdouble)  # integers would wrap around
         with np.errstate(invalid="ignore"):
             difference = abs(self.array.astype(wide) - expected)
         agrees = (self.array == expected) | (difference <= tolerance)

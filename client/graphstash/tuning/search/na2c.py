@@ -70,9 +70,7 @@ class ActorCritic:
         return result
 
     def gradients(self, batch: Transitions, discount: float) -> dict[str, Floats]:
-        """Return gradients of the batch mean of -log pi(a | s) * A + A^2. In the first term A is a
-        constant, in the second V(s').
-        """
+        """Return gradients of the batch mean of -log pi(a | s) * A + A^2; see the module."""
         count = len(batch.moves)
         hidden = self._hidden(batch.before)
         advantage = batch.rewards + discount * self.values(batch.after) - self.values(batch.before)
@@ -152,8 +150,7 @@ class NA2C(Searcher):
         self._updates = updates
         self._rewards = Rewards()
         self._best: Trial | None = None
-        # The state and the move that led to each configuration of the batch.
-        self._walked: dict[Configuration, tuple[Configuration, int]] = {}
+        self._walked: dict[Configuration, tuple[Configuration, int]] = {}  # after: before, move
         self.network = ActorCritic(
             len(space.features(space.start)),
             space.moves,
@@ -176,12 +173,12 @@ class NA2C(Searcher):
         for _ in range(self._steps):
             if (move := self._move(state)) is None or len(chosen) == self._batch:
                 return
-            to = self.space.moved(state, move)
-            assert to is not None  # noqa: S101 - the move is legal
-            if to not in self._visited and to not in chosen:
-                chosen[to] = None
-                self._walked[to] = (state, move)
-            state = to
+            after = self.space.moved(state, move)
+            assert after is not None  # noqa: S101 - the move is legal
+            if after not in self._visited and after not in chosen:
+                chosen[after] = None
+                self._walked[after] = (state, move)
+            state = after
 
     def _move(self, state: Configuration) -> int | None:
         legal = self._legal(state)
@@ -207,7 +204,7 @@ class NA2C(Searcher):
             return
         batch = Transitions(
             before=self._features([state for (state, _), _, _ in moved]),
-            after=self._features([to for _, to, _ in moved]),
+            after=self._features([state for _, state, _ in moved]),
             legal=np.array([self._legal(state) for (state, _), _, _ in moved]),
             moves=np.array([move for (_, move), _, _ in moved]),
             rewards=np.array([reward for _, _, reward in moved]),

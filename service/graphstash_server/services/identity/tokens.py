@@ -62,13 +62,12 @@ MAX_EXCHANGED_PER_SUBJECT: Final = 1_000
 """Maximum number of exchanged tokens of one JWT subject. All hosts of a job may share a subject."""
 
 _EXCHANGED_COUNTS_FOR = timedelta(hours=1)
-"""An exchanged token counts towards the limits for at least this time after its creation, and is
-deleted this time after its end. Otherwise a caller could fill the table and the audit log with
-short-lived tokens."""
+"""An exchanged token counts for at least this time after its creation, even if it has ended, and is
+deleted this time after its end. Otherwise short lifetimes could fill the table and the audit log.
+"""
 
 _MIN_KEPT = timedelta(days=30)
-"""Minimum time for which the list shows a revoked or expired token, so that its owner finds out why
-it stopped working. Exchanged tokens are excepted."""
+"""An ended token stays in the list at least this long, so that its owner finds out why it ended."""
 
 _ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _ID_CHARACTERS = 16

@@ -39,17 +39,16 @@ _MAX_REASON_BYTES: Final = 1000
 
 @dataclass
 class Counters:
-    """Datagrams of the reductions of one rank in one session. Datagrams that open or close the
-    session, and heartbeats, are not counted.
+    """Datagrams of one rank's reductions in a session. Heartbeats, OPEN and LEAVE are not counted.
 
     Bytes include this protocol's headers. IP and UDP add 28 bytes per datagram (IPv6: 48).
 
     Attributes:
-        sent_bytes: Bytes of DATA datagrams, without resends.
+        sent_bytes: Bytes of datagrams with tensors, without resends.
         sent_datagrams: Number of these datagrams.
         received_bytes: Bytes of datagrams with new sums.
         received_datagrams: Number of these datagrams.
-        resent_bytes: Bytes of datagrams, DATA or ASK, sent because an answer was overdue.
+        resent_bytes: Bytes of datagrams that were sent because an answer was overdue.
         resent_datagrams: Number of these datagrams.
         ignored_datagrams: Number of received datagrams without new sums: duplicates, late
             datagrams, WAITING, and datagrams without a valid seal.
@@ -66,15 +65,12 @@ class Counters:
 
 @dataclass
 class PathLimits:
-    """Limits of the path between one rank and all aggregators, in bytes.
-
-    Attributes:
-        payload_bytes: Datagram sizes that reach every aggregator and return, ascending.
-        buffer_bytes: Smallest receive buffer of the rank and the aggregators.
-    """
+    """Limits of the path between one rank and all aggregators, in bytes."""
 
     payload_bytes: list[int]
+    """Datagram sizes that reach every aggregator and return, ascending."""
     buffer_bytes: int
+    """The smallest receive buffer of the rank and the aggregators."""
 
 
 class Client:
@@ -202,7 +198,7 @@ class Client:
     def leave(self, reason: str = "") -> None:
         """Send LEAVE until every aggregator has answered, for at most a second. Close the sockets.
 
-        `reason` says why the rank gives up. Empty: the rank is done.
+        A rank that gives up sends its `reason`.
         """
         self._closing.set()
         until = time.monotonic() + _LEAVE_TIMEOUT_SECONDS
