@@ -13,8 +13,10 @@ def main() -> None:
     """Run the `graphstash` command."""
     if sys.argv[1:2] == ["--version"]:
         from graphstash import __version__
+        from graphstash._cli.pipe import piped
 
-        print(f"graphstash {__version__}")
+        with piped():
+            print(f"graphstash {__version__}")
         return
     if sys.argv[1:2] == ["run"]:
         from graphstash._cli import launcher

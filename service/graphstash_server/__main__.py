@@ -17,7 +17,7 @@ from graphstash_schema.settings import with_options
 from graphstash_server.commands.running import fail
 from graphstash_server.errors import StartError
 from graphstash_server.logs import set_up_logging
-from graphstash_server.settings import Settings, is_loopback, load_settings
+from graphstash_server.settings import Settings, is_loopback, load_settings, warn_of_misspelled
 
 __all__ = ["main", "serve"]
 
@@ -70,6 +70,7 @@ def serve(
         fail(str(error), status=2)
     try:
         _set_up_logging(settings)
+        warn_of_misspelled()
         # Each worker loads both. Checking them here reports an error once.
         tls_context(settings)
         find_tracing(settings)

@@ -6,6 +6,7 @@ docstring below a field is its description in the reference and its help on the 
 """
 
 import ipaddress
+import logging
 import os
 import re
 import socket
@@ -24,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from graphstash_schema import MIN_EXCHANGED_SECONDS
+from graphstash_schema import MIN_EXCHANGED_SECONDS, misspelling
 from graphstash_schema.option import Option
 from graphstash_schema.own_files import own_socket_path
 from graphstash_schema.protocol import DEFAULT_MAX_ARTIFACT_BYTES
@@ -44,7 +45,10 @@ __all__ = [
     "TlsSettings",
     "is_loopback",
     "load_settings",
+    "warn_of_misspelled",
 ]
+
+_LOGGER = logging.getLogger(__name__)
 
 ENV_PREFIX = "GRAPHSTASH_"
 
@@ -401,6 +405,15 @@ def load_settings(**options: Any) -> Settings:
             why = why_refused(problem, Settings.model_fields.get(name))
             lines.append(f"{shown}={value!s} is not valid: {why}")
         raise StartError("; ".join(lines)) from None
+
+
+def warn_of_misspelled() -> None:
+    """Log the environment variables that are misspelled settings of a server."""
+    unknown = misspelling.unknown_variables(
+        os.environ, prefix=ENV_PREFIX, settings=Settings.model_fields
+    )
+    if warning := misspelling.warning_of(unknown):
+        _LOGGER.warning("%s", warning)
 
 
 def is_loopback(host: str) -> bool:

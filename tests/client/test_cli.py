@@ -222,7 +222,6 @@ def test_server_options_are_listed_without_the_packages_of_a_server():
         (("run", "--naemspace", "x", "--", "true"), 2, "No such option: --naemspace"),
         (("run", "--job"), 2, "requires an argument"),
         (("run", "--job=a/b", "true"), 2, "--job='a/b'"),
-        (("run", "--", "/"), 127, "not found on PATH"),
         (("prefetch", "no/job"), 2, "manifest name 'no/job'"),
         (("ls", "--namespace", "Bad"), 2, "--namespace='Bad'"),
         (("ls", "--sort", "size", "--after", "x"), 2, "raise --limit"),
@@ -231,8 +230,12 @@ def test_server_options_are_listed_without_the_packages_of_a_server():
         (("show", "a/b"), 2, "is no key: write kind/device type/fingerprint"),
         (("export", "x", "--job", "a", "--local"), 2, "leave out --local"),
         (("export", "x", "--fingerprint", "X"), 2, "--fingerprint"),
-        (("import", "no-such-file"), 3, "there is no such file; nothing was imported"),
+        (("import", "no-such-file"), 1, "no-such-file: No such file or directory; nothing was"),
+        (("import", "/"), 1, "/: Is a directory; nothing was imported"),
+        (("import", __file__), 3, "this is no bundle"),
+        (("export", "/no-such/file"), 1, "/no-such/file: there is no directory /no-such\n"),
         (("nothing",), 2, "No such command 'nothing'; see `graphstash --help`"),
+        (("lss",), 2, "No such command 'lss'. Did you mean 'ls'? See `graphstash --help`"),
         (("prefetch", "job"), 1, "error: set GRAPHSTASH_URL"),
         (("status", "--url", "http://127.0.0.1:9"), 1, "does not answer"),
         (("prefetch", "job", "--url", "http://127.0.0.1:9"), 1, "127.0.0.1:9"),
@@ -246,6 +249,23 @@ def test_bad_input_gets_one_clear_line(tmp_path, arguments, status, told):
     assert line.startswith("graphstash: error: ")
 
 
+@pytest.mark.parametrize("options", [(), ("--fail-on-miss",)])
+@pytest.mark.parametrize(
+    ("program", "status", "reason"),
+    [
+        ("/", 126, "Permission denied"),
+        ("/etc/passwd", 126, "Permission denied"),
+        ("/no-such/program", 127, "No such file or directory"),
+    ],
+)
+def test_run_tells_a_program_that_cannot_be_run_from_a_missing_one(
+    program, status, reason, options
+):
+    result = graphstash("run", *options, "--", program)
+    assert (result.returncode, result.stdout) == (status, "")
+    assert result.stderr == f"graphstash: error: {program}: {reason}\n"
+
+
 @pytest.mark.parametrize("variable", ["GRAPHSTASH_CA_FILE", "GRAPHSTASH_TRUSTED_KEYS"])
 def test_unusable_file_is_named_by_a_process_that_ends_with_the_status_of_usage(tmp_path, variable):
     result = graphstash("status", **{variable: tmp_path / "absent"})
@@ -253,6 +273,27 @@ def test_unusable_file_is_named_by_a_process_that_ends_with_the_status_of_usage(
     assert result.stderr.startswith("graphstash: error: ")
     assert result.stderr.count("\n") == 1
     assert str(tmp_path / "absent") in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--version",), ("--help",), ("show", "--help"), ("ls",), ("status", "--json")]
+)
+def test_command_ends_as_other_tools_when_nothing_reads_its_output(server, arguments):
+    status, told = processes.graphstash_unread(*arguments, GRAPHSTASH_URL=server.url)
+    assert (status, told) == (-signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("status",), ("ls",), ("prefetch", "job"), ("explain",), ("keys", "list"), ("doctor",)],
+)
+def test_misspelled_setting_is_reported_once_by_every_command(tmp_path, arguments):
+    settings = {"GRAPHSTASH_NAMESPCE": "x", "GRAPHSTASH_CACHE_DIR": tmp_path}
+    result = graphstash(*arguments, **settings, GRAPHSTASH_DATA_DIR="/of/a/server")
+    told = result.stdout + result.stderr
+    assert told.count("did you mean GRAPHSTASH_NAMESPACE?") == 1
+    assert ("/of/a/server" in told) is False
+    assert ("GRAPHSTASH_DATA_DIR" in told) is (arguments == ("doctor",))
 
 
 def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):

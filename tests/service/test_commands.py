@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from unittest.mock import AsyncMock
 
 import pytest
@@ -19,7 +20,7 @@ from graphstash_server.services.maintenance.reconciler import Reconciler
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer
 from support.commands import invoke as run
-from support.processes import graphstash
+from support.processes import graphstash, graphstash_unread
 from support.waiting import until
 
 BLOB = b"x" * 10_000
@@ -55,6 +56,18 @@ def put(api, count, size=10_000):
 
 def lines(output):
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("words", [("audit",), ("audit", "--json"), ("token", "list")])
+def test_listing_ends_as_other_tools_when_nothing_reads_it(api, words):
+    put(api, 1)
+    assert graphstash_unread(*words) == (-signal.SIGPIPE, "")
+
+
+def test_misspelled_setting_of_a_server_is_reported_once(api):
+    told = graphstash("audit", GRAPHSTASH_STORE_LIMT_BYTES="1", GRAPHSTASH_URL="none").stderr
+    assert told.count("(did you mean GRAPHSTASH_STORE_LIMIT_BYTES?)") == 1
+    assert "GRAPHSTASH_URL" not in told
 
 
 def test_gc_evicts_what_its_dry_run_prints(api, monkeypatch, files_in):

@@ -12,7 +12,7 @@ import pytest
 
 from graphstash.__main__ import main
 
-__all__ = ["graphstash", "graphstash_here", "python"]
+__all__ = ["graphstash", "graphstash_here", "graphstash_unread", "python"]
 
 
 def python(
@@ -34,6 +34,25 @@ def graphstash(
     *arguments: object, check: bool = False, **variables: object
 ) -> subprocess.CompletedProcess[str]:
     return _run(["-m", "graphstash", *arguments], variables, check=check)
+
+
+def graphstash_unread(*arguments: object, **variables: object) -> tuple[int, str]:
+    """Run a command while nothing reads its output. Return its status and its errors."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "graphstash", *map(str, arguments)],
+            env=os.environ | {name: str(value) for name, value in variables.items()},
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    finally:
+        os.close(writing)
+    return done.returncode, done.stderr
 
 
 def graphstash_here(

@@ -41,5 +41,6 @@ def test_unknown_variables_are_logged_with_similar_setting():
         "GRAPHSTASH_DATA_DIR": None,
         "GRAPHSTASH_NAMESPCE": "GRAPHSTASH_NAMESPACE",
     }
-    (notice,) = told(environ, url="none")
-    assert "GRAPHSTASH_NAMESPCE (did you mean GRAPHSTASH_NAMESPACE?)" in notice
+    misspelled, other = told(environ, url="none")
+    assert "GRAPHSTASH_NAMESPCE (did you mean GRAPHSTASH_NAMESPACE?)" in misspelled
+    assert other == "ignored, because jobs have no such settings: GRAPHSTASH_DATA_DIR"

@@ -118,13 +118,14 @@ class Bundle:
 
     Raises:
         BundleError: the constructor cannot use the file, or it does not start with a manifest.
+        OSError: there is no such file.
     """
 
     def __init__(self, path: Path) -> None:
         try:
             self._file = open_ours(path)
-        except FileNotFoundError:
-            raise BundleError("there is no such file") from None
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise
         except OSError as error:
             raise BundleError(
                 f"it cannot be read, or others could change it meanwhile ({error}): copy it to a "

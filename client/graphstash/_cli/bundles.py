@@ -174,7 +174,7 @@ def import_(
     """
     config = load_config(url=url, namespace=namespace)
     try:
-        with Bundle(file) as bundle:
+        with _opened(file) as bundle:
             target = config.namespace if namespace is not None else bundle.namespace
             told = _Import(dataclasses.replace(config, namespace=target), bundle).run(
                 None if check else "local" if local else "server"
@@ -197,6 +197,13 @@ def import_(
         f"{told['imported']} imported into {told['namespace']}, {told['present']} already there"
         + (f", {len(differing)} with other bytes there, which stay" if differing else "")
     )
+
+
+def _opened(file: Path) -> Bundle:
+    try:
+        return Bundle(file)
+    except OSError as error:
+        fail(f"{file}: {error.strerror}; nothing was imported")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,8 +393,11 @@ class _Export:
 
     def run(self) -> dict[str, Any]:
         if not self._file.parent.is_dir():
-            raise FileNotFoundError(f"there is no directory {self._file.parent}")
-        descriptor = make_own_directory(self._directory)
+            fail(f"{self._file}: there is no directory {self._file.parent}")
+        try:
+            descriptor = make_own_directory(self._directory)
+        except OSError as error:
+            fail(f"{self._directory}: {error.strerror or error}")
         try:
             # Use the descriptor: a user who can write to the parent could swap the directory.
             self._spool = Path(f"/proc/self/fd/{descriptor}")

@@ -50,9 +50,12 @@ class Launch(NamedTuple):
         Raises:
             CannotRunError: the program does not exist, or is not executable.
         """
-        program = shutil.which(self.command[0])
+        name = self.command[0]
+        program = shutil.which(name)
         if program is None:
-            raise CannotRunError(f"{self.command[0]}: not found on PATH", status=127)
+            if os.sep not in name:
+                raise CannotRunError(f"{name}: not found on PATH", status=127)
+            program = name  # exec says why: there is no such file, or it cannot be run
         environment = os.environ | {
             f"GRAPHSTASH_{name.upper()}": value for name, value in self.settings.items()
         }
@@ -73,7 +76,9 @@ class Launch(NamedTuple):
                     supervise(program, self.command, environment)
             os.execve(program, list(self.command), environment)  # noqa: S606 - this is the job
         except OSError as error:
-            raise CannotRunError(f"{program}: {error.strerror}", status=126) from None
+            is_missing = isinstance(error, FileNotFoundError) and not Path(program).exists()
+            status = 127 if is_missing else 126  # a script's interpreter may be missing instead
+            raise CannotRunError(f"{program}: {error.strerror}", status=status) from None
 
 
 def read(arguments: Sequence[str]) -> Launch | None:

@@ -16,7 +16,9 @@ from typing import Annotated, Any, Final, NamedTuple
 import typer
 
 import graphstash
+from graphstash._cli.pipe import piped
 from graphstash_schema.exit_status import MEANINGS, ExitStatus, error_line
+from graphstash_schema.misspelling import warning_of
 
 __all__ = ["complete_app", "main"]
 
@@ -160,19 +162,23 @@ _ClickError: Final[type[Exception]] = next(
 
 def main() -> None:
     """Parse the command line and run the command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a terminal may lack a character, such as µ
-            stream.reconfigure(errors="replace")
+    if isinstance(sys.stderr, TextIOWrapper):
+        sys.stderr.reconfigure(errors="replace")  # a terminal may lack a character, such as µ
+    with piped():
+        status = _run()
+    sys.exit(status if isinstance(status, int) else ExitStatus.OK)
+
+
+def _run() -> Any:
     is_completing = "_GRAPHSTASH_COMPLETE" in os.environ  # a shell asks, by variables of its own
     app = complete_app() if is_completing else _app_with(sys.argv[1:])
     try:
-        status = app(prog_name="graphstash", standalone_mode=False)
+        return app(prog_name="graphstash", standalone_mode=False)
     except _ClickError as error:
         _tell(error)
-        status = ExitStatus.USAGE
+        return ExitStatus.USAGE
     except typer.Abort:
-        status = ExitStatus.INTERRUPTED
-    sys.exit(status if isinstance(status, int) else ExitStatus.OK)
+        return ExitStatus.INTERRUPTED
 
 
 def _tell(error: Any) -> None:
@@ -182,7 +188,8 @@ def _tell(error: Any) -> None:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "graphstash"
     message = error.format_message().rstrip(".").replace("Value error, ", "")
-    print(error_line(f"{message}; see `{command} --help`"), file=sys.stderr)  # noqa: T201 - a command's error
+    message += " See" if message.endswith("?") else "; see"
+    print(error_line(f"{message} `{command} --help`"), file=sys.stderr)  # noqa: T201 - a command's error
 
 
 @cache
@@ -232,9 +239,16 @@ def _show_version(value: bool) -> None:
 
 
 def _root(
+    context: typer.Context,
     _version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    pass
+    # The doctor and jobs report these variables themselves.
+    if context.invoked_subcommand in {"doctor", "run"}:
+        return
+    from graphstash._process.notices import log_once, unknown_variables
+
+    if warning := warning_of(unknown_variables(os.environ)):
+        log_once([warning])

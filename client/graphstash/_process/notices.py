@@ -9,6 +9,7 @@ from typing import Final
 from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig, SignaturePolicy, is_on_this_host
 from graphstash.hooks.installing import AUTOLOAD
 from graphstash.hooks.registry import broken_hooks, hook_specs
+from graphstash_schema import misspelling
 from graphstash_schema.names import printable
 
 __all__ = [
@@ -24,11 +25,6 @@ _log = logging.getLogger("graphstash")
 
 _LOGGED: Final = "_GRAPHSTASH_TOLD"
 """Environment variable that passes the logged lines to child processes."""
-
-_ALIKE: Final = 0.85
-"""Minimum `difflib` ratio at which a variable counts as a misspelled job setting. Server settings
-have the same prefix, and the most similar pair of a server and a job setting has 0.8."""
-
 
 _VALUE_CHARACTERS: Final = 40
 
@@ -63,12 +59,11 @@ def notices(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[str]:
     if (wrong := unknown_hooks(config)) is not None:
         yield "; ".join(wrong)
     yield from unusable_hooks(config)
-    if unknown := unknown_variables(environ):
-        ignored = ", ".join(
-            f"{variable} (did you mean {nearest}?)" if nearest else variable
-            for variable, nearest in unknown.items()
-        )
-        yield f"ignored, because jobs have no such settings: {ignored}"
+    unknown = unknown_variables(environ)
+    if line := misspelling.warning_of(unknown):
+        yield line
+    if others := [variable for variable, nearest in unknown.items() if nearest is None]:
+        yield f"ignored, because jobs have no such settings: {', '.join(others)}"
 
 
 def autoload_notice(value: str) -> str:
@@ -104,13 +99,6 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
 
     The value is None if no setting is similar: the variable may be a server setting.
     """
-    settings = set(ClientConfig.rules()).union(*(each.settings for each in hook_specs().values()))
-    known = {*(ENVIRONMENT_PREFIX + name.upper() for name in settings), AUTOLOAD}
-    bare = {name.removeprefix(ENVIRONMENT_PREFIX): name for name in known}
-    unknown = {}
-    for variable in sorted(environ):
-        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known:
-            name = variable.removeprefix(ENVIRONMENT_PREFIX).upper()
-            found = difflib.get_close_matches(name, bare, n=1, cutoff=_ALIKE)
-            unknown[variable] = bare[found[0]] if found else None
-    return unknown
+    settings = {AUTOLOAD.removeprefix(ENVIRONMENT_PREFIX), *ClientConfig.rules()}
+    settings.update(*(each.settings for each in hook_specs().values()))
+    return misspelling.unknown_variables(environ, prefix=ENVIRONMENT_PREFIX, settings=settings)

@@ -94,13 +94,14 @@ def load() -> "Settings":
     try:
         from graphstash_server import context  # noqa: F401 - imports all packages of a server
         from graphstash_server.errors import StartError
-        from graphstash_server.settings import load_settings
+        from graphstash_server.settings import load_settings, warn_of_misspelled
     except ModuleNotFoundError as error:
         fail(
             f"this needs the server's packages ({error.name} is missing): "
             "pip install 'graphstash[server] @ git+<repository>'"
         )
     set_up_logging("WARNING", form="%(levelname)s %(name)s: %(message)s")
+    warn_of_misspelled()
     try:
         return load_settings()
     except StartError as error:

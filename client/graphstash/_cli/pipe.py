@@ -1,0 +1,51 @@
+"""Commands end like other tools when the reader of their output has gone, as in `| head`.
+
+Python ignores SIGPIPE, because it would also end a process that writes to a closed connection.
+"""
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["piped"]
+
+
+class _ReaderGoneError(BaseException):
+    """Nothing reads standard output. Commands that handle an OSError must not report this."""
+
+
+class _Output(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise _ReaderGoneError from None
+
+
+@contextmanager
+def piped() -> Iterator[None]:
+    """Clean up and end this process by SIGPIPE as soon as nothing reads standard output."""
+    given = sys.stdout
+    if not isinstance(given, io.TextIOWrapper) or given is not sys.__stdout__:
+        yield  # a program that calls a command has replaced it
+        return
+    sys.stdout = output = io.TextIOWrapper(
+        io.BufferedWriter(_Output(given.fileno(), "w", closefd=False)),
+        given.encoding,
+        errors="replace",  # a terminal may lack a character, such as µ
+        line_buffering=given.line_buffering,
+        write_through=given.write_through,
+    )
+    try:
+        try:
+            yield
+        finally:
+            output.flush()
+            sys.stdout = given
+    except _ReaderGoneError:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
