@@ -1,4 +1,4 @@
-"""For eviction: an order of artifacts, blobs that are being deleted, and periodic chores.
+"""Add what eviction needs: artifacts' ranks, blobs that are being deleted, and periodic chores.
 
 Revision: 0002
 Follows: 0001
@@ -90,7 +90,7 @@ _NEW = (
 
 
 def _rank_artifacts() -> None:
-    """Fills the new columns as the server would have done, a page at a time, in key order."""
+    """Fill the new columns with the server's values, a page at a time in key order."""
     key = ("namespace", "fingerprint", "kind", "device_type")
     table = sa.table(
         "artifacts",
@@ -142,7 +142,7 @@ def _seconds(moment) -> float:
 
 
 def _toolchain(header: str) -> str:
-    """Headers were validated on upload; one that cannot be read has no toolchain."""
+    """Return the toolchain. Uploads had valid headers, so an unreadable one gives no error."""
     try:
         raw = base64.urlsafe_b64decode(header + "=" * (-len(header) % 4))
         return str(json.loads(raw).get("toolchain", ""))[:256]

@@ -65,13 +65,13 @@ class Sort(StrEnum):
     USED = "used"
 
 
-_BY: Final[dict[Sort, Callable[[ListedArtifact], Any]]] = {
+_SORT_KEYS: Final[dict[Sort, Callable[[ListedArtifact], Any]]] = {
     Sort.SIZE: lambda each: each.size_bytes,
     Sort.COMPILE: lambda each: each.metadata.compile_seconds if each.metadata else 0.0,
     Sort.HITS: lambda each: each.hits,
     Sort.USED: lambda each: each.last_used_at,
 }
-"""Sort keys of orders without a server index. `ls` reads all pages and keeps the first items."""
+"""Sort keys of orders that the server has no index for. `ls` sorts the whole list itself."""
 
 
 def ls(
@@ -89,10 +89,10 @@ def ls(
         ),
     ] = Sort.NEWEST,
     limit: Annotated[
-        int, typer.Option(min=0, metavar="COUNT", help="Most artifacts; 0 lists all.")
+        int, typer.Option(min=0, metavar="COUNT", help="Maximum number of artifacts; 0 lists all.")
     ] = 50,
     after: Annotated[
-        str, typer.Option(help="Go on after this place, which the page before ended with.")
+        str, typer.Option(help="Continue after this place, which the previous page printed.")
     ] = "",
     url: Url = None,
     namespace: NamespaceOption = None,
@@ -104,7 +104,7 @@ def ls(
     and `graphstash explain` accept the beginning of a fingerprint.
     """
     config = load_config(url=url, namespace=namespace)
-    if after and sort in _BY:
+    if after and sort in _SORT_KEYS:
         fail(
             f"--after goes with --sort newest or fingerprint, not with {sort}: raise --limit",
             status=ExitStatus.USAGE,
@@ -151,10 +151,10 @@ def show(
     namespace: NamespaceOption = None,
     as_json: Json = False,
 ) -> None:
-    """Show all that is known of one artifact: parts, label, signature, hits.
+    """Show everything about one artifact: parts, label, signature, hits.
 
-    The command checks the signature against this host's trusted keys, with the metadata that the
-    server has. A job checks the bytes when it fetches them.
+    The command checks the signature in the server's metadata against this host's trusted keys. A
+    job checks the bytes when it fetches them.
     """
     config = load_config(url=url, namespace=namespace)
     with server_of(config) as server:
@@ -188,13 +188,11 @@ def forget(
     unless an administrator deletes or withholds it. Jobs that have loaded it keep using it.
     """
     config = load_config()
-    wanted, prefix = _key_or_prefix(artifact)
+    key, prefix = _key_or_prefix(artifact)
     with open_stash(config) as stash:
         if stash.local.is_private:
             fail(stash.local.troubles[0].detail if stash.local.troubles else _NOTHING_KEPT)
-        found = [
-            copy for copy in stash.local.copies(prefix) if wanted is None or copy.key == wanted
-        ]
+        found = [copy for copy in stash.local.copies(prefix) if key is None or copy.key == key]
         if len({copy.key for copy in found}) > 1:
             several = ", ".join(sorted({str(copy.key) for copy in found})[:3])
             fail(f"several artifacts begin with {prefix!r}: {several}; write more of it")
@@ -229,13 +227,13 @@ def forget(
 
 
 def find_one(server: ServerClient, text: str) -> ListedArtifact:
-    """Return the artifact that a prefix or a key names, with its details.
+    """Return the artifact with a key or a prefix, with its details.
 
-    End the command if no artifact or more than one artifact matches.
+    End the command unless exactly one artifact matches.
     """
-    wanted, prefix = _key_or_prefix(text)
+    key, prefix = _key_or_prefix(text)
     query = ArtifactQuery(fingerprint=prefix, details=True, limit=3)
-    found = [each for each in server.every_artifact(query) if wanted is None or each.key == wanted]
+    found = [each for each in server.every_artifact(query) if key is None or each.key == key]
     if not found:
         fail(
             f"no artifact of the namespace {server.config.namespace} begins with {prefix!r}: "
@@ -248,20 +246,20 @@ def find_one(server: ServerClient, text: str) -> ListedArtifact:
 
 
 def _key_or_prefix(text: str) -> tuple[ArtifactKey | None, str]:
-    """Return the key in an argument, if it is one, and the fingerprint or its prefix.
+    """Return the key that an argument is, or None, and the fingerprint or its prefix.
 
     End the command if the argument is neither a key nor a prefix.
     """
     if "/" in text:
         try:
-            wanted = ArtifactKey.parse(*text.split("/")[-3:])
+            key = ArtifactKey.parse(*text.split("/")[-3:])
         except (InvalidValueError, TypeError):
             fail(
                 f"{shown(text)!r} is no key: write kind/device type/fingerprint, or the beginning "
                 "of a fingerprint",
                 status=ExitStatus.USAGE,
             )
-        return wanted, wanted.fingerprint
+        return key, key.fingerprint
     if not _MIN_PREFIX <= len(text) <= 64 or set(text) - set("0123456789abcdef"):
         fail(
             f"{shown(text)!r} is no fingerprint: write {_MIN_PREFIX} to 64 of its characters, "
@@ -274,12 +272,12 @@ def _key_or_prefix(text: str) -> tuple[ArtifactKey | None, str]:
 def _listed(
     server: ServerClient, query: ArtifactQuery, *, sort: Sort, limit: int
 ) -> tuple[list[ListedArtifact], str | None]:
-    if sort in _BY:
+    if sort in _SORT_KEYS:
         with err.status("reading the list"):
             every = server.every_artifact(query.model_copy(update={"limit": 500}))
             if not limit:
-                return sorted(every, key=_BY[sort], reverse=True), None
-            return heapq.nlargest(limit, every, key=_BY[sort]), None
+                return sorted(every, key=_SORT_KEYS[sort], reverse=True), None
+            return heapq.nlargest(limit, every, key=_SORT_KEYS[sort]), None
     found: list[ListedArtifact] = []
     following: str | None = query.after
     while following is not None and (not limit or len(found) < limit):
@@ -349,12 +347,12 @@ def _print_one(
 
 
 def _trust_of(config: ClientConfig, found: ListedArtifact) -> dict[str, Any]:
-    """Return how this host's settings judge an artifact's signature.
+    """Check an artifact's signature as this host's settings require.
 
     `state` is unsigned, unchecked, trusted or refused.
     """
     signature = found.metadata.signature if found.metadata else None
-    told: dict[str, Any] = {"key_id": signature.key_id if signature else None}
+    trust: dict[str, Any] = {"key_id": signature.key_id if signature else None}
     by = f"by key {signature.key_id}" if signature else ""
     try:
         signatures = Signatures(config, secret=lambda: None)
@@ -364,7 +362,7 @@ def _trust_of(config: ClientConfig, found: ListedArtifact) -> dict[str, Any]:
     if signatures.policy is SignaturePolicy.OFF:
         text = f"{by}, which this host does not check (GRAPHSTASH_SIGNATURES=off)"
         unsigned = "none, and this host requires none"
-        return told | {
+        return trust | {
             "state": "unchecked" if signature else "unsigned",
             "text": text if signature else unsigned,
         }
@@ -374,10 +372,10 @@ def _trust_of(config: ClientConfig, found: ListedArtifact) -> dict[str, Any]:
     try:
         is_signed = signatures.check(subject, Provenance(signature=signature))
     except CacheError as error:
-        return told | {"state": "refused", "text": f"refused on this host: {error.detail}"}
+        return trust | {"state": "refused", "text": f"refused on this host: {error.detail}"}
     if not is_signed:
-        return told | {"state": "unsigned", "text": "none; this host accepts unsigned artifacts"}
-    return told | {"state": "trusted", "text": f"{by}{name}, trusted on this host"}
+        return trust | {"state": "unsigned", "text": "none; this host accepts unsigned artifacts"}
+    return trust | {"state": "trusted", "text": f"{by}{name}, trusted on this host"}
 
 
 def _name_of(config: ClientConfig, key_id: str) -> str:
@@ -393,7 +391,7 @@ def _seconds(each: ListedArtifact) -> float:
 
 
 def _first_line(error: ValueError) -> str:
-    """Return the first error of an option, without pydantic's decoration."""
+    """Return the first error as one line about an option."""
     errors = getattr(error, "errors", None)
     if errors is None:
         return str(error)

@@ -86,7 +86,7 @@ _LISTED: Final = {
     "ls": _Listed(_SERVER, "List the artifacts of a namespace.", "artifacts:ls"),
     "show": _Listed(
         _SERVER,
-        "Show all that is known of one artifact: parts, label, signature, hits.",
+        "Show everything about one artifact: parts, label, signature, hits.",
         "artifacts:show",
     ),
     "report": _Listed(

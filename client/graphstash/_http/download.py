@@ -21,7 +21,7 @@ class Downloaded:
 
     Attributes:
         digest: digest of the received bytes.
-        metadata: metadata from the publisher, if present.
+        metadata: metadata from the publisher, or None.
     """
 
     digest: Digest
@@ -41,14 +41,15 @@ def download(
     Args:
         transport: connection to the server.
         path: path of the artifact on the server.
-        target: file for the bytes, which are valid only if this function returns. Read them through
-            this file object: another process may have replaced the file of that name.
+        target: file for the bytes, which are valid only if this function returns. Read them from
+            this file object, because another process may replace the file under its name.
         config: limits of size and time.
-        between_chunks: called repeatedly while bytes arrive. An exception from it ends the
+        between_chunks: called after every chunk but the last. An exception from it ends the
             download. Its run time does not count against the deadline.
 
     Raises:
-        CacheError: the server does not answer, or the bytes do not match the announced digest.
+        CacheError: the server does not answer, the blob is too large, or its bytes do not match the
+            announced digest.
     """
     deadline = Deadline(config.fetch_seconds)
     took_redirects = transport.takes_redirects
@@ -115,7 +116,7 @@ def _receive(
     *,
     between_chunks: Callable[[], None],
 ) -> Digest:
-    """Write chunks to `target` and return their digest. Stop after exceeding `size_bytes`."""
+    """Write chunks to `target` and return their digest. Stop once `size_bytes` is exceeded."""
     hasher = DigestHasher()
     try:
         target.seek(0)

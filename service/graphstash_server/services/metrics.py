@@ -1,4 +1,4 @@
-"""The server's reports about itself: readiness, and the counters of `GET /v1/stats`."""
+"""Readiness of the server, the counters of `GET /v1/stats`, and free space."""
 
 import asyncio
 import logging
@@ -33,14 +33,13 @@ _LOGGER = logging.getLogger(__name__)
 
 _DATABASE_SECONDS = 2.0
 _STORE_SECONDS = 5.0
-"""Seconds after which a probe has failed, because requests would wait as long."""
+"""Timeouts of probes."""
 
 _FRESH_SECONDS = 1.0
-"""Seconds for which a good result is reused: a tenth of the interval of health checks in
-`docker/compose.yaml`."""
+"""Seconds for which a good result is reused, a tenth of the interval of health checks."""
 
 _AT_ONCE = 200
-"""Namespaces handled in one turn of the event loop: a millisecond or two."""
+"""Namespaces handled in one turn of the event loop, in one or two milliseconds."""
 
 _OK = "ok"
 _READ_ONLY = "read only: no space left"
@@ -52,13 +51,13 @@ class Readiness(NamedTuple):
     Attributes:
         database: whether the database answers.
         blob_store: whether the store writes and returns a blob.
-        locks: transactions of any server that wait in the database. They leave the server ready,
+        locks: whether transactions of any server wait in the database. The server stays ready,
             because other requests continue.
-        clock: whether the servers may delete by age. Otherwise they only keep more than usual.
+        clock: whether the servers may delete by age.
         unknown_blobs: whether the servers delete blobs without an artifact, as of the last
-            comparison on this host. Otherwise they keep them.
-        store_limit: whether the servers evict for the store's limit. If it is doubtful, they keep
-            all artifacts and refuse uploads.
+            comparison on this host.
+        store_limit: whether the servers evict for the store's limit. They do not if it is doubtful,
+            and refuse uploads if it is a hard limit.
     """
 
     database: str
@@ -70,13 +69,13 @@ class Readiness(NamedTuple):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the server can serve requests. A full store still serves hits."""
+        """Whether the server can serve requests; a full store still serves hits."""
         return self.database == _OK and self.blob_store in (_OK, _READ_ONLY)
 
 
 @dataclass(kw_only=True, eq=False)
 class HealthService:
-    """Probe database and store. Safe for concurrent calls. `last` is the last finished check."""
+    """Probes database and store. Safe for concurrent calls. `last` is the last finished check."""
 
     database: Database
     blobs: BlobStore
@@ -93,9 +92,10 @@ class HealthService:
         self.last: Readiness | None = None
 
     async def check(self) -> Readiness:
-        """Return the state of all parts, or a good state that is less than a second old. Callers
-        share a probe that is under way, because any caller may ask and each probe writes to the
-        store.
+        """Return the state of all parts, or a good state that is less than a second old.
+
+        Concurrent calls share one check, because each check writes to the store, and requesting
+        one needs no permission.
         """
         age_seconds = asyncio.get_running_loop().time() - self._ready_at
         is_stale = age_seconds >= _FRESH_SECONDS or self.database.corruption is not None
@@ -106,9 +106,9 @@ class HealthService:
     async def _check(self) -> Readiness:
         readiness = Readiness(
             *await asyncio.gather(
-                self._verdict("database", self._ask_database, _DATABASE_SECONDS),
-                self._verdict("blob store", self._use_store, _STORE_SECONDS),
-                self._verdict("locks", self._ask_for_waiting, _DATABASE_SECONDS),
+                self._verdict("database", self._probe_database, _DATABASE_SECONDS),
+                self._verdict("blob store", self._probe_store, _STORE_SECONDS),
+                self._verdict("locks", self._probe_locks, _DATABASE_SECONDS),
             ),
             self.plausible_clock.state,
             self.unknown_blobs.get() or _OK,
@@ -120,45 +120,46 @@ class HealthService:
         return readiness
 
     async def _verdict(
-        self, what: str, probe: Callable[[], Coroutine[Any, Any, str]], seconds: float
+        self, part: str, probe: Callable[[], Coroutine[Any, Any, str]], seconds: float
     ) -> str:
-        """Return the result of a probe. A probe that takes too long is not cancelled, because a
-        hanging disk would not let it end. It cleans up later, and blocks the next probe of its part
-        until then.
+        """Return the result of a probe.
+
+        After a timeout, the probe is not cancelled, because a hanging disk would not let it end.
+        Its part fails without a further probe until it has ended.
         """
-        if what not in self._probing:
-            probing = self._probing[what] = in_background(_found_by(what, probe()))
-            probing.add_done_callback(lambda _: self._probing.pop(what))
+        if part not in self._probing:
+            probing = self._probing[part] = in_background(_result_of(part, probe()))
+            probing.add_done_callback(lambda _: self._probing.pop(part))
             await asyncio.wait([probing], timeout=seconds)
             if probing.done():
                 return probing.result()
         return f"failed: no answer within {seconds:g} seconds"
 
-    async def _ask_database(self) -> str:
+    async def _probe_database(self) -> str:
         async with self.database.reading() as connection:
-            # Unlike SELECT 1, this needs the file and the tables.
+            # Unlike SELECT 1, this query reads a table.
             size_bytes = await stored_bytes(connection)
         doubts = await self.limit_doubts.about({None: size_bytes}, {})
         self._store_limit = doubts.get(None, _OK)
         return _OK
 
-    async def _ask_for_waiting(self) -> str:
+    async def _probe_locks(self) -> str:
         async with self.database.reading() as connection:
             waiting = await find_waiting(connection)
         if waiting is None:
             return _OK
-        said = (
+        text = (
             f"{waiting.transactions} transactions wait, the first one for {waiting.seconds:.1f} s"
         )
         if not waiting.idle_seconds:
-            return said
+            return text
         return (
-            f"{said}, for another one that has done nothing for {waiting.idle_seconds:.1f} s: a "
+            f"{text}, for another one that has done nothing for {waiting.idle_seconds:.1f} s: a "
             "server may be frozen or cut off"
         )
 
-    async def _use_store(self) -> str:
-        """Write, read and delete a probe blob."""
+    async def _probe_store(self) -> str:
+        """Write, read and delete a blob."""
         probe = self.new_probe()
         digest = Digest.of(probe)
         try:
@@ -182,20 +183,20 @@ async def _one(chunk: bytes) -> AsyncIterator[bytes]:
     yield chunk
 
 
-async def _found_by(what: str, probe: Awaitable[str]) -> str:
-    """Return the result of a probe. Catch every error, so that one part never hides another."""
+async def _result_of(part: str, probe: Awaitable[str]) -> str:
+    """Return the result of a probe. An error is a result, so that all parts are reported."""
     try:
         return await probe
     except ServerError as error:
         return f"failed: {error.detail}"
     except Exception as error:
-        _LOGGER.exception("the %s failed its probe", what)
+        _LOGGER.exception("the %s failed its probe", part)
         return f"failed: {type(error).__name__}"
 
 
 @dataclass(kw_only=True, eq=False)
 class StatisticsService:
-    """Collect the counters of `GET /v1/stats`. Safe for concurrent calls."""
+    """Collects the counters of `GET /v1/stats`. Safe for concurrent calls."""
 
     database: Database
     accounting: Accounting
@@ -209,8 +210,8 @@ class StatisticsService:
     async def read(
         self, *, may_read: Callable[[Namespace], Awaitable[bool]] | None = None
     ) -> ServerStats:
-        """Return the counters of this process and, from the database, of all namespaces that
-        `may_read` admits. Default: all.
+        """Return the counters of this process, and of all namespaces that `may_read` admits.
+        Default: all namespaces.
         """
         rows = await list_usage(self.database)
         async with self.database.reading() as connection:
@@ -220,9 +221,9 @@ class StatisticsService:
             if number % _AT_ONCE == _AT_ONCE - 1:
                 await asyncio.sleep(0)  # ten thousand namespaces must not block other tasks
             if may_read is None or await may_read(Namespace(name)):
-                # A wrong counter, until `fsck` or the daily comparison repairs it, is no error.
-                known = (max(each, 0) for each in counters)
-                counted = dict(zip(UsageChange._fields, known, strict=True))
+                # A wrong counter may be negative until `fsck` or the daily comparison repairs it.
+                clamped = (max(each, 0) for each in counters)
+                counted = dict(zip(UsageChange._fields, clamped, strict=True))
                 namespaces.append(
                     NamespaceStats(namespace=name, withheld=withheld.get(name, 0), **counted)
                 )
@@ -240,12 +241,12 @@ class StatisticsService:
 
 
 class StoreSpace(NamedTuple):
-    """How much the store may take.
+    """Limits and free space of the store.
 
     Attributes:
-        budget: limits of all that is stored.
-        free_bytes: bytes of its disk that uploads may still take. None for a bucket, or if the disk
-            does not answer.
+        budget: limits of the whole store.
+        free_bytes: bytes of the disk that uploads may take. None for a bucket, or if the disk
+            fails.
     """
 
     budget: Budget
@@ -254,7 +255,7 @@ class StoreSpace(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class SpaceService:
-    """Limits of the store and its namespaces. Safe for concurrent calls."""
+    """Reads the limits of the store and its namespaces. Safe for concurrent calls."""
 
     budgets: Budgets
     policies: PolicyService
@@ -269,7 +270,7 @@ class SpaceService:
         return StoreSpace(self.budgets.store, free_bytes)
 
     async def of_namespaces(self, namespaces: Sequence[str]) -> list[Budget]:
-        """Return the budget of each namespace; it may have no limit."""
+        """Return the budget of each namespace."""
         limits = await self.policies.limits()
         return [self.budgets.of(namespace, limits) for namespace in namespaces]
 

@@ -1,7 +1,7 @@
 """Verify a stored blob before its artifact is dropped for wrong bytes.
 
-Bytes can also be damaged on their way from a store, and then the next read differs. A blob counts
-as damaged only if several reads in a row return the same wrong bytes.
+Bytes that are damaged on their way from the store differ in the next read. So a blob counts as
+damaged only if all of `_READS` reads return the same wrong bytes.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ _READS = 3
 
 
 async def read_whole(store: BlobStore, digest: Digest) -> bool | None:
-    """Return whether the bytes in an uncached store match a digest, or None if there are none.
+    """Return whether a blob's bytes match its digest, or None if the blob is absent.
 
-    One read suffices if the bytes match.
+    `store` must not cache. One read suffices if the bytes match.
 
     Raises:
         ServerError: 503, if the store does not respond, a read breaks off, or the reads differ. The

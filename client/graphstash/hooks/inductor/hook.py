@@ -127,7 +127,7 @@ class InductorHook:
         )
         for module, name in _KEY_MAKERS:
             if hasattr(module, name):
-                self._patches.wrap(module, name, self._entries.key_info.listen)
+                self._patches.wrap(module, name, self._entries.key_info.completing)
         if hasattr(codecache, "log_cache_bypass"):  # torch's hook for listeners
             self._patches.wrap(codecache, "log_cache_bypass", _logging_bypass)
         original = compile_fx._compile_fx_inner

@@ -1,11 +1,11 @@
 """The contents of torch's keys: the graph, its inputs, and the settings in force.
 
-For its own logs, torch lists beside every key what it hashes: `compiled_fx_graph_hash`
-and `autograd_cache_key` (2.7 and 2.15; in 2.15 the latter only where it is logged).
+`compiled_fx_graph_hash` and `autograd_cache_key` return a key and, for torch's log, lines with the
+hashed values. In torch 2.15, `autograd_cache_key` returns these lines only at log level DEBUG.
 
-The hook adds to each key the switches of the process and the code of the user. It does so when
-torch makes the key: torch stores the keys of FX graphs inside the results of AOTAutograd, and looks
-them up later, in another state of the process.
+The hook adds the switches of the process and the code of the user to each key. It does so when
+torch makes the key: results of AOTAutograd contain the keys of their FX graphs, and torch looks
+those keys up later, when the switches may have changed.
 """
 
 import os
@@ -30,9 +30,9 @@ from graphstash.hooks.inductor.user_code import user_code_of
 __all__ = ["GPU_SUFFIX", "KeyInfo"]
 
 GPU_SUFFIX: Final = "_gpu"
-"""Suffix of the key of a graph that only computes on GPUs.
+"""Suffix of the key of a graph without CPU tensors (`_is_on_gpu`).
 
-The suffix is in the key because results of AOTAutograd name their graphs by key.
+It is part of the key because results of AOTAutograd refer to their graphs by key.
 """
 
 _GPUS: Final = frozenset({"cuda", "xpu"})
@@ -55,38 +55,38 @@ _READ: Final = frozenset(
         ),
     }
 )
-"""Variables that choose code and hold no secret. Other variables stay on this host, such as the
-address of a Redis server with its password."""
+"""Environment variables that affect generated code and hold no secret. `KeyInfo.details` does not
+publish others, such as the address of a Redis server with its password."""
 _MAX_VALUE: Final = 200
 _MAX_KEYS: Final = 64
 
 
 class KeyInfo:
-    """Complete torch's keys, and remember the contents of recent keys. Thread-safe."""
+    """Completes torch's keys, and remembers the contents of recent keys. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the fields below
         self._lists: OrderedDict[str, list[str]] = OrderedDict()
         self._unshared: OrderedDict[str, str] = OrderedDict()
 
-    def listen(self, make_key: Callable[..., tuple[str, list[str]]]) -> Callable[..., Any]:
+    def completing(self, make_key: Callable[..., tuple[str, list[str]]]) -> Callable[..., Any]:
         """Wrap a function of torch that makes keys."""
 
         @wraps(make_key)
-        def listened(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[str, list[str]]:
+        def completed(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[str, list[str]]:
             key, lines = make_key(graph, inputs, *args, **kwargs)
             try:
                 key, own = _completed(key, getattr(graph, "gm", graph), inputs, *args[:1])
                 self._remember(self._lists, key, [*lines, *own])
             except Exception as error:  # noqa: BLE001 - the hook's outermost frame
-                # torch's own caches keep their key, and serve this host as without the hook.
+                # torch's own caches use torch's key, as without the hook.
                 self._remember(self._unshared, key, str(error) or repr(error))
             return key, lines
 
-        return listened
+        return completed
 
     def unshared(self, name: str) -> str:
-        """Return why torch's entry of a name is not shared, or an empty string."""
+        """Return why the entry with this name is not shared, or an empty string."""
         with self._lock:
             return next((why for key, why in self._unshared.items() if key in name), "")
 
@@ -97,7 +97,7 @@ class KeyInfo:
                 place.popitem(last=False)
 
     def details(self, name: str) -> dict[str, str]:
-        """Return the contents of torch's name of an entry. Empty if torch has not listed them."""
+        """Return environment variables, and the contents of the key in an entry's name if known."""
         with self._lock:
             lines = next((each for key, each in self._lists.items() if key in name), [])
         inputs, settings, details = [], [], {}
@@ -119,12 +119,12 @@ class KeyInfo:
 
 
 def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> tuple[str, list[str]]:
-    """Return the completed key, and a list of the added parts.
+    """Return the completed key, and lines with the added parts.
 
-    `settings` are those of AOTAutograd or of Inductor.
+    `settings` is the configuration of AOTAutograd or of Inductor.
 
     Raises:
-        UndescribableError: no key can cover the graph.
+        UndescribableError: no key can describe the switches or the code.
     """
     if unknown := unknown_switches():
         raise UndescribableError(f"torch has switches that are not known: {', '.join(unknown)}")
@@ -138,7 +138,7 @@ def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> tuple
 
 
 def _is_on_gpu(graph: Any, inputs: Any) -> bool:
-    """Return whether a graph has no CPU tensor and Inductor wraps it in Python."""
+    """Return whether all tensors of a graph are on GPUs, and Inductor's wrapper is in Python."""
     values = list(inputs)
     if config.cpp_wrapper or not any(isinstance(each, torch.Tensor) for each in values):
         return False
@@ -158,18 +158,18 @@ def _pairs(ambient: str) -> list[tuple[str, str, str]]:
 
 
 def _input(value: str) -> str:
-    """Return type and shape of a tensor, e.g. `float32[8, 4]`, or torch's text of an input."""
+    """Return a tensor's type and shape, e.g. `float32[8, 4]`, or torch's text of another input."""
     found = _TENSOR.search(value)
     return f"{found[1]}[{found[2]}]" if found else value[:_MAX_VALUE]
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of torch's defaults. Values from them count as no setting."""
+    """Return the variables in `_READ`. torch takes defaults from them, which `details` skips."""
     return {f"env.{name}": value for name, value in environ.items() if name in _READ}
 
 
 def _is_default(name: str) -> bool:
     try:
         return bool(config._is_default(name))  # type: ignore[attr-defined] # made by torch
-    except Exception:  # noqa: BLE001 - a private name: then all settings are listed
+    except Exception:  # noqa: BLE001 - a private name; without it, list all settings
         return False

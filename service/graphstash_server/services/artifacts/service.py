@@ -41,7 +41,7 @@ from graphstash_server.storage import SMALL_BYTES, BlobReader, BlobStore, FileRe
 __all__ = ["ArtifactService", "OpenArtifact", "RecentRows"]
 
 _MAX_ROWS = 1024
-"""Maximum cached rows: at most 16 MiB. A row is as large as its metadata header, up to 16 KiB."""
+"""Maximum number of cached rows, together at most 16 MiB: metadata headers have up to 16 KiB."""
 
 _NO_AGE = timedelta(0)
 _MAX_AGE = timedelta(seconds=2)
@@ -51,14 +51,14 @@ _MAX_AGE = timedelta(seconds=2)
 class RecentRows:
     """LRU cache of recently served rows, so that a hot hit needs no query.
 
-    The cache never serves wrong bytes: bytes are opened by the row's digest, and each hit compares
-    their size. Only the row as a whole can be stale, after its artifact was deleted, withheld or,
-    if the policy allows it, replaced.
+    A cached row never leads to wrong bytes: the blob is opened by the row's digest, and its size is
+    compared. But the row may be stale, after its artifact was deleted, withheld or, if the policy
+    allows it, replaced.
 
-    A change by this process drops the row here. After a change by another process, the blob is
-    usually gone: opening it fails, and the database is queried. The blob may also stay: the
-    artifact is withheld, an equal artifact has the blob, or a disk tier keeps a copy. The old
-    artifact is then served for at most two seconds (`_MAX_AGE`).
+    A change by this process drops the row. After a change by another process, opening the blob
+    usually fails, and the database is queried. If the blob stays, the old artifact is served for at
+    most two seconds (`_MAX_AGE`). It stays if the artifact is withheld, another artifact has the
+    same blob, or a disk tier keeps a copy.
     """
 
     clock: Clock
@@ -79,18 +79,18 @@ class RecentRows:
         return row
 
     def add(self, row: Artifact, *, read_at: datetime) -> None:
-        """Cache a row as of `read_at`, unless it was dropped or read again since."""
+        """Cache a row that was read at `read_at`, unless it was dropped or read again since."""
         since, kept = self._rows.get(row.key, (read_at, row))
         if since > read_at or (kept is None and since == read_at):
             return
         self._keep(row.key, read_at, row)
 
     def drop(self, key: StoredKey) -> None:
-        """Drop a row that changed. `add` then refuses the old row of a read that is under way."""
+        """Drop a row that changed. `add` then refuses the row of a read that began before."""
         self._keep(key, self.clock(), None)
 
     def drop_used(self, keys: Iterable[StoredKey]) -> None:
-        """Drop the cached rows among these, because their hits changed."""
+        """Drop the cached rows of artifacts whose hits changed."""
         for key in keys:
             if key in self._rows:
                 self.drop(key)
@@ -108,17 +108,16 @@ _PIN = timedelta(seconds=LOOKUP_PIN_SECONDS)
 
 _MAX_PROTECTED_OF_CALLER = 2 * MAX_MANIFEST_ENTRIES
 _MAX_PROTECTED = 4 * _MAX_PROTECTED_OF_CALLER
-"""Artifacts that look-ups protect at a time, on this server. A caller may protect two large jobs,
-and a namespace has room for four such callers."""
+"""Artifacts that look-ups on this server protect at a time: two large jobs per caller, and four
+such callers per namespace."""
 
 _MAX_VERIFIED = 2
-"""Blobs verified at a time. A request of a few bytes makes the server read gigabytes."""
+"""Blobs verified at a time. A small request makes the server read gigabytes."""
 
-_DELETED_AT_ONCE = 200
-"""Keys that are read at a time to delete them."""
+_DELETION_PAGE = 200
 
-_LOOKS = 3
-"""Attempts to find an artifact whose blob is gone because it has just been replaced."""
+_ATTEMPTS = 3
+"""Attempts to find an artifact with its blob, which is gone if the artifact was just replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +147,14 @@ class ArtifactService:
         self._verifiers = asyncio.Semaphore(_MAX_VERIFIED)
 
     async def open(self, key: StoredKey) -> OpenArtifact | None:
-        """Open an artifact for reading. Return None if it is absent, or dropped for a lost blob."""
+        """Open an artifact for reading. Return None if it is absent or had lost its blob."""
         row = self._recent.get(key)
         if row is not None:
             reader = await self._open_whole(row.digest)
             if reader is not None:
                 return OpenArtifact(row, reader)
             self._recent.drop(key)
-        for _ in range(_LOOKS):
+        for _ in range(_ATTEMPTS):
             row = await self._read(key)
             if row is None:
                 return None
@@ -167,7 +166,9 @@ class ArtifactService:
         return None
 
     def find_now(self, key: StoredKey) -> Sequence[Artifact] | None:
-        """Return no row or one row if that takes no waiting, else None. The blob is not checked."""
+        """Return a key's row, if any, as a sequence. Return None if that would block. The blob is
+        not checked.
+        """
         row = self._recent.get(key)
         if row is not None:
             return (row,)
@@ -178,13 +179,13 @@ class ArtifactService:
         return found
 
     def read_now(self, row: Artifact) -> bytearray | None:
-        """Return all bytes of a small artifact if they are in memory; otherwise None."""
+        """Return all bytes of a small artifact, or None if reading them would block."""
         if row.digest.size_bytes > SMALL_BYTES:
             return None
         return self.blobs.read_now(row.digest)
 
     def open_now(self, row: Artifact) -> FileReader | None:
-        """Return an artifact's file if its name is in memory, else None. The caller closes it."""
+        """Return an artifact's open file, or None if opening it would block."""
         file = self.blobs.open_now(row.digest)
         if file is not None and file.size_bytes != row.digest.size_bytes:
             file.close_now()
@@ -192,26 +193,26 @@ class ArtifactService:
         return file
 
     async def link(self, key: StoredKey) -> tuple[Artifact, str] | None:
-        """Return a row and a URL for clients to fetch it. None: `open` the artifact instead.
+        """Return a row and a URL of its blob for clients, or None if `open` has to serve it.
 
-        The blob is not checked. A client that does not find it asks again without a redirect.
+        The blob is not checked. A client that cannot download it retries without a redirect.
         """
         row = self._recent.get(key) or await self._read(key)
         url = await self.blobs.link(row.digest) if row is not None else None
         return (row, url) if row is not None and url is not None else None
 
     async def find(self, key: StoredKey) -> Artifact | None:
-        """Return an artifact if its blob exists; otherwise None."""
+        """Return an artifact, or None if it or its blob is absent."""
         return await self._with_blob(partial(self._read, key))
 
     async def find_stored(self, key: StoredKey) -> Artifact | None:
-        """Like `find`, but include withheld artifacts: what an upload would conflict with."""
+        """Like `find`, but also return withheld artifacts, which uploads conflict with."""
         return await self._with_blob(partial(find_stored, self.database, key))
 
     async def verify(self, key: StoredKey) -> VerifyResponse:
-        """Read an artifact's blob and compare its digest. Drop the artifact if the blob is damaged.
+        """Compare an artifact's blob with its digest. Drop the artifact if they differ.
 
-        Every reader may call this, because it uses nothing that the caller claims.
+        Every reader may call this, because it trusts nothing that the caller sends.
         """
         row = await self._read(key)
         if row is None:
@@ -220,7 +221,7 @@ class ArtifactService:
         return VerifyResponse(found=True, healed=is_healed)
 
     async def read_start(self, row: Artifact, *, most_bytes: int) -> bytes:
-        """Return the first bytes of a blob: fewer if the blob is shorter, none if it is lost."""
+        """Return up to `most_bytes` from the start of a blob, and none if it is lost."""
         reader = await self._open_whole(row.digest)
         if reader is None:
             return b""
@@ -231,7 +232,7 @@ class ArtifactService:
             await reader.close()
 
     async def _is_whole(self, digest: Digest) -> bool | None:
-        """Whether a blob matches its digest. One read serves all callers that wait for it."""
+        """Return whether a blob matches its digest. Concurrent callers share one read."""
         verifying = self._verifying.get(digest)
         if verifying is None:
             verifying = in_background(self._read_whole(digest))
@@ -246,32 +247,31 @@ class ArtifactService:
     async def lookup(
         self, namespace: Namespace, keys: Sequence[StoredKey], *, caller: str
     ) -> FoundArtifacts:
-        """Find the artifacts of many keys, withheld ones apart.
+        """Find the artifacts of many keys, withheld ones separately. Blobs are not checked.
 
-        Most artifacts that may be served are protected from eviction for at least
-        `LOOKUP_PIN_SECONDS`. Each caller and each namespace may protect a limited number, because
-        read access must not determine what stays. Protection lasts twice that time, so that a
-        second lookup soon after writes nothing. Blobs are not checked: a GET detects a lost blob.
+        The look-up protects the other artifacts from eviction for at least `LOOKUP_PIN_SECONDS`,
+        up to a limit per caller and per namespace: read access must not determine what stays. A new
+        protection lasts twice that time, so that a second look-up soon after writes nothing.
         """
         promised = self.plausible_clock() + _PIN
         found = await find_artifacts(self.database, namespace, keys, until=promised)
-        loose = found.unprotected
-        if loose := loose[: self._allowance(namespace, caller, len(loose))]:
+        unprotected = found.unprotected
+        if chosen := unprotected[: self._allowance(namespace, caller, len(unprotected))]:
             async with self.database.writing() as connection:
-                await note_look_up(connection, loose, until=promised + _PIN)
+                await note_look_up(connection, chosen, until=promised + _PIN)
         return found
 
-    def _allowance(self, namespace: Namespace, caller: str, wanted: int) -> int:
+    def _allowance(self, namespace: Namespace, caller: str, count: int) -> int:
         for name, most in (
             (f"{namespace} {caller}", _MAX_PROTECTED_OF_CALLER),
             (namespace, _MAX_PROTECTED),
         ):
             per_second = most / (2 * _PIN).total_seconds()
-            wanted, _ = self._protected.take(name, wanted, most=most, per_second=per_second)
-        return wanted
+            count, _ = self._protected.take(name, count, most=most, per_second=per_second)
+        return count
 
     async def delete(self, key: StoredKey, *, actor: Actor) -> bool:
-        """Delete an artifact, withheld or not, and its blob unless another artifact has it. Return
+        """Delete an artifact, withheld or not, and its blob if no other artifact has it. Return
         False if the artifact is absent.
         """
         while True:  # retry if the artifact is replaced between the two statements
@@ -283,11 +283,11 @@ class ArtifactService:
                 return True
 
     async def delete_all(self, namespace: Namespace, *, actor: Actor) -> int:
-        """Delete every artifact that a namespace has now, withheld or not. Return their number."""
+        """Delete all artifacts of a namespace, withheld or not. Return their number."""
         deleted, after = 0, None
         while True:
             async with self.database.reading() as connection:
-                page = await list_keys(connection, namespace, after=after, limit=_DELETED_AT_ONCE)
+                page = await list_keys(connection, namespace, after=after, limit=_DELETION_PAGE)
             if not page:
                 return deleted
             for key in page:
@@ -297,8 +297,8 @@ class ArtifactService:
     async def heal(self, row: Artifact) -> bool:
         """Drop an artifact whose blob is lost or damaged. Return whether it was dropped.
 
-        It is not dropped if it changed meanwhile, or if another server gave the blob a new name
-        that was not yet looked for. If the database does not answer, reads continue and a later
+        The artifact stays if it changed meanwhile. It also stays if this process looked for its
+        blob under an old name, which another server has changed. If the database fails, a later
         request tries again.
         """
         try:
@@ -321,7 +321,7 @@ class ArtifactService:
         return is_dropped
 
     def remember(self, row: Artifact) -> None:
-        """Cache the row of an artifact that this process has just stored: many may wait for it."""
+        """Cache the row of an artifact that was just stored, because many may wait for it."""
         self._recent.add(row, read_at=row.created_at)
 
     def forget(self, key: StoredKey) -> None:
@@ -336,7 +336,7 @@ class ArtifactService:
         return row
 
     async def _open_whole(self, digest: Digest) -> BlobReader | None:
-        """Open a blob. Return None if it is lost or has another size."""
+        """Open a blob. Return None if it is lost or has a wrong size."""
         reader = await self.blobs.open(digest)
         if reader is None or reader.size_bytes == digest.size_bytes:
             return reader
@@ -344,7 +344,7 @@ class ArtifactService:
         return None
 
     async def _with_blob(self, read: Callable[[], Awaitable[Artifact | None]]) -> Artifact | None:
-        for _ in range(_LOOKS):
+        for _ in range(_ATTEMPTS):
             row = await read()
             if row is None or await self.blobs.stat(row.digest) == row.digest.size_bytes:
                 return row
@@ -360,8 +360,8 @@ class ArtifactService:
         actor: Actor | None = None,
         created_at: datetime | None = None,
     ) -> bool:
-        """Delete an artifact if it is unchanged. An actor's deletion is a withdrawal and is written
-        to the audit log. Without an actor, the artifact has lost its blob.
+        """Delete an artifact if it is unchanged. With an actor, record a withdrawal and write to
+        the audit log. Without one, the artifact has lost its blob.
         """
         async with self.database.writing() as connection:
             await share_blobs(connection, [digest])
