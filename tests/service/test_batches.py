@@ -6,8 +6,10 @@ import shutil
 import signal
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -262,3 +264,40 @@ async def test_first_upload_into_existing_directory_syncs_directory_entry(monkey
     shutil.rmtree(shard)
     assert await put() == ["sha256", "00"]
     await store.close()
+
+
+@pytest.mark.sql
+async def test_a_repair_takes_no_statement_for_each_artifact(opened):
+    """Lost artifacts of two namespaces, damaged ones, and blobs without an artifact."""
+    taken = {}
+    async with opened() as server:
+        blobs, reconciler = opened.blobs, server.context.reconciler
+
+        async def check():
+            findings = reconciler.check(
+                blobs_before=opened.clock.now + timedelta(days=36500),
+                is_deep=True,
+                is_repair=True,
+                checked=lambda _: None,
+            )
+            return [finding.problem async for finding in findings]
+
+        for count in (2, 12):
+            for namespace, number in itertools.product(("one", "two"), range(count)):
+                await server.put(f"{namespace} {number}".encode(), number, namespace=namespace)
+                await blobs.delete(Digest.of(f"{namespace} {number}".encode()))
+            for number in range(count):
+                await server.put(f"damaged {number}".encode(), number, namespace="three")
+                await blobs.put(
+                    Digest.of(f"orphan {number}".encode()), as_chunks(f"orphan {number}".encode())
+                )
+                damaged = Digest.of(f"damaged {number}".encode())
+                blobs.blobs[damaged.sha256] = b"x" * damaged.size_bytes
+            with recorded() as statements:
+                problems = await check()
+            taken[count] = len(statements)
+            assert Counter(problems) == {"lost": 2 * count, "damaged": count, "orphan": count}
+            assert await check() == []
+            assert (await server.used("one")).artifacts == 0
+        assert not [digest async for digest in blobs.list()]
+    assert taken[12] == taken[2]

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from graphstash_schema import AuditAction, Digest, Grant, LeaseRequest, LeaseState, TokenRequest
 from graphstash_server.db import tables
 from graphstash_server.db.queries.artifacts import pin_artifacts
-from graphstash_server.db.queries.deletions import claim_deletion
+from graphstash_server.db.queries.deletions import claim_blobs
 from graphstash_server.errors import ServerError
 from graphstash_server.services.jobs.leases import Acquisition
 from graphstash_server.testing import LiveServer
@@ -98,7 +98,8 @@ async def test_a_claim_of_a_server_that_died_ends_although_the_clock_was_set_bac
     async with opened() as server:
         digest = Digest.of(b"blob")
         async with server.context.database.writing() as connection:
-            await claim_deletion(connection, digest, until=opened.clock() + timedelta(seconds=90))
+            until = opened.clock() + timedelta(seconds=90)
+            await claim_blobs(connection, [digest], until=until)
         opened.clock.jump(-DAY_SECONDS)
         await server.put(b"blob")
         assert await server.get() == b"blob"

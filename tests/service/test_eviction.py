@@ -508,14 +508,14 @@ async def test_server_frozen_since_its_claim_deletes_nothing(opened, monkeypatch
     async with opened(soft_limit_bytes=1) as one, opened() as two:
         await one.add(0)
         await one.evict()
-        generation = one.context.collector._generation
+        generations = one.context.collector._generations
 
-        async def frozen(connection, digest):
-            found = await generation(connection, digest)
+        async def frozen(connection, digests):
+            found = await generations(connection, digests)
             one.clock.turn(91)
             return found
 
-        monkeypatch.setattr(one.context.collector, "_generation", frozen)
+        monkeypatch.setattr(one.context.collector, "_generations", frozen)
         with pytest.raises(ServerError, match="its claim ended before"):
             await one.collect()
         await two.add(0)

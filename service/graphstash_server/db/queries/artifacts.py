@@ -36,12 +36,14 @@ from graphstash_server.db.queries.shared import (
     KEY_COLUMNS,
     KEYED_ARTIFACT_COLUMNS,
     KNOWN_KINDS,
+    are_keys,
     artifact_of,
     in_parts,
     insert_in,
     is_key,
     key_parameters,
     key_values,
+    keys_parameters,
     new_values,
     prefixed,
     stored_key,
@@ -53,13 +55,14 @@ from graphstash_server.keys import StoredKey
 
 __all__ = [
     "FoundArtifacts",
-    "delete_artifact",
+    "delete_artifacts",
+    "delete_rows",
     "find_artifact",
     "find_artifact_now",
     "find_artifacts",
     "find_stored",
+    "find_used",
     "insert_artifact",
-    "is_blob_used",
     "list_artifacts_of",
     "list_digests",
     "list_keys",
@@ -272,10 +275,13 @@ async def list_digests(
     return [Digest(*found) for found in await connection.execute(statement)]
 
 
-async def list_artifacts_of(connection: AsyncConnection, digest: Digest) -> list[Artifact]:
-    """Return the artifacts that have a blob."""
+async def list_artifacts_of(
+    connection: AsyncConnection, digests: Sequence[Digest]
+) -> list[Artifact]:
+    """Return the artifacts that have one of these blobs."""
     statement = _CHOSEN.where(
-        artifacts.c.sha256 == digest.sha256, artifacts.c.kind.in_(KNOWN_KINDS)
+        artifacts.c.sha256.in_([digest.sha256 for digest in digests]),
+        artifacts.c.kind.in_(KNOWN_KINDS),
     )
     return [
         artifact_of(found[len(KEY_COLUMNS) :], stored_key(found))
@@ -302,33 +308,55 @@ async def replace_artifact(connection: Connection, new: Artifact, *, replaces: A
     return await _REPLACE.execute(connection, given) == 1
 
 
-async def delete_artifact(
-    connection: AsyncConnection,
-    key: StoredKey,
-    *,
-    digest: Digest,
-    created_at: datetime | None = None,
-) -> int | None:
-    """Remove an artifact if it still has this blob and, if given, this `created_at`.
+async def delete_artifacts(
+    connection: AsyncConnection, rows: Sequence[Artifact]
+) -> tuple[list[Artifact], int]:
+    """Remove artifacts of one namespace that have not been replaced since they were read.
 
     Returns:
-        Bytes that its metadata counted against limits, or None if there is no such artifact.
+        The removed artifacts, and the bytes that their metadata counted against limits.
     """
-    statement = delete(artifacts).where(
-        is_key(artifacts, key),
-        artifacts.c.sha256 == digest.sha256,
-        artifacts.c.size_bytes == digest.size_bytes,
+    given = keys_parameters([row.key for row in rows])
+    found = {tuple(each) for each in await _LOCK_ROWS.fetch(connection, given)}
+    gone = [
+        row
+        for row in rows
+        if (*row.key.columns[1:], row.digest.sha256, row.digest.size_bytes, row.created_at) in found
+    ]
+    return gone, await delete_rows(connection, [row.key for row in gone])
+
+
+_IDENTITY = ("sha256", "size_bytes", "created_at")
+_LOCK_ROWS = Prepared(
+    lambda dialect: (
+        select(*(artifacts.c[name] for name in (*KEY_COLUMNS[1:], *_IDENTITY)))
+        .where(are_keys(artifacts, dialect))
+        .order_by(*artifacts.primary_key)
+        .with_for_update()
     )
-    if created_at is not None:
-        statement = statement.where(artifacts.c.created_at == created_at)
-    removed_bytes = await connection.scalar(statement.returning(METADATA_BYTES))
-    return None if removed_bytes is None else int(removed_bytes)
+)
 
 
-async def is_blob_used(connection: AsyncConnection, digest: Digest) -> bool:
-    """Return whether an artifact of any namespace has this blob."""
-    statement = select(artifacts.c.sha256).where(artifacts.c.sha256 == digest.sha256).limit(1)
-    return (await connection.execute(statement)).first() is not None
+async def delete_rows(connection: AsyncConnection, keys: Sequence[StoredKey]) -> int:
+    """Remove rows of one namespace, which the transaction has locked. Return the bytes that their
+    metadata counted against limits.
+    """
+    if not keys:
+        return 0
+    removed = await _DELETE_ROWS.fetch(connection, keys_parameters(keys))
+    return sum(metadata_bytes for (metadata_bytes,) in removed)
+
+
+_DELETE_ROWS = Prepared(
+    lambda dialect: delete(artifacts).where(are_keys(artifacts, dialect)).returning(METADATA_BYTES)
+)
+
+
+async def find_used(connection: AsyncConnection, digests: Sequence[Digest]) -> set[str]:
+    """Return the SHA-256 of the blobs that an artifact of any namespace has."""
+    blobs = [digest.sha256 for digest in digests]
+    statement = select(artifacts.c.sha256).where(artifacts.c.sha256.in_(blobs)).distinct()
+    return set((await connection.scalars(statement)).all())
 
 
 def _values(new: Artifact) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, bindparam, delete, func, not_, or_, select, update
+from sqlalchemy import ColumnElement, and_, bindparam, delete, func, not_, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
@@ -14,19 +14,19 @@ from graphstash_server.db.tables import deletions, generations
 __all__ = [
     "abandon_deletion",
     "add_deletions",
-    "claim_deletion",
+    "claim_blobs",
     "claim_deletions",
     "count_deletions",
     "doomed_digests",
-    "drop_deletion",
-    "end_deletion",
+    "drop_deletions",
+    "end_deletions",
+    "find_claimed",
     "find_generations",
+    "find_marked",
     "find_state",
-    "has_deletion",
-    "is_claimed",
     "pending_bytes",
-    "release_deletion",
-    "renew_claim",
+    "release_deletions",
+    "renew_claims",
 ]
 
 
@@ -86,11 +86,13 @@ async def claim_deletions(
     return [Digest(*found) for found in await connection.execute(statement)]
 
 
-async def claim_deletion(connection: AsyncConnection, digest: Digest, *, until: datetime) -> None:
-    """Claim one blob, marked or not."""
-    statement = insert_into(connection, deletions).values(
-        sha256=digest.sha256, size_bytes=digest.size_bytes, claimed_until=until
-    )
+async def claim_blobs(
+    connection: AsyncConnection, digests: Sequence[Digest], *, until: datetime
+) -> None:
+    """Claim blobs, marked or not."""
+    if not digests:
+        return
+    statement = insert_into(connection, deletions)
     statement = statement.on_conflict_do_update(
         index_elements=[deletions.c.sha256],
         set_={
@@ -98,29 +100,42 @@ async def claim_deletion(connection: AsyncConnection, digest: Digest, *, until: 
             "unconfirmed": _IS_UNCONFIRMED,
         },
     )
-    await connection.execute(statement)
+    await connection.execute(
+        statement,
+        [
+            {"sha256": each.sha256, "size_bytes": each.size_bytes, "claimed_until": until}
+            for each in sorted(digests, key=str)
+        ],
+    )
 
 
-async def renew_claim(
-    connection: AsyncConnection, digest: Digest, *, held_until: datetime, until: datetime
-) -> bool:
-    """Extend a claim. Return False if it was lost meanwhile."""
+async def renew_claims(
+    connection: AsyncConnection,
+    digests: Sequence[Digest],
+    *,
+    held_until: datetime,
+    until: datetime,
+) -> set[str]:
+    """Extend claims. Return the SHA-256 of the blobs whose claim was not lost meanwhile."""
     statement = (
         update(deletions)
-        .where(deletions.c.sha256 == digest.sha256, deletions.c.claimed_until == held_until)
+        .where(_is_of(digests), deletions.c.claimed_until == held_until)
         .values(claimed_until=until)
+        .returning(deletions.c.sha256)
     )
-    return (await connection.execute(statement)).rowcount == 1
+    return set((await connection.scalars(statement)).all())
 
 
-async def is_claimed(
-    connection: AsyncConnection, digest: Digest, *, now: datetime, duration: timedelta
-) -> bool:
-    """Return whether a server is deleting a blob now."""
-    statement = select(deletions.c.sha256).where(
-        deletions.c.sha256 == digest.sha256, _is_claimed(now, duration)
-    )
-    return (await connection.execute(statement)).first() is not None
+async def find_claimed(
+    connection: AsyncConnection, digests: Sequence[Digest], *, now: datetime, duration: timedelta
+) -> set[str]:
+    """Return the SHA-256 of the blobs that a server is deleting now."""
+    statement = select(deletions.c.sha256).where(_is_of(digests), _is_claimed(now, duration))
+    return set((await connection.scalars(statement)).all())
+
+
+def _is_of(digests: Sequence[Digest]) -> ColumnElement[bool]:
+    return deletions.c.sha256.in_([digest.sha256 for digest in digests])
 
 
 def _is_claimed(now: datetime, duration: timedelta) -> ColumnElement[bool]:
@@ -143,53 +158,56 @@ _DOOMED = Prepared(
 )
 
 
-async def release_deletion(connection: AsyncConnection, digest: Digest) -> None:
-    """End a claim and keep the mark."""
-    await connection.execute(
-        update(deletions).where(deletions.c.sha256 == digest.sha256).values(claimed_until=None)
-    )
+async def release_deletions(
+    connection: AsyncConnection, digests: Sequence[Digest], *, held_until: datetime
+) -> None:
+    """End claims for which nothing was sent to the store, and keep the marks."""
+    if digests:
+        is_held = deletions.c.claimed_until == held_until
+        await connection.execute(
+            update(deletions).where(_is_of(digests), is_held).values(claimed_until=None)
+        )
 
 
-async def drop_deletion(connection: AsyncConnection, digest: Digest) -> None:
-    """Remove the mark of a blob that is needed. Only valid if nothing was sent to the store since
-    the blob was marked or claimed. Otherwise use `abandon_deletion` or `end_deletion`.
+async def drop_deletions(connection: AsyncConnection, digests: Sequence[Digest]) -> None:
+    """Remove the marks of blobs that are needed. Only valid if nothing was sent to the store since
+    they were marked or claimed. Otherwise use `abandon_deletion` or `end_deletions`.
     """
-    await connection.execute(delete(deletions).where(deletions.c.sha256 == digest.sha256))
+    if digests:
+        await connection.execute(delete(deletions).where(_is_of(digests)))
 
 
 async def abandon_deletion(connection: AsyncConnection, digest: Digest) -> None:
     """Remove the mark of a blob that is to be stored again. If a claim ended without a response of
     the store, the blob gets a new name, because its deletion may still be in progress.
     """
-    await _remove(connection, digest, deletions.c.sha256 == digest.sha256, spoils=_IS_UNCONFIRMED)
+    await _remove(connection, _is_of([digest]), spoils=_IS_UNCONFIRMED)
 
 
-async def end_deletion(
-    connection: AsyncConnection, digest: Digest, *, held_until: datetime
+async def end_deletions(
+    connection: AsyncConnection, digests: Sequence[Digest], *, held_until: datetime
 ) -> None:
-    """Remove the mark of a blob that the store has deleted, if it belongs to the claim that ends at
-    `held_until`. If an earlier deletion was never confirmed, the blob's next name is a new one.
+    """Remove the marks of blobs that the store has deleted, if they belong to the claim that ends
+    at `held_until`. If an earlier deletion was never confirmed, a blob's next name is a new one.
     """
-    is_held = deletions.c.claimed_until == held_until
-    await _remove(connection, digest, is_held, spoils=deletions.c.unconfirmed)
+    if digests:
+        is_held = deletions.c.claimed_until == held_until
+        await _remove(connection, and_(_is_of(digests), is_held), spoils=deletions.c.unconfirmed)
 
 
 async def _remove(
-    connection: AsyncConnection,
-    digest: Digest,
-    where: ColumnElement[bool],
-    *,
-    spoils: ColumnElement[bool],
+    connection: AsyncConnection, where: ColumnElement[bool], *, spoils: ColumnElement[bool]
 ) -> None:
-    removed = delete(deletions).where(deletions.c.sha256 == digest.sha256, where)
-    if not await connection.scalar(removed.returning(spoils)):
+    removed = delete(deletions).where(where).returning(deletions.c.sha256, spoils)
+    spoiled = sorted(sha256 for sha256, is_it in await connection.execute(removed) if is_it)
+    if not spoiled:
         return
-    statement = insert_into(connection, generations).values(sha256=digest.sha256, generation=1)
+    statement = insert_into(connection, generations)
     statement = statement.on_conflict_do_update(
         index_elements=[generations.c.sha256],
         set_={"generation": generations.c.generation + 1},
     )
-    await connection.execute(statement)
+    await connection.execute(statement, [{"sha256": sha256, "generation": 1} for sha256 in spoiled])
 
 
 async def find_generations(source: Source, digests: Sequence[Digest]) -> dict[str, int]:
@@ -205,15 +223,10 @@ _GENERATIONS = Prepared(
 )
 
 
-async def has_deletion(source: Source, digest: Digest) -> bool:
-    """Return whether a blob is marked for deletion."""
-    return await _MARKED.fetch_one(source, {"blob": digest.sha256}) is not None
-
-
-_MARKED = Prepared(
-    lambda _: select(deletions.c.sha256).where(deletions.c.sha256 == bindparam("blob")),
-    finds_one=True,
-)
+async def find_marked(connection: AsyncConnection, digests: Sequence[Digest]) -> set[str]:
+    """Return the SHA-256 of the blobs that are marked for deletion."""
+    statement = select(deletions.c.sha256).where(_is_of(digests))
+    return set((await connection.scalars(statement)).all())
 
 
 async def find_state(source: Source, digest: Digest) -> tuple[bool, int]:

@@ -12,7 +12,6 @@ from sqlalchemy import (
     Select,
     and_,
     bindparam,
-    delete,
     func,
     not_,
     or_,
@@ -25,6 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
 from graphstash_server.db.prepared import Prepared, is_one_of
+from graphstash_server.db.queries.artifacts import delete_rows
 from graphstash_server.db.queries.costs import METADATA_BYTES
 from graphstash_server.db.queries.deletions import add_deletions
 from graphstash_server.db.queries.locks import share_blobs
@@ -231,13 +231,12 @@ async def evict_artifacts(
     gone = [candidate for candidate in chosen if _seen(candidate) in are_same]
     if not gone:
         return []
-    names = [" ".join(candidate.key.columns[1:]) for candidate in gone]
-    removed = await _DELETE.fetch(connection, {**named, "names": names})
+    metadata_bytes = await delete_rows(connection, [candidate.key for candidate in gone])
     size_bytes = sum(candidate.digest.size_bytes for candidate in gone)
     change = UsageChange(
         artifacts=-len(gone),
         size_bytes=-size_bytes,
-        metadata_bytes=-sum(removed_bytes for (removed_bytes,) in removed),
+        metadata_bytes=-metadata_bytes,
         evictions=len(gone),
         evicted_bytes=size_bytes,
     )
@@ -270,18 +269,6 @@ _LOCK = {
     True: Prepared(lambda dialect: _lock(dialect, spares_looked_up=True)),
     False: Prepared(lambda dialect: _lock(dialect, spares_looked_up=False)),
 }
-_NAME = _KEY[1] + " " + _KEY[2] + " " + _KEY[3]
-_DELETE = Prepared(
-    lambda dialect: (
-        delete(artifacts)
-        .where(
-            artifacts.c.namespace == bindparam("of_namespace"),
-            is_one_of(artifacts.c.fingerprint, "fingerprints", dialect),  # for the index
-            is_one_of(_NAME, "names", dialect),
-        )
-        .returning(METADATA_BYTES)
-    )
-)
 
 
 def _is_evictable(

@@ -19,7 +19,7 @@ __all__ = [
     "claim_chore",
     "end_pause",
     "find_waiting",
-    "lock_blob",
+    "lock_blobs",
     "lock_name",
     "pause",
     "share_blobs",
@@ -29,21 +29,20 @@ _ONE = text("SELECT pg_advisory_xact_lock(:number)").bindparams(
     bindparam("number", type_=BigInteger)
 )
 _NUMBERS = func.unnest(bindparam("numbers", type_=ARRAY(BigInteger))).column_valued("number")
+_EXCLUSIVE = select(func.pg_advisory_xact_lock(_NUMBERS))
 _SHARED = select(func.pg_advisory_xact_lock_shared(_NUMBERS))
 
 
-async def lock_blob(connection: AsyncConnection, digest: Digest) -> None:
-    """Lock a blob exclusively before its deletion, so that no transaction relies on it."""
+async def lock_blobs(connection: AsyncConnection, digests: Sequence[Digest]) -> None:
+    """Lock blobs exclusively before their deletion, so that no transaction relies on them."""
     if _is_needed(connection):
-        await connection.execute(_ONE, {"number": _number(digest.sha256)})
+        await connection.execute(_EXCLUSIVE, {"numbers": _numbers(digests)})
 
 
 async def share_blobs(connection: Connection, digests: Sequence[Digest]) -> None:
     """Take shared locks on blobs, so that none is deleted."""
     if _is_needed(connection):
-        # In one order for all transactions, so that two cannot deadlock.
-        numbers = sorted({_number(digest.sha256) for digest in digests})
-        await connection.execute(_SHARED, {"numbers": numbers})
+        await connection.execute(_SHARED, {"numbers": _numbers(digests)})
 
 
 async def lock_name(connection: Connection, name: str) -> None:
@@ -110,6 +109,11 @@ async def find_waiting(connection: AsyncConnection) -> Waiting | None:
 
 def _is_needed(connection: Connection) -> TypeGuard[AsyncConnection]:
     return connection.dialect.name == "postgresql"
+
+
+def _numbers(digests: Sequence[Digest]) -> list[int]:
+    """Return lock numbers in one order for all transactions, so that two cannot deadlock."""
+    return sorted({_number(digest.sha256) for digest in digests})
 
 
 def _number(sha256: str) -> int:

@@ -8,11 +8,14 @@ from sqlalchemy import ColumnElement, and_, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace, ReportReason
+from graphstash_server.db.prepared import Prepared
 from graphstash_server.db.queries.shared import (
     KNOWN_KINDS,
+    are_keys,
     insert_into,
     is_key,
     key_values,
+    keys_parameters,
     stored_key,
 )
 from graphstash_server.db.tables import artifacts, reports
@@ -22,7 +25,7 @@ __all__ = [
     "ReportRow",
     "add_report",
     "count_withheld",
-    "drop_report",
+    "drop_reports",
     "find_reporter",
     "list_reports",
 ]
@@ -72,9 +75,14 @@ async def find_reporter(connection: AsyncConnection, key: StoredKey, digest: Dig
     return reporter
 
 
-async def drop_report(connection: AsyncConnection, key: StoredKey) -> None:
-    """Delete the report on an artifact: an administrator released it, or it was deleted."""
-    await connection.execute(delete(reports).where(is_key(reports, key)))
+async def drop_reports(connection: AsyncConnection, keys: Sequence[StoredKey]) -> None:
+    """Delete the reports on artifacts of one namespace: an administrator released them, or they
+    were deleted.
+    """
+    await _DROP.execute(connection, keys_parameters(keys))
+
+
+_DROP = Prepared(lambda dialect: delete(reports).where(are_keys(reports, dialect)))
 
 
 async def list_reports(

@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import ArtifactKind, Digest
 from graphstash_server.artifact import Artifact, DescribedArtifact
+from graphstash_server.db.prepared import is_one_of
 from graphstash_server.db.tables import artifacts
 from graphstash_server.keys import StoredKey
 
@@ -19,6 +20,7 @@ __all__ = [
     "KEY_COLUMNS",
     "KNOWN_KINDS",
     "Upsert",
+    "are_keys",
     "artifact_of",
     "described_of",
     "in_parts",
@@ -27,6 +29,7 @@ __all__ = [
     "is_key",
     "key_parameters",
     "key_values",
+    "keys_parameters",
     "new_values",
     "prefixed",
     "stored_key",
@@ -98,6 +101,25 @@ def key_parameters(key: StoredKey) -> dict[str, Any]:
 def where_key(table: FromClause) -> ColumnElement[bool]:
     """Match the row that `key_parameters` names. For prepared statements and repeated execution."""
     return and_(*(table.c[name] == bindparam(f"key_{name}") for name in KEY_COLUMNS))
+
+
+def are_keys(table: FromClause, dialect: str) -> ColumnElement[bool]:
+    """Match the rows that `keys_parameters` names, by the index of the primary key."""
+    name = table.c.fingerprint + " " + table.c.kind + " " + table.c.device_type
+    return and_(
+        table.c.namespace == bindparam("of_namespace"),
+        is_one_of(table.c.fingerprint, "fingerprints", dialect),  # for the index
+        is_one_of(name, "names", dialect),
+    )
+
+
+def keys_parameters(keys: Sequence[StoredKey]) -> dict[str, Any]:
+    """Return the parameters of `are_keys` for keys of one namespace."""
+    return {
+        "of_namespace": keys[0].namespace,
+        "fingerprints": [key.fingerprint for key in keys],
+        "names": [" ".join(key.columns[1:]) for key in keys],
+    }
 
 
 def new_values(table: Table, names: Iterable[str]) -> dict[str, BindParameter[Any]]:

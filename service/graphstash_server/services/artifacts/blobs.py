@@ -8,7 +8,7 @@ being deleted. Another server may do any of this at the same time. The rules are
   mark stays and any server continues.
 - A server deletes a blob only after claiming it, in a transaction that holds the blob's lock
   exclusively and finds no row with the blob. The claim is a row, so it survives a lost connection.
-  It lasts longer than any request to the store.
+  It lasts longer than any request to the store. One transaction claims a page of blobs.
 - A row is committed only in a transaction that shares the blob's lock, finds no claim, and finds
   the blob in the store (`services.artifacts.uploads`).
 - An upload first removes the mark of its blob, and waits for the end of a claim. A process never
@@ -25,10 +25,11 @@ acknowledged.
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -36,23 +37,23 @@ from graphstash_schema import Digest, ErrorCode
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.prepared import Source
-from graphstash_server.db.queries.artifacts import is_blob_used
+from graphstash_server.db.queries.artifacts import find_used
 from graphstash_server.db.queries.deletions import (
     abandon_deletion,
-    claim_deletion,
+    claim_blobs,
     claim_deletions,
     count_deletions,
-    drop_deletion,
-    end_deletion,
+    drop_deletions,
+    end_deletions,
+    find_claimed,
     find_generations,
+    find_marked,
     find_state,
-    has_deletion,
-    is_claimed,
     pending_bytes,
-    release_deletion,
-    renew_claim,
+    release_deletions,
+    renew_claims,
 )
-from graphstash_server.db.queries.locks import lock_blob
+from graphstash_server.db.queries.locks import lock_blobs
 from graphstash_server.errors import ServerError
 from graphstash_server.storage import BlobStore
 
@@ -108,9 +109,9 @@ class BlobCollector:
                 self.blobs.use_generation(digest, generation)
                 return False
             async with self.database.writing() as connection:
-                await lock_blob(connection, digest)
-                is_free = not await is_claimed(
-                    connection, digest, now=self.clock(), duration=_CLAIM
+                await lock_blobs(connection, [digest])
+                is_free = not await find_claimed(
+                    connection, [digest], now=self.clock(), duration=_CLAIM
                 )
                 if is_free:
                     await abandon_deletion(connection, digest)
@@ -122,26 +123,44 @@ class BlobCollector:
             ErrorCode.UNAVAILABLE, "the same bytes are being deleted: retry the upload"
         )
 
-    async def collect(self, digest: Digest, *, only_marked: bool = False) -> bool:
-        """Delete a blob if it is unused and unclaimed. Return whether it was deleted.
+    async def collect(self, digest: Digest) -> None:
+        """Delete a blob if it is unused and unclaimed."""
+        await self.collect_all([digest])
 
-        The blob stays if an artifact has it, an upload of this process brings it, or another server
+    async def collect_all(
+        self, digests: Collection[Digest], *, only_marked: bool = False
+    ) -> set[Digest]:
+        """Delete the blobs that are unused and unclaimed. Return those that were deleted.
+
+        A blob stays if an artifact has it, an upload of this process brings it, or another server
         has claimed it. With `only_marked`, it also stays if it has no mark.
+
+        Raises:
+            ServerError: 503 if the store did not delete all of them.
         """
-        async with self.database.writing() as connection:
-            await lock_blob(connection, digest)
-            if only_marked and not await has_deletion(connection, digest):
-                return False
-            now = self.clock()
-            if await is_claimed(connection, digest, now=now, duration=_CLAIM):
-                return False
-            if await self._is_kept(connection, digest):
-                return False
-            until = now + _CLAIM
-            await claim_deletion(connection, digest, until=until)
-            generation = await self._generation(connection, digest)
-        await self._delete(digest, generation=generation, held_until=until)
-        return True
+        deleted: set[Digest] = set()
+        failure: ServerError | None = None
+        chosen = sorted(set(digests), key=str)
+        for start in range(0, len(chosen), _CLAIMED):
+            page = chosen[start : start + _CLAIMED]
+            async with self.database.writing() as connection:
+                await lock_blobs(connection, page)
+                if only_marked:
+                    page = _only(page, await find_marked(connection, page))
+                now = self.clock()
+                until = now + _CLAIM
+                page = _without(
+                    page, await find_claimed(connection, page, now=now, duration=_CLAIM)
+                )
+                page = _without(page, await self._find_kept(connection, page))
+                await claim_blobs(connection, page, until=until)
+                generations = await self._generations(connection, page)
+            gone, failed = await self._delete_all(page, generations, held_until=until)
+            deleted.update(gone)
+            failure = failed or failure
+        if failure is not None:
+            raise failure
+        return deleted
 
     async def collect_marked(self) -> int:
         """Delete every marked blob that no other server has claimed. Return their number. After a
@@ -156,11 +175,9 @@ class BlobCollector:
                 claimed = await claim_deletions(
                     connection, now=now, duration=_CLAIM, limit=_CLAIMED, spared=self._uploading
                 )
-            for digest in claimed:
-                try:
-                    deleted += await self._collect_claimed(digest, held_until=until)
-                except ServerError as error:
-                    failure = error  # continue with the other blobs
+            gone, failed = await self._collect_claimed(claimed, held_until=until)
+            deleted += len(gone)
+            failure = failed or failure  # continue with the other blobs
             if len(claimed) == _CLAIMED:
                 continue
             if failure is not None:
@@ -193,58 +210,101 @@ class BlobCollector:
                 return pending
             await asyncio.sleep(_SETTLE_SECONDS)
 
-    async def _is_kept(self, connection: AsyncConnection, digest: Digest) -> bool:
-        """Whether a blob has to stay. The transaction holds its lock."""
-        if digest.sha256 in self._uploading:
-            return True  # the upload removes the mark
-        if await is_blob_used(connection, digest):
-            await drop_deletion(connection, digest)
-            return True
-        return False
+    async def _find_kept(self, connection: AsyncConnection, digests: Sequence[Digest]) -> set[str]:
+        """Return the SHA-256 of the blobs that have to stay. The transaction holds their locks."""
+        uploading = {each.sha256 for each in digests if each.sha256 in self._uploading}
+        others = _without(digests, uploading)  # an upload removes the mark itself
+        used = await find_used(connection, others)
+        await drop_deletions(connection, _only(others, used))
+        return uploading | used
 
-    async def _collect_claimed(self, digest: Digest, *, held_until: datetime) -> bool:
-        """Delete a blob of a page that was claimed together. Earlier blobs may have taken long, so
-        renew the claim first. Return False if the claim was lost or the blob is needed.
+    async def _collect_claimed(
+        self, digests: Sequence[Digest], *, held_until: datetime
+    ) -> "_Deleted":
+        """Delete the blobs of a page that was claimed together, without those whose claim was lost
+        or that are needed.
         """
         async with self.database.writing() as connection:
-            await lock_blob(connection, digest)
+            await lock_blobs(connection, digests)
             until = self.clock() + _CLAIM
-            if not await renew_claim(connection, digest, held_until=held_until, until=until):
-                return False
-            if await self._is_kept(connection, digest):
-                await release_deletion(connection, digest)  # no delete was sent to the store
-                return False
-            generation = await self._generation(connection, digest)
-        await self._delete(digest, generation=generation, held_until=until)
-        return True
+            held = _only(
+                digests,
+                await renew_claims(connection, digests, held_until=held_until, until=until),
+            )
+            kept = await self._find_kept(connection, held)
+            await release_deletions(connection, _only(held, kept), held_until=until)
+            doomed = _without(held, kept)
+            generations = await self._generations(connection, doomed)
+        return await self._delete_all(doomed, generations, held_until=until)
 
     async def learn(self, digest: Digest) -> bool:
         """Read the current generation of a blob, which another server may have raised. Return
         whether it was new to this process.
         """
-        generation = await self._generation(self.database, digest)
-        return self.blobs.use_generation(digest, generation)
+        return bool(await self.learn_all([digest]))
 
-    async def _generation(self, source: Source, digest: Digest) -> int:
-        return (await find_generations(source, [digest])).get(digest.sha256, 0)
+    async def learn_all(self, digests: Sequence[Digest]) -> set[Digest]:
+        """Read the current generations of blobs. Return those that were new to this process."""
+        known = await self._generations(self.database, digests)
+        return {
+            each for each in digests if self.blobs.use_generation(each, known.get(each.sha256, 0))
+        }
 
-    async def _delete(self, digest: Digest, *, generation: int, held_until: datetime) -> None:
-        """Delete a blob that this server has just claimed, and remove its mark.
+    async def _generations(self, source: Source, digests: Sequence[Digest]) -> dict[str, int]:
+        return await find_generations(source, digests)
 
-        If that fails, the claim stays, because the store may still delete the blob. The timeout
-        ends a call that waits for a thread of the store before its claim ends. A server that was
-        frozen in the meantime has lost its claim.
+    async def _delete_all(
+        self, digests: Sequence[Digest], generations: Mapping[str, int], *, held_until: datetime
+    ) -> "_Deleted":
+        """Delete blobs that this server has just claimed, and remove their marks.
+
+        If that fails for a blob, its claim stays, because the store may still delete the blob. The
+        timeout ends a call that waits for a thread of the store before its claim ends. A server
+        that was frozen in the meantime has lost its claims.
         """
-        if self.clock() + timedelta(seconds=_DELETE_SECONDS) > held_until:
-            raise ServerError(
-                ErrorCode.UNAVAILABLE, f"blob {digest} was not deleted: its claim ended before"
-            )
-        try:
-            async with asyncio.timeout(_DELETE_SECONDS):
-                await self.blobs.delete(digest, generation=generation)
-        except TimeoutError:
-            raise ServerError(
-                ErrorCode.UNAVAILABLE, f"blob {digest} was not deleted within {_DELETE_SECONDS:g} s"
-            ) from None
-        async with self.database.writing() as connection:
-            await end_deletion(connection, digest, held_until=held_until)
+        deleted: list[Digest] = []
+        failure: ServerError | None = None
+        late: Sequence[Digest] = ()
+        for number, digest in enumerate(digests):
+            if self.clock() + timedelta(seconds=_DELETE_SECONDS) > held_until:
+                late = digests[number:]
+                break
+            generation = generations.get(digest.sha256, 0)
+            try:
+                async with asyncio.timeout(_DELETE_SECONDS):
+                    await self.blobs.delete(digest, generation=generation)
+            except TimeoutError:
+                failure = _not_deleted(digest, f" within {_DELETE_SECONDS:g} s")
+            except ServerError as error:
+                failure = error
+            else:
+                deleted.append(digest)
+        if deleted:
+            async with self.database.writing() as connection:
+                await end_deletions(connection, deleted, held_until=held_until)
+        if not late:
+            return _Deleted(deleted, failure)
+        if late == digests:
+            return _Deleted((), _not_deleted(late[0], ": its claim ended before"))
+        # The store was slow. Go on with new claims.
+        others = await self._collect_claimed(late, held_until=held_until)
+        return _Deleted([*deleted, *others.digests], others.failure or failure)
+
+
+class _Deleted(NamedTuple):
+    """Blobs that were deleted, and the last failure of the others."""
+
+    digests: Sequence[Digest]
+    failure: ServerError | None
+
+
+def _not_deleted(digest: Digest, why: str) -> ServerError:
+    return ServerError(ErrorCode.UNAVAILABLE, f"blob {digest} was not deleted{why}")
+
+
+def _only(digests: Sequence[Digest], names: Collection[str]) -> list[Digest]:
+    return [digest for digest in digests if digest.sha256 in names]
+
+
+def _without(digests: Sequence[Digest], names: Collection[str]) -> list[Digest]:
+    return [digest for digest in digests if digest.sha256 not in names]

@@ -54,7 +54,7 @@ from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.reports import (
     ReportRow,
     add_report,
-    drop_report,
+    drop_reports,
     find_reporter,
     list_reports,
 )
@@ -194,7 +194,7 @@ class QuarantineService:
             if digest is None:
                 return False
             notification = Notification.ready(key, digest)
-            await drop_report(connection, key)
+            await drop_reports(connection, [key])
             await notify(connection, [notification.payload])
             record = AuditRecord.of_artifact(self.clock(), actor, AuditAction.RELEASE, key, digest)
             await add_audit(connection, [record])

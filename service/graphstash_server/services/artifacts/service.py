@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import (
     FoundArtifacts,
-    delete_artifact,
+    delete_artifacts,
     find_artifact,
     find_artifact_now,
     find_artifacts,
@@ -28,7 +28,7 @@ from graphstash_server.db.queries.artifacts import (
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.db.queries.deletions import add_deletions
 from graphstash_server.db.queries.locks import share_blobs
-from graphstash_server.db.queries.reports import drop_report
+from graphstash_server.db.queries.reports import drop_reports
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.db.queries.withdrawals import add_withdrawals
 from graphstash_server.errors import ServerError
@@ -279,7 +279,7 @@ class ArtifactService:
             if row is None:
                 self.forget(key)
                 return False
-            if await self._delete(key, row.digest, actor=actor):
+            if await self._delete([row], actor=actor):
                 return True
 
     async def delete_all(self, namespace: Namespace, *, actor: Actor) -> int:
@@ -295,30 +295,41 @@ class ArtifactService:
             after = page[-1]
 
     async def heal(self, row: Artifact) -> bool:
-        """Drop an artifact whose blob is lost or damaged. Return whether it was dropped.
+        """Drop an artifact whose blob is lost or damaged. Return whether it was dropped."""
+        return bool(await self.heal_all([row]))
 
-        The artifact stays if it changed meanwhile. It also stays if this process looked for its
-        blob under an old name, which another server has changed. If the database fails, a later
-        request tries again.
+    async def heal_all(self, rows: Sequence[Artifact]) -> list[Artifact]:
+        """Drop artifacts whose blobs are lost or damaged. Return those that were dropped.
+
+        An artifact stays if it changed meanwhile. It also stays if this process looked for its blob
+        under an old name, which another server has changed. If the database fails, a later request
+        tries again.
         """
-        try:
-            if await self.collector.learn(row.digest):
-                return False
-            is_dropped = await self._delete(row.key, row.digest, created_at=row.created_at)
-        except ServerError as error:
-            _LOGGER.warning(
-                "could not drop %s, which lost its blob; will retry: %s", row.key.key, error
-            )
-            return False
-        if is_dropped:
-            self.accounting.count_healed()
-            _LOGGER.warning(
-                "dropped %s of %s: its blob %s is lost or damaged; the next job stores it again",
-                row.key.key,
-                row.key.namespace,
-                row.digest,
-            )
-        return is_dropped
+        dropped: list[Artifact] = []
+        for page in _pages_by_namespace(rows):
+            try:
+                renamed = await self.collector.learn_all([row.digest for row in page])
+                gone = await self._delete([row for row in page if row.digest not in renamed])
+            except ServerError as error:
+                _LOGGER.warning(
+                    "could not drop %d artifacts, such as %s, which lost their blobs; will retry: "
+                    "%s",
+                    len(page),
+                    page[0].key.key,
+                    error,
+                )
+                continue
+            for row in gone:
+                self.accounting.count_healed()
+                _LOGGER.warning(
+                    "dropped %s of %s: its blob %s is lost or damaged; the next job stores it "
+                    "again",
+                    row.key.key,
+                    row.key.namespace,
+                    row.digest,
+                )
+            dropped += gone
+        return dropped
 
     def remember(self, row: Artifact) -> None:
         """Cache the row of an artifact that was just stored, because many may wait for it."""
@@ -353,37 +364,55 @@ class ArtifactService:
         return None
 
     async def _delete(
-        self,
-        key: StoredKey,
-        digest: Digest,
-        *,
-        actor: Actor | None = None,
-        created_at: datetime | None = None,
-    ) -> bool:
-        """Delete an artifact if it is unchanged. With an actor, record a withdrawal and write to
-        the audit log. Without one, the artifact has lost its blob.
+        self, rows: Sequence[Artifact], *, actor: Actor | None = None
+    ) -> list[Artifact]:
+        """Delete the artifacts of one namespace that are unchanged, and return them. With an actor,
+        record withdrawals and write to the audit log. Without one, the artifacts have lost their
+        blobs.
         """
+        if not rows:
+            return []
+        digests = [row.digest for row in rows]
         async with self.database.writing() as connection:
-            await share_blobs(connection, [digest])
-            freed_bytes = await delete_artifact(
-                connection, key, digest=digest, created_at=created_at
-            )
-            is_gone = freed_bytes is not None
-            if freed_bytes is not None:
+            await share_blobs(connection, digests)
+            gone, metadata_bytes = await delete_artifacts(connection, rows)
+            if gone:
+                digests = [row.digest for row in gone]
                 change = UsageChange(
-                    artifacts=-1, size_bytes=-digest.size_bytes, metadata_bytes=-freed_bytes
+                    artifacts=-len(gone),
+                    size_bytes=-sum(digest.size_bytes for digest in digests),
+                    metadata_bytes=-metadata_bytes,
                 )
-                await add_usage(connection, key.namespace, change)
-                await drop_report(connection, key)
-                await add_deletions(connection, [digest])
-            if is_gone and actor is not None:
+                await add_usage(connection, gone[0].key.namespace, change)
+                await drop_reports(connection, [row.key for row in gone])
+                await add_deletions(connection, digests)
+            if gone and actor is not None:
                 now = self.clock()
-                record = AuditRecord.of_artifact(now, actor, AuditAction.DELETE, key, digest)
-                await add_audit(connection, [record])
-                await add_withdrawals(
-                    connection, [(key, digest)], cause=WithdrawalCause.DELETED, now=now
+                await add_audit(
+                    connection,
+                    [
+                        AuditRecord.of_artifact(now, actor, AuditAction.DELETE, row.key, row.digest)
+                        for row in gone
+                    ],
                 )
-        self.forget(key)
-        if is_gone:
-            await self.collector.collect(digest, only_marked=True)
-        return is_gone
+                await add_withdrawals(
+                    connection,
+                    [(row.key, row.digest) for row in gone],
+                    cause=WithdrawalCause.DELETED,
+                    now=now,
+                )
+        for row in rows:
+            self.forget(row.key)
+        if gone:
+            await self.collector.collect_all(digests, only_marked=True)
+        return gone
+
+
+def _pages_by_namespace(rows: Sequence[Artifact]) -> Iterator[list[Artifact]]:
+    """Yield pages for one transaction each, which changes the counters of one namespace."""
+    of_namespaces: dict[str, list[Artifact]] = {}
+    for row in rows:
+        of_namespaces.setdefault(row.key.namespace, []).append(row)
+    for of_namespace in of_namespaces.values():
+        for start in range(0, len(of_namespace), _DELETION_PAGE):
+            yield of_namespace[start : start + _DELETION_PAGE]

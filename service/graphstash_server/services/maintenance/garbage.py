@@ -66,15 +66,14 @@ async def collect_garbage(
     if not wanted.is_dry_run:
         totals.evicted += await evictor.run(actor=actor, is_confirmed=wanted.is_confirmed)
         totals.deleted += await collector.collect_marked()
-    async for each in reconciler.compare(blobs_before=wanted.blobs_before):
-        if not wanted.is_dry_run and not await reconciler.remove(each):
-            continue
-        found(each)
-        if isinstance(each, Lost):
-            totals.lost += 1
-        else:
-            totals.orphans += 1
-            totals.orphan_bytes += each.digest.size_bytes
+    async for odd in reconciler.compare(blobs_before=wanted.blobs_before):
+        for each in odd if wanted.is_dry_run else await reconciler.remove(odd):
+            found(each)
+            if isinstance(each, Lost):
+                totals.lost += 1
+            else:
+                totals.orphans += 1
+                totals.orphan_bytes += each.digest.size_bytes
     if not wanted.is_dry_run:
         totals.deleted += await collector.collect_abandoned()
         await reconciler.drop_old_leases()

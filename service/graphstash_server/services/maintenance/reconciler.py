@@ -100,10 +100,10 @@ class Reconciler:
 
     async def compare(
         self, *, blobs_before: datetime, listed: Callable[[int], None] = lambda _: None
-    ) -> AsyncIterator[Orphan | Lost]:
-        """Find rows and blobs that disagree. Change nothing. Skip blobs that are younger than
-        `blobs_before`, because another process may be uploading them. Call `listed` with the number
-        of blobs of each page.
+    ) -> AsyncIterator[list[Orphan | Lost]]:
+        """Find rows and blobs that disagree, and yield them by pages. Change nothing. Skip blobs
+        that are younger than `blobs_before`, because another process may be uploading them. Call
+        `listed` with the number of blobs of each page.
         """
         after = ""
         async for page in self._pages(blobs_before):
@@ -111,14 +111,12 @@ class Reconciler:
             until = page[-1].sha256 if len(page) == _PAGE else None
             sizes = {digest.sha256: digest.size_bytes for digest in page}
             referenced: set[str] = set()
-            async for digest in _used_digests(self.database, after=after, until=until):
-                referenced.add(digest.sha256)
-                if sizes.get(digest.sha256) != digest.size_bytes:
-                    for artifact in await self._lost(digest):
-                        yield Lost(artifact)
-            for digest in page:
-                if digest.sha256 not in referenced:
-                    yield Orphan(digest)
+            async for digests in _used_digests(self.database, after=after, until=until):
+                referenced.update(digest.sha256 for digest in digests)
+                yield await self._lost(
+                    [each for each in digests if sizes.get(each.sha256) != each.size_bytes]
+                )
+            yield [Orphan(digest) for digest in page if digest.sha256 not in referenced]
             after = page[-1].sha256 if page else ""
 
     async def reconcile(self, *, blobs_before: datetime) -> None:
@@ -132,9 +130,8 @@ class Reconciler:
         seen: Counter[type] = Counter()
         pending: list[Orphan | Lost] = []
         async for found in self.compare(blobs_before=blobs_before, listed=pages.append):
-            seen[type(found)] += 1
-            if len(pending) < _MAX_PENDING:
-                pending.append(found)
+            seen.update(map(type, found))
+            pending += found[: _MAX_PENDING - len(pending)]
         if 2 * seen[Orphan] > sum(pages):
             doubt = (
                 f"{seen[Orphan]} of {sum(pages)} blobs have no artifact in this database, and are "
@@ -145,9 +142,7 @@ class Reconciler:
             pending.clear()
         else:
             self.doubt.set(None)
-        removed: Counter[type] = Counter()
-        for found in pending:
-            removed[type(found)] += await self.remove(found)
+        removed = Counter(map(type, await self.remove(pending)))
         if removed.total():
             _LOGGER.info(
                 "cleaned up: %d blobs without an artifact, %d artifacts without a blob",
@@ -156,12 +151,13 @@ class Reconciler:
             )
         await self.recount(is_repair=True)
 
-    async def remove(self, found: Orphan | Lost) -> bool:
-        """Remove a finding. Return False for a blob that came into use in the meantime."""
-        if isinstance(found, Orphan):
-            return await self.collector.collect(found.digest)
-        await self.artifacts.heal(found.artifact)
-        return True
+    async def remove(self, found: Sequence[Orphan | Lost]) -> list[Orphan | Lost]:
+        """Remove findings. Return them without the blobs that came into use in the meantime."""
+        await self.artifacts.heal_all([each.artifact for each in found if isinstance(each, Lost)])
+        collected = await self.collector.collect_all(
+            [each.digest for each in found if isinstance(each, Orphan)]
+        )
+        return [each for each in found if isinstance(each, Lost) or each.digest in collected]
 
     async def check(
         self,
@@ -186,17 +182,17 @@ class Reconciler:
             yield Finding("corrupt", reason, 0)
             return  # the database cannot tell what is wrong with the blobs
         async for found in self.compare(blobs_before=blobs_before):
-            if is_repair and not await self.remove(found):
-                continue
-            if isinstance(found, Orphan):
-                yield Finding("orphan", str(found.digest), found.digest.size_bytes)
-            else:
-                yield _about("lost", found.artifact)
+            for each in await self.remove(found) if is_repair else found:
+                if isinstance(each, Orphan):
+                    yield Finding("orphan", str(each.digest), each.digest.size_bytes)
+                else:
+                    yield _about("lost", each.artifact)
         if is_deep:
             async for damaged in self._damaged(checked):
                 if is_repair:
-                    await self.artifacts.heal(damaged)
-                yield _about("damaged", damaged)
+                    await self.artifacts.heal_all(damaged)
+                for artifact in damaged:
+                    yield _about("damaged", artifact)
         for namespace in await self.recount(is_repair=is_repair):
             yield Finding("miscounted", namespace, 0)
 
@@ -215,21 +211,29 @@ class Reconciler:
         async with self.database.writing() as connection:
             await drop_ended_leases(connection, before=self.clock() - _LEASES_KEPT)
 
-    async def _lost(self, digest: Digest) -> list[Artifact]:
-        """Return the artifacts of a blob, unless it was stored after the list was read."""
-        if await self.blobs.stat(digest) == digest.size_bytes:
+    async def _lost(self, digests: Sequence[Digest]) -> list[Orphan | Lost]:
+        """Find the artifacts of blobs, without blobs that were stored after the list was read."""
+        return [
+            Lost(artifact)
+            for artifact in await self._artifacts_of(
+                [each for each in digests if await self.blobs.stat(each) != each.size_bytes]
+            )
+        ]
+
+    async def _damaged(self, checked: Callable[[int], None]) -> AsyncIterator[list[Artifact]]:
+        async for digests in _used_digests(self.database):
+            damaged = []
+            for digest in digests:
+                if await self.blobs.is_whole(digest) is False:
+                    damaged.append(digest)
+                checked(digest.size_bytes)
+            yield await self._artifacts_of(damaged)
+
+    async def _artifacts_of(self, digests: Sequence[Digest]) -> list[Artifact]:
+        if not digests:
             return []
         async with self.database.reading() as connection:
-            return await list_artifacts_of(connection, digest)
-
-    async def _damaged(self, checked: Callable[[int], None]) -> AsyncIterator[Artifact]:
-        async for digest in _used_digests(self.database):
-            if await self.blobs.is_whole(digest) is False:
-                async with self.database.reading() as connection:
-                    rows = await list_artifacts_of(connection, digest)
-                for row in rows:
-                    yield row
-            checked(digest.size_bytes)
+            return await list_artifacts_of(connection, digests)
 
     async def _pages(self, before: datetime) -> AsyncIterator[list[Digest]]:
         """Yield blobs by `_PAGE`. The last page is shorter, and may be empty."""
@@ -244,14 +248,14 @@ class Reconciler:
 
 async def _used_digests(
     database: Database, *, after: str = "", until: str | None = None
-) -> AsyncIterator[Digest]:
+) -> AsyncIterator[Sequence[Digest]]:
+    """Yield the blobs of artifacts by `_PAGE`."""
     while True:
         async with database.reading() as connection:
             digests = await list_digests(
                 connection, after_sha256=after, until_sha256=until, limit=_PAGE
             )
-        for digest in digests:
-            yield digest
+        yield digests
         if len(digests) < _PAGE:
             return
         after = digests[-1].sha256
