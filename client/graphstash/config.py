@@ -272,6 +272,9 @@ class SharingSettings:
         DEFAULT_LEASE_SECONDS, number(least=MIN_LEASE_SECONDS, most=MAX_LEASE_SECONDS)
     )
     """Seconds until the lease of a killed holder expires."""
+    unsent_limit: int = setting(1024**3, size())
+    """Maximum bytes that a run publishes of what earlier runs on this host compiled and could not
+    send, for example because the server was down. 0 publishes nothing later."""
     publish_queue: int = setting(64, whole(least=1, most=4096))
     """Number of artifacts that may wait for upload. Further artifacts are dropped."""
     drain_seconds: float = setting(20.0, number(most=3600))
@@ -359,6 +362,16 @@ class ClientConfig(
     def wants_hook(self, name: str) -> bool:
         """Return whether to install a hook when its compiler is imported."""
         return self.hooks is None or name in self.hooks
+
+    @property
+    def is_own_server(self) -> bool:
+        """Whether the server is the one that this user runs on this host."""
+        return bool(self.url) and self.url == find_own_server()
+
+    @property
+    def awaits_server(self) -> bool:
+        """Whether the job would publish to a server of this user, but none runs on this host."""
+        return not (self.url or "url" in self.given or self.read_only)
 
     @property
     def readable(self) -> tuple[Namespace, ...]:

@@ -4,11 +4,12 @@ import json
 import re
 import stat
 import tarfile
+import time
 
 import pytest
 
 from graphstash._artifacts.bundle import Bundle
-from graphstash._cli import bundles
+from graphstash._http.client import ServerClient
 from graphstash.errors import BusyError, TransportError
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
@@ -159,7 +160,7 @@ def test_a_host_without_a_network_uses_a_bundle_and_exports_its_own(
 
 def test_interrupted_export_resumes(filled, command, file, monkeypatch, server, namespace):
     filled()
-    download = bundles.ServerClient.download
+    download = ServerClient.download
     seen = []
 
     def breaking(self, key, target):
@@ -169,7 +170,7 @@ def test_interrupted_export_resumes(filled, command, file, monkeypatch, server, 
             raise TransportError("reset", "the cable was pulled")
         return download(self, key, target)
 
-    monkeypatch.setattr(bundles.ServerClient, "download", breaking)
+    monkeypatch.setattr(ServerClient, "download", breaking)
     stopped = command("export", file, status=1)
     assert "the cable was pulled; run it again to go on where it stopped" in stopped.stderr
     assert not file.exists()
@@ -197,12 +198,12 @@ def test_leftovers_of_interrupted_export_are_verified(filled, command, file, hos
 
 def test_artifact_deleted_during_export_is_left_out_and_named(filled, command, file, monkeypatch):
     filled()
-    download = bundles.ServerClient.download
+    download = ServerClient.download
 
     def going(self, key, target):
         return None if key == KEYS[1] else download(self, key, target)
 
-    monkeypatch.setattr(bundles.ServerClient, "download", going)
+    monkeypatch.setattr(ServerClient, "download", going)
     result = command("export", file, "--json")
     assert json.loads(result.stdout)["gone"] == [str(KEYS[1])]
     assert f"gone meanwhile: {KEYS[1]}" in result.stderr
@@ -211,15 +212,15 @@ def test_artifact_deleted_during_export_is_left_out_and_named(filled, command, f
 
 def test_a_busy_server_is_waited_for(filled, command, file, monkeypatch):
     filled()
-    listed, pauses = bundles.ServerClient.list_artifacts, []
+    listed, pauses = ServerClient.list_artifacts, []
 
     def busy(self, query):
         if len(pauses) < 3:
             raise BusyError("later", retry_after_seconds=7)
         return listed(self, query)
 
-    monkeypatch.setattr(bundles.ServerClient, "list_artifacts", busy)
-    monkeypatch.setattr(bundles.time, "sleep", pauses.append)
+    monkeypatch.setattr(ServerClient, "list_artifacts", busy)
+    monkeypatch.setattr(time, "sleep", pauses.append)
     command("export", file)
     assert pauses == [7, 7, 7]
 

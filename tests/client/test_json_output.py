@@ -50,6 +50,7 @@ def test_each_command_prints_the_fields_of_the_page(command, key, tmp_path):
         "ls": ("ls",),
         "report": ("report",),
         "prefetch": ("prefetch", "nightly"),
+        "publish": ("publish",),
         "export": ("export", file),
         "import": ("import", file),
         "explain --job": ("explain", "--job", "nightly"),

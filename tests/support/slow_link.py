@@ -25,9 +25,12 @@ class SlowLink:
     Args:
         upstream_port: of the server.
         round_trip_seconds: to the server and back.
+        port: of this end of the link, such as a reserved one. Default: any that is free.
     """
 
-    def __init__(self, upstream_port: int, *, round_trip_seconds: float = 0.05) -> None:
+    def __init__(
+        self, upstream_port: int, *, round_trip_seconds: float = 0.05, port: int = 0
+    ) -> None:
         self.requests: list[str] = []
         self.most_at_once = 0
         self._gather = 0
@@ -37,7 +40,7 @@ class SlowLink:
         self.round_trip_seconds = round_trip_seconds
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self.port = 0
+        self.port = port
 
     @property
     def url(self) -> str:
@@ -50,7 +53,7 @@ class SlowLink:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        listening = asyncio.start_server(self._accept, "127.0.0.1", 0)
+        listening = asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self._server = asyncio.run_coroutine_threadsafe(listening, self._loop).result(20)
         self.port = self._server.sockets[0].getsockname()[1]
         return self

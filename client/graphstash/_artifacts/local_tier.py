@@ -6,8 +6,8 @@
     <root>/tmp/                   unfinished files
     <root>/records/               misses of the last runs (`_process.run_record`) and
                                   downloaded (`run_downloads`)
-    <root>/servers/               when servers were last reached (`standing`), and how far their
-                                  lists were read (`withdrawals`)
+    <root>/servers/               when servers were last reached (`standing`), how far their lists
+                                  were read (`withdrawals`), and what they lack (`unsent`)
 
 An origin is a server, `own` (compiled by this user on this host and not stored on a server), or
 `offer-<server>` (compiled here, and an upload to that server has begun). A job gets copies of its
@@ -24,6 +24,7 @@ mtime is the time of last use. Over its limit, the tier evicts the least recentl
 import atexit
 import contextlib
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
@@ -178,8 +179,9 @@ class LocalTier:
         yield from (self._place / "v2").glob(f"*/*/*/*/{pattern}")
         yield from (self._place / _EARLIER_FOLDER).glob(f"*/*/*/{pattern}")
 
-    def server_folder(self, name: str) -> Path:
-        """Return the folder with the times when this host reached a server."""
+    def server_folder(self, url: str) -> Path:
+        """Return the folder of what this host knows about a server."""
+        name = hashlib.sha256(url.encode()).hexdigest()[:16]
         return self._place / "servers" / name
 
     def run_folder(self, run: str) -> Path:

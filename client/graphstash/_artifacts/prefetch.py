@@ -23,7 +23,7 @@ from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError, Reason
 from graphstash_schema import ArtifactInfo, ArtifactKey
 
-__all__ = ["Outcome", "Prefetch"]
+__all__ = ["Outcome", "Prefetch", "value_of"]
 
 _log = logging.getLogger("graphstash")
 
@@ -158,4 +158,9 @@ class Prefetch:
 
 
 def _value(info: ArtifactInfo) -> float:
-    return (info.compile_seconds or 0.0) / max(info.size_bytes, _LEAST_BYTES)
+    return value_of(info.compile_seconds or 0.0, info.size_bytes)
+
+
+def value_of(compile_seconds: float, size_bytes: int) -> float:
+    """Return the value of a transfer: compile seconds that it saves, per byte."""
+    return compile_seconds / max(size_bytes, _LEAST_BYTES)

@@ -27,12 +27,12 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
 from time import monotonic, time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from graphstash._artifacts.local_tier import OWN, LocalTier
 from graphstash._artifacts.withdrawals import Named, Withdrawals
@@ -42,6 +42,9 @@ from graphstash.errors import CacheError, RefusedError
 from graphstash_schema import ArtifactInfo, ArtifactKey, InvalidValueError, Namespace
 from graphstash_schema.names import ListPosition
 from graphstash_schema.protocol import MAX_LOOKUP_KEYS
+
+if TYPE_CHECKING:
+    from graphstash_schema import LookupResponse
 
 __all__ = ["RECHECK_SECONDS", "Standing", "Verdict"]
 
@@ -104,7 +107,8 @@ class Standing:
         self._server = server
         self._config = server.config
         self._tier = tier
-        name = hashlib.sha256(self._config.url.encode()).hexdigest()[:16]
+        self._folder = tier.server_folder(self._config.url)
+        name = self._folder.name
         # Processes of a run may ask other servers, or have other rights.
         token = self._config.token.reveal() if self._config.token else ""
         caller = f"{name} {token} {self._config.token_file}"
@@ -112,7 +116,6 @@ class Standing:
         self._shared = None if run_folder is None else run_folder / f"answers-{asked}"
         self._read_bytes = 0
         self._is_shared_whole = True
-        self._folder = tier.server_folder(name)
         self._origin = _read_origin(self._folder / _ORIGIN) or f"url-{name}"
         # A signal handler may compile in the same thread.
         self._asking = threading.RLock()
@@ -188,9 +191,9 @@ class Standing:
             is_refused = isinstance(error, RefusedError) and error.status < 500
             is_free = is_own or (not is_refused and self._was_reached(namespace))
             return Verdict.USE if is_free and not needs_leave else Verdict.LEAVE
-        return self._verdict_of_answer(namespace, key, proof, stored, origin=origin)
+        return self.verdict_of_answer(namespace, key, proof, stored, origin=origin)
 
-    def _verdict_of_answer(
+    def verdict_of_answer(
         self,
         namespace: Namespace,
         key: ArtifactKey,
@@ -219,8 +222,7 @@ class Standing:
         The list says whether the server had these bytes and withdrew them. If the list does not
         continue, another server may have answered, or one that lost its data.
         """
-        patience = self._config.connect_seconds + self._config.first_byte_seconds
-        is_current = self._withdrawals.is_current(namespace, wait_seconds=patience)
+        is_current = self.is_current(namespace)
         if self._is_withdrawn(namespace, key, proof):
             return Verdict.DELETE
         needs_leave = self._needs_leave(namespace, proof, origin=origin)
@@ -350,6 +352,19 @@ class Standing:
             self._failed[namespace] = error, monotonic()
             raise
         self._failed.pop(namespace, None)
+        words = self.take(namespace, batch, reply, asked_at=asked_at)
+        word = words[key]
+        return None if word == _ABSENT or word.startswith(_WITHHELD) else word, asked_at
+
+    def take(
+        self,
+        namespace: Namespace,
+        batch: Sequence[ArtifactKey],
+        reply: "LookupResponse",
+        *,
+        asked_at: float,
+    ) -> Mapping[ArtifactKey, str]:
+        """Note the server's answer about these keys, and return it by key."""
         self._reached(namespace)
         words = dict.fromkeys(batch, _ABSENT)
         words |= {each.key: _sha256_of(each) for each in reply.found}
@@ -358,8 +373,29 @@ class Standing:
             self._learn(namespace, each, word, asked_at)
         self._share([_line(asked_at, namespace, *each) for each in words.items()])
         self.follow(namespace, reply.newest_withdrawal, asked_at=asked_at)
-        word = words[key]
-        return None if word == _ABSENT or word.startswith(_WITHHELD) else word, asked_at
+        return words
+
+    def may_publish(self, namespace: Namespace, key: ArtifactKey, proof: Provenance) -> bool:
+        """Return whether the server lacks bytes that this host compiled, and never withdrew them.
+
+        The list must be current. A copy on offer whose upload stored nothing is then as good as one
+        that was never offered.
+        """
+        return (
+            not self._is_withdrawn(namespace, key, proof)
+            and not proof.is_imported
+            and not self._withdrawals.is_set_aside(namespace, proof.stored_at)
+            and self.stored(namespace, key) is None
+        )
+
+    def has_list(self, namespace: Namespace) -> bool:
+        """Return whether the server has a list, as far as this process knows."""
+        return self._withdrawals.follows(namespace)
+
+    def is_current(self, namespace: Namespace) -> bool:
+        """Return whether this process has applied the list. Wait for it within the time limits."""
+        patience = self._config.connect_seconds + self._config.first_byte_seconds
+        return self._withdrawals.is_current(namespace, wait_seconds=patience)
 
     def _learn(self, namespace: Namespace, key: ArtifactKey, word: str, at: float) -> None:
         """Keep the newest answer about a key."""

@@ -8,15 +8,17 @@ case, use `CompileCache.get_or_compile`, which never fails because of the cache.
 
 import io
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from time import time
-from typing import TYPE_CHECKING, Final, Self, TypeAlias
+from typing import IO, TYPE_CHECKING, Final, Self, TypeAlias
 
 from graphstash._artifacts.envelope import Nowhere, seal
 from graphstash._artifacts.local_tier import OWN, LocalTier
 from graphstash._artifacts.reader import Fetched, Reader
 from graphstash._artifacts.run_downloads import RunDownloads
 from graphstash._artifacts.standing import Standing
+from graphstash._artifacts.unsent import Unsent
 from graphstash._http.client import ServerClient
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import SignedSubject
@@ -36,8 +38,9 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
     from graphstash._tracing import Tracer
+    from graphstash_schema.explanation import Description
 
-__all__ = ["Destination", "Fetched", "Memory", "Stash"]
+__all__ = ["Destination", "Fetched", "Memory", "Stash", "is_temporary"]
 
 _UNSENT: Final = frozenset((Reason.CONNECT, Reason.TLS, Reason.CIRCUIT_OPEN, Reason.NO_SERVER))
 """Reasons of failed uploads that the server did not receive."""
@@ -80,6 +83,7 @@ class Stash:
         signatures: policy for signatures.
         standing: decides which copies may still be used.
         downloads: downloads of this run.
+        unsent: records of what this host could not publish.
 
     Args:
         config: URL, namespaces, keys, limits.
@@ -100,6 +104,7 @@ class Stash:
         folder = self.local.run_folder(run) if run else None
         self.downloads = RunDownloads(folder)
         self.standing = Standing(self.server, self.local, folder)
+        self.unsent = Unsent(self.local, config)
         self._reader = Reader(
             self.server, self.local, self.signatures, self.standing, self.downloads
         )
@@ -159,14 +164,6 @@ class Stash:
         """
         return self._reader.read(key, Nowhere())
 
-    def claim_prefetch(self, job: str) -> bool:
-        """Claim the prefetch of this run. Return True for the first process only."""
-        return self.downloads.claim(f"prefetch-{job}")
-
-    def release_prefetch(self, job: str) -> None:
-        """Let another process of the run prefetch, if this process ends early."""
-        self.downloads.release(f"prefetch-{job}")
-
     def is_on_this_host(self, key: ArtifactKey) -> bool:
         """Return whether the local tier has a file under the key, sound or not."""
         return any(self.standing.has(name, key) for name in self.config.readable)
@@ -180,11 +177,6 @@ class Stash:
         for origin in self.standing.origins:
             self.local.discard(namespace, key, origin=origin)
 
-    def _hand_over(self, key: ArtifactKey, *, to_origin: str) -> None:
-        self.local.hand_over(
-            self.config.namespace, key, from_origin=self.standing.offered, to_origin=to_origin
-        )
-
     def put(
         self,
         key: ArtifactKey,
@@ -192,18 +184,20 @@ class Stash:
         metadata: ArtifactMetadata,
         *,
         local_only: bool = False,
+        description: "Description | None" = None,
     ) -> int:
         """Publish an artifact and keep it on this host's disk.
 
         The artifact is on the disk before the upload begins, so a host never waits for its own
         upload. If the disk refuses, the reason is added to `local.troubles`, and the upload
-        continues.
+        continues. If the server does not receive the artifact, a later job publishes it.
 
         Args:
             key: key of the artifact.
             payload: result of the compiler. A file is read in constant memory.
             metadata: metadata of the artifact.
             local_only: whether to skip the server.
+            description: description to publish with the artifact if that happens later.
 
         Returns:
             Bytes sent. 0 if only the local tier stored the artifact, also in a read-only job.
@@ -234,26 +228,84 @@ class Stash:
                         "stored_at": stored_at,
                     }
                 )
-                if local_only or self.server.is_read_only:
-                    self.local.adopt(self.config.namespace, key, envelope, proof=proof)
-                    return 0
-                offered = self.standing.offered
-                self.local.adopt(self.config.namespace, key, envelope, origin=offered, proof=proof)
-                self.local.discard(self.config.namespace, key)  # from an earlier job
                 metadata = metadata.model_copy(update={"signature": proof.signature})
+                is_kept = local_only or self.server.is_read_only
+                origin = OWN if is_kept else self.standing.offered
+                is_here = self.local.adopt(
+                    self.config.namespace, key, envelope, origin=origin, proof=proof
+                )
+                if is_kept:
+                    if is_here and not local_only and self.config.awaits_server:
+                        self.unsent.add(key, digest, metadata, description)
+                    return 0
+                self.local.discard(self.config.namespace, key)  # from an earlier job
                 try:
-                    self.server.upload(key, envelope, digest, metadata)
+                    self.upload(
+                        self.server,
+                        key,
+                        envelope,
+                        digest,
+                        metadata,
+                        from_origin=origin,
+                        asked_at=stored_at,
+                    )
                 except CacheError as error:
-                    if _is_withdrawn(error):
-                        self._discard(self.config.namespace, key)
-                    elif _is_not_stored(error):
-                        self._hand_over(key, to_origin=OWN)
+                    if is_here and is_temporary(error):
+                        self.unsent.add(key, digest, metadata, description)
                     raise
-                self.standing.note(self.config.namespace, key, digest.sha256, asked_at=stored_at)
-                self._hand_over(key, to_origin=self.standing.origin)
                 return sealed.size_bytes
         except OSError as error:
             raise LocalTierError(str(error)) from error
+
+    def upload(
+        self,
+        server: ServerClient,
+        key: ArtifactKey,
+        envelope: IO[bytes],
+        digest: Digest,
+        metadata: ArtifactMetadata,
+        *,
+        from_origin: str,
+        asked_at: float | None = None,
+        between_chunks: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Upload a copy of this host, and move or delete the copy as the server answers.
+
+        Args:
+            server: client for the upload.
+            key: key of the artifact.
+            envelope: file that begins with the artifact's blob.
+            digest: digest of the blob.
+            metadata: metadata of the artifact.
+            from_origin: origin of the copy.
+            asked_at: time from which the server certainly has the blob. Default: now.
+            between_chunks: called before each chunk.
+
+        Raises:
+            CacheError: as for `put`.
+        """
+        namespace, to_origin = self.config.namespace, self.standing.origin
+        try:
+            server.upload(key, envelope, digest, metadata, between_chunks=between_chunks)
+        except CacheError as error:
+            if not _is_withdrawn(error):
+                if _is_not_stored(error):
+                    self.local.hand_over(namespace, key, from_origin=from_origin, to_origin=OWN)
+                raise
+            self._discard(namespace, key)
+            self.unsent.remove(key)
+            raise
+        at = time() if asked_at is None else asked_at
+        self.standing.note(namespace, key, digest.sha256, asked_at=at)
+        self.local.hand_over(namespace, key, from_origin=from_origin, to_origin=to_origin)
+        self.unsent.remove(key)
+
+
+def is_temporary(error: CacheError) -> bool:
+    """Return whether a later upload may succeed where this one failed."""
+    if isinstance(error, RefusedError):
+        return error.status >= 500 or error.status == 401  # an expired token
+    return not isinstance(error, LocalTierError | VerificationError)
 
 
 def _is_withdrawn(error: CacheError) -> bool:

@@ -23,7 +23,7 @@ from time import monotonic, time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
 from graphstash._artifacts.local_tier import LocalTier
-from graphstash._forking import unforked
+from graphstash._forking import forkable, unforked
 from graphstash._http.client import ServerClient
 from graphstash._trust.provenance import Provenance
 from graphstash.config import ClientConfig
@@ -213,7 +213,8 @@ class Withdrawals:
         """
         reader = self._readers.get(namespace)
         if wait_seconds and reader is not None and reader not in self._slow:
-            reader.join(wait_seconds)
+            with forkable():
+                reader.join(wait_seconds)
             if reader.is_alive():
                 self._slow.add(reader)
         newest = self._newest.get(namespace)

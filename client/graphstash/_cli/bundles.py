@@ -4,13 +4,12 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Annotated, Any, Final, NoReturn, Protocol, TypeVar
+from typing import IO, Annotated, Any, Final, Protocol
 
 import typer
 from rich.progress import Progress, TaskID
@@ -24,6 +23,7 @@ from graphstash._artifacts.bundle import (
     line_of,
     write_bundle,
 )
+from graphstash._artifacts.catch_up import describe
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash._artifacts.standing import Verdict
 from graphstash._artifacts.stash import Stash
@@ -35,25 +35,23 @@ from graphstash._cli.output import (
     byte_progress,
     err,
     fail,
-    fail_for,
     format_bytes,
     load_config,
     plural,
     print_json,
     say,
 )
+from graphstash._cli.patience import PatientClient, fail_midway, patiently
 from graphstash._http.client import ServerClient
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import BoundedReader, SignedSubject, digest_of, read_provenance
 from graphstash.config import ClientConfig, SignaturePolicy
 from graphstash.errors import (
     BundleError,
-    BusyError,
     CacheError,
     ConfigError,
     ConflictError,
     LocalTierError,
-    Reason,
 )
 from graphstash_schema import (
     ArtifactKey,
@@ -65,7 +63,7 @@ from graphstash_schema import (
 from graphstash_schema.envelope import read_envelope_head
 from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.explanation import Description
-from graphstash_schema.listing import ArtifactList, ArtifactQuery, ListedArtifact
+from graphstash_schema.listing import ArtifactQuery, ListedArtifact
 from graphstash_schema.own_files import make_own_directory
 from graphstash_schema.protocol import MAX_DESCRIPTIONS
 
@@ -75,12 +73,7 @@ _SPOOLED: Final = re.compile(r"\.?[0-9a-f]{64}")
 """File names of an export's downloads. A leading dot marks an incomplete download."""
 
 _COPY_BYTES: Final = 1024**2
-_PATIENCE_SECONDS: Final = 60.0
-_MOST_SECONDS: Final = 3600.0
-_TRIES: Final = 8
 _BATCH: Final = 500
-
-_T = TypeVar("_T")
 
 BundleFile = Annotated[Path, typer.Argument(help="The bundle's file.", show_default=False)]
 
@@ -133,7 +126,7 @@ def export(
         except BundleError as error:
             fail(str(error))
         except CacheError as error:
-            _fail_midway(error)
+            fail_midway(error)
         except OSError as error:
             fail(f"{file}: {error.strerror or error}; run it again to go on where it stopped")
     if as_json:
@@ -184,7 +177,7 @@ def import_(
     except ConfigError as error:
         fail(str(error), status=ExitStatus.USAGE)
     except CacheError as error:
-        _fail_midway(error)
+        fail_midway(error)
     if as_json:
         print_json({"file": str(file), **told})
         return
@@ -258,14 +251,9 @@ class _Source(Protocol):
         """Release the source."""
 
 
-class _PatientClient(ServerClient):
-    def list_artifacts(self, query: ArtifactQuery) -> ArtifactList:
-        return _patiently(partial(super().list_artifacts, query))
-
-
 class _ServerSource:
     def __init__(self, config: ClientConfig, job: str | None, chosen: _Chosen) -> None:
-        self._server = _PatientClient(_patient(config))
+        self._server = PatientClient(config)
         self._server.copy_only()
         self._job, self._chosen = job, chosen
 
@@ -280,7 +268,7 @@ class _ServerSource:
             )
 
     def fetch(self, entry: BundleEntry, into: IO[bytes]) -> bool:
-        downloaded = _patiently(lambda: self._server.download(entry.key, into))
+        downloaded = patiently(lambda: self._server.download(entry.key, into))
         return downloaded is not None and downloaded.digest == entry.digest
 
     def close(self) -> None:
@@ -299,7 +287,7 @@ class _ServerSource:
 
     def _by_job(self) -> Iterator[ListedArtifact]:
         job = ManifestName(str(self._job))
-        manifest = _patiently(lambda: self._server.manifest(job))
+        manifest = patiently(lambda: self._server.manifest(job))
         if manifest is None:
             fail(
                 f"no artifacts are remembered for job {job!r} in the namespace "
@@ -552,13 +540,12 @@ class _Import:
             raise BundleError(f"entry {number} ({entry.name}): {error}") from error
 
     def _publish(self, progress: Progress, task: TaskID) -> None:
-        with closing(ServerClient(_patient(self._config))) as server:
+        with closing(PatientClient(self._config)) as server:
             if server.is_configured and server.is_read_only:
                 raise ConfigError("GRAPHSTASH_READ_ONLY is set: nothing can be published")
             entries = self._bundle.entries()
             while batch := list(islice(entries, _BATCH)):
-                wanted = [found.entry.key for found in batch]
-                reply = _patiently(partial(server.lookup, wanted))
+                reply = server.lookup(found.entry.key for found in batch)
                 there = {each.key: each.digest for each in reply.found}
                 described: list[Description] = []
                 for found in batch:
@@ -567,17 +554,15 @@ class _Import:
                     if found.entry.description is not None:
                         described.append(found.entry.description)
                     if len(described) == MAX_DESCRIPTIONS // 4:
-                        _describe(server, described)
-                _describe(server, described)
+                        describe(server, described)
+                describe(server, described)
 
     def _publish_one(self, server: ServerClient, found: Found, there: str | None) -> None:
         entry = found.entry
         if there is None:
             metadata = self._metadata_of(found)
             try:
-                _patiently(
-                    lambda: server.upload(entry.key, _as_file(found.blob), entry.digest, metadata)
-                )
+                server.upload(entry.key, _as_file(found.blob), entry.digest, metadata)
             except ConflictError:
                 there = ""
             else:
@@ -641,40 +626,6 @@ class _Import:
         return metadata
 
 
-def _fail_midway(error: CacheError) -> NoReturn:
-    if error.reason is Reason.NO_SERVER:
-        fail_for(error)
-    fail(f"{error.detail}; run it again to go on where it stopped")
-
-
-def _describe(server: ServerClient, described: list[Description]) -> None:
-    """Upload descriptions, best effort: the server already has the artifacts."""
-    if described:
-        with suppress(CacheError):
-            server.describe(described)
-        described.clear()
-
-
 def _as_file(part: Part) -> Any:
     """Pass a part as a file: readers of envelopes only need its methods."""
     return part
-
-
-def _patient(config: ClientConfig) -> ClientConfig:
-    """Raise the timeouts, because a user waits for the whole transfer instead of compiling."""
-    return dataclasses.replace(
-        config,
-        connect_seconds=max(10.0, config.connect_seconds),
-        first_byte_seconds=max(_PATIENCE_SECONDS, config.first_byte_seconds),
-        fetch_seconds=_MOST_SECONDS,
-    )
-
-
-def _patiently(call: Callable[[], _T]) -> _T:
-    """Make a call, and retry up to eight times while the server is busy."""
-    for _ in range(_TRIES):
-        try:
-            return call()
-        except BusyError as error:
-            time.sleep(min(max(error.retry_after_seconds, 0.1), _PATIENCE_SECONDS))
-    return call()

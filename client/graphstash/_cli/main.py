@@ -52,6 +52,12 @@ _LISTED: Final = {
         "Download the artifacts that earlier runs of a job used.",
         "prefetch:prefetch",
     ),
+    "publish": _Listed(
+        _JOBS,
+        "Publish what jobs on this host compiled while the server was down, or before there was "
+        "one.",
+        "publish:publish",
+    ),
     "explain": _Listed(
         _JOBS,
         "Explain why a run compiled: which flag, version, shape or line differs from "

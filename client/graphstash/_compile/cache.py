@@ -290,7 +290,13 @@ class CompileCache:
     ) -> bool:
         try:
             sent = self._when_free(
-                lambda: self.stash.put(key, payload, metadata, local_only=local_only),
+                lambda: self.stash.put(
+                    key,
+                    payload,
+                    metadata,
+                    local_only=local_only,
+                    description=self.log.description_of(key),
+                ),
                 budget=self._upload_waits,
             )
         except ConflictError:

@@ -95,6 +95,11 @@ class MissLog:
                 if is_published:
                     self._published.append(miss.description)
 
+    def description_of(self, key: ArtifactKey) -> Description | None:
+        """Return the description of a program, or None if the log does not contain it."""
+        miss = self._misses.get(key)
+        return None if miss is None else miss.description
+
     @property
     def is_full(self) -> bool:
         """Whether there are enough descriptions for a full call of `tell`."""

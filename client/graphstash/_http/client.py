@@ -63,6 +63,10 @@ class ServerClient:
     Methods without a `namespace` argument use the namespace that the job writes to. Every call
     raises `CacheError` if the server does not answer, refuses the call, or is too old for it.
 
+    Attributes:
+        config: URL, namespaces and limits.
+        may_write: false once the server has refused a write for lack of permission.
+
     Args:
         config: URL, namespaces and limits.
         tracer: records each call as a span. Default: no spans.
@@ -74,7 +78,7 @@ class ServerClient:
     def __init__(self, config: ClientConfig, *, tracer: Tracer | None = None) -> None:
         self.config = config
         self._transport = _transport(config, tracer)
-        self._may_write = True
+        self.may_write = True
 
     @property
     def is_configured(self) -> bool:
@@ -98,7 +102,7 @@ class ServerClient:
 
         True if `read_only` is set, no server is configured, or the server has refused a write.
         """
-        return self.config.read_only or not self._may_write or not self.is_configured
+        return self.config.read_only or not self.may_write or not self.is_configured
 
     def close(self) -> None:
         """Close the connections."""
@@ -133,8 +137,12 @@ class ServerClient:
         blob: IO[bytes],
         digest: schema.Digest,
         metadata: schema.ArtifactMetadata,
+        *,
+        between_chunks: Callable[[], None] = lambda: None,
     ) -> None:
         """Publish the leading bytes of `blob` that `digest` covers.
+
+        The client calls `between_chunks` before it sends each chunk.
 
         Raises:
             ConflictError: the server keeps different bytes under this key.
@@ -143,7 +151,7 @@ class ServerClient:
             answer = self._transport.upload(
                 key.artifact_path(self.config.namespace),
                 headers={"Repr-Digest": digest.repr_digest, HEADER_METADATA: metadata.to_header()},
-                chunks=_read_chunks(blob, digest.size_bytes),
+                chunks=_read_chunks(blob, digest.size_bytes, between_chunks),
                 size_bytes=digest.size_bytes,
             )
         if answer.headers.get("Repr-Digest") != digest.repr_digest:
@@ -371,7 +379,7 @@ class ServerClient:
             is_right_missing = error.status in (403, 404)
             if not is_right_missing and not (error.status == 401 and self._transport.is_anonymous):
                 raise
-            self._may_write = False
+            self.may_write = False
             detail = f"{error.detail}; this job publishes nothing from now on"
             raise RefusedError(detail, code=error.code, status=error.status) from None
 
@@ -387,10 +395,13 @@ def _transport(config: ClientConfig, tracer: Tracer | None) -> Transport:
     return TracedTransport(config, tracer=tracer)
 
 
-def _read_chunks(file: IO[bytes], size_bytes: int) -> Iterator[bytes]:
+def _read_chunks(
+    file: IO[bytes], size_bytes: int, between_chunks: Callable[[], None]
+) -> Iterator[bytes]:
     file.seek(0)
     envelope = BoundedReader(file, size_bytes)  # provenance follows the envelope in the file
     while chunk := envelope.read(_CHUNK_BYTES):
+        between_chunks()
         yield chunk
 
 

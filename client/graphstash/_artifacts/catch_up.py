@@ -1,0 +1,301 @@
+"""CatchUp: publish later what jobs on this host compiled while the server was down.
+
+`Unsent` records these artifacts. An artifact is published as the first upload would have published
+it, with its signature, metadata and description, if all of this is true:
+
+    the local tier still has the same bytes, compiled by this user, and they verify
+    the server has no artifact under the key
+    the server's list says that it never withdrew these bytes
+    the job checks and makes signatures no more strictly than the job that compiled the artifact
+
+So a server of a release without such lists gets nothing later.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from enum import Enum, auto
+from time import monotonic, time
+from typing import IO, Final, NamedTuple, TypeAlias, cast
+
+from graphstash._artifacts.bundle import BundleEntry, Part, check_blob
+from graphstash._artifacts.local_tier import OWN
+from graphstash._artifacts.prefetch import value_of
+from graphstash._artifacts.standing import Verdict
+from graphstash._artifacts.stash import Stash, is_temporary
+from graphstash._http.client import ServerClient
+from graphstash._trust.provenance import Provenance, open_ours, read_provenance
+from graphstash.errors import (
+    BundleError,
+    CacheError,
+    ConflictError,
+    LocalTierError,
+    Reason,
+    RefusedError,
+    TransportError,
+    VerificationError,
+)
+from graphstash_schema import ArtifactMetadata
+from graphstash_schema.explanation import Description
+from graphstash_schema.protocol import MAX_DESCRIPTIONS
+
+__all__ = ["CatchUp", "Outcome", "Sent", "describe"]
+
+_log = logging.getLogger("graphstash")
+
+_OF_SETTINGS: Final = (
+    *(Reason.BAD_SIGNATURE, Reason.UNKNOWN_KEY, Reason.REVOKED_KEY, Reason.UNSIGNED),
+    Reason.TOO_LARGE,
+)
+"""Reasons that depend on the job's settings. The artifact stays for other jobs."""
+
+
+class Sent(Enum):
+    """What became of an artifact that was not refused."""
+
+    PUBLISHED = auto()
+    PRESENT = auto()
+    """The server had the same bytes."""
+    DIFFERING = auto()
+    """The server has other bytes under the key, which stay."""
+
+
+Outcome: TypeAlias = Sent | CacheError
+"""Outcome for one artifact: an error if its bytes do not verify or the server refuses them."""
+
+
+class CatchUp:
+    """Publishes the unsent artifacts of a namespace, the most valuable first.
+
+    Args:
+        stash: cache that holds the artifacts. The caller closes it.
+        server: client for all calls, so that they do not affect those of the job. The caller closes
+            it.
+        with_any: whether to include what jobs without a server compiled.
+        done: called for each artifact that is settled.
+        before_each: called before each upload.
+        is_stopped: polled repeatedly. If true, uploads end.
+        limit_bytes: maximum bytes to upload.
+        limit_seconds: maximum seconds of all uploads. An upload in progress is finished.
+    """
+
+    def __init__(
+        self,
+        stash: Stash,
+        server: ServerClient,
+        *,
+        with_any: bool,
+        done: Callable[[BundleEntry, Outcome], None],
+        before_each: Callable[[], None] = lambda: None,
+        is_stopped: Callable[[], bool] = lambda: False,
+        limit_bytes: int = sys.maxsize,
+        limit_seconds: float = math.inf,
+    ) -> None:
+        self._stash = stash
+        self._server = server
+        self._with_any = with_any
+        self._done = done
+        self._before_each = before_each
+        self._is_stopped = is_stopped
+        self._left_bytes = limit_bytes
+        self._left_seconds = limit_seconds
+        self._described: list[Description] = []
+
+    def wanted(self) -> Sequence[BundleEntry]:
+        """Return what the server lacks, the most valuable first. Settle the other artifacts.
+
+        Raises:
+            CacheError: the server does not answer, or does not say what it withdrew.
+        """
+        stash, namespace = self._stash, self._stash.config.namespace
+        recorded = {each.key: each for each in stash.unsent.entries(with_any=self._with_any)}
+        if not recorded:
+            return ()
+        keys, asked_at = list(recorded), time()
+        reply = self._server.lookup(keys)
+        stash.standing.take(namespace, keys, reply, asked_at=asked_at)
+        if not stash.standing.has_list(namespace):
+            raise CacheError(
+                Reason.PROTOCOL, f"{stash.config.url} does not list which artifacts it withdrew"
+            )
+        if not stash.standing.is_current(namespace):
+            raise TransportError(
+                Reason.TIMEOUT, f"{stash.config.url} has withdrawn more than could be read in time"
+            )
+        for found in reply.found:
+            entry = recorded.pop(found.key)
+            self._settle(entry, found.digest.partition(":")[2])
+            is_same = found.digest == str(entry.digest)
+            self._done(entry, Sent.PRESENT if is_same else Sent.DIFFERING)
+        return sorted(filter(self._may_publish, recorded.values()), key=_value, reverse=True)
+
+    def publish(self, wanted: Sequence[BundleEntry]) -> None:
+        """Publish artifacts in this order, within the limits.
+
+        One upload that fails does not stop the others while the server answers.
+
+        Raises:
+            CacheError: something was not published that may be published later.
+        """
+        failure: CacheError | None = None
+        try:
+            for entry in wanted:
+                if self._is_stopped() or self._left_seconds <= 0:
+                    break
+                if entry.size_bytes > self._left_bytes:
+                    continue
+                self._before_each()
+                try:
+                    self._publish(entry)
+                except TransportError as error:
+                    failure = failure or error
+                    if error.reason not in (Reason.TIMEOUT, Reason.RESET):
+                        break
+        finally:
+            describe(self._server, self._described)
+        if failure is not None:
+            raise failure
+
+    def check(self, entry: BundleEntry) -> None:
+        """Verify the bytes of an artifact, and its signature as strictly as the job does.
+
+        Raises:
+            VerificationError: the job must not publish the artifact.
+            LocalTierError: the bytes cannot be read, or have changed.
+        """
+        with self._opened(entry) as blob:
+            self._check(entry, blob)
+
+    def _settle(self, entry: BundleEntry, stored: str) -> None:
+        """Let this host's copy become the server's, or yield to the server's other bytes."""
+        stash, namespace = self._stash, self._stash.config.namespace
+        if (copy := self._copy(entry)) is not None:
+            copy.file.close()
+            verdict = stash.standing.verdict_of_answer(
+                namespace, entry.key, copy.proof, stored, origin=copy.origin
+            )
+            if verdict is Verdict.DELETE:
+                stash.local.discard(namespace, entry.key, origin=copy.origin)
+        stash.unsent.remove(entry.key)
+
+    def _may_publish(self, entry: BundleEntry) -> bool:
+        stash, copy = self._stash, self._copy(entry)
+        if copy is None:
+            stash.unsent.remove(entry.key)
+            return False
+        copy.file.close()
+        if stash.standing.may_publish(stash.config.namespace, entry.key, copy.proof):
+            return True
+        told = f"{stash.config.url} may have withdrawn {entry.key} on an earlier day"
+        self._done(entry, CacheError(Reason.REFUSED, told))
+        return False
+
+    def _copy(self, entry: BundleEntry) -> "_Copy | None":
+        """Return this host's copy of the recorded bytes, or None if they are not there any more."""
+        tier, namespace = self._stash.local, self._stash.config.namespace
+        for origin in (OWN, self._stash.standing.offered):
+            with suppress(OSError):  # a copy stays as old as its last use
+                file = open_ours(tier.path(namespace, entry.key, origin=origin))
+                proof, size_bytes = read_provenance(file)
+                if (proof.sha256, size_bytes) == (entry.sha256, entry.size_bytes):
+                    return _Copy(file, proof, origin)
+                file.close()
+        return None
+
+    @contextmanager
+    def _opened(self, entry: BundleEntry) -> Iterator[IO[bytes]]:
+        copy = self._copy(entry)
+        if copy is None:
+            raise LocalTierError(f"{entry.key} is no longer on this host")
+        with copy.file:
+            if copy.origin != OWN:  # the server has nothing of the upload that did not end
+                self._stash.local.hand_over(
+                    self._stash.config.namespace,
+                    entry.key,
+                    from_origin=copy.origin,
+                    to_origin=OWN,
+                )
+            yield cast("IO[bytes]", Part(copy.file, 0, entry.size_bytes))  # without provenance
+
+    def _check(self, entry: BundleEntry, blob: IO[bytes]) -> None:
+        config = self._stash.config
+        if config.signing_key and (entry.metadata is None or entry.metadata.signature is None):
+            raise VerificationError(
+                Reason.UNSIGNED, f"{entry.key} was compiled without GRAPHSTASH_SIGNING_KEY"
+            )
+        check_blob(
+            entry,
+            blob,
+            namespace=config.namespace,
+            signatures=self._stash.signatures,
+            max_bytes=config.max_artifact,
+        )
+
+    def _publish(self, entry: BundleEntry) -> None:
+        began = monotonic()
+        try:
+            with self._opened(entry) as blob:
+                self._check(entry, blob)
+                outcome = self._upload(entry, blob)
+        except LocalTierError as error:
+            _log.debug("graphstash: not published later: %s", error)
+            return
+        except VerificationError as error:
+            cause = error.__cause__ if isinstance(error, BundleError) else error
+            if getattr(cause, "reason", None) not in _OF_SETTINGS:
+                self._stash.local.discard(self._stash.config.namespace, entry.key)
+                self._stash.unsent.remove(entry.key)
+            outcome = error
+        finally:
+            self._left_seconds -= monotonic() - began
+        self._done(entry, outcome)
+
+    def _upload(self, entry: BundleEntry, blob: IO[bytes]) -> Outcome:
+        metadata = entry.metadata or ArtifactMetadata(compile_seconds=0, raw_size_bytes=0)
+        try:
+            self._stash.upload(
+                self._server,
+                entry.key,
+                blob,
+                entry.digest,
+                metadata,
+                from_origin=OWN,
+                between_chunks=self._end_if_stopped,
+            )
+        except ConflictError:
+            return Sent.DIFFERING
+        except RefusedError as error:
+            if is_temporary(error) or not self._server.may_write:
+                raise
+            self._stash.unsent.remove(entry.key)  # for example too large for the server
+            return error
+        self._left_bytes -= entry.size_bytes
+        if entry.description is not None:
+            self._described.append(entry.description)
+            if len(self._described) >= MAX_DESCRIPTIONS // 4:
+                describe(self._server, self._described)
+        return Sent.PUBLISHED
+
+    def _end_if_stopped(self) -> None:
+        if self._is_stopped():
+            raise TransportError(Reason.TIMEOUT, "the job ends")
+
+
+class _Copy(NamedTuple):
+    file: IO[bytes]
+    proof: Provenance
+    origin: str
+
+
+def describe(server: ServerClient, described: list[Description]) -> None:
+    """Upload descriptions, best effort, and clear the list. The server has the artifacts."""
+    if described:
+        with suppress(CacheError):
+            server.describe(described)
+        described.clear()
+
+
+def _value(entry: BundleEntry) -> float:
+    return value_of(entry.metadata.compile_seconds if entry.metadata else 0.0, entry.size_bytes)

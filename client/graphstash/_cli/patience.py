@@ -1,0 +1,73 @@
+"""Patience of commands that transfer many artifacts: a user waits, and compiles nothing."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import IO, Final, NoReturn, TypeVar
+
+from graphstash._cli.output import fail, fail_for
+from graphstash._http.client import ServerClient
+from graphstash.config import ClientConfig
+from graphstash.errors import BusyError, CacheError, Reason
+from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest, LookupResponse, Namespace
+from graphstash_schema.listing import ArtifactList, ArtifactQuery
+
+__all__ = ["PatientClient", "fail_midway", "patiently"]
+
+_PATIENCE_SECONDS: Final = 60.0
+_MOST_SECONDS: Final = 3600.0
+_TRIES: Final = 8
+
+_T = TypeVar("_T")
+
+
+class PatientClient(ServerClient):
+    """A client with long timeouts, which lists, looks up and uploads `patiently`."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        super().__init__(
+            dataclasses.replace(
+                config,
+                connect_seconds=max(10.0, config.connect_seconds),
+                first_byte_seconds=max(_PATIENCE_SECONDS, config.first_byte_seconds),
+                fetch_seconds=_MOST_SECONDS,
+            )
+        )
+
+    def list_artifacts(self, query: ArtifactQuery) -> ArtifactList:
+        return patiently(partial(super().list_artifacts, query))
+
+    def lookup(
+        self, keys: Iterable[ArtifactKey], *, namespace: Namespace | None = None
+    ) -> LookupResponse:
+        return patiently(partial(super().lookup, tuple(keys), namespace=namespace))
+
+    def upload(
+        self,
+        key: ArtifactKey,
+        blob: IO[bytes],
+        digest: Digest,
+        metadata: ArtifactMetadata,
+        *,
+        between_chunks: Callable[[], None] = lambda: None,
+    ) -> None:
+        send = partial(super().upload, between_chunks=between_chunks)
+        patiently(lambda: send(key, blob, digest, metadata))
+
+
+def patiently(call: Callable[[], _T]) -> _T:
+    """Make a call, and retry up to eight times while the server is busy."""
+    for _ in range(_TRIES):
+        try:
+            return call()
+        except BusyError as error:
+            time.sleep(min(max(error.retry_after_seconds, 0.1), _PATIENCE_SECONDS))
+    return call()
+
+
+def fail_midway(error: CacheError) -> NoReturn:
+    """End a command that continues where it stopped."""
+    if error.reason is Reason.NO_SERVER:
+        fail_for(error)
+    fail(f"{error.detail}; run it again to go on where it stopped")

@@ -1,0 +1,406 @@
+"""What a job compiles while its server is down reaches the server as soon as it answers."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+
+from graphstash import CacheError, ClientConfig, Stash
+from graphstash._artifacts.catch_up import CatchUp, Sent
+from graphstash._cli.patience import PatientClient
+from graphstash_schema import ArtifactMetadata
+from graphstash_server.testing import ServerProcess
+from support.host import key
+from support.ports import reserved_port
+from support.processes import graphstash
+from support.slow_link import SlowLink
+from support.waiting import until, variables_of
+from support.withdrawing import delete, withhold
+
+JOB = """
+import os, sys
+from hashlib import sha256
+import graphstash
+from graphstash_schema import ArtifactKey
+
+graphstash.install()
+for number in range(3):
+    key = ArtifactKey.parse("schedule", "cpu", sha256(str(number).encode()).hexdigest())
+    graphstash.get_or_compile(
+        key,
+        lambda: b"graph %d" % number * 1000,
+        parts={"inputs": f"f32[{number}]"},
+        toolchain="compiler 1.0",
+        label=f"step {number}",
+    )
+if "wait" in sys.argv:
+    print(graphstash.stats().published, flush=True)
+    sys.stdin.readline()
+    print(graphstash.stats().published, flush=True)
+"""
+
+RANKS = """
+import subprocess, sys
+ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]]) for _ in range(4)]
+sys.exit(any(rank.wait() for rank in ranks))
+"""
+
+
+@pytest.fixture
+def down():
+    """The URL of a server that does not run."""
+    return f"http://127.0.0.1:{reserved_port()}"
+
+
+@pytest.fixture
+def up(server, down):
+    """Lets the server answer at that URL, with the requests that arrive there."""
+
+    def start():
+        return SlowLink(server.port, round_trip_seconds=0, port=int(down.rpartition(":")[2]))
+
+    return start
+
+
+@pytest.fixture
+def run(down, tmp_path, namespace):
+    """Run the job on a host; returns what its processes counted, one dictionary for each."""
+
+    def run(host, *, launcher=(), **variables):
+        stats = tmp_path / f"{host}.jsonl"
+        stats.unlink(missing_ok=True)
+        config = ClientConfig.load({}, url=down, namespace=namespace, cache_dir=tmp_path / host)
+        settings = variables_of(config) | {"GRAPHSTASH_STATS_FILE": stats}
+        command = (sys.executable, *launcher, "-c", JOB)
+        graphstash("run", "--", *command, check=True, **settings | variables)
+        return [json.loads(line) for line in stats.read_text().splitlines()]
+
+    return run
+
+
+@pytest.fixture
+def left(next_job, down):
+    """A host with artifacts that its jobs compiled and could not send."""
+
+    def leave(*numbers, size_bytes=5, seconds=3.0, **settings):
+        job = next_job("a", url=down, **settings)
+        for number in numbers:
+            payload = random.Random(number).randbytes(size_bytes)
+            metadata = ArtifactMetadata(compile_seconds=seconds, raw_size_bytes=size_bytes)
+            with pytest.raises(CacheError):
+                job.put(key(number), payload, metadata)
+        return job
+
+    return leave
+
+
+def caught_up(job, *, with_any=False, **limits):
+    """What a job publishes of what its host could not send: outcomes by key."""
+    outcomes = {}
+    with closing(PatientClient(job.config)) as client:
+        catch_up = CatchUp(
+            job, client, with_any=with_any, done=lambda e, o: outcomes.update({e.key: o}), **limits
+        )
+        catch_up.publish(catch_up.wanted())
+    return outcomes
+
+
+def stored(job, *numbers):
+    return {each.key for each in job.server.lookup(map(key, numbers)).found}
+
+
+def puts(link):
+    return [each for each in link.requests if each.startswith("PUT") and "/artifacts/" in each]
+
+
+def told(command, url, namespace):
+    """What people see of the artifacts of a namespace: label, description and metadata."""
+    listed = json.loads(command("ls", "--json", url=url, namespace=namespace).stdout)["artifacts"]
+    shown = {}
+    for each in listed:
+        words = ("show", each["key"]["fingerprint"], "--json")
+        artifact = json.loads(command(*words, url=url, namespace=namespace).stdout)
+        for changing in ("compile_seconds", "producer"):
+            assert artifact["metadata"].pop(changing)
+        shown[each["label"]] = artifact["metadata"], artifact["description"]
+    return shown
+
+
+def test_next_run_publishes_what_was_compiled_before_the_server_started(
+    run, down, tmp_path, command, namespace
+):
+    (cold,) = run("a")
+    assert cold["published"] == 0
+    with ServerProcess(tmp_path / "data", "--port", down.rpartition(":")[2]) as server:
+        assert server.url == down
+        (again,) = run("a")
+        assert (again["hits_host"], again["misses"], again["published"]) == (3, 0, 3)
+        (other,) = run("b")
+        assert other["hits_server"] + other["hits_prefetched"] == 3
+        (once_more,) = run("a")
+        assert (once_more["hits_host"], once_more["published"]) == (3, 0)
+        run("c", GRAPHSTASH_NAMESPACE="usual")
+        late = told(command, down, namespace)
+        assert sorted(late) == ["step 0", "step 1", "step 2"]
+        assert late == told(command, down, "usual")
+
+
+def test_own_server_gets_what_was_compiled_before_it_ran(run, tmp_path):
+    here = {"GRAPHSTASH_URL": "", "XDG_STATE_HOME": tmp_path / "state"}
+    run("a", **here)
+    state = {"XDG_STATE_HOME": str(tmp_path / "state"), "GRAPHSTASH_INSECURE": ""}
+    with ServerProcess(tmp_path / "data", environment=state):
+        (again,) = run("a", **here)
+    assert (again["hits_host"], again["published"]) == (3, 3)
+
+
+def test_one_process_of_a_run_publishes_each_artifact_once(run, up):
+    run("a")
+    with up() as link:
+        ranks = run("a", launcher=("-c", RANKS))
+        assert [each["hits_host"] for each in ranks] == [3] * 4
+        assert len(puts(link)) == 3
+    assert sorted(each["published"] for each in ranks) == [0, 0, 0, 3]
+
+
+@pytest.fixture
+def running(down, tmp_path, namespace):
+    """Starts the job on the host `a`; it prints how much it published, and again after a line."""
+
+    def start(**variables):
+        config = ClientConfig.load({}, url=down, namespace=namespace, cache_dir=tmp_path / "a")
+        return subprocess.Popen(
+            [sys.executable, "-c", JOB, "wait"],
+            env=os.environ | variables_of(config) | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def test_running_job_publishes_when_its_server_starts(running, up):
+    with running() as job:
+        assert job.stdout.readline() == "0\n"
+        with up() as link:
+            until(lambda: len(puts(link)) == 3)
+            job.stdin.write("\n")
+            job.stdin.close()
+            assert job.stdout.read() in ("2\n", "3\n")  # the last answer may still be on its way
+            assert job.wait(60) == 0
+
+
+def test_read_only_job_and_job_without_sharing_leave_nothing_to_publish(left, next_job, server):
+    metadata = ArtifactMetadata(compile_seconds=3, raw_size_bytes=5)
+    for number, settings in enumerate(({"read_only": True}, {"url": "none"}, {"url": server.url})):
+        next_job("a", **settings).put(key(number), b"graph", metadata)
+    job = next_job("a")
+    assert caught_up(job, with_any=True) == {}
+    assert stored(job, 0, 1, 2) == {key(2)}
+
+
+def test_job_of_another_namespace_or_server_publishes_nothing(left, up, next_job, namespace):
+    left(1)
+    with up() as link:
+        for settings in ({"namespace": f"{namespace}-2", "url": link.url}, {}):
+            job = next_job("a", **settings)
+            assert caught_up(job) == {}
+            assert not stored(job, 1)
+        assert caught_up(next_job("a", url=link.url)) == {key(1): Sent.PUBLISHED}
+
+
+def test_command_alone_publishes_to_a_team_what_was_compiled_without_a_server(next_job, command):
+    other = next_job("a")
+    without = ClientConfig.load(
+        {}, namespace=other.config.namespace, cache_dir=other.config.cache_dir
+    )
+    with Stash(without) as job:
+        job.put(key(1), b"graph", ArtifactMetadata(compile_seconds=3, raw_size_bytes=5))
+    assert caught_up(other, with_any=other.config.is_own_server) == {}
+    assert command("publish", "--dry-run", host="a").stdout.startswith("1 artifact (")
+    assert not stored(other, 1)
+    assert command("publish", host="a").stdout.startswith("1 published (")
+    assert stored(other, 1) == {key(1)}
+    assert command("publish", host="a").stdout == "0 published (0 B), 0 already there\n"
+
+
+@pytest.mark.parametrize("withdraw", [delete, withhold])
+def test_withdrawn_artifact_is_not_published_again(left, up, next_job, withdraw):
+    """Another host published the same bytes meanwhile, and the server withdrew them."""
+    left(1)
+    with up() as link:
+        other = next_job("b")
+        metadata = ArtifactMetadata(compile_seconds=3, raw_size_bytes=5)
+        other.put(key(1), random.Random(1).randbytes(5), metadata)
+        withdraw(other)
+        job = next_job("a", url=link.url)
+        assert caught_up(job) == {}
+        assert not stored(job, 1)
+        assert not puts(link)
+
+
+def test_imported_artifact_is_not_published(left, up, next_job, command, tmp_path):
+    left(1)
+    command("export", tmp_path / "a.bundle", "--local", host="a", url="none")
+    command("import", tmp_path / "a.bundle", "--local", host="b", url="none")
+    with up() as link:
+        assert caught_up(next_job("b", url=link.url), with_any=True) == {}
+        assert not puts(link)
+
+
+def test_artifact_that_the_server_has_is_not_sent(left, up, next_job):
+    left(1, 2)
+    metadata = ArtifactMetadata(compile_seconds=3, raw_size_bytes=5)
+    other = next_job("b")
+    other.put(key(1), random.Random(1).randbytes(5), metadata)
+    other.put(key(2), b"other", metadata)
+    with up() as link:
+        job = next_job("a", url=link.url)
+        assert caught_up(job) == {key(1): Sent.PRESENT, key(2): Sent.DIFFERING}
+        assert caught_up(job) == {}
+        assert not puts(link)
+        assert next_job("a", url=link.url).get(key(2)) == b"other"
+
+
+def test_most_valuable_artifacts_are_published_within_the_limit(left, up, next_job):
+    left(1, size_bytes=9000, seconds=5)
+    left(2, size_bytes=5000, seconds=4)
+    left(3, size_bytes=5000, seconds=9)
+    with up() as link:
+        job = next_job("a", url=link.url)
+        assert caught_up(job, limit_bytes=11_000) == {
+            key(3): Sent.PUBLISHED,
+            key(2): Sent.PUBLISHED,
+        }
+        assert caught_up(job) == {key(1): Sent.PUBLISHED}
+
+
+def test_damaged_or_evicted_artifact_is_not_published(left, up, next_job):
+    job = left(1, 2, 3)
+    damaged = job.local.path(job.config.namespace, key(1))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 4] ^= 1
+    damaged.write_bytes(content)
+    job.local.discard(job.config.namespace, key(2))
+    with up() as link:
+        job = next_job("a", url=link.url)
+        outcomes = caught_up(job)
+        assert outcomes.pop(key(3)) is Sent.PUBLISHED
+        (error,) = outcomes.values()
+        assert isinstance(error, CacheError)
+        assert stored(job, 1, 2, 3) == {key(3)}
+        assert not job.is_on_this_host(key(1))
+        assert caught_up(job) == {}
+
+
+def test_oldest_records_yield(left, up, next_job, monkeypatch):
+    monkeypatch.setattr("graphstash._artifacts.unsent._MAX_RECORDS", 10)
+    left(*range(1, 15))
+    with up() as link:
+        job = next_job("a", url=link.url)
+        assert caught_up(job).keys() == {key(number) for number in range(5, 15)}
+        assert all(job.is_on_this_host(key(number)) for number in range(1, 15))
+
+
+def test_signed_artifact_keeps_its_signature_and_unsigned_one_waits(left, up, next_job, team):
+    ci = team.trust("ci")
+    left(1, signing_key=ci)
+    left(2)
+    with up() as link:
+        outcomes = caught_up(next_job("a", url=link.url, signing_key=ci))
+        assert outcomes.pop(key(1)) is Sent.PUBLISHED
+        assert outcomes[key(2)].reason == "unsigned"
+        reader = next_job("b", trusted_keys=team.file)
+        assert reader.get(key(1)) == random.Random(1).randbytes(5)
+        assert caught_up(next_job("a", url=link.url)) == {key(2): Sent.PUBLISHED}
+
+
+def test_upload_of_a_killed_job_is_published(left, up, next_job, down):
+    """The server had not received all of it: the copy was on offer."""
+    job = left(1)
+    tier, namespace = job.local, job.config.namespace
+    tier.hand_over(namespace, key(1), from_origin="own", to_origin=job.standing.offered)
+    with up() as link:
+        job = next_job("a", url=link.url)
+        assert caught_up(job) == {key(1): Sent.PUBLISHED}
+        assert next_job("a", url=link.url).get(key(1)) == random.Random(1).randbytes(5)
+
+
+def test_artifact_stays_usable_while_it_is_sent(left, up, next_job):
+    """A job that needs it meanwhile does not compile."""
+    left(1, size_bytes=3 * 1024**2)
+    with up() as link:
+        seen = []
+
+        def is_stopped():
+            seen.append(next_job("a", url=link.url).get(key(1)) is not None)
+            return False
+
+        assert caught_up(next_job("a", url=link.url), is_stopped=is_stopped)
+        assert len(seen) > 3
+        assert all(seen)
+
+
+def test_ended_job_abandons_its_upload_and_the_next_one_sends_it(left, up, next_job):
+    left(1, size_bytes=3 * 1024**2)
+    with up() as link:
+        job, polls = next_job("a", url=link.url), []
+        with pytest.raises(CacheError, match="the job ends"):
+            caught_up(job, is_stopped=lambda: polls.append(1) or len(polls) > 2)
+        assert not stored(job, 1)
+        assert job.get(key(1)) is not None
+        assert caught_up(next_job("a", url=link.url)) == {key(1): Sent.PUBLISHED}
+
+
+def test_end_of_job_waits_for_a_held_upload_within_its_drain_time_only(run, running, up):
+    """A held upload takes 40 s to time out. The next run has the artifacts, and sends them."""
+    run("a")
+    with up() as link:
+        link.gather(100)
+        with running(GRAPHSTASH_DRAIN_SECONDS="0.1") as job:
+            until(lambda: len(puts(link)) == 1)
+            job.stdin.write("\n")
+            job.stdin.close()
+            assert job.stdout.read() == "0\n0\n"
+            assert job.wait(30) == 0
+    with up():
+        (after,) = run("a")
+        assert (after["hits_host"], after["published"]) == (3, 3)
+
+
+def test_setting_ends_later_publication(run, up):
+    run("a")
+    with up() as link:
+        (off,) = run("a", GRAPHSTASH_UNSENT_LIMIT="0")
+        (read_only,) = run("a", GRAPHSTASH_READ_ONLY="true")
+        assert (off["published"], read_only["published"]) == (0, 0)
+        assert not puts(link)
+        (on,) = run("a")
+        assert on["published"] == 3
+
+
+def test_command_publishes_and_counts(left, up, next_job, command, namespace):
+    left(1, 2)
+    with up() as link:
+        words = ("publish", "--json")
+        planned = json.loads(command(*words, "--dry-run", host="a", url=link.url).stdout)
+        assert (planned["published"], planned["is_dry_run"]) == (2, True)
+        assert not puts(link)
+        done = json.loads(command(*words, host="a", url=link.url).stdout)
+        assert done == planned | {"is_dry_run": False}
+        assert len(puts(link)) == 2
+
+
+def test_command_fails_where_nothing_can_be_published(left, command, down):
+    left(1)
+    refused = command("publish", host="a", status=2, read_only="true")
+    assert "GRAPHSTASH_READ_ONLY is set" in refused.stderr
+    unreachable = command("publish", host="a", url=down, status=1, connect_seconds="0.1")
+    assert "run it again to go on where it stopped" in unreachable.stderr
+    nowhere = command("publish", host="a", url="none", status=1)
+    assert "GRAPHSTASH_URL" in nowhere.stderr
