@@ -43,7 +43,7 @@ def key(hosts, namespace, server):
     return key
 
 
-def test_each_command_prints_the_fields_of_the_page(command, key, tmp_path):
+def test_each_command_prints_the_fields_of_the_page(command, key, server, tmp_path):
     file = tmp_path / "a.bundle"
     for name, arguments in {
         "status": ("status",),
@@ -67,6 +67,17 @@ def test_each_command_prints_the_fields_of_the_page(command, key, tmp_path):
     assert failed.returncode == 1
     answer = json.loads(failed.stdout)
     assert (set(answer), answer["reachable"]) == ({"url", "reachable", "error"}, False)
+    for words, expected in (
+        (("explain",), []),
+        (("explain", "--job", "never"), {"job": "never", "run": None, "against": None}),
+    ):
+        failed = graphstash_here(
+            *words, "--json", GRAPHSTASH_URL=server.url, GRAPHSTASH_CACHE_DIR=tmp_path / "none"
+        )
+        assert failed.returncode == 1
+        assert failed.stderr.startswith("graphstash: error: no run ")
+        answer = json.loads(failed.stdout)
+        assert answer == expected or answer == expected | {"new": [], "again": []}
     months = command("report")
     assert set(months["total"]) - {"group"} == {
         *("hits", "misses", "served_bytes", "puts", "saved_compile_seconds")

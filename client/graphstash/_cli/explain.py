@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Annotated, Final
+from typing import Annotated, Final, NoReturn
 
 import typer
 
@@ -94,10 +94,10 @@ def explain(
     if not wanted and _is_fingerprint(which):
         _explain_stored(config, which, as_json=as_json)
         return
-    if records is None:
-        fail(f"no run is recorded in {config.cache_dir}: start one with `graphstash run`")
-    if which != "last" and not wanted:
-        fail(f"the last run has missed nothing that begins with {shown(which)!r}")
+    if records is None or (which != "last" and not wanted):
+        told = f"the last run has missed nothing that begins with {shown(which)!r}"
+        none = f"no run is recorded in {config.cache_dir}: start one with `graphstash run`"
+        _fail_empty(none if records is None else told, [], as_json=as_json)
     _check_server(config, records)
     if records and namespace is None:
         config = dataclasses.replace(config, namespace=Namespace(records[0].namespace))
@@ -114,6 +114,13 @@ def explain(
     say(f"{command}: {plural(hits, 'hit')}, {plural(len(wanted), 'miss')}")
     for line in text_of(causes):
         say(line)
+
+
+def _fail_empty(message: str, empty: object, *, as_json: bool) -> NoReturn:
+    """End the command without a result, for which scripts get an empty one."""
+    if as_json:
+        print_json(empty)
+    fail(message)
 
 
 def _is_fingerprint(text: str) -> bool:
@@ -177,9 +184,11 @@ def _compare(config: ClientConfig, job: str, against: str | None, *, as_json: bo
     with server_of(config) as server:
         runs = server.runs(name, limit=MAX_LISTED_RUNS).runs
         if not runs:
-            fail(
+            _fail_empty(
                 f"no run of the job {name} is reported in the namespace {config.namespace}: "
-                f"start one with `graphstash run --job {name}`"
+                f"start one with `graphstash run --job {name}`",
+                {"job": name, "run": None, "against": None, "new": [], "again": []},
+                as_json=as_json,
             )
         last = server.run(runs[0].run)
         other = _other(server, runs[1:], against)
