@@ -298,6 +298,84 @@ scale.register_autograd(lambda ctx, g: torch.ops.pairs.other(g))
         "zeros_like",
         "ones_like",
     ),
+    pair(
+        "backward of an operation in a namespace of torch",
+        (_DEFINE + _GRADIENT + _BACKWARD).replace("pairs::", "prims::"),
+        "g * 2",
+        "g * 3",
+    ),
+    pair(
+        "fake kernel of an operation in a namespace of torch",
+        _LATE.replace("pairs", "quantized"),
+        "zeros_like",
+        "ones_like",
+    ),
+    pair(
+        "fake kernel of an overload in a namespace of torch",
+        _LATE.replace("pairs::late", "prims::late.more").replace(
+            "pairs.late(x)", "prims.late.more(x)"
+        ),
+        "zeros_like",
+        "ones_like",
+    ),
+    pair(
+        "backward of an operation of torch",
+        "import torch\ntorch.library.register_autograd('prims::sin', lambda ctx, g: g * HERE)\n"
+        "torch.compile(lambda x: x.sin())(torch.ones(4))",
+        "2",
+        "3",
+    ),
+    pair(
+        "kernel that a program gives an operation of torch",
+        "import torch\ntorch.library.register_kernel('prims::sin', 'cpu', lambda x: x * HERE)\n"
+        "torch.compile(lambda x: x.sin())(torch.ones(4))",
+        "2",
+        "3",
+    ),
+    pair(
+        "type of autocast of an operation of torch",
+        "import torch\ntorch.library.register_autocast('prims::sin', 'cpu', torch.HERE)\n"
+        "torch.compile(lambda x: x.sin())(torch.ones(4))",
+        "float16",
+        "bfloat16",
+    ),
+    pair(
+        "fake kernel that a program gives an operation of torch",
+        "import torch\ntorch.library.register_fake('quantized::add_relu', lambda *_: HERE)\n"
+        "torch.compile(lambda x: x.sin())(torch.ones(4))",
+        "2",
+        "3",
+    ),
+    pair(
+        "rule for a mode of dispatch and an operation of torch",
+        "import torch\nfrom torch.utils._python_dispatch import TorchDispatchMode\n"
+        "class Mode(TorchDispatchMode):\n    pass\n"
+        "torch.library.register_torch_dispatch('aten::sin', Mode, lambda *given: HERE)\n"
+        "torch.compile(lambda x: x.sin())(torch.ones(4))",
+        "2",
+        "3",
+    ),
+    pair(
+        "implementation of an operation of torch in Python",
+        "import torch\n@torch.ops.prims.sin.default.py_impl(torch._C.DispatchKey.Autograd)\n"
+        "def sin(x):\n    return x * HERE\n"
+        "torch.compile(lambda x: x.sin())(torch.ones(4))",
+        "2",
+        "3",
+    ),
+    pair(
+        "kernels that torch registers when it is used",
+        """
+        import torch
+        import torch.distributed.fsdp
+        import torch.distributed.tensor
+        from torch.distributed import _functional_collectives, _symmetric_memory
+
+        torch.vmap(lambda x: x.sin())(torch.ones(2, 2))
+        torch.compile(lambda x: x.sin())(torch.ones(4))
+        """,
+        relation=Relation.EQUAL,
+    ),
     pair("lowering of an operation", _LOWER, "cos", "exp"),
     pair(
         "decomposition of an operation",
@@ -373,6 +451,32 @@ _UNSHARED = (
         "3",
         relation=Relation.UNSHARED,
         reason="aten/sin/",
+    ),
+    pair(
+        "kernel of ATen in place of one that torch registers for vmap",
+        f"{_REPLACED}\ntorch.vmap(lambda x: x.sin())(torch.ones(2, 2))\n"
+        "library = replace('aten', 'addr', 'FuncTorchBatched', 'AutogradCPU')\n"
+        "torch.compile(lambda x: x.sin())(torch.ones(4))",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="aten/addr/",
+    ),
+    *(
+        pair(
+            f"kernel of an operation in the namespace {namespace}",
+            f"{_REPLACED}\nfrom torch.distributed import _functional_collectives\n"
+            f"library = replace('{namespace}', '{operation}', 'Autograd', 'AutogradCPU')\n"
+            "torch.compile(lambda x: x.sin())(torch.ones(4))",
+            "2",
+            "3",
+            relation=Relation.UNSHARED,
+            reason=f"{namespace}/{operation}/",
+        )
+        for namespace, operation in (
+            *(("_c10d_functional", "all_reduce"), ("inductor", "_alloc_from_pool")),
+            *(("prims", "sin"), ("quantized", "add_relu")),
+        )
     ),
     pair(
         "kernel for all operations",
@@ -568,6 +672,23 @@ with tracing(context):
 """
 
 
+_LOADED = f"""
+import subprocess
+from pathlib import Path
+
+import torch
+
+text = r'extern const char text[] = "\\0quantized\\0" "5torch7Library" "HERE";'
+Path("library.cpp").write_text(text)
+folder = Path(torch.__file__).with_name("lib")
+build = ["g++", "-shared", "-fPIC", "-o", "library.so", "library.cpp"]
+subprocess.run([*build, f"-L{{folder}}", "-Wl,--no-as-needed", "-lc10"], check=True)
+torch.ops.load_library("library.so")
+x = torch.ones(4)
+graph = torch.fx.symbolic_trace(lambda x: torch.ops.quantized.add_relu.default(x, x, 1.0, 0))
+{_GIVEN}
+"""
+
 _NOTED = """
 import torch
 from torch._inductor import lowering
@@ -663,7 +784,26 @@ def _given(name: str, before: str, given: str, *values: str) -> Pair:
     return pair(name, _BACKEND.replace("BEFORE", before).replace("GIVEN", given), *values)
 
 
+_LOADED = f"""
+import subprocess
+from pathlib import Path
+
+import torch
+
+text = r'extern const char text[] = "\\0quantized\\0" "5torch7Library" "HERE";'
+Path("library.cpp").write_text(text)
+folder = Path(torch.__file__).with_name("lib")
+build = ["g++", "-shared", "-fPIC", "-o", "library.so", "library.cpp"]
+subprocess.run([*build, f"-L{{folder}}", "-Wl,--no-as-needed", "-lc10"], check=True)
+torch.ops.load_library("library.so")
+x = torch.ones(4)
+graph = torch.fx.symbolic_trace(lambda x: torch.ops.quantized.add_relu.default(x, x, 1.0, 0))
+{_GIVEN}
+"""
+
+
 _AROUND_CODE = (
+    pair("library with kernels for a namespace of torch", _LOADED, "2", "3"),
     _code(
         "attribute of a function",
         "def helper():\n    pass\nhelper.by = HERE\n"

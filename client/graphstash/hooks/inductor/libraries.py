@@ -26,8 +26,6 @@ _DT_NEEDED, _DT_STRTAB = 1, 5
 _REGISTERS: Final = b"5torch7Library"
 """Part of the name of the class that registers kernels, as C++ mangles it."""
 
-_ATEN: Final = b"\0aten\0"
-
 
 class Library:
     """A library linked to torch.
@@ -42,15 +40,21 @@ class Library:
         self.needed = needed
         self._content = path.read_bytes()
         self.digest = sha256(self._content).hexdigest()
-        self.replaces_kernels = _ATEN in self._content and _REGISTERS in self._content
-        self._mentions: dict[str, bool] = {}
+        self._registers = _REGISTERS in self._content
+        self._found: dict[bytes, bool] = {}
+
+    def registers_in(self, namespace: str) -> bool:
+        """Return whether the library may register operations or kernels in a namespace."""
+        return self._registers and self._contains(f"\0{namespace}\0".encode())
 
     def mentions(self, operation: str) -> bool:
         """Return whether the library contains the names of an operation and its namespace."""
-        if operation not in self._mentions:
-            words = [word.encode() for word in operation.split("::")]
-            self._mentions[operation] = all(word in self._content for word in words)
-        return self._mentions[operation]
+        return all(self._contains(word.encode()) for word in operation.split("::"))
+
+    def _contains(self, word: bytes) -> bool:
+        if word not in self._found:
+            self._found[word] = word in self._content
+        return self._found[word]
 
 
 def libraries() -> list[Library]:

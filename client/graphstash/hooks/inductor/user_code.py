@@ -9,7 +9,6 @@ torch's own lowerings and decompositions. A graph with code that has no descript
 
 import ctypes
 import hashlib
-import inspect
 from collections.abc import Iterable, Iterator
 from functools import cache
 from types import BuiltinFunctionType, FunctionType
@@ -33,11 +32,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphstash.hooks.code import CodeDescriber, UndescribableError
 from graphstash.hooks.environment import version_of
+from graphstash.hooks.inductor.kernels import (
+    changed_definitions,
+    fakes_of,
+    operations_of_program,
+)
 from graphstash.hooks.inductor.libraries import libraries, needed_by
+from graphstash.hooks.inductor.origins import is_torchs, is_torchs_namespace
 from graphstash.hooks.inductor.registries import (
     compilers_of,
-    is_torchs,
-    is_torchs_namespace,
     is_torchs_operator,
     kernels_of_operator,
     registered_for_torch,
@@ -84,6 +87,8 @@ class _Describer(CodeDescriber):
     def __init__(self) -> None:
         super().__init__("torch", "triton")
         self.operations: dict[str, Any] = {}
+        self.namespaces = {"aten"}
+        self._of_program = operations_of_program()
 
     def reads_state(self, function: Any) -> str:
         module = str(getattr(function, "__module__", ""))
@@ -137,7 +142,9 @@ class _Describer(CodeDescriber):
     def _operation(self, operation: Any) -> str:
         packet = getattr(operation, "overloadpacket", operation)
         name = str(packet._qualified_op_name)
-        if not is_torchs_namespace(name):
+        if is_torchs_namespace(name) and name not in self._of_program:
+            self.namespaces.add(name.partition("::")[0])
+        else:
             self.operations.setdefault(name, packet)
         return f"operation {name} {getattr(operation, '_overloadname', '')}"
 
@@ -165,10 +172,18 @@ def user_code_of(graph: GraphModule, inputs: Iterable[Any], settings: Any = None
         lines += _outputs(graph)
     else:
         lines += [*_relations(inputs), *compilers_of(describer, settings)]
+    for definition in changed_definitions():
+        packet = definition._opoverload.overloadpacket
+        describer.operations.setdefault(packet._qualified_op_name, packet)
     described: set[str] = set()
     while remaining := sorted(set(describer.operations) - described):
         described.update(remaining)
         lines += [_operation(describer, describer.operations[name], name) for name in remaining]
+    lines += [
+        f"library {each.digest}"
+        for each in libraries()
+        if any(each.registers_in(namespace) for namespace in sorted(describer.namespaces))
+    ]
     return "\n".join(lines)
 
 
@@ -328,7 +343,7 @@ def _operation(describer: _Describer, packet: Any, name: str) -> str:
     if definition is not None:
         found += _definition(describer, definition)
     for overload in overloads:
-        fakes = _fakes(overload)
+        fakes = fakes_of(overload.name())
         _check_kernels(overload, definition, len(fakes) if definition is None else 1)
         if definition is None:
             found.append(_fake(describer, overload, fakes))
@@ -412,30 +427,12 @@ def _check_kernels(operation: OpOverload, definition: CustomOpDef | None, fakes:
         raise UndescribableError(f"torch does not give back the {min(keys)} kernel of {name}")
 
 
-def _fakes(operation: OpOverload) -> list[Any]:
-    """Return the fake kernels of an operation: before 2.8 at most one."""
-    entry = simple_registry.singleton._data.get(operation.name())
-    held = {} if entry is None else vars(entry.fake_impl)
-    return [*_list_of(held.get("kernel")), *_list_of(held.get("kernels"))]
-
-
 def _fake(describer: _Describer, operation: OpOverload, kernels: list[Any]) -> str:
-    described = [describer.registered(_unchecked(each.func)) for each in kernels]
+    described = [describer.registered(each) for each in kernels]
     entry = simple_registry.singleton._data.get(operation.name())
     rules = {} if entry is None else vars(entry.torch_dispatch_rules).get("_data", {})
     described += [f"{cls.__qualname__}={describer.registered(rule)}" for cls, rule in rules.items()]
     return f"fake={described}"
-
-
-def _unchecked(function: Any) -> Any:
-    """Return the fake kernel inside torch's wrapper, whose closure changes at the first call."""
-    if getattr(function, "__qualname__", "") != "_check_pystubs_once.<locals>.inner":
-        return function
-    return inspect.getclosurevars(function).nonlocals["func"]
-
-
-def _list_of(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _constant(tensor: torch.Tensor, *, most: int = _MAX_VALUES) -> str:

@@ -1,0 +1,303 @@
+"""Python kernels for torch's own operations, and operations in torch's namespaces.
+
+torch's keys cover the kernels in torch's files. A program can replace kernels or add some, and
+torch does not return a kernel that a `Library` holds. So this module separates torch's libraries
+from the program's, and refuses the program's kernels. torch does return fake kernels, rules for
+modes of dispatch, and what a `CustomOpDef` holds. These are described.
+"""
+
+import inspect
+import re
+import sys
+import weakref
+from collections.abc import Iterator
+from itertools import chain
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch import _meta_registrations, library
+from torch._library import custom_ops, simple_registry
+from torch._library.custom_ops import CustomOpDef
+
+from graphstash.hooks.code import UndescribableError
+from graphstash.hooks.inductor.origins import is_torchs_namespace, name_once, remembered
+
+__all__ = [
+    "changed_definitions",
+    "check_kernels",
+    "fakes_of",
+    "foreign_rules",
+    "operations_of_program",
+]
+
+_KERNELS_OF_TORCH: Final = frozenset(
+    {
+        *("aten/_foreach_mm/CUDA", "aten/linalg_polar.out/CUDA", "aten/linalg_polar/CUDA"),
+        *("aten/bmm/CUDA", "aten/to_dense/FuncTorchDynamicLayerFrontMode"),
+        "aten/to_dense/PythonTLSSnapshot",
+        *(
+            f"aten/{name}/FuncTorchBatched"
+            for name in (
+                *("addr", "huber_loss_backward", "mse_loss_backward", "nll_loss2d_backward"),
+                *("nll_loss2d_forward", "nll_loss_backward", "nll_loss_forward"),
+                "smooth_l1_loss_backward",
+            )
+        ),
+    }
+)
+"""Kernels for operations of ATen in torch's libraries, except those in `_FAKE_KERNELS`."""
+
+_ALONE: Final = frozenset(
+    {
+        "_dtensor/mesh_get_process_group/CompositeExplicitAutograd",
+        "ao/wait_tensor/CompositeExplicitAutograd",
+        "coor/current_device/CompositeExplicitAutograd",
+        "coor/current_device_index/CompositeExplicitAutograd",
+        "debugprims/load_tensor/BackendSelect",
+        "device_mesh/_runtime_compute_coordinate_on_dim/CompositeExplicitAutograd",
+        "pippy/_pipe_split/BackendSelect",
+    }
+)
+"""Kernels in torch 2.7 and 2.15 that `torch.library.impl` puts into a library of their own."""
+
+_GRADIENTS: Final = frozenset(
+    {
+        "_dtensor/shard_dim_alltoall",
+        *(
+            f"_c10d_functional/{name}"
+            for name in (
+                *("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_reduce"),
+                *("all_reduce_coalesced", "all_to_all_single", "reduce_scatter_tensor"),
+                *("reduce_scatter_tensor_coalesced", "wait_tensor", "wait_tensors"),
+            )
+        ),
+        *(
+            f"_c10d_functional_autograd/{name}"
+            for name in ("all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor")
+        ),
+    }
+    if hasattr(library, "get_kernel")
+    else ()
+)
+"""Operations whose backward torch 2.15 registers with `torch.library.register_autograd`."""
+
+_OPERATIONS_OF_TORCH: Final = ("ao", "coor", "debugprims", "device_mesh", "pippy")
+"""Namespaces in which torch uses `torch.library.define`."""
+
+_TABLES: Final = ("_autocast_dtype", "_backend_fns", "_torch_dispatch_fns")
+"""Attributes of a `CustomOpDef` that are tables."""
+
+_FAKE_KERNELS: Final = {
+    id(each): frozenset(each._op_impls)
+    for each in vars(_meta_registrations).values()
+    if isinstance(each, library.Library)
+}
+"""Kernels in torch's libraries of fake kernels, by ID. These libraries live as long as torch."""
+
+
+def check_kernels() -> None:
+    """Refuse Python kernels that a program registered for torch's operations, or for all.
+
+    Raises:
+        UndescribableError: such a kernel exists; torch does not return it.
+    """
+    of_torch, of_program = _libraries()
+    for each in of_torch:
+        known = _FAKE_KERNELS.get(id(each), frozenset())
+        if len(each._op_impls) != len(known):  # kernels are only added
+            _check(each._op_impls - _KERNELS_OF_TORCH - known)
+    operations = operations_of_program()
+    for each in of_program:
+        if each.ns == "_":
+            raise UndescribableError("a program registered a kernel for all operations")
+        _check(
+            kernel
+            for kernel in each._op_impls
+            if _operation(kernel) not in operations and not _is_usual(each, kernel)
+        )
+
+
+def _check(kernels: Any) -> None:
+    for kernel in sorted(kernels):
+        # Inductor does not compile for XLA, and torch_xla registers such kernels.
+        if not kernel.endswith("XLA"):
+            raise UndescribableError(f"a program replaced the kernel {kernel}")
+
+
+def _operation(kernel: str) -> str:
+    """Return the name of a kernel's operation without its overload."""
+    return kernel.rpartition("/")[0].replace("/", "::").partition(".")[0]
+
+
+def _is_usual(holder: Any, kernel: str) -> bool:
+    """Return whether a kernel is torch's in a library of its own, or is returned as a fake kernel.
+
+    Since 2.8, a program may replace it. Then the dispatcher lists more kernels than are known.
+    """
+    if (id(holder), kernel) in _usual:
+        return True
+    place, _, key = kernel.rpartition("/")
+    name = place.replace("/", "::")
+    if key == "Meta":
+        count = len(fakes_of(name))
+    else:
+        is_alone = kernel in _ALONE or (key == "Autograd" and place in _GRADIENTS)
+        count = int(is_alone and any(each is holder for each in library._keep_alive))
+    lines = torch._C._dispatch_dump(name).splitlines() if count else []
+    if count == 0 or count != sum(re.match(rf"{key}\b", line) is not None for line in lines):
+        return False
+    _usual.add((id(holder), kernel))
+    return True
+
+
+def operations_of_program() -> frozenset[str]:
+    """Return the operations, without overloads, that a program defined in torch's namespaces."""
+    names = [name for each in _libraries()[1] for name in each._op_defs]
+    found = (name.partition(".")[0] for name in names)
+    return frozenset(each for each in found if each.partition("::")[0] not in _OPERATIONS_OF_TORCH)
+
+
+def changed_definitions() -> list[CustomOpDef]:
+    """Return torch's definitions of operations to which a program added something."""
+    definitions = _definitions()
+    tables = [getattr(each, name, {}) for each in definitions for name in _TABLES]
+    values = [
+        *chain.from_iterable(map(dict.values, map(vars, definitions))),
+        *chain.from_iterable(map(dict.values, tables)),
+        *chain.from_iterable([each._disabled_kernel for each in definitions]),
+    ]
+    if _known_definitions[0] != values:
+        changed = [each for each in definitions if _is_changed(each)]
+        _known_definitions[:] = [values, changed]
+    found: list[CustomOpDef] = _known_definitions[1]
+    return found
+
+
+def foreign_rules() -> list[tuple[str, Any]]:
+    """Return a program's fake kernels, and rules for modes of dispatch, for torch's operations."""
+    entries = list(simple_registry.singleton._data.items())
+    tables = [
+        table
+        for _, entry in entries
+        for table in (vars(entry.fake_impl), entry.torch_dispatch_rules._data)
+    ]
+    kernels = [vars(entry.fake_impl).get("kernels", ()) for _, entry in entries]
+    own = operations_of_program()
+    state = [
+        *(own, *chain.from_iterable(kernels)),
+        *(*chain.from_iterable(tables), *chain.from_iterable(map(dict.values, tables))),
+    ]
+    return remembered("rules", state, lambda: _rules(entries, own))
+
+
+def _rules(entries: list[tuple[str, Any]], own: frozenset[str]) -> Iterator[tuple[Any, Any]]:
+    for name, entry in entries:
+        if is_torchs_namespace(name) and name.partition(".")[0] not in own:
+            for kernel in fakes_of(name):
+                yield ("fake", name), kernel
+            for cls, rule in entry.torch_dispatch_rules._data.items():
+                yield ("rule", name, cls.__qualname__), rule
+
+
+def fakes_of(name: str) -> list[Any]:
+    """Return the fake kernels of an operation. Before 2.8 there is at most one."""
+    entry = simple_registry.singleton._data.get(name)
+    held = {} if entry is None else vars(entry.fake_impl)
+    kernel = held.get("kernel")
+    found = [*([] if kernel is None else [kernel]), *(held.get("kernels") or ())]
+    return [_unchecked(each.func) for each in found]
+
+
+def _unchecked(function: Any) -> Any:
+    """Return the fake kernel inside torch's wrapper, whose closure changes at the first call."""
+    if getattr(function, "__qualname__", "") != "_check_pystubs_once.<locals>.inner":
+        return function
+    return inspect.getclosurevars(function).nonlocals["func"]
+
+
+_known_definitions: list[Any] = [None, []]
+"""The values in torch's definitions, and the result of `changed_definitions` for them."""
+
+_all_definitions: list[Any] = [[], []]
+"""References to all definitions, and the result of `_definitions` for them."""
+
+
+def _definitions() -> list[CustomOpDef]:
+    """Return torch's own definitions of operations, which live as long as torch."""
+    if (state := custom_ops.OPDEFS.valuerefs()) != _all_definitions[0]:
+        found = [each for ref in state if (each := ref()) is not None]
+        found = [each for each in found if is_torchs_namespace(each._namespace)]
+        _all_definitions[:] = [state, [e for e in found if name_once(e._init_fn) is not None]]
+    known: list[CustomOpDef] = _all_definitions[1]
+    return known
+
+
+def _is_changed(definition: CustomOpDef) -> bool:
+    """Return whether a definition of torch holds what only a program can have added."""
+    values = [*vars(definition).values()]
+    for name in _TABLES:
+        values += getattr(definition, name, {}).values()
+    return bool(definition._disabled_kernel) or any(
+        isinstance(each, torch.dtype) or (callable(each) and name_once(each) is None)
+        for each in values
+    )
+
+
+_judged: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
+"""By library: whether torch holds it."""
+
+_known_libraries: list[Any] = [[], ([], [])]
+"""The finalizers of this process, and the result of `_libraries` for them."""
+
+
+_usual: set[tuple[int, str]] = set()
+"""Libraries, by ID, and their usual kernels. Cleared when a library is added or freed."""
+
+
+def _libraries() -> tuple[list[Any], list[Any]]:
+    """Return torch's libraries for ATen, and those of the program for any operation of torch.
+
+    torch lists the kernels of all libraries, but a library may replace a kernel of another one.
+    Each library has a finalizer.
+    """
+    finalizers: Any = getattr(weakref.finalize, "_registry", None)
+    if finalizers is None:
+        raise UndescribableError("this Python does not list its finalizers")
+    if (state := list(finalizers)) != _known_libraries[0]:
+        entries = [each for each in list(finalizers.values()) if each.func is library._del_library]
+        found = [each for entry in entries if (each := entry.weakref()) is not None]
+        found = [each for each in found if each.ns == "_" or is_torchs_namespace(each.ns)]
+        if any(each not in _judged for each in found):
+            held = {id(each) for each in _held_by_torch()}
+            for each in found:
+                _judged.setdefault(each, id(each) in held)
+        of_torch = [weakref.ref(each) for each in found if _judged[each] and each.ns == "aten"]
+        of_program = [weakref.ref(each) for each in found if not _judged[each]]
+        _usual.clear()
+        _known_libraries[:] = [state, (of_torch, of_program)]
+    of_torch, of_program = _known_libraries[1]
+    return _present(of_torch), _present(of_program)
+
+
+def _present(libraries: list[Any]) -> list[Any]:
+    held = [each for ref in libraries if (each := ref()) is not None]
+    return [each for each in held if each.m is not None]  # None: the library was destroyed
+
+
+def _held_by_torch() -> Iterator[library.Library]:
+    """Return the libraries in torch's modules, of its definitions, and of fake kernels.
+
+    In 2.7, each fake kernel has a library of its own. `foreign_rules` describes the kernel.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "torch" and isinstance(module, ModuleType):
+            for value in list(vars(module).values()):
+                is_table = type(value) is dict and value is not custom_ops.OPDEF_TO_LIB
+                for each in list(value.values()) if is_table else (value,):
+                    if type(each) is library.Library:
+                        yield each
+    yield from (each._lib for each in _definitions())
+    for entry in list(simple_registry.singleton._data.values()):
+        if (held := getattr(entry.fake_impl, "lib", None)) is not None:
+            yield held

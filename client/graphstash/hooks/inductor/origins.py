@@ -1,0 +1,185 @@
+"""Tell torch's own functions, namespaces and compiled operations from those of programs."""
+
+import enum
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+__all__ = [
+    "foreign_in",
+    "is_torchs",
+    "is_torchs_namespace",
+    "name_once",
+    "remembered",
+]
+
+_OWN: Final = frozenset(
+    {
+        *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_inductor_test", "_native"),
+        *("_quantized", "_test", "ao", "aten", "bucketing", "c10d", "c10d_functional", "coor"),
+        *("cplib", "debug_mode_ops", "debugprims", "device_mesh", "export", "flex_gemm"),
+        *("flex_lib", "fsdp", "higher_order", "inductor", "mempool", "mkl", "mkldnn"),
+        *("mkldnn_prepacked", "onednn", "onnx", "onnx_symbolic", "pippy", "prepacked", "prim"),
+        *("prims", "profiler", "quantization", "quantized", "quantized_decomposed", "rngprims"),
+        *("sparse", "static_runtime", "streams", "symm_mem"),
+    }
+)
+"""Namespaces of the operations in torch 2.7 and 2.15."""
+
+_PACKAGES: Final = frozenset(
+    {"functorch", "graphstash", "sympy", "torch", "torchgen", *sys.stdlib_module_names}
+) - {"__main__"}
+"""Packages whose functions belong to torch or Python."""
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+_VALUES: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
+
+_MAX_DEPTH: Final = 6
+
+
+class _ForeignError(Exception):
+    """A function does not belong to torch, or contains such a function."""
+
+
+def is_torchs_namespace(name: str) -> bool:
+    """Return whether a namespace, or the namespace of an operation, belongs to torch."""
+    return name.partition("::")[0] in _OWN
+
+
+def is_torchs(function: Any) -> bool:
+    """Return whether a function and all that it wraps or contains belong to torch."""
+    try:
+        _name(function)
+    except _ForeignError:
+        return False
+    return True
+
+
+_names: dict[int, tuple[Any, str | None]] = {}
+"""By ID of a function: the function, and its name if it belongs to torch."""
+
+
+def name_once(function: Any) -> str | None:
+    """Return the name of a function of torch, or None for other functions. Cached."""
+    if id(function) not in _names:
+        try:
+            name = _name(function)
+        except _ForeignError:
+            name = None
+        _names[id(function)] = (function, name)
+    return _names[id(function)][1]
+
+
+def _name(value: Any, depth: int = 0) -> str:  # noqa: PLR0911 - a case each
+    """Return the name of a function of torch, with the names of the functions that it contains.
+
+    Raises:
+        _ForeignError: one of them does not belong to torch.
+    """
+    if type(value) in _PLAIN:
+        return repr(value)
+    if isinstance(value, _VALUES):
+        return f"{type(value).__name__}.{value}"
+    if depth > _MAX_DEPTH:
+        return "..."
+    if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator):
+        return f"operation {value}"
+    if isinstance(value, FunctionType):
+        _check(str(value.__globals__.get("__name__")))
+        cells = [_name(_content(cell), depth + 1) for cell in value.__closure__ or ()]
+        return f"function {value.__module__}.{value.__qualname__} {cells}"
+    if isinstance(value, partial):
+        held = (value.func, value.args, value.keywords)
+        return f"partial {_name(held, depth + 1)}"
+    if isinstance(value, MethodType):
+        owner = _name(value.__self__, depth + 1)
+        is_generated = "__name__" not in getattr(value.__func__, "__globals__", {})
+        function = value.__name__ if is_generated else _name(value.__func__, depth + 1)
+        return f"method {owner} {function}"
+    if isinstance(value, list | tuple | dict):
+        items = value.items() if isinstance(value, dict) else value
+        return f"{type(value).__name__} {[_name(each, depth + 1) for each in items]}"
+    if isinstance(value, BuiltinFunctionType | type | ModuleType):
+        module = value.__name__ if isinstance(value, ModuleType) else value.__module__
+        _check(str(module or "builtins"))
+        return f"{module}.{getattr(value, '__qualname__', value.__name__)}"
+    _check(type(value).__module__)
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _check(module: str) -> None:
+    root = module.partition(".")[0]
+    if root not in _PACKAGES:
+        raise _ForeignError(module)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def foreign_in(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Return the functions in a compiler of a backend that do not belong to torch."""
+    if value is None or type(value) in _PLAIN or id(value) in seen:
+        return
+    seen.add(id(value))
+    if callable(value) and not isinstance(value, torch.nn.Module):
+        try:
+            _check(_module_of(value))
+        except _ForeignError:
+            yield value  # a partial with its arguments, and a method with its object
+            return
+    for each in _held_by(value):
+        yield from foreign_in(each, seen)
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """Return the values in a container, a partial, or a function or callable object of torch."""
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        return list(value.values() if isinstance(value, dict) else value)
+    if isinstance(value, MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, FunctionType):
+        return [_content(cell) for cell in value.__closure__ or ()]
+    return (getattr(value, "compiler_fn", None),)
+
+
+def _module_of(function: Any) -> str:
+    """Return the module that defines a function, a class or the class of an object."""
+    while isinstance(function, MethodType | partial):
+        function = function.__func__ if isinstance(function, MethodType) else function.func
+    if isinstance(function, FunctionType):
+        return str(function.__globals__.get("__name__"))
+    if hasattr(function, "__wrapped__"):  # written in C, such as what `functools.cache` returns
+        return _module_of(function.__wrapped__)
+    named = isinstance(function, BuiltinFunctionType | type)
+    return str((function if named else type(function)).__module__ or "builtins")
+
+
+_remembered_states: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}
+
+
+def remembered(
+    what: str, state: Any, functions: Callable[[], Iterable[tuple[Any, Any]]]
+) -> list[tuple[str, Any]]:
+    """Return the functions of the user; search again only if the state has changed.
+
+    Each comes with the words of its label. Python compares lists of the same objects fast.
+    """
+    if what not in _remembered_states or _remembered_states[what][0] != state:
+        found = [
+            (" ".join(map(str, words)), each)
+            for words, each in functions()
+            if name_once(each) is None
+        ]
+        _remembered_states[what] = (state, found)
+    return _remembered_states[what][1]
