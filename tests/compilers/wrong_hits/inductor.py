@@ -298,6 +298,12 @@ scale.register_autograd(lambda ctx, g: torch.ops.pairs.other(g))
         "zeros_like",
         "ones_like",
     ),
+    _code(
+        "type of autocast that comes before another one",
+        "scale.register_autocast('cpu', torch.HERE)\nscale.register_autocast('cpu', torch.float16)",
+        "bfloat16",
+        "float16",
+    ),
     pair(
         "backward of an operation in a namespace of torch",
         (_DEFINE + _GRADIENT + _BACKWARD).replace("pairs::", "prims::"),

@@ -1,9 +1,9 @@
 """Python kernels for torch's own operations, and operations in torch's namespaces.
 
 torch's keys cover the kernels in torch's files. A program can replace kernels or add some, and
-torch does not return a kernel that a `Library` holds. So this module separates torch's libraries
-from the program's, and refuses the program's kernels. torch does return fake kernels, rules for
-modes of dispatch, and what a `CustomOpDef` holds. These are described.
+torch has no means to look up a kernel of a `Library`. So this module separates torch's libraries
+from the program's, and refuses the program's kernels. Fake kernels, rules for modes of dispatch,
+and the functions of a `CustomOpDef` can be looked up, and get a description.
 """
 
 import inspect
@@ -100,7 +100,7 @@ def check_kernels() -> None:
     """Refuse Python kernels that a program registered for torch's operations, or for all.
 
     Raises:
-        UndescribableError: such a kernel exists; torch does not return it.
+        UndescribableError: such a kernel exists, and torch has no means to look it up.
     """
     of_torch, of_program = _libraries()
     for each in of_torch:
@@ -131,7 +131,7 @@ def _operation(kernel: str) -> str:
 
 
 def _is_usual(holder: Any, kernel: str) -> bool:
-    """Return whether a kernel is torch's in a library of its own, or is returned as a fake kernel.
+    """Return whether a kernel is torch's in a library of its own, or a fake kernel.
 
     Since 2.8, a program may replace it. Then the dispatcher lists more kernels than are known.
     """

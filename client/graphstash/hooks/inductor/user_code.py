@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphstash.hooks.code import CodeDescriber, UndescribableError
 from graphstash.hooks.environment import version_of
+from graphstash.hooks.inductor.autocast import type_of_autocast
 from graphstash.hooks.inductor.kernels import (
     changed_definitions,
     fakes_of,
@@ -51,6 +52,9 @@ __all__ = ["user_code_of"]
 
 _BACK_REFERENCES: Final = frozenset({"_lib", "_opoverload", "_namespace", "_name"})
 """Attributes of a `CustomOpDef` that lead back to the operation."""
+
+_TYPES_OF_AUTOCAST: Final = {"_autocast_cpu_dtype": "cpu", "_autocast_cuda_dtype": "cuda"}
+"""Attributes of a `CustomOpDef` of torch 2.7, and their devices."""
 
 _STATEFUL_NAMES: Final = frozenset(
     {
@@ -390,6 +394,8 @@ def _definition(describer: _Describer, definition: CustomOpDef) -> Iterator[str]
             continue
         if callable(value):
             yield f"{name}={describer.registered(value)}"
+        elif value is not None and name in _TYPES_OF_AUTOCAST:
+            yield f"{name}={type_of_autocast(definition, _TYPES_OF_AUTOCAST[name])}"
         elif isinstance(value, dict):
             for key, each in value.items():
                 text = describer.registered(each) if callable(each) else describer.describe(each)
