@@ -1,15 +1,19 @@
 """What a namespace holds, a page at a time."""
 
-from contextlib import closing
+import asyncio
+import sys
+from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import pytest
 
-from graphstash_schema import ArtifactMetadata, Digest
+from graphstash_schema import ArtifactMetadata, Digest, Namespace
 from graphstash_schema.explanation import Description
 from graphstash_schema.listing import MAX_DETAILED_ARTIFACTS, ArtifactQuery
 from graphstash_server.services.artifacts import listing
+from graphstash_server.testing import as_chunks
 from support.api import OwnKeysApi, digest_header
-from support.services import key_of
+from support.services import key_of, upload_of
 
 pytestmark = pytest.mark.anyio
 
@@ -162,3 +166,39 @@ async def test_a_rare_artifact_is_found_over_several_bounded_calls(opened, monke
             found.append([each.key.fingerprint for each in answer.artifacts])
             after = answer.next
         assert found == [[], [], [rare.fingerprint]]
+
+
+@contextmanager
+def counted_turns():
+    """The calls of functions in each turn of this thread's event loop, in their order."""
+    turns = [0]
+
+    def count(frame, event, _):
+        if event in ("call", "c_call"):
+            turns[-1] += 1
+            if event == "call" and frame.f_code is asyncio.Handle._run.__code__:
+                turns.append(0)
+
+    sys.setprofile(count)
+    try:
+        yield turns
+    finally:
+        sys.setprofile(None)
+
+
+async def test_a_long_page_leaves_the_event_loop_to_others_in_between(opened):
+    """Everything in one turn took 27,000 calls of functions."""
+    async with opened() as server:
+        parts = {f"part {number}": "x" * 200 for number in range(12)}
+        metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1, parts=parts)
+        for number in range(500):
+            upload = replace(
+                upload_of(key_of(number), b"blob"), metadata_header=metadata.to_header()
+            )
+            await server.context.uploads.publish(upload, as_chunks(b"blob"))
+        query = ArtifactQuery(limit=500)
+        with counted_turns() as turns:
+            page = await server.context.listing.list_artifacts(Namespace("team"), query)
+        assert len(page.artifacts) == 500
+        assert sum(turns) > 25_000
+        assert max(turns) < 5_000

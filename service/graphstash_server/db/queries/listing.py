@@ -1,5 +1,6 @@
 """Statements that list the artifacts of a namespace, a page at a time."""
 
+import asyncio
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
@@ -20,16 +21,16 @@ _KEY: Final = (artifacts.c.fingerprint, artifacts.c.kind, artifacts.c.device_typ
 _BY_TIME: Final = (artifacts.c.created_at, *_KEY)
 
 _LISTED = (
-    select(
-        *KEYED_ARTIFACT_COLUMNS,
-        descriptions.c.label,
-        descriptions.c.parts.label("program"),
-        environments.c.parts.label("environment"),
-    )
+    select(*KEYED_ARTIFACT_COLUMNS, descriptions.c.label)
     .outerjoin(descriptions)
-    .outerjoin(environments, environments.c.id == descriptions.c.environment)
     .where(artifacts.c.withheld_at.is_(None), artifacts.c.kind.in_(KNOWN_KINDS))
 )
+_DETAILED = _LISTED.add_columns(
+    descriptions.c.parts.label("program"), environments.c.parts.label("environment")
+).outerjoin(environments, environments.c.id == descriptions.c.environment)
+
+_AT_ONCE: Final = 50
+"""Rows handled in one turn of the event loop: a millisecond."""
 
 
 class Place(NamedTuple):
@@ -56,22 +57,28 @@ class Wanted(NamedTuple):
 
 
 async def list_page(
-    connection: AsyncConnection, wanted: Wanted, *, limit: int, most_scanned: int
+    connection: AsyncConnection,
+    wanted: Wanted,
+    *,
+    limit: int,
+    most_scanned: int,
+    with_details: bool,
 ) -> tuple[list[DescribedArtifact], Place | None]:
     """Return a page, and its end if more may follow. It examines at most `most_scanned` artifacts
-    in index order, because few of a million may match.
+    in index order, because few of a million may match. Parts are read only `with_details`.
     """
     order, within = _order_of(wanted), _range_of(wanted)
     ends = select(*_BY_TIME).where(within).order_by(*order).offset(most_scanned - 1).limit(1)
     end = (await connection.execute(ends)).first()
     last = None if end is None else Place(*end)
-    chosen = _LISTED.where(within, *_filters_of(wanted))
+    chosen = (_DETAILED if with_details else _LISTED).where(within, *_filters_of(wanted))
     if last is not None:
         chosen = chosen.where(~_is_after(wanted, last))
-    found = [
-        described_of(each)
-        for each in await connection.execute(chosen.order_by(*order).limit(limit + 1))
-    ]
+    found: list[DescribedArtifact] = []
+    rows = await connection.execute(chosen.order_by(*order).limit(limit + 1))
+    for part in rows.partitions(_AT_ONCE):
+        found += map(described_of, part)
+        await asyncio.sleep(0)  # a whole page would block other tasks for ten milliseconds
     if len(found) > limit:
         return found[:limit], _place_of(found[limit - 1].artifact)
     return found, last
