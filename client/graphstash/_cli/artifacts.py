@@ -227,10 +227,7 @@ def forget(
 
 
 def find_one(server: ServerClient, text: str) -> ListedArtifact:
-    """Return the artifact with a key or a prefix, with its details.
-
-    End the command unless exactly one artifact matches.
-    """
+    """Return the only artifact with this key or prefix, with details, or end the command."""
     key, prefix = _key_or_prefix(text)
     query = ArtifactQuery(fingerprint=prefix, details=True, limit=3)
     found = [each for each in server.every_artifact(query) if key is None or each.key == key]
@@ -246,10 +243,7 @@ def find_one(server: ServerClient, text: str) -> ListedArtifact:
 
 
 def _key_or_prefix(text: str) -> tuple[ArtifactKey | None, str]:
-    """Return the key that an argument is, or None, and the fingerprint or its prefix.
-
-    End the command if the argument is neither a key nor a prefix.
-    """
+    """Return an argument's key, if it is one, and its fingerprint or prefix, or end the command."""
     if "/" in text:
         try:
             key = ArtifactKey.parse(*text.split("/")[-3:])

@@ -17,12 +17,7 @@ __all__ = ["Downloaded", "download"]
 
 @dataclass(frozen=True, slots=True)
 class Downloaded:
-    """Result of a download.
-
-    Attributes:
-        digest: digest of the received bytes.
-        metadata: metadata from the publisher, or None.
-    """
+    """Digest of the received bytes, and the publisher's metadata if there is any."""
 
     digest: Digest
     metadata: ArtifactMetadata | None
@@ -48,8 +43,7 @@ def download(
             download. Its run time does not count against the deadline.
 
     Raises:
-        CacheError: the server does not answer, the blob is too large, or its bytes do not match the
-            announced digest.
+        CacheError: the server does not answer, or the blob is too large or has another digest.
     """
     deadline = Deadline(config.fetch_seconds)
     took_redirects = transport.takes_redirects

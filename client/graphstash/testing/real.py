@@ -71,7 +71,7 @@ class RealServer:
         """Start the server, unless it runs, and wait until it accepts requests.
 
         Raises:
-            RuntimeError: the server was closed, or it failed to start.
+            RuntimeError: the server was closed or failed to start.
         """
         if self._is_closing:
             raise RuntimeError("this server was closed: make a new one")

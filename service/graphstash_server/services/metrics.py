@@ -33,7 +33,6 @@ _LOGGER = logging.getLogger(__name__)
 
 _DATABASE_SECONDS = 2.0
 _STORE_SECONDS = 5.0
-"""Timeouts of probes."""
 
 _FRESH_SECONDS = 1.0
 """Seconds for which a good result is reused, a tenth of the interval of health checks."""
@@ -92,10 +91,8 @@ class HealthService:
         self.last: Readiness | None = None
 
     async def check(self) -> Readiness:
-        """Return the state of all parts, or a good state that is less than a second old.
-
-        Concurrent calls share one check, because each check writes to the store, and requesting
-        one needs no permission.
+        """Return the state of all parts, or a good state that is less than a second old. Concurrent
+        calls share one check, because each writes to the store and requires no permission.
         """
         age_seconds = asyncio.get_running_loop().time() - self._ready_at
         is_stale = age_seconds >= _FRESH_SECONDS or self.database.corruption is not None
@@ -122,10 +119,8 @@ class HealthService:
     async def _verdict(
         self, part: str, probe: Callable[[], Coroutine[Any, Any, str]], seconds: float
     ) -> str:
-        """Return the result of a probe.
-
-        After a timeout, the probe is not cancelled, because a hanging disk would not let it end.
-        Its part fails without a further probe until it has ended.
+        """Return the result of a probe. After a timeout, the probe runs on, because a hanging disk
+        would not let it end. Until it ends, its part fails without a further probe.
         """
         if part not in self._probing:
             probing = self._probing[part] = in_background(_result_of(part, probe()))
@@ -210,9 +205,7 @@ class StatisticsService:
     async def read(
         self, *, may_read: Callable[[Namespace], Awaitable[bool]] | None = None
     ) -> ServerStats:
-        """Return the counters of this process, and of all namespaces that `may_read` admits.
-        Default: all namespaces.
-        """
+        """Return the counters of this process and of the namespaces that `may_read` admits."""
         rows = await list_usage(self.database)
         async with self.database.reading() as connection:
             withheld = await count_withheld(connection)
@@ -241,12 +234,9 @@ class StatisticsService:
 
 
 class StoreSpace(NamedTuple):
-    """Limits and free space of the store.
+    """Limits of the store, and bytes of its disk that uploads may take.
 
-    Attributes:
-        budget: limits of the whole store.
-        free_bytes: bytes of the disk that uploads may take. None for a bucket, or if the disk
-            fails.
+    `free_bytes` is None for a bucket, or if the disk fails.
     """
 
     budget: Budget

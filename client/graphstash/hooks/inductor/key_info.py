@@ -30,10 +30,7 @@ from graphstash.hooks.inductor.user_code import user_code_of
 __all__ = ["GPU_SUFFIX", "KeyInfo"]
 
 GPU_SUFFIX: Final = "_gpu"
-"""Suffix of the key of a graph without CPU tensors (`_is_on_gpu`).
-
-It is part of the key because results of AOTAutograd refer to their graphs by key.
-"""
+"""Suffix of the key of a graph that `_is_on_gpu`. Results of AOTAutograd refer to graphs by key."""
 
 _GPUS: Final = frozenset({"cuda", "xpu"})
 
@@ -119,9 +116,7 @@ class KeyInfo:
 
 
 def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> tuple[str, list[str]]:
-    """Return the completed key, and lines with the added parts.
-
-    `settings` is the configuration of AOTAutograd or of Inductor.
+    """Return the completed key, and lines with the added parts. `settings` are torch's.
 
     Raises:
         UndescribableError: no key can describe the switches or the code.

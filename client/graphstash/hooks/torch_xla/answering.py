@@ -24,8 +24,7 @@ _log = logging.getLogger("graphstash")
 
 _SEQUENCE: Final = struct.Struct("=I")
 _REPLY: Final = struct.Struct("=Ic")
-# Seconds that `stop` waits for each thread and for a caller. They end at once unless an answer is
-# running.
+# Seconds that `stop` waits for each thread and for a caller: only a running answer takes that long.
 _LEAVE_SECONDS: Final = 1.0
 
 
@@ -92,8 +91,7 @@ class Answering:
             os.close(self._far_fd)
 
     def _abandon(self) -> None:
-        # In a forked child, the threads and the connection belong to the parent. Close only the
-        # child's copies of the two ends; a shutdown would break the parent's connection.
+        # Close the child's copies of both ends. A shutdown would break the parent's connection.
         self._near.close()
         os.close(self._far_fd)
 

@@ -264,9 +264,9 @@ class _Run:
                 return
 
     def _is_stopping(self, signals: "_Signals") -> bool:
-        """Return whether a callback or a signal ends the training now, in any process of the job.
+        """Return whether a callback or a signal in any process of the job ends the training.
 
-        All processes call this after the same steps, so all stop after the same step.
+        All processes call this, and stop, after the same step.
         """
         if self.parallel.world > 1:
             requests = self.parallel.gather((self.stop_requested, signals.received))
@@ -324,8 +324,7 @@ class _Run:
         if ahead is None:
             ahead = 0 if self.device.type == "cpu" else 2
         if ahead == 0:
-            # Steps and data may draw from the same generators, so `_state` takes the position after
-            # the step.
+            # Steps and data may share generators, so `_state` takes the position after the step.
             return InlineLoader(self._grouped(remember=False), upload=upload)
         steps = self._grouped(remember=self.checkpoints is not None)
         return DeviceLoader(steps, ahead=ahead, upload=upload)
@@ -401,8 +400,7 @@ class _Run:
         if evaluate is None:
             return
         modes = [(module, module.training) for module in self.options.model.modules()]
-        # Restore the generators so that the evaluation does not change the training. Hold the lock
-        # so that the loading thread does not draw from them meanwhile.
+        # Random numbers of the evaluation must change neither the training nor the loaded data.
         with self.data_lock, self._averaged():
             generators = host_random_state()
             self.options.model.eval()
@@ -526,8 +524,8 @@ def _state_of(part: Stateful | None) -> dict[str, Any] | None:
 class _Signals:
     """Records SIGTERM, and SIGINT if `interrupt`, so that the loop can end with a checkpoint.
 
-    A second SIGINT raises KeyboardInterrupt at once. Does nothing outside the main thread. Keeps
-    another SIGINT handler than Python's.
+    A second SIGINT raises KeyboardInterrupt. Does nothing outside the main thread, and keeps a
+    SIGINT handler that is not Python's.
 
     Attributes:
         received: number of the received signal, or 0.
@@ -617,10 +615,9 @@ def train(options: Options) -> TrainingResult:  # noqa: D417 - documents the fie
             an optimizer that has `eval()` and `train()`, the model holds its averages.
         evaluate_every: steps between two evaluations. Step `steps` is always followed by one.
         checkpoints: directory of the checkpoints. Training resumes from the newest one, if any.
-            After SIGTERM or Ctrl-C, `train` makes the steps of the loaded batches and writes a
-            checkpoint; several processes stop at the next logging boundary. Then SIGTERM ends the
-            process with status 143, and Ctrl-C raises KeyboardInterrupt. A second Ctrl-C interrupts
-            at once.
+            SIGTERM and Ctrl-C write another after the steps of the loaded batches or, with several
+            processes, at the next logging boundary. Then SIGTERM ends the process with status 143,
+            and Ctrl-C raises KeyboardInterrupt. A second Ctrl-C interrupts at once.
         checkpoint_every: steps between two checkpoints. One always follows the last step.
         keep: number of checkpoints to keep.
         stateful: by name, further objects to save in checkpoints, such as averaged parameters.

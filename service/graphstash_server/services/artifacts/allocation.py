@@ -104,8 +104,7 @@ class Allocator:
         """Raise if an upload would not fit even after evicting everything evictable. Evict nothing.
 
         Raises:
-            NoSpaceError: the upload is too large, or too much is pinned, withheld, in manifests or
-                in other uploads, or a limit is doubtful (`LimitDoubts`).
+            NoSpaceError: too much cannot be evicted, or a hard limit is doubtful (`LimitDoubts`).
         """
         for excess in await self._excesses(
             allocation, ahead_bytes=allocation.size_bytes - allocation.taken_bytes
@@ -132,9 +131,8 @@ class Allocator:
     ) -> AsyncIterator[bytes]:
         """Pass on the bytes of a blob once they have room.
 
-        Chunks wait until more than 1 MiB of them has no room. Then take room for all arrived bytes
-        and as many again, up to 16 MiB ahead, because a query for every chunk would cost more than
-        its bytes.
+        A query for every chunk would cost more than its bytes. So chunks wait until more than 1 MiB
+        has no room. Then room is taken for all arrived bytes and as many again, up to 16 MiB ahead.
 
         Raises:
             NoSpaceError: see `check`. Evictions are not undone.
@@ -181,12 +179,8 @@ class Allocator:
             raise excesses[0].refusal
 
     async def _excesses(self, allocation: Allocation, *, ahead_bytes: int = 0) -> list[_Excess]:
-        """Return the limits that stored and taken bytes, and `ahead_bytes` more, would exceed.
-
-        Set the evictor's `is_needed` if stored and taken bytes exceed a soft limit.
-
-        Raises:
-            NoSpaceError: a hard limit is doubtful (`LimitDoubts`).
+        """Return the limits that stored and taken bytes, and `ahead_bytes` more, would exceed. Set
+        the evictor's `is_needed` if stored and taken bytes exceed a soft limit.
         """
         namespace, store = allocation.namespace, self.budgets.store
         limits = await self.policies.limits()

@@ -166,9 +166,7 @@ class ArtifactService:
         return None
 
     def find_now(self, key: StoredKey) -> Sequence[Artifact] | None:
-        """Return a key's row, if any, as a sequence. Return None if that would block. The blob is
-        not checked.
-        """
+        """Return a sequence with a key's row, if any, or None if the query would block."""
         row = self._recent.get(key)
         if row is not None:
             return (row,)
@@ -271,9 +269,7 @@ class ArtifactService:
         return count
 
     async def delete(self, key: StoredKey, *, actor: Actor) -> bool:
-        """Delete an artifact, withheld or not, and its blob if no other artifact has it. Return
-        False if the artifact is absent.
-        """
+        """Delete an artifact, withheld or not. Return False if it is absent."""
         while True:  # retry if the artifact is replaced between the two statements
             row = await find_stored(self.database, key)
             if row is None:
