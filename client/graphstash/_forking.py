@@ -5,14 +5,20 @@ import, the child can never import that module. If it interrupts OpenSSL or pyda
 them stays held in the child. The child would wait for a thread that does not exist there. The
 cache's background threads do such work in jobs that fork, so forks wait until these threads are
 idle or wait for the network, with a time limit.
+
+Nothing here takes a lock, which a fork or a signal handler could find held. Each thread writes only
+its own entries, and Python's dictionaries are atomic.
 """
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import monotonic
+from time import monotonic, sleep
 from typing import Final
+
+from graphstash._interrupts import raise_after
 
 __all__ = ["forkable", "unforked"]
 
@@ -20,100 +26,102 @@ _WAIT_SECONDS: Final = 2.0
 """Maximum seconds that a fork waits, once for each block. The work may itself wait for the forking
 thread."""
 
+_POLL_SECONDS: Final = 0.001
 
-class _Work:
-    """The threads whose work forks wait for, and the threads that are about to fork."""
+_depths: dict[int, int] = {}
+"""By thread: the number of `unforked` blocks that it is in."""
 
-    def __init__(self, depth: int = 0) -> None:
-        # Reentrant, because a signal handler may fork or work in a thread that is in here.
-        self._changed = threading.Condition(threading.RLock())
-        self._depths = {threading.get_ident(): depth} if depth else {}  # by thread
-        self._slow: set[int] = set()  # threads that a fork has waited for in vain
-        self._forking: list[int] = []
+_slow: set[int] = set()
+"""Threads whose block a fork has waited for in vain."""
 
-    @property
-    def depth(self) -> int:
-        """How many blocks this thread is in."""
-        return self._depths.get(threading.get_ident(), 0)
+_forking: dict[int, float] = {}
+"""By thread that forks: until when it waits at most."""
 
-    def begin(self, depth: int) -> None:
-        """Begin work in this thread, after the forks that other threads have begun."""
-        this = threading.get_ident()
-        until = monotonic() + _WAIT_SECONDS
-        with self._changed:
-            while this not in self._depths and any(other != this for other in self._forking):
-                if not self._changed.wait(until - monotonic()):
-                    break
-            self._depths[this] = self._depths.get(this, 0) + depth
-
-    def end(self, depth: int) -> None:
-        this = threading.get_ident()
-        with self._changed:
-            self._depths[this] -= depth
-            if not self._depths[this]:
-                del self._depths[this]
-                self._slow.discard(this)
-                self._changed.notify_all()
-
-    def begin_fork(self) -> None:
-        """Wait for the work of the other threads, and let no thread begin work."""
-        this = threading.get_ident()
-        until = monotonic() + _WAIT_SECONDS
-        self._changed.acquire()
-        self._forking.append(this)
-        try:
-            while self._depths.keys() - self._slow - {this}:
-                if not self._changed.wait(until - monotonic()):
-                    self._slow |= self._depths.keys() - {this}
-        except BaseException:
-            self.end_fork()
-            raise
-
-    def end_fork(self) -> None:
-        if (this := threading.get_ident()) in self._forking:
-            self._forking.remove(this)
-            self._changed.notify_all()
-            self._changed.release()
-
-
-_work = _Work()
+_interrupts: dict[int, BaseException] = {}
+"""By thread that forks: what a signal handler raised meanwhile."""
 
 
 @contextmanager
 def unforked() -> Iterator[None]:
     """Delay forks in other threads until the block ends."""
-    _work.begin(1)
+    depth = _depths.get(threading.get_ident(), 0)
     try:
+        _enter(depth + 1)
         yield
     finally:
-        _work.end(1)
+        _leave(depth)
 
 
 @contextmanager
 def forkable() -> Iterator[None]:
     """Allow forks in a block that only waits, whether it is inside `unforked` or not."""
-    depth = _work.depth
+    depth = _depths.get(threading.get_ident(), 0)
     if not depth:
         yield
         return
-    _work.end(depth)
     try:
+        _leave(0)
         yield
     finally:
-        _work.begin(depth)
+        _enter(depth)
+
+
+def _enter(depth: int) -> None:
+    """Begin a block, after the forks of other threads if this thread is in none."""
+    this = threading.get_ident()
+    if this not in _depths:
+        _slow.discard(this)
+        until = monotonic() + _WAIT_SECONDS
+        while True:
+            # First the entry, then the look: a fork does it the other way round, so that one of
+            # both sees the other.
+            _depths[this] = depth
+            now = monotonic()
+            if now > until or not any(
+                now < end for thread, end in [*_forking.items()] if thread != this
+            ):
+                return
+            del _depths[this]
+            sleep(_POLL_SECONDS)
+    _depths[this] = depth
+
+
+def _leave(depth: int) -> None:
+    if depth:
+        _depths[threading.get_ident()] = depth
+    else:
+        _depths.pop(threading.get_ident(), None)
 
 
 def _before() -> None:
-    _work.begin_fork()
+    """Wait for the blocks of the other threads, and let no thread begin one."""
+    this = threading.get_ident()
+    until = _forking[this] = monotonic() + _WAIT_SECONDS
+    is_done = False
+    while not is_done:
+        try:
+            while busy := {*_depths} - _slow - {this}:
+                if monotonic() > until:
+                    _slow.update(busy)
+                sleep(_POLL_SECONDS)
+            is_done = True
+        except BaseException as interrupt:  # noqa: BLE001 - of a signal handler; Python drops it
+            _interrupts[this] = interrupt
 
 
 def _after_in_parent() -> None:
-    _work.end_fork()
+    this = threading.get_ident()
+    _forking.pop(this, None)
+    if (interrupt := _interrupts.pop(this, None)) is not None:
+        raise_after(sys._getframe(), interrupt)  # noqa: SLF001 - documented
 
 
 def _after_in_child() -> None:
-    global _work  # noqa: PLW0603 - other threads, which are not here, are in the old one
-    _work = _Work(_work.depth)
+    this = threading.get_ident()
+    depth = _depths.get(this, 0)
+    for entries in (_depths, _slow, _forking, _interrupts):
+        entries.clear()
+    _leave(depth)
 
 
 os.register_at_fork(

@@ -1,7 +1,9 @@
 """Forks while a background thread of the cache works: the child finds no lock held."""
 
 import os
+import signal
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -10,7 +12,13 @@ from graphstash import _forking
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable, unforked
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork")  # of JAX, and of Python 3.12
+
 FOREVER = 3600
+
+
+class Terminated(BaseException):
+    pass
 
 
 def fork(code=lambda: None):
@@ -24,26 +32,47 @@ def fork(code=lambda: None):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def is_forking():
+    return bool(_forking._forking)
+
+
+def depth():
+    return _forking._depths.get(threading.get_ident(), 0)
+
+
 @contextmanager
-def executor(**options):
-    made = BoundedExecutor("test", workers=1, capacity=1, **options)
-    yield made
-    assert made.drain(60)
-    made.close()
+def working(work, **options):
+    """Runs work in an executor, from its call of `begin` to the end of the block."""
+    begun, stop = threading.Event(), threading.Event()
 
-
-@pytest.fixture
-def waiting(monkeypatch):
-    """An event that a fork sets when it begins to wait for other threads."""
-    begun = threading.Event()
-    begin = _forking._Work.begin_fork
-
-    def begin_fork(work):
+    def begin():
         begun.set()
-        begin(work)
+        return stop
 
-    monkeypatch.setattr(_forking._Work, "begin_fork", begin_fork)
-    return begun
+    executor = BoundedExecutor("test", workers=1, capacity=1, **options)
+    executor.submit(lambda: work(begin))
+    assert begun.wait(60)
+    yield
+    stop.set()
+    assert executor.drain(60)
+    executor.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Threads that earlier tests left delay no fork."""
+    for name in ("_depths", "_slow", "_forking", "_interrupts"):
+        monkeypatch.setattr(_forking, name, type(vars(_forking)[name])())
+    yield
+    assert depth() == 0
+    assert not is_forking()
 
 
 @pytest.fixture
@@ -53,62 +82,42 @@ def patient(monkeypatch):
 
 
 @pytest.mark.usefixtures("patient")
-def test_fork_waits_for_call_of_an_executor_that_delays_it(waiting):
-    lock, has_lock = threading.Lock(), threading.Event()
+def test_fork_waits_for_call_of_an_executor_that_delays_it():
+    lock = threading.Lock()
 
-    def call():
+    def work(begin):
         with lock:
-            has_lock.set()
-            assert waiting.wait(60)
+            begin()
+            until(is_forking)
 
-    with executor(delays_forks=True) as threads:
-        threads.submit(call)
-        assert has_lock.wait(60)
+    with working(work, delays_forks=True):
         assert fork(lambda: lock.acquire(timeout=0) or os._exit(2)) == 0
 
 
-@pytest.mark.parametrize("in_forkable", [False, True])
+@pytest.mark.parametrize("delays_forks", [False, True])
 @pytest.mark.usefixtures("patient")
-def test_fork_does_not_wait_for_other_work(in_forkable):
-    begun, forked = threading.Event(), threading.Event()
-
-    def call():
+def test_fork_does_not_wait_for_other_work(delays_forks):
+    def work(begin):
         with forkable(), forkable():
-            begun.set()
-            assert forked.wait(60)
-        assert bool(_forking._work.depth) == in_forkable
+            begin().wait(60)
+        assert bool(depth()) == delays_forks
 
-    with executor(delays_forks=in_forkable) as threads:
-        threads.submit(call)
-        assert begun.wait(60)
+    with working(work, delays_forks=delays_forks):
         assert fork() == 0
-        forked.set()
 
 
 def test_fork_waits_once_for_a_block_that_does_not_end(monkeypatch):
-    begun, forked = threading.Event(), threading.Event()
-
-    def work():
-        with unforked():
-            begun.set()
-            assert forked.wait(60)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert begun.wait(60)
-    monkeypatch.setattr(_forking, "_WAIT_SECONDS", 0.01)
-    assert fork() == 0
-    monkeypatch.setattr(_forking, "_WAIT_SECONDS", FOREVER)
-    assert fork() == 0
-    forked.set()
-    thread.join()
-    assert _forking._work._slow == set()
+    with working(lambda begin: begin().wait(60), delays_forks=True):
+        monkeypatch.setattr(_forking, "_WAIT_SECONDS", 0.01)
+        assert fork() == 0
+        monkeypatch.setattr(_forking, "_WAIT_SECONDS", FOREVER)
+        assert fork() == 0
 
 
 @pytest.mark.usefixtures("patient")
 def test_thread_that_forks_inside_blocks_does_not_wait_for_itself():
     def child():
-        assert _forking._work.depth == 2
+        assert depth() == 2
         with forkable():
             assert fork() == 0
         assert fork() == 0
@@ -116,14 +125,14 @@ def test_thread_that_forks_inside_blocks_does_not_wait_for_itself():
     with unforked(), unforked():
         assert fork(child) == 0
         with forkable():
-            assert _forking._work.depth == 0
-        assert _forking._work.depth == 2
-    assert _forking._work.depth == 0
+            assert depth() == 0
+        assert depth() == 2
+    assert depth() == 0
 
 
 @pytest.mark.usefixtures("patient")
-def test_fork_is_not_put_off_by_threads_that_take_turns():
-    """New blocks begin after the fork."""
+def test_forks_are_not_put_off_by_threads_that_take_turns():
+    """Nor by forks of other threads."""
     stop = threading.Event()
 
     def work():
@@ -131,11 +140,106 @@ def test_fork_is_not_put_off_by_threads_that_take_turns():
             with unforked(), forkable():
                 pass
 
+    def use():
+        with unforked():
+            pass
+
+    statuses = []
     threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
+    forkers = [threading.Thread(target=lambda: statuses.append(fork(use))) for _ in range(8)]
+    for thread in threads + forkers:
         thread.start()
-    for _ in range(20):
-        assert fork(lambda: _forking._work.begin(1)) == 0
+    for thread in forkers:
+        thread.join()
     stop.set()
     for thread in threads:
         thread.join()
+    assert statuses == [0] * 8
+
+
+@pytest.fixture
+def handle():
+    """Sets the handler of SIGUSR1."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield lambda handler: signal.signal(signal.SIGUSR1, lambda *_: handler())
+    signal.signal(signal.SIGUSR1, before)
+
+
+def send(number):
+    """Send a signal to the main thread when it is in no block."""
+    main = threading.main_thread().ident
+    until(lambda: main not in _forking._depths)
+    signal.pthread_kill(main, number)
+
+
+def raise_(error):
+    raise error
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), Terminated("by the scheduler")])
+@pytest.mark.usefixtures("patient")
+def test_exception_of_a_signal_handler_is_raised_after_the_fork(raised, handle):
+    handle(lambda: raise_(raised))
+
+    def work(begin):
+        begin()
+        until(is_forking)
+        send(signal.SIGUSR1)
+        until(lambda: _forking._interrupts)
+
+    def fork_and_wait():
+        assert fork() == 0
+        until(lambda: False)
+
+    with working(work, delays_forks=True), pytest.raises(type(raised)) as error:
+        fork_and_wait()
+    assert error.value.args == raised.args
+
+
+def begin_a_block(meanwhile):
+    meanwhile()
+    with unforked():
+        until(lambda: False)
+
+
+def end_a_wait(meanwhile):
+    with unforked(), forkable():
+        meanwhile()
+
+
+@pytest.mark.parametrize("wait", [begin_a_block, end_a_wait])
+def test_interrupt_of_a_thread_that_waits_for_a_fork_leaves_no_block(wait, monkeypatch):
+    """The fork, of another thread, waits for a third one."""
+    forker = threading.Thread(target=fork)
+
+    def meanwhile():
+        forker.start()
+        until(is_forking)
+        monkeypatch.setattr(_forking, "_WAIT_SECONDS", FOREVER)
+        threading.Thread(target=send, args=(signal.SIGINT,)).start()
+
+    with working(lambda begin: begin().wait(60), delays_forks=True):
+        with pytest.raises(KeyboardInterrupt):
+            wait(meanwhile)
+        assert depth() == 0
+    forker.join()
+
+
+def test_handler_of_a_signal_forks_while_its_thread_waits_for_another_fork(monkeypatch, handle):
+    statuses = []
+
+    def use():
+        with unforked():
+            pass
+
+    handle(lambda: statuses.append(fork(use)))
+    forker = threading.Thread(target=fork)
+    with working(lambda begin: begin().wait(60), delays_forks=True):
+        monkeypatch.setattr(_forking, "_WAIT_SECONDS", 1)
+        forker.start()
+        until(is_forking)
+        threading.Thread(target=send, args=(signal.SIGUSR1,)).start()
+        use()
+        until(lambda: statuses)
+    forker.join()
+    assert statuses == [0]

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Final
 
 from graphstash._artifacts.local_tier import OWN, LocalTier
 from graphstash._artifacts.withdrawals import Named, Withdrawals
+from graphstash._forking import forkable, unforked
 from graphstash._http.client import ServerClient
 from graphstash._trust.provenance import Provenance
 from graphstash.errors import CacheError, RefusedError
@@ -251,7 +252,7 @@ class Standing:
         Raises:
             CacheError: the server does not say.
         """
-        with self._asking:
+        with forkable(), self._asking, unforked():
             known = self._known(namespace, key)
             if known is None:
                 known = self._ask(namespace, key)
@@ -269,7 +270,7 @@ class Standing:
 
     def confirms(self, namespace: Namespace, key: ArtifactKey, sha256: str) -> bool:
         """Ask the server again, and return whether it has these bytes under a key now."""
-        with suppress(CacheError), self._asking:
+        with suppress(CacheError), forkable(), self._asking, unforked():
             return self._ask(namespace, key)[0] == sha256
         return False
 

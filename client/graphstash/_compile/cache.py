@@ -558,4 +558,6 @@ class CompileCache:
                             raise CacheError(Reason.WAIT_BUDGET, detail)
                         # A closing server replies without waiting. Do not poll it in a busy loop.
                         if seconds:
-                            sleep(max(0.0, min(asked + _MIN_POLL_SECONDS - monotonic(), wait.left)))
+                            pause = min(asked + _MIN_POLL_SECONDS - monotonic(), wait.left)
+                            with forkable():
+                                sleep(max(0.0, pause))

@@ -12,6 +12,7 @@ counts a failure.
 import encodings.idna  # noqa: F401 - connecting imports it, which could race with a fork
 import ipaddress
 import os
+import select
 import socket
 import ssl
 import sys
@@ -281,7 +282,7 @@ class _Stream(httpcore.NetworkStream):
         self._current = current
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        with forkable():
+        with self._waiting(select.POLLIN, timeout):
             data = self._inner.read(max(max_bytes, _READ_BYTES), _bounded(self._current, timeout))
         self._current.is_answered |= data != b""
         return data
@@ -291,8 +292,24 @@ class _Stream(httpcore.NetworkStream):
         view = memoryview(buffer)
         for start in range(0, len(view), _WRITE_BYTES):
             piece = bytes(view[start : start + _WRITE_BYTES])
-            with forkable():
+            with self._waiting(select.POLLOUT, timeout):
                 self._inner.write(piece, _bounded(self._current, timeout))
+
+    @contextmanager
+    def _waiting(self, event: int, timeout: float | None) -> Iterator[None]:
+        """Allow forks while the socket is not ready for the block, but not inside OpenSSL."""
+        tls = self._inner.get_extra_info("ssl_object")
+        if tls is None:
+            with forkable():
+                yield
+            return
+        if not tls.pending():
+            ready = select.poll()
+            ready.register(self._inner.get_extra_info("socket"), event)
+            bounded = _bounded(self._current, timeout)
+            with forkable():
+                ready.poll(None if bounded is None else 1000 * bounded)
+        yield
 
     def close(self) -> None:
         self._inner.close()

@@ -8,18 +8,14 @@ while it waits for a compiling thread. We know of no such framework.
 If the hook fails, the framework receives the result of the plug-in's own function.
 """
 
-import _thread
 import ctypes
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final, TypeVar
 
 from graphstash._compile.cache import CompileCache
+from graphstash._interrupts import raise_after
 from graphstash.hooks.pjrt.abi import (
     POINTER_BYTES,
     PROFILER_EXTENSION,
@@ -47,7 +43,6 @@ _KEPT: Final[list[Any]] = []
 
 _MEMORY: Final = Path("/proc/self/mem")
 
-_POLL_SECONDS: Final = 0.01
 """Seconds between two checks whether a thread has left its callback."""
 
 
@@ -232,37 +227,5 @@ class Shield:
     def close(self) -> None:
         """Have a signal handler's exception raised again in this thread, after the callback."""
         if self._interrupt is not None:
-            # `Thread.start` would wait for the thread, where a second signal could interrupt it.
-            arguments = (threading.get_ident(), sys._getframe(1), self._interrupt)
-            _thread.start_new_thread(_raise_in, arguments)
-
-
-def _raise_in(thread: int, callback: FrameType, interrupt: BaseException) -> None:
-    time.sleep(_POLL_SECONDS)
-    while _is_in(thread, callback):  # an exception that leaves the callback ends the process
-        time.sleep(_POLL_SECONDS)
-    is_ctrl_c = isinstance(interrupt, KeyboardInterrupt)
-    if is_ctrl_c and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.pthread_kill(thread, signal.SIGINT)  # a signal also interrupts a wait for a lock
-    else:
-        # A custom handler has run once and may have side effects, so raise without a second signal.
-        again = ctypes.py_object(_raisable_copy(interrupt))
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), again)
-
-
-def _is_in(thread: int, callback: FrameType) -> bool:
-    """Return whether the frame `callback` is still on the thread's stack."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame is not callback:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _raisable_copy(interrupt: BaseException) -> type[BaseException]:
-    """Return a class whose instances equal `interrupt`; Python raises only classes in a thread."""
-    kind = type(interrupt)
-
-    def init(self: BaseException) -> None:
-        kind.__init__(self, *interrupt.args)
-
-    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
+            # An exception that leaves the callback ends the process.
+            raise_after(sys._getframe(1), self._interrupt)

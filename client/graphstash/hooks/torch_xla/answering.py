@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from graphstash._forking import unforked
 from graphstash.hooks.torch_xla.stub import PATH_LIMIT, Block
 
 __all__ = ["Answering"]
@@ -104,7 +105,8 @@ class Answering:
                 self._working = sequence
                 self._work.set()
                 try:
-                    self.answer(os.fsdecode(request[_SEQUENCE.size :]))
+                    with unforked():
+                        self.answer(os.fsdecode(request[_SEQUENCE.size :]))
                 except Exception:  # noqa: BLE001 - a thread's outermost frame
                     _log.exception("answering a cache look-up failed; torch_xla compiles by itself")
                 finally:
