@@ -243,7 +243,7 @@ async def test_look_up_and_empty_page_take_one_statement(opened):
 
 
 def test_cleared_namespace_withdraws_all_of_its_artifacts(command_on, connect, monkeypatch):
-    monkeypatch.setattr(artifact_service, "_DELETED_AT_ONCE", 2)
+    monkeypatch.setattr(artifact_service, "_DELETION_PAGE", 2)
     command = command_on(namespace)
     api = connect(command.url)
     beside = connect(command.url, "team-2")

@@ -322,6 +322,21 @@ def test_worker_that_cannot_start_is_retried_and_stops_a_rolling_restart(start, 
     eventually(replaced(server, old))
 
 
+def test_connections_are_closed_while_no_worker_serves(start, eventually):
+    server = start("--workers", "2", command=(sys.executable, "-c", FAILING))
+    (server.data_dir / "broken").touch()
+    for worker in server.workers:
+        server.kill_worker(worker)
+    eventually(lambda: "restarting it in 0.5 s" in server.log)
+
+    with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
+        asked(server)
+
+    (server.data_dir / "broken").unlink()
+    eventually(lambda: serving(server) == 4)
+    assert "ok" in asked(server)
+
+
 def test_a_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, process_environment):
     (tmp_path / "graphstash.sqlite3").write_bytes(b"this is not a database" * 500)
 

@@ -3,7 +3,7 @@
 The parent imports everything once and forks. It starts no thread and no event loop, so forking is
 safe. Replacing a worker imports nothing, and all workers share the memory of the code. The workers
 accept from listening sockets that stay open in the parent. A connection that is not accepted yet
-waits for the next free worker.
+waits for the next free worker, or is closed soon if there is none.
 
 uvicorn's own supervisor kills a worker that misses a ping for seconds, which happens on a loaded
 host. It also starts every worker from scratch.
@@ -44,6 +44,10 @@ _MARGIN_SECONDS = 4.0
 
 _READY_SECONDS = 60.0
 """Seconds within which the successor of a rolling restart must be ready."""
+
+_UNSERVED_SECONDS = 0.5
+"""Seconds that new connections wait while no worker serves. Then the parent closes them, because a
+proxy and clients try another server sooner than after their timeouts."""
 
 _EARLY_SECONDS = 5.0
 """A worker that ends within these seconds of its start will probably end early again."""
@@ -110,12 +114,16 @@ class _Supervisor:
         self._selector = selectors.DefaultSelector()
         self._lifeline, self._held = os.pipe()  # never written to: workers detect its closing
         self._woken, self._waking = socket.socketpair()
+        self._turn_away_at = inf  # set while no worker serves
+        self._is_turning_away = False
 
     def run(self) -> bool:
         gc.collect()
         gc.freeze()  # the collector writes to objects, which would copy the shared memory
         self._woken.setblocking(False)
         self._waking.setblocking(False)
+        for listener in self._listeners:
+            listener.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         signal.set_wakeup_fd(self._waking.fileno(), warn_on_full_buffer=False)
         for number in PARENT_SIGNALS:
@@ -126,6 +134,8 @@ class _Supervisor:
             for key, _ in self._selector.select(self._rest_seconds(now)):
                 if isinstance(key.data, _Worker):
                     self._handle_ready(key.data)
+                elif isinstance(key.data, socket.socket):
+                    _turn_away(key.data)
             self._take_signals()
             self._reap()
         return not self._has_failed
@@ -137,6 +147,7 @@ class _Supervisor:
                 self._kill(worker)
         if self._is_stopping:
             return
+        self._watch_listeners(now)
         for slot in self._empty():
             if slot.start_at <= now:
                 slot.worker = self._start(slot)
@@ -156,11 +167,32 @@ class _Supervisor:
         slots = self._slots if self._is_prepared else self._slots[:1]
         return [slot for slot in slots if slot.worker is None]
 
+    def _watch_listeners(self, now: float) -> None:
+        """Turn connections away if no worker has served for `_UNSERVED_SECONDS`."""
+        is_served = any(each.is_ready and not each.is_ending for each in self._alive.values())
+        if is_served or not self._is_prepared:
+            self._turn_away_at = inf
+        elif self._turn_away_at == inf:
+            self._turn_away_at = now + _UNSERVED_SECONDS
+        self._set_turning_away(self._turn_away_at <= now)
+
+    def _set_turning_away(self, is_turning_away: bool) -> None:  # noqa: FBT001 - it sets a state
+        if is_turning_away == self._is_turning_away:
+            return
+        self._is_turning_away = is_turning_away
+        for listener in self._listeners:
+            if is_turning_away:
+                self._selector.register(listener, selectors.EVENT_READ, listener)
+            else:
+                self._selector.unregister(listener)
+
     def _rest_seconds(self, now: float) -> float | None:
         """Return the seconds until the next action is due, or None."""
         due = min((worker.kill_at for worker in self._alive.values()), default=inf)
         if not self._is_stopping:
             due = min([due, *(slot.start_at for slot in self._empty())])
+            if not self._is_turning_away:
+                due = min(due, self._turn_away_at)
         return None if due == inf else max(due - now, 0.0)
 
     def _take_signals(self) -> None:
@@ -230,6 +262,7 @@ class _Supervisor:
     def _stop(self) -> None:
         if not self._is_stopping:
             self._is_stopping = True
+            self._set_turning_away(False)
             for listener in self._listeners:
                 listener.close()
             for worker in self._alive.values():
@@ -292,6 +325,12 @@ class _Supervisor:
             )
         finally:
             os._exit(1)
+
+
+def _turn_away(listener: socket.socket) -> None:
+    """Close a connection that no worker would answer."""
+    with suppress(OSError):
+        listener.accept()[0].close()
 
 
 def _pause_seconds(worker: _Worker) -> float:
