@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from graphstash_schema import Digest, ErrorCode, NamespacePolicy
+from graphstash_schema import Digest, ErrorCode, Namespace, NamespacePolicy
 from graphstash_server.context import open_services, prepare_database
 from graphstash_server.errors import ServerError
 from graphstash_server.settings import load_settings
@@ -22,7 +22,7 @@ from graphstash_server.storage import upload as storage_upload
 from graphstash_server.storage.disk import DiskBlobStore
 from graphstash_server.storage.upload import DirectorySyncs
 from graphstash_server.testing import MemoryBlobStore, ServerProcess, as_chunks
-from support.services import FakeClock, ServiceClient, key_of, upload_of
+from support.services import ACTOR, FakeClock, ServiceClient, key_of, upload_of
 from support.statements import recorded
 from support.waiting import until
 
@@ -300,4 +300,20 @@ async def test_a_repair_takes_no_statement_for_each_artifact(opened):
             assert await check() == []
             assert (await server.used("one")).artifacts == 0
         assert not [digest async for digest in blobs.list()]
+    assert taken[12] == taken[2]
+
+
+@pytest.mark.sql
+async def test_clearing_a_namespace_takes_no_statement_for_each_artifact(opened):
+    taken = {}
+    async with opened() as server:
+        for count in (2, 12):
+            for number in range(count):
+                await server.put(f"blob {number}".encode(), number)
+            with recorded() as statements:
+                deleted = await server.context.artifacts.delete_all(Namespace("team"), actor=ACTOR)
+            assert deleted == count
+            taken[count] = len(statements)
+            assert (await server.used()).artifacts == 0
+        assert not [digest async for digest in opened.blobs.list()]
     assert taken[12] == taken[2]

@@ -65,7 +65,7 @@ __all__ = [
     "insert_artifact",
     "list_artifacts_of",
     "list_digests",
-    "list_keys",
+    "list_stored_rows",
     "note_look_up",
     "pin_artifacts",
     "release_artifact",
@@ -242,18 +242,15 @@ async def find_artifacts(
     return found._replace(newest_withdrawal=newest)
 
 
-async def list_keys(
+async def list_stored_rows(
     connection: AsyncConnection, namespace: Namespace, *, after: StoredKey | None, limit: int
-) -> list[StoredKey]:
-    """Return a page of a namespace's keys in key order, including withheld artifacts."""
+) -> list[Artifact]:
+    """Return a page of a namespace's artifacts in key order, including withheld ones."""
     columns = [artifacts.c[name] for name in KEY_COLUMNS]
-    statement = select(*columns).where(
-        artifacts.c.namespace == namespace, artifacts.c.kind.in_(KNOWN_KINDS)
-    )
+    statement = _CHOSEN.where(artifacts.c.namespace == namespace, artifacts.c.kind.in_(KNOWN_KINDS))
     if after is not None:
         statement = statement.where(tuple_(*columns) > after.columns)
-    found = await connection.execute(statement.order_by(*columns).limit(limit))
-    return [stored_key(row) for row in found]
+    return await _rows_of(connection, statement.order_by(*columns).limit(limit))
 
 
 async def list_digests(
@@ -283,6 +280,10 @@ async def list_artifacts_of(
         artifacts.c.sha256.in_([digest.sha256 for digest in digests]),
         artifacts.c.kind.in_(KNOWN_KINDS),
     )
+    return await _rows_of(connection, statement)
+
+
+async def _rows_of(connection: AsyncConnection, statement: Select[Any]) -> list[Artifact]:
     return [
         artifact_of(found[len(KEY_COLUMNS) :], stored_key(found))
         for found in await connection.execute(statement)

@@ -22,7 +22,7 @@ from graphstash_server.db.queries.artifacts import (
     find_artifact_now,
     find_artifacts,
     find_stored,
-    list_keys,
+    list_stored_rows,
     note_look_up,
 )
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
@@ -283,12 +283,17 @@ class ArtifactService:
         deleted, after = 0, None
         while True:
             async with self.database.reading() as connection:
-                page = await list_keys(connection, namespace, after=after, limit=_DELETION_PAGE)
+                page = await list_stored_rows(
+                    connection, namespace, after=after, limit=_DELETION_PAGE
+                )
             if not page:
                 return deleted
-            for key in page:
+            gone = await self._delete(page, actor=actor)
+            deleted += len(gone)
+            kept = {row.key for row in page}.difference(row.key for row in gone)
+            for key in kept:  # replaced since the page was read
                 deleted += await self.delete(key, actor=actor)
-            after = page[-1]
+            after = page[-1].key
 
     async def heal(self, row: Artifact) -> bool:
         """Drop an artifact whose blob is lost or damaged. Return whether it was dropped."""
