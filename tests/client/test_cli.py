@@ -151,6 +151,10 @@ _SLOW = {"httpx", "filelock", "cryptography", "graphstash_schema.model", "graphs
 """Imports of which each takes as long as the rest of a command that fails on its arguments."""
 
 
+_CLIENTS = ("run", "status", "ls", "show", "forget", "explain", "report", "keys", "tune")
+"""Commands that fail on their arguments without the client of a server and the local tier."""
+
+
 def test_run_imports_nothing_heavy_before_the_job():
     program = """
         import os, sys
@@ -176,6 +180,7 @@ def test_run_imports_nothing_heavy_before_the_job():
         (("--help",), {"pydantic", *_SLOW}),
         (("--nope",), {"rich", "pydantic", *_SLOW}),
         (("no-such-command",), {"rich", *_SLOW}),  # typer reads the options by pydantic
+        *(((command, "--nope"), _SLOW - {"graphstash_schema.model"}) for command in _CLIENTS),
     ],
 )
 def test_start_imports_only_what_the_command_line_needs(arguments, unwanted):

@@ -4,12 +4,10 @@ import heapq
 import shlex
 from collections.abc import Callable, Iterator
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from graphstash._artifacts.local_tier import OWN
-from graphstash._artifacts.stash import Stash
 from graphstash._cli.output import (
     Json,
     NamespaceOption,
@@ -27,16 +25,15 @@ from graphstash._cli.output import (
     server_of,
     shown,
 )
-from graphstash._http.client import ServerClient
-from graphstash._trust.policy import Signatures
-from graphstash._trust.provenance import Provenance, SignedSubject
-from graphstash._trust.trusted_keys import TrustedKeys
 from graphstash.config import ClientConfig, SignaturePolicy
 from graphstash.errors import CacheError, ConfigError
 from graphstash_schema import ArtifactKey, ArtifactKind, Digest, InvalidValueError, Namespace
 from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.explanation import is_of_program
 from graphstash_schema.listing import ArtifactQuery, ListedArtifact, ListOrder
+
+if TYPE_CHECKING:
+    from graphstash._http.client import ServerClient
 
 __all__ = ["DeviceTypeOption", "KindOption", "find_one", "forget", "ls", "show"]
 
@@ -160,7 +157,7 @@ def show(
     with server_of(config) as server:
         found = find_one(server, artifact)
     trust = _trust_of(config, found)
-    with Stash(config) as stash:
+    with open_stash(config) as stash:
         is_here = stash.standing.has(config.namespace, found.key)
     if as_json:
         known = found.model_dump(mode="json")
@@ -187,6 +184,8 @@ def forget(
     This command contacts no server. The server keeps the artifact, so the next job fetches it again
     unless an administrator deletes or withholds it. Jobs that have loaded it keep using it.
     """
+    from graphstash._artifacts.local_tier import OWN  # slow to import, as are the others below
+
     config = load_config()
     key, prefix = _key_or_prefix(artifact)
     with open_stash(config) as stash:
@@ -226,7 +225,7 @@ def forget(
     )
 
 
-def find_one(server: ServerClient, text: str) -> ListedArtifact:
+def find_one(server: "ServerClient", text: str) -> ListedArtifact:
     """Return the only artifact with this key or prefix, with details, or end the command."""
     key, prefix = _key_or_prefix(text)
     query = ArtifactQuery(fingerprint=prefix, details=True, limit=3)
@@ -264,7 +263,7 @@ def _key_or_prefix(text: str) -> tuple[ArtifactKey | None, str]:
 
 
 def _listed(
-    server: ServerClient, query: ArtifactQuery, *, sort: Sort, limit: int
+    server: "ServerClient", query: ArtifactQuery, *, sort: Sort, limit: int
 ) -> tuple[list[ListedArtifact], str | None]:
     if sort in _SORT_KEYS:
         with err.status("reading the list"):
@@ -345,6 +344,9 @@ def _trust_of(config: ClientConfig, found: ListedArtifact) -> dict[str, Any]:
 
     `state` is unsigned, unchecked, trusted or refused.
     """
+    from graphstash._trust.policy import Signatures
+    from graphstash._trust.provenance import Provenance, SignedSubject
+
     signature = found.metadata.signature if found.metadata else None
     trust: dict[str, Any] = {"key_id": signature.key_id if signature else None}
     by = f"by key {signature.key_id}" if signature else ""
@@ -375,6 +377,8 @@ def _trust_of(config: ClientConfig, found: ListedArtifact) -> dict[str, Any]:
 def _name_of(config: ClientConfig, key_id: str) -> str:
     if config.trusted_keys is None:
         return ""
+    from graphstash._trust.trusted_keys import TrustedKeys
+
     trusted = TrustedKeys.read(config.trusted_keys).keys
     name = next((each.name for each in trusted if each.key_id == key_id), "")
     return f" ({shown(name)})" if name else ""

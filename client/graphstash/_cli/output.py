@@ -13,20 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeAlias
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
-from graphstash._artifacts.stash import Stash
 from graphstash._compile.stats import format_seconds, plural
-from graphstash._http.client import ServerClient
 from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig
 from graphstash.errors import CacheError, ConfigError, TransportError
 from graphstash_schema.exit_status import ExitStatus, error_line
@@ -62,6 +51,11 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
+    from graphstash._artifacts.stash import Stash
+    from graphstash._http.client import ServerClient
+
     Url: TypeAlias = str | None
     NamespaceOption: TypeAlias = str | None
     CacheDir: TypeAlias = Path | None
@@ -83,8 +77,10 @@ def load_config(**options: Any) -> ClientConfig:
         fail(blamed(error, options), status=ExitStatus.USAGE)
 
 
-def open_stash(config: ClientConfig) -> Stash:
+def open_stash(config: ClientConfig) -> "Stash":
     """Open the cache with these settings. End the command if a file that they name is invalid."""
+    from graphstash._artifacts.stash import Stash  # slow to import, as are the others below
+
     try:
         return Stash(config)
     except ConfigError as error:
@@ -92,8 +88,10 @@ def open_stash(config: ClientConfig) -> Stash:
 
 
 @contextmanager
-def server_of(config: ClientConfig) -> Iterator[ServerClient]:
+def server_of(config: ClientConfig) -> "Iterator[ServerClient]":
     """Yield a client of the configured server. End the command if the client raises an error."""
+    from graphstash._http.client import ServerClient
+
     try:
         server = ServerClient(config)
     except ConfigError as error:
@@ -170,17 +168,23 @@ def print_table(
             say(below[number - 1], style="dim")
 
 
-def byte_progress() -> Progress:
+def byte_progress() -> "Progress":
     """Return a progress bar in bytes on standard error, which is hidden without a terminal."""
+    from rich.progress import DownloadColumn
+
     return _progress(DownloadColumn(binary_units=True))
 
 
-def count_progress() -> Progress:
+def count_progress() -> "Progress":
     """Return a progress bar in items on standard error, which is hidden without a terminal."""
+    from rich.progress import MofNCompleteColumn
+
     return _progress(MofNCompleteColumn())
 
 
-def _progress(amount: ProgressColumn) -> Progress:
+def _progress(amount: "ProgressColumn") -> "Progress":
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),

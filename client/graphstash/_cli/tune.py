@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from graphstash._artifacts.stash import Memory, Stash
 from graphstash._cli.artifacts import DeviceTypeOption
 from graphstash._cli.output import (
     Json,
@@ -36,6 +35,7 @@ from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.listing import MAX_LISTED_ARTIFACTS, ArtifactQuery, ListOrder
 
 if TYPE_CHECKING:
+    from graphstash._artifacts.stash import Stash
     from graphstash.tuning.measuring import MakeExecutor
 
 __all__ = ["tune"]
@@ -285,8 +285,9 @@ def _schedules(
     return found
 
 
-def _read(stash: Stash, key: ArtifactKey) -> dict[str, Any] | None:
+def _read(stash: "Stash", key: ArtifactKey) -> dict[str, Any] | None:
     """Return an answer's content. If it is unusable, print an error and return None."""
+    from graphstash._artifacts.stash import Memory
     from graphstash.tuning.memory.findings import MAX_RECORD_BYTES, read_answer
 
     payload = Memory(MAX_RECORD_BYTES)

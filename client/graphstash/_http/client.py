@@ -12,9 +12,6 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Final, TypeVar
 
 import graphstash_schema as schema
-from graphstash._http.download import Downloaded, download
-from graphstash._http.errors import problem_of
-from graphstash._http.transport import Answer, Transport
 from graphstash._trust.provenance import BoundedReader
 from graphstash.config import ClientConfig, holder_name
 from graphstash.errors import (
@@ -36,6 +33,8 @@ from graphstash_schema.protocol import (
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from graphstash._http.download import Downloaded
+    from graphstash._http.transport import Answer, Transport
     from graphstash._tracing import Tracer
     from graphstash_schema.explanation import Description, ExplainResponse
     from graphstash_schema.history import History
@@ -76,7 +75,11 @@ class ServerClient:
     """
 
     def __init__(self, config: ClientConfig, *, tracer: Tracer | None = None) -> None:
+        # Commands that need no server do not import httpx.
+        from graphstash._http.download import download
+
         self.config = config
+        self._download = download
         self._transport = _transport(config, tracer)
         self.may_write = True
 
@@ -127,7 +130,7 @@ class ServerClient:
             CacheError: the server does not answer, or the bytes do not match the announced digest.
         """
         path = key.artifact_path(namespace or self.config.namespace)
-        return download(
+        return self._download(
             self._transport, path, target, config=self.config, between_chunks=between_chunks
         )
 
@@ -389,6 +392,8 @@ class ServerClient:
 
 def _transport(config: ClientConfig, tracer: Tracer | None) -> Transport:
     if tracer is None:
+        from graphstash._http.transport import Transport
+
         return Transport(config)
     from graphstash._http.traced import TracedTransport
 
@@ -407,6 +412,8 @@ def _read_chunks(
 
 def _refused(answer: Answer, config: ClientConfig) -> RefusedError:
     """Return the error for a 404 that is not a miss."""
+    from graphstash._http.errors import problem_of
+
     problem = problem_of(answer.body)
     if problem is not None and problem.code is schema.ErrorCode.UNKNOWN_PATH:
         detail = f"{config.url} is older than this command"
