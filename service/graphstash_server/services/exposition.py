@@ -40,7 +40,7 @@ OTHER = "(other)"
 
 _STORED = ("size_bytes", "metadata_bytes", "manifest_bytes")
 
-_DATABASE_SECONDS = 1.4
+_DATABASE_SECONDS = 1.0
 """Seconds that a scrape waits for the database. If scrapes reached Prometheus' timeout, it would
 report that the server is down."""
 
