@@ -17,6 +17,12 @@ class ManifestEntry(WireModel):
     key: ArtifactKey
     used_at: datetime = Field(description="the last run that used it, UTC")
     runs: int = Field(ge=1, description="how many runs used it")
+    writer: int | None = Field(
+        default=None,
+        ge=0,
+        description="number of the only caller who listed it, in this answer; none if several did. "
+        "Only with `Graphstash-Writers: 1`",
+    )
 
 
 class Manifest(WireModel):

@@ -19,6 +19,7 @@ __all__ = [
     "HEADER_METADATA",
     "HEADER_PROTOCOL",
     "HEADER_REQUEST_ID",
+    "HEADER_WRITERS",
     "LOOKUP_PIN_SECONDS",
     "MAX_DESCRIBE_BYTES",
     "MAX_DESCRIPTIONS",
@@ -63,6 +64,9 @@ HEADER_ACCEPT_REDIRECT: Final = "Graphstash-Accept-Redirect"
 HEADER_COPY: Final = "Graphstash-Copy"
 """GET request: `1` if the client copies the artifact without using it, as an export does. The
 server counts neither a hit nor a miss, but counts the served bytes."""
+
+HEADER_WRITERS: Final = "Graphstash-Writers"
+"""GET request of a manifest: `1` if the answer may number the writers of its entries."""
 
 HEADER_REQUEST_ID: Final = "X-Request-Id"
 """Response: the request's id in the server's log, also in a problem document's `instance`."""

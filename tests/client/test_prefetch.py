@@ -13,10 +13,11 @@ from graphstash import ClientConfig
 from graphstash._artifacts import prefetch
 from graphstash._artifacts.prefetch import Prefetch
 from graphstash._http import deadline
-from graphstash_schema import ArtifactKey, ArtifactMetadata
+from graphstash_schema import MAX_COMPILE_SECONDS, ArtifactKey, ArtifactMetadata
 from support.host import key
 from support.processes import graphstash
 from support.slow_link import SlowLink
+from support.tokens import Guarded
 from support.waiting import variables_of
 
 GRAPHS = 12
@@ -224,6 +225,67 @@ def test_one_process_of_a_run_prefetches_for_all_of_its_host(run, writer, link):
     assert sum(each["prefetched_bytes"] > 0 for each in counted) == 1
     assert len([each for each in link.requests if "/manifests/" in each and each[0] == "G"]) == 1
     assert len(downloads_in(link)) == GRAPHS
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    with Guarded(tmp_path / "guarded") as guarded:
+        yield guarded
+
+
+def test_one_writer_cannot_displace_the_artifacts_of_others(guarded, hosts):
+    """It claims the longest compile times, and lists its artifacts for a job of others."""
+
+    def publish(numbers, seconds, size=1000):
+        token = guarded.token("write:shared")
+        host = hosts("writer", url=guarded.url, namespace="shared", token=token)
+        for number in numbers:
+            host.put(_key(number), random.Random(number).randbytes(size), _metadata(size, seconds))
+        host.server.update_manifest("mine", [_key(number) for number in numbers])
+
+    publish(range(1, 7), 9.0)
+    publish(range(100, 160), MAX_COMPILE_SECONDS)
+    publish([200], MAX_COMPILE_SECONDS, size=16_000)
+    token = guarded.token("read:shared")
+    reader = hosts("reader", url=guarded.url, namespace="shared", token=token)
+    manifest = reader.server.manifest("mine")
+    writers = {entry.key: entry.writer for entry in manifest.entries}
+    assert len({writers[_key(number)] for number in (1, 100, 200)} - {None}) == 3
+    with closing(
+        Prefetch(reader, is_stopped=lambda: False, done=lambda *_: None, limit_bytes=20_000)
+    ) as prefetching:
+        prefetching.fetch_best(manifest.entries)
+    assert all(reader.is_on_this_host(_key(number)) for number in range(1, 7))
+    assert any(reader.is_on_this_host(_key(number)) for number in range(100, 160))
+    publish([1], 9.0)
+    writers = {entry.key: entry.writer for entry in reader.server.manifest("mine").entries}
+    assert [key for key, writer in writers.items() if writer is None] == [_key(1)]
+
+
+def test_bytes_that_fail_verification_count_against_the_limit(
+    hosts, link, team, namespace, monkeypatch
+):
+    """An earlier namespace's sizes are not known ahead, and its artifacts are unsigned."""
+    monkeypatch.setattr(prefetch, "_WORKERS", 1)
+    junk = hosts("junk", namespace=f"{namespace}-2")
+    for number in range(10):
+        junk.put(_key(number), random.Random(number).randbytes(1000), _metadata(1000, 1))
+    settings = {
+        "trusted_keys": team.file,
+        "url": link.url,
+        "read_namespaces": junk.config.namespace,
+    }
+    reader, failed = hosts("reader", **settings), []
+    with closing(
+        Prefetch(
+            reader,
+            is_stopped=lambda: False,
+            done=lambda _, outcome: failed.append(outcome),
+            limit_bytes=3000,
+        )
+    ) as prefetching:
+        prefetching.fetch([_key(number) for number in range(10)])
+    assert [each.reason for each in failed] == ["unsigned"] * 3
 
 
 def _key(number):

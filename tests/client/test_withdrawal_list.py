@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ from graphstash._artifacts import withdrawals as module
 from graphstash._artifacts.prefetch import Prefetch
 from graphstash._compile import packs as packs_module
 from graphstash._compile.packs import Packs
-from graphstash_schema import ArtifactMetadata
+from graphstash_schema import ArtifactMetadata, ManifestEntry
 from graphstash_schema.withdrawals import WithdrawalList
 from graphstash_server.testing import LiveServer
 from support.fault_proxy import Fault, FaultProxy
@@ -254,7 +255,8 @@ def test_prefetch_learns_with_its_look_up(next_job):
     look_up(job)
     delete(publisher)
     prefetch = Prefetch(job, is_stopped=lambda: False, done=lambda *_: None)
-    prefetch.fetch_best([key(1), key(2)])
+    now = datetime.now(UTC)
+    prefetch.fetch_best([ManifestEntry(key=key(n), used_at=now, runs=1) for n in (1, 2)])
     prefetch.close()
     until(lambda: position(job) == 1)
     assert job.get(key(1)) is None

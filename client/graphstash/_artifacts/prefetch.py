@@ -9,8 +9,10 @@ uses its result. An artifact that fails verification counts only when the job re
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from time import monotonic, sleep, time
 from typing import Final, TypeAlias
 
@@ -21,7 +23,7 @@ from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable
 from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError, Reason
-from graphstash_schema import ArtifactInfo, ArtifactKey
+from graphstash_schema import ArtifactInfo, ArtifactKey, ManifestEntry
 
 __all__ = ["Outcome", "Prefetch", "value_of"]
 
@@ -35,6 +37,9 @@ _WORKERS: Final = 8
 
 _LEAST_BYTES: Final = 4096
 """Cost of a request, as a number of bytes."""
+
+_MOST_SECONDS: Final = 3600.0
+"""Maximum compile time that counts. A longer one makes an artifact no more urgent."""
 
 _LOOK_SECONDS: Final = 0.2
 """Seconds between checks of `is_stopped`."""
@@ -71,13 +76,16 @@ class Prefetch:
         self._done = done
         self.server = ServerClient(stash.config)
 
-    def fetch_best(self, keys: Iterable[ArtifactKey]) -> None:
-        """Download the artifacts that this host lacks, the most valuable first.
+    def fetch_best(self, entries: Iterable[ManifestEntry]) -> None:
+        """Download the artifacts of a manifest that this host lacks, the most valuable first.
+
+        Each writer of the manifest gets an equal share of the bytes, because a writer can list
+        artifacts that no job needs, and claim any compile time for them.
 
         Raises:
             CacheError: the server does not answer the look-up.
         """
-        self.fetch(self._in_order(keys))
+        self.fetch(self._in_order({entry.key: entry.writer for entry in entries}))
 
     def fetch(self, wanted: Sequence[ArtifactKey]) -> None:
         """Download the artifacts in this order, except those that this host has and that verify.
@@ -99,9 +107,9 @@ class Prefetch:
         """Close the connections."""
         self.server.close()
 
-    def _in_order(self, keys: Iterable[ArtifactKey]) -> Sequence[ArtifactKey]:
+    def _in_order(self, writers: Mapping[ArtifactKey, int | None]) -> Sequence[ArtifactKey]:
         """Return the artifacts to download, by saved seconds per byte, within the limit."""
-        absent = [key for key in keys if not self._stash.is_on_this_host(key)]
+        absent = [key for key in writers if not self._stash.is_on_this_host(key)]
         if not absent:
             return ()
         asked_at, stash = time(), self._stash
@@ -109,7 +117,7 @@ class Prefetch:
         stash.standing.follow(stash.config.namespace, reply.newest_withdrawal, asked_at=asked_at)
         found = reply.found
         chosen, left = [], self._limit_bytes
-        for info in sorted(found, key=_value, reverse=True):
+        for info in _shared(sorted(found, key=_value, reverse=True), writers):
             if info.size_bytes <= left:
                 left -= info.size_bytes
                 chosen.append(info.key)
@@ -135,9 +143,8 @@ class Prefetch:
         except CacheError as error:
             _log.debug("not prefetched: %s", error)
             outcome = error
-        if isinstance(outcome, Fetched):
-            with self._counting:
-                self._fetched_bytes += outcome.size_bytes
+        with self._counting:
+            self._fetched_bytes += reader.received_bytes
         self._done(key, outcome)
 
     def _pacing(self) -> Callable[[], None]:
@@ -157,10 +164,30 @@ class Prefetch:
         return pause
 
 
+def _shared(
+    found: Iterable[ArtifactInfo], writers: Mapping[ArtifactKey, int | None]
+) -> Sequence[ArtifactInfo]:
+    """Order artifacts so that the writers who listed them have equal shares of the bytes.
+
+    Each artifact has its turn when it would be complete if the writers' bytes were sent in
+    parallel (Demers, Keshav, Shenker: Analysis and Simulation of a Fair Queueing Algorithm, 1989).
+    """
+    taken_bytes: Counter[int | None] = Counter()
+    turns = []
+    for info in found:
+        writer = writers.get(info.key)
+        taken_bytes[writer] += info.size_bytes
+        turns.append((taken_bytes[writer], info))
+    return [info for _, info in sorted(turns, key=itemgetter(0))]
+
+
 def _value(info: ArtifactInfo) -> float:
     return value_of(info.compile_seconds or 0.0, info.size_bytes)
 
 
 def value_of(compile_seconds: float, size_bytes: int) -> float:
-    """Return the value of a transfer: compile seconds that it saves, per byte."""
-    return compile_seconds / max(size_bytes, _LEAST_BYTES)
+    """Return the value of a transfer: compile seconds that it saves, per byte.
+
+    The seconds are a publisher's claim, and count up to a limit.
+    """
+    return min(compile_seconds, _MOST_SECONDS) / max(size_bytes, _LEAST_BYTES)

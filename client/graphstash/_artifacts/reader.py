@@ -13,6 +13,7 @@ later namespaces.
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -68,6 +69,9 @@ class Fetched:
 class Reader:
     """Find and verify artifacts. Thread-safe.
 
+    Attributes:
+        received_bytes: bytes of all downloads, used or not. Exact if only one thread reads.
+
     Args:
         server: source of artifacts that this host lacks.
         tier: this host's disk.
@@ -95,6 +99,7 @@ class Reader:
         self._standing = standing
         self._downloads = downloads
         self._between_chunks = between_chunks
+        self.received_bytes = 0
         self._reported: set[tuple[Namespace, ArtifactKey]] = set()
         self._may_report = True
 
@@ -244,9 +249,12 @@ class Reader:
         asked_at, before = time(), self._standing.state(namespace)
         with self._tier.temporary() as envelope:
             with nullcontext() if is_prefetch else self._tier.downloading():
-                downloaded = self._server.download(
-                    key, envelope, namespace=namespace, between_chunks=between_chunks
-                )
+                try:
+                    downloaded = self._server.download(
+                        key, envelope, namespace=namespace, between_chunks=between_chunks
+                    )
+                finally:
+                    self.received_bytes += os.fstat(envelope.fileno()).st_size
             if downloaded is None:
                 return None
             digest, metadata = downloaded.digest, downloaded.metadata

@@ -26,6 +26,7 @@ from graphstash_schema.protocol import (
     API_PREFIX,
     HEADER_LEASE,
     HEADER_METADATA,
+    HEADER_WRITERS,
     MAX_LOOKUP_KEYS,
     MAX_MANIFEST_ENTRIES,
 )
@@ -307,7 +308,9 @@ class ServerClient:
 
     def manifest(self, name: schema.ManifestName) -> schema.Manifest | None:
         """Return the artifacts that earlier runs of a job used, or None if there is no manifest."""
-        answer = self._transport.call("GET", self._manifest_path(name))
+        answer = self._transport.call(
+            "GET", self._manifest_path(name), headers={HEADER_WRITERS: "1"}
+        )
         return None if answer.status == 404 else _parsed(schema.Manifest, answer)
 
     def update_manifest(

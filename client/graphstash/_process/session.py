@@ -356,7 +356,7 @@ class Session:
             found = (prefetch.server.manifest(name) for name in names)
             manifest = next((each for each in found if each is not None), None)
             if manifest is not None:
-                prefetch.fetch_best(entry.key for entry in manifest.entries)
+                prefetch.fetch_best(manifest.entries)
         except (CacheError, OSError, RuntimeError) as error:  # at exit, no thread can be started
             is_cut_short = self._closed
             _log.debug("nothing is prefetched: %s", error)

@@ -7,7 +7,7 @@ from fastapi import Request, Response
 from pydantic_core import to_json
 
 from graphstash_schema import ErrorCode, Manifest, ManifestName, ManifestUpdate, Namespace, Scope
-from graphstash_schema.protocol import API_PREFIX, MAX_MANIFEST_ENTRIES
+from graphstash_schema.protocol import API_PREFIX, HEADER_WRITERS, MAX_MANIFEST_ENTRIES
 from graphstash_server.api.bodies import read_keys
 from graphstash_server.api.calls import (
     NO_STORE,
@@ -44,7 +44,7 @@ async def get_manifest(call: NamespaceCall) -> Response:
     entries = await call.context.manifests.get(where, name)
     if not entries:
         raise _absent(where, name)
-    return _answer(name, entries)
+    return _answer(name, entries, has_writers=call.request.headers.get(HEADER_WRITERS) == "1")
 
 
 @router.call(
@@ -71,20 +71,33 @@ async def put_manifest(call: NamespaceCall) -> Response:
     entries, is_new = await call.context.manifests.merge(
         where, name, keys, writer=call.principal.party, actor=call.actor
     )
-    return _answer(name, entries, 201 if is_new else 200)
+    return _answer(name, entries, status_code=201 if is_new else 200)
 
 
-def _answer(name: ManifestName, entries: Sequence[StoredEntry], status_code: int = 200) -> Response:
+def _answer(
+    name: ManifestName,
+    entries: Sequence[StoredEntry],
+    *,
+    has_writers: bool = False,
+    status_code: int = 200,
+) -> Response:
     """Build the JSON of a `Manifest` as text. Its values were validated when stored, and no word
     contains a character that JSON escapes. A model per entry would take twenty times as long.
     """
     times = {entry.used_at for entry in entries}
     as_json = {each: to_json(each).decode() for each in times}  # all entries of a run share a time
+    # Readers need not know who the writers are. Several writers of one entry have an empty name.
+    writers = dict.fromkeys(entry.writer for entry in entries)
+    numbers = {
+        each: f',"writer":{number}' if each and has_writers else ""
+        for number, each in enumerate(writers)
+    }
     listed = ",".join(
         [
             f'{{"key":{{"kind":"{kind}","device_type":"{device_type}",'
-            f'"fingerprint":"{fingerprint}"}},"used_at":{as_json[used_at]},"runs":{runs}}}'
-            for kind, device_type, fingerprint, used_at, runs in entries
+            f'"fingerprint":"{fingerprint}"}},"used_at":{as_json[used_at]},"runs":{runs}'
+            f"{numbers[writer]}}}"
+            for kind, device_type, fingerprint, used_at, runs, writer in entries
         ]
     )
     return Response(

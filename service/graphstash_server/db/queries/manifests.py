@@ -63,6 +63,7 @@ class EntryRow(NamedTuple):
     fingerprint: str
     used_at: datetime
     runs: int
+    writer: str
 
     @property
     def name(self) -> tuple[str, str, str]:
