@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -199,6 +200,31 @@ async def test_another_server_applies_change_after_two_seconds(opened):
             await connection.execute(sa.update(namespaces).values(mode="append_only"))
         opened.clock.turn(2)
         assert (await there.of(TEAM)).mode is WriteMode.READ_ONLY
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # of JAX, and of Python 3.12
+def test_worker_that_is_frozen_inside_a_bucket_does_not_stop_the_others():
+    context = multiprocessing.get_context("fork")
+    is_inside, hold = context.Event(), context.Event()
+    first_in_child = [True]
+
+    def seconds():
+        if multiprocessing.parent_process() is not None and first_in_child:
+            first_in_child.clear()
+            is_inside.set()
+            hold.wait()
+        return 0.0
+
+    buckets = Buckets(seconds=seconds)
+    worker = context.Process(
+        target=buckets.take, args=("team", 1), kwargs={"most": 1, "per_second": 1}
+    )
+    worker.start()
+    assert is_inside.wait(60)
+    assert buckets.take("team", 3, most=1, per_second=1)[0] == 3
+    worker.kill()
+    worker.join()
+    assert [buckets.take("team", 3, most=1, per_second=1)[0] for _ in range(2)] == [1, 0]
 
 
 def policies_of(server, clock, database=None):

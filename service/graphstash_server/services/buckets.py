@@ -1,7 +1,8 @@
 """Token buckets that all workers of a server share: they limit how much each name may take.
 
 A file lock guards the shared memory, because the kernel releases the lock of a process that is
-killed. The lock is held for microseconds and without a system call that may wait.
+killed. The lock is held for microseconds and without a system call that may wait. A worker that is
+frozen meanwhile must not stop the others, so they go on without limits if the lock stays held.
 """
 
 import fcntl
@@ -10,6 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Final
 
@@ -18,6 +20,9 @@ __all__ = ["Buckets"]
 _MAX_BUCKETS: Final = 4096
 """Maximum number of buckets. Dropping the least recently used one forgets at most what it gave
 out."""
+
+_TRIES: Final = 1000
+"""How often a worker tries the lock, in about 2 ms."""
 
 _NAME_BYTES: Final = 16
 _REST, _SINCE, _COUNT = (each * _MAX_BUCKETS for each in (_NAME_BYTES, 24, 32))
@@ -48,9 +53,11 @@ class Buckets:
         """Take up to `wanted` whole units from a bucket of size `most`, filled at `per_second`.
 
         Returns:
-            How many units were taken, and how much is left.
+            How many units were taken, and how much is left. All of `wanted` if another worker is
+            frozen while it holds the lock.
         """
-        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        if not self._is_locked():
+            return wanted, 0.0
         try:
             now = self._seconds()
             bucket = self._bucket(name, most=most, now=now)
@@ -61,6 +68,14 @@ class Buckets:
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
         return taken, rest - taken
+
+    def _is_locked(self) -> bool:
+        for _ in range(_TRIES):
+            with suppress(BlockingIOError, PermissionError):  # POSIX allows both errors
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            os.sched_yield()
+        return False
 
     def _bucket(self, name: str, *, most: float, now: float) -> int:
         """Return the number of a name's bucket, which is a new full one for a new name."""
