@@ -11,6 +11,7 @@ from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._inductor import codecache, compile_fx, config, cpp_builder, remote_cache
 
 from graphstash import CompileCache
+from graphstash._compile.compile_limit import CompileLimit
 from graphstash._compile.stats import Counters
 from graphstash_schema import ArtifactKind, ArtifactMetadata
 from support.fault_proxy import IMPATIENT, Fault, FaultProxy
@@ -56,6 +57,35 @@ def test_a_graph_is_compiled_once(host):
         assert (b.stats.hits_server, b.stats.misses) == (2, 0)
         assert counters["inductor"]["fxgraph_cache_hit"] == 1
         assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+def predict():
+    """Compiles a forward pass whose backward pass never runs: torch stores no result of tracing."""
+    torch.compile(multiply)(torch.ones(3, 4, requires_grad=True), torch.ones(4, 5))
+
+
+@pytest.mark.parametrize(
+    ("is_cached", "ended"),
+    [(True, 0), (False, 1)],
+    ids=["every graph is found", "torch bypasses its cache"],
+)
+def test_job_with_fail_on_miss_ends_only_before_it_compiles(host, monkeypatch, is_cached, ended):
+    def bypass(*args, **kwargs):
+        raise codecache.BypassFxGraphCache("no reason")
+
+    def end(why, *, status):
+        ends.append(why)
+
+    with host("a"):
+        predict()
+    with host("b", fail_on_miss=True) as b:
+        ends = []
+        b.cache.limit = CompileLimit(b.cache.config, end)
+        if not is_cached:
+            monkeypatch.setattr(codecache.FxGraphCache, "_check_can_cache", bypass)
+        predict()
+        assert b.stats.misses == int(is_cached)  # AOTAutograd's entry, unless torch bypasses
+        assert len(ends) == ended, ends
 
 
 @pytest.mark.parametrize("fault", REASONS)

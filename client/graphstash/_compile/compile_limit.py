@@ -62,6 +62,8 @@ class CompileLimit:
 
     def check(self, request: CompileRequest, reason: Reason | None) -> None:
         """End the job if it may not compile now. `reason` is None for a miss."""
+        if not request.is_compiled:
+            return
         what = self._name(request)
         if self._fails_on_miss:
             why = (
@@ -77,7 +79,7 @@ class CompileLimit:
     def begin(self, request: CompileRequest, reason: Reason | None) -> None:
         """Call `check`, then count time for this compilation until `compiled` or `ended`."""
         self.check(request, reason)
-        if not self._most:
+        if not self._most or not request.is_compiled:
             return
         with self._changed:
             self._running[request.key] = monotonic()

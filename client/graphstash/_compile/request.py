@@ -30,6 +30,8 @@ class CompileRequest:
         details: Returns further facts that explain a miss, such as the inputs of the compiler's own
             key. The cache calls it only after a miss. It must be fast compared to a compilation.
         max_bytes: Maximum size of the payload, or None if only `max_artifact` limits it.
+        is_compiled: Whether a miss means that the compiler runs. False if the compiler then looks
+            up the parts: the limits of compilations count only those.
     """
 
     key: ArtifactKey
@@ -38,6 +40,7 @@ class CompileRequest:
     label: str = ""
     details: Callable[[], Mapping[str, str]] = dict
     max_bytes: int | None = None
+    is_compiled: bool = True
 
     @classmethod
     def of(

@@ -24,6 +24,7 @@ from torch._inductor.remote_cache import RemoteCacheBackend
 from graphstash._compile.cache import CompileCache
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
+from graphstash.errors import Reason
 from graphstash.hooks.inductor.fingerprint import entry_request
 from graphstash.hooks.inductor.key_info import KeyInfo
 from graphstash.hooks.inductor.ranks import ranks
@@ -136,6 +137,12 @@ class Entries:
         """Publish a value in the background."""
         if not self._closed:
             self._guarded(lambda: self._put(kind, name, value))
+
+    def check_bypass(self, reason: str) -> None:
+        """End the job if torch compiles an FX graph without a look-up, and the settings say so."""
+        if (limit := self._cache.limit) is not None:
+            request = self._request(ArtifactKind.INDUCTOR, reason, 0)
+            self._guarded(lambda: limit.check(request, Reason.UNSHAREABLE))
 
     def did_not_fit(self, look_up: _LookUp) -> bool:
         """Record that torch rejected an entry. Return True if there may be another variant."""

@@ -13,6 +13,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -63,7 +64,9 @@ def entry_request(
     variant numbers and guards.
     """
     parts = entry_parts(name, variant=variant)
-    return request_of(kind, parts, _device_type(), details=details)
+    request = request_of(kind, parts, _device_type(), details=details)
+    # torch traces, looks up each FX graph, and compiles only those that it does not find.
+    return replace(request, is_compiled=kind is not ArtifactKind.AOT_AUTOGRAD)
 
 
 def entry_parts(name: str, *, variant: int) -> dict[str, str]:

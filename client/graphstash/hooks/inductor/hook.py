@@ -129,7 +129,8 @@ class InductorHook:
             if hasattr(module, name):
                 self._patches.wrap(module, name, self._entries.key_info.completing)
         if hasattr(codecache, "log_cache_bypass"):  # torch's hook for listeners
-            self._patches.wrap(codecache, "log_cache_bypass", _logging_bypass)
+            logging = partial(_logging_bypass, self._entries)
+            self._patches.wrap(codecache, "log_cache_bypass", logging)
         original = compile_fx._compile_fx_inner
 
         def compile_fx_inner(*args: Any, **kwargs: Any) -> Any:
@@ -159,8 +160,11 @@ class InductorHook:
             self._patches.switch_on(config, "bundled_autotune_remote_cache")
 
 
-def _logging_bypass(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's listener. Log each reason why torch does not cache a graph once."""
+def _logging_bypass(entries: Entries, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's listener. Log each reason why torch does not cache a graph once.
+
+    torch calls it for an FX graph before it compiles the graph.
+    """
     logged: set[str] = set()
 
     def log_bypass(*args: Any, **kwargs: Any) -> Any:
@@ -168,6 +172,8 @@ def _logging_bypass(original: Callable[..., Any]) -> Callable[..., Any]:
         if reason not in logged:
             logged.add(reason)
             _log.warning("graphstash: torch caches no graph like this one: %s", reason)
+        if args[:1] == ("bypass_fx_graph",):
+            entries.check_bypass(reason)
         return original(*args, **kwargs)
 
     return log_bypass
