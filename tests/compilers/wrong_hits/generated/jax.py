@@ -106,7 +106,7 @@ TRANSFORMS = named(
     "jax.vmap(f)(x[None])",
     "jax.vmap(f, 2, 2)(x[..., None])",
     "jax.vmap(f, 0, 2)(x[None])",
-    *(f"lax.fori_loop(0, {each}, lambda _, y: f(y), x)" for each in (2, 3)),
+    *(f"lax.fori_loop(0, {each}, lambda n, y: f(y + n.astype(y.dtype)), x)" for each in (2, 3)),
     *(f"lax.while_loop(lambda y: y.sum() < {each}, f, x)" for each in (2, 3)),
     *(f"lax.scan(lambda y, _: (f(y), None), x, None, {each})[0]" for each in (2, 3)),
     "lax.scan(lambda y, _: (f(y), None), x, None, 2, unroll=2)[0]",
