@@ -366,4 +366,21 @@ _REVERSE = (
     ),
 )
 
-PAIRS = (*_FUNCTIONS, *_SETTINGS, *_DEVICES, *_UNSHARED, *_REVERSE)
+_THREADS = (
+    pair(
+        "number of threads",
+        """
+        import os
+
+        os.environ["NPROC"] = "HERE"
+        import jax
+        import jax.numpy as jnp
+
+        jax.jit(lambda x: jnp.sin(x).sum())(jnp.ones((4096, 512)))
+        """,
+        "1",
+        "2",
+    ),
+)
+
+PAIRS = (*_FUNCTIONS, *_THREADS, *_SETTINGS, *_DEVICES, *_UNSHARED, *_REVERSE)

@@ -5,6 +5,7 @@ and the topology (`jax._src.cache_key`). The fingerprint adds:
 
 - The CPU's features. In 0.4.31 to 0.12.0, measurements show them in JAX's topology of a CPU. The
   fingerprint contains them anyway, because an executable for another CPU crashes with SIGILL.
+- The number of the CPU client's threads. XLA splits loops for it, which changes the order of sums.
 - The version of libtpu, which JAX's key omits before 0.6 (jax-ml/jax#27814).
 - The versions of the CUDA libraries with which XLA tuned a GPU executable. JAX's key omits them.
 """
@@ -47,6 +48,7 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
     }
     if program.platform == "cpu" or not program.is_watched:
         parts["cpu_features"] = " ".join(environment.cpu_features())
+        parts["threads"] = _threads()
     if program.platform == "tpu":
         parts["libtpu"] = version_of("libtpu") or version_of("libtpu-nightly")
     elif program.platform == "gpu":
@@ -59,6 +61,12 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
         label=label or function_label(jax_key.rpartition("-")[0]),
         details=partial(_details, program),
     )
+
+
+@cache  # XLA reads it once
+def _threads() -> str:
+    """Return the number of threads for which XLA compiles on a CPU, as XLA determines it."""
+    return os.environ.get("NPROC") or str(len(os.sched_getaffinity(0)))
 
 
 def _details(program: Program) -> dict[str, str]:
