@@ -38,7 +38,7 @@ def wait(api):
 @pytest.fixture
 def only_woken(monkeypatch):
     """A waiter does not look by itself, before the lease that it waits for ends."""
-    for name in ("_LOOK_SECONDS", "_LOOK_SECONDS_INFORMED"):
+    for name in ("_POLL_SECONDS", "_POLL_SECONDS_WITH_NOTIFICATIONS"):
         monkeypatch.setattr(leases, name, 3600)
 
 

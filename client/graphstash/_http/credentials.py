@@ -5,8 +5,9 @@
     it)
     netrc                    the password for the server's host in `$NETRC` or `~/.netrc`
 
-After the server refuses a token, the client does not send it for one minute. A changed token is
-sent at once. Anonymous clients do not pause: the server may refuse one call and allow the next.
+After the server refuses a token, the client does not send that token for one minute. It sends a
+changed token at once. Anonymous clients do not pause: the server may refuse one call and allow the
+next.
 """
 
 import logging
@@ -27,7 +28,6 @@ __all__ = ["Credentials"]
 _log = logging.getLogger("graphstash")
 
 _REFUSED_SECONDS: Final = 60.0
-"""Seconds during which a refused token is not sent."""
 
 _MAX_TOKEN_FILE_BYTES: Final = 16 * 1024
 
@@ -48,14 +48,14 @@ class Credentials:
         self._from_file = ""
         self._from_netrc: str | None = None  # None until netrc has been read
         self._refused: tuple[str, float] | None = None
-        self._is_warned = False
+        self._has_warned = False
 
     def token(self) -> str:
         """Return the bearer token, or "" if none is configured.
 
         Raises:
-            CacheError: the token file cannot be read, or the server refused this token within the
-                last minute.
+            CacheError: the token file cannot be read or holds no valid token, or the server refused
+                this token within the last minute.
         """
         with self._lock:
             token = self._find()
@@ -63,8 +63,8 @@ class Credentials:
                 refused, until = self._refused
                 if refused == token and self._clock() < until:
                     raise CacheError(Reason.UNAUTHENTICATED, f"{self._config.url}: {self._advice}")
-            if token and not self._is_warned:
-                self._is_warned = True
+            if token and not self._has_warned:
+                self._has_warned = True
                 self._warn_of_unencrypted_token()
             return token
 
@@ -89,10 +89,10 @@ class Credentials:
             return f"the server rejected the token in {self._config.token_file}"
         if self._from_netrc:
             return f"the server rejected the token from {netrc_path()}"
-        told = "the server requires a token: set GRAPHSTASH_TOKEN (an administrator creates one)"
+        advice = "the server requires a token: set GRAPHSTASH_TOKEN (an administrator creates one)"
         if is_on_this_host(self._config.url):
-            told += ", or unset GRAPHSTASH_URL to use your own server on this host"
-        return told
+            advice += ", or unset GRAPHSTASH_URL to use your own server on this host"
+        return advice
 
     def _find(self) -> str:
         if self._config.token is not None:

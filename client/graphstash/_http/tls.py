@@ -1,7 +1,7 @@
 """TLS: which server certificates the client accepts, and which certificate it presents.
 
-As with curl, `ca_file` replaces the system's CA bundle. Without `ca_file`, `SSL_CERT_FILE` and
-`SSL_CERT_DIR` can replace the bundle.
+For the server, `ca_file` replaces the system's CA bundle, as with curl. `SSL_CERT_FILE` and
+`SSL_CERT_DIR` replace the system's bundle wherever it is used.
 """
 
 import ssl
@@ -25,17 +25,17 @@ def server_context(config: ClientConfig) -> ssl.SSLContext:
     """Return the TLS context for the server, with the client certificate if one is configured.
 
     Raises:
-        ConfigError: a certificate file cannot be used.
+        ConfigError: a certificate or key file cannot be used.
     """
-    context = _trusting(config.ca_file, only=True)
+    context = _context_with(config.ca_file, is_exclusive=True)
     if config.client_cert is not None:
         try:
-            # Pass a password: without one, OpenSSL would prompt on the job's terminal.
+            # Without a password, OpenSSL would ask for one on the job's terminal.
             context.load_cert_chain(config.client_cert, config.client_key, password="")
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"GRAPHSTASH_CLIENT_CERT={config.client_cert}, "
-                f"GRAPHSTASH_CLIENT_KEY={config.client_key or ''}: {_told(error)}; expected a "
+                f"GRAPHSTASH_CLIENT_KEY={config.client_key or ''}: {_reason_of(error)}; expected a "
                 "certificate and its key in PEM, the key not encrypted"
             ) from None
     return context
@@ -47,13 +47,13 @@ def storage_context(config: ClientConfig) -> ssl.SSLContext:
     It trusts the system's CAs and `ca_file`, and presents no client certificate.
 
     Raises:
-        ConfigError: the file cannot be used.
+        ConfigError: `ca_file` cannot be used.
     """
-    return _trusting(config.ca_file, only=False)
+    return _context_with(config.ca_file, is_exclusive=False)
 
 
 def tls_failure(error: BaseException) -> str | None:
-    """Return what failed in TLS and how to fix it, or None for other failures."""
+    """Return what failed in TLS and how to fix it, or None if the connection broke or TLS did not fail."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
@@ -73,22 +73,22 @@ def tls_failure(error: BaseException) -> str | None:
                 "certificate, GRAPHSTASH_CLIENT_CERT and GRAPHSTASH_CLIENT_KEY"
             )
         case _:
-            return f"the TLS connection failed ({_told(cause)})"
+            return f"the TLS connection failed ({_reason_of(cause)})"
 
 
-def _trusting(ca_file: Path | None, *, only: bool) -> ssl.SSLContext:
+def _context_with(ca_file: Path | None, *, is_exclusive: bool) -> ssl.SSLContext:
     try:
-        context = ssl.create_default_context(cafile=ca_file if only else None)
-        if ca_file is not None and not only:
+        context = ssl.create_default_context(cafile=ca_file if is_exclusive else None)
+        if ca_file is not None and not is_exclusive:
             context.load_verify_locations(ca_file)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"GRAPHSTASH_CA_FILE={ca_file}: {_told(error)}; expected certificates in PEM"
+            f"GRAPHSTASH_CA_FILE={ca_file}: {_reason_of(error)}; expected certificates in PEM"
         ) from None
     return context
 
 
-def _told(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     if isinstance(error, ssl.SSLError):
         return error.reason or "not in PEM"
     return getattr(error, "strerror", None) or str(error)

@@ -48,7 +48,7 @@ class _AuditQuery(WireModel):
 
 @router.call("GET", "/access", needs=KNOWN, answers={200: {"model": Access}})
 async def get_access(call: Call) -> Response:
-    """Return who the caller is, and what the caller may do."""
+    """Return the caller's identity and rights."""
     return json_answer(call.principal.access)
 
 
@@ -70,8 +70,8 @@ async def create_token(call: Call) -> Response:
             "this server has no authentication, so anyone could create a lasting token: use "
             "`graphstash token create` on the server's host, and start with --auth tokens",
         )
-    wanted = await read_model(call, TokenRequest)
-    issued = await call.context.tokens.create(wanted, actor=call.actor)
+    request = await read_model(call, TokenRequest)
+    issued = await call.context.tokens.create(request, actor=call.actor)
     return json_answer(issued, 201)
 
 
@@ -91,12 +91,13 @@ async def create_token(call: Call) -> Response:
     ],
 )
 async def exchange_token(call: Call) -> Response:
-    """Exchange the JWT of the request for a revocable token. It lasts as long as a job, and has at
-    most the rights of the JWT.
+    """Exchange the JWT of the request for a revocable token with at most the rights of the JWT.
+
+    The token lasts for `lifetime_seconds`, by default as long as the server allows.
     """
-    wanted = await read_model(call, TokenExchange)
+    request = await read_model(call, TokenExchange)
     issued = await call.context.tokens.exchange(
-        wanted,
+        request,
         caller=call.principal,
         max_lifetime_seconds=call.context.settings.oidc_token_seconds,
         actor=call.actor,
@@ -118,7 +119,7 @@ async def list_tokens(call: Call) -> Response:
     refuses=[ErrorCode.NOT_FOUND, ErrorCode.INSUFFICIENT_STORAGE],
 )
 async def revoke_token(call: Call) -> Response:
-    """Revoke a token. This process refuses it at once, all others within two seconds."""
+    """Revoke a token. This server process refuses it at once, the others within two seconds."""
     token_id: str = call.request.path_params["id"]
     if await call.context.tokens.revoke(token_id, actor=call.actor) is None:
         raise ServerError(ErrorCode.NOT_FOUND, "there is no token of that id")
@@ -135,9 +136,9 @@ async def revoke_token(call: Call) -> Response:
     refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_NAMESPACE],
 )
 async def get_audit(call: Call) -> Response:
-    """Return who wrote or deleted artifacts or changed permissions, newest first."""
-    wanted = read_query(call, _AuditQuery)
+    """Return a page of the audit log, newest first."""
+    query = read_query(call, _AuditQuery)
     log = await call.context.audit.read(
-        limit=wanted.limit, before=wanted.before, namespace=wanted.namespace
+        limit=query.limit, before=query.before, namespace=query.namespace
     )
     return json_answer(log)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["backup", "restore"]
 
-_LEFT_OUT = 1
+_LEFT_OUT_STATUS = 1
 
 _Directory = Annotated[Path, typer.Argument(help="Directory of the backup.", show_default=False)]
 
@@ -33,18 +33,18 @@ def backup(
     *,
     deep: Annotated[
         bool,
-        typer.Option("--deep", help="Also read the blobs of earlier backups, and repair them."),
+        typer.Option("--deep", help="Also check and repair the blobs that the directory has."),
     ] = False,
     moved: Annotated[
-        bool, typer.Option("--moved", help="The cache was backed up from another database.")
+        bool, typer.Option("--moved", help="Accept that the cache has moved from another database.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Back up the database and all blobs, while servers run.
 
-    The directory is new, or has an earlier backup of the same cache. Blobs that it has are not
-    copied again. If the command is interrupted, the earlier backup stays complete and the next run
-    continues. Exits with 1 if artifacts were left out because their blobs are lost or damaged.
+    The directory is new, empty, or has an earlier backup of the same cache. Blobs that it has are
+    not copied again. If the command is interrupted, the earlier backup stays complete and the next
+    run continues. Exits with 1 if artifacts were left out because their blobs are lost or damaged.
     """
 
     async def work(context: "ProcessContext") -> None:
@@ -63,7 +63,7 @@ def backup(
                 )
         except BackupError as error:
             fail(str(error))
-        _tell("backed up", done, as_json=as_json)
+        _report("backed up", done, as_json=as_json)
 
     run_with_services(work)
 
@@ -74,7 +74,8 @@ def restore(
     ] = None,
     *,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Lose the artifacts, tokens and rows that are there.")
+        bool,
+        typer.Option("--replace", help="Allow the loss of existing artifacts, tokens and rows."),
     ] = False,
     partial: Annotated[
         bool, typer.Option("--partial", help="Leave out artifacts whose blobs the backup lacks.")
@@ -83,17 +84,17 @@ def restore(
         bool,
         typer.Option(
             "--abandon",
-            help="End an interrupted restore that has replaced no row. Needs no directory.",
+            help="Cancel an interrupted restore that has replaced no row. Takes no directory.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Restore a backup into the database and the blob store that GRAPHSTASH_* name.
+    """Restore a backup into the database and the blob store of the server's settings.
 
     Stop all servers first. Every blob is verified. If the command is interrupted, servers refuse to
-    start until the same command has continued. A backup of SQLite can be restored into PostgreSQL,
+    start until you run the same command again. A backup of SQLite can be restored into PostgreSQL,
     and the reverse, and into another kind of blob store. If the backup lacks blobs, nothing is
-    replaced.
+    replaced, unless you use --partial.
     """
     settings = load()
     from graphstash_server.errors import BackupError, ServerError, StartError
@@ -130,13 +131,13 @@ def restore(
     except (BackupError, StartError, OSError) as error:
         fail(str(error))
     if done is not None:
-        _tell("restored", done, as_json=as_json)
+        _report("restored", done, as_json=as_json)
     else:
-        told = "the restore is abandoned: the database is as it was before"
-        typer.echo(json.dumps({"abandoned": True}) if as_json else told)
+        message = "the restore is abandoned: the database is as it was before"
+        typer.echo(json.dumps({"abandoned": True}) if as_json else message)
 
 
-def _tell(verb: str, done: "Copied", *, as_json: bool) -> None:
+def _report(verb: str, done: "Copied", *, as_json: bool) -> None:
     manifest = done.manifest
     if as_json:
         record = {
@@ -157,5 +158,5 @@ def _tell(verb: str, done: "Copied", *, as_json: bool) -> None:
     if done.left_out:
         fail(
             f"{plural(done.left_out, 'artifact')} left out, because the blobs are lost or damaged",
-            status=_LEFT_OUT,
+            status=_LEFT_OUT_STATUS,
         )

@@ -1,11 +1,11 @@
 """Entries of JAX's cache, stored as artifacts.
 
-An entry consists of the compile time (seconds, 4 bytes, big-endian) and the executable. JAX
-compresses both with zstd if it finds a zstd module, else with zlib. On Python 3.14, JAX compresses
-with zstd although its key contains zlib (measured), so `unpack` detects the format from the bytes.
+An entry consists of the compile time (seconds, 4 bytes, big-endian) and the serialized executable.
+JAX compresses the entry with zstd if it finds a zstd module, else with zlib. On Python 3.14, JAX
+uses zstd although its key names zlib (measured), so `unpack` detects the format from the bytes.
 
-Artifacts contain the uncompressed entry. The envelope compresses it better, and every JAX can read
-it. A TPU executable of 51 MB takes 10.6 MB in JAX's format and 5.6 MB in the envelope.
+An artifact holds the uncompressed entry, which a JAX with either compressor can use. The envelope
+compresses it better: a TPU executable of 51 MB takes 5.6 MB, and 10.6 MB in JAX's format.
 """
 
 import sys
@@ -31,7 +31,7 @@ from graphstash.hooks.jax.ranks import ranks
 __all__ = ["Entries", "Keeper", "packer", "unpack"]
 
 
-_TWO_KEYS: Final = ("jax_enable_pgle", "jax_compilation_cache_expect_pgle")
+_PGLE_SETTINGS: Final = ("jax_enable_pgle", "jax_compilation_cache_expect_pgle")
 
 _TIME_BYTES: Final = 4
 
@@ -39,14 +39,17 @@ _ZSTD: Final = b"\x28\xb5\x2f\xfd"
 _ZLIB: Final = b"\x78"  # a window of 32 KiB, which is zlib's default
 
 _ZSTD_LEVEL: Final = -50
-"""Fastest level that hardly compresses, because the entry stays in this process."""
+"""A fast level that hardly compresses: JAX decompresses the entry at once, in this process."""
 
 
 class Keeper(Protocol):
-    """Serves the seam. `program` is what JAX compiles; `pack` makes an entry for this JAX."""
+    """Answers the calls that `Seam` receives from JAX.
+
+    `program` is the program that this thread compiles. `pack` compresses an entry for this JAX.
+    """
 
     def get(self, jax_key: str, program: Program, pack: Callable[[bytes], bytes]) -> bytes | None:
-        """Return the entry. None: JAX compiles, and calls `put` if it succeeds and may write."""
+        """Return the entry. None: JAX compiles, and then calls `put` if this process may write."""
 
     def put(self, jax_key: str, program: Program, entry: bytes) -> None:
         """Store an entry that JAX has compiled."""
@@ -58,7 +61,7 @@ class Keeper(Protocol):
         """Handle the end of a compilation in this thread, successful or not."""
 
     def record_fallback(self, error: Exception) -> None:
-        """Record an error of the other methods. JAX does not receive it."""
+        """Record an error of another method. `Seam` does not pass it on to JAX."""
 
 
 class Entries:
@@ -70,7 +73,7 @@ class Entries:
         self.switch_cache(cache)
 
     def switch_cache(self, cache: CompileCache) -> None:
-        """Switch to another cache, in a forked child that has no other threads."""
+        """Use another cache. Call this in a forked child, before it starts threads."""
         self._cache = cache
         self._exchange = TwoCallCache(cache)
         self._opening = threading.Lock()  # guards `_packs`
@@ -86,11 +89,11 @@ class Entries:
 
     def get(self, jax_key: str, program: Program, pack: Callable[[bytes], bytes]) -> bytes | None:
         """Return the verified entry, or None."""
-        # A compile-only client cannot load an executable. A program that JAX has just looked up is
-        # still missing, and JAX compiles it under the lease of that look-up.
+        # A compile-only client cannot load an executable. After a miss, JAX compiles under the
+        # lease of the first look-up, so a second look-up must not wait for that lease.
         if self._is_closed or program.is_compile_only or jax_key in program.missed:
             return None
-        request = _requested(jax_key, program)
+        request = _request_for(jax_key, program)
         if program.unshareable:
             self._cache.refuse(request, f"{request.label} is not shared: {program.unshareable}")
             return None
@@ -118,29 +121,29 @@ class Entries:
         """Publish an entry that JAX has compiled, in the background."""
         if self._is_closed or program.unshareable:
             return
-        request = _requested(jax_key, program)
+        request = _request_for(jax_key, program)
         key = request.key
         raw = unpack(entry)
         if program.given.pop(jax_key, None) is not None:
             self._exchange.reject(key, f"jax could not load {jax_key}")
             if program.is_small and self._packs is not None and not self._packs.is_alone(key):
                 self._packs.reject(key)
-                return  # artifacts are never overwritten, so a second upload is useless
+                return  # the published pack still has the key, so a new pack would omit it
         if jax_key in program.packed and self._packs is not None:
             seconds = self._packs.put(key, raw)
             if seconds is not None:
                 self._exchange.put(request, raw, compile_seconds=seconds)
             return
-        # None stands for the time since the look-up, which is more exact: JAX rounds to seconds.
+        # None means the time since the look-up, because JAX rounds its own time to seconds.
         seconds = None if jax_key in program.missed else _compiled_in_seconds(raw)
         self._exchange.put(request, raw, compile_seconds=seconds)
 
     def wants(self, jax_key: str, program: Program) -> bool:
         """Return False if the leader of the job's processes publishes the result."""
-        return self._exchange.wants(_requested(jax_key, program).key)
+        return self._exchange.wants(_request_for(jax_key, program).key)
 
     def ended(self) -> None:
-        """Release leases without a `put`, after errors, callbacks and collective programs."""
+        """Release the leases of this thread's programs that JAX did not `put`."""
         self._exchange.end()
 
     def record_fallback(self, error: Exception) -> None:
@@ -148,7 +151,10 @@ class Entries:
         self._cache.record_fallback(error)
 
     def _packs_for(self, jax_key: str, program: Program) -> Packs:
-        """Return the packs of this job, named after its script and its first small program."""
+        """Return the packs of this job, which are named after the job and its first small program.
+
+        The job's name defaults to that of its script.
+        """
         with self._opening:
             if self._packs is None:
                 job = self._cache.config.job or Path(sys.argv[0] if sys.argv else "").name
@@ -157,8 +163,8 @@ class Entries:
             return self._packs
 
 
-def _requested(jax_key: str, program: Program) -> CompileRequest:
-    """Return the request for a program. The look-up and the result share one request."""
+def _request_for(jax_key: str, program: Program) -> CompileRequest:
+    """Return the request for a program, the same for its look-up and its result."""
     if jax_key not in program.requests:
         program.requests[jax_key] = request_of(jax_key, program)
     return program.requests[jax_key]
@@ -170,21 +176,24 @@ def _pack_name(job: str, program: Program, number: int) -> CompileRequest:
 
 
 def _may_lease(program: Program) -> bool:
-    """Return whether other jobs may wait for this compilation, and this process for theirs.
+    """Return whether this process may take a lease, for which other jobs wait.
 
-    False if the hook cannot detect the end of the compilation. False in any process but the first
-    one of a job, because JAX does not let the others write. False while JAX looks for a
-    profile-guided variant, because it looks that variant up first and then compiles the other one.
+    Return False in three cases:
+
+        the hook cannot detect the end of the compilation
+        another process of the job compiles the program too, or JAX does not let this process write
+        profile-guided optimization is on: JAX first looks up the optimized program, and after a
+        miss it may compile the other one
     """
-    looks_for_another = any(getattr(jax.config, name, False) for name in _TWO_KEYS)
-    return program.is_watched and program.is_alone and not looks_for_another
+    uses_pgle = any(getattr(jax.config, name, False) for name in _PGLE_SETTINGS)
+    return program.is_watched and program.is_alone and not uses_pgle
 
 
 def unpack(entry: bytes) -> bytes:
     """Return the uncompressed entry: compile time and executable.
 
     Raises:
-        ValueError: The bytes are no entry, or have another format.
+        ValueError: The bytes are no entry in a known format.
     """
     try:
         if entry.startswith(_ZSTD):

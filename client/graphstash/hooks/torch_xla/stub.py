@@ -2,8 +2,8 @@
 
 torch_xla looks for a cached executable while it holds the mutex of its cache. Python code there
 would need the interpreter lock. Another thread may hold that lock while it waits for the mutex: a
-deadlock. Therefore machine code replaces `stat`. It sends the path to a Python thread and waits
-only as long as that thread keeps replying (see `answering`). In C:
+deadlock. Therefore machine code replaces `stat`. It sends the path to the threads of `answering`
+and waits only while they keep replying. In C:
 
     int gate(int version, const char *path, struct stat *buffer) {
         int rc = real(version, path, buffer);
@@ -19,9 +19,9 @@ only as long as that thread keeps replying (see `answering`). In C:
         return real(version, path, buffer);
     }
 
-The code calls the kernel directly: it takes no lock, allocates nothing and preserves the `errno` of
-`real`. Its page is never writable while it can run. To change the code, edit the right column of
-`LISTING` and copy the left column from the assembler. The test prints the difference.
+The code calls the kernel directly. It waits for no lock, allocates nothing and preserves the
+`errno` of `real`. Its page is never writable while it can run. To change the code, edit the right
+column of `LISTING` and copy the left column from the assembler. The test prints the difference.
 """
 
 import ctypes
@@ -38,8 +38,8 @@ PATH_LIMIT: Final = 4096  # PATH_MAX of <linux/limits.h>
 class Block(ctypes.Structure):
     """The variables of the stub, in memory that follows its code.
 
-    Python writes the configuration before it sets `enabled`, and reads the counters. The native
-    code may use any field while `busy` is 1.
+    Python writes the configuration before it sets `enabled`. While `busy` is 1, the native code may
+    use every field and the socket.
     """
 
     _fields_ = (
@@ -47,7 +47,7 @@ class Block(ctypes.Structure):
         ("patience_seconds", ctypes.c_int64),  # a struct timespec: timeout between two replies
         ("patience_nanoseconds", ctypes.c_int64),
         ("enabled", ctypes.c_uint32),
-        ("owner", ctypes.c_int32),  # the process whose threads answer; a forked child sends nothing
+        ("owner", ctypes.c_int32),  # process whose threads answer; other processes send no request
         ("socket", ctypes.c_int32),
         ("busy", ctypes.c_uint32),  # 1 during an exchange; there is at most one at a time
         ("sequence", ctypes.c_uint32),  # number of the current or last request
@@ -96,7 +96,7 @@ LISTING: Final = (
     ("b8 27 00 00 00", "mov eax, 39"),  # getpid
     ("0f 05", "syscall"),
     ("3b 43 1c", "cmp eax, [rbx + OWNER]"),
-    ("0f 85 e6 00 00 00", "jne release"),  # a forked child whose answering threads do not run yet
+    ("0f 85 e6 00 00 00", "jne release"),  # a forked child without answering threads
     ("ff 43 28", "inc dword ptr [rbx + SEQUENCE]"),
     ("8b 43 28", "mov eax, [rbx + SEQUENCE]"),
     ("48 8d bb 3c 10 00 00", "lea rdi, [rbx + REQUEST]"),
@@ -186,7 +186,7 @@ LISTING: Final = (
 
 
 class Stub:
-    """A copy of the code with its block. Both stay mapped, because a thread may be executing it.
+    """One copy of the code, and its block. Both stay mapped: a thread may be executing the code.
 
     Attributes:
         address: Address of the function.

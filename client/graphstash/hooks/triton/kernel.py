@@ -1,15 +1,15 @@
 r"""The files of one complete Triton kernel, and their form in an artifact.
 
-Triton writes `<name>.<stage>` for every stage of its compiler, `<name>.json` about the kernel, and
-`__grp__<name>.json` last, the list of all files. Triton does not check the files: a truncated
-`<name>.json` ends the job with an exception, and Triton loads a truncated cubin. So the files
-travel together, and both sides check them. An artifact holds the files one after the other:
+Triton writes `<name>.<stage>` for every stage of its compiler, `<name>.json` with metadata, and
+last `__grp__<name>.json`, which lists these files. Triton does not check the files: a truncated
+`<name>.json` ends the job with an exception, and Triton loads a truncated cubin. So one artifact
+holds all files, and they are checked before the upload and after the download:
 
     "graphstash-triton\1"  u32(number of files)
     then for every file, sorted by name:  u16(len(name)) u64(len(content)) name content
 
-Numbers are big-endian, names are UTF-8. Equal files make equal bytes. An archive has exactly one
-form, and any deviation is refused. The contents need no checksum, because the envelope has one.
+Numbers are big-endian, names are UTF-8. Equal files make equal bytes, and `unpack` refuses any
+other form. The contents need no checksum, because the envelope has one.
 """
 
 import base64
@@ -32,20 +32,20 @@ __all__ = [
 ]
 
 GROUP_PREFIX: Final = "__grp__"
-"""Prefix of the name of the file that lists a group."""
+"""Prefix of the file that lists the files of a kernel, which Triton calls a group."""
 
 _BINARY: Final = {"cuda": "cubin", "hip": "hsaco"}
-"""Triton's backends whose keys determine the device, each with the stage that is loaded. Kernels
-of other backends are not shared: a CPU backend depends on more of its host than the key covers.
+"""The stage that Triton loads, by backend. Kernels of other backends are not shared: code for CPUs
+depends on features of the host that Triton's key does not cover.
 """
 
 _STAGE: Final = re.compile(r"(?a:[a-z]\w{0,15})")
 
 _HOST_CODE: Final = frozenset({"so", "o", "a", "dll", "dylib", "pyd"})
-"""Stages that the host's C compiler builds for the host's C library."""
+"""Stages that the C compiler builds for the C library of one host."""
 
 MAX_FILES: Final = 64
-"""Limit of files in one archive. A kernel has about eight."""
+"""Maximum number of files in an archive. A kernel has about eight."""
 
 _MAGIC: Final = b"graphstash-triton\1"
 _COUNT: Final = struct.Struct(">I")
@@ -58,11 +58,14 @@ class KernelError(ValueError):
 
 
 class ArchiveError(KernelError):
-    """The bytes are no archive that may be unpacked. The message gives the reason."""
+    """The bytes are no valid archive, or the files fit into none. The message gives the reason."""
 
 
 def group_file(children: Iterable[str]) -> bytes:
-    """Return the list of a group's files as Triton's `RemoteCacheManager` writes it: names only."""
+    """Return the content of `__grp__<name>.json` as Triton's `RemoteCacheManager` writes it.
+
+    It names the files without directories.
+    """
     return json.dumps({"child_paths": sorted(children)}).encode()
 
 
@@ -72,7 +75,7 @@ def pack_kernel(group: str, children: Mapping[str, bytes], *, key: str) -> bytes
     Args:
         group: the name of the group, `<name>.json`.
         children: contents of its files, by name.
-        key: Triton's key of the kernel, i.e. the name of its directory.
+        key: Triton's key of the kernel, which is the name of its directory.
 
     Raises:
         KernelError: the files are incomplete or must not be shared.
@@ -82,9 +85,9 @@ def pack_kernel(group: str, children: Mapping[str, bytes], *, key: str) -> bytes
 
 
 def unpack_kernel(group: str, payload: bytes, *, key: str) -> dict[str, bytes]:
-    """Return all files of a kernel from the payload of its artifact.
+    """Return the contents of a kernel's files by name, from the payload of its artifact.
 
-    Args and errors as for `pack_kernel`.
+    Takes the arguments of `pack_kernel` and raises the same errors.
     """
     children = unpack(payload)
     listed = children.pop(GROUP_PREFIX + group, None)
@@ -110,7 +113,7 @@ def _check(group: str, children: Mapping[str, bytes], *, key: str) -> None:
         raise KernelError(f"{binary!r} is missing")
     for name, content in children.items():
         if name != binary:
-            _text(name, content)  # Triton reads it as text when it loads the kernel
+            _check_text(name, content)  # Triton reads it as text when it loads the kernel
     if metadata.get("ir_override"):
         raise KernelError("a file of the user took the place of a stage, and no key knows of it")
     if metadata.get("hash") is not None and not _is_key(metadata["hash"], key):
@@ -137,7 +140,7 @@ def _binary_stage(metadata: Mapping[str, Any]) -> str:
     return stage
 
 
-def _text(name: str, content: bytes) -> None:
+def _check_text(name: str, content: bytes) -> None:
     try:
         content.decode()
     except UnicodeDecodeError:
@@ -145,10 +148,7 @@ def _text(name: str, content: bytes) -> None:
 
 
 def _is_key(hexadecimal: object, key: str) -> bool:
-    """Return whether the hash that a kernel was compiled under matches its directory's name.
-
-    The name is the hash itself up to Triton 3.1, and base32 of it since.
-    """
+    """Return whether a key is the kernel's hash, in hexadecimal (up to Triton 3.1) or in base32."""
     try:
         raw = bytes.fromhex(str(hexadecimal))
     except ValueError:
@@ -163,7 +163,7 @@ def pack(files: Mapping[str, bytes]) -> bytes:
         files: contents by file name; 1 to `MAX_FILES`.
 
     Raises:
-        ArchiveError: a name is more than a file name, or there are too many files.
+        ArchiveError: a name is not a plain file name, or the number of files is out of range.
     """
     if not 1 <= len(files) <= MAX_FILES:
         raise ArchiveError(f"{len(files)} files; expected 1 to {MAX_FILES}")
@@ -178,7 +178,7 @@ def unpack(archive: bytes) -> dict[str, bytes]:
     """Return the files of an archive by name.
 
     Raises:
-        ArchiveError: the bytes are no output of `pack`.
+        ArchiveError: `pack` does not return these bytes for any files.
     """
     read = _Reader(archive)
     if read.take(len(_MAGIC)) != _MAGIC:
@@ -235,7 +235,7 @@ def _decoded(name: bytes) -> str:
 
 
 def _check_name(name: bytes) -> None:
-    """Refuse a name that would lead out of the directory to which it is joined later."""
+    """Refuse names that would lead out of the directory into which the files are written."""
     if not 1 <= len(name) <= _MAX_NAME_BYTES:
         raise ArchiveError(f"a name of {len(name)} bytes")
     if name in {b".", b".."} or any(byte < 0x20 or byte in b"/\\\x7f" for byte in name):

@@ -1,5 +1,7 @@
-"""Coordination of servers that share a database: named locks, and periodic chores. A lock lasts
-until the end of the transaction. On SQLite every write transaction holds all locks.
+"""Coordination of servers that share a database: locks, and periodic chores.
+
+A lock lasts until the end of the transaction. On SQLite these functions take no lock, because only
+one write transaction runs at a time.
 """
 
 import hashlib
@@ -25,7 +27,7 @@ __all__ = [
     "share_blobs",
 ]
 
-_ONE = text("SELECT pg_advisory_xact_lock(:number)").bindparams(
+_LOCK_ONE = text("SELECT pg_advisory_xact_lock(:number)").bindparams(
     bindparam("number", type_=BigInteger)
 )
 _NUMBERS = func.unnest(bindparam("numbers", type_=ARRAY(BigInteger))).column_valued("number")
@@ -34,43 +36,43 @@ _SHARED = select(func.pg_advisory_xact_lock_shared(_NUMBERS))
 
 
 async def lock_blobs(connection: AsyncConnection, digests: Sequence[Digest]) -> None:
-    """Lock blobs exclusively before their deletion, so that no transaction relies on them."""
-    if _is_needed(connection):
+    """Lock blobs before their deletion. Waits for the transactions that have shared locks."""
+    if _is_postgresql(connection):
         await connection.execute(_EXCLUSIVE, {"numbers": _numbers(digests)})
 
 
 async def share_blobs(connection: Connection, digests: Sequence[Digest]) -> None:
-    """Take shared locks on blobs, so that none is deleted."""
-    if _is_needed(connection):
+    """Take shared locks on blobs, so that no other transaction deletes them."""
+    if _is_postgresql(connection):
         await connection.execute(_SHARED, {"numbers": _numbers(digests)})
 
 
 async def lock_name(connection: Connection, name: str) -> None:
-    """Lock a name for one transaction at a time."""
-    if _is_needed(connection):
+    """Wait until no other transaction holds the name, and take it."""
+    if _is_postgresql(connection):
         await connection.execute(
-            _ONE, {"number": _number(hashlib.sha256(name.encode()).hexdigest())}
+            _LOCK_ONE, {"number": _number(hashlib.sha256(name.encode()).hexdigest())}
         )
 
 
 _PAUSE = text("SELECT set_config('idle_in_transaction_session_timeout', :milliseconds, true)")
-_USUAL = text("SET LOCAL idle_in_transaction_session_timeout TO DEFAULT")
+_END_PAUSE = text("SET LOCAL idle_in_transaction_session_timeout TO DEFAULT")
 
 
 async def pause(connection: Connection, *, seconds: float) -> None:
-    """Allow a transaction to idle while the server asks something outside the database.
+    """Let a transaction idle for some seconds, for example while the server asks the blob store.
 
-    Without it, the database ends an idle transaction after a few seconds, because its server may be
-    frozen and others wait.
+    By default, the database ends a transaction that idles for three seconds: its server may be
+    frozen while other transactions wait for its locks.
     """
-    if _is_needed(connection):
+    if _is_postgresql(connection):
         await connection.execute(_PAUSE, {"milliseconds": str(int(seconds * 1000))})
 
 
 async def end_pause(connection: Connection) -> None:
-    """Restore the idle limit after `pause`."""
-    if _is_needed(connection):
-        await connection.execute(_USUAL)
+    """Restore the default idle limit after `pause`."""
+    if _is_postgresql(connection):
+        await connection.execute(_END_PAUSE)
 
 
 class Waiting(NamedTuple):
@@ -78,8 +80,8 @@ class Waiting(NamedTuple):
 
     Attributes:
         transactions: number of waiting transactions.
-        seconds: how long the first has waited.
-        idle_seconds: how long the blocking transaction has been idle; 0 if it works.
+        seconds: longest wait.
+        idle_seconds: longest idle time of a transaction that others wait for; 0 if none is idle.
     """
 
     transactions: int
@@ -100,33 +102,34 @@ _WAITING = text("""
 
 
 async def find_waiting(connection: AsyncConnection) -> Waiting | None:
-    """Return the current waits, or None if there are none."""
-    if not _is_needed(connection):
+    """Return the current waits for locks, or None if no transaction waits."""
+    if not _is_postgresql(connection):
         return None
     count, *seconds = (await connection.execute(_WAITING)).one()
     return Waiting(count, *map(float, seconds)) if count else None
 
 
-def _is_needed(connection: Connection) -> TypeGuard[AsyncConnection]:
+def _is_postgresql(connection: Connection) -> TypeGuard[AsyncConnection]:
     return connection.dialect.name == "postgresql"
 
 
 def _numbers(digests: Sequence[Digest]) -> list[int]:
-    """Return lock numbers in one order for all transactions, so that two cannot deadlock."""
+    """Return lock numbers, sorted so that two transactions cannot deadlock."""
     return sorted({_number(digest.sha256) for digest in digests})
 
 
 def _number(sha256: str) -> int:
-    """Return a lock number. A collision makes two names share a lock, which is harmless."""
+    """Return a lock number. After a collision, two names share a lock, which costs only waiting."""
     return int.from_bytes(bytes.fromhex(sha256[:16]), "big", signed=True)
 
 
 async def claim_chore(
     connection: AsyncConnection, name: str, *, now: datetime, every: timedelta
 ) -> bool:
-    """Return whether a chore is due and this caller must do it, in one statement. If a server dies
-    during a chore, another server does it when it is due again. A chore that is planned further
-    ahead than twice its interval was planned by a wrong clock, and is due.
+    """Return whether a chore is due. If so, the caller must do it now, and no other server does.
+
+    If the caller dies during the chore, another server does it when the chore is due again. A chore
+    whose next time is more than two intervals ahead was planned by a wrong clock, and is due.
     """
     statement = insert_into(connection, chores).values(name=name, next_at=now + every)
     statement = statement.on_conflict_do_update(

@@ -1,7 +1,6 @@
-"""LeaseService: one process compiles a graph while the other processes wait for its artifact.
+"""LeaseService: one process compiles a graph while other processes wait for its artifact.
 
-Leases are advisory. An upload does not need a lease, and an expired lease only lets the next waiter
-compile.
+Leases are advisory. An upload needs no lease. After a lease expires, the next waiter compiles.
 """
 
 import asyncio
@@ -44,27 +43,27 @@ from graphstash_server.services.wait_queue import Notification, Ticket, WaitQueu
 
 __all__ = ["Acquisition", "HeldLease", "LeaseService"]
 
-_LOOK_SECONDS = 0.4
-_LOOK_SECONDS_INFORMED = 5.0
-"""Mean seconds between two queries of a poller, without and with notifications. Jitter varies each
-pause by up to half of the mean, so that the servers of a fleet do not poll in step. A waiter gets
-its reply within about half a second of a commit, by polling or by notification."""
+_POLL_SECONDS = 0.4
+_POLL_SECONDS_WITH_NOTIFICATIONS = 5.0
+"""Mean seconds between two queries of a poller, without and with notifications. Jitter changes each
+pause by up to half of the mean, so that the servers of a fleet do not poll in step. Either way, a
+waiter gets its reply within about half a second after the commit of another server."""
 
 
-_CLOCKS_DIFFER = timedelta(seconds=1)
-"""How far the clocks of two servers may differ. A clock that is set back by less is no matter."""
+_MAX_CLOCK_SKEW = timedelta(seconds=1)
+"""How far the clocks of two servers may differ. A clock that was set back by less is ignored."""
 
 _MAX_HELD = 1024
-"""Leases that one caller may hold. Each is a graph being compiled now, and a whole team may share
-one token."""
+"""Leases that one caller may hold at a time. A whole team may share one token, and each of its
+processes holds a lease for every graph that it compiles."""
 
 _MAX_ROWS = 8192
-"""Lease rows of one caller or one namespace, ended leases included. A row has 500 bytes, and
-counting this many takes a millisecond."""
+"""Lease rows of one caller or one namespace, including ended leases. A row has 500 bytes, and
+counting this many rows takes a millisecond."""
 
 
 class Acquisition(NamedTuple):
-    """A request for a lease by `caller`, which waits for at most `wait_seconds`."""
+    """A caller's request for a lease, and how long the caller waits for it."""
 
     key: StoredKey
     request: LeaseRequest
@@ -73,7 +72,7 @@ class Acquisition(NamedTuple):
 
 
 class HeldLease(NamedTuple):
-    """A lease that is held now. `waiters` counts the requests of this server process for it."""
+    """A lease that is held now. `waiters` is the number of requests that wait in this process."""
 
     key: StoredKey
     holder: str
@@ -93,19 +92,23 @@ class LeaseService:
     new_token: Callable[[], str] = lambda: secrets.token_hex(16)
 
     def __post_init__(self) -> None:
-        # Bound concurrent queries: otherwise a thousand waiters occupy every shared connection, and
-        # the upload that they wait for queues behind them.
-        self._turns = asyncio.Semaphore(self.database.shared_connections)
+        # Without this bound, a thousand waiters would occupy every shared connection, and the
+        # upload that they wait for would queue behind them.
+        self._query_slots = asyncio.Semaphore(self.database.shared_connections)
 
-    async def acquire(self, wanted: Acquisition, *, gone: "asyncio.Future[None]") -> LeaseReply:
-        """Take the lease, or wait until it is free or the artifact is stored.
+    async def acquire(
+        self, acquisition: Acquisition, *, gone: "asyncio.Future[None]"
+    ) -> LeaseReply:
+        """Grant the lease. If it is held, wait until it is free or the artifact is stored.
 
-        The caller of this method completes `gone` when the client hangs up. A lease granted after
-        that is released at once.
+        Args:
+            acquisition: the request. After its `wait_seconds`, the reply is that the lease is held.
+            gone: completed by the caller of this method when the client disconnects. A lease
+                granted after that is released at once.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + wanted.wait_seconds
-        with self.wait_queue.joined(wanted.key) as ticket:
+        deadline = loop.time() + acquisition.wait_seconds
+        with self.wait_queue.joined(acquisition.key) as ticket:
 
             def wake(_: object) -> None:
                 ticket.set()
@@ -114,19 +117,19 @@ class LeaseService:
             try:
                 while True:
                     ticket.clear()
-                    async with self._turns:
+                    async with self._query_slots:
                         if ticket.digest is not None:
                             return _ready(ticket.digest)
-                        reply, digest = await self._try(wanted)
+                        reply, digest = await self._try(acquisition)
                     if digest is not None:
-                        self.wait_queue.wake(Notification.ready(wanted.key, digest))
+                        self.wait_queue.wake(Notification.ready(acquisition.key, digest))
                     if gone.done() and reply.token is not None:
-                        await self.release(wanted.key, token=reply.token)
+                        await self.release(acquisition.key, token=reply.token)
                     rest = deadline - loop.time()
                     is_over = rest <= 0 or gone.done() or self.wait_queue.is_closed
                     if reply.state is not LeaseState.HELD or is_over:
                         return reply
-                    await self._pause(wanted.key, ticket, reply=reply, rest_seconds=rest)
+                    await self._pause(acquisition.key, ticket, reply=reply, rest_seconds=rest)
             finally:
                 gone.remove_done_callback(wake)
 
@@ -151,8 +154,9 @@ class LeaseService:
         return _granted(token=token, fencing=fencing, ttl_seconds=request.ttl_seconds)
 
     async def release(self, key: StoredKey, *, token: str) -> None:
-        """End a lease and wake one waiter. If that waiter finds the artifact, it wakes the others.
-        Releasing a lease again, or after an upload ended it, changes nothing.
+        """End a lease and wake one waiter, which wakes the others if it finds the artifact.
+
+        Does not raise if the lease was released before, or ended by an upload.
 
         Raises:
             ServerError: 410 if the token never held the lease, or lost it.
@@ -180,51 +184,55 @@ class LeaseService:
             rows = await list_held_leases(connection, namespaces, now=self.clock(), limit=limit)
         return [HeldLease(*row, self.wait_queue.count_of(row.key)) for row in rows]
 
-    async def _try(self, wanted: Acquisition) -> tuple[LeaseReply, Digest | None]:
-        """Look once for the artifact or a free lease, again if another process interferes.
+    async def _try(self, acquisition: Acquisition) -> tuple[LeaseReply, Digest | None]:
+        """Look for the artifact, and otherwise take the lease if it is free.
+
+        Repeat this if another process has changed the lease or stored the artifact meanwhile.
 
         Returns:
             The reply, and the digest of the artifact if it is stored.
         """
         while True:
-            row = await self.artifacts.find(wanted.key)
+            row = await self.artifacts.find(acquisition.key)
             if row is not None:
                 return _ready(row.digest), row.digest
-            lease = await find_lease(self.database, wanted.key)
+            lease = await find_lease(self.database, acquisition.key)
             now = self.clock()
             if lease is not None and lease.is_held(now):
-                return await self._held(wanted.key, lease, now), None
-            reply = await self._take(wanted)
+                return await self._held(acquisition.key, lease, now), None
+            reply = await self._take(acquisition)
             if reply is not None:
                 if lease is not None and lease.released_at is None:
                     self.counters.count_expired_lease()
                 return reply, None
 
-    async def _take(self, wanted: Acquisition) -> LeaseReply | None:
-        """Take a free lease. Return None if it is no longer free, or if the artifact is stored. The
-        lease is taken before the lookup, so no upload is missed: it commits earlier and is found,
-        or later and ends this lease.
+    async def _take(self, acquisition: Acquisition) -> LeaseReply | None:
+        """Take a free lease. Return None if it is no longer free, or if the artifact is stored.
+
+        The lookup follows the grant, so that it finds every upload that commits before it. A later
+        upload ends this lease, unless both transactions overlap on PostgreSQL: then the holder
+        compiles in vain.
         """
         now = self.clock()
         token = self.new_token()
         async with self.database.writing() as connection:
-            await _check_number(connection, wanted, now)
+            await _check_limits(connection, acquisition, now)
             fencing = await acquire_lease(
                 connection,
-                wanted.key,
+                acquisition.key,
                 token=token,
-                holder=wanted.request.holder,
-                caller=wanted.caller,
+                holder=acquisition.request.holder,
+                caller=acquisition.caller,
                 now=now,
-                ttl_seconds=wanted.request.ttl_seconds,
+                ttl_seconds=acquisition.request.ttl_seconds,
             )
             if fencing is None:
                 return None
-            if await find_artifact(connection, wanted.key) is not None:
-                # The row still holds the token that published, whose holder may yet release it.
+            if await find_artifact(connection, acquisition.key) is not None:
+                # Keep the row of the process that published: it may still release its lease.
                 await connection.rollback()
                 return None
-        return _granted(token=token, fencing=fencing, ttl_seconds=wanted.request.ttl_seconds)
+        return _granted(token=token, fencing=fencing, ttl_seconds=acquisition.request.ttl_seconds)
 
     async def _pause(
         self, key: StoredKey, ticket: Ticket, *, reply: LeaseReply, rest_seconds: float
@@ -232,9 +240,11 @@ class LeaseService:
         """Sleep until a wake-up, the deadline or, for the poller, the next query."""
         seconds = rest_seconds
         if self.wait_queue.is_poller(key, ticket):
-            mean = _LOOK_SECONDS_INFORMED if self.wait_queue.are_informed else _LOOK_SECONDS
-            look = mean * (0.5 + jitter())
-            seconds = min(seconds, look, reply.expires_in_seconds or 0.0)
+            mean = (
+                _POLL_SECONDS_WITH_NOTIFICATIONS if self.wait_queue.are_informed else _POLL_SECONDS
+            )
+            poll_seconds = mean * (0.5 + jitter())
+            seconds = min(seconds, poll_seconds, reply.expires_in_seconds or 0.0)
         try:
             async with asyncio.timeout(seconds):
                 await ticket.wait()
@@ -242,11 +252,13 @@ class LeaseService:
             return
 
     async def _held(self, key: StoredKey, lease: LeaseRow, now: datetime) -> LeaseReply:
-        """Answer a waiter. If the clock was set back since the grant, first let the lease end after
-        its own duration, so that the waiters for a dead holder lose no more than that.
+        """Reply that the lease is held.
+
+        If the clock was set back since the grant, first shorten the lease to its full duration from
+        now. Otherwise waiters would wait longer than that for a dead holder.
         """
         expires_at = min(lease.expires_at, lease.latest_end(now))
-        if lease.expires_at - expires_at > _CLOCKS_DIFFER:
+        if lease.expires_at - expires_at > _MAX_CLOCK_SKEW:
             async with self.database.writing() as connection:
                 await shorten_lease(connection, key, lease, expires_at=expires_at)
         return LeaseReply(
@@ -256,13 +268,17 @@ class LeaseService:
         )
 
 
-async def _check_number(connection: AsyncConnection, wanted: Acquisition, now: datetime) -> None:
-    """Bound the database rows that leases occupy, and how many processes one caller can make wait.
+async def _check_limits(
+    connection: AsyncConnection, acquisition: Acquisition, now: datetime
+) -> None:
+    """Refuse another lease if the caller or the namespace has reached a limit.
+
+    The limits bound the rows in the database, and how many keys one caller can block.
 
     Raises:
-        ServerError: 409 if the caller or the namespace has reached a limit.
+        ServerError: 409.
     """
-    caller, namespace = wanted.caller, wanted.key.namespace
+    caller, namespace = acquisition.caller, acquisition.key.namespace
     held = await count_held_leases(connection, now=now, caller=caller)
     if held >= _MAX_HELD:
         raise _too_many(f"{caller} holds", _MAX_HELD)
