@@ -53,7 +53,7 @@ def storage_context(config: ClientConfig) -> ssl.SSLContext:
 
 
 def tls_failure(error: BaseException) -> str | None:
-    """Return what failed in TLS and how to fix it, or None if the connection broke or TLS did not fail."""
+    """Return what failed in TLS and how to fix it, or None if TLS did not fail."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
