@@ -3,10 +3,10 @@
     local tier -> server -> lease: granted   compile here, publish in the background
                                    ready     fetch the artifact
                                    held      wait, as long as `WaitBudget` allows
-    every connection of the server taken     wait likewise, and ask again
-    any other error on the way               compile here, and count the reason
+    all connections of the server in use     wait in the same budget, then retry
+    any other error                          compile here, and count the reason
 
-An error of the cache never raises, and every wait has a bound.
+Errors of the cache never reach the hooks, and every wait is bounded.
 """
 
 import logging
@@ -54,38 +54,38 @@ _log = logging.getLogger("graphstash")
 _MIN_POLL_SECONDS: Final = 0.5
 
 _MAX_POLL_SECONDS: Final = 20.0
-"""Maximum seconds per call of a longer wait, below the idle timeouts of common proxies."""
+"""Maximum seconds of one call in a longer wait, below the idle timeouts of common proxies."""
 
 _HOLDER_CHARACTERS: Final = 128
-"""Maximum length of a holder's name, as in `LeaseRequest`. It bounds the memory for the names,
-because a server may return a new name in each reply."""
+"""Maximum length of a holder's name, as in `LeaseRequest`. `WaitBudget` stores the names, and a
+malicious server may return a new one in each reply."""
 
 _OWN_COMPILE: Final = "this process compiles something itself, which that one may wait for"
-"""Why a process does not wait, see `InFlightCompile.is_awaited`."""
+"""Reason not to wait: two processes could wait for each other, see `InFlightCompile.is_awaited`."""
 
 _NO_CONNECTION: Final = "a server without a free connection"
-"""What the job waits for, in the place of another job's name."""
+"""Replaces the holder's name in a wait for a connection."""
 
 _DAMAGED: Final = (
     *(Reason.DIGEST_MISMATCH, Reason.CORRUPT, Reason.WRONG_KEY, Reason.TOO_LARGE),
     *(Reason.BAD_SIGNATURE, Reason.UNKNOWN_KEY, Reason.REVOKED_KEY, Reason.UNSIGNED),
 )
-"""Reasons that mean: the server stores an unusable artifact under the key."""
+"""Reasons that mean that the server stores an unusable artifact under the key."""
 
-_GOODBYE_SECONDS: Final = 2.0
-"""Maximum seconds that an exiting job spends on releasing its leases."""
+_RELEASE_SECONDS: Final = 2.0
+"""Maximum seconds that an exiting job waits for the release of its leases."""
 
 _READY_WITHOUT_ARTIFACT: Final = 3
-"""Number of "ready" replies without an artifact after which the process compiles."""
+"""The process compiles after this many "ready" replies without an artifact."""
 
 _T = TypeVar("_T")
 
 
 class PackOutcome(Enum):
-    """What became of a pack."""
+    """Outcome of publishing a pack."""
 
     STORED = auto()
-    """The server has it, or only this host, as the settings say."""
+    """The server stores it; in a read-only job, only this host."""
     TAKEN = auto()
     """The server stores another pack under the key."""
     FAILED = auto()
@@ -94,13 +94,13 @@ class PackOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FetchedPack:
-    """The artifact under the key of a pack, see `Packs`.
+    """A look-up of a pack that was not a miss, see `Packs`.
 
     Attributes:
         payload: Bytes of the pack, or None if the cache could not fetch them.
         compile_seconds: Sum of the compile times of its programs.
         source: Where the bytes came from.
-        trouble: Why the payload is None.
+        trouble: Reason for the missing payload.
     """
 
     payload: bytes | None
@@ -118,9 +118,9 @@ class CompileCache:
     """Fetches artifacts or starts compilations; one instance per process.
 
     Attributes:
-        waits: Remaining budget for waiting for the compilations of other jobs.
+        waits: Remaining budget for waits for other jobs' compilations and for free connections.
         log: Programs that this process had to compile.
-        limit: Limit of compilations, or None if the settings set no limit.
+        limit: Limit of compilations, or None if the user has set none.
 
     Args:
         stash: Storage of artifacts. The caller closes it.
@@ -133,10 +133,12 @@ class CompileCache:
         self.counters = counters
         self.publisher = publisher
         self.waits = WaitBudget(stash.config.wait_seconds)
-        self._upload_waits = WaitBudget(stash.config.wait_seconds)  # in the background
+        self._upload_waits = WaitBudget(stash.config.wait_seconds)  # of background threads
         self.log = MissLog()
         self.limit: CompileLimit | None = None
-        # Each access is one bytecode operation, which makes it thread-safe.
+        # Threads share these without a lock. Changes of the set and the dictionary are atomic. If two
+        # threads call `_hold` at the same time, the list can miss a lease; then `abandon_all` does
+        # not wait for the release of that lease.
         self._open: set[InFlightCompile] = set()
         self._leases: list[HeldLease] = []
         self._used: dict[ArtifactKey, None] = {}
@@ -149,7 +151,7 @@ class CompileCache:
 
     @property
     def used(self) -> tuple[ArtifactKey, ...]:
-        """Keys of all artifacts that this process has fetched or stored, in order of first use."""
+        """Keys of the artifacts that this process has fetched or stored, in order of first use."""
         return tuple(self._used)
 
     def get_or_compile(
@@ -161,12 +163,12 @@ class CompileCache:
         toolchain: str = "",
         label: str = "",
     ) -> bytes:
-        """Return the payload of an artifact that any job has compiled, or compile it now.
+        """Return the artifact's payload. If the cache cannot deliver it, compile and publish it.
 
         Args:
             key: Key of the artifact.
-            compile_payload: Compiles the payload. Its exceptions reach the caller.
-            parts: Parts of the fingerprint, shown in explanations of misses.
+            compile_payload: Compiles the payload. Its exceptions propagate.
+            parts: Parts of the fingerprint, for explanations of misses.
             toolchain: Versions of the compiler, for display and retention rules.
             label: The user's name for the program, e.g. `jit(train_step)`.
         """
@@ -185,7 +187,7 @@ class CompileCache:
     def fetch_bytes_or_start(
         self, request: CompileRequest, *, lease: bool = True
     ) -> bytes | InFlightCompile:
-        """Return the verified payload as bytes, or start its compilation, see `fetch_or_start`."""
+        """Return the verified payload, or start its compilation, see `fetch_or_start`."""
         payload = Memory(request.max_bytes)
         compilation = self.fetch_or_start(request, payload, lease=lease)
         return payload.getvalue() if compilation is None else compilation
@@ -200,7 +202,7 @@ class CompileCache:
         Args:
             request: Request for the artifact.
             destination: Where to write the payload.
-            lease: Whether to request the right to compile, and to wait while another job has it.
+            lease: Whether to request a lease, and to wait while another job holds it.
 
         Returns:
             None if the verified payload is at `destination`, else the compilation.
@@ -220,8 +222,8 @@ class CompileCache:
             self.record_fallback(error)
             self.counters.uncached(key)
             fallback_reason = error.reason
-            # An artifact that fails verification is still stored under the key. The server refuses
-            # a second upload, unless it finds its own bytes damaged and removes them.
+            # The server still stores the artifact that failed verification, so it would refuse an
+            # upload, unless it finds that its bytes are damaged and removes them.
             wanted = error.reason not in _DAMAGED or self._is_healed(key, error.reason)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
             self.record_fallback(error)
@@ -230,31 +232,31 @@ class CompileCache:
         try:
             self.log.add(request, reason=fallback_reason)
             return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
-        except BaseException:  # interrupted: no other process should wait for this one
+        except BaseException:  # a signal: no process should wait for the lease
             if held is not None:
                 held.release(LeaseOutcome.FAILED)
             raise
 
     def begin(self, request: CompileRequest) -> InFlightCompile:
-        """Start a compilation without a look-up."""
+        """Start a compilation without a look-up or lease."""
         self.log.add(request, reason=None)
         return self._begin(request)
 
     def refuse(self, request: CompileRequest, why: str) -> None:
-        """Count a program that the hook does not share, and that will be compiled."""
+        """Count an unshareable program before its compilation, and check the compile limit."""
         self.note_unshared(request, why)
         if self.limit is not None:
             self.limit.check(request, Reason.UNSHAREABLE)
 
     def note_unshared(self, request: CompileRequest, why: str) -> None:
-        """Count a program whose result is not shared. `explain` and `doctor` show it."""
+        """Count an unshareable program, which `explain` and `doctor` show."""
         error = CacheError(Reason.UNSHAREABLE, why)
         self.record_fallback(error)
         self.counters.uncached(request.key)
         self.log.add(request, reason=error.reason, detail=error.detail)
 
     def reject(self, key: ArtifactKey, detail: str) -> None:
-        """Count an artifact that the compiler could not load, and delete it from this host."""
+        """Count an artifact that the compiler could not load, and delete this host's copy."""
         self.stash.forget(key)
         self.record_fallback(CacheError(Reason.REJECTED, detail))
         self.counters.uncached(key)
@@ -262,12 +264,12 @@ class CompileCache:
             self.limit.check(CompileRequest(key), Reason.REJECTED)
 
     def get(self, key: ArtifactKey, *, max_bytes: int | None = None) -> bytes | None:
-        """Return the payload if it is stored and within `max_bytes`, else None. Never raises."""
+        """Return the stored payload, or None if it is absent, bad or too large. Never raises."""
         payload = Memory(max_bytes)
         return payload.getvalue() if self.try_fetch(key, payload) else None
 
     def try_fetch(self, key: ArtifactKey, destination: Destination) -> bool:
-        """Write the payload to `destination` and return True if it is stored. Never raises."""
+        """Write the payload to `destination`, and return whether it was stored. Never raises."""
         try:
             return self._found(key, destination, since=monotonic()) is not None
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
@@ -277,7 +279,7 @@ class CompileCache:
     def store(
         self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
     ) -> bool:
-        """Publish an artifact and return whether the server has it afterwards. Never raises."""
+        """Publish an artifact, and return whether the server has it now. Never raises."""
         self.waits.compiled(metadata.compile_seconds)
         is_published = self._store(key, payload, metadata, local_only=local_only)
         self.log.compiled(key, seconds=metadata.compile_seconds, is_published=is_published)
@@ -314,7 +316,7 @@ class CompileCache:
 
     @property
     def withdrawals(self) -> int:
-        """A number that changes when something may have been withdrawn (`Standing.changes`)."""
+        """A counter that increases when an artifact may have been withdrawn, see `Standing`."""
         return self.stash.standing.changes
 
     def is_on_this_host(self, key: ArtifactKey) -> bool:
@@ -322,9 +324,9 @@ class CompileCache:
         return self.stash.is_on_this_host(key)
 
     def fetch_pack(self, key: ArtifactKey, *, max_bytes: int | None = None) -> FetchedPack | None:
-        """Fetch a pack, or return None for a miss. Never raises, counts no hit.
+        """Fetch a pack, or return None if there is none. Never raises, and counts no hit.
 
-        A pack larger than `max_bytes` counts as unusable.
+        A pack larger than `max_bytes` counts as damaged.
         """
         payload = Memory(max_bytes)
         try:
@@ -361,9 +363,9 @@ class CompileCache:
         return PackOutcome.STORED
 
     def record_fallback(self, error: Exception) -> None:
-        """Count a fallback, and log the first one of each reason.
+        """Count a fallback, and log the first fallback of each reason.
 
-        An error other than `CacheError` is a fault of the cache itself and counts as internal.
+        Any other error than `CacheError` is a fault of the cache and counts as internal.
         """
         if not isinstance(error, CacheError):
             _log.debug("the cache failed", exc_info=error)
@@ -392,20 +394,20 @@ class CompileCache:
             self.limit.ended(key)
 
     def abandon_unfinished(self) -> None:
-        """Release the leases of unfinished compilations. Uploads continue."""
+        """Release the leases of running compilations. Uploads continue."""
         for compilation in tuple(self._open):
             if compilation.is_compiling:
                 with suppress(Exception):
                     compilation.abandon()
 
     def abandon_all(self) -> None:
-        """Release all leases, so that no other job waits for this exiting job."""
+        """Release all leases, so that no job waits for this exiting process."""
         for compilation in tuple(self._open):
             with suppress(Exception):
                 compilation.abandon()
-        until = monotonic() + _GOODBYE_SECONDS
+        deadline = monotonic() + _RELEASE_SECONDS
         for lease in self._leases:
-            lease.join(max(0.0, until - monotonic()))
+            lease.join(max(0.0, deadline - monotonic()))
 
     def _begin(
         self,
@@ -424,7 +426,7 @@ class CompileCache:
         return compilation
 
     def _is_healed(self, key: ArtifactKey, reason: Reason) -> bool:
-        """Ask the server to verify bytes that have a wrong digest; True if it removed them."""
+        """After a digest mismatch, let the server verify; return whether it removed the bytes."""
         if reason is not Reason.DIGEST_MISMATCH or self.stash.server.is_read_only:
             return False
         try:
@@ -434,7 +436,7 @@ class CompileCache:
             return False
 
     def _found(self, key: ArtifactKey, destination: Destination, *, since: float) -> Fetched | None:
-        """Fetch the artifact and count a hit; `since` is when this thread began to look for it."""
+        """Fetch the artifact and count a hit. `since` is the start of this thread's look-up."""
         fetched = self._fetch(key, destination)
         if fetched is not None:
             self.counters.hit(
@@ -446,11 +448,15 @@ class CompileCache:
         return fetched
 
     def _when_free(self, call: Callable[[], _T], *, budget: WaitBudget | None = None) -> _T:
-        """Make a call of the server, again and again while all its connections are taken.
+        """Call the server, and retry while all its connections are in use.
+
+        Args:
+            call: Makes the call.
+            budget: Budget of the wait. Default: `waits`.
 
         Raises:
-            BusyError: the budget, by default that of the job's waits, is spent.
-            CacheError: the call failed.
+            BusyError: The budget is spent, or the server is busy for another reason.
+            CacheError: The call failed.
         """
         with (budget or self.waits).wait() as wait:
             while True:
@@ -460,12 +466,12 @@ class CompileCache:
                 except BusyError as error:
                     if not error.is_full or wait.reason_to_skip(_NO_CONNECTION) is not None:
                         raise
-                    # Many processes are refused at the same time; they must not return together.
+                    # The server refuses many processes at once; they must not all return at once.
                     pause = error.retry_after_seconds * uniform(0.1, 1.0)  # noqa: S311 - no secret
                     with forkable():
                         sleep(min(pause, wait.left))
                 else:
-                    wait.saved_seconds = 0.0  # an answer, even a miss, is worth the wait
+                    wait.saved_seconds = 0.0  # even after a miss, the wait was not in vain
                     return result
 
     def _source_of(self, key: ArtifactKey, fetched: Fetched) -> Source:
@@ -482,7 +488,7 @@ class CompileCache:
                 self.record_fallback(refused)
             if error.namespace in (None, self.config.namespace):
                 raise
-            # A bad artifact in another namespace does not prevent publishing a sound one in ours.
+            # This job can still publish its own artifact in its own namespace.
             self.record_fallback(error)
             return None
         if fetched is None:
@@ -499,12 +505,11 @@ class CompileCache:
         return fetched
 
     def _count_tier_errors(self) -> None:
-        """Count the errors of the local tier as fallbacks."""
         while self.stash.local.troubles:
             self.record_fallback(self.stash.local.troubles.popleft())
 
     def _copy_unsent(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
-        """Copy the result of a compilation of this process that is not uploaded yet."""
+        """Copy a result of this process whose upload is pending."""
         for compilation in tuple(self._open):
             if compilation.key == key and (copied := compilation.copy_unsent(destination)):
                 return copied
@@ -528,13 +533,19 @@ class CompileCache:
     def _wait_or_start(
         self, key: ArtifactKey, destination: Destination
     ) -> tuple[bool, HeldLease | None]:
-        """Wait until the artifact is at `destination` (True) or this process has to compile it."""
+        """Fetch the artifact to `destination` (True), or return the lease to compile it, if any.
+
+        Waits while another job holds the lease.
+
+        Raises:
+            CacheError: `WAIT_BUDGET` if this process must not wait any longer.
+        """
         is_awaited = any(each.is_awaited for each in tuple(self._open))
         started = monotonic()
-        false_promises = 0
+        empty_replies = 0
         with self.waits.wait() as wait:
             while True:
-                asked, seconds = monotonic(), min(_MAX_POLL_SECONDS, wait.left)
+                requested_at, seconds = monotonic(), min(_MAX_POLL_SECONDS, wait.left)
                 reply = self._when_free(
                     partial(self.stash.server.acquire, key, wait_seconds=seconds)
                 )
@@ -547,8 +558,8 @@ class CompileCache:
                             if wait.has_begun:
                                 self.counters.add(waits=1, wait_seconds=monotonic() - started)
                             return True, None
-                        false_promises += 1
-                        if false_promises >= _READY_WITHOUT_ARTIFACT:
+                        empty_replies += 1
+                        if empty_replies >= _READY_WITHOUT_ARTIFACT:
                             return False, None
                     case LeaseState.HELD:
                         holder = printable(reply.holder or "another job", most=_HOLDER_CHARACTERS)
@@ -556,8 +567,8 @@ class CompileCache:
                         if reason_to_skip is not None:
                             detail = f"{holder} still compiles {key}: {reason_to_skip}"
                             raise CacheError(Reason.WAIT_BUDGET, detail)
-                        # A closing server replies without waiting. Do not poll it in a busy loop.
+                        # A closing server replies at once. Do not poll it in a busy loop.
                         if seconds:
-                            pause = min(asked + _MIN_POLL_SECONDS - monotonic(), wait.left)
+                            pause = min(requested_at + _MIN_POLL_SECONDS - monotonic(), wait.left)
                             with forkable():
                                 sleep(max(0.0, pause))

@@ -1,4 +1,4 @@
-"""The parts of a process's environment, host and libraries that change an executable."""
+"""Fingerprint parts: the environment, host and libraries of a process that change an executable."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ __all__ = [
 _READ: Final = re.compile(
     r"(?a:(XLA|LIBTPU|TPU|PJRT|NEURON)_\w+|CPU_NUM_DEVICES|MEGASCALE_NUM_SLICES)"
 )
-"""Variables that frameworks, the runtime, libtpu or the Neuron plug-in read."""
+"""Names of variables that frameworks, PJRT, libtpu or the Neuron plug-in read."""
 
 _SAME_EXECUTABLE: Final = re.compile(
     r"XLA_(PERSISTENT_CACHE|METRICS|FNTRACKER|SAVE|DUMP|COMPILATION_CACHE_SIZE)\w*"
@@ -40,27 +40,27 @@ _SAME_EXECUTABLE: Final = re.compile(
     r"|XLA_COORDINATOR_PORT"
     r"|NEURON_(RT_\w+|LIBRARY_PATH|COMPILE_CACHE_URL|PJRT_PROCESS_INDEX)"
 )
-"""Exceptions: variables that identify the host, rank or job, or name a place to read, write or log.
+"""Names of variables outside the fingerprint: they identify the host, rank or job, or name a path.
 
-If a rank's number were in the fingerprint, ranks would share nothing. The loaded libtpu is a part
-of its own."""
+If the fingerprint contained the rank's number, ranks would share nothing. It contains the loaded
+libtpu instead of its path."""
 
 _FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 _MAX_NAME_LENGTH: Final = 60
-"""A part's name has at most 64 characters. No variable that is read has more than 40."""
+"""Maximum length of a variable's name, so that a part's name has at most 64 characters."""
 
-_WHERE_TO_WRITE: Final = re.compile(r"--xla_dump_\w+(=\S*)?")
+_DUMP_FLAG: Final = re.compile(r"--xla_dump_\w+(=\S*)?")
 
 _SAMPLE_BYTES: Final = 1024**2
 
 _PLUGIN_GROUPS: Final = ("jax_plugins", "torch_xla.plugins")
 """Entry-point groups in which PJRT plug-ins register."""
 
-_NO_PLUGINS: Final = ("graphstash", "torch_xla")
-"""Distributions in these groups that are not plug-ins."""
+_NOT_PLUGINS: Final = ("graphstash", "torch_xla")
+"""Distributions that use these groups without being plug-ins."""
 
-_PLUGINS: Final = ("libtpu", "libneuronxla")
+_UNREGISTERED_PLUGINS: Final = ("libtpu", "libneuronxla")
 """Distributions of plug-ins that frameworks find without an entry point."""
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
@@ -69,17 +69,17 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change an executable, as parts named `env.<NAME>`.
 
-    Omits `--xla_dump_*` tokens, which only name a place to write. Includes the contents of a flag
-    file that `XLA_FLAGS` names, because compilers hash at most the name of the file.
+    Omits `--xla_dump_*` flags, which do not change the executable. Includes the contents of a flag
+    file that `XLA_FLAGS` names, because compilers hash at most its name.
     """
     parts = {}
     for name, value in environ.items():
         if len(name) <= _MAX_NAME_LENGTH and _is_read(name):
-            tokens = _WHERE_TO_WRITE.sub("", value).split()
-            if all(token.startswith("-") for token in tokens):  # else `--flag value`, in this order
-                # Sort by flag instead of by token: the last occurrence of a repeated flag counts.
+            tokens = _DUMP_FLAG.sub("", value).split()
+            if all(token.startswith("-") for token in tokens):  # `--flag value` must stay in order
+                # Sort by flag, not by token: the last occurrence of a repeated flag counts.
                 tokens.sort(key=_flag)
-            if tokens or name not in _FLAGS:  # without flags, the variable may as well be absent
+            if tokens or name not in _FLAGS:  # no flags: like an absent variable
                 parts[f"env.{name}"] = " ".join(tokens)
             if name == "XLA_FLAGS":
                 for file in (token for token in tokens if not token.startswith("-")):
@@ -88,10 +88,13 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class EnvironmentStates:
-    """The states of the variables that a compiler reads, in the order of observation.
+    """History of the variables that a compiler reads.
 
     Compilers read some variables when they start, and others at the first program that needs them.
     A compilation can therefore depend on an earlier state, so a key contains all states.
+
+    Args:
+        without: names of parts to omit.
     """
 
     def __init__(self, *, without: Collection[str] = ()) -> None:
@@ -113,12 +116,9 @@ class EnvironmentStates:
             self._states.append((has_started, state))
 
     def parts(self) -> dict[str, str]:
-        """Return the last state as parts, with a digest of any earlier states.
-
-        If the variables never change, the parts equal those of `environment_parts`.
-        """
+        """Return the parts of the last state, and a digest of earlier states if there are any."""
         states = list(self._states)
-        # The start alone changes nothing: a state that lasts over the start is one state.
+        # States that differ only in `has_started` count as one.
         following = [*states[1:], (False, None)]
         *earlier, (_, last) = [
             each for each, later in zip(states, following, strict=True) if each[1] != later[1]
@@ -130,10 +130,10 @@ class EnvironmentStates:
 
 
 def sample_of(library: Path) -> str:
-    """Return the size of a file and a hash of its beginning and end, to distinguish builds.
+    """Return the size of a file and a hash of its first and last MiB, to distinguish builds.
 
-    The first and last MiB hold the build ID, symbols and tables, so that a process need not read
-    hundreds of megabytes.
+    These contain the build ID, symbols and tables. Reading a whole library of hundreds of megabytes
+    would take too long.
 
     Raises:
         OSError: the file cannot be read.
@@ -147,7 +147,7 @@ def sample_of(library: Path) -> str:
 
 
 def read_part(source: Callable[[], Any]) -> str:
-    """Return a part, or a placeholder if reading fails: hosts without the part still share."""
+    """Return a part, or a placeholder on error, so that hosts without the part can share."""
     try:
         return str(source())
     except Exception as error:  # noqa: BLE001 - compilers and bindings may raise any exception
@@ -164,14 +164,14 @@ def version_of(distribution: str) -> str:
 
 
 def installed_pjrt_plugins() -> list[str]:
-    """The distributions that contain a PJRT plug-in."""
+    """Return the installed distributions that contain a PJRT plug-in."""
     announced = {
         point.dist.name
         for group in _PLUGIN_GROUPS
         for point in metadata.entry_points(group=group)
-        if point.dist is not None and point.dist.name.replace("-", "_") not in _NO_PLUGINS
+        if point.dist is not None and point.dist.name.replace("-", "_") not in _NOT_PLUGINS
     }
-    return sorted(announced | {name for name in _PLUGINS if version_of(name)})
+    return sorted(announced | {name for name in _UNREGISTERED_PLUGINS if version_of(name)})
 
 
 def cpu_features() -> list[str]:
@@ -180,14 +180,14 @@ def cpu_features() -> list[str]:
 
 
 def cpu_model() -> str:
-    """Return the CPU's model name. Compilers tune for the model under `-march=native`."""
+    """Return the CPU's vendor, family and model, for which `-march=native` tunes."""
     return " ".join(
         _cpuinfo(name) for name in ("vendor_id", "cpu family", "model", "model name", "CPU part")
     )
 
 
 def libc() -> str:
-    """Return name and version of the C library, e.g. `glibc-2.36`."""
+    """Return the name and version of the C library, e.g. `glibc-2.36`."""
     return "-".join(platform.libc_ver())
 
 
@@ -206,7 +206,7 @@ def _flag(token: str) -> str:
 
 @cache
 def _cpuinfo(*names: str) -> str:
-    """Return the first value under one of the names, or an empty string."""
+    """Return the value of the first line of /proc/cpuinfo with one of the names, or ""."""
     try:
         lines = _CPUINFO.read_text("utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The artifacts of a namespace."""
+"""API call that lists the artifacts of a namespace."""
 
 from fastapi import Response
 
@@ -22,6 +22,6 @@ router = Calls(prefix=API_PREFIX, tags=["artifacts"])
     refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_DEVICE_TYPE],
 )
 async def list_artifacts(call: NamespaceCall) -> Response:
-    """Return a page of the artifacts that may be served. Counts neither as hits nor as misses."""
+    """Return a page of the servable artifacts. Counts no hits and no misses."""
     query = read_query(call, ArtifactQuery)
     return json_answer(await call.context.listing.list_artifacts(call.namespace, query))

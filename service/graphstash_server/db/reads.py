@@ -1,10 +1,11 @@
-"""Reads: run the most frequent reads, with one statement for all requests with the same read.
+"""Reads: runs the most frequent reads, and shares one statement among equal concurrent requests.
 
-A request joins an equal read that has not begun. It never joins a running read, which may miss rows
-committed meanwhile. So a crowd costs one or two statements, and each result includes everything
-committed before its request.
+A request joins an equal read that is waiting. It never joins a running read, which may miss rows
+committed meanwhile. So any number of simultaneous equal requests cost one or two statements, and
+each result includes everything committed before its request.
 
-Each lane keeps one connection. It runs one read at a time, or on SQLite all reads that are waiting.
+Each lane keeps one connection. A PostgreSQL lane runs one read at a time; a SQLite lane runs all
+waiting reads together.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from graphstash_server.logs import in_background
 __all__ = ["Lane", "PostgresLane", "Reads", "SqliteLane"]
 
 Read: TypeAlias = tuple[Compiled, tuple[Any, ...]]
-"""A statement and its values."""
+"""A statement and its bound values."""
 
 Answer: TypeAlias = Sequence[Row] | Exception
 
@@ -35,47 +36,47 @@ class Lane(Protocol):
 
     at_once: int
 
-    async def fetch(self, wanted: Sequence[Read]) -> Sequence[Answer]:
-        """Return the rows of each read, or its error."""
+    async def fetch(self, reads: Sequence[Read]) -> Sequence[Answer]:
+        """Return the rows or the error of each read."""
 
     async def close(self) -> None:
         """Release the connection."""
 
 
 class Reads:
-    """Distributes reads among lanes. Use it on one event loop."""
+    """Distributes reads among lanes. Use it from one event loop."""
 
     def __init__(self, lanes: Sequence[Lane], *, is_postgresql: bool) -> None:
         self._lanes = lanes
         self._free = list(lanes)
         self._is_postgresql = is_postgresql
-        self._wanted: dict[Read, list[asyncio.Future[Sequence[Row]]]] = {}
-        self._is_called = False
+        self._waiting: dict[Read, list[asyncio.Future[Sequence[Row]]]] = {}
+        self._is_scheduled = False
         self._running: set[asyncio.Task[None]] = set()
 
-    async def fetch(self, statement: Prepared, given: Parameters) -> Sequence[Row]:
-        """Return the rows of a statement, as of some time after this call."""
+    async def fetch(self, statement: Prepared, parameters: Parameters) -> Sequence[Row]:
+        """Return the rows of a statement, read after this call began."""
         compiled = statement.postgresql if self._is_postgresql else statement.sqlite
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[Sequence[Row]] = loop.create_future()
-        self._wanted.setdefault((compiled, compiled.bind(given)), []).append(found)
-        if not self._is_called and self._free:
-            self._is_called = True
-            loop.call_soon(self._send)  # after the other requests of this loop iteration
-        return await found
+        result: asyncio.Future[Sequence[Row]] = loop.create_future()
+        self._waiting.setdefault((compiled, compiled.bind(parameters)), []).append(result)
+        if not self._is_scheduled and self._free:
+            self._is_scheduled = True
+            loop.call_soon(self._send)  # batch all requests of this loop iteration
+        return await result
 
     async def close(self) -> None:
-        """Wait for the running reads."""
+        """Wait for the running reads, and close the lanes."""
         if self._running:
             await asyncio.wait(self._running)
         for lane in self._lanes:
             await lane.close()
 
     def _send(self) -> None:
-        self._is_called = False
-        while self._wanted and self._free:
+        self._is_scheduled = False
+        while self._waiting and self._free:
             lane = self._free.pop()
-            batch = {read: self._wanted.pop(read) for read in list(self._wanted)[: lane.at_once]}
+            batch = {read: self._waiting.pop(read) for read in list(self._waiting)[: lane.at_once]}
             task = in_background(self._run(lane, batch))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
@@ -83,35 +84,35 @@ class Reads:
     async def _run(
         self, lane: Lane, batch: "dict[Read, list[asyncio.Future[Sequence[Row]]]]"
     ) -> None:
-        """Run a batch as the outermost frame of a task. An error goes to the requests."""
+        """Run a batch, and pass its rows or its error to the requests."""
         try:
             answers = await lane.fetch(list(batch))
-        except Exception as error:  # noqa: BLE001 - passed to the requests
+        except Exception as error:  # noqa: BLE001 - the requests raise it
             answers = [error] * len(batch)
         finally:
             self._free.append(lane)
-        for waiting, answer in zip(batch.values(), answers, strict=True):
-            for found in waiting:
-                if found.done():
+        for results, answer in zip(batch.values(), answers, strict=True):
+            for result in results:
+                if result.done():
                     continue  # its caller was cancelled
                 if isinstance(answer, Exception):
-                    found.set_exception(answer)
+                    result.set_exception(answer)
                 else:
-                    found.set_result(answer)
+                    result.set_result(answer)
         self._send()
 
 
 class SqliteLane:
-    """A thread that takes all waiting reads."""
+    """A SQLite thread."""
 
     at_once = 256
 
     def __init__(self, thread: SqliteThread) -> None:
         self._thread = thread
 
-    async def fetch(self, wanted: Sequence[Read]) -> Sequence[Answer]:
+    async def fetch(self, reads: Sequence[Read]) -> Sequence[Answer]:
         """Run all reads in one call of the thread."""
-        return await self._thread.call(lambda connection: [_fetch(connection, *r) for r in wanted])
+        return await self._thread.call(lambda connection: [_fetch(connection, *r) for r in reads])
 
     async def close(self) -> None:
         """Stop the thread."""
@@ -126,7 +127,7 @@ def _fetch(connection: sqlite3.Connection, statement: Compiled, values: Sequence
 
 
 class PostgresLane:
-    """A pool connection, kept from the first read on. Its driver keeps prepared statements."""
+    """A connection of the pool, kept because its driver caches prepared statements."""
 
     at_once = 1
 
@@ -135,15 +136,15 @@ class PostgresLane:
         self._kept: AsyncConnection | None = None
         self._driver: Any = None
 
-    async def fetch(self, wanted: Sequence[Read]) -> Sequence[Answer]:
-        """Run one read. If the kept connection has ended, retry once on another one."""
-        ((statement, values),) = wanted
+    async def fetch(self, reads: Sequence[Read]) -> Sequence[Answer]:
+        """Run one read. If the kept connection was closed, retry once with a new connection."""
+        ((statement, values),) = reads
         was_kept = self._kept is not None
         try:
             return [statement.rows(await self._fetch(statement.sql, values))]
         except BaseException:
             has_ended = self._driver is None or self._driver.is_closed()
-            await self._give_up()
+            await self._discard()
             if not (was_kept and has_ended):
                 raise
         return [statement.rows(await self._fetch(statement.sql, values))]
@@ -158,11 +159,11 @@ class PostgresLane:
         if self._kept is None:
             self._kept = await self._engine.connect()
             self._driver = (await self._kept.get_raw_connection()).driver_connection
-        found: Sequence[Row] = await self._driver.fetch(sql, *values)
-        return found
+        rows: Sequence[Row] = await self._driver.fetch(sql, *values)
+        return rows
 
-    async def _give_up(self) -> None:
-        """Use another connection next time, because the state of this one is unknown."""
+    async def _discard(self) -> None:
+        """Discard the connection, because its state is unknown. The next read opens another."""
         kept, self._kept, self._driver = self._kept, None, None
         if kept is not None:
             await kept.invalidate()

@@ -1,11 +1,11 @@
 """TieredBlobStore: a cache on the local disk in front of a slower store (the back).
 
 Only the back is durable, so `put`, `stat` and `list` use it. The tier holds copies of blobs that
-were read. Losing a copy costs another read from the back. Processes on the same host may share the
+were read; a lost copy costs another read from the back. Processes on the same host may share the
 tier directory. If the tier fails, the store reads blobs from the back.
 
-A deletion removes the copy in this directory only. Copies on other hosts are never read again. Each
-host evicts them as least recently used.
+A deletion removes only the copy in this directory. Other hosts no longer read their copies, because
+no artifact has the blob, and evict them as least recently used.
 """
 
 import asyncio
@@ -32,18 +32,17 @@ from graphstash_server.storage.upload import SpaceGuard, remove_abandoned
 
 __all__ = ["TierBudget", "TieredBlobStore"]
 
-_AFTER = 0.9
-"""Share of the limit to which an eviction shrinks the tier, so that the next fill does not
-evict."""
+_SHRINK_TO = 0.9
+"""An eviction shrinks the tier to this share of the limit, so that the next fill does not evict."""
 
 _SCAN_SHARE = 16
-"""Scan the directory after each fill of 1/16 of the limit, because other processes also fill it."""
+"""Scan the directory each time 1/16 of the limit was added, because other processes also add."""
 
 
 class TierBudget:
-    """Keep a directory of blobs below a size limit, and evict the least recently used ones.
+    """Keeps a directory of blobs within a size limit: evicts the least recently used blobs.
 
-    An evicted blob stays readable to readers that have it open. Blocks. Safe for concurrent
+    An evicted blob stays readable to readers that have it open. Methods block. Safe for concurrent
     threads, and for processes that share the directory.
     """
 
@@ -57,7 +56,7 @@ class TierBudget:
         self._used_bytes: int | None = None
 
     def added(self, size_bytes: int) -> None:
-        """Count a new blob, and evict blobs if the limit may be exceeded."""
+        """Count a new blob. If the total may exceed the limit, scan the directory and evict."""
         with self._lock:
             self._filled_bytes += size_bytes
             used = None if self._used_bytes is None else self._used_bytes + self._filled_bytes
@@ -75,7 +74,7 @@ class TierBudget:
                 os.close(fd)
 
     def _shrink(self) -> int:
-        """Remove the oldest files if the limit is exceeded. Return the number of bytes left."""
+        """Remove the least recently used files if necessary, and return the bytes that remain."""
         files = []
         for shard in os.scandir(self._blobs):
             with os.scandir(shard) as entries:
@@ -88,7 +87,7 @@ class TierBudget:
         used = sum(size for _, size, _ in files)
         if used > self._limit_bytes:
             for _, size, path in sorted(files):
-                if used <= self._limit_bytes * _AFTER:
+                if used <= self._limit_bytes * _SHRINK_TO:
                     break
                 Path(path).unlink(missing_ok=True)
                 used -= size
@@ -100,18 +99,18 @@ T = TypeVar("T")
 _THREADS = 16
 
 _TOUCH_SECONDS = 60.0
-"""Minimum seconds between two updates of a copy's last use. Hits are far more frequent."""
+"""Minimum seconds between two updates of a copy's mtime, the time of its last use."""
 
-_TOLD_SECONDS = 5.0
-"""Seconds for which a damaged blob is reported absent. The service looks more than once before it
-drops the artifact."""
+_DAMAGED_SECONDS = 5.0
+"""Seconds during which a damaged blob is reported absent, because the service looks several times
+before it drops the artifact."""
 
 
 class TieredBlobStore(BlobStore):
     """A `BlobStore` that caches the blobs of another store on disk.
 
     Attributes:
-        bypassed_count: how often the tier failed and the back was used instead.
+        bypassed_count: number of logged tier failures. After one in `open`, the back is read.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class TieredBlobStore(BlobStore):
     ) -> None:
         """Create the directories and remove the files of crashed fills. Blocks.
 
-        The caller closes `back`. A blob larger than `limit_bytes` is always read from `back`.
+        The caller closes `back`. Blobs larger than `limit_bytes` get no copy.
 
         Raises:
             OSError: the directory cannot be created or written.
@@ -137,30 +136,29 @@ class TieredBlobStore(BlobStore):
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tier")
         self._fills: dict[str, ReadThroughFill] = {}
         self._suspects: set[str] = set()
-        self._looks: dict[str, asyncio.Task[bool]] = {}
+        self._checks: dict[str, asyncio.Task[bool]] = {}
         self._damaged: dict[str, float] = {}
         self._log = ThrottledLog(logging.getLogger(__name__))
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
-        """Store the bytes in the back, see `BlobStore.put`, and drop the copy. A client may put a
-        blob again because the copy is damaged.
+        """Store the bytes in the back, see `BlobStore.put`. Drop the copy, because a client may put
+        a blob again after it read damaged bytes.
         """
         await self._back.put(digest, chunks)
         await self._drop(digest)
 
     async def full(self, size_bytes: int) -> NoSpaceError | None:
-        """Ask the back, see `BlobStore.full`."""
+        """Check the back, see `BlobStore.full`."""
         return await self._back.full(size_bytes)
 
     async def open(self, digest: Digest) -> BlobReader | None:
-        """Open the copy, or create one while it is read, see `BlobStore.open`.
+        """Open the copy, or read from the back and create a copy, see `BlobStore.open`.
 
-        If a fill received wrong bytes, the tier asks the back whether its blob is damaged. A blob
-        that is damaged in the back is reported absent for a moment, so that the service drops its
-        artifact.
+        If an earlier fill received wrong bytes, first verify the blob in the back. If it is damaged
+        there, return None for `_DAMAGED_SECONDS`, so that the service drops the artifact.
 
         Raises:
-            ServerError: 503, also if the bytes may have been damaged on the way.
+            ServerError: 503 if the back does not respond, or its reads differ.
         """
         if await self._is_damaged(digest):
             return None
@@ -175,7 +173,7 @@ class TieredBlobStore(BlobStore):
         return await self._back.open(digest)
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
-        """Ask the back, see `BlobStore.stat`."""
+        """Check the back, see `BlobStore.stat`."""
         return await self._back.stat(digest, is_newest=is_newest)
 
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:
@@ -188,26 +186,26 @@ class TieredBlobStore(BlobStore):
         return self._back.use_generation(digest, generation)
 
     async def is_whole(self, digest: Digest) -> bool | None:
-        """Read the blob in the back, see `BlobStore.is_whole`. The copy may be the damaged one."""
+        """Drop the copy, which may be damaged, and verify the back, see `BlobStore.is_whole`."""
         await self._drop(digest)
         return await self._back.is_whole(digest)
 
     async def link(self, digest: Digest) -> str | None:
         """Return the back's URL unless the tier has a copy, see `BlobStore.link`."""
-        url = await self._back.link(digest)  # first: mostly returns None, without a thread
+        url = await self._back.link(digest)  # mostly None, which saves the thread
         if url is None or await self._on_thread(partial(self._has_copy, digest)):
             return None
         return url
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
-        """Yield the blobs of the back, see `BlobStore.list`."""
+        """Yield the digests in the back, see `BlobStore.list`."""
         async for digest in self._back.list(before=before):
             yield digest
 
     async def close(self) -> None:
-        """Cancel running fills and checks, and wait for the threads. Make no further call."""
-        for look in list(self._looks.values()):
-            look.cancel()
+        """Cancel fills and checks, and wait for the threads. No call may follow."""
+        for check in list(self._checks.values()):
+            check.cancel()
         for fill in list(self._fills.values()):
             await fill.cancel()
         await asyncio.to_thread(self._threads.shutdown)
@@ -216,11 +214,11 @@ class TieredBlobStore(BlobStore):
         fill = self._fills.get(digest.sha256)
         if fill is None or fill.is_given_up:
             place = Place(self._temporary, self._path(digest), self._space, self._threads)
-            fill = ReadThroughFill(digest, back=self._back, place=place, ended=self._ended)
+            fill = ReadThroughFill(digest, back=self._back, place=place, ended=self._on_fill_end)
             self._fills[digest.sha256] = fill
         return fill
 
-    def _ended(self, fill: ReadThroughFill) -> None:
+    def _on_fill_end(self, fill: ReadThroughFill) -> None:
         if self._fills.get(fill.digest.sha256) is fill:
             del self._fills[fill.digest.sha256]
         if fill.is_damaged:
@@ -230,28 +228,30 @@ class TieredBlobStore(BlobStore):
             self._threads.submit(self._count, fill.digest.size_bytes)
 
     def _count(self, size_bytes: int) -> None:
-        """Count a filled blob. It runs in a thread of the tier, so it handles its errors."""
+        """Count a new copy. Handles its errors, because the executor would drop them."""
         try:
             self._budget.added(size_bytes)
         except OSError as error:
             self._log_error(error)
 
     async def _is_damaged(self, digest: Digest) -> bool:
-        """Return whether the back holds wrong bytes. Concurrent callers share one check."""
+        """Return whether the back stores wrong bytes. Checks only after a fill received such bytes,
+        once for concurrent callers.
+        """
         sha256 = digest.sha256
         if sha256 in self._damaged:
-            if time.monotonic() - self._damaged[sha256] <= _TOLD_SECONDS:
+            if time.monotonic() - self._damaged[sha256] <= _DAMAGED_SECONDS:
                 return True
             del self._damaged[sha256]
         if sha256 not in self._suspects:
             return False
-        look = self._looks.get(sha256)
-        if look is None:
-            look = self._looks[sha256] = in_background(self._look_again(digest))
-            look.add_done_callback(lambda _: self._looks.pop(sha256))
-        return await asyncio.shield(look)
+        check = self._checks.get(sha256)
+        if check is None:
+            check = self._checks[sha256] = in_background(self._check_back(digest))
+            check.add_done_callback(lambda _: self._checks.pop(sha256))
+        return await asyncio.shield(check)
 
-    async def _look_again(self, digest: Digest) -> bool:
+    async def _check_back(self, digest: Digest) -> bool:
         is_damaged = await self._back.is_whole(digest) is False
         self._suspects.discard(digest.sha256)
         if is_damaged:
@@ -278,9 +278,8 @@ class TieredBlobStore(BlobStore):
         if status.st_size != digest.size_bytes:
             path.unlink(missing_ok=True)
             return None
-        if (
-            not 0 <= time.time() - status.st_mtime <= _TOUCH_SECONDS
-        ):  # ahead: the clock was set back
+        # An mtime in the future means that the clock was set back.
+        if not 0 <= time.time() - status.st_mtime <= _TOUCH_SECONDS:
             with suppress(FileNotFoundError):
                 os.utime(path)
         return open_file(path, self._threads)

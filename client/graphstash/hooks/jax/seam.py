@@ -1,7 +1,7 @@
 """Seam: patches JAX to use the hook as its persistent cache, and changes JAX's settings meanwhile.
 
-When JAX compiles its first program, `jax._src.compilation_cache.get_file_cache(path)` creates the
-object that is JAX's persistent cache (0.4.25 to 0.12.0). The seam returns its own object instead.
+When JAX (0.4.25 to 0.12.0) compiles its first program, it creates its persistent cache with
+`jax._src.compilation_cache.get_file_cache(path)`. The seam returns its own object instead.
 """
 
 import functools
@@ -26,13 +26,13 @@ __all__ = ["Seam", "SeamUnavailableError"]
 _log = logging.getLogger("graphstash")
 
 _COMPRESSION: Final = "graphstash"
-"""Replaces the name of JAX's compressor in JAX's key, because artifacts are stored uncompressed."""
+"""Replaces the name of JAX's compressor in the key, because it does not compress artifacts."""
 
 _ACCELERATORS: Final = "_hash_accelerator_config"
-"""Function that hashes the devices into JAX's key."""
+"""Name of JAX's function that hashes the devices into the key."""
 
 _DIRECTORY: Final = "/nonexistent/graphstash"
-"""Name of a directory to which nothing is ever written."""
+"""A directory name for JAX. Nothing is written to it."""
 
 _CHECK: Final = "jax_compilation_cache_check_contents"  # since 0.10
 _PATH: Final = "jax_compilation_cache_dir"
@@ -43,20 +43,20 @@ _DEFAULTS: Final = {
     _XLA_CACHES: "xla_gpu_per_fusion_autotune_cache_dir",
     "jax_persistent_cache_min_compile_time_secs": 1.0,
 }
-"""JAX's default values. The user has set a value that differs."""
+"""JAX's default values. A value that differs counts as set by the user."""
 
-_WANTED: Final[dict[str, Any]] = {
-    # Without a directory, JAX has no persistent cache. The name is the same in all processes,
-    # because it can enter the key (0.4.36 to 0.10).
+_CHANGED: Final[dict[str, Any]] = {
+    # Without a directory, JAX has no persistent cache. All processes use the same name, because
+    # JAX 0.4.36 to 0.10 can include the name in the key.
     _PATH: _DIRECTORY,
-    # Otherwise XLA would write autotuning files to that directory, and its name would enter the
-    # key.
+    # Otherwise XLA would write autotuning files to that directory, and JAX would include its name
+    # in the key.
     _XLA_CACHES: "none",
-    # JAX must write every result, since a granted lease must end with an artifact. Small programs
-    # take no lease and no request of their own: see `Packs`.
+    # JAX must pass every result to `put`, because other jobs wait for the artifact of a granted
+    # lease. Programs that compile fast take no lease: see `Packs`.
     "jax_persistent_cache_min_compile_time_secs": 0.0,
-    # Do not set the minimum size of an entry. Its default is 0, and JAX overwrites any other global
-    # value when it compiles a program while a context manager sets 0.
+    # Leave jax_persistent_cache_min_entry_size_bytes at its default of 0. JAX overwrites any other
+    # global value if a context manager sets 0 while JAX creates the cache.
 }
 
 
@@ -68,8 +68,8 @@ class Seam:
     """Owns all changes to JAX, and reverts them in `close`.
 
     Args:
-        keeper: Serves JAX's look-ups.
-        named: Called with every key that JAX makes. An exception from it ends that compilation.
+        keeper: Serves JAX's look-ups and stores its results.
+        named: Called with every key that JAX computes. Its exceptions abort the compilation.
 
     Raises:
         SeamUnavailableError: This version of JAX is not supported. JAX is unchanged.
@@ -81,7 +81,7 @@ class Seam:
         self._keeper = keeper
         self._named = named
         self._is_open = True
-        self._told = False
+        self._has_warned = False
         try:
             self._pack = packer()
         except (AttributeError, ValueError) as error:
@@ -93,10 +93,10 @@ class Seam:
         self._patches = Patches()
         if hasattr(cache_key, _ACCELERATORS):
             self._patches.wrap(cache_key, _ACCELERATORS, _hash_accelerators)
-        self._patches.wrap(compilation_cache, "get_file_cache", self._serve)
+        self._patches.wrap(compilation_cache, "get_file_cache", self._wrap_get_file_cache)
         if hasattr(cache_key, "get"):
-            self._patches.wrap(cache_key, "get", self._name)
-        reset_cache()  # JAX may have created its own cache before
+            self._patches.wrap(cache_key, "get", self._wrap_get_key)
+        reset_cache()  # JAX may have created its own cache already
 
     def close(self) -> None:
         """Restore JAX's functions, settings and cache."""
@@ -107,7 +107,7 @@ class Seam:
         reset_cache()
 
     def get(self, jax_key: str) -> bytes | None:
-        """Serve a look-up of JAX. Never raises; None makes JAX compile."""
+        """Return the entry for JAX, or None to make JAX compile. Never raises."""
         try:
             return self._keeper.get(jax_key, self._compiling.present(), self._pack)
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
@@ -115,14 +115,14 @@ class Seam:
             return None
 
     def put(self, jax_key: str, entry: bytes) -> None:
-        """Take a result of JAX. Never raises."""
+        """Store an entry that JAX has compiled. Never raises."""
         try:
             self._keeper.put(jax_key, self._compiling.present(), entry)
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
             self._keeper.record_fallback(error)
 
     def _put_checked(self, jax_key: str, entry: bytes) -> None:
-        """Take a result, unless JAX compiled it only to compare it with the entry from `get`."""
+        """Store an entry, unless JAX compiled it only to compare it with the entry from `get`."""
         if jax_key not in self._compiling.present().given:
             self.put(jax_key, entry)
 
@@ -133,13 +133,13 @@ class Seam:
             self._keeper.record_fallback(error)
             return False
 
-    def _serve(self, get_file_cache: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_get_file_cache(self, get_file_cache: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(get_file_cache)
-        def ours(path: str) -> Any:
+        def wrapper(path: str) -> Any:
             if not self._is_open:
                 return get_file_cache(path)
-            if str(path) != _DIRECTORY and not self._told:
-                self._told = True
+            if str(path) != _DIRECTORY and not self._has_warned:
+                self._has_warned = True
                 _log.warning(
                     "graphstash: nothing is written to jax_compilation_cache_dir=%s while "
                     "the jax hook is installed",
@@ -149,35 +149,35 @@ class Seam:
                 return compilation_cache.VerificationCache(self._checked_cache), path
             return self._cache, path
 
-        return ours
+        return wrapper
 
-    def _name(self, name_program: Callable[..., str]) -> Callable[..., str]:
+    def _wrap_get_key(self, name_program: Callable[..., str]) -> Callable[..., str]:
         signature = inspect.signature(name_program)
 
         @functools.wraps(name_program)
-        def ours(*arguments: Any, **named: Any) -> str:
+        def wrapper(*arguments: Any, **keywords: Any) -> str:
             if not self._is_open:
-                return name_program(*arguments, **named)
-            told = signature.bind(*arguments, **named)
+                return name_program(*arguments, **keywords)
+            bound = signature.bind(*arguments, **keywords)
             if "compression_algorithm" in signature.parameters:
-                told.arguments["compression_algorithm"] = _COMPRESSION
-            jax_key = name_program(*told.args, **told.kwargs)
+                bound.arguments["compression_algorithm"] = _COMPRESSION
+            jax_key = name_program(*bound.args, **bound.kwargs)
             if self._named is not None:
                 self._named(jax_key, self._compiling.present())
             return jax_key
 
-        return ours
+        return wrapper
 
 
 def _hash_accelerators(hash_accelerators: Callable[..., None]) -> Callable[..., None]:
-    """Make JAX's key of a program on CPUs of several processes equal in all these processes.
+    """Give all processes of a CPU job the same key.
 
-    The topology of CPUs begins with the process that requests it, so JAX's own key differs in each
-    process (0.4.31 to 0.10.2). The fingerprint contains the CPU's features instead.
+    JAX 0.4.31 to 0.10.2 hashes the CPU topology, which begins with the process that requests it. So
+    its key differs in each process. The fingerprint contains the CPU's features instead.
     """
 
     @functools.wraps(hash_accelerators)
-    def ours(hash_obj: Any, accelerators: Any, *rest: Any) -> None:
+    def wrapper(hash_obj: Any, accelerators: Any, *rest: Any) -> None:
         devices = list(accelerators.flat)
         processes = {device.process_index for device in devices}
         if len(processes) == 1 or devices[0].platform != "cpu":
@@ -187,11 +187,11 @@ def _hash_accelerators(hash_accelerators: Callable[..., None]) -> Callable[..., 
             described = f"{device.id} {device.process_index} {device.device_kind};"
             hash_obj.update(described.encode())
 
-    return ours
+    return wrapper
 
 
 def _cache_object(get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]) -> Any:
-    """Return an object that JAX uses as its cache."""
+    """Return a persistent cache for JAX that calls `get` and `put`."""
     try:
         from jax._src.compilation_cache_interface import CacheInterface
     except ImportError as error:
@@ -212,32 +212,31 @@ def _cache_object(get: Callable[[str], bytes | None], put: Callable[[str, bytes]
 
 
 class _Settings:
-    """Changes JAX's settings until `close`, except those that the user has set.
+    """Changes JAX's global settings until `close`, except those that the user has set.
 
-    The user sets them in the environment or in `jax.config`. The changes apply to the global
-    values. A context manager's value, which may be active in this thread, takes precedence over a
-    global value until the context ends.
+    The user sets them in the environment or in `jax.config`. In a thread with an active context
+    manager of `jax`, the context's value takes precedence over the global value.
     """
 
     def __init__(self) -> None:
-        self._before = _values(name for name in _WANTED if hasattr(jax.config, name))
-        keep = {name for name, value in self._before.items() if _is_users(name, value)}
+        self._before = _values(name for name in _CHANGED if hasattr(jax.config, name))
+        keep = {name for name, value in self._before.items() if _is_set_by_user(name, value)}
         if _PATH not in keep:
             keep.discard(_XLA_CACHES)  # it has no effect unless the user has set a directory
         for name in keep:
             del self._before[name]
         for name in self._before:
-            _update(name, _WANTED[name])
+            _update(name, _CHANGED[name])
 
     def close(self) -> None:
-        """Restore the settings, except those that the user has changed since."""
+        """Restore the settings that the user has not changed since."""
         for name, value in _values(self._before).items():
-            if value == _WANTED[name]:
+            if value == _CHANGED[name]:
                 _update(name, self._before[name])
 
 
 def _values(names: Iterable[str]) -> dict[str, Any]:
-    """Read global settings in a new thread, where no context manager of this thread is active."""
+    """Return global values. Read them in a new thread, which has no active context manager."""
     values: dict[str, Any] = {}
 
     def read() -> None:
@@ -249,7 +248,7 @@ def _values(names: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def _is_users(name: str, value: object) -> bool:
+def _is_set_by_user(name: str, value: object) -> bool:
     return name.upper() in os.environ or value != _DEFAULTS[name]
 
 

@@ -1,7 +1,7 @@
 """Shampoo: gradients multiplied along each dimension by inverse roots of their second moments.
 
-G is the gradient of shape [d1, ..., dn] (negated to maximize). For each dimension i, G Gᵀ is the
-product over all other dimensions, [di, di]:
+G is the gradient, with shape [d1, ..., dn], negated if `maximize`. For dimension i, G Gᵀ contracts
+all other dimensions and has shape [di, di]:
 
     S_i <- beta2 * S_i + (1 - beta2) * G Gᵀ             statistics; S_i + G Gᵀ if beta2 is 1
     R_i <- (S_i + eps * I)^(-1 / 2n)                    roots, every `precondition_frequency` calls
@@ -12,16 +12,17 @@ product over all other dimensions, [di, di]:
     p   <- p - lr * (beta1 * B + D  if nesterov, else B)
 
 Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization", 2018, arXiv 1802.09568.
-Blocks, merging and grafting (of the length of SGD's step) follow Anil et al., "Scalable Second
-Order Optimization for Deep Learning", 2020, arXiv 2002.09018. eps is added when a root is computed,
-as in Shi et al., "A Distributed Data-Parallel PyTorch Implementation of the Distributed Shampoo
+Blocks, merging and grafting to the length of SGD's step follow Anil et al., "Scalable Second Order
+Optimization for Deep Learning", 2020, arXiv 2002.09018. eps is added when a root is computed, as in
+Shi et al., "A Distributed Data-Parallel PyTorch Implementation of the Distributed Shampoo
 Optimizer", 2023, arXiv 2309.06497.
 
-With precondition_frequency=1, delay=0 and betas=(0, 1), this is pytorch-optimizer's `Shampoo`
-without grafting, merging and blocks, and its `ScalableShampoo` with `use_svd=True` with them. With
-a larger frequency, the steps in which roots are computed may differ.
+With precondition_frequency=1, delay=0 and betas=(0, 1), steps with grafting, merging and blocks
+equal those of pytorch-optimizer's `ScalableShampoo` with `use_svd=True`. Steps without these three
+equal those of its `Shampoo`. With a larger precondition_frequency, its optimizers may compute roots
+in other steps.
 
-A background thread computes the roots; `roots` says when they are used.
+A background thread computes the roots; the module `roots` describes when they are used.
 """
 
 from functools import partial
@@ -85,20 +86,21 @@ def _inverse_roots(eps: float, snapshot: Snapshot) -> Roots:
 class Shampoo(RootsOptimizer):
     """Sync-free Shampoo; the formula is in the module's docstring.
 
-    Statistics and roots each store d1² + ... + dn² numbers per parameter, in float32 or wider.
+    Statistics and roots each store d1² + ... + dn² numbers per block, in float32 or wider.
 
     Args:
         params: parameters or groups of them, as for torch.optim; not on torch_xla, not sharded.
-        lr: learning rate, >= 0; with `graft` that of SGD with momentum.
-        betas: decay of the momentum, in [0, 1), and of the statistics, in [0, 1]. 1: their sum.
+        lr: learning rate, >= 0; with `graft`, use the learning rate of SGD with momentum.
+        betas: decay of the momentum, in [0, 1), and of the statistics, in [0, 1]; 1 sums them.
         eps: added to the eigenvalues of the statistics, > 0.
         weight_decay: decoupled weight decay, >= 0.
-        nesterov: step in the direction of the momentum after one more such step.
-        graft: make each tensor's step as long as SGD's.
+        nesterov: use Nesterov's momentum, see the formula.
+        graft: scale each tensor's step to the length of SGD's step.
         precondition_frequency: calls of `step` between two computations of roots, 1 or more.
-        delay: calls until roots are used, 0 to precondition_frequency; 0: wait for them.
-        deterministic: never use roots earlier, so that equal runs give equal bits. With a delay of
-            0 or 1, or several processes, they always do.
+        delay: calls from the start of a computation until its roots are used, from 0 (the call
+            waits for them) to precondition_frequency.
+        deterministic: do not use roots before `delay` calls, even if they are ready, so that equal
+            runs give equal bits. Always true with a delay of 0 or 1, or with several processes.
         max_preconditioner_dim: split larger dimensions into blocks of this size.
         merge_dims: merge neighboring dimensions, such as those of a convolution's filters, up to a
             product of max_preconditioner_dim.

@@ -18,7 +18,7 @@ __all__ = ["FAILURES", "FIELDS", "Budget", "Measurement", "Method", "named_value
 C = TypeVar("C", default=dict[str, Value])
 
 FIELDS: Final = ("configuration", "cost", "spread", "count", "failure")
-"""Fields of a stored measurement."""
+"""Fields of a measurement in JSON."""
 
 FAILURES: Final = {
     "compile": "building it raised an error",
@@ -29,7 +29,7 @@ FAILURES: Final = {
     "crash": "its process ended, or sent something else than a result",
     "cost": f"its cost is no number above 0 and at most {MAX_COST:g}",
 }
-"""Why a configuration has no cost, and what that means."""
+"""Failures of a configuration, and their meanings."""
 
 _MAX_SAMPLES: Final = 1000
 _MAX_COUNT: Final = 10**6
@@ -40,20 +40,21 @@ _FAILURE: Final = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 class Measurement(Generic[C]):
     """The result of measuring a configuration, on one host or on all of them.
 
-    The cost is the median of the samples, which tolerates outliers of any size in up to half of
-    them; nothing is trimmed. Measurements are stored as `to_json` returns them.
+    The cost is the median of the samples: outliers of any size do not matter as long as fewer than
+    half of the samples are outliers.
 
     Attributes:
         configuration: value of each parameter by its name, or a configuration of a space.
         cost: cost of one call in seconds, or in the target's unit, above 0 and at most `MAX_COST`;
-            None if it failed.
-        spread: interquartile range of the samples, in the unit of the cost; 0 for a single one.
-        count: number of samples, at most 1,000,000; 0 if it failed.
-        failure: why it has no cost, a lower-case word such as a key of `FAILURES`; None if it has.
-        hosts: self-reported names of the measuring hosts; shown, never trusted, and not stored.
+            None after a failure.
+        spread: interquartile range of the samples, in the unit of the cost; 0 for a single sample.
+        count: number of samples, at most 1,000,000; 0 after a failure.
+        failure: reason for the missing cost, a lower-case word such as a key of `FAILURES`; None if
+            there is a cost.
+        hosts: self-reported names of the measuring hosts, for display only; not in `to_json`.
 
     Raises:
-        ValueError: on construction, if a value is out of range. The message says which.
+        ValueError: on construction, if a value is out of range. The message names the value.
     """
 
     configuration: C
@@ -69,7 +70,7 @@ class Measurement(Generic[C]):
 
     @classmethod
     def of(cls, configuration: Mapping[str, Value], samples: Sequence[object]) -> "Measurement":
-        """Return a measurement of samples; with failure "cost" if a sample is not a cost."""
+        """Return a measurement of samples. Its failure is "cost" unless all samples are costs."""
         if not samples or not all(map(_is_cost, samples)):
             return Measurement.failed(configuration, "cost")
         costs: list[float] = [float(sample) for sample in samples]  # type: ignore[arg-type] # checked
@@ -81,7 +82,7 @@ class Measurement(Generic[C]):
 
     @classmethod
     def failed(cls, configuration: Mapping[str, Value], failure: str) -> "Measurement":
-        """Return a measurement of a configuration that failed, for a reason of `FAILURES`."""
+        """Return a measurement of a failed configuration; `failure` is a key of `FAILURES`."""
         return Measurement(dict(configuration), None, failure=failure)
 
     @classmethod
@@ -97,19 +98,15 @@ class Measurement(Generic[C]):
         return Measurement(**document | {"configuration": values}, hosts=hosts)
 
     def to_json(self: "Measurement") -> dict[str, Any]:
-        """Return the measurement as JSON.
-
-        Form: `{"configuration": {name: value}, "cost": seconds or null, "spread": seconds, "count":
-        samples, "failure": null or a word}`.
-        """
+        """Return the stored form, with the keys `FIELDS`."""
         return {name: getattr(self, name) for name in FIELDS}
 
     def named(self: "Measurement[Configuration]", space: SearchSpace) -> "Measurement":
-        """Return the measurement with the names of the space's parameters."""
+        """Return the measurement with its configuration as values by parameter name."""
         return replace(self, configuration=space.named(self.configuration))  # type: ignore[arg-type, return-value] # another form
 
     def within(self: "Measurement", space: SearchSpace) -> "Measurement[Configuration]":
-        """Return the measurement of a configuration of the space.
+        """Return the measurement with its configuration as one of the space.
 
         Raises:
             ValueError: the space lacks the configuration.
@@ -117,7 +114,7 @@ class Measurement(Generic[C]):
         return replace(self, configuration=space.configuration(self.configuration))  # type: ignore[arg-type, return-value] # another form
 
     def trial(self: "Measurement", space: SearchSpace) -> Trial:
-        """Return the trial for a searcher; a failure has infinite cost.
+        """Return the trial for a searcher, with infinite cost after a failure.
 
         Raises:
             ValueError: the space lacks the configuration.
@@ -127,10 +124,10 @@ class Measurement(Generic[C]):
 
 
 def named_values(values: object) -> Mapping[str, Value]:
-    """Return the values of parameters by name, from untrusted JSON.
+    """Return untrusted JSON if it maps parameter names to values.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it does not.
     """
     if isinstance(values, dict) and all(
         isinstance(name, str) and (isinstance(each, str | bool) or _is_finite(each))
@@ -167,7 +164,7 @@ def _is_cost(sample: object) -> bool:
     return (
         isinstance(sample, int | float)
         and not isinstance(sample, bool)
-        and 0 < sample <= MAX_COST  # NaN is neither
+        and 0 < sample <= MAX_COST  # False for NaN
     )
 
 
@@ -177,14 +174,14 @@ class Method:
 
     Attributes:
         samples: number of samples of a configuration, from 1 to 1000.
-        sample_seconds: seconds of a sample, for which a quick kernel is called repeatedly.
-        trial_seconds: seconds after which no further sample starts; the first always does. A slow
-            configuration, whose exact cost does not matter, gets fewer samples.
-        timeout_seconds: seconds for building, and for each check or sample, before the process is
-            killed.
+        sample_seconds: minimum seconds of a sample; a sample calls a quick kernel repeatedly.
+        trial_seconds: seconds of a configuration's warm-up and samples after which it gets no
+            further sample, except the first. The exact cost of a slow configuration does not
+            matter.
+        timeout_seconds: seconds for the build, and for each check or sample, before the measuring
+            process is killed.
         memory_bytes: bytes that a measuring process may allocate on the host (RLIMIT_DATA); None
-            for no limit. If the host runs out of memory, it kills measuring processes first in any
-            case.
+            for no limit. A host that runs out of memory kills measuring processes first.
     """
 
     samples: int = 5
@@ -210,7 +207,7 @@ class Budget:
     """When a search ends; the first limit that is reached counts.
 
     Attributes:
-        measurements: number of configurations to measure, without those known before.
+        measurements: number of configurations to measure, not counting known ones.
         seconds: seconds after which no further measurement starts.
     """
 

@@ -22,15 +22,15 @@ from graphstash_server.errors import ServerError
 __all__ = ["ListingService"]
 
 _SCANNED: Final = 5000
-"""Maximum artifacts that one call reads: a few milliseconds of the database."""
+"""Maximum artifacts that one call scans: a few milliseconds in the database."""
 
 _AT_ONCE: Final = 25
-"""Artifacts handled in one turn of the event loop: a millisecond or two."""
+"""Artifacts converted per event loop iteration: a millisecond or two."""
 
 
 @dataclass(kw_only=True, eq=False)
 class ListingService:
-    """List artifacts. Safe for concurrent calls."""
+    """Lists artifacts. Safe for concurrent calls."""
 
     database: Database
 
@@ -38,13 +38,13 @@ class ListingService:
         """Return a page of artifacts that GET would serve.
 
         Raises:
-            ServerError: 400 if `after` is not the `next` of a page in this order.
+            ServerError: 400 if `after` does not have the form of a page's `next`.
         """
         is_newest_first = query.order is ListOrder.NEWEST
         wanted = Wanted(
             namespace=namespace,
             is_newest_first=is_newest_first,
-            after=_place_of(query.after) if query.after else None,
+            after=_parse(query.after) if query.after else None,
             kind=query.kind or "",
             device_type=query.device_type or "",
             fingerprint=query.fingerprint,
@@ -63,8 +63,8 @@ class ListingService:
         for start in range(0, len(rows), _AT_ONCE):
             page = rows[start : start + _AT_ONCE]
             listed += [_listed(row, with_details=query.details) for row in page]
-            await asyncio.sleep(0)  # a whole page would block other tasks for tens of milliseconds
-        return ArtifactList(artifacts=tuple(listed), next=None if last is None else _text_of(last))
+            await asyncio.sleep(0)  # a page takes tens of milliseconds; let other tasks run
+        return ArtifactList(artifacts=tuple(listed), next=None if last is None else _format(last))
 
 
 def _listed(row: DescribedArtifact, *, with_details: bool) -> ListedArtifact:
@@ -91,20 +91,20 @@ def _listed(row: DescribedArtifact, *, with_details: bool) -> ListedArtifact:
     )
 
 
-def _text_of(place: Place) -> str:
+def _format(place: Place) -> str:
     return "/".join((place.created_at.isoformat(), *place[1:]))
 
 
-def _place_of(text: str) -> Place:
+def _parse(text: str) -> Place:
     try:
         created_at, fingerprint, kind, device_type = text.split("/")
-        given = datetime.fromisoformat(created_at)
-        at = given.astimezone(UTC)
+        parsed = datetime.fromisoformat(created_at)
+        at = parsed.astimezone(UTC)
         place = Place(at, Fingerprint(fingerprint), kind, DeviceType(device_type))
-        is_one = given.tzinfo is not None and kind.isidentifier()
+        is_valid = parsed.tzinfo is not None and kind.isidentifier()
     except (ValueError, OverflowError):
-        is_one = False
-    if not is_one:
+        is_valid = False
+    if not is_valid:
         raise ServerError(
             ErrorCode.INVALID_REQUEST,
             f"after={text[:120]!r} does not come from a page: use its `next` as it is, or leave it "
