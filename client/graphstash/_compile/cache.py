@@ -136,9 +136,9 @@ class CompileCache:
         self._upload_waits = WaitBudget(stash.config.wait_seconds)  # of background threads
         self.log = MissLog()
         self.limit: CompileLimit | None = None
-        # Threads share these without a lock. Changes of the set and the dictionary are atomic. If two
-        # threads call `_hold` at the same time, the list can miss a lease; then `abandon_all` does
-        # not wait for the release of that lease.
+        # Threads share these without a lock. Changes of the set and the dictionary are atomic. Two
+        # concurrent `_hold` calls can drop a lease from the list, so that `abandon_all` does not
+        # wait for the release of that lease.
         self._open: set[InFlightCompile] = set()
         self._leases: list[HeldLease] = []
         self._used: dict[ArtifactKey, None] = {}
