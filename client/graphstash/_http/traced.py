@@ -1,4 +1,4 @@
-"""TracedTransport: record each call to the server as a span that the server continues."""
+"""TracedTransport: records a span for each call to the server, which continues the trace."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +17,10 @@ __all__ = ["TracedTransport"]
 
 
 class TracedTransport(Transport):
-    """Records spans with the attribute names of OpenTelemetry's HTTP client conventions.
+    """Records spans with the attribute names of OpenTelemetry's conventions for HTTP clients.
 
     OpenTelemetry's httpx instrumentation is unsuitable. It records whole URLs, and a storage URL
-    grants access to a blob. Its spans also end before the body is read.
+    grants access to a blob. Its spans end before the client reads the body.
     """
 
     def __init__(self, config: ClientConfig, *, tracer: Tracer) -> None:
@@ -31,7 +31,7 @@ class TracedTransport(Transport):
     def _stream(
         self, method: str, path: str, *, headers: Mapping[str, str], **options: Any
     ) -> Iterator[httpx.Response]:
-        if not self._tracer.is_inside:  # skip lease renewals and reports at the job's end
+        if not self._tracer.is_inside:  # e.g. a lease renewal, or the report at the job's end
             with super()._stream(method, path, headers=headers, **options) as response:
                 yield response
             return
@@ -51,7 +51,7 @@ class TracedTransport(Transport):
     def _followed(
         self, answer: Answer, deadline: Deadline
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
-        """Send no trace headers to the storage, and record no storage URL in the trace."""
+        """Record a span without the storage URL. Send no trace headers to the storage."""
         attributes = {"http.request.method": "GET", "graphstash.source": "storage"}
         with (
             self._tracer.span("GET", attributes, kind=SpanKind.CLIENT),

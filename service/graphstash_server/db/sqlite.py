@@ -1,9 +1,8 @@
-"""SQLite without SQLAlchemy: a connection in a thread, and a transaction in one call of it.
+"""SQLite without SQLAlchemy: connections that each run in their own thread.
 
-A statement takes SQLite microseconds. Passing it to a thread and its rows back takes longer. So one
-call of a thread runs many statements. It runs all waiting reads (`db.reads`), or a transaction, or
-the part of a transaction between two waits. A single row that is in memory is read without a thread
-(`SqliteHere`).
+SQLite needs microseconds for a statement. Handing it to a thread takes longer. So each hand-over
+runs many statements: all waiting reads (`db.reads`), or a step of a transaction. The event loop
+itself reads single rows that are in memory (`SqliteHere`).
 """
 
 import asyncio
@@ -39,19 +38,20 @@ _BUSY_MILLISECONDS: Final = 10_000
 
 _SLOW_SECONDS: Final = 0.001
 _TOO_SLOW_SECONDS: Final = 0.05
-_SHARE_OF_WAITS: Final = 0.01
+
+_MAX_BLOCKED_SHARE: Final = 0.01
+"""Maximum share of the event loop's time that slow reads take."""
 
 
 class SqliteConnection(sqlite3.Connection):
     """A connection whose `close` ends its transaction.
 
-    SQLite closes Python's own connection only after all references to its cursors are gone. The
-    traceback of a cancelled caller may hold one. Until it is freed, all other writers find the
-    database locked.
+    Otherwise an open transaction lasts until Python frees the connection's last cursor. The
+    traceback of a cancelled caller may hold a cursor, and meanwhile the database stays locked.
     """
 
     def close(self) -> None:
-        """Roll back an open transaction, and close. Harmless if already closed."""
+        """Roll back an open transaction, and close the connection. Idempotent."""
         try:
             with suppress(sqlite3.ProgrammingError):  # already closed
                 if self.in_transaction:
@@ -61,10 +61,10 @@ class SqliteConnection(sqlite3.Connection):
 
 
 class SqliteThread:
-    """One connection in its own thread, which starts with the first call."""
+    """One connection in its own thread, which the first call starts."""
 
     def __init__(self, url: URL, *, name: str, is_reader: bool = False) -> None:
-        """Prepare the thread. A reader's connection is read-only."""
+        """Start nothing yet. A reader's connection is read-only."""
         self.dialect: Dialect = url.get_dialect()()
         self._url = url
         self._name = name
@@ -102,33 +102,33 @@ class SqliteThread:
             try:
                 if connection is None:
                     connection = connect(self._url, is_reader=self._is_reader)
-                answer = partial(_settle, future, work(connection))
+                deliver = partial(_settle, future, work(connection))
             except sqlite3.Error as error:
-                answer = partial(_fail, future, as_core_error(error))
+                deliver = partial(_fail, future, as_core_error(error))
             except BaseException as error:  # noqa: BLE001 - the caller raises it
-                answer = partial(_fail, future, error)
+                deliver = partial(_fail, future, error)
             try:
-                loop.call_soon_threadsafe(answer)
+                loop.call_soon_threadsafe(deliver)
             except RuntimeError:  # the loop has ended, so no caller waits
                 break
-            del job, work, future, answer  # release the references while the thread is idle
+            del job, work, future, deliver  # release the references while the thread is idle
         if connection is not None:
             connection.close()
 
 
 class SqliteHere:
-    """A connection on which the event loop reads single rows, found by an index.
+    """A connection on which the event loop reads single rows by an index.
 
-    If a row is not in memory, the loop waits for the disk. After such a slow read, all reads go to
-    the threads for a hundred times its duration. The loop never waits for a lock.
+    If a row is not in memory, the loop blocks on the disk. After such a slow read, the threads run
+    all reads for a hundred times its duration. The loop never waits for a lock.
 
-    Other threads or processes may have taken the CPU core during a slow read, which a thread would
-    not avoid. So the loop asks Linux whether it read a block. Some network file systems count no
-    blocks. There only a much longer read counts as slow.
+    A read of more than 1 ms is slow if Linux counted a block read from disk. Otherwise another
+    thread or process probably held the CPU core. Some network file systems count no blocks, so a
+    read of more than 50 ms is always slow.
     """
 
     def __init__(self, url: URL) -> None:
-        """Prepare the connection. The first `fetch` opens it in a thread."""
+        """Open nothing yet. The first `fetch` opens the connection in a thread."""
         self._url = url
         self._opening: asyncio.Future[sqlite3.Connection] | None = None
         self._connection: sqlite3.Connection | None = None
@@ -151,7 +151,7 @@ class SqliteHere:
         if took > _SLOW_SECONDS and (
             took > _TOO_SLOW_SECONDS or getrusage(RUSAGE_THREAD).ru_inblock > blocks
         ):
-            self._not_before = began + took / _SHARE_OF_WAITS
+            self._not_before = began + took / _MAX_BLOCKED_SHARE
         return found
 
     async def close(self) -> None:
@@ -178,12 +178,12 @@ class SqliteHere:
 class SqliteTransaction:
     """A transaction on the connection of a thread.
 
-    It runs the same coroutines as on PostgreSQL. They await only statements, which complete at
-    once, so the thread runs each coroutine without a break.
+    It runs the same coroutines as on PostgreSQL. They await only statements, which never suspend
+    here, so the thread runs each coroutine to its end.
     """
 
     def __init__(self, thread: SqliteThread) -> None:
-        """Prepare the transaction. The first `run` begins it."""
+        """Begin nothing yet. The first `run` begins the transaction."""
         self.dialect = thread.dialect
         self._thread = thread
         self._connection: sqlite3.Connection | None = None
@@ -195,10 +195,10 @@ class SqliteTransaction:
         *,
         is_last: bool = False,
     ) -> T:
-        """Run a step of the transaction in one call, and commit after the last step.
+        """Run a step in one call of the thread, and commit after the last step.
 
-        An exception rolls everything back. If the caller is cancelled, it still waits for the
-        thread, because the transaction must not continue unobserved.
+        An exception rolls the whole transaction back. A cancelled caller waits until the thread has
+        finished the step.
         """
 
         def steps(connection: sqlite3.Connection) -> T:
@@ -216,7 +216,7 @@ class SqliteTransaction:
         return await _completed(self._thread.call(steps))
 
     async def roll_back(self) -> None:
-        """Roll the transaction back. Does nothing if it has ended."""
+        """Roll the transaction back, unless it has ended."""
         if self._is_open:
             await _completed(self._thread.call(self._end))
 
@@ -252,7 +252,7 @@ class SqliteTransaction:
 def connect(
     url: URL, *, is_reader: bool, busy_milliseconds: int = _BUSY_MILLISECONDS
 ) -> sqlite3.Connection:
-    """Open a connection for any one thread at a time."""
+    """Open a connection that any thread may use, but only one thread at a time."""
     (path,), options = url.get_dialect()().create_connect_args(url)
     connection: sqlite3.Connection = sqlite3.connect(
         path, **{**options, "isolation_level": None, "check_same_thread": False}
@@ -266,10 +266,10 @@ def connect(
 
 
 def set_pragmas(connection: Any, _record: Any) -> None:
-    """Prepare a new connection.
+    """Configure a new connection.
 
     With WAL, readers continue during a write. With `synchronous=FULL`, a commit waits for the disk.
-    With NORMAL, a power cut could lose an artifact whose upload was acknowledged.
+    With NORMAL, a power cut could lose an artifact whose upload the server acknowledged.
     """
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={_BUSY_MILLISECONDS}")
@@ -280,7 +280,7 @@ def set_pragmas(connection: Any, _record: Any) -> None:
 
 
 def as_core_error(error: sqlite3.Error) -> Exception:
-    """Wrap an error as SQLAlchemy's connections raise it, for the same handlers."""
+    """Wrap an error as SQLAlchemy does, so that the same handlers catch it."""
     return DBAPIError.instance(None, None, error, sqlite3.Error)
 
 
@@ -295,7 +295,10 @@ def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
 
 
 async def _completed(future: "asyncio.Future[T]") -> T:
-    """Return the result of a future. A caller waits for it even if cancelled repeatedly."""
+    """Wait for a future, and return its result or raise its exception.
+
+    If the caller is cancelled, raise CancelledError only after the future is done.
+    """
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -303,7 +306,7 @@ async def _completed(future: "asyncio.Future[T]") -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        future.exception()  # retrieved, because no other caller does
+        future.exception()  # or asyncio logs that no caller retrieved it
         raise cancelled
     return future.result()
 

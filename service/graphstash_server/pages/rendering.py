@@ -1,7 +1,7 @@
 """Rendering: templates, and the headers of every page.
 
-Templates escape everything that they write. Invisible characters, and characters that reorder a
-line, are shown as escapes first, because labels, parts and names come from strangers.
+Templates escape all values for HTML. They also show invisible characters, and characters that
+reorder a line, as escapes, because any client may choose labels, parts and names.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ _POLICY: Final = (
 PAGE_HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": _POLICY,
-    # Without a referrer, the Origin of a form would be "null".
+    # With no-referrer, browsers would send forms with "Origin: null".
     "Referrer-Policy": "same-origin",
     "Vary": "Accept, Cookie",
 }
-"""No page runs code or loads anything from elsewhere. Its forms only lead back to this server."""
+"""Headers under which a page runs no script, and loads from and posts to this server only."""
 
 _MAX_SHOWN: Final = 10_000
 
 
 class Renderer:
-    """Fills in templates, one at a time in a thread, so that a hit does not wait for it."""
+    """Renders templates in a thread, one at a time, while the event loop serves downloads."""
 
     def __init__(self) -> None:
         self._environment = Environment(
@@ -79,7 +79,7 @@ class Renderer:
         )
 
     async def fragment(self, template: str, **view: Any) -> Markup:
-        """Return a part of a page that is the same for all visitors and can be cached."""
+        """Render a part of a page that is the same for all visitors, for the caller to cache."""
 
         def render() -> str:
             return self._environment.get_template(template).render(view)
@@ -98,7 +98,7 @@ class Renderer:
 
 
 def _shown(value: Any) -> Any:
-    """Escape the characters of a template value that hide or reorder others."""
+    """Escape the unprintable characters of a value, unless it is markup."""
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
     return printable(value, most=_MAX_SHOWN)
@@ -106,6 +106,6 @@ def _shown(value: Any) -> Any:
 
 @lru_cache
 def asset(name: str) -> tuple[bytes, str]:
-    """Return a file of this package and its path, which changes with its content."""
+    """Return the content and the URL path of a static file. The path changes with the content."""
     content = files("graphstash_server.pages").joinpath("static", name).read_bytes()
     return content, f"/assets/{name}?{hashlib.sha256(content).hexdigest()[:16]}"

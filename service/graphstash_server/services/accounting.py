@@ -1,7 +1,7 @@
-"""Accounting: counts served requests in memory, and writes the counts to the database periodically.
+"""Accounting: counts requests in memory, and writes the counts to the database periodically.
 
-A hit writes nothing to the database. Counts that are not yet written are lost with the process.
-Only statistics and the order of eviction depend on them.
+So a hit writes nothing to the database. A crash loses the counts since the last flush, on which
+only statistics and the order of eviction depend.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 MAX_GROUPS: Final = 128
-"""Groups that an hour or a day of the history keeps apart, per namespace. Callers choose job names,
-and device types in misses, so further groups count only for their kind."""
+"""Maximum number of groups in an hour or a day of a namespace's history. Clients choose job names,
+and device types in misses. Further groups share the row of their kind."""
 
 _MAX_IN_MEMORY: Final = 16_384
-"""Groups counted since the last flush; also the unwritten groups of one hour and namespace."""
+"""Maximum number of groups since the last flush, and of unwritten groups per hour and namespace."""
 
 _Group: TypeAlias = tuple[str, str, str, str]
 """Namespace, kind, device type and job."""
@@ -51,7 +51,7 @@ class _Usage:
     saved_seconds: float = 0.0
 
     def add(self, other: "_Usage") -> None:
-        """Add in place, so that a hit creates no object."""
+        """Add in place."""
         self.hits += other.hits
         self.misses += other.misses
         self.served_bytes += other.served_bytes
@@ -61,7 +61,7 @@ class _Usage:
 
     @property
     def change(self) -> UsageChange:
-        """Counts for the namespace. Uploads are absent: their own transaction counts them there."""
+        """Counts for the namespace, without uploads, which count in their own transaction."""
         return UsageChange(
             hits=self.hits,
             misses=self.misses,
@@ -82,7 +82,7 @@ class _Usage:
 
 
 class _Groups(dict[_Group, _Usage]):
-    """Counters by group. Beyond the limit, a new group shares the counters of its kind."""
+    """Counters by group. Beyond the limit, new groups share the counters of their kind."""
 
     def __missing__(self, group: _Group) -> _Usage:
         shared = (*group[:2], "", "")
@@ -97,7 +97,7 @@ class _Groups(dict[_Group, _Usage]):
 
 
 _Hours: TypeAlias = defaultdict[datetime, _Groups]
-"""Counts of one namespace, by the hour of the flush that collected them."""
+"""Counts of one namespace, by the hour of the first flush after them."""
 
 
 @dataclass(slots=True)
@@ -106,28 +106,28 @@ class _Use:
     at: datetime
 
     def add(self, hits: int, at: datetime) -> None:
-        """Add in place. A use that is merged back may be older."""
+        """Add in place. After a failed flush, `at` may be older."""
         self.hits += hits
         self.at = max(self.at, at)
 
 
-def _no_hours() -> _Hours:
+def _new_hours() -> _Hours:
     return defaultdict(_Groups)
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Changes since the last flush. They are merged back if a flush fails.
+    """Changes that are not yet written. If a flush fails, it merges them back.
 
     Attributes:
-        new: counts since the last flush.
-        usage: counts of earlier flushes that are not yet written, by namespace.
-        uses: requested artifacts, by namespace.
-        token_uses: time of the last use of each token.
+        new: counts since the last flush, which have no hour yet.
+        usage: counts that a flush failed to write, by namespace.
+        uses: hits and last use of artifacts, by namespace.
+        token_uses: last use of each token.
     """
 
     new: _Groups = field(default_factory=_Groups)
-    usage: defaultdict[str, _Hours] = field(default_factory=lambda: defaultdict(_no_hours))
+    usage: defaultdict[str, _Hours] = field(default_factory=lambda: defaultdict(_new_hours))
     uses: defaultdict[str, dict[StoredKey, _Use]] = field(default_factory=lambda: defaultdict(dict))
     token_uses: dict[str, datetime] = field(default_factory=dict)
 
@@ -142,8 +142,8 @@ class _Counts:
         else:
             before.add(hits, at)
 
-    def date(self, hour: datetime) -> None:
-        """Assign all new counts to an hour."""
+    def assign_hour(self, hour: datetime) -> None:
+        """Assign the new counts to an hour."""
         for group, usage in self.new.items():
             self.usage[group[0]][hour][group].add(usage)
         self.new.clear()
@@ -164,16 +164,16 @@ class _Counts:
 
 @dataclass(kw_only=True, eq=False)
 class Accounting:
-    """Count requests. The caller of `run` cancels it and calls `flush` at the end.
+    """Count the requests of this process. Its owner cancels `run` at the end and calls `flush`.
 
     Attributes:
         counters: counters of this host for Prometheus.
-        healed: rows that this process dropped because their blob was lost or damaged.
-        reported: reports of wrong artifacts that this process received, for stored artifacts.
-        refused: requests that this process refused, by error code.
-        when_written: called with the keys whose hits were written to the database.
-        reads: GETs and HEADs of artifacts, by the code path that answered (see `fast`).
-        bounded: corrects the times of uses, by which artifacts are evicted.
+        bounded: corrects the time of a use before it changes the order of eviction.
+        healed: rows dropped because their blob was lost or damaged.
+        reported: reports that a stored artifact is wrong.
+        refused: refused requests, by error code.
+        when_written: called with the keys whose uses were written to the database.
+        reads: GETs and HEADs of artifacts: `fast`, or why the fast path (`fast`) did not answer.
     """
 
     database: Database
@@ -183,7 +183,7 @@ class Accounting:
 
     def __post_init__(self) -> None:
         self._counts = _Counts()
-        self._flushing = asyncio.Lock()  # one flush at a time, so that counts merge back in order
+        self._flushing = asyncio.Lock()  # the last flush must write what an earlier one merges back
         self.healed = 0
         self.reported = 0
         self.refused: Counter[ErrorCode] = Counter()
@@ -193,7 +193,7 @@ class Accounting:
     def count_hit(
         self, key: StoredKey, *, saved_seconds: float, job: str = "", sent_bytes: int = 0
     ) -> None:
-        """Count an artifact that is served from its first byte, for a job."""
+        """Count an artifact that is served from its first byte."""
         usage = self._counts.of(key, job)
         usage.hits += 1
         usage.saved_seconds += saved_seconds
@@ -209,14 +209,14 @@ class Accounting:
         job: str = "",
         sent_bytes: int = 0,
     ) -> None:
-        """Count an answer with an artifact, or a part of it.
+        """Count a response with an artifact, a part of it, or only its headers.
 
         Args:
             key: key of the artifact.
-            served: first and last byte (exclusive) that are served. None if no bytes are.
-            saved_seconds: seconds that compiling it took.
-            job: job that asked; empty for none.
-            sent_bytes: bytes that are known to be sent. `count_served` counts further ones.
+            served: half-open range of the served bytes. None for headers only.
+            saved_seconds: seconds that the compilation took.
+            job: name of the client's job, or empty.
+            sent_bytes: bytes that are already sent. `count_served` counts the rest.
         """
         if served is not None and served[0] == 0:
             self.count_hit(key, saved_seconds=saved_seconds, job=job, sent_bytes=sent_bytes)
@@ -226,7 +226,7 @@ class Accounting:
         self.count_use(key)
 
     def count_use(self, key: StoredKey) -> None:
-        """Count a request for metadata or a later part of an artifact, which is not a hit."""
+        """Count a use that is not a hit: a request for headers or for a later part."""
         self._counts.use(key, 0, self.clock())
 
     def count_served(self, key: StoredKey, *, sent_bytes: int, job: str = "") -> None:
@@ -242,7 +242,7 @@ class Accounting:
         self._counts.of(key, job).puts += 1
 
     def count_conflict(self, key: StoredKey) -> None:
-        """Count an upload of other bytes for a key that has an artifact."""
+        """Count an upload whose bytes differ from the stored artifact's."""
         self._counts.of(key, "").conflicts += 1
 
     def count_token_use(self, token_id: str) -> None:
@@ -264,14 +264,15 @@ class Accounting:
         self.counters.count_refusal(code)
 
     async def flush(self) -> None:
-        """Write the counts to the database. Keep the counts that fail for the next flush.
+        """Write the counts to the database. The next flush retries counts that this one fails to
+        write.
 
         Raises:
-            ServerError: the database did not accept some of them.
+            ServerError: the database failed to write some counts.
         """
         async with self._flushing:
             counts, self._counts = self._counts, _Counts()
-            counts.date(begin_of(Step.HOUR, self.clock()))
+            counts.assign_hour(begin_of(Step.HOUR, self.clock()))
             failure: ServerError | None = None
             try:
                 await self._drop_unknown(counts)
@@ -290,7 +291,7 @@ class Accounting:
                 raise failure
 
     async def _drop_unknown(self, counts: _Counts) -> None:
-        """Drop misses in namespaces that never stored anything: clients can name any number."""
+        """Drop misses in namespaces that never stored anything: clients may invent namespaces."""
         if not counts.usage:
             return
         known = await find_namespaces(self.database, sorted(counts.usage))
@@ -298,10 +299,10 @@ class Accounting:
             del counts.usage[namespace]
 
     async def _write(self, namespace: str, counts: _Counts) -> None:
-        """Write one namespace in its own transaction, so that no other waits for its locks."""
+        """Write one namespace in its own transaction, so that no other namespace waits for it."""
         uses = sorted(counts.uses.get(namespace, {}).items(), key=lambda use: use[0].columns)
 
-        hours = counts.usage.get(namespace, _no_hours())
+        hours = counts.usage.get(namespace, _new_hours())
 
         async def write(connection: Transaction) -> None:
             if uses:  # all transactions lock artifacts, then usage, then history
@@ -330,8 +331,7 @@ class Accounting:
         while True:
             await asyncio.sleep(every_seconds)
             try:
-                # A cancelled flush may already have written counts that it would keep and write
-                # again.
+                # If cancelled after a commit, a flush would merge back what it has written.
                 await asyncio.shield(self.flush())
             except CorruptDatabaseError:
                 return  # the database has logged it

@@ -40,8 +40,8 @@ _ROOM_SHARE = 0.95
 
 
 class Budget(NamedTuple):
-    """Byte limits (None: no limit). Uploads respect the hard one. Eviction begins above the soft
-    one.
+    """Byte limits; None is no limit. An upload must not exceed the hard limit. Above the soft
+    limit, eviction begins.
     """
 
     hard_bytes: int | None
@@ -56,23 +56,26 @@ class Budget(NamedTuple):
 
     @property
     def is_none(self) -> bool:
-        """Whether there is no limit."""
+        """Whether neither limit is set."""
         return self.hard_bytes is None and self.soft_bytes is None
 
     @property
     def goal_bytes(self) -> int | None:
-        """Size at which eviction ends: below the soft limit, so that not every upload evicts."""
+        """Size at which eviction stops: below the soft limit, so that not every upload evicts."""
         return None if self.soft_bytes is None else int(self.soft_bytes * _ROOM_SHARE)
 
     def is_passed_softly(self, used_bytes: int) -> bool:
-        """Whether the soft limit is exceeded, so that eviction is due."""
+        """Whether the soft limit is exceeded."""
         return self.soft_bytes is not None and used_bytes > self.soft_bytes
 
 
 class Budgets:
-    """Budgets of a store and its namespaces. `namespace_bytes` is the hard limit of every
-    namespace. `exceptions` has hard limits by pattern (`ci-*`), and the first matching pattern
-    counts.
+    """Budgets of a store and its namespaces.
+
+    Args:
+        store: budget of the whole store.
+        namespace_bytes: hard limit of each namespace that matches no exception.
+        exceptions: hard limits by pattern (`ci-*`). The first matching pattern applies.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Budgets:
         ]
 
     def of(self, namespace: str, limits: Mapping[str, int]) -> Budget:
-        """Return the budget of a namespace. A limit in its policy, as in `limits`, comes first."""
+        """Return the budget of a namespace. Its policy's limit, in `limits`, takes precedence."""
         if namespace in limits:
             return Budget.of(limits[namespace])
         for pattern, budget in self._exceptions:
@@ -99,11 +102,10 @@ class Budgets:
 
 
 class Rates:
-    """Request rate limits of namespaces, for all workers of this server together.
+    """Request rate limits of namespaces, shared by all workers of this server.
 
-    Each namespace has a bucket for the requests of one second (at least one request), which fills
-    at the rate in its policy. Each request takes one out. If the bucket is empty, the request is
-    refused with the time until the next one fits.
+    Each namespace has a token bucket, which fills at the rate in its policy. The bucket holds one
+    second's requests, and at least one.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -113,7 +115,7 @@ class Rates:
         """Count one request.
 
         Raises:
-            ServerError: 429; `retry_after_seconds` is the time until a request is accepted.
+            ServerError: 429, with the seconds until the bucket has a token.
         """
         most = max(per_second, 1.0)
         taken, rest = self._buckets.take(namespace, 1, most=most, per_second=per_second)
@@ -132,11 +134,10 @@ class Rates:
 _LOGGER = logging.getLogger(__name__)
 
 _FRESH_SECONDS = 2.0
-"""Maximum age of the policies in memory, and the time between two attempts to read a failing
-database."""
+"""Seconds between two reads, also after a failed read while the last policies stay in force."""
 
 _KEPT_SECONDS = 60.0
-"""How long the policies stay in force while the database does not answer."""
+"""How long policies stay in force after the last successful read if the database fails."""
 
 _DEFAULT: Final = NamespacePolicy()
 
@@ -159,14 +160,14 @@ def check_writable(namespace: Namespace, policy: NamespacePolicy) -> None:
 class PolicyService:
     """The policy of each namespace, which requests look up without a query.
 
-    The whole table is read at most every two seconds and kept in memory. It has a row only for each
-    namespace with a policy. A change applies on this server at once, and on other servers within
-    two seconds. Rows are compared with the last read, and a policy object is built on first use:
-    ten thousand rows cost the event loop a millisecond or two.
+    Each process keeps the whole table in memory, and reads it again after two seconds. So a change
+    applies at once in the process that makes it, and within two seconds in other workers and on
+    other servers. If no row changed, a read builds nothing. A policy object is built on first use.
+    So ten thousand rows cost the event loop a millisecond or two.
 
-    While the database does not answer, the last policies stay in force for up to a minute. A server
-    that never read the table, or not for that long, refuses requests, because it must not apply the
-    defaults to a namespace with a policy.
+    If the database fails, the last policies stay in force for up to a minute. After that, or before
+    the first successful read, requests are refused: a process must not apply the defaults to a
+    namespace with a policy.
     """
 
     database: Database
@@ -177,45 +178,45 @@ class PolicyService:
     def __post_init__(self) -> None:
         self._rows: Sequence[Row] = ()
         self._row_of: Mapping[str, Row] = {}
-        self._known: dict[str, NamespacePolicy] = {}
+        self._policies: dict[str, NamespacePolicy] = {}
         self._limits: Mapping[str, int] = {}
         self._is_anything_public = False
         self._read_at: float | None = None
         self._tried_at: float | None = None
         self._failure: ServerError | None = None
-        self._tries = 0
+        self._failed_reads = 0
         self._reading = asyncio.Lock()
 
     async def of(self, namespace: Namespace) -> NamespacePolicy:
-        """Return the policy of a namespace, or the default policy if it has none."""
+        """Return the policy of a namespace, or else the default policy."""
         if not self._is_younger(self._tried_at, _FRESH_SECONDS):
             await self._refresh()
         return self._in_memory(namespace)
 
     def now_of(self, namespace: Namespace) -> NamespacePolicy | None:
-        """Return the policy if that takes no query; otherwise None."""
+        """Like `of`, but return None if that needs a query."""
         if not self._is_younger(self._tried_at, _FRESH_SECONDS):
             return None
         return self._in_memory(namespace)
 
     def _in_memory(self, namespace: Namespace) -> NamespacePolicy:
-        known = self._known.get(namespace)
-        if known is not None:
-            return known
+        policy = self._policies.get(namespace)
+        if policy is not None:
+            return policy
         row = self._row_of.get(namespace)
         if row is None:
             return _DEFAULT
-        self._known[namespace] = PolicyRow(*row).policy
-        return self._known[namespace]
+        self._policies[namespace] = PolicyRow(*row).policy
+        return self._policies[namespace]
 
     async def is_anything_public(self) -> bool:
-        """Whether anonymous callers may read some namespace."""
+        """Whether anonymous callers may read any namespace."""
         if not self._is_younger(self._tried_at, _FRESH_SECONDS):
             await self._refresh()
         return self._is_anything_public
 
     async def limits(self) -> Mapping[str, int]:
-        """Return the byte limits of the namespaces whose policy has one."""
+        """Return the byte limits in policies, by namespace."""
         if not self._is_younger(self._tried_at, _FRESH_SECONDS):
             await self._refresh()
         return self._limits
@@ -224,23 +225,23 @@ class PolicyService:
         """Count a request against the rate of its namespace on this server.
 
         Raises:
-            ServerError: 429, with the seconds after which a request is accepted.
+            ServerError: 429, as from `Rates.take`.
         """
         if policy.requests_per_second is not None:
             self.rates.take(namespace, per_second=policy.requests_per_second)
 
     async def namespaces(self) -> Sequence[str]:
-        """Return the namespaces in which anything was ever stored."""
+        """Return the namespaces in which an artifact or a manifest was ever stored."""
         async with self.database.reading() as connection:
             return await list_namespaces(connection)
 
     async def list_all(self) -> list[NamespaceInfo]:
-        """Return every namespace with its own policy, by name, as stored now."""
+        """Read all namespaces that have a policy, ordered by name, from the database."""
         async with self.database.reading() as connection:
             return await list_policies(connection)
 
     async def find(self, namespace: Namespace) -> NamespaceInfo | None:
-        """Return a namespace with its policy as stored now, or None if it has no policy."""
+        """Read a namespace with its policy from the database, or return None without a policy."""
         async with self.database.reading() as connection:
             return await find_policy(connection, namespace)
 
@@ -260,7 +261,7 @@ class PolicyService:
         return NamespaceInfo(namespace=namespace, policy=policy, updated_at=now)
 
     async def remove(self, namespace: Namespace, actor: Actor) -> bool:
-        """Remove a namespace's policy, so that the defaults apply. Return False if it had none."""
+        """Remove a namespace's policy, so that the defaults apply. Return whether it had one."""
         async with self.database.writing() as connection:
             is_gone = await delete_policy(connection, namespace)
             if is_gone:
@@ -272,29 +273,29 @@ class PolicyService:
         return is_gone
 
     async def _forget(self) -> None:
-        """Make the next request read again, after a read under way, which may miss the change."""
+        """Make the next request read the table, after a running read, which may miss the change."""
         async with self._reading:
             self._tried_at = None
 
     async def _refresh(self) -> None:
-        """Read the table once for all waiting callers. They share a failure: otherwise each would
-        wait for its own attempt, one after another.
+        """Read the table once for all waiting callers. They also share its failure, or each would
+        make its own attempt, one after another.
 
         Raises:
             ServerError: 503 if the read fails and the last successful read is too old.
         """
-        tries = self._tries
+        failed_reads = self._failed_reads
         async with self._reading:
             if self._is_younger(self._tried_at, _FRESH_SECONDS):
                 return
-            if self._failure is not None and self._tries != tries:
+            if self._failure is not None and self._failed_reads != failed_reads:
                 raise ServerError(self._failure.code, self._failure.detail) from self._failure
             asked_at = self.seconds()
             self._failure = None
             try:
                 rows = await list_rules(self.database)
             except ServerError as error:
-                self._tries += 1
+                self._failed_reads += 1
                 if not self._is_younger(self._read_at, _KEPT_SECONDS):
                     self._failure = error
                     raise
@@ -303,19 +304,19 @@ class PolicyService:
                 )
             else:
                 if rows != self._rows:
-                    self._learn(rows)
+                    self._load(rows)
                 self._read_at = asked_at
             self._tried_at = self.seconds()
 
-    def _learn(self, rows: Sequence[Row]) -> None:
+    def _load(self, rows: Sequence[Row]) -> None:
         self._rows = rows
         self._row_of = {row[0]: row for row in rows}
-        self._known = {}
-        every = [PolicyRow(*row) for row in rows]
+        self._policies = {}
+        parsed = [PolicyRow(*row) for row in rows]
         self._limits = {
-            rules.namespace: rules.limit_bytes for rules in every if rules.limit_bytes is not None
+            rules.namespace: rules.limit_bytes for rules in parsed if rules.limit_bytes is not None
         }
-        self._is_anything_public = any(rules.anonymous_read for rules in every)
+        self._is_anything_public = any(rules.anonymous_read for rules in parsed)
 
     def _is_younger(self, at: float | None, seconds: float) -> bool:
         return at is not None and self.seconds() - at < seconds

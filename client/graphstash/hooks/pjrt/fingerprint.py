@@ -1,9 +1,9 @@
 """The parts of an executable's fingerprint, and its device type.
 
 PJRT has no key of its own. The parts cover the program, the options, the description of the
-devices, the build of the plug-in, and flags in the environment. For a CPU, they include its
-features. The key of an accelerator's executable omits the host's CPU, so that a job finds an
-executable that another host compiled ahead of time.
+devices, the build of the plug-in, and flags in the environment. Parts of a CPU executable include
+the CPU's features. Those of an accelerator's executable do not, so that a job finds an executable
+that another host compiled ahead of time.
 """
 
 import hashlib
@@ -43,21 +43,21 @@ __all__ = [
 ]
 
 _CALLBACKS: Final = tuple(
-    re.compile(name)  # one each: a search for alternatives is 15 times slower
+    re.compile(name)  # separately: one pattern with alternatives is 15 times slower
     for name in (
         *(b"python_cpu_callback", b"python_gpu_callback"),
         *(b"CustomSPMDPartitioning", b"InspectSharding"),
     )
 )
-"""Custom calls through which JAX or XLA calls a Python function by its address."""
+"""Custom calls that contain the address of a Python function in this process."""
 
 _FUNCTION: Final = re.compile(rb"\b(jit|pmap)_[A-Za-z0-9_]{1,100}")
-"""Name that JAX gives a module, in every format of a program."""
+"""Module name by JAX; it is readable in every program format."""
 
-_WHERE_TO_LOAD: Final = frozenset(
+_PLUGIN_SELECTORS: Final = frozenset(
     f"env.{name}" for name in ("PJRT_DEVICE", "PJRT_LIBRARY_PATH", "PJRT_NAMES_AND_LIBRARY_PATHS")
 )
-"""Variables that only select the plug-in. Its identity is a separate part, without its path."""
+"""Variables that only select the plug-in. A separate part identifies the plug-in by its build."""
 
 TOPOLOGY_FUNCTIONS: Final = (
     Function.TOPOLOGY_DESCRIPTION_PLATFORM_NAME,
@@ -67,7 +67,7 @@ TOPOLOGY_FUNCTIONS: Final = (
     Function.DEVICE_DESCRIPTION_KIND,
     Function.DEVICE_DESCRIPTION_PROCESS_INDEX,
 )
-"""Functions that a plug-in must have to describe its devices."""
+"""Plug-in functions that `Topology.of` calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class Topology:
     Attributes:
         platform: Name of the platform, e.g. `cpu` or `tpu`.
         version: Version of the platform, in the plug-in's format.
-        digest: SHA-256 of the serialized description, which lists the CPU's features, or the chips
-            and their arrangement. `none` if the plug-in has no description.
+        digest: SHA-256 of the serialized description: the CPU's features, or the chips and their
+            arrangement. `none` if the plug-in has no description.
         kinds: Distinct kinds of devices, e.g. `TPU v5 lite`.
-        device_count: Number of devices in all processes.
-        process_count: Number of processes that share the devices.
+        device_count: Number of devices of all processes.
+        process_count: Number of processes with devices.
     """
 
     platform: str
@@ -93,16 +93,16 @@ class Topology:
 
     @classmethod
     def of_client(cls, api: Api, client: int) -> "Topology":
-        """Return the topology of a client, or only its platform if the plug-in has no description.
+        """Return a client's topology. Without a description, set only platform and version.
 
         Raises:
-            PjrtError: The plug-in does not return its platform.
+            PjrtError: The plug-in does not name its platform.
         """
         if api.has(Function.CLIENT_TOPOLOGY_DESCRIPTION, *TOPOLOGY_FUNCTIONS):
             try:
                 topology = api.ask(Function.CLIENT_TOPOLOGY_DESCRIPTION, client).answer
                 return cls.of(api, topology)
-            except PjrtError:  # the plug-in has no description of this kind of device
+            except PjrtError:  # the plug-in cannot describe this kind of device
                 pass
         return cls(
             platform=api.text(Function.CLIENT_PLATFORM_NAME, client),
@@ -139,7 +139,7 @@ class Topology:
 
     @property
     def device_type(self) -> DeviceType:
-        """The device type. Hosts with the same device type can run each other's executables."""
+        """The device type. Hosts of one device type can run each other's executables."""
         if self.platform.lower() == "cpu":
             return cpu_device_type()
         kinds = "+".join(self.kinds)[:48]
@@ -148,29 +148,29 @@ class Topology:
 
 
 def is_portable(code: memoryview) -> bool:
-    """Return whether a program is valid in another process: it calls no Python function."""
+    """Return whether other processes can run a program, because it calls no Python function."""
     return not any(name.search(code) for name in _CALLBACKS)
 
 
 class Fingerprints:
-    """Describes the programs that one plug-in compiles.
+    """Computes the parts for programs that one plug-in compiles.
 
     XLA parses its flags when a framework creates the first client, and reads other variables later.
-    Therefore the parts cover all states of the environment since the first client.
+    Therefore the parts cover the environment at every client creation and compilation so far.
     """
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
-        self._environment = EnvironmentStates(without=_WHERE_TO_LOAD)
+        self._environment = EnvironmentStates(without=_PLUGIN_SELECTORS)
 
     def observe_environment(self) -> None:
-        """Record the state of the environment. Call it right before a client is created."""
+        """Record the environment. Call it right before the framework creates a client."""
         self._environment.observe()
 
     def parts(
         self, args: ClientCompileArgs | AheadOfTimeArgs, topology: Topology
     ) -> dict[str, str] | None:
-        """Return the parts of a program's key, or None if no other process can use the program.
+        """Return the parts of a program's key, or None if other processes cannot run it.
 
         Raises:
             OSError: The plug-in's file cannot be read.
@@ -202,7 +202,7 @@ class Fingerprints:
 
 
 def label_of(args: ClientCompileArgs | AheadOfTimeArgs) -> str:
-    """Return the name of the program's JAX function, else the line of user code that compiles."""
+    """Return the name of the compiled JAX function, or else the line of user code on the stack."""
     program = Program.from_address(args.program)
     found = _FUNCTION.search(view_of(program.code, program.code_size))
     return function_label(found[0].decode()) if found is not None else user_line()

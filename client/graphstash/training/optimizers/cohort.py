@@ -1,12 +1,13 @@
-"""Cohorts: parameters that are updated together, and whether torch's kernels suit them.
+"""Cohorts: parameters that are updated together, and whether torch's fused kernels may update them.
 
-Parameters that have always been updated together share one step tensor. A parameter that had no
-gradient in a step gets its own step tensor, as in `torch.optim`.
+Parameters that have always been updated together share one step tensor. If some of them have no
+gradient in a step, the others continue with a copy of it. Each parameter's count is the same as in
+`torch.optim`.
 
-A fused kernel must prove that it is correct. `torch._fused_sgd_` on CPU does not store bfloat16 and
-float16 parameters of 16 elements or more (torch 2.4 to 2.13, pytorch/pytorch#191763). A model then
-trains without an error and without changing. Before the first use, a kernel updates scratch tensors
-on this machine, and the result is compared with the formula's.
+A fused kernel is tested on this machine before its first use: it updates scratch tensors, and the
+result must match the formula's. On CPU, `torch._fused_sgd_` does not store bfloat16 and float16
+parameters of 16 elements or more (torch 2.4 to 2.13, pytorch/pytorch#191763). Without the test,
+such a model would never change, and torch would raise no error.
 """
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -31,40 +32,37 @@ __all__ = [
 ]
 
 Place = tuple[torch.device, torch.dtype, tuple[str, ...]]
-"""Parameters with equal device, dtype and names of state tensors may share a step."""
+"""Device, dtype and names of the state tensors, equal for parameters that may share a step."""
 
 MASTER: Final = "master"
-"""The float32 state tensor of which a half-precision parameter is a rounded copy."""
+"""Name of the float32 state tensor that a half-precision parameter is a rounded copy of."""
 
 States = MutableMapping[Tensor, dict[str, Any]]
 """State tensors by parameter and name; an optimizer's `state`."""
 
 
 class NewState(NamedTuple):
-    """The state that the parameters of a group get."""
+    """How to create the state of a group's parameters."""
 
     names: Callable[[Tensor], tuple[str, ...]]
-    """Returns the names of a parameter's state tensors besides `step`."""
+    """Return the names of a parameter's state tensors, without `step`."""
     beginning: Callable[[Tensor, str], Tensor]
-    """Returns a state tensor as it is before the first step."""
+    """Return the initial value of a state tensor."""
 
 
 @dataclass(slots=True)
 class Cohort:
-    """Parameters of one group, device and dtype that share a step, with their gradients and state.
-
-    DTensors are replaced by this process's shards.
-    """
+    """Parameters of one group, device and dtype that share a step; their gradients and state."""
 
     step: Tensor  # [], float32
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     slots: list[list[Tensor]] = field(default_factory=list)
-    """One list for each kind of state, with one tensor per parameter."""
-    found_inf: Tensor | None = None  # [], float32: of the current step
+    """One list for each state name, with one tensor per parameter."""
+    found_inf: Tensor | None = None  # [], float32: nonzero if the step must change nothing
     grad_scale: Tensor | None = None  # [], float32
     sums: Sums = field(default_factory=Sums)
-    """Sums over the processes that share the parameters."""
+    """Sums over the processes that hold the parameters' shards."""
 
     @property
     def device(self) -> torch.device:
@@ -73,17 +71,17 @@ class Cohort:
 
     @property
     def wide(self) -> torch.dtype:
-        """The type of numbers from the host."""
+        """The dtype of scalars that the host uploads, such as the learning rate."""
         return torch.float64 if self.parameters[0].dtype == torch.float64 else torch.float32
 
     def part(self, states: States) -> None:
-        """Give these parameters their own step tensor."""
+        """Give these parameters a copy of their step tensor."""
         self.step = self.step.clone()
         for parameter in self.parameters:
             states[parameter]["step"] = self.step
 
     def take_shards(self) -> None:
-        """Replace DTensors by their shards."""
+        """Replace DTensors by this process's shards."""
         if any(map(is_sharded, self.parameters)):
             self.sums = Sums(self.parameters)
             pairs = zip(self.gradients, self.parameters, strict=True)
@@ -92,15 +90,15 @@ class Cohort:
             self.slots = [list(map(local, slot)) for slot in self.slots]
 
     def by_layout(self) -> tuple["Cohort | None", "Cohort | None"]:
-        """Split into parameters that torch's fused kernels may update, and all others.
+        """Split into parameters that torch's fused kernels may update, and the others.
 
-        The kernels run at once, with numbers (betas, momentum) from the host. A recording would
-        freeze these numbers. On a CPU, the kernels (torch 2.7) assume that all tensors of a
-        parameter have the same layout without gaps, and do not check it; on CUDA they raise an
-        error. They also need one type, but a model may be converted in part, and a gradient may be
-        wider (`grad_dtype`). They need one shape, or they write past the end of state of a smaller
-        parameter. Each parameter is checked alone, so that its bits do not depend on which
-        parameters are updated with it.
+        All tensors of a parameter (itself, gradient, state) must have the same:
+
+            dtype    a model may be converted in part, and a gradient may be wider (`grad_dtype`)
+            shape    a kernel would write past the end of a smaller state tensor
+            layout   without gaps: CUDA kernels raise an error, CPU kernels (torch 2.7) do not check
+
+        Each parameter is checked alone, so that its bits do not depend on the other parameters.
         """
         if not self.allows_fused_kernels():
             return None, self
@@ -113,7 +111,7 @@ class Cohort:
         if not numbers[True]:
             return None, self
         others = self._of(numbers[False])
-        others.step = self.step.clone()  # both parts count this step; only one result is kept
+        others.step = self.step.clone()  # both parts increment their step, and this copy is dropped
         return self._of(numbers[True]), others
 
     def _of(self, numbers: Sequence[int]) -> "Cohort":
@@ -129,7 +127,7 @@ class Cohort:
         )
 
     def suits_kernels(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the tensors of a parameter have one type, shape and layout."""
+        """Return whether the tensors of a parameter have one dtype, shape and layout."""
         dtype, shape = self.parameters[0].dtype, tensors[0].shape
         for tensor in tensors:  # faster than any()
             if tensor.dtype is not dtype or tensor.shape != shape:
@@ -137,7 +135,10 @@ class Cohort:
         return _are_laid_out_alike(tensors)
 
     def allows_fused_kernels(self) -> bool:
-        """Return whether a kernel may be called now."""
+        """Return whether a kernel may run now.
+
+        Not during tracing or capture, which would freeze the host's scalars, such as betas.
+        """
         device = self.device.type
         if device not in {"cpu", "cuda"} or torch.compiler.is_compiling() or formula_only.get():
             return False
@@ -152,24 +153,24 @@ def _are_laid_out_alike(tensors: Sequence[Tensor]) -> bool:
 
 
 def cohorts_of(
-    parameters: Iterable[Tensor], states: States, new: NewState, newborn: list[Tensor]
+    parameters: Iterable[Tensor], states: States, new: NewState, created: list[Tensor]
 ) -> Iterable[Cohort]:
-    """Group parameters with a gradient by step. Append new state tensors to `newborn`."""
+    """Group the parameters that have a gradient by step tensor. Append new tensors to `created`."""
     cohorts: dict[int, Cohort] = {}
-    waiting: set[int] = set()  # steps that a parameter without a gradient shares
+    idle: set[int] = set()  # IDs of the step tensors of parameters without a gradient
     steps: dict[Place, Tensor] = {}
     for parameter in parameters:
         gradient = parameter.grad
         state = states.get(parameter)
         if gradient is None:
             if state:
-                waiting.add(id(state["step"]))
+                idle.add(id(state["step"]))
             continue
         if gradient.layout is not torch.strided:
             raise _unsuitable(parameter)
         names = new.names(parameter)
         if state is None or not {"step", *names} <= state.keys():
-            state = begin(parameter, states, new, steps, newborn)
+            state = begin(parameter, states, new, steps, created)
         step = state["step"]
         cohort = cohorts.get(id(step))
         if cohort is None:
@@ -178,7 +179,7 @@ def cohorts_of(
         cohort.gradients.append(gradient)
         for slot, name in zip(cohort.slots, names, strict=True):
             slot.append(state[name])
-    for shared in waiting & cohorts.keys():
+    for shared in idle & cohorts.keys():
         cohorts[shared].part(states)
     for cohort in cohorts.values():
         cohort.take_shards()
@@ -190,13 +191,13 @@ def begin(
     states: States,
     new: NewState,
     steps: dict[Place, Tensor],
-    newborn: list[Tensor],
+    created: list[Tensor],
 ) -> dict[str, Any]:
-    """Create the missing state of a parameter, and append it to `newborn`.
+    """Create the missing state tensors of a parameter, and append them to `created`.
 
-    If changed options need another state tensor, the tensor joins the others. If the parameter has
-    none, as when SGD gets a momentum, it starts from step 0. Parameters that begin together share
-    `steps`.
+    A parameter without any, for example after SGD got a momentum, starts from step 0. If only some
+    are missing, because an option changed, the step count stays. Parameters that begin together
+    share the step tensors in `steps`.
 
     Raises:
         RuntimeError: the parameter is complex.
@@ -209,17 +210,17 @@ def begin(
         place = place_of(parameter, names)
         if place not in steps:
             steps[place] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            newborn.append(steps[place])
+            created.append(steps[place])
         state["step"] = steps[place]
     for name in names:
         if name not in state:
             state[name] = new.beginning(parameter, name)
-            newborn.append(state[name])
+            created.append(state[name])
     return state
 
 
 def place_of(parameter: Tensor, names: tuple[str, ...]) -> Place:
-    """Return a key that is equal for parameters that share a step if they begin together."""
+    """Return the place of a parameter with these state tensors."""
     return parameter.device, parameter.dtype, names
 
 
@@ -233,19 +234,19 @@ def _unsuitable(parameter: Tensor) -> RuntimeError:
 
 
 Update = Callable[[Cohort], object]
-"""Changes a cohort in place."""
+"""Function that updates a cohort in place."""
 
 _SIZES: Final = (1, 15, 16, 67, 1029)
-"""Below, at and above the SIMD block of every instruction set, with and without a remainder."""
+"""Sizes of scratch tensors: below, at and above SIMD widths, with and without a remainder."""
 
 _TOLERANCE: Final = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
 
 
 def computes_the_same(kernel: Update, formula: Update, like: Cohort) -> bool:
-    """Return whether two steps with the kernel give the formula's result, except for rounding.
+    """Return whether two steps of the kernel give the formula's result, except for rounding.
 
-    `like` has the device, the dtype and the number of state tensors to test. With `found_inf`, a
-    third step that is bad must not change a bit.
+    `like` has the device, the dtype and the number of state tensors to test. If it has `found_inf`,
+    a third step with `found_inf` set must change no bit.
     """
     fused, expected = _scratch(like), _scratch(like)
     for number in (1, 2):
@@ -275,7 +276,7 @@ def _scratch(like: Cohort) -> Cohort:
 
 
 def _values(like: Tensor, seed: int) -> Tensor:
-    """Return numbers of both signs and not near zero, in the layout of another tensor."""
+    """Return numbers of both signs, none near zero, in the layout of another tensor."""
     index = torch.arange(like.numel(), device=like.device).reshape(like.shape)
     values = (0.5 + 0.125 * ((index * 5 + seed) % 7)) * (1 - 2 * ((index + seed) % 2))
     return torch.empty_like(like).copy_(values)

@@ -1,6 +1,7 @@
 """SGD: stochastic gradient descent with momentum.
 
-g is the gradient (negated to maximize), and t the number of steps including this one:
+g is the gradient (negated to maximize), and t counts the steps, including this one. Steps that are
+skipped because of inf or NaN gradients do not count:
 
     g <- g + weight_decay * p
     b <- g                                        if t = 1
@@ -8,9 +9,8 @@ g is the gradient (negated to maximize), and t the number of steps including thi
     g <- g + momentum * b  if nesterov, else b
     p <- p - lr * g
 
-The same as `torch.optim.SGD` (Sutskever et al., "On the importance of initialization and momentum
-in deep learning", 2013, in torch's form). The buffer starts with the first step that counts, even
-if earlier steps were bad.
+This is `torch.optim.SGD`: Sutskever et al., "On the importance of initialization and momentum in
+deep learning", 2013, in torch's form.
 """
 
 import math
@@ -66,7 +66,7 @@ class SGD(SyncFreeOptimizer):
         params: parameters or groups of them, as for torch.optim.
         lr: learning rate, >= 0.
         momentum: decay of the buffer, >= 0; 0 keeps no buffer.
-        dampening: share of the gradient that does not enter the buffer.
+        dampening: share of the gradient that the buffer omits, except at t = 1.
         weight_decay: L2 penalty, >= 0.
         nesterov: use Nesterov's momentum; needs a momentum and no dampening.
         maximize: maximize the loss instead of minimizing it.
@@ -109,19 +109,19 @@ class SGD(SyncFreeOptimizer):
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def _has_moments(self, group: Group, parameter: Tensor, saved: Collection[str]) -> bool:
-        # If nothing is saved, momentum may have been turned on since the last step.
+        # A state without tensors is complete: it may come from steps without momentum.
         return not saved or super()._has_moments(group, parameter, saved)
 
     def _fused_kernel(self, group: Group, cohort: Cohort) -> Kernel | None:
         if cohort.slots and group["dampening"] != 0:
-            return None  # the kernel needs the host to mark the first step
+            return None  # the host would have to tell the kernel which step is the first
         names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
         return partial(
             torch._fused_sgd_,
             cohort.parameters,
             cohort.gradients,
             cohort.slots[0] if cohort.slots else [],
-            # With a buffer of zeros, momentum * 0 + g is the first step.
+            # Without dampening, the first step is momentum * 0 + g with a buffer of zeros.
             is_first_step=False,
             **{name: group[name] for name in names},
         )

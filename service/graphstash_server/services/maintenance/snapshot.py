@@ -1,7 +1,7 @@
 """Snapshot: all rows of a database at one moment, in one SQLite file.
 
-Both databases use this form. So a backup has one format, and a backup of SQLite can be restored
-into PostgreSQL and the reverse. Every call blocks and runs its own event loop: call it in a thread.
+Backups of SQLite and of PostgreSQL have this format, so each can be restored into the other. Every
+function blocks, and some run an event loop: call them in a thread.
 """
 
 import asyncio
@@ -40,22 +40,21 @@ __all__ = [
     "upgrade_snapshot",
 ]
 
-_ROWS: Final = 1000
-"""Rows that are in memory at a time."""
+_CHUNK_ROWS: Final = 1000
+"""Rows to copy at a time, which bounds the memory."""
 
-
-_OTHERS: Final = (
+_SERVERS: Final = (
     "SELECT pid FROM pg_stat_activity WHERE application_name = 'graphstash' "
     "AND datname = current_database() AND pid <> pg_backend_pid()"
 )
 
 
 def take_snapshot(url: str, path: Path) -> None:
-    """Copy a database at this release's revision to a new file, while servers write. Durable once
-    this returns.
+    """Copy a database of this release's revision to a new, durable file, while servers write.
 
     Raises:
-        BackupError: the disk is full, or the copy or the database is damaged.
+        BackupError: the disk is full, the copy or the database is damaged, or PostgreSQL's schema
+            has moved on.
         StartError: the database does not answer.
     """
     remove_snapshot(path)
@@ -63,7 +62,7 @@ def take_snapshot(url: str, path: Path) -> None:
     with _failures_named(path), failures_named(url):
         if parsed.get_backend_name() == "sqlite":
             with closing(connect(parsed, is_reader=True)) as live, closing(_open(path)) as copy:
-                live.backup(copy)  # one step, so it sees one moment
+                live.backup(copy)  # in one step, so that no write comes between
         else:
             migrate(_url_of(path), lock_path=path.with_name("migrate.lock"))
             asyncio.run(_export(parsed, path))
@@ -83,8 +82,8 @@ def upgrade_snapshot(path: Path) -> None:
 
 
 def load_snapshot(path: Path, url: str) -> None:
-    """Replace all rows of a database by those of a snapshot of the same revision, in one step. The
-    file is gone afterwards. No server may use the database.
+    """Replace all rows of a database by a snapshot's, and remove the snapshot. The snapshot must
+    have this release's revision, and no server may use the database.
 
     Raises:
         StartError: the database does not answer.
@@ -92,9 +91,7 @@ def load_snapshot(path: Path, url: str) -> None:
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":
         target = Path(parsed.database or "")
-        remove_snapshot(
-            target, and_itself=False
-        )  # the log of another database would damage this one
+        remove_snapshot(target, logs_only=True)  # SQLite would apply the old log to the new file
         path.replace(target)
         sync_directory(target.parent)
         return
@@ -117,18 +114,18 @@ def has_rows(url: str) -> bool:
 
 def is_in_use(url: str) -> bool:
     """Return whether a server is connected to a PostgreSQL database."""
-    return make_url(url).get_backend_name() == "postgresql" and bool(_read(url, text(_OTHERS)))
+    return make_url(url).get_backend_name() == "postgresql" and bool(_read(url, text(_SERVERS)))
 
 
 def revision_in(path: Path) -> str:
-    """Return the revision of a snapshot, which a later release may have written."""
+    """Return the schema revision of a snapshot, which may be a later release's."""
     with closing(_open(path)) as snapshot:
         ((revision,),) = snapshot.execute("SELECT version_num FROM alembic_version").fetchall()
         return str(revision)
 
 
 def list_digests_in(path: Path) -> list[Digest]:
-    """Return the blobs that a snapshot needs, in the order of their SHA-256."""
+    """Return the blobs of a snapshot's artifacts, ordered by SHA-256."""
     with closing(_open(path)) as snapshot:
         found = snapshot.execute(
             "SELECT DISTINCT sha256, size_bytes FROM artifacts ORDER BY sha256"
@@ -137,14 +134,14 @@ def list_digests_in(path: Path) -> list[Digest]:
 
 
 def find_generations_in(path: Path) -> list[tuple[Digest, int]]:
-    """Return the blobs whose name in the store has a generation, with it."""
+    """Return each blob whose name in the store has a generation, and the generation."""
     with closing(_open(path)) as snapshot:
         found = snapshot.execute("SELECT sha256, generation FROM generations")
         return [(Digest(sha256, 0), generation) for sha256, generation in found]
 
 
 def drop_artifacts_of(path: Path, digests: Sequence[Digest]) -> int:
-    """Remove the artifacts of these blobs from a snapshot. Return their number."""
+    """Remove the artifacts of these blobs from a snapshot. Return how many."""
     with closing(_open(path)) as snapshot, snapshot:
         snapshot.execute("PRAGMA foreign_keys=ON")
         dropped = snapshot.executemany(
@@ -155,13 +152,17 @@ def drop_artifacts_of(path: Path, digests: Sequence[Digest]) -> int:
 
 
 def apply_withdrawals(path: Path, url: str) -> bool:
-    """Drop from a snapshot what a database withheld and has not released, unless the snapshot has
-    the same withdrawal. Revoke the tokens that the database has revoked. Return False if that
-    database cannot be read.
+    """Apply the safety decisions of the current database to the snapshot that will replace it.
 
-    The snapshot's lists continue with these withdrawals, so a later restore drops them, too. Their
-    marks are new: hosts have read other lists, and must notice that. What was deleted or replaced
-    stays, because a restore is the way to get it back.
+    Drops artifacts that the database withheld and has not released, unless the snapshot lists the
+    withdrawal. Revokes tokens that the database revoked. Artifacts that were deleted or replaced
+    come back: restoring is the way to get them.
+
+    The snapshot lists each withdrawal as a new one, so that the next restore applies it again. Each
+    gets a new mark, so that hosts notice that their copy of the list is of another history.
+
+    Returns:
+        False if the database cannot be read.
     """
     key = (*KEY_COLUMNS, "sha256")
     columns = [column.key for column in withdrawals.c]
@@ -194,8 +195,8 @@ def apply_withdrawals(path: Path, url: str) -> bool:
 
 
 def _withdraw(snapshot: sqlite3.Connection, row: dict[str, Any], key: Sequence[str]) -> None:
-    """Drop a withheld artifact from a snapshot and extend the list of its namespace, unless the
-    list has the withdrawal.
+    """Drop a withheld artifact from a snapshot, and add the withdrawal to its namespace's list.
+    Do nothing if the list has the withdrawal.
     """
     at = (row["namespace"], row["number"], row["mark"])
     known = "SELECT 1 FROM withdrawals WHERE namespace = ? AND number = ? AND mark = ?"
@@ -226,9 +227,9 @@ async def _export(source: URL, path: Path) -> None:
                 raise BackupError(f"the database has moved to revision {found}: try again")
             for table in metadata.sorted_tables:
                 names = [column.key for column in table.columns]
-                async for rows in (await reader.stream(select(table))).partitions(_ROWS):
-                    given = [dict(zip(names, row, strict=True)) for row in rows]
-                    await writer.execute(insert(table), given)
+                async for rows in (await reader.stream(select(table))).partitions(_CHUNK_ROWS):
+                    values = [dict(zip(names, row, strict=True)) for row in rows]
+                    await writer.execute(insert(table), values)
     finally:
         await engine.dispose()
         await copy.dispose()
@@ -242,9 +243,9 @@ async def _import(path: Path, target: URL) -> None:
             await writer.execute(text(f"TRUNCATE {', '.join(table.name for table in tables)}"))
             for table in tables:
                 names = [column.key for column in table.columns]
-                async for rows in (await reader.stream(select(table))).partitions(_ROWS):
-                    given = [dict(zip(names, row, strict=True)) for row in rows]
-                    await writer.execute(insert(table), given)
+                async for rows in (await reader.stream(select(table))).partitions(_CHUNK_ROWS):
+                    values = [dict(zip(names, row, strict=True)) for row in rows]
+                    await writer.execute(insert(table), values)
             await writer.execute(
                 text(
                     "SELECT setval(pg_get_serial_sequence('audit', 'id'), "
@@ -277,14 +278,14 @@ def _open(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(path)
 
 
-def _check(path: Path, said: Callable[[str], str]) -> None:
+def _check(path: Path, message: Callable[[str], str]) -> None:
     with _failures_named(path), closing(_open(path)) as snapshot:
         if (reason := first_problem(snapshot)) is not None:
-            raise BackupError(said(reason))
+            raise BackupError(message(reason))
 
 
 def _sync(path: Path) -> None:
-    """Make the file durable, and move its log into it. Without a log, it is one file."""
+    """Merge the write-ahead log into the file, so that it is one file, and make it durable."""
     with closing(_open(path)) as snapshot:
         snapshot.execute("PRAGMA journal_mode=DELETE")
     with path.open("rb") as file:
@@ -292,9 +293,9 @@ def _sync(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def remove_snapshot(path: Path, *, and_itself: bool = True) -> None:
-    """Remove a snapshot, or only its log."""
-    for suffix in ("-wal", "-shm", "-journal", *([""] if and_itself else [])):
+def remove_snapshot(path: Path, *, logs_only: bool = False) -> None:
+    """Remove a snapshot, or only its logs."""
+    for suffix in ("-wal", "-shm", "-journal", *([] if logs_only else [""])):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
