@@ -1,8 +1,7 @@
-"""Validation rules for settings: convert a value, or raise an error that states valid values.
+"""Validation rules for settings: convert a value, or raise `ValueError` that states valid values.
 
-A rule takes a value from the environment or from a caller and returns the setting's value. Its
-`ValueError` is a sentence for the person who set the value. pydantic could do this, but importing
-it takes longer than the rest of a process's start, and most processes of a job compile nothing.
+pydantic could do this, but importing it takes longer than the rest of a process's start, and most
+processes of a job compile nothing.
 """
 
 import math
@@ -56,7 +55,6 @@ class Secret:
         return hash(self._text)
 
     def reveal(self) -> str:
-        """Return the string."""
         return self._text
 
 
@@ -65,9 +63,9 @@ class Rule:
     """Valid values of one setting.
 
     Attributes:
-        read: converts a given value, or raises `ValueError`.
-        words: all valid words, such as `true` and `false`. Empty if other values are valid.
-        limits: limits of a number, a size or a list, such as `above 0 to 60`.
+        read: converts a value from the environment or a caller, or raises `ValueError`.
+        words: valid words to show, such as `true` and `false`. Empty if the value is not a word.
+        limits: limits of a number, a size or a list to show, such as `above 0 to 60`.
         is_secret: whether messages must not show the value.
         is_size: whether the value is a number of bytes.
     """
@@ -82,10 +80,10 @@ class Rule:
 def setting(default: Any, rule: Rule, option: Option | None = None) -> Any:
     """Return a dataclass field with a rule. A callable default becomes the default factory.
 
-    With an option, `graphstash run` takes the setting on its command line.
+    With an option, the setting is also an option of `graphstash run`.
     """
-    usual: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
-    return field(**usual, metadata={"rule": rule, "option": option})
+    arguments: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
+    return field(**arguments, metadata={"rule": rule, "option": option})
 
 
 def number(*, above: float | None = None, least: float = 0, most: float) -> Rule:
@@ -94,7 +92,6 @@ def number(*, above: float | None = None, least: float = 0, most: float) -> Rule
 
 
 def whole(*, least: int, most: int) -> Rule:
-    """Accept a whole number within limits."""
     return _bounded("a whole number", _whole, least=least, most=most)
 
 
@@ -105,12 +102,11 @@ def size(*, above: float | None = None) -> Rule:
 
 
 def flag() -> Rule:
-    """Accept true or false."""
+    """Accept true or false, or a synonym such as `1`, `yes` or `off`."""
     return _one_of(("true", "false"), lambda value: _TRUTH[str(value).strip().lower()])
 
 
 def choice(kind: Callable[[str], str], words: Iterable[str]) -> Rule:
-    """Accept one of the given words."""
     words = tuple(words)
 
     def read(value: Any) -> str:
@@ -120,17 +116,17 @@ def choice(kind: Callable[[str], str], words: Iterable[str]) -> Rule:
 
 
 def text(read: Callable[[str], str]) -> Rule:
-    """Accept a string that `read` checks; `read` raises `ValueError`."""
+    """Accept a string for which `read` does not raise `ValueError`."""
     return Rule(lambda value: read(str(value)))
 
 
 def secret(read: Callable[[str], str]) -> Rule:
-    """Accept a string that is never shown."""
+    """Accept a string like `text`, and convert it to a `Secret`."""
 
-    def sealed(value: Any) -> Secret:
+    def read_secret(value: Any) -> Secret:
         return Secret(read(value.reveal() if isinstance(value, Secret) else str(value)))
 
-    return Rule(sealed, is_secret=True)
+    return Rule(read_secret, is_secret=True)
 
 
 def path() -> Rule:
@@ -174,27 +170,27 @@ def _bounded(
 
     def read(value: Any) -> float:
         try:
-            got = convert(value)
-            if not math.isfinite(got):
-                got = math.nan
+            converted = convert(value)
+            if not math.isfinite(converted):
+                converted = math.nan
         except (TypeError, ValueError, OverflowError):
-            got = math.nan
-        is_low = got <= above if above is not None else got < least
-        if math.isnan(got) or is_low or (most is not None and got > most):
+            converted = math.nan
+        is_low = converted <= above if above is not None else converted < least
+        if math.isnan(converted) or is_low or (most is not None and converted > most):
             raise ValueError(f"it takes {what} ({limits})")
-        return got
+        return converted
 
     return Rule(read, limits=limits)
 
 
 def _one_of(words: tuple[str, ...], read: Callable[[Any], Any]) -> Rule:
-    def known(value: Any) -> Any:
+    def read_word(value: Any) -> Any:
         try:
             return read(value)
         except KeyError:
             raise ValueError(f"it takes {', '.join(words[:-1])} or {words[-1]}") from None
 
-    return Rule(known, words=words)
+    return Rule(read_word, words=words)
 
 
 def _whole(value: Any) -> int:

@@ -1,9 +1,8 @@
-"""ClientConfig: all settings of a training job, and the only reader of its environment.
+"""ClientConfig: all settings of a training job.
 
 Each field is read from `GRAPHSTASH_<FIELD IN CAPITALS>`, for example `GRAPHSTASH_URL`. Arguments of
 `graphstash.install` override the environment. So do the options of `graphstash run`, for the fields
-that have an `Option`. The command line, its help, the reference and the doctor read all of that
-from the field and from the docstring below it.
+that have an `Option`. The help, the reference and the doctor show the docstring below each field.
 """
 
 import os
@@ -101,7 +100,7 @@ def default_cache_dir() -> Path:
     try:
         return (Path(base) if base else Path.home() / ".cache") / "graphstash"
     except RuntimeError:  # a container user without a home directory
-        from tempfile import gettempdir  # a slow import, as those in the functions below
+        from tempfile import gettempdir  # imported here because it is slow
 
         return Path(gettempdir()) / f"graphstash-{os.getuid()}"
 
@@ -109,7 +108,7 @@ def default_cache_dir() -> Path:
 def find_own_server() -> str:
     """Return the URL of this user's server on this host, or "" if there is none.
 
-    Each connection checks again that only this user can have created the socket.
+    Each connection checks that only this user can have created the socket.
     """
     path = own_socket_path(os.environ)
     try:
@@ -181,9 +180,6 @@ def _checked_token(value: str) -> str:
     return token
 
 
-# The docstring below each field is the field's description in the reference.
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Server, namespaces and timeouts."""
@@ -253,8 +249,9 @@ class SharingSettings:
     them. Default: `auto-<16 hex digits>`, derived from the command, the script and the compiler
     versions."""
     prefetch_limit: int = setting(2 * 1024**3, size())
-    """Maximum bytes that a run prefetches to this host. Artifacts with the longest compile time per
-    byte come first. 0 disables prefetching, and records nothing for a job without a name."""
+    """Maximum bytes that a run prefetches to this host, and at most half of local_limit. Artifacts
+    with the longest compile time per byte come first. 0 disables prefetching, and records nothing
+    for a job without a name."""
     fail_on_miss: bool = setting(False, flag(), Option({"--fail-on-miss": True}))
     """End the job before it compiles anything: with exit status 86 if the artifact does not exist,
     with 75 if the cache failed."""
@@ -265,23 +262,23 @@ class SharingSettings:
     """Report counts and compiled artifacts to the server when a process that used the cache ends.
     The report names the script, never its arguments."""
     wait_seconds: float = setting(1200.0, number(most=86400))
-    """Maximum seconds to wait in vain, in total, for other jobs that compile the same graphs. One
-    lease holder gets at most half. Waits that bring the artifact may take up to twice as long in
-    addition. 0 never waits."""
+    """Maximum total seconds to wait without result for other jobs that compile the same graphs, at
+    most half of them for one lease holder. Waits that bring an artifact may add up to twice as
+    much. 0 never waits."""
     lease_seconds: float = setting(
         DEFAULT_LEASE_SECONDS, number(least=MIN_LEASE_SECONDS, most=MAX_LEASE_SECONDS)
     )
     """Seconds until the lease of a killed holder expires."""
     unsent_limit: int = setting(1024**3, size())
-    """Maximum bytes that a run publishes of what earlier runs on this host compiled and could not
-    send, for example because the server was down. 0 publishes nothing later."""
+    """Maximum bytes of artifacts that a run publishes for earlier runs on this host, which could
+    not publish them, for example because the server was down. 0 disables this."""
     publish_queue: int = setting(64, whole(least=1, most=4096))
     """Number of artifacts that may wait for upload. Further artifacts are dropped."""
     drain_seconds: float = setting(20.0, number(most=3600))
     """Seconds that the end of a job may wait for its uploads."""
     torch_xla_mode: str = setting("auto", choice(str, ("auto", "exact", "hint")))
-    """How the torch_xla hook finds out what is compiled: exact intercepts torch_xla's own look-up,
-    hint predicts it, auto uses exact if possible."""
+    """How the torch_xla hook finds an artifact: exact intercepts torch_xla's own look-up, hint
+    predicts it, auto uses exact if possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,8 +291,8 @@ class HostSettings:
     """Size limit of the local tier, which evicts the least recently used artifacts. 0 keeps nothing
     between jobs."""
     offline_seconds: float = setting(24 * 3600.0, number(most=1e7))
-    """Seconds since the last contact with the server during which the job may use local copies of
-    its artifacts while it does not answer. A withdrawal stays undetected for that long. 0 uses no
+    """If the server does not answer, seconds since the last contact with it during which the job
+    may use local copies of its artifacts. A withdrawal may stay undetected for that long. 0 uses no
     copies."""
     summary: bool = setting(
         True, flag(), Option({"--quiet": False, "-q": False}, help="Print no line at the end.")
@@ -315,11 +312,10 @@ class HostSettings:
 class ClientConfig(
     ServerSettings, CredentialSettings, SignatureSettings, SharingSettings, HostSettings
 ):
-    """Settings of one training job: all groups, with flat names. See each field.
+    """Settings of one training job.
 
     Attributes:
-        given: names of the settings that were set explicitly. The other settings have their
-            defaults.
+        given: names of the settings that were set explicitly.
 
     Raises:
         ConfigError: a setting is invalid. The message names each invalid setting, its value unless
@@ -329,7 +325,7 @@ class ClientConfig(
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        wrong = []
+        errors = []
         for name, rule in self.rules().items():
             value = getattr(self, name)
             if value is None:
@@ -339,9 +335,9 @@ class ClientConfig(
             except (TypeError, ValueError) as error:
                 hide = rule.is_secret or (name == "url" and "@" in str(value))
                 shown = "***" if hide else value
-                wrong.append(f"{ENVIRONMENT_PREFIX}{name.upper()}={shown!r}: {error}")
-        if wrong:
-            raise ConfigError("; ".join(wrong))
+                errors.append(f"{ENVIRONMENT_PREFIX}{name.upper()}={shown!r}: {error}")
+        if errors:
+            raise ConfigError("; ".join(errors))
         if self.client_key and not self.client_cert:
             raise ConfigError("GRAPHSTASH_CLIENT_KEY needs GRAPHSTASH_CLIENT_CERT")
         if self.signature_policy is not SignaturePolicy.OFF and not self.trusted_keys:

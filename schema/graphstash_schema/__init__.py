@@ -1,7 +1,7 @@
 """Types that the graphstash client and server share. Dependencies: pydantic and the stdlib.
 
-A name's module is imported when the name is first used. Words (namespaces, parts of keys, digests)
-and the protocol's constants need no pydantic. Records that are sent as JSON need it.
+A name's module is imported when the name is first used. The modules `names`, `digest`, `errors` and
+`protocol` do not import pydantic; most other modules do.
 """
 
 from importlib import import_module

@@ -15,7 +15,7 @@ class ManifestEntry(WireModel):
     """One artifact that a job used."""
 
     key: ArtifactKey
-    used_at: datetime = Field(description="the last run that used it, UTC")
+    used_at: datetime = Field(description="when a run last used it, UTC")
     runs: int = Field(ge=1, description="how many runs used it")
     writer: int | None = Field(
         default=None,

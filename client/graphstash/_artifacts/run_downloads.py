@@ -1,8 +1,8 @@
-"""RunDownloads: artifacts that this run downloaded, so that hits count by their source.
+"""RunDownloads: artifacts that this run downloaded, so that statistics count hits by source.
 
-The processes of a run share a disk, so a process finds what another process has downloaded. Each
-process appends its downloads to one file per run, `<local tier>/records/<run>/downloads`, one line
-each. The file serves statistics only, so errors in it are ignored.
+The processes of a run share a disk, so a hit of one process may be a download of another. Each
+process appends a line per download to the run's file, `<local tier>/records/<run>/downloads`. Only
+statistics use the file, so errors are ignored.
 """
 
 import os
@@ -17,9 +17,8 @@ from graphstash_schema import ArtifactKey
 __all__ = ["RunDownloads", "Source"]
 
 Source: TypeAlias = Literal["server", "prefetched", "host"]
-"""Source of a hit's bytes. server: this run downloaded them on demand. prefetched: this run
-downloaded them in advance. host: an earlier run left them on this host, or this run compiled
-them."""
+"""Source of a hit. server: this run downloaded the artifact on demand. prefetched: this run
+downloaded it in advance. host: an earlier run left it on this host, or this run compiled it."""
 
 _MAX_BYTES: Final = 4 * 1024**2
 
@@ -28,20 +27,20 @@ class RunDownloads:
     """Records which artifacts this run has downloaded. Thread-safe.
 
     Args:
-        folder: folder of the run, which is created and held. None if this process shares nothing.
+        folder: folder of the run, which the constructor creates and locks against removal. None
+            if this process shares no run.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         held = None if folder is None else run_folder.hold(folder)
         if held is not None:
-            letting_go = weakref.finalize(self, os.close, held)
-            letting_go.atexit = False  # the kernel closes it at process exit
+            finalizer = weakref.finalize(self, os.close, held)
+            finalizer.atexit = False  # the kernel closes it at process exit
         self._known: dict[str, Source] = {}
         self._read_bytes = 0
 
     def add(self, key: ArtifactKey, source: Literal["server", "prefetched"]) -> None:
-        """Record a download of this process."""
         self._known[str(key)] = source
         if self._folder is None:
             return
@@ -67,13 +66,12 @@ class RunDownloads:
         return True
 
     def release(self, name: str) -> None:
-        """Release a claim of this process."""
         if self._folder is not None:
             with suppress(OSError):
                 (self._folder / name).unlink()
 
     def source_of(self, key: ArtifactKey) -> Source:
-        """Return the source of the bytes that are on this host's disk."""
+        """Return the source of an artifact that is on this host's disk."""
         known = self._known.get(str(key))
         if known is None and self._folder is not None:
             self._read(self._folder / "downloads")

@@ -89,13 +89,13 @@ def export(
     device_type: DeviceTypeOption = None,
     fingerprint: Annotated[
         list[str] | None,
-        typer.Option(help="Only fingerprints that begin so; may be repeated."),
+        typer.Option(help="Only fingerprints with this prefix; may be repeated."),
     ] = None,
     local: Annotated[
         bool,
         typer.Option(
             "--local",
-            help="Take them from this host's disk, unless the server withdrew them.",
+            help="Export this host's copies, except artifacts that the server withdrew.",
         ),
     ] = False,
     url: Url = None,
@@ -105,24 +105,24 @@ def export(
     """Write artifacts of a namespace to one file, for hosts without a network to the server.
 
     Every artifact is verified as in a job: digest, key, payload, and the signature if this host
-    checks signatures. An artifact that fails is left out and named, and the exit status is 1. The
-    same artifacts always make the same file.
+    checks signatures. If an artifact fails, the command leaves it out, names it, and exits with
+    status 1. The same artifacts always make the same file.
 
-    Downloads are kept in `FILE.partial` until the bundle is complete. If an export is interrupted,
-    run it again to continue where it stopped. Example:
+    Downloads stay in `FILE.partial` until the bundle is complete. If an export is interrupted, run
+    it again to continue. Example:
 
         graphstash export nightly.bundle --job nightly
     """
     config = load_config(url=url, namespace=namespace)
-    chosen = _Chosen.of(kind, device_type, fingerprint)
+    selection = _Selection.of(kind, device_type, fingerprint)
     if local and job is not None:
         fail(
             "--job goes with a server, which remembers what jobs used: leave out --local",
             status=ExitStatus.USAGE,
         )
-    with closing(_source(config, job, chosen, is_local=local)) as source:
+    with closing(_source(config, job, selection, is_local=local)) as source:
         try:
-            told = _Export(config, source, file).run()
+            result = _Export(config, source, file).run()
         except BundleError as error:
             fail(str(error))
         except CacheError as error:
@@ -130,13 +130,13 @@ def export(
         except OSError as error:
             fail(f"{file}: {error.strerror or error}; run it again to go on where it stopped")
     if as_json:
-        print_json(told)
+        print_json(result)
     else:
         say(
-            f"{plural(told['artifacts'], 'artifact')} ({format_bytes(told['size_bytes'])}) of the "
-            f"namespace {config.namespace} in {file}"
+            f"{plural(result['artifacts'], 'artifact')} ({format_bytes(result['size_bytes'])}) "
+            f"of the namespace {config.namespace} in {file}"
         )
-    if told["rejected"]:
+    if result["rejected"]:
         raise typer.Exit(ExitStatus.FAILED)
 
 
@@ -159,17 +159,17 @@ def import_(
     """Publish the artifacts of a bundle to a server, or to this host.
 
     The whole bundle is verified before anything is published: its form, each artifact's digest, key
-    and payload, and its signature if this host checks signatures. If anything is wrong, nothing is
-    imported, the entry is named, and the exit status is 3.
+    and payload, and its signature if this host checks signatures. If a check fails, the command
+    names the entry, imports nothing, and exits with status 3.
 
-    Artifacts that exist already are skipped. If an import is interrupted, run it again to continue.
-    If different bytes are stored under a key, they stay.
+    Artifacts that exist already are skipped, even if the stored bytes differ from the bundle's. If
+    an import is interrupted, run it again to continue.
     """
     config = load_config(url=url, namespace=namespace)
     try:
         with _opened(file) as bundle:
             target = config.namespace if namespace is not None else bundle.namespace
-            told = _Import(dataclasses.replace(config, namespace=target), bundle).run(
+            result = _Import(dataclasses.replace(config, namespace=target), bundle).run(
                 None if check else "local" if local else "server"
             )
     except BundleError as error:
@@ -179,15 +179,16 @@ def import_(
     except CacheError as error:
         fail_midway(error)
     if as_json:
-        print_json({"file": str(file), **told})
+        print_json({"file": str(file), **result})
         return
-    size = format_bytes(told["size_bytes"])
+    size = format_bytes(result["size_bytes"])
     if check:
-        say(f"sound: {plural(told['artifacts'], 'artifact')} ({size}) of {bundle.namespace}")
+        say(f"sound: {plural(result['artifacts'], 'artifact')} ({size}) of {bundle.namespace}")
         return
-    differing = told["differing"]
+    differing = result["differing"]
     say(
-        f"{told['imported']} imported into {told['namespace']}, {told['present']} already there"
+        f"{result['imported']} imported into {result['namespace']}, "
+        f"{result['present']} already there"
         + (f", {len(differing)} with other bytes there, which stay" if differing else "")
     )
 
@@ -200,7 +201,7 @@ def _opened(file: Path) -> Bundle:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Chosen:
+class _Selection:
     kind: ArtifactKind | None
     device_type: str
     prefixes: tuple[str, ...]
@@ -211,8 +212,8 @@ class _Chosen:
         kind: ArtifactKind | None,
         device_type: str | None,
         prefixes: Iterable[str] | None,
-    ) -> "_Chosen":
-        """Validate the options, and end the command if one is malformed."""
+    ) -> "_Selection":
+        """Validate the options. End the command if one is malformed."""
         try:
             if device_type is not None:
                 DeviceType(device_type)
@@ -245,17 +246,17 @@ class _Source(Protocol):
         """Yield the selected artifacts in the order of a bundle."""
 
     def fetch(self, entry: BundleEntry, into: IO[bytes]) -> bool:
-        """Write the blob. Return False if it no longer exists or has changed."""
+        """Write the blob into a file. Return False if it no longer exists or has changed."""
 
     def close(self) -> None:
         """Release the source."""
 
 
 class _ServerSource:
-    def __init__(self, config: ClientConfig, job: str | None, chosen: _Chosen) -> None:
+    def __init__(self, config: ClientConfig, job: str | None, selection: _Selection) -> None:
         self._server = PatientClient(config)
         self._server.copy_only()
-        self._job, self._chosen = job, chosen
+        self._job, self._selection = job, selection
 
     def entries(self) -> Iterator[BundleEntry]:
         for listed in self._by_job() if self._job is not None else self._by_prefix():
@@ -275,12 +276,12 @@ class _ServerSource:
         self._server.close()
 
     def _by_prefix(self) -> Iterator[ListedArtifact]:
-        for prefix in self._chosen.prefixes or ("",):
+        for prefix in self._selection.prefixes or ("",):
             yield from self._server.every_artifact(
                 ArtifactQuery(
                     fingerprint=prefix,
-                    kind=self._chosen.kind,
-                    device_type=self._chosen.device_type or None,
+                    kind=self._selection.kind,
+                    device_type=self._selection.device_type or None,
                     details=True,
                 )
             )
@@ -293,23 +294,23 @@ class _ServerSource:
                 f"no artifacts are remembered for job {job!r} in the namespace "
                 f"{self._server.config.namespace}"
             )
-        keys = {entry.key for entry in manifest.entries if entry.key in self._chosen}
+        keys = {entry.key for entry in manifest.entries if entry.key in self._selection}
         for fingerprint in sorted({key.fingerprint for key in keys}):
             query = ArtifactQuery(fingerprint=fingerprint, details=True)
             yield from (each for each in self._server.every_artifact(query) if each.key in keys)
 
 
 class _TierSource:
-    def __init__(self, config: ClientConfig, chosen: _Chosen) -> None:
+    def __init__(self, config: ClientConfig, selection: _Selection) -> None:
         self._stash = Stash(config)
-        self._namespace, self._chosen = config.namespace, chosen
+        self._namespace, self._selection = config.namespace, selection
         self._origins: dict[ArtifactKey, str] = {}
 
     def entries(self) -> Iterator[BundleEntry]:
         tier, standing = self._stash.local, self._stash.standing
-        for origin in reversed(standing.origins):  # what the server has comes before our own
+        for origin in reversed(standing.origins):  # the server's copies replace own ones
             keys = tier.keys(self._namespace, origin=origin)
-            self._origins |= dict.fromkeys((key for key in keys if key in self._chosen), origin)
+            self._origins |= dict.fromkeys((key for key in keys if key in self._selection), origin)
         for key in sorted(
             self._origins, key=lambda key: (key.fingerprint, key.kind.value, key.device_type)
         ):
@@ -326,7 +327,7 @@ class _TierSource:
                 try:
                     raw_size = int(read_envelope_head(envelope.read)["raw_size"])
                 except (KeyError, TypeError, ValueError):
-                    raw_size = 0  # not an envelope: the check below rejects it
+                    raw_size = 0  # not an envelope: `_Export` rejects it
             yield BundleEntry(
                 key=key,
                 sha256=digest.sha256,
@@ -353,19 +354,21 @@ class _TierSource:
         self._stash.close()
 
 
-def _source(config: ClientConfig, job: str | None, chosen: _Chosen, *, is_local: bool) -> _Source:
+def _source(
+    config: ClientConfig, job: str | None, selection: _Selection, *, is_local: bool
+) -> _Source:
     try:
         if job is not None:
             ManifestName(job)
         if is_local:
-            return _TierSource(config, chosen)
-        return _ServerSource(config, job, chosen)
-    except ValueError as error:  # also raised for a file that a setting names
+            return _TierSource(config, selection)
+        return _ServerSource(config, job, selection)
+    except ValueError as error:  # malformed job, or unusable file of a setting
         fail(str(error), status=ExitStatus.USAGE)
 
 
 class _Export:
-    """One export. It collects blobs in a directory next to the bundle, and reuses them later."""
+    """One export. It collects blobs in a directory next to the bundle, which a retry reuses."""
 
     def __init__(self, config: ClientConfig, source: _Source, file: Path) -> None:
         self._config, self._source, self._file = config, source, file
@@ -387,7 +390,7 @@ class _Export:
         except OSError as error:
             fail(f"{self._directory}: {error.strerror or error}")
         try:
-            # Use the descriptor: a user who can write to the parent could swap the directory.
+            # Use the descriptor: a user who can write to the parent could replace the directory.
             self._spool = Path(f"/proc/self/fd/{descriptor}")
             return self._run()
         finally:
@@ -408,7 +411,7 @@ class _Export:
                 namespace=self._config.namespace,
                 lines=lines,
                 artifacts=count,
-                blob_of=self._place_of,
+                blob_of=self._path_of,
                 written=lambda more: progress.advance(task, more),
             )
         self._remove_spool()
@@ -427,13 +430,13 @@ class _Export:
         count, task = 0, progress.add_task("fetching", total=None)
         for entry in self._source.entries():
             try:
-                is_there = self._bring(entry)
+                is_fetched = self._fetch(entry)
             except BundleError as error:
-                self._place_of(entry).unlink(missing_ok=True)
+                self._path_of(entry).unlink(missing_ok=True)
                 self._rejected.append({"key": str(entry.key), "error": str(error)})
                 err.print(f"rejected: {entry.key}: {error}", markup=False, soft_wrap=True)
                 continue
-            if not is_there:
+            if not is_fetched:
                 self._gone.append(str(entry.key))
                 err.print(f"gone meanwhile: {entry.key}", markup=False, soft_wrap=True)
                 continue
@@ -444,9 +447,9 @@ class _Export:
         progress.update(task, visible=False)
         return count
 
-    def _bring(self, entry: BundleEntry) -> bool:
+    def _fetch(self, entry: BundleEntry) -> bool:
         """Fetch a verified blob into the directory. Return False if it no longer exists."""
-        place = self._place_of(entry)
+        place = self._path_of(entry)
         if place.exists():
             with suppress(BundleError):
                 self._check(entry, place)
@@ -472,11 +475,11 @@ class _Export:
                 max_bytes=self._config.max_artifact,
             )
 
-    def _place_of(self, entry: BundleEntry) -> Path:
+    def _path_of(self, entry: BundleEntry) -> Path:
         return self._spool / entry.sha256
 
     def _remove_spool(self) -> None:
-        """Remove an export's own files. Other files in the directory belong to the user."""
+        """Remove only files of an export, and the directory if it is then empty."""
         for path in self._spool.iterdir():
             if _SPOOLED.fullmatch(path.name):
                 path.unlink()
@@ -488,9 +491,9 @@ class _Import:
     def __init__(self, config: ClientConfig, bundle: Bundle) -> None:
         self._config, self._bundle = config, bundle
         self._signatures = Signatures(config, secret=lambda: None)
-        self._is_elsewhere = config.namespace != bundle.namespace
+        self._changes_namespace = config.namespace != bundle.namespace
         if (
-            self._is_elsewhere
+            self._changes_namespace
             and self._signatures.policy is SignaturePolicy.REQUIRE
             and config.signing_key is None
         ):
@@ -513,7 +516,7 @@ class _Import:
             if into == "server":
                 self._publish(progress, task)
             elif into == "local":
-                self._keep(progress, task)
+                self._store(progress, task)
         return {
             "namespace": self._config.namespace,
             "into": into,
@@ -573,7 +576,7 @@ class _Import:
         else:
             self._differing.append(str(entry.key))
 
-    def _keep(self, progress: Progress, task: TaskID) -> None:
+    def _store(self, progress: Progress, task: TaskID) -> None:
         limit = self._config.local_limit
         if self._bundle.size_bytes > limit:
             raise ConfigError(
@@ -585,10 +588,10 @@ class _Import:
             if tier.is_private:
                 raise ConfigError(tier.troubles[0].detail)
             for found in self._bundle.entries():
-                self._keep_one(tier, found)
+                self._store_one(tier, found)
                 progress.advance(task, found.entry.size_bytes)
 
-    def _keep_one(self, tier: LocalTier, found: Found) -> None:
+    def _store_one(self, tier: LocalTier, found: Found) -> None:
         entry = found.entry
         if tier.has(self._config.namespace, entry.key):
             self._present += 1
@@ -614,12 +617,12 @@ class _Import:
         self._imported += 1
 
     def _metadata_of(self, found: Found) -> ArtifactMetadata:
-        """Sign the metadata with this host's key if the artifact goes to another namespace."""
+        """Return the metadata, signed with this host's key if the namespace changes."""
         entry = found.entry
         found.blob.seek(0)
         raw_size = int(read_envelope_head(_as_file(found.blob).read)["raw_size"])
         metadata = entry.metadata or ArtifactMetadata(compile_seconds=0, raw_size_bytes=raw_size)
-        if self._is_elsewhere:
+        if self._changes_namespace:
             subject = SignedSubject(self._config.namespace, entry.key, entry.digest, raw_size)
             signature = self._signatures.prove(subject).signature
             metadata = metadata.model_copy(update={"signature": signature})
@@ -627,5 +630,5 @@ class _Import:
 
 
 def _as_file(part: Part) -> Any:
-    """Pass a part as a file: readers of envelopes only need its methods."""
+    """Cast a part to a file. Readers of envelopes use only methods that `Part` has."""
     return part

@@ -1,12 +1,11 @@
 """HTTP connections that keep a deadline for the whole call.
 
-httpx bounds the wait for each piece of data, not the sum of waits. A server that sends one header
-byte per second could block a job for ever. This transport also bounds every wait by the time that
-is left of the call. It implements httpcore's documented network-backend interface.
+httpx bounds each wait for data, but not their sum. A server that sends one header byte per second
+could block a job forever. This transport also bounds every wait by the time left until the
+deadline. It implements httpcore's documented network-backend interface.
 
 A server may close a kept-alive connection just as the next request is sent, for example when a
-worker exits. The transport then sends the request once more, on a new connection, before any caller
-counts a failure.
+worker exits. The transport then retries once on a new connection, and callers count no failure.
 """
 
 import encodings.idna  # noqa: F401 - connecting imports it, which could race with a fork
@@ -24,7 +23,7 @@ from time import monotonic
 from typing import Any, Final, cast
 
 import httpcore
-from httpcore._backends.sync import SyncStream  # its backend leaks a refused socket
+from httpcore._backends.sync import SyncStream  # SyncBackend leaks a refused Unix socket
 
 # If click and rich are installed, as they are here, httpx imports its own command line. That would
 # cost every training process a third of a second. httpx skips a module that is absent.
@@ -44,18 +43,15 @@ __all__ = ["Deadline", "DeadlineTransport", "ProcessClient"]
 _WRITE_BYTES: Final = 64 * 1024
 
 _KEEP_ALIVE_SECONDS: Final = 110.0
-"""Seconds after which an idle connection is not used again. A server closes it after 120."""
+"""Seconds after which an idle connection is closed. The server closes it after 120."""
 
 _READ_BYTES: Final = 128 * 1024
-"""Bytes that one read takes at most. httpcore asks for 64 KiB, and each piece of a body passes
-through four layers of Python. Larger pieces than this no longer fit into the processor's cache."""
+"""Maximum bytes of one read. httpcore reads 64 KiB at a time, and each piece of a body passes
+through four layers of Python. Larger pieces do not fit into the processor's cache."""
 
 
 class Deadline:
-    """Time limit of one call. It can be shortened, but not extended.
-
-    Time that the caller spends in `paused` does not count.
-    """
+    """Time limit of one call. It can be shortened and paused, but not extended."""
 
     def __init__(self, seconds: float) -> None:
         self._started = monotonic()
@@ -63,7 +59,6 @@ class Deadline:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the block."""
         began = monotonic()
         try:
             yield
@@ -102,7 +97,7 @@ class DeadlineTransport(httpx.HTTPTransport):
         context: ssl.SSLContext | None,
         socket_path: str | None = None,
     ) -> None:
-        # The pools are replaced below. Pass `verify` in case a later httpx keeps its own pool.
+        # httpx's pool is replaced below. Pass `verify` in case a later httpx ignores `_pool`.
         verify = context or False
         super().__init__(limits=limits, verify=verify, trust_env=False)
         self._current = _Current()
@@ -137,18 +132,17 @@ class DeadlineTransport(httpx.HTTPTransport):
         return self._unkept.handle_request(request)
 
     def close(self) -> None:
-        """Close all connections."""
         self._unkept.close()
         super().close()
 
     @contextmanager
     def within(self, deadline: Deadline) -> Iterator[None]:
-        """Apply a deadline to all that this thread sends and receives in the block."""
+        """Bound this thread's sends and receives in the block by a deadline."""
         before, self._current.deadline = self._current.deadline, deadline
         try:
             yield
         finally:
-            self._current.deadline = before  # of the call that a signal handler interrupted
+            self._current.deadline = before  # a signal handler's call may interrupt another
 
 
 class ProcessClient:
@@ -259,8 +253,7 @@ class _Backend(httpcore.NetworkBackend):
                 connection.settimeout(bounded)
                 directory = open_own_directory(Path(path).parent)
                 try:
-                    # Connect through the checked directory's descriptor, so that no other process
-                    # can swap it.
+                    # Use the descriptor: another process could swap the directory after the check.
                     with forkable():
                         connection.connect(f"/proc/self/fd/{directory}/{Path(path).name}")
                 finally:
@@ -288,7 +281,7 @@ class _Stream(httpcore.NetworkStream):
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        # The timeout below restarts for every piece that the kernel accepts.
+        # The timeout restarts whenever the kernel accepts a part. Small pieces keep it accurate.
         view = memoryview(buffer)
         for start in range(0, len(view), _WRITE_BYTES):
             piece = bytes(view[start : start + _WRITE_BYTES])
@@ -297,7 +290,7 @@ class _Stream(httpcore.NetworkStream):
 
     @contextmanager
     def _waiting(self, event: int, timeout: float | None) -> Iterator[None]:
-        """Allow forks while the socket is not ready for the block, but not inside OpenSSL."""
+        """Allow forks while waiting for the socket, but not inside OpenSSL."""
         tls = self._inner.get_extra_info("ssl_object")
         if tls is None:
             with forkable():
@@ -330,17 +323,16 @@ class _Stream(httpcore.NetworkStream):
 
 
 def _addresses(host: str, timeout: float | None) -> list[str]:
-    """Resolve a name to its first address in each address family.
+    """Resolve a name to its first address in each family; a server may listen on only one family.
 
-    A server may listen on only one family. The wait is bounded by `timeout`, because the system
-    resolver applies only its own timeouts.
+    A thread resolves it, because the system's resolver takes no timeout.
     """
     found: dict[int, str] = {}
 
     def resolve() -> None:
         with suppress(OSError):
-            for family, *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-                found.setdefault(family, str(place[0]))
+            for family, *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+                found.setdefault(family, str(address[0]))
 
     try:
         return [str(ipaddress.ip_address(host))]

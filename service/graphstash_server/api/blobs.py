@@ -1,9 +1,9 @@
-"""BlobResponse: send an artifact in constant memory, and never a wrong number of bytes.
+"""BlobResponse: send an artifact in constant memory.
 
 There are two ways to send a blob:
 
     pathsend   the ASGI server reads the file (extension `http.response.pathsend`)
-    chunks     this process reads the store and sends piece by piece
+    chunks     this process reads the store and sends pieces
 """
 
 import asyncio
@@ -19,22 +19,23 @@ from graphstash_server.reading.reads import ReadAnswer
 __all__ = ["BlobResponse"]
 
 _WATCHED_BYTES = 8 * 1024**2
-"""Size above which the response stops if the caller closes the connection. A shorter body is sent
-before that is detected."""
+"""Size above which the response stops if the caller closes the connection. A smaller body is sent
+before the server detects that."""
 
 _EMPTY: Final = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 class BlobResponse(Response):
-    """The body of an artifact. It is opened before the headers, so a deletion cannot cut it.
+    """The body of an artifact, whose blob was opened before the headers were made. Chunks of it are
+    complete even if the blob is deleted meanwhile.
 
-    If the blob is shorter than before, the exception reaches the server, which cuts the connection.
-    The caller detects the missing bytes by Content-Length.
+    If the stored blob is too short, `ShortBlobError` makes the ASGI server close the connection.
+    The caller detects missing bytes by Content-Length.
     """
 
     def __init__(self, answer: ReadAnswer, *, sent: Callable[[int], None]) -> None:
-        """Take over the reader of an answer and close it. At the end, call `sent` with the number
-        of bytes sent.
+        """Take ownership of the answer's reader. After sending, call `sent` with the number of
+        bytes.
         """
         made, _, reader = answer
         assert reader is not None  # noqa: S101 - other answers need no `BlobResponse`

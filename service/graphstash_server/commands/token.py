@@ -46,7 +46,7 @@ def create(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Create a token and print it. It is not stored and cannot be shown again.
+    """Create a token and print it. The server stores only a hash, so it cannot be shown again.
 
     TOKEN=$(graphstash token create --grant 'write:team-*' --description "the nightly job")
     """
@@ -91,7 +91,7 @@ def revoke(
     *,
     as_json: Json = False,
 ) -> None:
-    """Revoke a token for good: every server refuses it within two seconds."""
+    """Revoke a token permanently. Every server refuses it within two seconds."""
     name = _id_of(token_id)
 
     async def work(context: "ProcessContext") -> None:
@@ -107,7 +107,7 @@ def revoke(
 
 
 def _id_of(text: str) -> str:
-    """Return the id of a token. If the whole token is given, its secret is not printed."""
+    """Return the ID from an ID or a whole token, so that messages never contain the secret."""
     prefix, _, rest = text.partition("_")
     return rest.partition("_")[0] if prefix == "gst" else text
 

@@ -1,27 +1,30 @@
-"""PlausibleClock: the time by which servers age and delete. It follows a clock that jumps slowly.
+"""PlausibleClock: the time by which servers age and delete. After a jump, it follows slowly.
 
 A clock may be wrong: a bad time server, a host that starts before its clock is set, a restored
-virtual machine. A deletion by age cannot be undone, so one look at one clock is not enough for it.
+virtual machine. A deletion by age cannot be undone, so it must not depend on one reading.
 
-The servers record in the database what time it is. The recorded time follows the clock, but at most
-`_PACE` times as fast as the monotonic clocks of the servers run. If clock and recorded time differ
-by more than `TOLERANCE`, deletion by age is suspended. Then the recorded time passes like time, and
-a second one, `followed_at`, follows the clock at the same pace. The suspension ends when the clock
-agrees with the recorded time again, when `followed_at` has caught up with the clock, or when an
-operator accepts the clock. A clock that is 200 days ahead for eight seconds is followed for eighty
-seconds. A server that was off for two months deletes nothing by age for its first week.
+The servers record the time in the database. The recorded time follows the clock, at most `_PACE`
+times as fast as a monotonic clock. If clock and recorded time differ by more than `TOLERANCE`, the
+servers suspend deletion by age. During a suspension, the recorded time advances like a monotonic
+clock. A second time, `followed_at`, starts at the recorded time and follows the clock at most
+`_PACE` times as fast. The suspension ends in one of three cases:
 
-Times that were recorded during a suspension lie before the jump. `ago` returns limits of ages that
-never lie between the beginning and the end of a suspension. So an age counts whatever was recorded
-during the suspension as recorded at its end, by this server or by one that has not seen the end
-yet.
+- The clock agrees with the recorded time again.
+- `followed_at` has reached the clock.
+- An operator accepts the clock.
 
-Each process measures from the times that it read itself, so many servers together follow the clock
-no faster than one server. A restart advances nothing, except during a suspension: the time of the
-clock at which a server ran last is stored, and the time until the next start counts once, at most
-`_OFF_PACE` times the time that the server had run, and at most `_MAX_OFF`. So a server that is off
-for most of every day catches up as well. A wrong clock gains no more than that with one start, and
-only if deletion was already suspended before.
+If a clock is 200 days ahead for eight seconds, `followed_at` advances by only eighty seconds. A
+server that was off for two months deletes nothing by age for its first week.
+
+Times that the servers store during a suspension are from before the jump, and would suddenly be old
+at its end. Therefore `ago` never returns a time between the beginning and the end of a suspension.
+So an artifact used during the suspension ages from its end.
+
+Each process adds its own monotonic time to the times that it has read, so many servers follow the
+clock no faster than one. A restart advances nothing, except during a suspension. Then
+`followed_at` advances by the time since a server last ran: at most `_OFF_PACE` times its uptime,
+and at most `_MAX_OFF`. So a server that is off for most of every day catches up, and a wrong clock
+gains no more than that per start.
 """
 
 import logging
@@ -50,29 +53,29 @@ __all__ = ["TOLERANCE", "PlausibleClock"]
 _LOGGER = logging.getLogger(__name__)
 
 TOLERANCE: Final = timedelta(hours=1)
-"""Maximum difference of clock and recorded time at which the servers delete by age. Every such rule
-keeps what it deletes for longer."""
+"""Maximum difference of clock and recorded time at which the servers delete by age. A shorter age,
+which the setting `retain_days` allows, is not protected from a wrong clock."""
 
 _PACE: Final = 10
 
 _OFF_PACE: Final = 72
-_MAX_OFF: Final = timedelta(days=3)
-"""A weekend."""
+_MAX_OFF: Final = timedelta(days=3)  # a weekend
 
 _OVERLAP: Final = 4 * TOLERANCE
-"""How long before a suspension its rule applies. Servers that have not seen the suspension yet
-record times up to `TOLERANCE` around a recorded time that was up to `TOLERANCE` off."""
+"""Times this long before a suspension count as recorded during it. Servers that have not read the
+suspension yet store times up to `TOLERANCE` from a recorded time that was up to `TOLERANCE` off."""
 
 
 @dataclass(kw_only=True, eq=False)
 class PlausibleClock:
     """A `Clock` for times that decide about deletions: uses, pins, ages.
 
-    It returns the time of `clock`, but never before the recorded time, and never more than
-    `TOLERANCE` after it. Until the first `observe` it returns the time of `clock`.
+    It returns the time of `clock`, but never before the recorded time, and at most `TOLERANCE`
+    after the recorded time plus the time since the last `observe`. Before the first `observe`, it
+    returns the time of `clock`.
 
     Attributes:
-        jump: how far the clock is ahead of the recorded time; negative if it is behind.
+        jump: clock minus recorded time.
     """
 
     database: Database
@@ -90,13 +93,13 @@ class PlausibleClock:
         return self.bound(self.clock())
 
     def bound(self, at: datetime) -> datetime:
-        """Return a recent time of `clock` as this clock gives it."""
+        """Limit a recent time of `clock` to the range that this clock allows."""
         if self._recorded is None:
             return at
         return min(max(at, self._recorded), self._recorded + self._passed() + TOLERANCE)
 
     def ago(self, age: timedelta) -> datetime:
-        """Return the limit before which recorded times are older than `age`."""
+        """Return the time before which stored times are older than `age`."""
         limit = self() - age
         for suspension in reversed(self._suspensions):
             began_at = suspension.began_at - _OVERLAP
@@ -106,7 +109,7 @@ class PlausibleClock:
 
     @property
     def last_gap(self) -> tuple[datetime, datetime] | None:
-        """The recorded times that count as the end of the last suspension, and that end."""
+        """Range of the stored times that count as the end of the last suspension, or None."""
         if self._open or not self._suspensions:
             return None
         last = self._suspensions[-1]
@@ -114,12 +117,12 @@ class PlausibleClock:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether nothing may be deleted by age, as of the last `observe`."""
+        """Whether deletion by age is suspended, as of the last `observe`."""
         return abs(self.jump) > TOLERANCE
 
     @property
     def state(self) -> str:
-        """Return `ok`, or what suspends deletion by age."""
+        """`ok`, or why deletion by age is suspended."""
         if not self.is_suspended:
             return "ok"
         side = "ahead of" if self.jump > timedelta(0) else "behind"
@@ -163,7 +166,7 @@ class PlausibleClock:
         return not self.is_suspended
 
     async def accept(self) -> None:
-        """Record the time of the clock, because an operator says that it is right."""
+        """Record the time of the clock, which an operator has confirmed."""
         now = self.clock()
         async with self.database.writing() as connection:
             recorded = await lock_recorded_time(connection, now=now)
@@ -176,24 +179,24 @@ class PlausibleClock:
         self._note(now, now, suspensions)
 
     async def require(self) -> None:
-        """Refuse a deletion by age while the clock is doubtful.
+        """Raise if deletion by age is suspended.
 
         Raises:
-            ServerError: 409 if deletion by age is suspended.
+            ServerError: 409 if deletion by age is suspended, 503 if the database does not respond.
         """
         if not await self.observe():
             raise ServerError(ErrorCode.CONFLICT, self.state)
 
     @property
     def _open(self) -> Suspension | None:
-        """The suspension that lasts, as of the last `observe`."""
+        """The current suspension, as of the last `observe`."""
         last = self._suspensions[-1] if self._suspensions else None
         return last if last is not None and last.ended_at is None else None
 
     def _during(
         self, last: Suspension, recorded: datetime, now: datetime
     ) -> tuple[datetime, Suspension]:
-        """Return the recorded time and the suspension after another look at the clock."""
+        """Return the recorded time and the suspension after another reading of the clock."""
         followed = last.followed_at
         if self._recorded is None:  # this process has just started
             was_off = min(now - last.seen_at, _MAX_OFF, _OFF_PACE * _seconds(last.up_seconds))
@@ -208,7 +211,7 @@ class PlausibleClock:
 
     @staticmethod
     async def _end(connection: AsyncConnection, last: Suspension, now: datetime) -> datetime:
-        """End a suspension at a time of the clock. Only after a jump forwards are ages wrong."""
+        """End a suspension. Drop it after a jump backwards, which makes nothing look too old."""
         if now > last.began_at:
             await save_suspension(connection, last._replace(ended_at=now))
         else:
@@ -232,7 +235,7 @@ class PlausibleClock:
 
 
 def _followed(recorded: datetime, now: datetime, *, since: datetime, reach: timedelta) -> datetime:
-    """Return a recorded time after it followed the clock, no further than `reach` from `since`."""
+    """Move a recorded time towards the clock, but not further than `reach` from `since`."""
     if now > recorded:
         return max(recorded, min(now, since + reach))
     return min(recorded, max(now, since - reach))
@@ -243,7 +246,7 @@ def _seconds(seconds: float) -> timedelta:
 
 
 def _rounded(time: timedelta) -> str:
-    """Return a time in the largest unit that fits, without its sign."""
+    """Return a duration in days or hours, without its sign."""
     hours = abs(time) / timedelta(hours=1)
     if hours >= 48:
         return f"{hours / 24:.0f} days"

@@ -1,4 +1,4 @@
-"""Live servers: one in a thread of this process, one in its own process that a test may kill."""
+"""Live servers for tests: in a thread of this process, or in a process that a test may kill."""
 
 import os
 import re
@@ -47,7 +47,7 @@ class LiveServer:
         """Return once the server serves.
 
         Raises:
-            RuntimeError: the server did not start within a minute.
+            RuntimeError: the server failed, or did not start within a minute.
         """
         self._thread.start()
         deadline = time.monotonic() + _START_SECONDS
@@ -61,7 +61,7 @@ class LiveServer:
         """Stop the server gracefully.
 
         Raises:
-            RuntimeError: the server did not stop.
+            RuntimeError: the server did not stop within half a minute.
         """
         self._server.should_exit = True
         self._thread.join(_STOP_SECONDS)
@@ -85,8 +85,8 @@ class LiveServer:
 class ServerProcess:
     """A real server in its own process. A context manager.
 
-    It requires no authentication unless `GRAPHSTASH_AUTH` or `GRAPHSTASH_INSECURE` is set.
-    `process` is the running process, or the parent of several workers.
+    It requires no authentication unless `environment` sets `GRAPHSTASH_AUTH` or
+    `GRAPHSTASH_INSECURE`. `process` is the server, or the parent of several workers.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ServerProcess:
         command: tuple[str, ...] = (sys.executable, "-m", "graphstash_server"),
         environment: dict[str, str] | None = None,
     ) -> None:
-        """Start the server with further command-line options, and return once it serves.
+        """Start the server, and return once it serves.
 
         Args:
             data_dir: data directory of the server.
@@ -105,7 +105,8 @@ class ServerProcess:
             environment: added to this process's environment without its `GRAPHSTASH_*`.
 
         Raises:
-            RuntimeError: the server exited. The message has its output.
+            RuntimeError: the server exited, or did not serve within a minute. The message has its
+                output.
         """
         self.data_dir = data_dir
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -122,11 +123,11 @@ class ServerProcess:
                 env={
                     **inherited,
                     "GRAPHSTASH_INSECURE": "true",
-                    "XDG_STATE_HOME": f"{data_dir}.state",  # hides it from other jobs
+                    "XDG_STATE_HOME": f"{data_dir}.state",  # hides its socket from other jobs
                     "PYTHONUNBUFFERED": "1",
                     **(environment or {}),
                 },
-                start_new_session=True,  # allows killing the workers with it
+                start_new_session=True,  # lets `kill` reach the workers
             )
         self.url = self._wait_for_url(start)
 
@@ -154,11 +155,11 @@ class ServerProcess:
         return {int(child) for child in children}
 
     def kill(self, *, tree: bool = False) -> None:
-        """Kill the server at once, as a power cut would, with nothing flushed.
+        """Kill the server with SIGKILL, so that it flushes nothing.
 
         Args:
             tree: also kill the workers, as when a container is killed. Otherwise they run until
-                they detect that the parent is gone.
+                they detect that their parent has exited.
         """
         if tree:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -167,7 +168,7 @@ class ServerProcess:
         self.process.wait(_STOP_SECONDS)
 
     def kill_worker(self, pid: int) -> None:
-        """Kill one of the workers."""
+        """Kill a worker with SIGKILL."""
         os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> int:
@@ -178,14 +179,14 @@ class ServerProcess:
     def _wait_for_url(self, start: int) -> str:
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
-            said = self._log.read_bytes()[start:].decode(errors="replace")
-            if found := re.search(r"\blisten\w* on (https?://\S+)\n", said):
-                return found[1]  # other releases use other words
+            output = self._log.read_bytes()[start:].decode(errors="replace")
+            if found := re.search(r"\blisten\w* on (https?://\S+)\n", output):
+                return found[1]  # the words before the URL differ between releases
             if self.process.poll() is not None:
-                raise RuntimeError(f"the server exited with {self.process.returncode}: {said}")
+                raise RuntimeError(f"the server exited with {self.process.returncode}: {output}")
             time.sleep(0.05)
         self.kill()
-        raise RuntimeError(f"the server is not ready after {_START_SECONDS} seconds: {said}")
+        raise RuntimeError(f"the server is not ready after {_START_SECONDS} seconds: {output}")
 
     def __enter__(self) -> Self:
         return self

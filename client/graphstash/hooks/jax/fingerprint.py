@@ -1,13 +1,13 @@
-"""The parts of an executable's fingerprint, including what JAX's key omits, and its device type.
+"""Fingerprint and device type of an executable.
 
 JAX's key covers the program, jaxlib, the platform and its version, XLA's flags, the compile options
 and the topology (`jax._src.cache_key`). The fingerprint adds:
 
-- The CPU's features. In 0.4.31 to 0.12.0, measurements show them in JAX's topology of a CPU. The
-  fingerprint contains them anyway, because an executable for another CPU crashes with SIGILL.
+- The CPU's features, because an executable for another CPU crashes with SIGILL. According to
+  measurements, JAX 0.4.31 to 0.12.0 include them in a CPU's topology.
 - The number of the CPU client's threads. XLA splits loops for it, which changes the order of sums.
 - The version of libtpu, which JAX's key omits before 0.6 (jax-ml/jax#27814).
-- The versions of the CUDA libraries with which XLA tuned a GPU executable. JAX's key omits them.
+- The versions of the GPU libraries with which XLA tuned an executable. JAX's key omits them.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ from graphstash_schema import ArtifactKind, DeviceType
 __all__ = ["request_of"]
 
 _SHOWN_ELEMENTS: Final = 64
-"""Maximum elements of a constant in the program text that explanations of misses compare."""
+"""Elements above which a constant is omitted from the program text that explains misses."""
 
 _GPU_LIBRARIES: Final = re.compile(r"(jax[-_](cuda|rocm)|nvidia[-_])[\w-]*", re.IGNORECASE)
 
 
 def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileRequest:
-    """Return the request for a program with the key `<module>-<sha256>` that JAX gives its cache.
+    """Return the request for a program whose key in JAX's cache is `<module>-<sha256>`.
 
     The label is a name for display. Default: the module's name.
     """
@@ -70,7 +70,7 @@ def _threads() -> str:
 
 
 def _details(program: Program) -> dict[str, str]:
-    """Return the inputs that JAX hashes into its key, to explain a miss."""
+    """Return environment variables and inputs of JAX's key, to explain a miss."""
     details = environment.environment_parts(os.environ)
     if program.computation is not None and not program.is_small:
         text = program.computation.operation.get_asm(
@@ -109,7 +109,7 @@ def _device_type(program: Program) -> DeviceType:
 
 
 def _bounds(program: Program) -> str:
-    """Return the arrangement of a slice's chips, e.g. `2x2x1`, or their number if unknown."""
+    """Return a slice's shape in chips, e.g. `2x2x1`, or the number of devices if unknown."""
     places: list[Any] = [getattr(device, "coords", None) for device in program.devices]
     if not all(places):
         return str(len(places))
@@ -118,7 +118,7 @@ def _bounds(program: Program) -> str:
 
 @cache
 def _gpu_libraries() -> str:
-    """Return the versions of the GPU plug-in and of CUDA libraries that wheels have installed."""
+    """Return the versions of the installed wheels of JAX's GPU plug-ins and NVIDIA's libraries."""
     found = {
         f"{name.lower()}={distribution.version}"
         for distribution in metadata.distributions()

@@ -2,14 +2,14 @@
 
 For a dynamo graph, `_get_graph_hash` returns the file's name before `_xla_warm_up_cache` compiles
 the graph. The name of a lazy step depends on buffer donors, which no Python binding exposes. For a
-lazy step, the hook hashes the StableHLO of all pending operations into a hint. A small artifact
-under the hint lists the files that an earlier run compiled. A wrong hint costs bandwidth but never
+lazy step, the hook hashes the StableHLO of all pending operations. The hash names a hint: a small
+artifact that lists the files that an earlier run compiled. A wrong hint costs bandwidth but never
 correctness, because torch_xla still looks up the exact name. The lease on the hint prevents many
 jobs from compiling the same step at once.
 
-Lowering the pending graph takes 0.1 to 0.8 s, so the hook predicts only until the loop has settled.
-After a few steps without a new graph, a step only calls `stat` on the directory, in about 2
-microseconds. (torch_xla's counters do not work here: extracting a dynamo graph clears them.)
+Lowering the pending operations takes 0.1 to 0.8 s, so the hook stops predicting after a few steps
+without a new graph. Then each step only calls `stat` on the directory, in about 2 microseconds.
+(torch_xla's counters do not work here: extracting a dynamo graph clears them.)
 """
 
 import hashlib
@@ -39,10 +39,10 @@ _LAZY_SEAMS: Final = ("_xla_sync_multi", "_xla_step_marker")
 _DYNAMO_SEAM: Final = "_xla_warm_up_cache"
 
 _MAX_NAMES: Final = 1000
-"""Maximum number of graphs in a hint. A step has a few, and each graph costs a look-up."""
+"""Maximum number of graphs that a hint fetches. A step has a few, and each costs a look-up."""
 
 _SETTLED_STEPS: Final = 3
-"""Number of steps without a new graph that stop the predictions, until a new graph appears."""
+"""Number of steps without a new graph after which the hook predicts nothing until the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class HintMode:
         self._wrap(_DYNAMO_SEAM, self._before_dynamo, self._after_dynamo)
 
     def close(self) -> None:
-        """Restore the original functions and abandon the unfinished hints."""
+        """Restore the original functions, and abandon unfinished hints."""
         self._patches.undo()
         self._hints.abandon_unfinished()  # does not drain uploads; the session does so later
 
@@ -106,7 +106,7 @@ class HintMode:
         self._patches.replace(torch_xla._XLAC, name, seam)
 
     def _guarded(self, work: Callable[..., _Pending | None], *args: Any) -> _Pending | None:
-        """Run `work` and count its exceptions as fallbacks; none may reach a training step."""
+        """Run `work`. Count its exceptions as fallbacks, because none may reach a training step."""
         try:
             return work(*args)
         except Exception as error:  # noqa: BLE001 - see above
@@ -114,7 +114,7 @@ class HintMode:
             return None
 
     def _before_dynamo(self, args: tuple[Any, ...]) -> _Pending | None:
-        """Fetch the graph or begin its compilation; its exact name is available beforehand."""
+        """Fetch the graph by its exact name, or begin its compilation."""
         try:
             raw = torch_xla._XLAC._get_graph_hash(list(args[0]))
         except RuntimeError:  # some inputs are not on the device; torch_xla raises its own error
@@ -154,9 +154,9 @@ class HintMode:
             pending.compilation.abandon()
 
     def _fetch_hinted(self) -> InFlightCompile | None:
-        """Fetch the files that the hint lists, or begin the hint if it does not exist."""
-        pending = torch_xla._XLAC._get_stablehlo([], "", [], True)
-        text = pending if isinstance(pending, bytes) else str(pending).encode()
+        """Fetch the files that the hint lists. If there is no hint, return one to publish."""
+        program = torch_xla._XLAC._get_stablehlo([], "", [], True)
+        text = program if isinstance(program, bytes) else str(program).encode()
         hint = "hint-" + hashlib.sha256(text).hexdigest()
         if hint in self._asked:
             return None  # a repeated step: its graphs are in memory, or their upload is running
@@ -180,8 +180,8 @@ class HintMode:
     def _shared(self, name: str) -> CompileRequest | None:
         """Return the request for a graph, or count a refusal and return None if it is unshared."""
         request = self._fingerprints.request(name)
-        if why := self._fingerprints.unshared():
-            self._cache.refuse(request, why)
+        if reason := self._fingerprints.unshared():
+            self._cache.refuse(request, reason)
             return None
         return request
 

@@ -1,4 +1,4 @@
-"""Training events, as reported to the caller, to callbacks and to the progress bar."""
+"""Events of training: callbacks, progress, and the check for divergence."""
 
 import math
 import sys
@@ -25,14 +25,15 @@ __all__ = [
 
 
 class DivergedError(GraphstashError, ArithmeticError):
-    """The loss or the gradients have not been finite for several steps; training has no effect."""
+    """The loss is infinite or NaN, or the gradients are at any loss scale."""
 
 
 class StopTraining(Exception):  # noqa: N818 - a request, like StopIteration
     """Raised by a callback to end the training, with a checkpoint.
 
-    Training ends after this step, unless a checkpoint needs the steps of batches that were loaded
-    ahead. Several processes end at the next logging boundary.
+    Without checkpoints, training ends after this step. With checkpoints, it first trains on the
+    batches that were loaded ahead, at most up to the next logging boundary. Otherwise a resumed run
+    would skip them. Several processes end at the next logging boundary.
     """
 
 
@@ -41,23 +42,24 @@ class LogEntry:
     """The numbers of the steps since the last logging boundary."""
 
     step: int
-    """The last of these steps, counted from 1."""
+    """Number of the last of these steps, from 1."""
     losses: tuple[float, ...]
-    """The loss of each step; in a job of several processes, of this process's share of the
+    """The loss of each step. With several processes, the loss of this process's share of the
     batch."""
     learning_rates: tuple[float, ...]
-    """The learning rate of each optimizer group in the last step."""
+    """The learning rate of each optimizer group after the last step and its schedule, which the
+    next step uses."""
     steps_per_second: float
     loss_scale: float | None = None
     """The loss scale after the last step; None if the loss is not scaled."""
     skipped: int = 0
     """Number of these steps that were skipped because a gradient was infinite or NaN."""
     gradient_norm: float | None = None
-    """Norm before clipping in the last step; None if the norm is not clipped."""
+    """Norm of the gradients in the last step, before clipping; None without `clip_norm`."""
     metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """By name, the metrics that the loss function gave in each step."""
+    """By name, the values that the loss function returned in each step."""
     reduced: Mapping[str, float] = field(default_factory=dict)
-    """Values of `SparseState.scalars` since this run began; empty without `reduce`."""
+    """Result of `SparseState.scalars`; empty without `reduce`."""
 
     @property
     def loss(self) -> float:
@@ -70,7 +72,7 @@ class TrainingResult:
     """The outcome of a call of `train`."""
 
     step: int
-    """The last completed step, made by this run or by the run that it resumed."""
+    """The last completed step, of this run or of the run that it resumed."""
     losses: tuple[float, ...]
     """The loss of each step of this run."""
     seconds: float
@@ -82,18 +84,18 @@ class TrainingResult:
 class Callback:
     """Base class of callbacks: `train` calls each method in the training thread of every process.
 
-    All values are on the host. `StopTraining` ends the training with a checkpoint; any other
-    exception ends it at once. In a job of one process, another exception also leaves a checkpoint
-    if the position in the data is known: at a boundary, or if no batches are loaded ahead.
+    All values are on the host. `StopTraining` ends the training with a checkpoint. Any other
+    exception ends it at once. In a job of one process, it also leaves a checkpoint if the position
+    in the data is known: at a logging boundary, or if no batches are loaded ahead.
     """
 
     def on_start(self, step: int, steps: int) -> None:
-        """Run before the first step after step `step` of `steps`."""
+        """Run before training begins. `step` of `steps` steps were made by an earlier run."""
 
     def on_step(self, step: int) -> None:
-        """Run when a step was queued, and may still run; the place to average parameters.
+        """Run after each step is queued on the device. Suits averaging of parameters.
 
-        A callback that reads the device here waits for it at every step.
+        Reading the device here makes training wait for every step.
         """
 
     def on_log(self, entry: LogEntry) -> None:
@@ -103,16 +105,17 @@ class Callback:
         """Run when `evaluate` has returned its metrics."""
 
     def on_checkpoint(self, step: int, directory: Path) -> None:
-        """Run when a checkpoint was taken, which may not be on disk yet."""
+        """Run after a checkpoint was taken. It may not be on disk yet."""
 
     def on_end(self, result: TrainingResult) -> None:
         """Run when training has ended without an error."""
 
 
 class Progress(Callback):
-    """Shows the numbers of each logging boundary on standard error.
+    """Shows each `LogEntry` on standard error.
 
-    Nothing moves between boundaries: the host does not read how far the device is.
+    The bar advances only at logging boundaries, because reading progress from the device would make
+    training wait.
     """
 
     def __init__(self) -> None:
@@ -170,7 +173,7 @@ class Progress(Callback):
         self.close()
 
     def close(self) -> None:
-        """Restore the terminal; may be called again."""
+        """Restore the terminal. Further calls do nothing."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -180,19 +183,19 @@ class Progress(Callback):
 
 
 _PATIENCE = 3
-"""With a loss scale, training is lost after this many bad losses in a row. Without a scale one is
-enough, as its gradients have been applied."""
+"""Consecutive steps with an infinite or NaN loss that end training with a loss scale. Without a
+scale one such step is enough, because its gradients have been applied."""
 
 _MIN_SCALE = 2.0**-10
 """Below this value, the loss scale is not the reason why gradients overflow."""
 
 
 class Divergence:
-    """Checks the rows of a `DeviceLog` at each boundary, and raises if training is lost.
+    """Checks the rows of a `DeviceLog` at each boundary, and raises if training has diverged.
 
-    With a dynamic loss scale, single bad steps are normal: they are skipped, and the scale shrinks.
-    If the loss stays infinite or NaN, or the gradients do at any scale, the run would continue
-    forever and train nothing.
+    With a dynamic loss scale, single infinite or NaN gradients are normal: the step is skipped, and
+    the scale shrinks. If the loss stays infinite or NaN, or the gradients do at any scale, further
+    steps have no effect.
     """
 
     def __init__(self) -> None:
@@ -203,7 +206,7 @@ class Divergence:
         """Check the rows of steps `first_step`, `first_step + 1`, ...
 
         Raises:
-            DivergedError: training is lost; the message names step, loss and scale.
+            DivergedError: training has diverged. The message names step, loss and scale.
         """
         for step, row in enumerate(rows, first_step):
             if math.isfinite(row["loss"]):

@@ -7,9 +7,9 @@
             loss_of(model, batch).backward()
     parallel.reduce_gradients(model.parameters())
 
-Then every process has the same bits of the mean gradients, which are infinite or NaN if they are in
-any process. So all processes compute the same found_inf, skip the same steps and have the same loss
-scale without further communication.
+Afterwards all processes have bit-identical mean gradients. An infinite or NaN gradient of one
+process reaches all processes. So all processes skip the same steps and have the same loss scale
+without further communication.
 
     Parallel            one process
     DistributedTorch    torch.distributed (torchrun): DDP reduces while backward runs
@@ -51,20 +51,21 @@ class Parallel:
         """Return the implementation for this process's job and the model's device.
 
         Raises:
-            ConfigError: several processes were started without a process group.
+            ConfigError: several processes were started without a process group, or are unknown to
+                torch_xla.
         """
         world = distributed.get_world_size() if _initialized() else 1
         if device.type == "xla":
             import torch_xla.runtime as xr
 
-            on_xla = xr.world_size()
-            if world > on_xla:
+            xla_world = xr.world_size()
+            if world > xla_world:
                 raise ConfigError(
-                    f"{world} processes run in torch.distributed, but torch_xla has {on_xla}; "
+                    f"{world} processes run in torch.distributed, but torch_xla has {xla_world}; "
                     "start them with torch_xla.launch, or initialize the process group with "
                     "backend 'xla' and init_method 'xla://'"
                 )
-            return DistributedXla(xr.global_ordinal(), on_xla) if on_xla > 1 else Parallel()
+            return DistributedXla(xr.global_ordinal(), xla_world) if xla_world > 1 else Parallel()
         if world > 1:
             return DistributedTorch(device)
         if not _initialized() and _started_by_torchrun():
@@ -82,15 +83,16 @@ class Parallel:
     def wrap(
         self, model: nn.Module, *, reduce: SparseState | None = None, is_captured: bool = False
     ) -> nn.Module:
-        """Return the model to compute losses with; all processes get the first one's parameters.
+        """Return the model to compute losses with. Copy the first process's parameters unless the
+        model is sharded.
 
         Args:
-            model: computes losses.
+            model: the model to train.
             reduce: reduces gradients in DDP.
             is_captured: whether CUDA graphs capture the step.
 
         Raises:
-            ConfigError: `reduce` is given, but gradients are not reduced in DDP.
+            ConfigError: `reduce` cannot be used, or FullyShardedDataParallel has sharded the model.
         """
         del is_captured
         if reduce is not None:
@@ -101,19 +103,19 @@ class Parallel:
         return model
 
     def reducing(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Wrap forward and backward of a micro-batch; `last` before the gradients are used."""
+        """Wrap forward and backward of a micro-batch. `last`: it is the last of its step."""
         del model, last
         return nullcontext()
 
     def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Average every gradient over all processes, unless backward has; reads no values."""
+        """Average the gradients over all processes unless backward did. Does not read them."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every process's value, by rank. Waits for all processes; may use the device."""
+        """Return the values of all processes, by rank. Waits for all processes."""
         return [value]
 
     def require_same(self, name: str, value: Any) -> None:
-        """Check that all processes have the same value; waits for them.
+        """Check that all processes have the same value. Waits for all processes.
 
         Raises:
             ConfigError: in every process, if the values differ.
@@ -127,7 +129,7 @@ class Parallel:
 
 
 class DistributedTorch(Parallel):
-    """Processes of torch.distributed; the script has initialized the process group."""
+    """Processes of torch.distributed, whose process group the script has initialized."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -172,11 +174,11 @@ class DistributedTorch(Parallel):
 
 @contextmanager
 def _on_side_stream(device: torch.device) -> Iterator[None]:
-    """Create DDP in this context if CUDA graphs capture its backward.
+    """Run the block on a side stream. Create DDP in it if CUDA graphs capture the backward.
 
-    DDP keeps the streams on which its nodes of the autograd graph were created, and CUDA refuses to
-    capture work that waits for the default stream ("Usage with DistributedDataParallel" in torch's
-    notes on CUDA graphs).
+    DDP keeps the stream on which its autograd nodes were created, and CUDA refuses to capture work
+    that waits for the default stream ("Usage with DistributedDataParallel" in torch's notes on CUDA
+    graphs).
     """
     current = torch.cuda.current_stream(device)
     side = torch.cuda.Stream(device)
@@ -212,7 +214,7 @@ class DistributedXla(Parallel):
     def wrap(
         self, model: nn.Module, *, reduce: SparseState | None = None, is_captured: bool = False
     ) -> nn.Module:
-        """Return the model itself, with the first process's parameters."""
+        """Copy the first process's parameters to all processes."""
         import torch_xla.core.xla_model as xm
 
         super().wrap(model, reduce=reduce, is_captured=is_captured)
@@ -220,7 +222,7 @@ class DistributedXla(Parallel):
         return model
 
     def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Record one operation for all gradients."""
+        """Add one operation for all gradients to the step's graph."""
         import torch_xla.core.xla_model as xm
 
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

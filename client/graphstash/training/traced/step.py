@@ -1,7 +1,7 @@
-"""TracedStep and State: what all implementations of a traced step share.
+"""TracedStep and State: common parts of all traced steps.
 
-A traced step runs a graph without the Python that created it. All inputs of that Python must be
-tensors, which the graph takes as arguments, or be compared before a step.
+A traced step runs a graph instead of the Python that created it. The inputs of this Python must be
+tensors, which are arguments of the graph, or host values, which are compared before each step.
 """
 
 import logging
@@ -28,7 +28,7 @@ __all__ = [
 
 @runtime_checkable
 class DeviceState(Protocol):
-    """An object that keeps numbers on the device and lets the host change some of them."""
+    """An object with numbers on the device, some of which the host changes."""
 
     def device_tensors(self) -> Iterable[Tensor]:
         """Return the device tensors that may change from step to step."""
@@ -94,7 +94,7 @@ class State:
         return list(_distinct(tensor for e in self._elements for tensor in _tensors_of(e)))
 
     def structure(self) -> Hashable:
-        """Return the host's state that determines which graph a step is."""
+        """Return the host's state that selects the graph."""
         return (
             tuple([module.training for module in self._modules]),
             tuple([p.requires_grad for p in self.parameters]),
@@ -104,8 +104,8 @@ class State:
     def values(self) -> Hashable:
         """Return the host's state that a graph may contain as constants.
 
-        This is the options of ordinary optimizers, and which objects hold their state. They change
-        with a schedule and with `load_state_dict`.
+        It consists of the options of optimizers that do not upload them, which a schedule changes,
+        and of the identity of each optimizer's state, which `load_state_dict` replaces.
         """
         return (
             tuple([id(optimizer.state) for optimizer in self.optimizers]),
@@ -142,19 +142,19 @@ def _tensors_of(element: StateElement) -> Iterator[Tensor]:
             yield from (value for value in group.values() if isinstance(value, Tensor))
 
 
-def _distinct(things: Iterable[T]) -> Iterator[T]:
+def _distinct(items: Iterable[T]) -> Iterator[T]:
     seen: set[int] = set()
-    for thing in things:
-        if id(thing) not in seen:
-            seen.add(id(thing))
-            yield thing
+    for item in items:
+        if id(item) not in seen:
+            seen.add(id(item))
+            yield item
 
 
 Mode = Literal["recording", "traced", "lazy"]
 R = TypeVar("R")
 
 STRUCTURES: Final = 8
-"""Maximum number of graphs: one for each structure of a batch and of the model's flags."""
+"""Maximum number of graphs. Each structure of a batch and of the model's flags needs one."""
 
 _CONSTANTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -165,9 +165,9 @@ class TracedStep(ABC, Generic[R]):
     """A training step that is called like its function; made by `traced_step`.
 
     Attributes:
-        mode: What the last call did. "recording": the function ran and was recorded; "traced": a
-            graph ran instead; "lazy": the function ran without tracing.
-        reason: Why the step, or its last call, was lazy; otherwise None.
+        mode: What the last call did. "recording": it ran the function and tried to record it.
+            "traced": it ran a graph instead. "lazy": it ran the function without recording.
+        reason: Why the step, or its last call, is lazy; otherwise None.
     """
 
     def __init__(self, function: Callable[..., R], state: State) -> None:
@@ -180,15 +180,15 @@ class TracedStep(ABC, Generic[R]):
 
     @abstractmethod
     def __call__(self, *batch: Any) -> R:
-        """Make one training step: `function(*batch)`, with a result without autograd graph."""
+        """Make one training step. Return the result of `function(*batch)`, detached."""
 
     @abstractmethod
     def retrace(self) -> None:
-        """Forget the graphs: the next steps run the function again.
+        """Discard the graphs, so that the next steps run the function again.
 
-        Call it after changes that a graph cannot detect: to a Python value that the function uses,
-        to a tensor outside of `state` and the batch, or to which object is a parameter. It also
-        lets a refused step try again.
+        Call it after changes that a traced step does not detect: of a Python value that the
+        function uses, of a tensor outside of `state` and the batch, or after replacing a parameter.
+        It also retries a refused step.
         """
 
     def _restart(self) -> None:
@@ -213,7 +213,7 @@ class TracedStep(ABC, Generic[R]):
 
 
 class UnsupportedBatchError(Exception):
-    """A part of the batch is neither a tensor nor a constant; names its type."""
+    """A part of the batch is neither a tensor nor a constant. The message names its type."""
 
 
 def flatten_batch(batch: Sequence[Any]) -> tuple[list[Tensor], Hashable]:
@@ -221,14 +221,15 @@ def flatten_batch(batch: Sequence[Any]) -> tuple[list[Tensor], Hashable]:
 
     Returns:
         The tensors, and everything else that a graph depends on: their shapes, dtypes and devices,
-            which of them are the same object, all other values, and the nesting.
+            whether they need gradients, which of them are the same object, all other values, and
+            the nesting.
 
     Raises:
-        UnsupportedBatchError: an element is neither a tensor, nor a tuple, list or dictionary of
-            tensors, nor a Python constant.
+        UnsupportedBatchError: an element is neither a tensor, nor a Python constant, nor a tuple,
+            list or dictionary of these.
     """
     tensors: list[Tensor] = []
-    layout = tuple([_take_apart(item, tensors) for item in batch])
+    layout = tuple([_flatten(item, tensors) for item in batch])
     if len(set(map(id, tensors))) == len(tensors):
         return tensors, layout
     return tensors, (
@@ -237,15 +238,15 @@ def flatten_batch(batch: Sequence[Any]) -> tuple[list[Tensor], Hashable]:
     )
 
 
-def _take_apart(item: Any, tensors: list[Tensor]) -> Hashable:
+def _flatten(item: Any, tensors: list[Tensor]) -> Hashable:
     if isinstance(item, Tensor):
         tensors.append(item)
         return (item.shape, item.dtype, item.device, item.requires_grad)
     kind = type(item)
     if isinstance(item, tuple | list):
-        return (kind, *[_take_apart(x, tensors) for x in item])
+        return (kind, *[_flatten(x, tensors) for x in item])
     if isinstance(item, dict):
-        return (kind, *[(key, _take_apart(x, tensors)) for key, x in item.items()])
+        return (kind, *[(key, _flatten(x, tensors)) for key, x in item.items()])
     if item is None or isinstance(item, _CONSTANTS):
         return (kind, item)
     raise UnsupportedBatchError(

@@ -1,8 +1,8 @@
-"""XlaStep: the traced step on torch_xla; decides when to record, to run a graph, and to refuse.
+"""XlaStep: the traced step on torch_xla. It decides when to record, to run a graph, and to refuse.
 
-The first step creates the optimizer's state and runs as usual. The next two are recorded. If they
-are the same graph over the same arguments, every later step runs that graph (`Program`). Two graphs
-are therefore compiled, as without tracing.
+A first step that creates the optimizer's state cannot be recorded, and runs as usual. The next two
+are recorded. If they are the same graph over the same arguments, every later step runs that graph
+(`Program`). Two graphs are therefore compiled, as without tracing.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -31,9 +31,9 @@ __all__ = ["XlaStep"]
 class Program:
     """Runs a recorded step on new batches and on the current state.
 
-    This class determines what a step costs the host, so it computes as much as possible in advance.
-    `tensors` are the state's, in the order of the record. `values` are the host's state in the
-    graph; the caller compares them. Without `ownership`, nothing is donated.
+    A traced step costs the host little else, so the constructor computes as much as possible.
+    `tensors` are `Recorder.tensors`. `values` are `State.values`, which the caller compares before
+    each step. Without `ownership`, no buffers are donated.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class Program:
 R = TypeVar("R")
 
 _PATIENCE: Final = 3
-"""Consecutive steps that may fail to be recorded, or differ from the step before."""
+"""Number of failures since the last new `Program` at which the step is refused. A failure is a step
+that differs from the step before or cannot be recorded, such as one that creates state."""
 
 
 class XlaStep(TracedStep[R]):
@@ -130,13 +131,13 @@ class XlaStep(TracedStep[R]):
         self.retrace()
 
     def retrace(self) -> None:
-        """Forget the graphs."""
+        """Discard the graphs."""
         self._restart()
         self._failures = 0
         self._programs: dict[Hashable, Program] = {}
         self._records: dict[Hashable, Record] = {}
-        if (why := unusable()) is not None:
-            self._refuse(why)
+        if (reason := unusable()) is not None:
+            self._refuse(reason)
 
     def __call__(self, *batch: Any) -> R:
         """Run one step."""
@@ -145,8 +146,8 @@ class XlaStep(TracedStep[R]):
             return self._run_lazily(batch)
         try:
             tensors, layout = flatten_batch(batch)
-        except UnsupportedBatchError as why:
-            self._refuse(str(why))
+        except UnsupportedBatchError as error:
+            self._refuse(str(error))
             return self._run_lazily(batch)
         structure = (layout, self._state.structure())
         values = self._state.values()
@@ -183,9 +184,9 @@ class XlaStep(TracedStep[R]):
         result: R = recorder.run(self._function, batch)
         try:
             record = recorder.record()
-        except CannotFreezeError as why:
+        except CannotFreezeError as error:
             recorder.end()
-            self._fail(str(why))
+            self._fail(str(error))
             return result
         recorder.execute(record)
         recorder.end()
@@ -193,8 +194,8 @@ class XlaStep(TracedStep[R]):
         self._records[structure] = record
         if previous is None:
             return result
-        if (how := difference(previous, record)) is not None:
-            self._fail(how)
+        if (reason := difference(previous, record)) is not None:
+            self._fail(reason)
             return result
         self._failures = 0
         del self._records[structure]

@@ -1,9 +1,9 @@
 """Statements on `leases`.
 
-Fencing numbers: the first grant of a key gets the time in milliseconds. Every further grant gets at
-least one more than the previous. So the number grows with every grant while the row exists. The row
-is dropped a day after the lease ended. From then on, the number grows if the servers' clocks agree
-within a day.
+Fencing numbers: the first grant of a key gets the time in milliseconds. Each later grant gets the
+time, but at least one more than the previous grant. The row is deleted a day after the lease has
+expired, or earlier if its caller or namespace has too many rows (`has_room_for_lease`). Then the
+number still grows if the servers' clocks differ by less than the time since the previous grant.
 """
 
 from collections.abc import Sequence
@@ -70,14 +70,12 @@ class LeaseRow(NamedTuple):
         return self.released_at is None and self.expires_at > now
 
     def latest_end(self, now: datetime) -> datetime:
-        """Return the latest time at which the lease can end. A later `expires_at` was stored before
-        the clock was set back.
-        """
+        """Return the latest possible end: if `expires_at` is later, the clock was set back."""
         return now + timedelta(seconds=self.ttl_seconds or MAX_LEASE_SECONDS)
 
 
 class HeldRow(NamedTuple):
-    """A held lease: its key, its holder, and its end."""
+    """A held lease."""
 
     key: StoredKey
     holder: str
@@ -94,11 +92,7 @@ async def acquire_lease(
     now: datetime,
     ttl_seconds: float,
 ) -> int | None:
-    """Take the lease if it is free, in one statement.
-
-    Returns:
-        The fencing number, or None if the lease is held.
-    """
+    """Take the lease if it is free. Return the fencing number, or None if the lease is held."""
     statement = insert_into(connection, leases).values(
         **key_values(key),
         token=token,
@@ -166,7 +160,7 @@ async def renew_lease(
 async def shorten_lease(
     connection: AsyncConnection, key: StoredKey, lease: LeaseRow, *, expires_at: datetime
 ) -> None:
-    """Let a lease end earlier, unless it was granted again or renewed meanwhile."""
+    """Replace the end of a lease, unless it was granted again or renewed meanwhile."""
     is_same = and_(leases.c.token == lease.token, leases.c.expires_at == lease.expires_at)
     await connection.execute(
         update(leases).where(is_key(leases, key), is_same).values(expires_at=expires_at)
@@ -184,7 +178,7 @@ async def release_lease(
 
 
 async def end_leases(connection: Connection, keys: Sequence[StoredKey], *, now: datetime) -> None:
-    """End all leases on keys whose artifacts were published."""
+    """End the leases on keys whose artifacts were published, whoever holds them."""
     given = [{**key_parameters(key), "now": now} for key in keys]
     await _END.execute_all(connection, given)
 
@@ -201,7 +195,7 @@ _END = Prepared(
 async def count_held_leases(
     connection: AsyncConnection, *, now: datetime, caller: str | None = None
 ) -> int:
-    """Return the number of leases held now, by one caller or by all."""
+    """Return the number of held leases, of one caller or of all."""
     statement = (
         select(func.count())
         .select_from(leases)
@@ -215,7 +209,7 @@ async def count_held_leases(
 async def list_held_leases(
     connection: AsyncConnection, namespaces: Sequence[str], *, now: datetime, limit: int
 ) -> list[HeldRow]:
-    """Return the leases of some namespaces that are held now, latest end first."""
+    """Return the held leases of some namespaces, latest end first."""
     statement = (
         select(*leases.primary_key, leases.c.holder, leases.c.expires_at)
         .where(
@@ -241,22 +235,22 @@ async def has_room_for_lease(
     now: datetime,
     most: int,
 ) -> bool:
-    """Return whether a caller or a namespace may have one more grant, below `most`. At the limit,
-    delete up to `most // 2` ended grants, oldest first. Return whether any was deleted.
+    """Return whether a caller or a namespace may have one more row. If it has `most` rows, first
+    delete up to `most // 2` rows of ended leases, oldest first.
     """
-    is_its = leases.c[of] == name
-    count = await connection.scalar(select(func.count()).select_from(leases).where(is_its))
+    is_counted = leases.c[of] == name
+    count = await connection.scalar(select(func.count()).select_from(leases).where(is_counted))
     if (count or 0) < most:
         return True
     has_ended = or_(leases.c.released_at.is_not(None), leases.c.expires_at <= now)
     key = tuple(leases.primary_key)
-    ended = select(*key).where(is_its, has_ended).order_by(leases.c.expires_at).limit(most // 2)
+    ended = select(*key).where(is_counted, has_ended).order_by(leases.c.expires_at).limit(most // 2)
     statement = delete(leases).where(has_ended, tuple_(*key).in_(ended))
     return (await connection.execute(statement)).rowcount > 0
 
 
 async def drop_ended_leases(connection: AsyncConnection, *, before: datetime) -> None:
-    """Delete grants that ended before a time."""
+    """Delete the rows of leases that expired before a time."""
     await connection.execute(delete(leases).where(leases.c.expires_at < before))
 
 
