@@ -1,4 +1,4 @@
-"""Namespace policies: who may write to a namespace, how much, and whether writes may replace."""
+"""Namespace policies: who may read and write, how much, and whether a write may replace."""
 
 from datetime import datetime
 from enum import StrEnum
@@ -12,7 +12,7 @@ from graphstash_schema.names import Namespace
 __all__ = ["NamespaceInfo", "NamespaceList", "NamespacePolicy", "WriteMode"]
 
 _MAX_BYTES: Final = 2**63 - 1
-"""Largest integer that a database column stores."""
+"""Largest integer of a database column."""
 
 
 class WriteMode(StrEnum):
@@ -27,7 +27,7 @@ class WriteMode(StrEnum):
 
 
 class NamespacePolicy(RequestModel):
-    """Rules of one namespace. A namespace without a policy has these defaults."""
+    """Rules of one namespace. The defaults apply to a namespace without a policy."""
 
     mode: WriteMode = WriteMode.WRITE_ONCE
     trusted: bool = Field(
@@ -55,7 +55,7 @@ class NamespacePolicy(RequestModel):
 
 
 class NamespaceInfo(WireModel):
-    """A namespace with its own policy."""
+    """A namespace and its policy."""
 
     namespace: Namespace
     policy: NamespacePolicy
@@ -63,6 +63,6 @@ class NamespaceInfo(WireModel):
 
 
 class NamespaceList(WireModel):
-    """All namespaces with a policy, by name."""
+    """All namespaces that have a policy, in alphabetical order."""
 
     namespaces: tuple[NamespaceInfo, ...]

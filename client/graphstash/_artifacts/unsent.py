@@ -1,10 +1,11 @@
-"""Unsent: a record of each artifact that a job on this host wanted to publish, but could not send.
+"""Unsent: a record of each artifact that a job on this host should have published, but could not.
 
     <tier>/servers/<server>/_unsent/<namespace>/<64 hex>    `BundleEntry` as one line of JSON
 
-The server is the one of the job that compiled the artifact, or the URL "" if the job found no
-server. The artifact's bytes are in the local tier. A record holds what the upload would have added:
-metadata, signature, label and description. `CatchUp` publishes the artifacts later.
+`<server>` stands for the URL of the job's server. It stands for the empty URL if the job's settings
+name no server and the user runs none on this host. The local tier holds the artifact's bytes. The
+record holds the rest of the upload: metadata, signature, label and description. `CatchUp` publishes
+the artifacts later.
 
 A job that publishes nothing (`read_only`, or `none` as its URL) leaves no record.
 """
@@ -29,16 +30,18 @@ if TYPE_CHECKING:
 __all__ = ["Unsent"]
 
 _FOLDER: Final = "_unsent"
-"""Beside the files of namespaces in a server's folder; no namespace has such a name."""
+"""Name beside the namespaces in a server's folder. No namespace begins with an underscore."""
 
 _MAX_RECORDS: Final = 1000
-"""Maximum number of records for a server and a namespace."""
+"""Maximum number of records per server and namespace."""
 
 _MAX_BYTES: Final = 256 * 1024
 
 
 class Unsent:
-    """The records of one namespace, for one server and for none. Best effort, and thread-safe.
+    """Records of one namespace, for one server and of jobs without a server. Thread-safe.
+
+    A record that cannot be written is dropped.
 
     Attributes:
         added: called after a record was added.
@@ -50,7 +53,7 @@ class Unsent:
 
     def __init__(self, tier: LocalTier, config: ClientConfig) -> None:
         self.added: Callable[[], None] = lambda: None
-        self._is_wanted = config.unsent_limit > 0
+        self._is_enabled = config.unsent_limit > 0
         self._with_server, self._without_server = (
             tier.server_folder(url) / _FOLDER / config.namespace for url in (config.url, "")
         )
@@ -62,8 +65,8 @@ class Unsent:
         metadata: ArtifactMetadata,
         description: "Description | None",
     ) -> None:
-        """Record an artifact that was not sent."""
-        if not self._is_wanted:
+        """Record an artifact."""
+        if not self._is_enabled:
             return
         from graphstash._artifacts.bundle import BundleEntry, line_of  # few jobs need it
 
@@ -92,14 +95,14 @@ class Unsent:
                 (folder / _name_of(key)).unlink()
 
     def is_empty(self, *, with_any: bool) -> bool:
-        """Return whether there are no records. See `entries`."""
+        """Return whether `entries` has no record to read."""
         return next(self._files(with_any=with_any), None) is None
 
     def entries(self, *, with_any: bool) -> "Iterator[BundleEntry]":
         """Yield the recorded artifacts, unordered. Remove damaged records.
 
         Args:
-            with_any: whether to include what jobs without a server compiled.
+            with_any: whether to include the records of jobs without a server.
         """
         from graphstash._artifacts.bundle import BundleEntry
 
@@ -124,10 +127,10 @@ def _records(folder: Path) -> Iterator[Path]:
 
 
 def _prune(folder: Path) -> None:
-    """Remove the oldest tenth of the records if there are too many.
+    """Remove the oldest records, a tenth of the maximum, if there are more than the maximum.
 
     Raises:
-        OSError: another process prunes at the same time.
+        OSError: another process has removed one of them.
     """
     paths = list(_records(folder))
     if len(paths) > _MAX_RECORDS:

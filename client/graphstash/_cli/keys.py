@@ -1,8 +1,9 @@
 """`graphstash keys`: manage signing keys and the file of trusted keys.
 
-Run `keys generate` on the host that compiles artifacts. Run the `keys trust` line that it prints on
-a file that every job reads. To rotate keys, generate and trust a new key in addition to the old
-key, sign with the new key, then revoke the old key.
+Run `keys generate` on the host that compiles artifacts. It prints a `keys trust` command, which
+adds the public key to a trusted-keys file that every job reads. To rotate keys, trust a new key in
+addition to the old key, sign with the new key, then revoke the old key. Jobs then reject all
+artifacts that the old key has signed.
 """
 
 import fcntl
@@ -50,22 +51,19 @@ def generate(path: PrivateFile, *, as_json: Json = False) -> None:
 
     Then publish with GRAPHSTASH_SIGNING_KEY=PATH. Only the owner of the file may have access to it.
     """
-    with _told():
+    with _reported_errors():
         _show_key(path, SigningKey.generate(path), as_json=as_json)
 
 
 @keys.command()
 def show(path: PrivateFile, *, as_json: Json = False) -> None:
     """Print the public key and the id of a private key."""
-    with _told():
+    with _reported_errors():
         _show_key(path, SigningKey.load(path), as_json=as_json)
 
 
 class _TakesPublicKey(TyperCommand):
-    """Accepts a public key that begins with a dash.
-
-    A public key is 43 characters of base64url, and one in 64 begins with a dash.
-    """
+    """Accepts a public key that begins with a dash, as one in 64 does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         dashed = [each for each in args if re.fullmatch(r"-[A-Za-z0-9_-]{42}", each)]
@@ -95,7 +93,7 @@ def trust(
 
     To change the name, namespaces or expiry of a key, run the command again.
     """
-    with _told(), _changing(file) as (path, trusted):
+    with _reported_errors(), _locked(file) as (path, trusted):
         key = TrustedKey(
             public=public,
             name=name,
@@ -106,7 +104,7 @@ def trust(
             raise ConfigError(f"key {key.key_id} was revoked; see the reason in {path}")
         others = tuple(each for each in trusted.keys if each.public != public)
         TrustedKeys(keys=(*others, key), revoked=trusted.revoked).write(path)
-        _tell(f"trusted in {path}", {"file": str(path), **_described(key)}, as_json=as_json)
+        _print(f"trusted in {path}", {"file": str(path), **_fields_of(key)}, as_json=as_json)
 
 
 @keys.command()
@@ -118,24 +116,24 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Revoke a key. Jobs reject everything that it has signed."""
-    with _told(), _changing(file) as (path, trusted):
+    with _reported_errors(), _locked(file) as (path, trusted):
         revoked = RevokedKey(key_id=SigningKeyId(key_id), reason=reason, at=datetime.now(UTC))
         others = tuple(each for each in trusted.revoked if each.key_id != key_id)
         TrustedKeys(keys=trusted.keys, revoked=(*others, revoked)).write(path)
-        told = {"file": str(path), **revoked.model_dump(mode="json")}
-        _tell(f"revoked in {path}", told, as_json=as_json)
+        fields = {"file": str(path), **revoked.model_dump(mode="json")}
+        _print(f"revoked in {path}", fields, as_json=as_json)
 
 
 @keys.command(name="list")
 def list_keys(*, file: TrustFile = None, as_json: Json = False) -> None:
     """List trusted and revoked keys."""
-    with _told():
+    with _reported_errors():
         path = _file_of(file)
         trusted = TrustedKeys.read(path)
     if as_json:
         shown = {
             "file": str(path),
-            "keys": [_described(key) for key in trusted.keys],
+            "keys": [_fields_of(key) for key in trusted.keys],
             "revoked": [key.model_dump(mode="json") for key in trusted.revoked],
         }
         print_json(shown)
@@ -144,15 +142,15 @@ def list_keys(*, file: TrustFile = None, as_json: Json = False) -> None:
     table = Table("key", "name", "namespaces", "counts")
     for key in trusted.keys:
         table.add_row(
-            key.key_id, escape(key.name), ", ".join(key.namespaces), _standing(key, revoked)
+            key.key_id, escape(key.name), ", ".join(key.namespaces), _status_of(key, revoked)
         )
-    for lost in revoked.keys() - {key.key_id for key in trusted.keys}:
-        table.add_row(lost, "", "", _revoked(revoked[lost]))
+    for key_id in revoked.keys() - {key.key_id for key in trusted.keys}:
+        table.add_row(key_id, "", "", _revoked(revoked[key_id]))
     out.print(table)
     out.print(escape(str(path)), soft_wrap=True)
 
 
-def _standing(key: TrustedKey, revoked: dict[SigningKeyId, RevokedKey]) -> str:
+def _status_of(key: TrustedKey, revoked: dict[SigningKeyId, RevokedKey]) -> str:
     if key.key_id in revoked:
         return _revoked(revoked[key.key_id])
     if key.not_after is None:
@@ -166,22 +164,22 @@ def _revoked(key: RevokedKey) -> str:
 
 
 def _show_key(path: Path, key: SigningKey, *, as_json: bool) -> None:
-    told = {"path": str(path), "key_id": key.key_id, "public": key.public_text}
-    _tell(f"graphstash keys trust {key.public_text} --name ...", told, as_json=as_json)
+    fields = {"path": str(path), "key_id": key.key_id, "public": key.public_text}
+    _print(f"graphstash keys trust {key.public_text} --name ...", fields, as_json=as_json)
 
 
-def _tell(sentence: str, told: dict[str, Any], *, as_json: bool) -> None:
+def _print(sentence: str, fields: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        print_json(told)
+        print_json(fields)
         return
-    for name, value in told.items():
+    for name, value in fields.items():
         shown = ", ".join(value) if isinstance(value, list) else value
         if shown:
             out.print(f"{name:10} {escape(str(shown))}", soft_wrap=True)
     out.print(escape(sentence), soft_wrap=True)
 
 
-def _described(key: TrustedKey) -> dict[str, Any]:
+def _fields_of(key: TrustedKey) -> dict[str, Any]:
     return {"key_id": key.key_id, **key.model_dump(mode="json")}
 
 
@@ -196,8 +194,8 @@ def _file_of(file: Path | None) -> Path:
 
 
 @contextmanager
-def _changing(file: Path | None) -> Iterator[tuple[Path, TrustedKeys]]:
-    """Lock the file against other commands, and yield its path and content."""
+def _locked(file: Path | None) -> Iterator[tuple[Path, TrustedKeys]]:
+    """Lock the file's folder, because `write` replaces the file. Yield its path and content."""
     path = _file_of(file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +210,7 @@ def _changing(file: Path | None) -> Iterator[tuple[Path, TrustedKeys]]:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _reported_errors() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Explain misses: which part of a program's key differs from the team's stored artifacts."""
+"""Explain misses: which parts of a program's key differ from the nearest stored artifact."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ _SHOWN_LABELS = 4
 
 @dataclass(slots=True)
 class Cause:
-    """A cause of misses, and the programs that it affects.
+    """A cause of misses, and the programs that missed for it.
 
     Attributes:
         text: The cause as a sentence.
         labels: Labels of the programs.
         keys: Keys of the programs.
-        nearest: The artifact that the server compared with one of the programs, or None.
+        nearest: The stored artifact that is nearest to the first program, or None.
     """
 
     text: str
@@ -43,11 +43,12 @@ def causes_of(
     """Return the causes of misses, the most frequent first.
 
     Args:
-        server: Server that finds the nearest artifacts, for at most 64 misses and 10 s.
-        misses: Descriptions of the programs, each with the reason if the cache could not help.
+        server: Server that finds the nearest artifacts, for at most 64 misses and within 10 s.
+        misses: Descriptions of the programs, each with the reason why the cache failed, or None if
+            there was no artifact.
 
     Raises:
-        CacheError: The server does not answer.
+        CacheError: The server does not answer, or refuses.
     """
     causes: dict[str, Cause] = {}
     asked, until = 0, monotonic() + _MAX_SECONDS
@@ -67,7 +68,7 @@ def causes_of(
 
 
 def text_of(causes: Sequence[Cause]) -> list[str]:
-    """Return lines that show the causes in a terminal."""
+    """Return the causes as lines for a terminal."""
     lines = []
     for cause in causes:
         lines.append(f"{plural(len(cause.labels), 'miss')}: {cause.text}")
@@ -81,7 +82,7 @@ def text_of(causes: Sequence[Cause]) -> list[str]:
 
 
 def cause_of(answer: ExplainResponse) -> tuple[str, Relative | None]:
-    """Return an explanation as a sentence, and the artifact that the server compared, or None."""
+    """Return the server's explanation as a sentence, and the nearest artifact, or None."""
     if not answer.relatives:
         unknown = ""
         if answer.undescribed:
@@ -92,11 +93,11 @@ def cause_of(answer: ExplainResponse) -> tuple[str, Relative | None]:
     nearest = answer.relatives[0]
     if not nearest.differences:
         return f"it is stored in the namespace {nearest.namespace}, which was not read", nearest
-    told = [words(each) for each in nearest.differences[:_SHOWN_DIFFERENCES]]
+    shown = [words(each) for each in nearest.differences[:_SHOWN_DIFFERENCES]]
     more = len(nearest.differences) - _SHOWN_DIFFERENCES
     if more > 0:
-        told.append(f"{more} more")
-    return "; ".join(dict.fromkeys(told)), nearest
+        shown.append(f"{more} more")
+    return "; ".join(dict.fromkeys(shown)), nearest
 
 
 def _origin(nearest: Relative) -> str:

@@ -1,13 +1,11 @@
 """Bearer token for the server, from the first source that is configured.
 
     GRAPHSTASH_TOKEN         the token
-    GRAPHSTASH_TOKEN_FILE    a file with the token, read again when it changes (Kubernetes rotates
-    it)
+    GRAPHSTASH_TOKEN_FILE    a file with the token, read again when it changes
     netrc                    the password for the server's host in `$NETRC` or `~/.netrc`
 
-After the server refuses a token, the client does not send that token for one minute. It sends a
-changed token at once. Anonymous clients do not pause: the server may refuse one call and allow the
-next.
+After the server refuses a token, the client does not send it for one minute. A changed token is
+sent at once. Anonymous clients do not pause: the server may refuse one call and allow the next.
 """
 
 import logging

@@ -91,10 +91,7 @@ async def create_token(call: Call) -> Response:
     ],
 )
 async def exchange_token(call: Call) -> Response:
-    """Exchange the JWT of the request for a revocable token with at most the rights of the JWT.
-
-    The token lasts for `lifetime_seconds`, by default as long as the server allows.
-    """
+    """Exchange the JWT of the request for a revocable token with the same rights or fewer."""
     request = await read_model(call, TokenExchange)
     issued = await call.context.tokens.exchange(
         request,

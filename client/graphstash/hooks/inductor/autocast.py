@@ -1,8 +1,8 @@
 """Find the type to which autocast casts the arguments of a custom operation, in torch 2.7.
 
-There, the dispatcher keeps the kernel of the first `register_autocast` for a device, and the
-`CustomOpDef` keeps the type of the last one. torch has no means to look up the kernel. So this
-module calls it, with tensors that end the call when they are cast.
+If `register_autocast` is called twice for a device, the dispatcher uses the kernel of the first
+call, but `CustomOpDef` stores the type of the second call. torch cannot look up the kernel. So this
+module calls the kernel with tensors that raise an exception when they are cast.
 """
 
 from typing import Any, Final
@@ -15,7 +15,7 @@ from graphstash.hooks.code import UndescribableError
 
 __all__ = ["type_of_autocast"]
 
-_PLAIN: Final = {
+_PLACEHOLDERS: Final = {
     "BoolType": False,
     "DeviceObjType": "cpu",
     "FloatType": 0.0,
@@ -24,18 +24,18 @@ _PLAIN: Final = {
     "OptionalType": None,
     "StringType": "",
 }
-"""Arguments by the kind of their type. The type of a `torch.dtype` is an int."""
+"""Arguments that are no tensors, by the kind of their type. For a `torch.dtype`, it is IntType."""
 
 
 class _CastError(Exception):
-    """A tensor was cast to a type, or reached the operation with its own type."""
+    """A tensor was cast to this type, or reached the operation with it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
 
 class _Probe(torch.Tensor):
-    """A tensor without content, which may belong to an absent device."""
+    """A tensor without data, whose device need not exist. Any operation on it raises."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # torch
 
@@ -47,10 +47,10 @@ class _Probe(torch.Tensor):
 
 
 def type_of_autocast(definition: CustomOpDef, device: str) -> torch.dtype | None:
-    """Return the type to which the kernel for a device casts, or None if no argument is a tensor.
+    """Return the type to which autocast casts for a device, or None if no argument is a tensor.
 
     Raises:
-        UndescribableError: the type is not known.
+        UndescribableError: the type cannot be found.
     """
     operation = definition._opoverload
     types = [each.type for each in operation._schema.arguments]
@@ -73,7 +73,7 @@ def type_of_autocast(definition: CustomOpDef, device: str) -> torch.dtype | None
 
 def _argument(kind: Any, probe: torch.Tensor) -> Any:
     if "Tensor" not in str(kind):
-        return [] if kind.kind() == "ListType" else _PLAIN[kind.kind()]
+        return [] if kind.kind() == "ListType" else _PLACEHOLDERS[kind.kind()]
     if kind.kind() == "TensorType":
         return probe
     element = _argument(kind.getElementType(), probe)

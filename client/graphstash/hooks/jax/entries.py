@@ -43,10 +43,7 @@ _ZSTD_LEVEL: Final = -50
 
 
 class Keeper(Protocol):
-    """Answers the calls that `Seam` receives from JAX.
-
-    `program` is the program that this thread compiles. `pack` compresses an entry for this JAX.
-    """
+    """Answers the calls that `Seam` receives from JAX. `pack` compresses an entry for this JAX."""
 
     def get(self, jax_key: str, program: Program, pack: Callable[[bytes], bytes]) -> bytes | None:
         """Return the entry. None: JAX compiles, and then calls `put` if this process may write."""
@@ -151,10 +148,7 @@ class Entries:
         self._cache.record_fallback(error)
 
     def _packs_for(self, jax_key: str, program: Program) -> Packs:
-        """Return the packs of this job, which are named after the job and its first small program.
-
-        The job's name defaults to that of its script.
-        """
+        """Return the job's packs, named after the job or its script and the first small program."""
         with self._opening:
             if self._packs is None:
                 job = self._cache.config.job or Path(sys.argv[0] if sys.argv else "").name
@@ -176,14 +170,11 @@ def _pack_name(job: str, program: Program, number: int) -> CompileRequest:
 
 
 def _may_lease(program: Program) -> bool:
-    """Return whether this process may take a lease, for which other jobs wait.
+    """Return whether this process may take a lease, for which other jobs then wait.
 
-    Return False in three cases:
-
-        the hook cannot detect the end of the compilation
-        another process of the job compiles the program too, or JAX does not let this process write
-        profile-guided optimization is on: JAX first looks up the optimized program, and after a
-        miss it may compile the other one
+    False if the hook cannot detect the end of the compilation, if other processes of the job
+    compile the program, or if only another process may write the result. False with profile-guided
+    optimization: JAX looks up the optimized program first, but may then compile the other one.
     """
     uses_pgle = any(getattr(jax.config, name, False) for name in _PGLE_SETTINGS)
     return program.is_watched and program.is_alone and not uses_pgle

@@ -1,11 +1,12 @@
-"""Compile a program for a TPU on a host without one, and publish it under JAX's own key.
+"""Compile a program for a TPU on a host without a TPU, and publish the executable.
 
-libtpu compiles without a chip: JAX can lower a program for a topology's devices but not run it. JAX
-makes the same key as for any other compilation. So a job on the real slice finds the artifact if
-its inputs are the same. To compare the inputs, JAX logs a hash of each component of the key.
+libtpu compiles without a chip: JAX can lower and compile a program for the devices of a topology,
+but not run it. JAX makes its usual key, so a job on a real slice finds the artifact if all
+components of the key are the same. To compare them, JAX logs a hash of each component.
 
-Two facts are not tested on a real TPU. A slice should describe its topology as `get_topology_desc`
-does, else the job misses. A slice should load the executable, else JAX warns and compiles.
+Two assumptions are not tested on a real TPU. If a slice does not describe its topology as
+`get_topology_desc` does, the job misses. If a slice cannot load the executable, JAX warns and
+compiles.
 """
 
 import logging
@@ -43,8 +44,8 @@ class Prewarmed:
         key: Key under which jobs look the artifact up.
         jax_key: JAX's key of the program.
         components: JAX's hash of each component of its key, by name.
-        is_new: Whether `prewarm` compiled the program. False: the server had it.
-        compile_seconds: Wall time of XLA, or 0 if the server had the artifact.
+        is_new: Whether `prewarm` compiled the program. False if the server had the artifact.
+        compile_seconds: Wall time of the compilation, or 0 if the server had the artifact.
         raw_size_bytes: Size of the uncompressed entry, or 0 if the server had the artifact.
         size_bytes: Bytes sent to the server.
     """
@@ -59,7 +60,7 @@ class Prewarmed:
 
 
 def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) -> Prewarmed:
-    """Compile and publish the program that `target` describes, unless the server has it.
+    """Compile and publish the program of `target`, unless the server has the artifact.
 
     Args:
         target: `module:function` or `script.py:function`. The function receives the topology's
@@ -70,8 +71,9 @@ def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) 
         config: Settings with the server and the namespace.
 
     Raises:
-        ConfigError: The target or the topology is invalid, or the settings are read-only.
-        CacheError: The server does not answer or refuses the artifact, which stays on this host.
+        ConfigError: The target or the topology is invalid, the settings are read-only, or this
+            version of JAX is not supported.
+        CacheError: The server does not answer, or refuses the artifact, which the local tier keeps.
         Exception: Any exception of the target or the compiler.
     """
     if config.read_only:
@@ -86,19 +88,19 @@ def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) 
             raise ConfigError(f"jax {jax.__version__}: {error}") from None
         try:
             with _key_components(publisher.components):
-                jitted, arguments, named = _described(target, function(devices))
+                jitted, arguments, named = _parsed(target, function(devices))
                 lowered = jitted.lower(*arguments, **named)
                 publisher.started = monotonic()
                 lowered.compile()
-        except _KnownError as known:
+        except _AlreadyStoredError as known:
             return known.known
         finally:
             seam.close()
         return publisher.result(target)
 
 
-class _KnownError(Exception):
-    """Interrupts JAX's compilation, because the server has the artifact."""
+class _AlreadyStoredError(Exception):
+    """Ends JAX's compilation before it starts, because the server has the artifact."""
 
     def __init__(self, known: Prewarmed) -> None:
         self.known = known
@@ -112,7 +114,7 @@ class _Publisher:
     Attributes:
         stash: Destination of the artifact.
         platform: Platform of the topology.
-        components: JAX's hashes of the components of its last key.
+        components: JAX's hashes of the components of the last key that JAX made.
         started: Monotonic time at which the compilation began.
     """
 
@@ -124,17 +126,17 @@ class _Publisher:
     _error: Exception | None = None
 
     def named(self, jax_key: str, program: Program) -> None:
-        if not self._is_wanted(program):
+        if not self._is_for_topology(program):
             return
         key = request_of(jax_key, program).key
         if self.stash.server.lookup([key]).found:
-            raise _KnownError(Prewarmed(key, jax_key, dict(self.components), is_new=False))
+            raise _AlreadyStoredError(Prewarmed(key, jax_key, dict(self.components), is_new=False))
 
     def get(self, *_: object) -> None:
         """Return None, because a compile-only client cannot load an entry."""
 
     def put(self, jax_key: str, program: Program, entry: bytes) -> None:
-        if not self._is_wanted(program):
+        if not self._is_for_topology(program):
             return
         seconds = monotonic() - self.started
         request = request_of(jax_key, program)
@@ -146,11 +148,11 @@ class _Publisher:
         )
 
     def wants(self, *_: object) -> bool:
-        """Return True, because this process compiles for all processes of the slice."""
+        """Return True, because no other process publishes the program."""
         return True
 
     def ended(self) -> None:
-        """Do nothing, because `get` takes no leases."""
+        """Do nothing, because `get` takes no lease."""
 
     def record_fallback(self, error: Exception) -> None:
         self._error = error
@@ -165,12 +167,12 @@ class _Publisher:
             )
         return self._done
 
-    def _is_wanted(self, program: Program) -> bool:
+    def _is_for_topology(self, program: Program) -> bool:
         return program.is_compile_only and program.platform == self.platform
 
 
 class _Components(logging.Handler):
-    """Collects the hashes that JAX logs when it makes a key."""
+    """Collects the hashes of components that JAX logs when it makes a key."""
 
     def __init__(self, components: dict[str, str]) -> None:
         super().__init__(logging.DEBUG)
@@ -205,26 +207,26 @@ def _function(target: str) -> Callable[..., Any]:
 
 
 def _devices(platform: str, topology: str) -> list[Any]:
-    # Otherwise libtpu queries a cloud's metadata server for the hardware, which takes minutes on a
-    # host without one.
+    # Otherwise libtpu asks the cloud's metadata server for the hardware, which takes minutes on a
+    # host outside a cloud.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:
         return list(topologies.get_topology_desc(topology, platform).devices)
     except (NotImplementedError, RuntimeError, ValueError) as error:
-        told = str(error)
-        if "not installed" in told or "libtpu" in told:
-            told += " (pip install libtpu)"
-        raise ConfigError(f"--topology {topology}: {told}") from None
+        message = str(error)
+        if "not installed" in message or "libtpu" in message:
+            message += " (pip install libtpu)"
+        raise ConfigError(f"--topology {topology}: {message}") from None
 
 
-def _described(target: str, described: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    match described:
+def _parsed(target: str, returned: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    match returned:
         case (jitted, tuple() | list() as arguments) if hasattr(jitted, "lower"):
             return jitted, tuple(arguments), {}
         case (jitted, tuple() | list() as arguments, dict() as named) if hasattr(jitted, "lower"):
             return jitted, tuple(arguments), named
         case _:
             raise ConfigError(
-                f"{target!r} gave {type(described).__name__}; expected (jitted function, "
+                f"{target!r} gave {type(returned).__name__}; expected (jitted function, "
                 "arguments) or (jitted function, arguments, keyword arguments)"
             )

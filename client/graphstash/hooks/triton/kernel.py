@@ -62,10 +62,7 @@ class ArchiveError(KernelError):
 
 
 def group_file(children: Iterable[str]) -> bytes:
-    """Return the content of `__grp__<name>.json` as Triton's `RemoteCacheManager` writes it.
-
-    It names the files without directories.
-    """
+    """Return the list of a kernel's files, only names, as Triton's `RemoteCacheManager` does."""
     return json.dumps({"child_paths": sorted(children)}).encode()
 
 

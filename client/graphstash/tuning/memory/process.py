@@ -1,4 +1,4 @@
-"""The team's memory in this process: its session's cache, and the ranks of its job."""
+"""Access to the team's tuning results, with the cache of this process and the ranks of its job."""
 
 import logging
 import sys
@@ -16,9 +16,9 @@ _log = logging.getLogger("graphstash")
 
 
 def team_memory() -> TeamMemory | None:
-    """Return the memory of this process; None if the cache is off or has ended.
+    """Return the memory of this process, or None if the cache is off, has ended or cannot start.
 
-    Starts the cache with the settings of `graphstash.install` or the environment.
+    Starts the cache if necessary, with the settings of `graphstash.install` or the environment.
     """
     cache = open_cache()
     return None if cache is None else _memory_of(cache)
@@ -30,9 +30,9 @@ def _memory_of(cache: CompileCache) -> TeamMemory:
 
 
 def record_failure(consequence: str, error: Exception) -> None:
-    """Count a kernel that is tuned without the team, because of an unexpected error.
+    """Count an unexpected error in sharing tuning results. Never raises.
 
-    Never raises. The cache logs the first such error; debug logs have all with their traceback.
+    The cache warns of the first error. All errors are logged at debug level with their tracebacks.
     """
     _log.debug(consequence, exc_info=error)
     try:
@@ -43,11 +43,11 @@ def record_failure(consequence: str, error: Exception) -> None:
 
 
 def ranks_of_job(*, compiles_together: bool = False) -> RankStore | None:
-    """Return the store of this job's ranks; None without `torch.distributed` or with one rank.
+    """Return the store of this job's ranks, or None without `torch.distributed` or with one rank.
 
     Args:
-        compiles_together: see `RankStore`. A search of this package communicates with no other
-            rank.
+        compiles_together: see `RankStore`. Default: False, because a search by graphstash needs no
+            other rank.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not (dist.is_available() and dist.is_initialized()):
@@ -55,11 +55,11 @@ def ranks_of_job(*, compiles_together: bool = False) -> RankStore | None:
     from graphstash.hooks.inductor.ranks import ranks
 
     shared = ranks()
-    return None if shared is None else _searching(shared, compiles_together)
+    return None if shared is None else _with_option(shared, compiles_together)
 
 
 @lru_cache(maxsize=2)
-def _searching(ranks: RankStore, compiles_together: bool) -> "_Ranks":  # noqa: FBT001 - of a cache
+def _with_option(ranks: RankStore, compiles_together: bool) -> "_Ranks":  # noqa: FBT001 - cache key
     return _Ranks(ranks, compiles_together=compiles_together)
 
 

@@ -1,6 +1,4 @@
-"""Statements that list artifacts for people. Each statement walks an index per namespace and stops
-at a limit, so both reads and results are bounded.
-"""
+"""Statements that list artifacts for people. Limits bound what each statement reads."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -50,9 +48,7 @@ _LABELLED: Final = select(
 async def list_latest(
     connection: AsyncConnection, namespaces: Sequence[str], *, limit: int
 ) -> list[DescribedArtifact]:
-    """Return the most recently stored artifacts. Each namespace contributes at most its share of
-    twice the limit, and at least ten.
-    """
+    """Return the newest artifacts. Per namespace, read `2 * limit / namespaces`, at least ten."""
     if not namespaces:
         return []
     share = min(limit, max(10, 2 * limit // len(namespaces)))
@@ -77,7 +73,7 @@ async def list_latest(
 async def list_by_fingerprint(
     connection: AsyncConnection, namespaces: Sequence[str], prefix: str, *, limit: int
 ) -> list[DescribedArtifact]:
-    """Return artifacts whose fingerprint begins with `prefix`. Beyond the limit, any of them."""
+    """Return artifacts whose fingerprint begins with `prefix`: at most `limit`, in any order."""
     statement = _LABELLED.where(
         _IS_SHOWN,
         artifacts.c.namespace.in_(namespaces),
@@ -90,7 +86,7 @@ async def list_by_fingerprint(
 async def list_labelled(
     connection: AsyncConnection, namespaces: Sequence[str], label: str, *, limit: int
 ) -> list[DescribedArtifact]:
-    """Return artifacts of programs with exactly this name. Beyond the limit, any of them."""
+    """Return artifacts of programs with exactly this label: at most `limit`, in any order."""
     chosen = (
         select(*(descriptions.c[name] for name in KEY_COLUMNS))
         .where(
@@ -124,8 +120,9 @@ async def find_described(connection: AsyncConnection, key: StoredKey) -> Describ
 
 
 async def list_users(connection: AsyncConnection, key: StoredKey, *, limit: int) -> list[UserRow]:
-    """Return the jobs whose manifests name an artifact, most recent use first. Every namespace
-    bounds their number, so the statement may read the entries one by one.
+    """Return the jobs whose manifests name an artifact, most recent use first.
+
+    Reads all manifest entries of the namespace, whose number is limited. No index serves the key.
     """
     names = ("name", "runs", "used_at")
     statement = (

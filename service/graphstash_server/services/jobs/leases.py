@@ -101,10 +101,8 @@ class LeaseService:
     ) -> LeaseReply:
         """Grant the lease. If it is held, wait until it is free or the artifact is stored.
 
-        Args:
-            acquisition: the request. After its `wait_seconds`, the reply is that the lease is held.
-            gone: completed by the caller of this method when the client disconnects. A lease
-                granted after that is released at once.
+        The caller of this method completes `gone` when the client disconnects. A lease granted
+        after that is released at once.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + acquisition.wait_seconds
@@ -185,9 +183,7 @@ class LeaseService:
         return [HeldLease(*row, self.wait_queue.count_of(row.key)) for row in rows]
 
     async def _try(self, acquisition: Acquisition) -> tuple[LeaseReply, Digest | None]:
-        """Look for the artifact, and otherwise take the lease if it is free.
-
-        Repeat this if another process has changed the lease or stored the artifact meanwhile.
+        """Look for the artifact, then for a free lease. Repeat if another process changes either.
 
         Returns:
             The reply, and the digest of the artifact if it is stored.
@@ -271,12 +267,10 @@ class LeaseService:
 async def _check_limits(
     connection: AsyncConnection, acquisition: Acquisition, now: datetime
 ) -> None:
-    """Refuse another lease if the caller or the namespace has reached a limit.
-
-    The limits bound the rows in the database, and how many keys one caller can block.
+    """Bound the rows in the database, and the number of keys that one caller can block.
 
     Raises:
-        ServerError: 409.
+        ServerError: 409 if the caller or the namespace has reached a limit.
     """
     caller, namespace = acquisition.caller, acquisition.key.namespace
     held = await count_held_leases(connection, now=now, caller=caller)
