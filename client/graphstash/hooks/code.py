@@ -1,8 +1,8 @@
-"""Describe Python code and the values that it reads, in words that are equal in every process.
+"""Describe Python code and the values that it reads, in text that is equal in every process.
 
-A description covers a function by its bytecode and by every global, closure variable and default
-that the bytecode reads, transitively. A value without such a description raises
-`UndescribableError`: two jobs with different values would otherwise compute one key.
+The description of a function consists of its bytecode, its defaults, and every global and closure
+variable that the bytecode reads, transitively. A value that cannot be described raises
+`UndescribableError`. Otherwise two jobs with different values could compute the same key.
 """
 
 import abc
@@ -51,7 +51,7 @@ _PURE: Final = frozenset(
         *("typing", "warnings"),
     }
 )
-"""Modules of Python whose functions compute from their arguments alone."""
+"""Modules of the standard library whose functions depend on their arguments alone."""
 
 _IMPURE: Final = frozenset(
     {
@@ -59,7 +59,7 @@ _IMPURE: Final = frozenset(
         *("input", "locals", "open", "vars"),
     }
 )
-"""Builtins that read more than their arguments."""
+"""Builtins whose results depend on more than their arguments."""
 
 _REFLECTION: Final = frozenset(
     {
@@ -67,7 +67,7 @@ _REFLECTION: Final = frozenset(
         *("currentframe", "f_back", "f_builtins", "f_globals", "f_locals", "gi_frame", "tb_frame"),
     }
 )
-"""Names that lead to values outside the description of the surrounding code."""
+"""Names through which code reads values that its description does not cover."""
 
 _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
@@ -77,25 +77,26 @@ _CELLS: Final = frozenset(
 _REFUSED: Final = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _SKIPPED: Final = frozenset({"CACHE", "EXTENDED_ARG", "NOP"})
 _IMPORTED: Final = "import "
-"""Prefix of the first name in a chain that a function imports."""
+"""Prefix of the first name of a chain, if the function imports it."""
 
-_OWN_OF_CLASSES: Final = frozenset(
+_OMITTED_ATTRIBUTES: Final = frozenset(
     {
         *("__dict__", "__doc__", "__firstlineno__", "__module__", "__static_attributes__"),
         *("__weakref__", "__annotations__", "__annotate_func__", "__annotations_cache__"),
         *("_abc_impl", "__dataclass_fields__", "__dataclass_params__"),
     }
 )
-"""Class attributes that Python adds. Fields of dataclasses are described separately."""
+"""Class attributes that a description omits. Fields of dataclasses are described separately,
+without their types."""
 
 _MAX_ARRAY: Final = 4096
-"""Limit of elements in a described NumPy array."""
+"""Maximum number of elements of a NumPy array."""
 
 _OPTIONS: Final = ("noinline", "debug", "do_not_specialize", "do_not_specialize_on_alignment")
-"""Arguments of `triton.jit` that Triton's key of an inner function omits."""
+"""Arguments of `triton.jit` that the `cache_key` of a kernel omits."""
 
 _MAX_OBJECTS: Final = 20_000
-"""Limit of objects in one description. Code that exceeds the limit refers to a library."""
+"""Maximum number of objects in one description. Code with more probably refers to a library."""
 
 _ABSENT: Final = object()
 
@@ -105,7 +106,7 @@ class UndescribableError(ValueError):
 
 
 class CodeDescriber:
-    """Describe values. Repeated objects are described once, then by number.
+    """Describes values. An object that occurs again is described by its number.
 
     Args:
         known: root packages that the compiler's own key covers.
@@ -113,14 +114,14 @@ class CodeDescriber:
 
     def __init__(self, *known: str) -> None:
         self._known = frozenset({"builtins", *known})
-        # By id. Keeping the objects alive prevents Python from reusing an id.
+        # Numbers and objects by ID. Python cannot reuse the ID of an object that is kept alive.
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def describe(self, value: Any) -> str:
         """Return the description of a value.
 
         Raises:
-            UndescribableError: the value, or one that it refers to, has none.
+            UndescribableError: the value, or a value that it refers to, has none.
         """
         if value is _ABSENT:
             return "absent"
@@ -128,7 +129,7 @@ class CodeDescriber:
             return f"{type(value).__name__} {value!r}"
         if (special := self.special(value)) is not None:
             return special
-        if type(value) is tuple:  # not numbered: sharing of equal constants depends on the host
+        if type(value) is tuple:  # not numbered: whether equal constants are one object varies
             return f"({', '.join(map(self.describe, value))})"
         number = len(self._seen)
         if (before := self._seen.setdefault(id(value), (number, value)))[0] != number:
@@ -138,11 +139,11 @@ class CodeDescriber:
         return f"#{number}={self._object(value)}"
 
     def special(self, value: Any) -> str | None:  # noqa: ARG002 - for subclasses
-        """Return the description of a value of the compiler, or None for a value of Python."""
+        """Return the description of a value of the compiler, or None for any other value."""
         return None
 
     def registered(self, function: Any) -> str:
-        """Return the description of a function that a user gave to the compiler.
+        """Return the description of a function that the user registered with the compiler.
 
         Raises:
             UndescribableError: as in `describe`, or the function has no readable source.
@@ -155,14 +156,14 @@ class CodeDescriber:
         return self.describe(function)
 
     def reads_state(self, function: Any) -> str:  # noqa: ARG002 - for subclasses
-        """Return why the results of a known function depend on the host, or an empty string."""
+        """Return why a known function depends on more than its arguments, or an empty string."""
         return ""
 
     def check_names(self, names: Iterable[str]) -> None:
         """Check the names of globals, attributes and methods in a function.
 
         Raises:
-            UndescribableError: a name leads to a value outside the description.
+            UndescribableError: the description would not cover what the code reads by a name.
         """
         if found := _REFLECTION.intersection(names):
             raise UndescribableError(f"code reads {min(found)}")
@@ -194,7 +195,7 @@ class CodeDescriber:
         return f"{type(value).__name__}({', '.join(sorted(map(self.describe, value)))})"
 
     def _module(self, module: ModuleType) -> str:
-        # Code may read any name of a bare module, e.g. with `getattr`.
+        # Code may read any name of a module that it passes on, e.g. with `getattr`.
         if not self.is_known(module.__name__):
             raise UndescribableError(f"the module {module.__name__} is read as a whole")
         return f"module {module.__name__} {platform.python_version()}"
@@ -218,7 +219,7 @@ class CodeDescriber:
 
     def _builtin(self, value: BuiltinFunctionType) -> str:
         owner = value.__self__
-        # pybind11 binds its functions to a capsule, which is a part of the compiled module.
+        # The owner of pybind11's functions is a capsule, which belongs to the compiled module.
         is_free = owner is None or isinstance(owner, ModuleType)
         if not is_free and type(owner).__qualname__ != "PyCapsule":
             return f"method({self.describe(owner)}, {value.__name__})"
@@ -243,7 +244,7 @@ class CodeDescriber:
         members = (
             f"{name}={self._member(value)}"
             for name, value in vars(cls).items()
-            if name not in _OWN_OF_CLASSES and not _is_hash_of_dataclass(cls, name)
+            if name not in _OMITTED_ATTRIBUTES and not _is_hash_of_dataclass(cls, name)
         )
         return f"class {cls.__qualname__}({bases}) {fields}{'; '.join(members)}"
 
@@ -276,13 +277,13 @@ class CodeDescriber:
         return f"instance({self.describe(cls)}, {content})"
 
     def _function(self, function: FunctionType) -> str:
-        around = self._around(function, self._chains(function))
+        context = self._context(function, self._chains(function))
         own = dict(vars(function))
         given = f"; {self.describe(own)}" if own else ""
-        return f"function({function.__name__}; {self._code(function.__code__)}; {around}{given})"
+        return f"function({function.__name__}; {self._code(function.__code__)}; {context}{given})"
 
     def _kernel(self, kernel: Any) -> str:
-        """Describe a function of Triton by its text and by the outer values that Triton reads."""
+        """Describe a Triton function by its text and by the outer values that Triton reads."""
         kind = type(kernel).__qualname__
         name = getattr(kernel, "__qualname__", kernel.__name__)
         if self.is_known(str(kernel.__module__)):
@@ -294,31 +295,31 @@ class CodeDescriber:
             key, tree = kernel.cache_key, kernel.parse()
         except Exception as error:
             raise UndescribableError(f"{name}: {error!r}") from error
-        around = self._around(kernel.fn, _chains_of_text(kernel.fn, tree), is_kernel=True)
-        return f"{kind}({key} {' '.join(options)}; {around})"
+        context = self._context(kernel.fn, _chains_of_text(kernel.fn, tree), is_kernel=True)
+        return f"{kind}({key} {' '.join(options)}; {context})"
 
-    def _around(
+    def _context(
         self,
         function: FunctionType,
         chains: Iterable[tuple[str, ...]],
         *,
         is_kernel: bool = False,
     ) -> str:
-        """Describe the defaults of a function and the outer values that it reads."""
-        own = [self.describe(function.__defaults__), self.describe(function.__kwdefaults__)]
+        """Describe the defaults of a function and the outer values that it reads by `chains`."""
+        defaults = [self.describe(function.__defaults__), self.describe(function.__kwdefaults__)]
         read = [
             f"{'.'.join(chain)}={self._read(function, chain, is_kernel=is_kernel)}"
             for chain in dict.fromkeys(chains)
         ]
-        return f"{', '.join(own)}; {'; '.join(read)}"
+        return f"{', '.join(defaults)}; {'; '.join(read)}"
 
     def _read(self, function: FunctionType, chain: tuple[str, ...], *, is_kernel: bool) -> str:
         value = _look_up(function, chain[0])
         if value is _ABSENT and chain[0].startswith(_IMPORTED):
             raise UndescribableError(f"{function.__qualname__}: {chain[0]} was not imported yet")
         for name in chain[1:]:
-            # The description of an object covers what Python reads of the object. Triton reads
-            # only attributes of constants.
+            # Python may read any attribute of an object, so describe the whole object. A kernel
+            # reads only these attributes.
             if not (is_kernel or isinstance(value, ModuleType) or self.is_path(value)):
                 break
             try:
@@ -333,19 +334,19 @@ class CodeDescriber:
             ) from error
 
     def is_path(self, value: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Return whether a value only leads to other values, as a module does."""
+        """Return whether a chain continues through a value, as through a module."""
         return False
 
     def _chains(self, function: FunctionType) -> Iterator[tuple[str, ...]]:
-        """Return the outer names that a function reads, each with the attributes that it reads."""
+        """Yield the outer names that a function reads, each with the attributes that follow it."""
         free = function.__code__.co_freevars
         imported: dict[str, tuple[str, ...]] = {}
         for each in _codes(function.__code__):
             self.check_names(each.co_names)
-            steps = [s for s in dis.get_instructions(each) if s.opname not in _SKIPPED]
-            imported |= self._imported(function, steps)
+            instructions = [s for s in dis.get_instructions(each) if s.opname not in _SKIPPED]
+            imported |= self._imported(function, instructions)
             chain: tuple[str, ...] = ()
-            for step in steps:
+            for step in instructions:
                 if chain and step.opname in _ATTRIBUTES:
                     chain += (str(step.argval),)
                     continue
@@ -362,15 +363,15 @@ class CodeDescriber:
                         chain = (name,)
 
     def _imported(
-        self, function: FunctionType, steps: list[dis.Instruction]
+        self, function: FunctionType, instructions: list[dis.Instruction]
     ) -> dict[str, tuple[str, ...]]:
         """Return the local names that a function imports, each with its chain."""
         found: dict[str, tuple[str, ...]] = {}
         base: tuple[str, ...] = ()
         chain: tuple[str, ...] = ()
-        for at, step in enumerate(steps):
+        for at, step in enumerate(instructions):
             if step.opname == "IMPORT_NAME":
-                level, names = steps[at - 2].argval, steps[at - 1].argval
+                level, names = instructions[at - 2].argval, instructions[at - 1].argval
                 if level != 0 or not self.is_known(step.argval):
                     raise UndescribableError(f"{function.__qualname__} imports {step.argval}")
                 module = step.argval if names else _root(step.argval)
@@ -385,7 +386,7 @@ class CodeDescriber:
         return found
 
     def _code(self, code: CodeType) -> str:
-        """Describe a code object without its file, line numbers and docstrings."""
+        """Describe a code object without its file and line numbers."""
         consts = [
             self._code(each) if isinstance(each, CodeType) else self.describe(each)
             for each in code.co_consts
@@ -397,11 +398,11 @@ class CodeDescriber:
 
 
 class _Empty:
-    """Reference for the size of an instance that has only a `__dict__`."""
+    """Has the size of an instance without slots and C fields."""
 
 
 def _is_all_in_dict(cls: type) -> bool:
-    """Return whether `__dict__` holds the whole state: no slots and no fields of C."""
+    """Return whether `__dict__` holds an instance's whole state: no slots and no C fields."""
     if cls is SimpleNamespace:
         return True
     python = sys.stdlib_module_names
@@ -417,14 +418,14 @@ def _root(module: str) -> str:
 
 
 def _is_kernel(value: Any) -> bool:
-    """Return whether a value is a function of Triton."""
-    # Compare the class, because an object with `__getattr__` has every attribute.
+    """Return whether a value is a Triton function."""
+    # Check the class first: objects with `__getattr__` may have any attribute.
     is_tritons = any(_root(each.__module__) == "triton" for each in type(value).__mro__)
     return is_tritons and isinstance(getattr(value, "fn", None), FunctionType)
 
 
 def _module_of(value: Any) -> str:
-    """Return the module that defines a function or class, also through decorators."""
+    """Return the module that contains the code of a value, even if `__module__` was replaced."""
     return str(getattr(value, "__globals__", {}).get("__name__") or value.__module__)
 
 
@@ -444,10 +445,10 @@ def _file_of(module: str) -> str:
 
 
 def _is_hash_of_dataclass(cls: type, name: str) -> bool:
-    """Whether a member is the `__hash__` that Python wrote for the fields of a dataclass."""
+    """Return whether a member is the `__hash__` that `dataclass` generated."""
     code = getattr(vars(cls)[name], "__code__", None)
-    is_written = code is not None and code.co_filename == "<string>"
-    return name == "__hash__" and is_written and dataclasses.is_dataclass(cls)
+    is_generated = code is not None and code.co_filename == "<string>"
+    return name == "__hash__" and is_generated and dataclasses.is_dataclass(cls)
 
 
 def _is_named_tuple(cls: type) -> bool:
@@ -455,10 +456,11 @@ def _is_named_tuple(cls: type) -> bool:
 
 
 def _array(value: Any) -> str:
-    """Describe a NumPy array or scalar.
+    """Describe a NumPy array, scalar or dtype.
 
     Raises:
-        UndescribableError: the value is neither, or it is too large.
+        UndescribableError: the value is another object of NumPy, has another kind of elements, or
+            is too large.
     """
     plain = getattr(getattr(value, "dtype", None), "kind", "") in "biufcSU"
     if type(value).__name__ == "dtype":
@@ -478,10 +480,10 @@ def _look_up(function: FunctionType, name: str) -> Any:
 
 
 def _chains_of_text(function: FunctionType, tree: ast.AST) -> Iterator[tuple[str, ...]]:
-    """Return the outer names that the text of a kernel reads, each with its attributes.
+    """Yield the outer names that the text of a kernel reads, each with its attributes.
 
-    Reads the text instead of the bytecode: Triton compiles the text, which programs may replace.
-    Triton also reads a global before the kernel assigns to a local of the same name.
+    Triton compiles the text, which programs may replace, not the bytecode. Until the kernel assigns
+    to a local name, Triton reads a global of that name.
     """
     code = function.__code__
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

@@ -1,13 +1,16 @@
 """Calls: declare API calls, and who may make them.
 
-A declaration names the path, the required right and the responses. The caller check, which precedes
-everything else, and the OpenAPI description follow from it. A response for data that the caller may
-not read equals the one for data that does not exist, so it reveals nothing.
+A declaration names the path, the required right and the responses. It implies the authorization,
+which precedes everything else, and the OpenAPI description. If the caller may not read some data,
+the response is the same as if the data did not exist.
 
-A handler gets a `Call` and reads path, headers and body itself. The words validate their own form,
-and FastAPI's parameters and dependencies would cost a third of a small hit. A body may take hours
-to arrive, and a lease a minute to be granted. The token may be revoked meanwhile. So a handler
-calls `Call.reauthorize` after either, or uses `bodies.read_model`, which does.
+A handler gets a `Call` and reads path, headers and body itself: FastAPI's parameters and
+dependencies would take a third of the time of a small hit. Types such as `Namespace` validate the
+segments of the path.
+
+A body may take hours to arrive, and a lease a minute to be granted. Meanwhile the token may be
+revoked. So a handler calls `Call.reauthorize` after such a wait, or uses `bodies.read_model`, which
+does.
 """
 
 import ipaddress
@@ -68,7 +71,7 @@ KEY: Final = "{kind}/{device_type}/{fingerprint}"
 NO_STORE: Final = {"Cache-Control": "no-store"}
 
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/openapi.json"})
-"""Paths without authentication, because they reveal nothing about stored data."""
+"""Paths that need no authentication, because they reveal nothing about stored data."""
 
 SECURITY_SCHEMES: Final[dict[str, Any]] = {
     "token": {
@@ -80,12 +83,12 @@ SECURITY_SCHEMES: Final[dict[str, Any]] = {
 }
 """OpenAPI: how a caller authenticates."""
 
-_WAYS: Final = {Scope.READ: "read", Scope.WRITE: "write to", Scope.ADMIN: "administer"}
+_VERBS: Final = {Scope.READ: "read", Scope.WRITE: "write to", Scope.ADMIN: "administer"}
 
 
 @dataclass(slots=True)
 class Call:
-    """A request whose caller is authorized, as passed to a handler."""
+    """A request whose caller is authorized."""
 
     request: Request
     context: ProcessContext
@@ -104,9 +107,7 @@ class Call:
         )
 
     async def reauthorize(self) -> None:
-        """Check again that the caller may make the call.
-
-        Await it at the end of a body or of a wait. It does not count against the namespace's rate.
+        """Check again that the caller may make the call, without counting against the rate.
 
         Raises:
             ServerError: as at the start of the call, except 429.
@@ -116,7 +117,7 @@ class Call:
 
 @dataclass(slots=True)
 class NamespaceCall(Call):
-    """A call in a namespace, with the namespace's policy at the start of the call."""
+    """A call in a namespace, with the policy at the start of the call."""
 
     namespace: Namespace
     policy: NamespacePolicy
@@ -131,7 +132,7 @@ class Right(Generic[C_co]):
     """The right that a caller needs to make a call.
 
     Attributes:
-        admit: returns the call, or raises if its caller may not make it.
+        admit: returns the call, or raises ServerError if the caller may not make it.
         refusals: error codes that `admit` raises.
     """
 
@@ -145,13 +146,13 @@ def in_namespace(
     absent: Callable[[Request], ServerError] | None = None,
     named: Callable[[Request], str] = lambda request: str(request.path_params["namespace"]),
 ) -> Right[NamespaceCall]:
-    """Return the right to act in a namespace. A call counts against the namespace's rate.
+    """Return the right to act in a namespace. Each call counts against the namespace's rate.
 
     Args:
         scope: scope that the call needs.
-        absent: error for a caller without read access, equal to the call's error if nothing exists.
-            Default: a sentence for calls without such an error.
-        named: reads the namespace of a request, which is validated only after authentication.
+        absent: error for a caller without read access, as the call raises it if the requested
+            object does not exist. Default: `hidden_namespace`.
+        named: returns the namespace that a request names, not validated yet. Default: in the path.
     """
 
     async def check(request: Request) -> NamespaceCall:
@@ -213,44 +214,44 @@ async def _administrator(request: Request) -> Call:
 
 
 ANONYMOUS_RIGHT: Final = Right(_anonymous, ())
-"""No authentication is needed."""
+"""Any caller, without authentication."""
 
 KNOWN: Final = Right(_known, (ErrorCode.UNAUTHENTICATED, ErrorCode.UNAVAILABLE))
-"""The caller must be authenticated. Any grant suffices."""
+"""Any authenticated caller. Needs no particular grant."""
 
 ADMINISTRATOR: Final = Right(_administrator, (*KNOWN.refusals, ErrorCode.FORBIDDEN))
-"""The caller must be an administrator of the server."""
+"""An administrator of the server."""
 
 
 async def principal_of(request: Request, context: ProcessContext) -> Principal:
     """Return the caller of a request, by its Authorization header or the owner's socket.
 
     Raises:
-        ServerError: 401 if the token is invalid, or if there are two.
+        ServerError: 401 if the token is invalid, or the header occurs twice.
     """
     if context.access.is_open:
         return OPEN_ACCESS
     headers = request.scope["headers"]
-    shown = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
-    if len(shown) > 1:  # a proxy in between might use the other one
+    credentials = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
+    if len(credentials) > 1:  # a proxy might have checked the other header
         raise ServerError(
             ErrorCode.UNAUTHENTICATED, "the request has two Authorization headers: send one"
         )
-    if not shown and request.scope["state"].get("is_owner"):
+    if not credentials and request.scope["state"].get("is_owner"):
         return OWNER
-    return await context.access.principal_of(shown[0] if shown else None)
+    return await context.access.principal_of(credentials[0] if credentials else None)
 
 
 def _address(request: Request) -> str:
-    """Return the origin of a request for the audit log.
+    """Return the address of a request's sender for the audit log.
 
-    A proxy such as docker/nginx names its client in X-Forwarded-For. Any caller can send that
-    header, so the peer's address is logged with it.
+    A proxy, such as docker/nginx, adds its client's address to X-Forwarded-For. Any caller can send
+    that header, so the result includes the peer's address.
     """
     peer = request.client.host if request.client else "own socket"
-    named = request.headers.get("x-forwarded-for", "").rpartition(",")[2].strip()
-    try:  # without an IPv6 zone, which may be any text
-        return f"{ipaddress.ip_address(named.partition('%')[0])} via {peer}"
+    client = request.headers.get("x-forwarded-for", "").rpartition(",")[2].strip()
+    try:  # cut the IPv6 zone, which may be any text
+        return f"{ipaddress.ip_address(client.partition('%')[0])} via {peer}"
     except ValueError:
         return peer
 
@@ -276,42 +277,42 @@ def hidden_namespace(where: Namespace) -> ServerError:
 def _forbidden(
     principal: Principal, scope: Scope, namespace: Namespace, policy: NamespacePolicy
 ) -> ServerError:
-    way_out = f"use a token with a grant such as {scope}:{namespace}"
+    advice = f"use a token with a grant such as {scope}:{namespace}"
     if policy.trusted and principal.allows(scope, namespace):
-        way_out = (
+        advice = (
             "it is a trusted namespace; use a token with a grant that names it without `*`, "
             f"{scope}:{namespace}"
         )
     return ServerError(
         ErrorCode.FORBIDDEN,
-        f"{principal.name} may not {_WAYS[scope]} namespace {namespace}: {way_out}",
+        f"{principal.name} may not {_VERBS[scope]} namespace {namespace}: {advice}",
     )
 
 
 BYTES: Final[dict[str, Any]] = {"content": {"application/octet-stream": {}}}
 """OpenAPI: a body that is an artifact."""
 
-_OF_A_BODY: Final = (ErrorCode.LENGTH_MISMATCH, ErrorCode.UPLOAD_TIMEOUT, ErrorCode.TOO_LARGE)
+_BODY_ERRORS: Final = (ErrorCode.LENGTH_MISMATCH, ErrorCode.UPLOAD_TIMEOUT, ErrorCode.TOO_LARGE)
 
 
-def _formed(word: type[Word]) -> dict[str, Any]:
+def _schema_of(word: type[Word]) -> dict[str, Any]:
     return {"type": "string", "pattern": f"^{word.form.pattern}$"}
 
 
-_IN_PATH: Final[dict[str, tuple[dict[str, Any], ErrorCode | None]]] = {
-    "namespace": (_formed(Namespace), ErrorCode.INVALID_NAMESPACE),
+_PATH_PARAMETERS: Final[dict[str, tuple[dict[str, Any], ErrorCode | None]]] = {
+    "namespace": (_schema_of(Namespace), ErrorCode.INVALID_NAMESPACE),
     "kind": (
         {"type": "string", "enum": [kind.value for kind in ArtifactKind]},
         ErrorCode.INVALID_KIND,
     ),
-    "device_type": (_formed(DeviceType), ErrorCode.INVALID_DEVICE_TYPE),
-    "fingerprint": (_formed(Fingerprint), ErrorCode.INVALID_FINGERPRINT),
-    "name": (_formed(ManifestName), ErrorCode.INVALID_NAME),
-    "run": (_formed(RunName), ErrorCode.INVALID_NAME),
-    "process": (_formed(RunName), ErrorCode.INVALID_NAME),
+    "device_type": (_schema_of(DeviceType), ErrorCode.INVALID_DEVICE_TYPE),
+    "fingerprint": (_schema_of(Fingerprint), ErrorCode.INVALID_FINGERPRINT),
+    "name": (_schema_of(ManifestName), ErrorCode.INVALID_NAME),
+    "run": (_schema_of(RunName), ErrorCode.INVALID_NAME),
+    "process": (_schema_of(RunName), ErrorCode.INVALID_NAME),
     "id": ({"type": "string"}, None),
 }
-"""Schema of each word of a path, and the error code if it is malformed."""
+"""Schema of each path parameter, and the error code if it is malformed."""
 
 
 class Calls(APIRouter):
@@ -334,26 +335,26 @@ class Calls(APIRouter):
 
         Args:
             method: HTTP method.
-            path: path after the prefix of these calls.
+            path: path after the router's prefix.
             needs: right that the caller needs.
-            answers: OpenAPI description of the responses.
-            refuses: error codes of the call itself. Those of `needs`, of the path's words and of
-                reading a body are added.
+            answers: OpenAPI description of the responses by status, except errors.
+            refuses: error codes of the handler. Codes of `needs`, of path parameters and of reading
+                a body are added.
             body: model of a JSON body, which the handler reads with `read_model`.
             takes_bytes: whether the body is an artifact.
             query: OpenAPI description of the query parameters.
-            tags: tags in addition to those of these calls.
+            tags: tags in addition to the router's.
         """
-        words = re.findall(r"{(\w+)}", path)
+        names = re.findall(r"{(\w+)}", path)
         codes = {*refuses, *needs.refusals}
-        codes.update(code for word in words if (code := _IN_PATH[word][1]) is not None)
+        codes.update(code for name in names if (code := _PATH_PARAMETERS[name][1]) is not None)
         parameters = [
-            {"name": word, "in": "path", "required": True, "schema": _IN_PATH[word][0]}
-            for word in words
+            {"name": name, "in": "path", "required": True, "schema": _PATH_PARAMETERS[name][0]}
+            for name in names
         ]
-        extra: dict[str, Any] = {"parameters": [*parameters, *query]} if words or query else {}
+        extra: dict[str, Any] = {"parameters": [*parameters, *query]} if names or query else {}
         if body is not None or takes_bytes:
-            codes.update(_OF_A_BODY)
+            codes.update(_BODY_ERRORS)
         if takes_bytes:
             extra["requestBody"] = {"required": True, **BYTES}
         if body is not None:
@@ -388,7 +389,7 @@ class Calls(APIRouter):
 
 
 def key_of(request: Request) -> StoredKey:
-    """Return the complete key in the path.
+    """Return the artifact key in the path, with its namespace.
 
     Raises:
         InvalidValueError: a segment is malformed.
@@ -412,7 +413,7 @@ def json_answer(
     headers: Mapping[str, str] = NO_STORE,
     exclude_none: bool = False,
 ) -> Response:
-    """Return a response with a model as its body, which caches must not store."""
+    """Return a response with a model as its body. By default, caches must not store it."""
     return Response(
         model.model_dump_json(exclude_none=exclude_none),
         status_code=status_code,

@@ -19,11 +19,11 @@ from graphstash_schema.own_files import open_own_directory
 
 __all__ = ["check_local", "file_system_of"]
 
-_LOOK_SECONDS: Final = 5.0
-"""Seconds to scan the tier: a network file system may be slow or dead."""
+_SCAN_SECONDS: Final = 5.0
+"""Maximum seconds to scan the tier, which may be on a slow or hanging network file system."""
 
 _STALE_SECONDS: Final = 24 * 3600.0
-"""Age at which a temporary file belongs to a dead process: see `_artifacts/local_tier.py`."""
+"""Age from which a temporary file counts as left by a dead process, as in `local_tier`."""
 
 _NETWORK: Final = re.compile(
     r"nfs4?|cifs|smb3?|smbfs|lustre|gpfs|ceph|beegfs|afs|9p|glusterfs|wekafs"
@@ -38,17 +38,17 @@ def check_local(config: ClientConfig) -> Iterator[Finding]:
     """Check the local tier's directory: writable, on a local disk, with free space."""
     root = config.cache_dir
     try:
-        yield from within(_LOOK_SECONDS * 2, partial(_look_at, root, int(config.local_limit)))
+        yield from within(_SCAN_SECONDS * 2, partial(_inspect, root, int(config.local_limit)))
     except TimeoutError:
         yield fail(
             "local tier",
-            f"{root} does not answer within {_LOOK_SECONDS * 2:g} s: probably a network file "
+            f"{root} does not answer within {_SCAN_SECONDS * 2:g} s: probably a network file "
             "system that hangs",
             "set GRAPHSTASH_CACHE_DIR to a directory on a disk of this host",
         )
 
 
-def _look_at(root: Path, limit_bytes: int) -> list[Finding]:
+def _inspect(root: Path, limit_bytes: int) -> list[Finding]:
     if limit_bytes == 0:
         return [ok("local tier", "GRAPHSTASH_LOCAL_LIMIT=0: nothing is kept between jobs")]
     if refusal := _refusal(root):
@@ -65,7 +65,7 @@ def _look_at(root: Path, limit_bytes: int) -> list[Finding]:
 
 
 def _refusal(root: Path) -> str:
-    """Return why the tier cannot be used, or "". Creates nothing."""
+    """Return why the tier cannot be used, or "". Leaves no file or folder behind."""
     for folder in (root, *(root / name for name in FOLDERS)):
         place = next(path for path in (folder, *folder.parents) if _exists(path))
         try:
@@ -85,7 +85,7 @@ def _exists(path: Path) -> bool:
         path.lstat()
     except FileNotFoundError:
         return False
-    except OSError:  # a file in place of a folder, or a folder that this user cannot enter
+    except OSError:  # a parent is a file, or a folder that this user cannot enter
         return False
     return True
 
@@ -98,11 +98,11 @@ class _Sum:
 
 def _contents(root: Path, limit_bytes: int) -> Iterator[Finding]:
     envelopes, stale = _Sum(), _Sum()
-    is_whole = _add_up(root, envelopes, stale)
+    is_complete = _scan(root, envelopes, stale)
     place = next(path for path in (root, *root.parents) if path.is_dir())
     free_bytes = shutil.disk_usage(place).free
-    more = "" if is_whole else "at least "
-    told = (
+    more = "" if is_complete else "at least "
+    summary = (
         f"{root} holds {more}{format_bytes(envelopes.size_bytes)} of {format_bytes(limit_bytes)}; "
         f"{format_bytes(free_bytes)} are free on its disk"
     )
@@ -110,13 +110,13 @@ def _contents(root: Path, limit_bytes: int) -> Iterator[Finding]:
     if free_bytes < room:
         yield warn(
             "local tier",
-            told,
+            summary,
             "the disk will be full before the limit is reached: set GRAPHSTASH_LOCAL_LIMIT to "
             f"{format_bytes(max(0, envelopes.size_bytes + free_bytes) * 0.9)} or less, or "
             "GRAPHSTASH_CACHE_DIR to a larger disk",
         )
     else:
-        yield ok("local tier", told)
+        yield ok("local tier", summary)
     if stale.count:
         yield warn(
             "local tier",
@@ -127,17 +127,17 @@ def _contents(root: Path, limit_bytes: int) -> Iterator[Finding]:
         )
 
 
-def _add_up(root: Path, envelopes: _Sum, stale: _Sum) -> bool:
-    """Count the files of the tier. Return False if time runs out before the end."""
+def _scan(root: Path, envelopes: _Sum, stale: _Sum) -> bool:
+    """Count the files of the tier. Return False if `_SCAN_SECONDS` did not suffice."""
     oldest = time() - _STALE_SECONDS
-    deadline = monotonic() + _LOOK_SECONDS
+    deadline = monotonic() + _SCAN_SECONDS
     for folder, _, names in os.walk(root):
         if monotonic() > deadline:
             return False
         for name in names:
             try:
                 status = os.lstat(Path(folder, name))
-            except OSError:  # another process evicts files meanwhile
+            except OSError:  # another process has evicted it
                 continue
             if Path(folder).name == "tmp":
                 if status.st_mtime < oldest:
@@ -165,21 +165,21 @@ def file_system_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
 
     Args:
         path: absolute path, which need not exist.
-        mounts: the kernel's mount list: see proc(5), section mountinfo.
+        mounts: the kernel's list of mounts, see proc_pid_mountinfo(5).
     """
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
         return ""
-    found, kind = -1, ""
-    wanted = Path(os.path.realpath(path))
+    depth, kind = -1, ""
+    target = Path(os.path.realpath(path))
     for line in lines:
         fields, _, rest = line.partition(" - ")
         if len(parts := fields.split()) > 4 and rest:
             point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), parts[4]))
-            # If two mounts share a mount point, the later mount hides the earlier.
-            if wanted.is_relative_to(point) and len(point.parts) >= found:
-                found, kind = len(point.parts), rest.split()[0]
+            # A later mount on the same mount point hides the earlier.
+            if target.is_relative_to(point) and len(point.parts) >= depth:
+                depth, kind = len(point.parts), rest.split()[0]
     return kind
 
 

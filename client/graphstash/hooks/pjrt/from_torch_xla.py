@@ -1,11 +1,12 @@
 """Intercept the path of the plug-in that torch_xla loads.
 
-When torch_xla's runtime starts, its C++ code calls `library_path()` of the device's registered
-Python object. The seam replaces this method on every object, registered now or later. For
-`PJRT_DEVICE=LIBRARY`, which torch_xla implements in C++, the seam registers a Python object that
-also reads PJRT_LIBRARY_PATH at that time. Without dynamic plug-ins
-(XLA_REGISTER_INSTALLED_PLUGINS=0), torch_xla reads the path from the environment. Then, and if the
-runtime has started already, the seam attaches the selected device's library immediately.
+When torch_xla's runtime starts, its C++ code calls `library_path()` of the plug-in object that is
+registered for the device. The seam replaces this method on every object, registered before or
+after. `PJRT_DEVICE=LIBRARY` has no object, so the seam registers one.
+
+The seam attaches the library at once if the runtime has started, or if the device had no object,
+for example with XLA_REGISTER_INSTALLED_PLUGINS=0. torch_xla then reads the path from the
+environment, as the seam does.
 """
 
 import os
@@ -28,10 +29,11 @@ _PATH_VARIABLES: Final = {
     "XPU": ("XPU_LIBRARY_PATH",),
     "NEURON": ("NEURON_LIBRARY_PATH",),
 }
-"""Variables with a device's library, from torch_xla/csrc/runtime/pjrt_registry.cpp (2.8, 2.9)."""
+"""Variables with the path of a device's library: see torch_xla/csrc/runtime/pjrt_registry.cpp (2.8,
+2.9)."""
 
 _KEPT: Final[list[Any]] = []
-"""Registered Python objects. C++ calls such an object, but does not keep it alive."""
+"""Plug-in objects of this module. torch_xla's C++ code calls them but does not keep them alive."""
 
 
 class TorchXlaSeam:
@@ -46,18 +48,18 @@ class TorchXlaSeam:
 
     def __init__(self, attach: Callable[[str], None]) -> None:
         self._attach = attach
-        self._told: list[Any] = []
+        self._intercepted: list[Any] = []
         register_plugin = torch_xla._XLAC._register_pjrt_plugin
         registered = dict(plugins._plugin_registry)
 
         def register(name: str, plugin: Any) -> None:
-            self._tell(plugin)
+            self._intercept(plugin)
             register_plugin(name, plugin)
 
         self._patches = Patches()
         self._patches.replace(torch_xla._XLAC, "_register_pjrt_plugin", register)
         for plugin in registered.values():
-            self._tell(plugin)
+            self._intercept(plugin)
         if _LIBRARY not in registered:
             register(_LIBRARY, _library_plugin())
         device = str(xr.device_type())
@@ -67,20 +69,20 @@ class TorchXlaSeam:
     def close(self) -> None:
         """Restore torch_xla's registration and the plug-ins' methods."""
         self._patches.undo()
-        for plugin in self._told:
+        for plugin in self._intercepted:
             plugin.__dict__.pop("library_path", None)
 
-    def _tell(self, plugin: Any) -> None:
-        """Replace the plug-in's `library_path`, to attach the path before torch_xla receives it."""
+    def _intercept(self, plugin: Any) -> None:
+        """Replace the plug-in's `library_path` by one that attaches the path before it returns."""
         library_path = plugin.library_path
 
-        def told() -> str:
+        def attached_path() -> str:
             path = str(library_path())
             self._attach(path)
             return path
 
-        plugin.library_path = told
-        self._told.append(plugin)
+        plugin.library_path = attached_path
+        self._intercepted.append(plugin)
 
     def _attach_now(self, device: str, plugin: Any) -> None:
         if plugin is not None:
@@ -93,7 +95,7 @@ class TorchXlaSeam:
 
 
 def _library_plugin() -> Any:
-    """Return a registered object that implements `PJRT_DEVICE=LIBRARY` in Python."""
+    """Return a plug-in object for `PJRT_DEVICE=LIBRARY`."""
 
     def library_path(_: Any) -> str:
         return os.environ.get("PJRT_LIBRARY_PATH", "")

@@ -9,13 +9,13 @@ G is the gradient of a matrix (negated to maximize) of A rows and B columns:
     W <- W - lr * ratio * X                 ratio is sqrt(max(1, A / B)), or 0.2 * sqrt(max(A, B))
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024
-(kellerjordan.github.io/posts/muon). The second ratio is that of Liu et al., "Muon is Scalable for
-LLM Training", 2025, arXiv 2502.16982; with it, AdamW's learning rates fit. The iteration runs in
-bfloat16, as in `torch.optim.Muon` of torch 2.9, whose state dictionaries load here. A tensor with
-more dimensions, such as a convolution's filters, is a matrix of its first dimension by all others.
+(kellerjordan.github.io/posts/muon). The second ratio, by Liu et al., "Muon is Scalable for LLM
+Training", 2025, arXiv 2502.16982, lets matrices use AdamW's learning rates. The iteration runs in
+bfloat16, as in `torch.optim.Muon` of torch 2.9, whose state dicts can be loaded. Tensors with more
+dimensions, such as a convolution's weight, are flattened to matrices from the second dimension on.
 
-Muon's authors update embeddings, the last layer, and all parameters that are not matrices with
-AdamW. `muon_groups` makes such groups.
+Muon's authors update embeddings, the last layer, and parameters that are not matrices with AdamW.
+`muon_groups` makes such groups.
 """
 
 import math
@@ -46,7 +46,7 @@ __all__ = ["Muon", "muon_groups"]
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _LEAST_NORM: Final = 1e-7
 _CYCLED: Final = "max_momentum"
-"""Key in a group with torch's schedules that cycle the momentum."""
+"""Key that OneCycleLR and CyclicLR add to a group if they cycle the momentum."""
 _RATIOS: Final[Mapping[str, Callable[[int, int], float]]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / max(1, columns))),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -61,11 +61,11 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
 def _muon(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
     del step
     nesterov, adjustment, coefficients, iterations, maximize = options
-    lr, weight_decay, momentum, rest = old.scalars
+    lr, weight_decay, momentum, complement = old.scalars
     parameters, buffers = [], []
     gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
-    for parameter, gradient, before in zip(old.parameters, gradients, old.slots[0], strict=True):
-        buffer = before.lerp(gradient, rest.to(before.dtype))
+    for parameter, gradient, previous in zip(old.parameters, gradients, old.slots[0], strict=True):
+        buffer = previous.lerp(gradient, complement.to(previous.dtype))
         update = gradient.lerp(buffer, momentum.to(buffer.dtype)) if nesterov else buffer
         matrix = update.flatten(1)
         ratio = _RATIOS[adjustment](*matrix.shape)
@@ -93,7 +93,7 @@ def _orthogonal(
 def _sum(beta: float, addend: Tensor, alpha: float, left: Tensor, right: Tensor) -> Tensor:
     """Return beta * addend + alpha * (left @ right) for matrices in bfloat16.
 
-    torch_xla has no addmm with factors: it would compute on the host, and fail while recording.
+    torch_xla would compute addmm with factors on the host, and fail while tracing.
     """
     if left.device.type == "xla":
         return beta * addend + alpha * (left @ right)
@@ -103,25 +103,25 @@ def _sum(beta: float, addend: Tensor, alpha: float, left: Tensor, right: Tensor)
 class Muon(SyncFreeOptimizer):
     """Sync-free Muon; the formula is in the module's docstring.
 
-    Groups with `use_muon=True`, the default, hold matrices. Groups with False are updated as by
-    `AdamW`, with `betas` and `eps`. `muon_groups` makes both groups from a model. Scaling the
-    gradients changes a matrix's step only by rounding.
+    Groups with `use_muon=True`, the default, contain matrices. `AdamW` updates the other groups.
+    `muon_groups` makes both groups from a model. Scaling the gradients changes a matrix's step only
+    by rounding.
 
     Args:
         params: parameters or groups of them.
-        lr: learning rate, >= 0. With adjust_lr_fn="original", matrices usually need about 0.02, and
-            AdamW's groups need their own `lr`.
+        lr: learning rate, >= 0. With adjust_lr_fn="original", matrices usually need about 0.02,
+            and AdamW's groups another value.
         weight_decay: decoupled weight decay, >= 0.
         momentum: decay of the running mean of the gradient, in [0, 1). OneCycleLR and CyclicLR
-            cycle it, and in AdamW's groups the first of `betas`.
+            cycle it; in AdamW's groups, they cycle the first of `betas`.
         nesterov: step in the direction of the mean after one more step with the same gradient.
-        adjust_lr_fn: "match_rms_adamw": steps as long as AdamW's, so that one learning rate fits
-            both kinds of groups. "original" is what None means in torch.
-        ns_coefficients: a, b and c of the iteration; part of the graph.
-        ns_steps: number of iterations, 1 to 99; part of the graph.
-        betas, eps: for the groups that AdamW updates.
+        adjust_lr_fn: "match_rms_adamw" makes steps as long as AdamW's, so that one learning rate
+            fits both kinds of groups. None means "original", as in torch.
+        ns_coefficients: a, b and c of the iteration. A change compiles a new graph.
+        ns_steps: number of iterations, 1 to 99. A change compiles a new graph.
+        betas, eps: options of AdamW's groups.
         maximize: maximize the loss instead of minimizing it.
-        options: see `TorchOptions`. There is no fused kernel for matrices.
+        options: see `TorchOptions`. Matrices have no fused kernel.
 
     Raises:
         ValueError: an argument is out of its range, or a parameter of a group with use_muon=True
@@ -201,13 +201,13 @@ class Muon(SyncFreeOptimizer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict with each group's momentum as a schedule has set it."""
+        """Return a state dict with the momentum that a schedule has set in each group."""
         state_dict = super().state_dict()
         groups = [group | {"momentum": _momentum(group)} for group in state_dict["param_groups"]]
         return state_dict | {"param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, including one of torch.optim.Muon in the middle of a schedule."""
+        """Load a state dict, also one that torch.optim.Muon saved during a schedule."""
         super().load_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if _CYCLED in saved and "betas" not in saved:
@@ -232,10 +232,10 @@ class Muon(SyncFreeOptimizer):
 
 
 def _momentum(group: Group) -> float:
-    """Return the momentum of a group of matrices.
+    """Return the momentum of a group.
 
-    OneCycleLR and CyclicLR write betas instead of momentum if an optimizer has betas. Here the
-    first beta is AdamW's, so only these schedules change it in a group of matrices.
+    OneCycleLR and CyclicLR write it into the first of `betas`, because this optimizer has betas. In
+    a group of matrices, no other code writes there.
     """
     is_cycled = group["use_muon"] and _CYCLED in group
     return float(group["betas"][0] if is_cycled else group["momentum"])
@@ -246,24 +246,24 @@ def muon_groups(
 ) -> list[dict[str, Any]]:
     """Split the parameters of a model into two groups for `Muon`: hidden matrices, and the rest.
 
-    AdamW updates the rest: embeddings, the modules in `adamw`, parameters with fewer than two
-    dimensions, and matrices tied to one of these. Parameters that need no gradient are left out.
+    The rest, which AdamW updates: embeddings, the modules in `adamw`, parameters with fewer than
+    two dimensions, and matrices tied to one of these. Both groups omit frozen parameters.
 
     Args:
         model: the model; each parameter is listed once, in the model's order.
-        adamw: modules whose matrices are not hidden, above all the last layer.
+        adamw: modules that AdamW updates, above all the last layer.
         adamw_options: options of AdamW's group, such as `lr` and `weight_decay`.
 
     Raises:
         ValueError: a module of `adamw` is not part of the model.
     """
     adamw = list(adamw)
-    parts = set(model.modules())
-    if strangers := [type(each).__name__ for each in adamw if each not in parts]:
-        raise ValueError(f"adamw must name modules of the model (got another {strangers[0]})")
+    modules = set(model.modules())
+    if unknown := [type(each).__name__ for each in adamw if each not in modules]:
+        raise ValueError(f"adamw must name modules of the model (got another {unknown[0]})")
     others = {
         parameter
-        for part in (*adamw, *(m for m in parts if isinstance(m, nn.Embedding | nn.EmbeddingBag)))
+        for part in (*adamw, *(m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)))
         for parameter in part.parameters()
     }
     trained = [each for each in model.parameters() if each.requires_grad]

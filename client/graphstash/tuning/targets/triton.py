@@ -5,11 +5,11 @@
     def kernel(x, n, BLOCK: tl.constexpr): ...
 
 Arguments, calls, hooks and measurements are those of `triton.autotune`, but the team shares the
-results. The first job that calls a kernel with a new key tries the configurations; other jobs ask
-for the best. Without the cache, this is `triton.autotune`.
+results. The first job that calls a kernel with a new key measures the configurations; other jobs
+use its best one. Without the cache, this is `triton.autotune`.
 
-Results are not checked: there is no reference, and `triton.autotune` does not check either. The
-team's answer is one of the caller's own configurations, which `triton.autotune` could have chosen.
+As in `triton.autotune`, no reference checks what the kernel computes. The team can only choose
+among the caller's own configurations, which `triton.autotune` could have chosen.
 """
 
 import json
@@ -35,12 +35,12 @@ from graphstash_schema import DeviceType
 __all__ = ["TeamAutotuner", "autotune"]
 
 _FAILURES: Final = (OutOfResources, CompileTimeAssertionFailure, PTXASError)
-"""Errors by which Triton detects that a configuration does not work."""
+"""Errors after which `triton.autotune` rejects a configuration."""
 
 _MILLISECONDS: Final = 1e-3
 
 _DIVISOR: Final = 16
-"""Triton compiles different kernels for addresses and integers that this number divides."""
+"""Triton compiles a kernel of its own for addresses and integers that are multiples of this."""
 
 
 def autotune(
@@ -73,7 +73,7 @@ def autotune(
 
 
 class _TeamError(Exception):
-    """The team's memory has failed, not the kernel."""
+    """The team's memory failed, not the kernel."""
 
 
 class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
@@ -110,10 +110,10 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
             return super().run(*args, **kwargs)
         while space.size > 1:
             try:
-                schedule = self._ask(memory, problem, space, args, kwargs)
-            except _TeamError:  # the cache's outermost frame: training continues
+                schedule = self._search(memory, problem, space, args, kwargs)
+            except _TeamError:  # the cache must not end the training
                 return super().run(*args, **kwargs)
-            if schedule is None:  # as Triton does, run one of them, which raises the error
+            if schedule is None:  # none works: run one, which raises its error as in Triton
                 break
             config = space.thing(schedule.configuration)
             try:
@@ -126,10 +126,10 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
                 continue
             self.cache[key] = config
             return result
-        self.cache[key] = pruned[0]  # this process does not ask again
+        self.cache[key] = pruned[0]  # so that this process does not search again
         return self._run(pruned[0], args, kwargs)
 
-    def _ask(
+    def _search(
         self,
         memory: TeamMemory,
         problem: Problem,
@@ -137,16 +137,15 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Schedule | None:
-        of_kernel: list[Exception] = []
+        kernel_errors: list[Exception] = []
 
         def measure(configuration: Configuration) -> Finding:
-            # The median and the middle 60 % in milliseconds, which is slightly more than the
-            # interquartile range.
             config = space.thing(configuration)
             try:
+                # Quantiles 0.5, 0.2 and 0.8 in milliseconds: almost the interquartile range.
                 median, low, high = self._bench(*args, config=config, **kwargs)
             except Exception as error:
-                of_kernel.append(error)
+                kernel_errors.append(error)
                 raise
             if not 0 < median * _MILLISECONDS <= MAX_COST:
                 return Finding(configuration, None, failure="compile")
@@ -163,7 +162,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
         try:
             schedule = memory.schedule(problem, space, tune, measure=measure)
         except Exception as error:
-            if error in of_kernel:
+            if error in kernel_errors:
                 raise
             record_failure(f"{problem.label} is tuned without the team", error)
             raise _TeamError from error
@@ -186,7 +185,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
 
     def _key_of(self, kwargs: dict[str, Any]) -> tuple[Any, ...]:
         given = self._arguments(kwargs)
-        return (*(given[name] for name in self.keys if name in given), *_types(given))
+        return (*(given[name] for name in self.keys if name in given), *_dtypes(given))
 
     def _problem(self, kwargs: dict[str, Any]) -> Problem:
         given = self._arguments(kwargs)
@@ -199,7 +198,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
         return Problem(
             kernel=word(self.base_fn.__name__),
             shape=tuple(sizes.values()),
-            dtype=word(",".join(each.rpartition(".")[2] for each in _types(given))),
+            dtype=word(",".join(each.rpartition(".")[2] for each in _dtypes(given))),
             device_type=_device_type(),
             compiler=f"triton {triton.__version__}",
             layout=word(",".join((*sizes, *others))),
@@ -211,7 +210,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
 
 
 def _device_type() -> DeviceType:
-    """Return architecture and device name: the fastest code differs between devices."""
+    """Return the device type: architecture and name, which both decide what is fastest."""
     target = driver.active.get_current_target()
     arch = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
     torch = sys.modules.get("torch")
@@ -220,14 +219,14 @@ def _device_type() -> DeviceType:
     return DeviceType.of(target.backend, arch)
 
 
-def _types(arguments: Mapping[str, Any]) -> list[str]:
+def _dtypes(arguments: Mapping[str, Any]) -> list[str]:
     return [str(value.dtype) for value in arguments.values() if hasattr(value, "dtype")]
 
 
 def _shape_of(value: Any) -> str:
-    """Return what Triton specializes on, and what the order of accesses depends on.
+    """Describe an argument by what Triton specializes on, and by the order of its strides.
 
-    Exact strides are left out: they follow from sizes that `key` may not name.
+    Exact strides would distinguish calls by sizes that `key` leaves out.
     """
     if hasattr(value, "data_ptr"):
         parts = [f"address {_divisible(value.data_ptr())}"]

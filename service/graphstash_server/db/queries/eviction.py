@@ -1,5 +1,7 @@
-"""Statements that choose artifacts to remove, and remove them. Each choice reads one page in index
-order, so its cost does not grow with the number of artifacts.
+"""Statements that choose artifacts to evict, and evict them.
+
+Choices return pages. Choices for a limit read a page in the order of an index, so their cost does
+not grow with the number of artifacts.
 """
 
 from collections.abc import Sequence
@@ -51,7 +53,7 @@ __all__ = [
 
 
 class Candidate(NamedTuple):
-    """An artifact that may be evicted. `cost_bytes` counts against a limit."""
+    """An artifact that may be evicted. `cost_bytes` is its share of a limit."""
 
     key: StoredKey
     digest: Digest
@@ -63,7 +65,7 @@ class Candidate(NamedTuple):
 
 
 class Toolchain(NamedTuple):
-    """The artifacts of one compiler version in one namespace."""
+    """A compiler version that artifacts of a namespace and kind have, and their last use."""
 
     namespace: str
     kind: str
@@ -95,8 +97,8 @@ async def list_least_valuable(
 ) -> list[Candidate]:
     """Return a page of artifacts that are neither pinned nor withheld, least valuable first.
 
-    `after` is the last artifact of the previous page. With `spares_looked_up`, artifacts that a
-    look-up found recently are left out. Without it, only those are returned.
+    `after` is the last artifact of the previous page. `spares_looked_up` leaves out artifacts that
+    a look-up found recently. If it is False, only these are returned.
     """
     statement = _evictable(now, spares_looked_up=spares_looked_up)
     statement = statement.order_by(artifacts.c.eviction_rank, *_KEY).limit(limit)
@@ -104,7 +106,7 @@ async def list_least_valuable(
         statement = statement.where(artifacts.c.namespace == namespace)
     if after is not None:
         statement = statement.where(
-            # For the index, which a comparison of tuples alone does not use.
+            # Implied by the next condition, but databases use the index only for this one.
             artifacts.c.eviction_rank >= after.eviction_rank,
             tuple_(artifacts.c.eviction_rank, *_KEY) > (after.eviction_rank, *after.key.columns),
         )
@@ -120,7 +122,7 @@ async def list_unused(
     limit: int,
     after: Candidate | None = None,
 ) -> list[Candidate]:
-    """Return a page of unpinned artifacts not used since a time, longest unused first."""
+    """Return a page of evictable artifacts that were last used before a time, oldest use first."""
     statement = _evictable(now).where(artifacts.c.last_used_at < before)
     if namespace is not None:
         statement = statement.where(artifacts.c.namespace == namespace)
@@ -133,7 +135,10 @@ async def list_unused(
 
 
 async def list_toolchains(connection: AsyncConnection) -> list[Toolchain]:
-    """Return all toolchains, most recently used first. Reads every artifact once."""
+    """Return all toolchains by namespace and kind, there by last use, latest first.
+
+    Reads every artifact.
+    """
     last_used_at = func.max(artifacts.c.last_used_at).label("last_used_at")
     group = (artifacts.c.namespace, artifacts.c.kind, artifacts.c.toolchain)
     statement = (
@@ -152,7 +157,7 @@ async def list_of_toolchain(
     limit: int,
     after: Candidate | None = None,
 ) -> list[Candidate]:
-    """Return the unpinned artifacts of a toolchain in key order."""
+    """Return a page of evictable artifacts of a toolchain, ordered by key."""
     statement = _evictable(now).where(
         artifacts.c.namespace == wanted.namespace,
         artifacts.c.kind == wanted.kind,
@@ -166,8 +171,8 @@ async def list_of_toolchain(
 async def renew_uses(
     connection: AsyncConnection, *, since: datetime, until: datetime, limit: int
 ) -> int:
-    """Let artifacts whose last use lies in `[since, until)` count as used at `until`. Return the
-    number of artifacts, which is `limit` if there may be more.
+    """Set the last use of up to `limit` artifacts from within `[since, until)` to `until`. Return
+    how many were found: if fewer than `limit`, none is left.
     """
     used = artifacts.c.last_used_at
     chosen = select(*_KEY).where(used >= since, used < until).limit(limit)
@@ -183,8 +188,8 @@ async def renew_uses(
 
 
 async def kept_bytes(connection: AsyncConnection, *, namespace: str | None, now: datetime) -> int:
-    """Return the bytes that count against a limit but cannot be evicted: pinned and withheld
-    artifacts, and manifests. Of one namespace or of all.
+    """Return the bytes that count against a limit but cannot be evicted, in one namespace or all:
+    pinned and withheld artifacts, and manifests.
     """
     is_pinned = artifacts.c.pinned_until > now
     is_withheld_only = and_(
@@ -194,7 +199,7 @@ async def kept_bytes(connection: AsyncConnection, *, namespace: str | None, now:
     cost = func.sum(artifacts.c.size_bytes + METADATA_BYTES)
     total = 0
     for table, statement in (
-        (artifacts, select(cost).where(is_pinned)),  # each uses its own index
+        (artifacts, select(cost).where(is_pinned)),  # apart, as each condition has its own index
         (artifacts, select(cost).where(is_withheld_only)),
         (usage, select(func.sum(usage.c.manifest_bytes))),
     ):
@@ -210,10 +215,10 @@ async def evict_artifacts(
     now: datetime,
     spares_looked_up: bool = True,
 ) -> list[Candidate]:
-    """Remove artifacts of one namespace and mark their blobs, the first of three phases.
+    """Remove artifacts of one namespace, and mark their blobs for deletion.
 
-    The rows are locked in key order and checked again. An artifact that was deleted, replaced,
-    used, pinned or withheld since it was chosen stays.
+    Locks the rows in key order. Keeps artifacts that were replaced, used, pinned or withheld since
+    they were chosen.
 
     Returns:
         The removed artifacts.
@@ -222,31 +227,31 @@ async def evict_artifacts(
         return []
     namespace = chosen[0].key.namespace
     await share_blobs(connection, [candidate.digest for candidate in chosen])
-    named = {
+    parameters = {
         "of_namespace": namespace,
         "fingerprints": [candidate.key.fingerprint for candidate in chosen],
     }
-    locked = await _LOCK[spares_looked_up].fetch(connection, {**named, "now": now})
-    are_same = {tuple(row) for row in locked}
-    gone = [candidate for candidate in chosen if _seen(candidate) in are_same]
-    if not gone:
+    locked = await _LOCK[spares_looked_up].fetch(connection, {**parameters, "now": now})
+    unchanged = {tuple(row) for row in locked}
+    evicted = [candidate for candidate in chosen if _version(candidate) in unchanged]
+    if not evicted:
         return []
-    metadata_bytes = await delete_rows(connection, [candidate.key for candidate in gone])
-    size_bytes = sum(candidate.digest.size_bytes for candidate in gone)
+    metadata_bytes = await delete_rows(connection, [candidate.key for candidate in evicted])
+    size_bytes = sum(candidate.digest.size_bytes for candidate in evicted)
     change = UsageChange(
-        artifacts=-len(gone),
+        artifacts=-len(evicted),
         size_bytes=-size_bytes,
         metadata_bytes=-metadata_bytes,
-        evictions=len(gone),
+        evictions=len(evicted),
         evicted_bytes=size_bytes,
     )
     await add_usage(connection, namespace, change)
-    await add_deletions(connection, [candidate.digest for candidate in gone])
-    return gone
+    await add_deletions(connection, [candidate.digest for candidate in evicted])
+    return evicted
 
 
-def _seen(candidate: Candidate) -> tuple[str, str, str, str, float]:
-    """Return the values that must not have changed since the choice."""
+def _version(candidate: Candidate) -> tuple[str, str, str, str, float]:
+    """Return the values that differ if the artifact was replaced or used since the choice."""
     _, *name = candidate.key.columns
     return (name[0], name[1], name[2], candidate.digest.sha256, candidate.eviction_rank)
 
@@ -274,7 +279,10 @@ _LOCK = {
 def _is_evictable(
     now: datetime | BindParameter[Any], *, spares_looked_up: bool = True
 ) -> ColumnElement[bool]:
-    """Exclude withheld artifacts, which an administrator has to decide about."""
+    """Return whether an artifact is not pinned, not withheld, and not looked up recently.
+
+    An administrator decides about withheld artifacts.
+    """
     looked_up_until = artifacts.c.looked_up_until
     is_looked_up = and_(looked_up_until.is_not(None), looked_up_until > now)
     return and_(

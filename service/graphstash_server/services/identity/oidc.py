@@ -1,13 +1,13 @@
 """OidcVerifier: authenticates callers of an identity provider, such as the jobs of a CI system.
 
-A job presents a JWT that its provider signed for this server. The provider's public keys
-(`IssuerKeys`) verify the JWT, and rules over its claims grant rights. The key determines the
-algorithm, never the token. The issuer in a JWT only selects the keys, audience and rules of that
-provider. A key of one provider never verifies a JWT of another.
+A job presents a JWT that its provider signed for this server. The issuer in the JWT selects the
+provider, whose public keys (`IssuerKeys`) verify the JWT, and whose rules over claims grant rights.
+A key of one provider never verifies a JWT of another. The key determines the algorithm, never the
+JWT.
 
-Keys are fetched again after five minutes, and for an unknown key id, because providers rotate keys.
-Fetches are at least fifteen seconds apart, so that tokens with invented key ids do not flood the
-provider. While the provider does not answer, its known keys stay valid for an hour.
+Providers rotate keys. So the server fetches keys again after five minutes, and for an unknown key
+ID. Fetches are at least fifteen seconds apart, so that JWTs with invented key IDs do not flood the
+provider. If fetches fail, known keys stay valid for an hour.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ _LOGGER = logging.getLogger(__name__)
 ALGORITHMS: Final = frozenset(
     ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 )
-"""Signatures that only the owner of a private key can make. Never `none`, and never HS256: its
-secret would be our copy of a public key."""
+"""Signatures that need the private key. `none` needs no key, and HS256 would need only our copy of
+the public key."""
 
 _FRESH_SECONDS = 300.0
 _KEPT_SECONDS = 3600.0
 _PAUSE_SECONDS = 15.0
-"""Seconds between two fetches, whether they succeed or fail."""
+"""Minimum seconds between two fetches."""
 
 _FETCH_SECONDS = 5.0
 _MAX_BYTES = 1024**2
@@ -67,7 +67,7 @@ class IssuerKeys:
         ca_file: Path | None = None,
         seconds: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Fetch nothing yet. By default, `jwks_url` comes from the issuer's discovery document."""
+        """Fetch nothing yet. Default of `jwks_url`: from the issuer's discovery document."""
         self._issuer = issuer
         self._jwks_url = jwks_url
         self._ca_file = ca_file
@@ -82,12 +82,13 @@ class IssuerKeys:
         """Return a key by its id, or None if the provider has no such key.
 
         Raises:
-            ServerError: 503 if the provider does not answer and the key is unknown.
+            ServerError: 503 if the last fetch failed and no valid key with this ID is in memory.
         """
-        is_being_tried = self._has_failed and self._fetching.locked()
-        if not self._is_settled(key_id) and not (is_being_tried and self._is_known(key_id)):
+        # A caller with a known key does not wait for a fetch that will probably fail again.
+        is_retrying = self._has_failed and self._fetching.locked()
+        if not self._is_fresh(key_id) and not (is_retrying and self._is_known(key_id)):
             async with self._fetching:
-                if not self._is_settled(key_id) and not self._is_younger(
+                if not self._is_fresh(key_id) and not self._is_younger(
                     self._tried_at, _PAUSE_SECONDS
                 ):
                     await self._refresh()
@@ -104,7 +105,7 @@ class IssuerKeys:
     def _is_known(self, key_id: str | None) -> bool:
         return key_id in self._keys and self._is_younger(self._read_at, _KEPT_SECONDS)
 
-    def _is_settled(self, key_id: str | None) -> bool:
+    def _is_fresh(self, key_id: str | None) -> bool:
         return key_id in self._keys and self._is_younger(self._read_at, _FRESH_SECONDS)
 
     def _is_younger(self, at: float | None, seconds: float) -> bool:
@@ -129,12 +130,12 @@ class IssuerKeys:
             timeout=_FETCH_SECONDS, headers=headers, verify=_tls(self._ca_file)
         ) as http:
             jwks_url = self._jwks_url or await self._discover(http)
-            listed = (await _json(http, jwks_url)).get("keys")
-        if not isinstance(listed, list):
+            entries = (await _json(http, jwks_url)).get("keys")
+        if not isinstance(entries, list):
             raise ValueError(f"{jwks_url} has no list of keys")  # noqa: TRY004 - provider's data
         keys: dict[str | None, PyJWK] = {}
-        for described in listed[:_MAX_KEYS]:
-            key = _usable(described)
+        for jwk in entries[:_MAX_KEYS]:
+            key = _usable(jwk)
             if key is not None:
                 keys.setdefault(key.key_id, key)
         return keys
@@ -155,7 +156,7 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext | bool:
         return True
     try:
         return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # includes SSLError; neither names the file
+    except OSError as error:  # its text does not name the file
         raise ValueError(f"the CAs in {ca_file} cannot be used: {error}") from None
 
 
@@ -164,9 +165,9 @@ async def _json(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
 
     Raises:
         httpx.HTTPError: the fetch fails.
-        ValueError: the URL is not encrypted, or the response is too long or not a JSON object.
+        ValueError: the URL is not https, or the response is too long or not a JSON object.
     """
-    if not _is_private(url):
+    if not _is_protected(url):
         raise ValueError(f"{url}: keys are fetched by https only")
     raw = bytearray()
     async with http.stream("GET", url) as answer:
@@ -184,8 +185,8 @@ async def _json(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
     return document
 
 
-def _is_private(url: str) -> bool:
-    """Whether the response cannot be changed in transit: https, or this host."""
+def _is_protected(url: str) -> bool:
+    """Whether no third party can change the response: https, or a server on this host."""
     parts = urlsplit(url)
     if parts.scheme == "https":
         return True
@@ -196,36 +197,36 @@ def _is_private(url: str) -> bool:
         return False
 
 
-def _usable(described: Any) -> PyJWK | None:
-    """Return a key with an accepted algorithm, or None."""
-    if not isinstance(described, dict) or described.get("use", "sig") != "sig":
+def _usable(jwk: Any) -> PyJWK | None:
+    """Parse a JWK. Return None if it is invalid, or not for signatures of `ALGORITHMS`."""
+    if not isinstance(jwk, dict) or jwk.get("use", "sig") != "sig":
         return None
-    if "d" in described:  # a private key, which its publication made worthless
+    if "d" in jwk:  # a private key, with which now anyone can sign
         return None
-    key_id = described.get("kid")
+    key_id = jwk.get("kid")
     if key_id is not None and not isinstance(key_id, str):
         return None
     try:
-        key = PyJWK.from_dict(described)
+        key = PyJWK.from_dict(jwk)
     except (PyJWTError, ValueError, TypeError, AttributeError):
         return None
     return key if key.algorithm_name in ALGORITHMS else None
 
 
 _LEEWAY: Final = timedelta(seconds=30)
-"""How much the clock of the provider may differ from ours."""
+"""Maximum difference between the provider's clock and ours."""
 
 _MAX_CHARACTERS = 16 * 1024
-"""Maximum length of a JWT. JWTs of CI systems have about 2,000 characters."""
+"""Maximum length of a JWT. CI systems issue about 2,000 characters."""
 
 _REQUIRED: Final = ["iss", "aud", "sub", "iat", "exp"]
 
 
-_BAD: Final = (
+_INVALID: Final = (
     *(jwt.PyJWTError, LookupError, ValueError, TypeError),
     *(OverflowError, OSError, RecursionError),
 )
-"""Errors that a malformed token causes. Thousands of brackets cause a RecursionError."""
+"""Errors of a JWT that is malformed or not valid. Thousands of brackets cause a RecursionError."""
 
 
 class OidcVerifier:
@@ -247,10 +248,10 @@ class OidcVerifier:
         return issuer in self._issuers
 
     async def verify(self, token: str) -> Principal | None:
-        """Return the caller that a JWT names, or None if this server does not accept it now.
+        """Return the caller that a JWT names, or None if the JWT is not valid or grants nothing.
 
         Raises:
-            ServerError: 503 if the provider does not answer and the key is unknown.
+            ServerError: 503, as from `IssuerKeys.find`.
         """
         if len(token) > _MAX_CHARACTERS or not token.isascii():
             return None
@@ -272,11 +273,11 @@ class OidcVerifier:
                 options={"require": _REQUIRED, "enforce_minimum_key_length": True},
             )
             expires_at = datetime.fromtimestamp(int(claims["exp"]), UTC) + _LEEWAY
-        except _BAD as error:
+        except _INVALID as error:
             _LOGGER.debug("refused a JWT: %s", type(error).__name__)
             return None
         grants = _grants(issuer, claims)
-        # The provider signs for other users as well, and any of them can request our audience.
+        # The provider also signs for other users, and any of them can request our audience.
         if not grants:
             _LOGGER.debug("no rule matches a token of %s", issuer.issuer)
             return None
@@ -293,10 +294,9 @@ _SUFFIX = re.compile("~[0-9a-f]{16}")
 
 
 def _name_of(issuer: TrustedIssuer, subject: str) -> str:
-    """Return the name of a caller, which no two subjects share.
+    """Return a name for the audit log that no other subject has.
 
-    A digest replaces the end of a name that is unprintable, too long for the audit log, or looks as
-    if it ended with such a digest.
+    Ends with a digest if the plain name is not printable, is too long, or ends like such a name.
     """
     name = f"oidc{'/' if issuer.name else ''}{issuer.name}:{subject}"
     end = name[-17:]
@@ -307,5 +307,5 @@ def _name_of(issuer: TrustedIssuer, subject: str) -> str:
 
 
 def _grants(issuer: TrustedIssuer, claims: Mapping[str, Any]) -> list[Grant]:
-    fitting = [rule for rule in issuer.rules if rule.fits(claims)]
-    return list(dict.fromkeys(grant for rule in fitting for grant in rule.grants))
+    matching = [rule for rule in issuer.rules if rule.fits(claims)]
+    return list(dict.fromkeys(grant for rule in matching for grant in rule.grants))
