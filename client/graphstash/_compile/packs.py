@@ -1,19 +1,19 @@
 """Packs: one artifact with the results of many programs that compile fast.
 
-For such a program, the requests for look-up, lease and upload take half as long as the compilation.
-Therefore a job fetches one pack before its first small program, and publishes one after its last.
+Requests for the look-up, lease and upload of such a "small" program would take half as long as its
+compilation. Therefore a job fetches a pack before its first small program, and publishes one later.
 
     get        return a program from the packs that earlier runs of this job have published
     put        add a result to the next pack, unless its compilation was slow
-    flush      publish that pack, 30 s after the first result and at the end of the job
+    flush      publish that pack, 30 s after its first result and at the end of the job
 
 Like any other artifact, a pack is verified before use and never overwritten. The packs of a job
 form a chain, `name(0)`, `name(1)`, ..., which ends at the first missing pack. If a pack is unusable
-or the chain has its maximum length, small programs travel alone, like large ones.
+or the chain has its maximum length, small programs become artifacts of their own, like large ones.
 
-Packs have no lease. Jobs that start at the same time each compile such a program, and the first to
+Packs have no lease. Jobs that start at the same time each compile a small program, and the first to
 publish wins. If a small program compiles slowly, the pack lists it without a payload, so that the
-next job looks it up alone.
+next job looks up the program's own artifact.
 """
 
 import json
@@ -35,7 +35,7 @@ from graphstash_schema import ArtifactKey
 __all__ = ["MAX_PACKED_SECONDS", "Packs"]
 
 MAX_PACKED_SECONDS: Final = 0.25
-"""Maximum compile time in a pack. A slower program is worth its own requests."""
+"""Maximum compile time of a program in a pack. A slower program is worth its own requests."""
 
 _MAX_PACKS: Final = 8
 _MAX_ENTRIES: Final = 256
@@ -44,18 +44,18 @@ _MAX_ENTRY_BYTES: Final = 1024**2
 """Limits of a chain, a pack and an entry, because a job keeps its chain in memory."""
 
 _FLUSH_SECONDS: Final = 30.0
-"""Seconds from a result to its upload. A job may run for weeks after it, or be killed."""
+"""Maximum seconds from a result to its upload. A job may run for weeks after it, or be killed."""
 
 
 _MAX_CONFLICTS: Final = 3
-"""Number of attempts to publish a pack, if other jobs publish the same number first."""
+"""Maximum attempts to publish a pack, while other jobs publish packs with the same number."""
 
 _Name: TypeAlias = Callable[[int], CompileRequest]
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An artifact in a pack. Without a payload, the artifact is stored alone."""
+    """A program in a pack. Without a payload, it has an artifact of its own."""
 
     payload: bytes | None
     compile_seconds: float
@@ -68,31 +68,34 @@ class Packs:
 
     Args:
         cache: Cache of this process.
-        name: Returns the request for the pack with a number; the same one in every run of a job.
+        name: Returns the request for the pack with a number, the same in every run of a job.
     """
 
     def __init__(self, cache: CompileCache, name: _Name) -> None:
         self.name = name
         self._cache = cache
-        # Held while a thread reads the chain; guards the next five fields. Reentrant, because a
-        # signal handler in the same thread may compile meanwhile.
+        # Held while a thread reads or extends the chain. Guards the next six fields and `_unsent`.
+        # Reentrant, because a signal handler in the same thread may compile meanwhile.
         self._reading = threading.RLock()
         self._is_read = False
         self._read_at = monotonic()
         self._withdrawals = cache.withdrawals
-        self._trouble: Reason | None = None  # why the chain could not be read to its end
+        self._trouble: Reason | None = None  # reason why the chain could not be read to its end
         self._next = 0  # number of the first missing pack
         self._packed: set[ArtifactKey] = set()  # keys in the packs before it
-        self._lock = threading.Lock()  # guards the fields below
+        self._lock = threading.Lock()  # guards the other fields below
         self._entries: dict[ArtifactKey, _Entry] = {}
-        self._begun: dict[ArtifactKey, float] = {}
+        self._started_at: dict[ArtifactKey, float] = {}
         self._pending: dict[ArtifactKey, _Entry] = {}
         self._pending_bytes = 0
-        self._unsent: dict[ArtifactKey, _Entry] = {}  # of a pack that could not be stored
+        self._unsent: dict[ArtifactKey, _Entry] = {}  # entries of a pack that could not be stored
         self._timer: threading.Timer | None = None
 
     def get(self, key: ArtifactKey) -> bytes | None:
-        """Return the payload. None: the caller looks it up alone if `is_alone`, else compiles."""
+        """Return the payload, or None.
+
+        After None, the caller must look up the program's own artifact if `is_alone`, else compile.
+        """
         began = monotonic()
         if began - self._read_at > RECHECK_SECONDS or self._cache.withdrawals != self._withdrawals:
             self._forget_fetched()
@@ -107,7 +110,7 @@ class Packs:
             if self._cache.limit is not None:
                 self._cache.limit.check(CompileRequest(key), self._trouble)
             with self._lock:
-                self._begun[key] = monotonic()
+                self._started_at[key] = monotonic()
         if entry is None or entry.payload is None:
             return None
         self._cache.counters.hit(
@@ -116,7 +119,7 @@ class Packs:
         return entry.payload
 
     def is_alone(self, key: ArtifactKey) -> bool:
-        """Return whether an artifact is stored, or will be stored, outside the packs."""
+        """Return whether the program has, or will have, an artifact of its own."""
         entry = self._entries.get(key)
         if entry is not None:
             return entry.payload is None
@@ -126,12 +129,12 @@ class Packs:
         """Add a result that the caller has compiled after `get`.
 
         Returns:
-            None if the next pack contains the result. Otherwise it is too large or too slow for a
-            pack: the caller must publish it alone, with this compile time in seconds.
+            None if the next pack will contain the result. Otherwise it is too large or too slow for
+            a pack: its compile time in seconds, with which the caller must publish it.
         """
         with self._lock:
             now = monotonic()
-            seconds = now - self._begun.pop(key, now)
+            seconds = now - self._started_at.pop(key, now)
             fits = seconds <= MAX_PACKED_SECONDS and len(payload) <= _MAX_ENTRY_BYTES
             entry = _Entry(payload if fits else None, seconds)
             self._entries[key] = self._pending[key] = entry
@@ -144,7 +147,7 @@ class Packs:
                 with suppress(RuntimeError):  # no thread available; the next `put` tries again
                     timer.start()
                     self._timer = timer
-                self._cache.publisher.start()  # at exit, no thread can start for the last pack
+                self._cache.publisher.start()  # an exiting process cannot start its thread
         if not fits:
             return seconds
         self._cache.waits.compiled(seconds)
@@ -152,7 +155,7 @@ class Packs:
         return None
 
     def reject(self, key: ArtifactKey) -> None:
-        """Drop an entry from `get` that the compiler could not load."""
+        """Drop a payload of `get` that the compiler could not load."""
         with self._lock:
             self._entries.pop(key, None)
         if self._cache.limit is not None:
@@ -178,7 +181,9 @@ class Packs:
             unsent, self._unsent = self._unsent, {}
             pending = unsent | pending
             for attempt in range(_MAX_CONFLICTS):
-                if attempt or not unsent:  # else the chain ends with this host's copy of the pack
+                # The first attempt with unsent entries must not read the chain: this host has a
+                # copy of the pack that failed, which would count as published.
+                if attempt or not unsent:
                     self._read_chain()  # other jobs may have published the pending programs
                 entries = {key: pending[key] for key in pending if key not in self._packed}
                 if not entries or self._next >= _MAX_PACKS:
@@ -199,11 +204,11 @@ class Packs:
                     self._packed |= entries.keys()
                     self._next += 1
                 elif len(entries) < _MAX_ENTRIES and len(payload) < _MAX_BYTES:
-                    self._unsent = entries  # a pack after a gap in the chain would never be read
+                    self._unsent = entries  # retry this number: a chain ends at its first gap
                 return
 
     def _forget_fetched(self) -> None:
-        """Drop the fetched entries and read the chain again, since packs may be withdrawn."""
+        """Drop the fetched entries, because packs may be withdrawn. `get` reads the chain again."""
         with self._reading, self._lock:
             self._entries = {
                 key: entry for key, entry in self._entries.items() if not entry.is_fetched
@@ -212,7 +217,7 @@ class Packs:
             self._read_at, self._withdrawals = monotonic(), self._cache.withdrawals
 
     def _read_for(self, key: ArtifactKey) -> None:
-        """Read the chain up to the pack with a key, to avoid requests for further packs."""
+        """Read the chain only up to the pack with the key, to save the requests for later packs."""
         with self._reading:
             if not self._is_read:
                 self._is_read = not self._read_chain(until=key)
@@ -242,7 +247,7 @@ class Packs:
 
 
 def _pack(entries: Mapping[ArtifactKey, _Entry]) -> bytes:
-    """Return the pack: length of the table, the table as JSON, the payloads. Deterministic."""
+    """Return a pack: table length, JSON table, payloads. Equal entries give equal bytes."""
     ordered = sorted(entries.items(), key=lambda item: str(item[0]))
     table = [
         (str(key), None if each.payload is None else len(each.payload)) for key, each in ordered
@@ -253,7 +258,7 @@ def _pack(entries: Mapping[ArtifactKey, _Entry]) -> bytes:
 
 
 def _entry_bytes(size: int) -> int:
-    """Return a size from the table of a pack. Negative ones would let entries overlap."""
+    """Check a size from a pack's table. Negative sizes would let entries overlap."""
     if not 0 <= size <= _MAX_ENTRY_BYTES:
         raise ValueError(f"an entry of {size} bytes; at most {_MAX_ENTRY_BYTES}")
     return size

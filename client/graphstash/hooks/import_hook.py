@@ -1,6 +1,7 @@
 """Call a function right after the first import of a module.
 
-Uses only the standard library and is cheap: every Python process under `graphstash run` runs it.
+Every Python process under `graphstash run` imports this module, so it is small and imports only the
+standard library.
 """
 
 import importlib.util
@@ -13,12 +14,12 @@ from typing import Any, Final
 
 __all__ = ["before_first_package", "is_imported", "when_imported"]
 
-_PYTHONS_OWN: Final = sys.stdlib_module_names | {"sitecustomize", "usercustomize", "graphstash"}
-"""Top-level modules whose import never imports a compiler."""
+_NO_COMPILERS: Final = sys.stdlib_module_names | {"sitecustomize", "usercustomize", "graphstash"}
+"""Top-level modules that do not import a compiler."""
 
 
 def is_imported(module: str) -> bool:
-    """Return whether a module has been executed completely."""
+    """Return whether a module's execution has finished."""
     return module in sys.modules and not _is_being_imported(module)
 
 
@@ -30,19 +31,19 @@ def when_imported(
     Args:
         module: top-level name of a module that is not imported yet, or is being imported.
         action: called without arguments.
-        begun: called before the module is executed, unless its execution has begun.
+        begun: called before the execution of the module; not if the execution has begun already.
     """
     if not _is_being_imported(module):
         sys.meta_path.insert(0, _Finder(module, action, begun))
-    elif type(spec := sys.modules[module].__spec__) in (ModuleSpec, _Ending):
-        spec.__class__ = _Ending
+    elif type(spec := sys.modules[module].__spec__) in (ModuleSpec, _ExecutingSpec):
+        spec.__class__ = _ExecutingSpec
         spec.__dict__.setdefault("_actions", []).append(action)
 
 
 def before_first_package(action: Callable[[], None]) -> None:
     """Call `action` once before the next import of a module outside the standard library.
 
-    Logs its exceptions. A process that imports no package never calls `action`.
+    Logs its exceptions. Never calls `action` in a process that imports no such module.
     """
     sys.meta_path.insert(0, _FirstPackage(action))
 
@@ -56,15 +57,15 @@ def _run_logged(action: Callable[[], None]) -> None:
     try:
         action()
     except Exception:  # a hook's outermost frame: the import must succeed
-        import logging  # here, because most processes never come here
+        import logging  # here, because most processes do not need it
 
         logging.getLogger("graphstash").warning(
             "graphstash: cannot install the hook; continuing without it", exc_info=True
         )
 
 
-class _Ending(ModuleSpec):
-    """Spec of a module during its execution. Python records in the spec when it ends."""
+class _ExecutingSpec(ModuleSpec):
+    """Spec of a module during its execution, at the end of which Python sets `_initializing`."""
 
     @property
     def _initializing(self) -> bool:
@@ -72,7 +73,7 @@ class _Ending(ModuleSpec):
 
     @_initializing.setter
     def _initializing(self, value: bool) -> None:
-        self.__class__ = ModuleSpec  # type: ignore[assignment] # as it was
+        self.__class__ = ModuleSpec  # type: ignore[assignment] # its original class
         self._initializing = value
         for action in self.__dict__.pop("_actions"):
             if self.name in sys.modules:  # otherwise the import failed
@@ -80,7 +81,10 @@ class _Ending(ModuleSpec):
 
 
 class _FirstPackage:
-    """Finds no module itself: lets other finders search after the action, which may add some."""
+    """Finder that calls the action at the first package, and then lets other finders search.
+
+    The action may add finders.
+    """
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
@@ -91,21 +95,21 @@ class _FirstPackage:
         path: Sequence[str] | None = None,  # noqa: ARG002 - the interface of a finder
         target: ModuleType | None = None,  # noqa: ARG002 - likewise
     ) -> ModuleSpec | None:
-        if fullname.partition(".")[0] in _PYTHONS_OWN:
+        if fullname.partition(".")[0] in _NO_COMPILERS:
             return None
         if (action := self._action) is None:
-            return None  # an import by the action
+            return None  # the action imports a package
         self._action = None
-        _run_logged(action)  # Python holds its import lock: imports of other threads wait
+        _run_logged(action)  # under Python's import lock, so other threads wait
         with suppress(ValueError):
             sys.meta_path.remove(self)
         return importlib.util.find_spec(fullname)
 
 
 class _Finder:
-    """Find one module with all other finders, and wrap its loader.
+    """Finder of one module: uses the other finders, and wraps the loader that they return.
 
-    The finder stays until the module has been executed. Before that, libraries call
+    It stays installed until the module has been executed, because libraries also call
     `importlib.util.find_spec` to check whether a compiler is installed.
     """
 
@@ -115,7 +119,7 @@ class _Finder:
         self._module = module
         self._action = action
         self._begun = begun
-        self._asking = False
+        self._is_searching = False
 
     def find_spec(
         self,
@@ -123,13 +127,13 @@ class _Finder:
         path: Sequence[str] | None = None,  # noqa: ARG002 - the interface of a finder
         target: ModuleType | None = None,  # noqa: ARG002 - likewise
     ) -> ModuleSpec | None:
-        if fullname != self._module or self._asking:
+        if fullname != self._module or self._is_searching:
             return None
-        self._asking = True
+        self._is_searching = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._asking = False
+            self._is_searching = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._executed, self._begin)  # type: ignore[assignment] # a stand-in
         return spec
@@ -145,7 +149,7 @@ class _Finder:
 
 
 class _Loader:
-    """Wrapper of the real loader until the module has been executed."""
+    """Wraps the module's loader until the module is executed."""
 
     def __init__(
         self, loader: Any, executed: Callable[[], None], begin: Callable[[], None]

@@ -1,4 +1,4 @@
-"""Request bodies: streamed or bounded, and read with a time limit."""
+"""Reads request bodies: as a stream, or as JSON of bounded size; always with time limits."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -27,30 +27,31 @@ __all__ = ["ListOfKeys", "body_chunks", "read_keys", "read_model"]
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_JSON_BYTES = 32 * 1024
-"""Maximum bytes of a body without keys. A token with all its grants has about 13 KiB in any
-spacing."""
+"""Maximum bytes of a JSON body without keys. The largest has about 13 KiB: a token with all
+its grants."""
 
 _MAX_KEY_BYTES = 512
-"""Maximum bytes of one key in JSON. The longest has 300 bytes, plus indentation."""
+"""Maximum bytes per key in a JSON body. The longest key has 300 bytes without indentation."""
 
 _MIN_BYTES_PER_SECOND = 8 * 1024
-"""Minimum average rate of a body: the speed of a telephone modem, far below a network on which a
-cache is useful."""
+"""Minimum average rate of a body: the rate of a telephone modem, on which a cache is useless."""
 
 
 async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator[bytes]:
     """Yield the body as it arrives.
 
-    Only the time spent waiting for the caller counts, not the time to store its bytes.
-    `idle_seconds` is the longest wait for a byte, and the grace period before the average rate
-    applies.
+    The limits count only the time that this function waits for bytes, not the time to store them.
+
+    Args:
+        request: request with the body.
+        idle_seconds: longest wait for the next byte. Also the grace period before the minimum rate
+            applies.
 
     Raises:
-        ServerError: 408 if no bytes or too few arrived in time, 400 if the caller closed the
-            connection.
+        ServerError: 408 if no bytes or too few arrive in time, 400 if the connection ends early.
     """
     now = asyncio.get_running_loop().time
-    allowed_seconds = idle_seconds  # remaining wait; each byte extends it
+    allowed_seconds = idle_seconds  # remaining wait; each received byte extends it
     while True:
         began = now()
         try:
@@ -68,14 +69,14 @@ async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator
 
 
 def _too_slow(idle_seconds: float, *, is_idle: bool) -> ServerError:
-    came = (
+    cause = (
         f"no byte arrived for {idle_seconds:g} seconds"
         if is_idle
         else f"fewer than {_MIN_BYTES_PER_SECOND} bytes/s arrived after {idle_seconds:g} seconds"
     )
     return ServerError(
         ErrorCode.UPLOAD_TIMEOUT,
-        f"{came}: nothing was stored, retry or raise GRAPHSTASH_UPLOAD_IDLE_SECONDS on the server",
+        f"{cause}: nothing was stored, retry or raise GRAPHSTASH_UPLOAD_IDLE_SECONDS on the server",
         limit=idle_seconds,
     )
 
@@ -90,26 +91,26 @@ async def read_model(
 ) -> M:
     """Read a JSON body of bounded size, then reauthorize the call. An empty body counts as `{}`.
 
-    The parser builds every value of a body, and every error in it, before it fails. That costs a
-    thousand times as much as reading the body, so the values are counted first.
+    The parser builds all values and errors of a body before it fails. That takes a thousand times
+    as long as reading the body. So `max_keys` is checked before parsing.
 
     Args:
         call: call whose body is read.
         model: model of the body.
         max_keys: maximum number of keys, if the body is a list of keys.
         max_bytes: maximum size of any other body.
-        way_out: names the limit on keys, and what to do instead.
+        way_out: part of the error message: the limit on keys, and what to do instead.
 
     Raises:
         ServerError: 413, 408 or 400, and the errors of `Call.reauthorize`.
     """
-    most_bytes = max_bytes if max_keys is None else max_keys * _MAX_KEY_BYTES
-    raw = await _read_json(call, max_bytes=most_bytes, max_keys=max_keys, way_out=way_out)
+    limit_bytes = max_bytes if max_keys is None else max_keys * _MAX_KEY_BYTES
+    raw = await _read_json(call, max_bytes=limit_bytes, max_keys=max_keys, way_out=way_out)
     return _parsed(raw, model)
 
 
 class ListOfKeys(Protocol):
-    """A body with many keys."""
+    """Model of a body with keys."""
 
     @property
     def keys(self) -> Sequence[ArtifactKey]:
@@ -119,11 +120,11 @@ class ListOfKeys(Protocol):
 async def read_keys(
     call: NamespaceCall, model: type[BaseModel], *, max_keys: int, way_out: str
 ) -> list[StoredKey]:
-    """Read a body that is a `ListOfKeys` like `read_model`, in a third of the time. A valid list is
-    parsed without a model per key. For an invalid body, the model reports the error.
+    """Read a body whose `model` is a `ListOfKeys`, in a third of the time of `read_model`. A valid
+    body is parsed without the model. For an invalid body, the model reports the error.
     """
-    most_bytes = max_keys * _MAX_KEY_BYTES
-    raw = await _read_json(call, max_bytes=most_bytes, max_keys=max_keys, way_out=way_out)
+    limit_bytes = max_keys * _MAX_KEY_BYTES
+    raw = await _read_json(call, max_bytes=limit_bytes, max_keys=max_keys, way_out=way_out)
     keys = _plain_keys(raw, call.namespace, max_keys=max_keys)
     if keys is None:
         listed = cast("ListOfKeys", _parsed(raw, model))
@@ -131,8 +132,8 @@ async def read_keys(
     return keys
 
 
-def _plain_keys(raw: bytes, where: Namespace, *, max_keys: int) -> list[StoredKey] | None:
-    """Return the keys, or None if the model must examine the body."""
+def _plain_keys(raw: bytes, namespace: Namespace, *, max_keys: int) -> list[StoredKey] | None:
+    """Return the keys of a valid body. None: parse the body with the model."""
     kinds, device_types = _KINDS, _DeviceTypes()
     try:
         body = from_json(raw)
@@ -143,7 +144,9 @@ def _plain_keys(raw: bytes, where: Namespace, *, max_keys: int) -> list[StoredKe
             return None
         fingerprints = Fingerprint.all_of([item["fingerprint"] for item in items])
         return [
-            StoredKey(where, kinds[item["kind"]], device_types[item["device_type"]], fingerprint)
+            StoredKey(
+                namespace, kinds[item["kind"]], device_types[item["device_type"]], fingerprint
+            )
             for item, fingerprint in zip(items, fingerprints, strict=True)
         ]
     except (ValueError, TypeError, KeyError, InvalidValueError):
@@ -151,7 +154,7 @@ def _plain_keys(raw: bytes, where: Namespace, *, max_keys: int) -> list[StoredKe
 
 
 class _DeviceTypes(dict[str, DeviceType]):
-    """The device types of one body, usually one for all keys."""
+    """Parses each distinct device type of a body once. Most bodies have only one."""
 
     def __missing__(self, text: str) -> DeviceType:
         self[text] = device_type = DeviceType(text)
@@ -187,9 +190,9 @@ def _parsed(raw: bytes, model: type[M]) -> M:
 
 
 def _count_keys(raw: bytearray) -> int:
-    """Return the number of keys in a list of keys, or an equivalent number for other JSON.
+    """Return the number of keys in a list of keys, or about a quarter of the values in other JSON.
 
-    Every value except the first follows one of three characters. A body of n keys has 4n + 1 of
-    these characters, because its words contain none.
+    In JSON, each value or pair except the first follows a comma, `{` or `[`. A valid body of n keys
+    has 4n + 1 of these characters, because its strings contain none.
     """
     return (sum(map(raw.count, (b",", b"{", b"["))) + 2) // 4

@@ -1,7 +1,6 @@
 """DiskBlobStore: blobs as files `sha256/ab/<hex>` in one directory of a local file system.
 
-The path depends only on the digest. Reads and writes use separate thread pools, so that sixteen
-uploads waiting for the disk do not delay a hit.
+Reads and writes use separate thread pools, so that uploads waiting for the disk do not delay a hit.
 """
 
 import asyncio
@@ -38,8 +37,7 @@ T = TypeVar("T")
 
 _READ_THREADS = 8
 _WRITE_THREADS = 16
-"""Number of writer threads. A thread that waits for fsync costs nothing, and the disk merges the
-flushes of concurrent threads."""
+"""Many, because a thread that waits for fsync is cheap, and the disk merges concurrent flushes."""
 
 
 class DiskBlobStore(BlobStore):
@@ -48,8 +46,8 @@ class DiskBlobStore(BlobStore):
     def __init__(
         self, directory: Path, *, min_free_bytes: int = 0, is_read_only: bool = False
     ) -> None:
-        """Create the directories and remove the files of crashed uploads. With `is_read_only`,
-        change nothing; only reads may follow.
+        """Create the directories and remove the files of crashed uploads. If `is_read_only`, change
+        nothing; the caller may then only read.
 
         Raises:
             OSError: the directory cannot be created or written.
@@ -61,8 +59,8 @@ class DiskBlobStore(BlobStore):
             self._blobs.mkdir(parents=True, exist_ok=True)
             self._temporary.mkdir(parents=True, exist_ok=True)
             sync_directory(directory)
-            # Also the names of a new store, and of the data directory around it. Whoever made a
-            # directory that cannot be read, or an automounter's, has made its names durable.
+            # Also make the names of a new store and of its data directory durable. A parent that
+            # cannot be synced, such as an automounter's, was not created by this server.
             for parent in directory.absolute().parents[:2]:
                 with suppress(OSError):
                     sync_directory(parent)
@@ -83,9 +81,7 @@ class DiskBlobStore(BlobStore):
             raise
 
     async def full(self, size_bytes: int) -> NoSpaceError | None:
-        """Check free disk space, see `BlobStore.full`. Skip the check if the disk had ample room a
-        moment ago. Every write checks again.
-        """
+        """Check free disk space unless it was ample a moment ago, see `BlobStore.full`."""
         if self._space.is_ample(size_bytes):
             return None
         try:
@@ -95,23 +91,23 @@ class DiskBlobStore(BlobStore):
         return None
 
     async def open(self, digest: Digest) -> BlobReader | None:
-        """Open a blob, see `BlobStore.open`. Uses no thread if the file name is in memory."""
+        """Open a blob, see `BlobStore.open`. Needs no thread if the kernel has cached the name."""
         if (reader := self.open_now(digest)) is not None:
             return reader
         return await self._read(lambda: self._present(open_file(self._path(digest), self._readers)))
 
     def read_now(self, digest: Digest) -> bytearray | None:
-        """Read a small file from memory, see `BlobStore.read_now`."""
+        """Read a small file that the kernel has cached, see `BlobStore.read_now`."""
         return read_cached(self._name(digest), digest.size_bytes)
 
     def open_now(self, digest: Digest) -> FileReader | None:
-        """Open a file whose name is in memory, see `BlobStore.open_now`."""
+        """Open a file whose name the kernel has cached, see `BlobStore.open_now`."""
         name = self._name(digest)
         fd = open_cached(name)
         return None if fd is None else FileReader(fd, name, self._readers)
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
-        """Return the file size, see `BlobStore.stat`. Uses no thread if the name is in memory."""
+        """Return the file size, see `BlobStore.stat`. Needs no thread if the name is cached."""
         if (file := self.open_now(digest)) is not None:
             file.close_now()
             return file.size_bytes
@@ -122,30 +118,30 @@ class DiskBlobStore(BlobStore):
         await self._write(lambda: self._path(digest).unlink(missing_ok=True))
 
     async def is_whole(self, digest: Digest) -> bool | None:
-        """Read and compare all bytes of the blob, see `BlobStore.is_whole`."""
+        """Read the blob and compare its digest, see `BlobStore.is_whole`."""
         return await read_whole(self, digest)
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
-        """Yield the blobs of one shard directory (of 256) at a time, see `BlobStore.list`."""
+        """Yield the digests, see `BlobStore.list`. Reads one of 256 shard directories at a time."""
         for shard in await self._read(lambda: _names(self._blobs)):
             for digest in await self._read(partial(_digests, self._blobs / shard, before)):
                 yield digest
 
     async def close(self) -> None:
-        """Wait for the threads. Make no further call."""
+        """Wait for the threads. No call may follow."""
         await asyncio.to_thread(self._writers.shutdown)
         await asyncio.to_thread(self._readers.shutdown)
 
     def _present(self, found: T | None) -> T | None:
-        """Return `found`. Before returning None, check that the store directory still exists. An
-        unmounted disk must not look like a store that lost every blob.
+        """Return `found`. If it is None, raise unless the store directory exists: an unmounted disk
+        must not look like a store without blobs.
         """
         if found is None:
             self._blobs.stat()
         return found
 
     def _name(self, digest: Digest) -> bytes:
-        """Return the path as bytes. Building a `Path` takes longer than a read."""
+        """Return the path as bytes, because creating a `Path` takes longer than a read."""
         sha256 = digest.sha256
         return b"%b/%b/%b" % (self._directory, sha256[:2].encode(), sha256.encode())
 
@@ -153,16 +149,16 @@ class DiskBlobStore(BlobStore):
         return self._blobs / digest.sha256[:2] / digest.sha256
 
     async def _read(self, call: Callable[[], T]) -> T:
-        with _failures_named():
+        with _as_unavailable():
             return await asyncio.get_running_loop().run_in_executor(self._readers, call)
 
     async def _write(self, call: Callable[[], T]) -> T:
-        with _failures_named():
+        with _as_unavailable():
             return await asyncio.get_running_loop().run_in_executor(self._writers, call)
 
 
 @contextmanager
-def _failures_named() -> Iterator[None]:
+def _as_unavailable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -185,7 +181,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _digests(shard: Path, before: datetime | None) -> list[Digest]:
-    """Return the blobs of one shard directory. Other files in it are ignored."""
+    """Return the digests of a shard directory's blobs, and skip other files."""
     limit = before.timestamp() if before is not None else float("inf")
     found = []
     for name in _names(shard):
@@ -200,12 +196,12 @@ def _digests(shard: Path, before: datetime | None) -> list[Digest]:
 
 
 class ServerLock:
-    """Detect whether other servers use the same data directory. Each running server holds a shared
-    lock on the file. The kernel releases the lock when the process dies.
+    """Detects whether other servers use the same data directory. Each running server holds a shared
+    lock on the file. The kernel releases the lock when the process ends.
     """
 
     def __init__(self, path: Path) -> None:
-        """Take the lock, or note in `was_alone` that another server holds it. Does not block.
+        """Try to take the lock exclusively, and set `was_alone` to the success. Does not block.
 
         Raises:
             OSError: the file cannot be created.
@@ -218,7 +214,7 @@ class ServerLock:
             self.was_alone = False
 
     def share(self) -> None:
-        """Hold the lock shared, so that other servers can start. Waits for a starting server."""
+        """Change to a shared lock, so that other servers can start. Waits for a starting server."""
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def close(self) -> None:
@@ -228,8 +224,8 @@ class ServerLock:
 
 @contextmanager
 def hold_database(data_dir: Path, *, is_exclusive: bool = False) -> Iterator[bool]:
-    """Hold the lock of a data directory's database, and yield whether it was free. Each process
-    that opens the database shares the lock. A restore, which replaces the file, holds it alone.
+    """Hold the lock of a data directory's database, and yield whether that succeeded. Processes
+    that open the database share the lock. A restore, which replaces the file, holds it exclusively.
     """
     fd = os.open(data_dir / "database.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -1,8 +1,8 @@
 """Find and replace the pointers through which a loaded library calls functions.
 
-The module reads the library's ELF tables from memory, as the dynamic loader does. `dlinfo` returns
-the load address and the dynamic section. The dynamic section locates the symbol table, its strings
-and the relocations of the procedure linkage table (PLT).
+The module reads the library's ELF tables in memory, like the dynamic loader. `dlinfo` returns the
+addresses of the library and of its dynamic section. The dynamic section contains the addresses of
+the symbol table, its strings and the relocations of the procedure linkage table (PLT).
 
 Layouts: "System V ABI, AMD64 supplement", chapters 4 and 5. GNU hash table:
 https://sourceware.org/legacy-ml/binutils/2006-10/msg00377.html.
@@ -54,7 +54,7 @@ _R_X86_64_JUMP_SLOT: Final = 7
 
 
 class GateUnavailable(RuntimeError):  # noqa: N818 - it names a state, as `queue.Empty` does
-    """Calls of a library cannot be intercepted in this process; the message gives the reason."""
+    """A library's calls cannot be intercepted in this process; the message gives the reason."""
 
 
 class _LinkMap(ctypes.Structure):
@@ -87,13 +87,13 @@ def find_slot(library: Path, symbol: str) -> int:
     except KeyError as error:
         raise GateUnavailable(f"{library.name} has no dynamic tag {error}") from error
     if index is not None:
-        # torch_xla has 235 000 relocations, so search their bytes instead of unpacking each one.
-        # Skip matches that straddle two fields.
+        # torch_xla has 235 000 relocations, so search their bytes instead of unpacking each
+        # relocation. Skip matches that are not aligned with an info field.
         table = ctypes.string_at(relocations, size)
-        wanted = struct.pack("<Q", index << 32 | _R_X86_64_JUMP_SLOT)
-        found = table.find(wanted)
+        pattern = struct.pack("<Q", index << 32 | _R_X86_64_JUMP_SLOT)
+        found = table.find(pattern)
         while found >= 0 and found % _RELOCATION.size != _INFO_OFFSET:
-            found = table.find(wanted, found + 1)
+            found = table.find(pattern, found + 1)
         if found >= 0:
             offset, _, _ = _RELOCATION.unpack_from(table, found - _INFO_OFFSET)
             return int(link_map.base + offset)
@@ -104,7 +104,7 @@ def find_own_slots(library: Path, symbols: Iterable[str]) -> dict[str, list[int]
     """Return the addresses of the jump slots through which `library` calls its own functions.
 
     Raises:
-        GateUnavailable: The library is not loaded, has no such function, or calls it directly.
+        GateUnavailable: The library is not loaded, lacks a function, or calls it without a slot.
     """
     link_map = _link_map(library)
     loaded = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
@@ -121,8 +121,8 @@ def find_own_slots(library: Path, symbols: Iterable[str]) -> dict[str, list[int]
             raise GateUnavailable(f"{symbol} is another name of a function: a build we do not know")
         slots[symbol] = by_address[address] = []
     dynamic = _dynamic_section(link_map)
-    # The slots are contiguous and ordered like their relocations, so the first and last relocation
-    # bound them. torch_xla has 235 000 slots; unpacking each relocation would be slow.
+    # The slots are contiguous and in the order of their relocations, so the first and the last
+    # relocation give their range. Unpacking all 235 000 relocations of torch_xla would be slow.
     count = dynamic.get(_DT_PLTRELSZ, 0) // _RELOCATION.size
     if not count:
         raise GateUnavailable(f"{library.name} has no jump slots: a build we do not know")
@@ -148,7 +148,7 @@ def find_own_slots(library: Path, symbols: Iterable[str]) -> dict[str, list[int]
 def libc_function(symbol: str, version: str) -> int:
     """Return the address of a glibc function.
 
-    The `version` also selects old symbols that glibc hides from newly linked code.
+    Finds also old versions of a symbol, which glibc hides from newly linked code.
 
     Raises:
         GateUnavailable: The C library is not glibc, or has no such function.
@@ -200,9 +200,9 @@ def read_pointer(address: int) -> int:
 
 
 def replace_pointers(values: Mapping[int, int]) -> None:
-    """Store each value at its aligned address with a single write.
+    """Store each value at its aligned address, with one write per value.
 
-    A read-only page is writable during the write and read-only again afterwards.
+    Makes a read-only page writable during the write.
 
     Raises:
         GateUnavailable: A page is not mapped, or the kernel refuses to make it writable.
@@ -226,7 +226,7 @@ def _link_map(library: Path) -> _LinkMap:
     call.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
     found = ctypes.POINTER(_LinkMap)()
     if call(loaded._handle, _RTLD_DI_LINKMAP, ctypes.byref(found)):
-        raise GateUnavailable(f"the loader tells nothing about {library.name}")
+        raise GateUnavailable(f"the loader has no information about {library.name}")
     return found.contents
 
 
@@ -238,23 +238,23 @@ def _dynamic_section(link_map: _LinkMap) -> dict[int, int]:
         tag, value = (ctypes.c_uint64 * 2).from_address(position)
         if tag == _DT_NULL:
             return entries
-        # glibc adds the load address to these entries in place, unless the section is read-only.
-        below = tag in addresses and value < link_map.base
-        entries[tag] = value + link_map.base if below else value
+        # Unless the section is read-only, glibc has already added the load address to the entries.
+        is_relative = tag in addresses and value < link_map.base
+        entries[tag] = value + link_map.base if is_relative else value
         position += 16
 
 
 def _import_index(dynamic: dict[int, int], symbol: bytes) -> int | None:
-    # Imported symbols precede the symbols in the GNU hash table. The table's second word is the
-    # index of its first symbol, so the loop compares hundreds of names, not hundreds of thousands.
-    # In the older hash table, the second word is the number of all symbols.
+    # The symbol table begins with imported symbols, which are not in the GNU hash table. The second
+    # word of the hash table is the index of its first symbol, so the loop compares hundreds of
+    # names, not hundreds of thousands. In the older hash table, it is the number of all symbols.
     table = dynamic.get(_DT_GNU_HASH) or dynamic[_DT_HASH]
     count = ctypes.c_uint32.from_address(table + 4).value
     symbols, strings = dynamic[_DT_SYMTAB], dynamic[_DT_STRTAB]
-    wanted = symbol + b"\0"
+    terminated = symbol + b"\0"
     for index in range(count):
         name = ctypes.c_uint32.from_address(symbols + index * _SYMBOL_BYTES).value
-        if ctypes.string_at(strings + name, len(wanted)) == wanted:
+        if ctypes.string_at(strings + name, len(terminated)) == terminated:
             return index
     return None
 

@@ -1,4 +1,4 @@
-"""Batches: endless shuffled batches that resume from any position at once."""
+"""Batches: endless shuffled batches that resume at any position without reading earlier batches."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ __all__ = ["Batches", "Dataset"]
 
 _Sample_co = TypeVar("_Sample_co", covariant=True)
 
-_SAME: Final = ("samples", "global_batch_size", "shuffle", "drop_last")
+_MUST_EQUAL: Final = ("samples", "global_batch_size", "shuffle", "drop_last")
 
 
 class Dataset(Protocol[_Sample_co]):
@@ -26,24 +26,24 @@ class Dataset(Protocol[_Sample_co]):
 class Batches:
     """An endless iterator over batches, in a different order each epoch.
 
-    Only seed and epoch determine the order: resuming from a state dictionary costs nothing, and the
-    global random generators do not change.
+    Only the seed and the epoch determine the order. So resuming from a state dictionary reads no
+    earlier batch, and the state of the global random generators does not change.
 
-        Batches((images, labels), 32)          # gives (images[32, ...], labels[32, ...])
-        Batches(dataset, 32)                   # collates 32 samples, as a DataLoader does
+        Batches((images, labels), 32)          # tuples of 32 images and 32 labels
+        Batches(dataset, 32)                   # collates 32 samples, like a DataLoader
 
-    Each process of a job takes its part of every batch: `world` processes with batches of
-    `batch_size` make the same steps as one with batches of `world * batch_size`.
+    Each process of a job takes its part of every global batch: `world` processes with batches of
+    `batch_size` make the same steps as one process with batches of `world * batch_size`.
 
     Args:
         data: a tensor; a tuple of tensors with equal first dimensions; or a map-style dataset.
         batch_size: samples in a batch of this process, 1 or more.
         seed: seed of the order.
-        shuffle: False keeps the order of the dataset in every epoch.
-        drop_last: drop samples at the end of an epoch that do not fill a batch. False: they make a
-            smaller batch, with samples from the epoch's start until all processes have equally
-            many.
-        collate: makes a batch of a list of samples. Default: torch's `default_collate`.
+        shuffle: shuffle each epoch. False: every epoch has the order of the dataset.
+        drop_last: drop the last samples of an epoch if they do not fill a global batch. False: they
+            form a smaller batch. If they do not divide equally among the processes, samples from
+            the start of the epoch fill it up.
+        collate: makes a batch of a list of a dataset's samples. Default: torch's `default_collate`.
         rank: number of this process, from 0.
         world: number of processes.
 
@@ -97,7 +97,7 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch. If loading it fails, the position does not change."""
+        """Return the next batch. If that raises, the position does not change."""
         epoch, number = self._epoch, self._batch
         if number == len(self):
             epoch, number = epoch + 1, 0
@@ -106,17 +106,17 @@ class Batches:
         return batch
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Return the position: `batch` batches of epoch `epoch` were returned."""
+        """Return the position: the epoch, the number of its returned batches, and the settings."""
         return {"epoch": self._epoch, "batch": self._batch, "seed": self._seed} | self._shape()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a position and its seed.
+        """Restore the position and the seed.
 
         Raises:
-            ConfigError: the batches would differ from those of the state dictionary.
+            ConfigError: the number of samples or another setting differs, so batches would differ.
         """
         shape = self._shape()
-        for name in _SAME:
+        for name in _MUST_EQUAL:
             if state_dict[name] != shape[name]:
                 raise ConfigError(
                     f"{name} was {state_dict[name]} when the position was saved and is "
@@ -138,17 +138,17 @@ class Batches:
     def _indices(self, epoch: int, number: int) -> Tensor:
         order = self._order_of(epoch)
         size = self._batch_size * self.world
-        of_all = order[number * size : (number + 1) * size]
-        if missing := -len(of_all) % self.world:
-            of_all = torch.cat([of_all, order.repeat(-(-missing // len(order)))[:missing]])
-        return of_all.chunk(self.world)[self._rank]
+        indices = order[number * size : (number + 1) * size]
+        if missing := -len(indices) % self.world:
+            indices = torch.cat([indices, order.repeat(-(-missing // len(order)))[:missing]])
+        return indices.chunk(self.world)[self._rank]
 
     def _order_of(self, epoch: int) -> Tensor:
         if self._order is None or self._order[:2] != (self._seed, epoch):
             order = torch.arange(self._samples)
             if self._shuffle:
-                # The generator uses 32 bits. Hash, so that nearby seeds and epochs do not give
-                # equal orders.
+                # A generator uses 32 bits of its seed. The hash makes equal orders for different
+                # seeds or epochs unlikely.
                 digest = hashlib.sha256(f"{self._seed}/{epoch}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
                 order = torch.randperm(self._samples, generator=generator)
@@ -159,7 +159,7 @@ class Batches:
 def _source(
     data: Any, collate: Callable[[list[Any]], Any] | None
 ) -> tuple[Callable[[Tensor], Any], int]:
-    """Return a function that takes samples by index, and the number of samples."""
+    """Return a function that makes a batch from indices, and the number of samples."""
     if isinstance(data, Tensor):
         return data.__getitem__, len(data)
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
@@ -172,7 +172,7 @@ def _source(
             f"{type(data).__name__} has no length or no items; give tensors or a map-style dataset"
         )
     join = collate or torch.utils.data.default_collate
-    take_many = getattr(data, "__getitems__", None)  # as a DataLoader does
+    take_many = getattr(data, "__getitems__", None)  # like a DataLoader
 
     def take(indices: Tensor) -> Any:
         numbers = indices.tolist()

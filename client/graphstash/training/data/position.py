@@ -1,16 +1,16 @@
 """DataPosition: a training run's position in its data and random numbers.
 
-Data with `state_dict` and `load_state_dict` reports its own position: `Batches`, torchdata's
-StatefulDataLoader and others. For a DataLoader, or any other data that gives one epoch per
-iteration, the state of the random generators at the start of the epoch is stored. Resuming starts
-that epoch again, and loads and drops the used batches. `Batches` suits long epochs better.
+Data with `state_dict` and `load_state_dict`, such as `Batches` and torchdata's StatefulDataLoader,
+stores its own position. For a DataLoader, or other data that gives one epoch per iteration, this
+module stores the state of the random generators at the start of the epoch. Resuming starts that
+epoch again, and loads and drops the batches that were used. For long epochs, use `Batches`.
 
-Private generators of a dataset cannot be restored, nor can draws of persistent workers after their
-first epoch.
+Two random states cannot be restored: generators of a dataset outside its attribute `generator`, and
+generators of persistent workers after their first epoch.
 
 This module never reads a device: CUDA and torch_xla generators have their state on the host. The
-torch_xla generator restarts each step with a new seed, so its state is complete if nothing was
-drawn since the last `torch_xla.sync()`.
+torch_xla generator gets a new seed at each step, so its state is complete if nothing was drawn
+since the last `torch_xla.sync()`.
 """
 
 import random
@@ -34,16 +34,17 @@ _REMEDY: Final = (
 class DataPosition:
     """An endless iterator over epochs of data that records its position.
 
-    `set_epoch` of samplers is called with each epoch's number, from 0.
+    Before each epoch, it passes the epoch's number, from 0, to `set_epoch` of the data, its dataset
+    and its samplers.
 
     Args:
-        data: gives an epoch's batches each time it is iterated. An iterator works until it ends,
-            but its position cannot be saved.
+        data: gives the batches of an epoch each time it is iterated. An iterator works until it
+            ends, but its position cannot be saved.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
         self._data = data
-        self._own: Any = data if _has_state(data) else None
+        self._stateful: Any = data if _has_state(data) else None
         self._batches: Iterator[Any] | None = None
         self._epoch = 0
         self._batch = 0
@@ -73,48 +74,48 @@ class DataPosition:
                 return batch
 
     def close(self) -> None:
-        """Close the epoch's iterator, with its worker processes and files."""
+        """Close and drop the epoch's iterator, which ends its worker processes."""
         batches, self._batches = self._batches, None
         if batches is not self._data and (close := getattr(batches, "close", None)) is not None:
             close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: `batch` batches of epoch `epoch` were returned.
+        """Return the position: the epoch, the number of its returned batches, and the data's state.
 
         Call it in the thread that iterates, between two batches.
 
         Raises:
             ConfigError: the data can be iterated only once.
         """
-        place = {"epoch": self._epoch, "batch": self._batch}
-        if self._own is not None:
-            return place | {"data": self._own.state_dict()}
+        position = {"epoch": self._epoch, "batch": self._batch}
+        if self._stateful is not None:
+            return position | {"data": self._stateful.state_dict()}
         if isinstance(self._data, Iterator):
             raise ConfigError(
                 f"the data is a {type(self._data).__name__}, which can be iterated over only once: "
                 f"its position cannot be saved in a checkpoint; {_REMEDY}, or train without "
                 "checkpoints"
             )
-        return place | {"start": self._start if self._batch else None}
+        return position | {"start": self._start if self._batch else None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a position; call it before requesting the first batch.
+        """Restore a position. Call it before the first batch.
 
-        Changes the state of the global random generators, so set that afterwards.
+        Changes the state of the global random generators. Restore that state afterwards.
 
         Raises:
             ConfigError: the state belongs to other data.
         """
-        if ("data" in state_dict) != (self._own is not None):
+        if ("data" in state_dict) != (self._stateful is not None):
             raise ConfigError(
                 f"the saved position does not fit {type(self._data).__name__}: give the data that "
                 "the checkpoint was made with, or start again in an empty directory"
             )
         self._epoch, self._batch = int(state_dict["epoch"]), int(state_dict["batch"])
-        if self._own is not None:
-            self._own.load_state_dict(state_dict["data"])
+        if self._stateful is not None:
+            self._stateful.load_state_dict(state_dict["data"])
             if self._batch:
-                self._batches = self._begin(None)  # these draws happened before the checkpoint
+                self._batches = self._begin(None)  # its draws precede the checkpoint's random state
         elif self._batch:
             self._batches = self._begin(state_dict["start"])
             for number in range(self._batch):
@@ -126,16 +127,16 @@ class DataPosition:
                     )
 
     def _begin(self, start: dict[str, Any] | None) -> Iterator[Any]:
-        """Begin an epoch, after restoring the random generators if `start` is given."""
+        """Begin an epoch. Before that, restore `start` of the random generators, or record it."""
         parts = _parts(self._data)
         generators = _generators(parts)
         if start is not None:
             if self._epoch and getattr(self._data, "persistent_workers", False):
-                iter(self._data)  # starting workers draws a number; back then they ran already
+                iter(self._data)  # starts workers, which draws a number, before the restore
             set_random_state(start["host"])
             for generator, state in zip(generators, start["own"], strict=True):
                 generator.set_state(state)
-        elif self._own is None:
+        elif self._stateful is None:
             start = {"host": host_random_state(), "own": [g.get_state() for g in generators]}
         self._start = start
         for part in parts:
@@ -158,7 +159,7 @@ def _has_state(data: object) -> bool:
 
 
 def _parts(data: object) -> list[object]:
-    """Return the data and the objects of a DataLoader that determine its order, each once."""
+    """Return the distinct objects that determine the order: the data, its dataset and samplers."""
     batch_sampler = getattr(data, "batch_sampler", None)
     parts = [data, getattr(data, "dataset", None), getattr(data, "sampler", None)]
     parts += [batch_sampler, getattr(batch_sampler, "sampler", None)]
@@ -171,10 +172,10 @@ def _generators(parts: list[object]) -> list[torch.Generator]:
 
 
 def random_state(device: torch.device | str) -> dict[str, Any]:
-    """Return the state of all generators that training may draw from, as plain types.
+    """Return the state of all generators that training may use, as tensors and plain types.
 
-    Covers the host, on torch_xla `device`, and all visible CUDA devices if the process uses any.
-    Call it at the end of a step.
+    They are the host's, those of all visible CUDA devices if the process uses CUDA, and that of
+    `device` if it is a torch_xla device. Call it at the end of a step.
     """
     state = host_random_state()
     device = torch.device(device)
@@ -188,7 +189,7 @@ def random_state(device: torch.device | str) -> dict[str, Any]:
 
 
 def host_random_state() -> dict[str, Any]:
-    """Return the state of the generators of Python, torch and NumPy, which data draws from."""
+    """Return the state of the host's generators of Python, torch and NumPy."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": (version, torch.tensor(words), gauss),
@@ -206,7 +207,7 @@ def host_random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
     """Restore a result of `random_state` or `host_random_state`.
 
-    The torch_xla state goes to `device`, which may have a different number than before.
+    Sets the torch_xla state on `device`, which may have another number than when it was saved.
     """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -219,8 +220,8 @@ def set_random_state(state: Mapping[str, Any], device: torch.device | str = "cpu
         )
     device = torch.device(device)
     if "cuda" in state and torch.cuda.is_available():
-        for number, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(one, number)
+        for number, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(cuda_state, number)
     if "torch_xla" in state and device.type == "xla":
         import torch_xla.core.xla_model as xm
 

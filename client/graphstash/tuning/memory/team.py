@@ -1,25 +1,24 @@
-"""TeamMemory: the team's measurements, and the one schedule that all hosts use for a problem.
+"""TeamMemory: a team's measurements, and the one schedule that all its hosts use for a problem.
 
-Both are `schedule` artifacts. Like all artifacts, they are immutable, verified before use, withheld
-when reported, evicted and explained.
+Both are stored as `schedule` artifacts: immutable, verified before use, withheld when reported.
 
     answer n         the best configurations, best first; jobs run the first one
     measurements n   measurements of one host, published while it searches; at most 64
 
-Finding an answer is one look-up. A lease lets one host of the team search while the others wait,
-and all ranks of a job get the same answer. A search starts with the measurements of all hosts, and
-at the best configurations of the nearest problems.
+A job finds an answer with one look-up. If there is none, a lease lets one host search while the
+others wait. All ranks of a job get the same answer. A search starts with the measurements of all
+hosts, and with the best configurations of the nearest problems.
 
-Artifacts are never overwritten. A host on which an answer no longer works asks for the answer with
-the next number, which another host may have published already.
+Artifacts are never overwritten. If an answer stops working on a host, the host requests the answer
+with the next number, which another host may have published already.
 
-The searching host has measured its answer itself, and other hosts accept the answer only if it is
-in their own space. The search is repeated with this host's measurements alone if a peer's costs are
-far from those measured here, or if nothing works outside of the failures that peers report.
+The searching host has measured its answer itself. Other hosts accept an answer only if it is in
+their own space. A search skips configurations that peers have measured. It is repeated without
+peers' measurements if a peer's cost is far from the cost here, or if nothing works here.
 
-Two limits remain. If a peer reports fast configurations as slow, or as failing while others work,
-no host tries them. And a host that may publish an answer decides what the others run within their
-space.
+Two limits remain. If a peer reports fast configurations as slow, or as failing although other
+configurations work, no host tries them. A host that may publish an answer chooses what the others
+run within their space.
 """
 
 import json
@@ -57,49 +56,47 @@ __all__ = ["Fit", "Measure", "Schedule", "Search", "TeamMemory", "Tune"]
 _log = logging.getLogger("graphstash")
 
 _MAX_ANSWERS: Final = 8
-"""Number of answers to a problem: each one replaces one that no longer works."""
+"""Maximum answers to a problem: each replaces an answer that no longer works."""
 
 _MAX_BATCHES: Final = 64
-"""Number of measurement artifacts of one problem; a search downloads all of them."""
+"""Maximum measurement artifacts of a problem. A search downloads all of them."""
 
 _BATCH_COUNT: Final = 64
 _BATCH_SECONDS: Final = 10.0
-"""Publish after this many measurements, or this long, because a search may be killed. Each further
-artifact is larger and later, so that they last for a search of hours."""
+"""Publish the first artifact after this many measurements or seconds: a search may be killed. Later
+artifacts wait for more, so that `_MAX_BATCHES` suffice for hours."""
 
 _STEP: Final = 8
-"""Number of consecutive artifacts with the same number of measurements."""
+"""After this many artifacts, the number of measurements per artifact increases."""
 
 _MAX_BEST: Final = 8
-"""Configurations in an answer: one to run, and starting points for other searches."""
+"""Maximum configurations in an answer: one to run, and starting points for other searches."""
 
 _MAX_CLAIMS: Final = 32
-"""Most configurations that are tried here only because other hosts measured them."""
+"""Maximum configurations that a host measures only because peers report them as fast."""
 
 _MAX_HOSTS: Final = 64
-"""Most host names in an answer."""
+"""Maximum host names in an answer."""
 
 _MAX_FINALISTS: Final = 4
 _FINAL_ROUNDS: Final = 3
-_LEAST_SPREAD: Final = 0.01
-"""Costs that differ by less than this share of the best cost are measured again. Hosts and clocks
-differ by more."""
+_MIN_SPREAD: Final = 0.01
+"""Costs within this share of the best cost count as equal and are measured again."""
 
-_FAR: Final = 4.0
-"""Largest credible ratio between the costs of a configuration on equal hosts under any load."""
+_MAX_COST_RATIO: Final = 4.0
+"""Maximum credible ratio of a configuration's costs on equal hosts, under any load."""
 
 _MAX_NEIGHBOURS: Final = 3
 _MAX_LISTED: Final = 500
 _NO_ANSWER: Final = b"{}"
-"""The leader sends this to the other ranks when a stored answer is unusable."""
+"""The leader sends this to the other ranks if the stored answer is unusable."""
 
 Measure: TypeAlias = Callable[[Configuration], Finding]
-"""Measures a configuration again."""
+"""Measures one configuration on this host."""
 
 Fit: TypeAlias = Callable[[Mapping[str, Value]], Configuration]
-"""Returns the configuration of this space that resembles one of another shape, or raises
-`ValueError`. Its input comes from other hosts: any error, or a result outside the space, gives no
-hint."""
+"""Maps a configuration of a similar problem to this space, or raises `ValueError`. The input comes
+from other hosts. An error, or a result outside the space, gives no hint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +104,8 @@ class Schedule:
     """The schedule to run.
 
     Attributes:
-        best: the measurements of the best configurations, best first.
-        key: key of the artifact; None if the cache was not used.
+        best: measurements of the best configurations, best first.
+        key: key of the artifact; None without a cache, or if all its answers were rejected.
         was_searched: whether this process has searched for the schedule.
     """
 
@@ -118,7 +115,7 @@ class Schedule:
 
     @property
     def configuration(self) -> Configuration:
-        """The configuration to run."""
+        """The best configuration."""
         return self.best[0].configuration
 
 
@@ -126,10 +123,9 @@ class Search(NamedTuple):
     """The input of a search by this process.
 
     Attributes:
-        known: measurements of all hosts, by configuration. A searcher learns from them and does not
-            measure them again.
-        hints: starting points: the best configurations of the nearest problems, the nearest first.
-        publish: takes a measurement as soon as it is made; never raises or waits.
+        known: measurements of all hosts, by configuration, which the search need not repeat.
+        hints: starting points: the best configurations of the nearest problems, nearest first.
+        publish: call it with each new measurement; it never raises or waits.
     """
 
     known: dict[Configuration, Finding]
@@ -142,12 +138,12 @@ Tune: TypeAlias = Callable[[Search], None]
 
 
 class TeamMemory:
-    """Finds the team's schedules, or starts a search; one per process, for many threads.
+    """Finds the team's schedules, or searches for them; one per process. Thread-safe.
 
     Args:
         cache: finds and publishes artifacts.
-        ranks: returns the store of the ranks that all run the kernel; None for a single process.
-        batch_count: measurements in one artifact, at most 512.
+        ranks: returns the store of the ranks that run the kernel; None for a single process.
+        batch_count: measurements in the first artifact, at most 512.
     """
 
     def __init__(
@@ -174,24 +170,24 @@ class TeamMemory:
         confirm: Measure | None = None,
         fit: Fit | None = None,
     ) -> Schedule | None:
-        """Return the whole team's schedule for a problem; search for one if there is none.
+        """Return the team's schedule for a problem, or search for one if there is none.
 
-        Cache errors are counted and never raised; the search then starts without data and stays on
-        this host.
+        Cache errors are counted and never raised. Without the cache, the search starts without
+        data, and its result stays on this host.
 
         Args:
             problem: what is tuned.
-            space: the allowed configurations; no other is ever returned.
-            tune: searches. Its exceptions propagate, and then the next host may search. Called
-                again, without the measurements of other hosts, if those do not hold here.
-            measure: called for finalists with nearly equal costs, and for configurations that only
-                other hosts measured.
-            confirm: measures the best configuration in a new process before publication. One that
-                fails is not the answer. Default: no confirmation.
-            fit: see `Fit`. Default: accepts configurations of the space itself.
+            space: the allowed configurations; the schedule is always in it.
+            tune: searches. After an exception, which propagates, the next host may search. Called a
+                second time, without peers' measurements, if these do not hold here.
+            measure: measures finalists with nearly equal costs, and configurations that only other
+                hosts measured.
+            confirm: measures the best configuration in a new process before publication. If it
+                fails, the next best is confirmed. Default: no confirmation.
+            fit: see `Fit`. Default: accepts configurations of the space.
 
         Returns:
-            None if nothing works.
+            None if no configuration works.
         """
         best_of = partial(_best, measure=measure, confirm=confirm)
         for number in range(_MAX_ANSWERS):
@@ -204,7 +200,7 @@ class TeamMemory:
                     return Schedule(best, request.key, was_searched=False)
                 continue
             if found.compilation is not None and not found.compilation.is_wanted:
-                found.compilation.abandon()  # the stored answer does not verify: try the next
+                found.compilation.abandon()  # the stored answer does not verify
                 self._turns.announce(found, _NO_ANSWER)
                 continue
             return self._search(found, request.key, problem, space, tune, best_of=best_of, fit=fit)
@@ -215,14 +211,15 @@ class TeamMemory:
         return self._search(alone, None, problem, space, tune, best_of=best_of, fit=fit)
 
     def find(self, problem: Problem, space: SearchSpace) -> Schedule | None:
-        """Return an existing schedule without waiting or searching; it does not count as a hit.
+        """Return an existing schedule without waiting for a search; it does not count as a hit.
 
         Args:
             problem: what is tuned.
-            space: the allowed configurations; no other is ever returned.
+            space: the allowed configurations; the schedule is always in it.
 
         Returns:
-            None if there is none, and always for ranks of a job, which agree in `schedule`.
+            None if there is no usable schedule. Always None in a job of several ranks, which must
+            agree in `schedule`.
         """
         try:
             if self._ranks() is not None:
@@ -241,11 +238,11 @@ class TeamMemory:
         return None
 
     def reject(self, schedule: Schedule, failure: str) -> None:
-        """Count a schedule that does not work here; the next answer is then found or searched.
+        """Count a schedule that does not work here, so that `schedule` uses the next answer.
 
         Args:
             schedule: a result of `schedule`.
-            failure: description of the failure, for people.
+            failure: description of the failure, for logs.
         """
         if schedule.key is not None:
             with self._lock:
@@ -290,7 +287,7 @@ class TeamMemory:
             best = best_of(journal, known)
             if _is_misled(best, _own(journal), known):
                 _log.warning(
-                    "%s: what others have measured does not hold here: it is searched without",
+                    "%s: other hosts' measurements do not hold here; searching without them",
                     problem.label,
                 )
                 tune(Search(_own(journal), hints, journal.add))
@@ -306,7 +303,7 @@ class TeamMemory:
             return None
         if turn.compilation is not None:
             turn.compilation.publish_bytes(payload, compile_seconds=monotonic() - started)
-            cache = self._cache  # other hosts search by label, so send it now
+            cache = self._cache  # other hosts find the answer by its label, so send it now
             cache.publisher.submit(lambda: cache.log.tell(cache.stash.server))
         return Schedule(best, key, was_searched=True)
 
@@ -359,7 +356,7 @@ class TeamMemory:
 
 
 class _Journal:
-    """The measurements of one problem: stored ones, and those that this process adds."""
+    """Reads the stored measurements of one problem, and publishes those of this process."""
 
     def __init__(
         self, cache: CompileCache, problem: Problem, space: SearchSpace, *, batch_count: int
@@ -412,7 +409,7 @@ class _Journal:
             )
 
     def _stored(self) -> Collection[ArtifactKey]:
-        """Return the existing artifacts, on this host or in a namespace that this job reads."""
+        """Return keys of the artifacts on this host or in a namespace that this job reads."""
         keys = [each.key for each in self._requests]
         found = {key for key in keys if self._cache.is_on_this_host(key)}
         server = self._cache.stash.server
@@ -449,7 +446,7 @@ class _Journal:
             if outcome is PackOutcome.FAILED:
                 self._next -= 1
             else:
-                with suppress(CacheError):  # it is stored; only its description is missing
+                with suppress(CacheError):  # the artifact is stored without a description
                     name = described(request.key, request.label, request.parts)
                     self._cache.stash.server.describe([name])
             return
@@ -468,11 +465,11 @@ def _best(
     measure: Measure,
     confirm: Measure | None,
 ) -> tuple[Finding, ...]:
-    """Return the best configurations on this host, best first.
+    """Return this host's measurements of the best configurations, best first.
 
-    Other hosts' claims are not trusted: configurations that they report as fast are measured here,
-    until one found here is faster than every remaining claim. Nearly equal costs are measured
-    again, interleaved. The best configuration must be confirmed.
+    Peers' costs are not trusted: in the order of these costs, measure the configurations here until
+    the best cost here is below the next one. Then measure nearly equal configurations again, in
+    turn, and confirm the best configuration.
     """
     for claim in _ranked(known)[:_MAX_CLAIMS]:
         own = _own(journal)
@@ -481,9 +478,9 @@ def _best(
         if (here := _ranked(own)) and _cost(here[0]) < _cost(claim):
             break
         journal.add(measure(claim.configuration))
-    near = _near(_ranked(_own(journal)))
-    for _ in range(_FINAL_ROUNDS if len(near) > 1 else 0):
-        for each in near:
+    finalists = _finalists(_ranked(_own(journal)))
+    for _ in range(_FINAL_ROUNDS if len(finalists) > 1 else 0):
+        for each in finalists:
             journal.add(measure(each.configuration))
     confirmed: set[Configuration] = set()
     while confirm and (best := _ranked(_own(journal))) and best[0].configuration not in confirmed:
@@ -497,29 +494,33 @@ def _is_misled(
     own: Mapping[Configuration, Finding],
     known: Mapping[Configuration, Finding],
 ) -> bool:
-    """Return whether peers misled this search: nothing left to try works, or costs are far off."""
+    """Return whether to repeat a search that skipped configurations because of peers' measurements.
+
+    True if nothing works here, or if a cost here is far from the peers' cost.
+    """
     if not known.keys() - own.keys():
         return False
     pairs = [(_cost(own[key]), _cost(known[key])) for key in own.keys() & known.keys()]
     return not best or any(
-        max(here, there) > _FAR * min(here, there)
+        max(here, there) > _MAX_COST_RATIO * min(here, there)
         for here, there in pairs
         if here < math.inf and there < math.inf
     )
 
 
-def _near(ranked: Sequence[Finding]) -> Sequence[Finding]:
-    """Return the configurations whose cost is indistinguishable from the best."""
+def _finalists(ranked: Sequence[Finding]) -> Sequence[Finding]:
+    """Return the configurations whose cost is indistinguishable from the best cost."""
     if not ranked:
         return ()
-    limit = _cost(ranked[0]) + max(ranked[0].spread, _LEAST_SPREAD * _cost(ranked[0]))
+    limit = _cost(ranked[0]) + max(ranked[0].spread, _MIN_SPREAD * _cost(ranked[0]))
     return [each for each in ranked if _cost(each) <= limit][:_MAX_FINALISTS]
 
 
 def _own(journal: _Journal) -> dict[Configuration, Finding]:
-    """Return this host's measurements, merged; the last decides whether a configuration works.
+    """Return this host's measurements, merged by configuration.
 
-    The first may have been made in a process that earlier trials had changed.
+    A configuration whose last measurement failed has failed: earlier trials may have changed the
+    process of its first measurement.
     """
     last = {each.configuration: each for each in journal.own}
     failed = {key: each for key, each in last.items() if each.cost is None}
@@ -541,9 +542,9 @@ def _answer(
     problem: Problem,
     space: SearchSpace,
 ) -> bytes:
-    """Return the answer to publish, with as many of the best as fit into an artifact.
+    """Return the answer to publish, with as many configurations as fit into an artifact.
 
-    Only the measurements are used by hosts; the other fields are for people.
+    Hosts use only `measurements`; the other fields are for display.
     """
     hosts = {_this_host()}.union(*(each.hosts for each in known.values()))
     answer = _encoded(
@@ -561,11 +562,11 @@ def _answer(
 
 
 def _this_host() -> str:
-    """Return `user@host`: a holder's name without its process."""
+    """Return `user@host`: the lease holder's name without the process ID."""
     return holder_name().rpartition(":")[0]
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:
-    # A searcher may use numpy's numbers.
+    # `default` converts numpy numbers, which a searcher may use.
     plain = json.dumps(record, sort_keys=True, allow_nan=False, default=lambda each: each.item())
     return plain.encode()

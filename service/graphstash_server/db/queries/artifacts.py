@@ -1,4 +1,4 @@
-"""Statements on `artifacts`. `queries.eviction` chooses artifacts to evict."""
+"""Statements on `artifacts`. Those that choose artifacts to evict are in `queries.eviction`."""
 
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
@@ -75,7 +75,7 @@ __all__ = [
     "withhold_artifact",
 ]
 
-_CHOSEN = select(*KEYED_ARTIFACT_COLUMNS)
+_SELECT = select(*KEYED_ARTIFACT_COLUMNS)
 _ENTRY = artifacts.alias("entry")
 _IS_SAME_ROW = text(
     " AND ".join(
@@ -87,11 +87,12 @@ _IS_SAME_ROW = text(
 def _where_indexed(
     dialect: str, columns: Sequence[ColumnElement[Any]], wanted: Callable[[FromClause], Any]
 ) -> Select[Any]:
-    """Select rows by the primary key, which they really have.
+    """Select rows by their primary key.
 
-    SQLite takes the key from the index and the rest from the row, and compares neither. In the copy
-    of a file that was being written, an index entry can lead to the row of another artifact. So the
-    row's own key is compared with the index (`+` keeps SQLite from using the index twice).
+    SQLite reads key columns from the index, the other columns from the row, and does not compare
+    the two. In a database file that was copied during a write, an index entry can refer to another
+    artifact's row. So the statement compares the row's key with the index. The `+` prevents SQLite
+    from using the index for this comparison.
     """
     if dialect != "sqlite":
         return select(*columns).where(wanted(artifacts))
@@ -108,11 +109,11 @@ _FIND_ONE = Prepared(
     finds_one=True,
 )
 _SERVED, _WITHHELD, _LIST_END = 0, 1, 2
-"""What a row of `_FIND_MANY` is: an artifact, or the end of the list of withdrawals."""
+"""Kinds of rows of `_FIND_MANY`: served artifact, withheld artifact, end of the withdrawal list."""
 
 
 def _find_many(dialect: str) -> CompoundSelect[Any]:
-    """Find artifacts and the end of the namespace's list, as of one moment."""
+    """Find artifacts and the end of the namespace's withdrawal list, in one snapshot."""
     nothing = literal_column("''", String)
     columns = (
         artifacts.c.kind,
@@ -146,7 +147,7 @@ def _find_many(dialect: str) -> CompoundSelect[Any]:
 
 _FIND_MANY = Prepared(_find_many)
 
-_NEW = (
+_NEW_COLUMNS = (
     "sha256",
     "size_bytes",
     "metadata_header",
@@ -161,7 +162,7 @@ _NEW = (
 _INSERT = Prepared(
     lambda dialect: (
         insert_in(dialect, artifacts)
-        .values(new_values(artifacts, (*KEY_COLUMNS, *_NEW)))
+        .values(new_values(artifacts, (*KEY_COLUMNS, *_NEW_COLUMNS)))
         .on_conflict_do_nothing()
     )
 )
@@ -174,15 +175,19 @@ _REPLACE = Prepared(
             artifacts.c.metadata_header == bindparam("old_metadata_header"),
             artifacts.c.withheld_at.is_(None),
         )
-        .values(new_values(artifacts, _NEW))
+        .values(new_values(artifacts, _NEW_COLUMNS))
     )
 )
 
 
 class FoundArtifacts(NamedTuple):
-    """The result of a look-up. `artifacts` may be served, and `withheld` may not. `unprotected` are
-    the served artifacts that no earlier look-up protects for long enough. The result shows every
-    withdrawal up to `newest_withdrawal`.
+    """The result of a look-up. It includes every withdrawal up to `newest_withdrawal`.
+
+    Attributes:
+        artifacts: artifacts that may be served.
+        unprotected: those of them that no earlier look-up protects for long enough.
+        withheld: artifacts that must not be served.
+        newest_withdrawal: end of the namespace's withdrawal list.
     """
 
     artifacts: dict[StoredKey, FoundArtifact]
@@ -192,21 +197,21 @@ class FoundArtifacts(NamedTuple):
 
 
 async def find_artifact(source: Source, key: StoredKey) -> Artifact | None:
-    """Return an artifact that may be served, or None. A withheld artifact counts as absent."""
+    """Return an artifact, or None if it is absent or withheld."""
     found = await _FIND_ONE.fetch_one(source, key_parameters(key))
     return artifact_of(found, key) if found is not None else None
 
 
 def find_artifact_now(database: Database, key: StoredKey) -> Sequence[Artifact] | None:
-    """Return one row or none like `find_artifact`, but without waiting (see `Database.fetch_now`).
-    Return None if that is impossible.
+    """Return what `find_artifact` would return, as a list of at most one, without waiting. Return
+    None if that requires a wait, see `Database.fetch_now`.
     """
     found = database.fetch_now(_FIND_ONE, key_parameters(key))
     return None if found is None else [artifact_of(row, key) for row in found]
 
 
 async def find_stored(source: Source, key: StoredKey) -> Artifact | None:
-    """Return an artifact, withheld or not, or None if it is absent."""
+    """Return an artifact, even if it is withheld, or None if it is absent."""
     found = await _FIND_STORED.fetch_one(source, key_parameters(key))
     return artifact_of(found, key) if found is not None else None
 
@@ -214,8 +219,8 @@ async def find_stored(source: Source, key: StoredKey) -> Artifact | None:
 async def find_artifacts(
     source: Source, namespace: Namespace, keys: Collection[StoredKey], *, until: datetime
 ) -> FoundArtifacts:
-    """Look up many artifacts of one namespace in one statement. `until` is the time until which
-    each found artifact should be protected from eviction.
+    """Look up artifacts of one namespace in one statement. `until` is the time until which an
+    artifact must be protected from eviction, or it counts as unprotected.
     """
     wanted = {(key.kind._value_, key.device_type, key.fingerprint): key for key in keys}
     rows = await _FIND_MANY.fetch(
@@ -247,7 +252,7 @@ async def list_stored_rows(
 ) -> list[Artifact]:
     """Return a page of a namespace's artifacts in key order, including withheld ones."""
     columns = [artifacts.c[name] for name in KEY_COLUMNS]
-    statement = _CHOSEN.where(artifacts.c.namespace == namespace, artifacts.c.kind.in_(KNOWN_KINDS))
+    statement = _SELECT.where(artifacts.c.namespace == namespace, artifacts.c.kind.in_(KNOWN_KINDS))
     if after is not None:
         statement = statement.where(tuple_(*columns) > after.columns)
     return await _rows_of(connection, statement.order_by(*columns).limit(limit))
@@ -256,7 +261,7 @@ async def list_stored_rows(
 async def list_digests(
     connection: AsyncConnection, *, after_sha256: str, until_sha256: str | None, limit: int
 ) -> list[Digest]:
-    """Return a page of the artifacts' digests in the order of their SHA-256. It begins after
+    """Return a page of the artifacts' digests, ordered by SHA-256. The page begins after
     `after_sha256` (empty for the first page) and ends at `until_sha256`, inclusive.
     """
     wanted: ColumnElement[bool] = artifacts.c.sha256 > after_sha256
@@ -275,8 +280,8 @@ async def list_digests(
 async def list_artifacts_of(
     connection: AsyncConnection, digests: Sequence[Digest]
 ) -> list[Artifact]:
-    """Return the artifacts that have one of these blobs."""
-    statement = _CHOSEN.where(
+    """Return the artifacts of all namespaces that have one of these blobs."""
+    statement = _SELECT.where(
         artifacts.c.sha256.in_([digest.sha256 for digest in digests]),
         artifacts.c.kind.in_(KNOWN_KINDS),
     )
@@ -297,8 +302,8 @@ async def insert_artifact(connection: Connection, new: Artifact) -> bool:
 
 
 async def replace_artifact(connection: Connection, new: Artifact, *, replaces: Artifact) -> bool:
-    """Replace the blob of an artifact that still equals `replaces`, and keep its pin. Return False
-    if that artifact is gone or withheld.
+    """Replace an artifact, but keep its pin. Return False if the stored artifact is not `replaces`
+    or is withheld.
     """
     given = {
         **key_parameters(new.key),
@@ -319,12 +324,12 @@ async def delete_artifacts(
     """
     given = keys_parameters([row.key for row in rows])
     found = {tuple(each) for each in await _LOCK_ROWS.fetch(connection, given)}
-    gone = [
+    unchanged = [
         row
         for row in rows
         if (*row.key.columns[1:], row.digest.sha256, row.digest.size_bytes, row.created_at) in found
     ]
-    return gone, await delete_rows(connection, [row.key for row in gone])
+    return unchanged, await delete_rows(connection, [row.key for row in unchanged])
 
 
 _IDENTITY = ("sha256", "size_bytes", "created_at")
@@ -339,7 +344,7 @@ _LOCK_ROWS = Prepared(
 
 
 async def delete_rows(connection: AsyncConnection, keys: Sequence[StoredKey]) -> int:
-    """Remove rows of one namespace, which the transaction has locked. Return the bytes that their
+    """Remove rows of one namespace that the transaction has locked. Return the bytes that their
     metadata counted against limits.
     """
     if not keys:
@@ -354,14 +359,14 @@ _DELETE_ROWS = Prepared(
 
 
 async def find_used(connection: AsyncConnection, digests: Sequence[Digest]) -> set[str]:
-    """Return the SHA-256 of the blobs that an artifact of any namespace has."""
+    """Return the SHA-256s of those blobs that artifacts of any namespace use."""
     blobs = [digest.sha256 for digest in digests]
     statement = select(artifacts.c.sha256).where(artifacts.c.sha256.in_(blobs)).distinct()
     return set((await connection.scalars(statement)).all())
 
 
 def _values(new: Artifact) -> dict[str, Any]:
-    """Return the columns of a newly stored artifact without its key."""
+    """Return the values of `_NEW_COLUMNS`."""
     worth = density(compile_seconds=new.compile_seconds, size_bytes=new.digest.size_bytes)
     values = {
         "sha256": new.digest.sha256,
@@ -369,20 +374,20 @@ def _values(new: Artifact) -> dict[str, Any]:
         "density": worth,
         "eviction_rank": worth + aged(new.last_used_at),
     }
-    return values | {name: getattr(new, name) for name in _NEW if name not in values}
+    return values | {name: getattr(new, name) for name in _NEW_COLUMNS if name not in values}
 
 
 async def pin_artifacts(
     connection: AsyncConnection, keys: Sequence[StoredKey], *, until: datetime
 ) -> None:
-    """Protect artifacts of one namespace from eviction at least until a time."""
+    """Protect artifacts of one namespace from eviction until a time or longer."""
     await _protect(connection, keys, "pinned_until", until)
 
 
 async def note_look_up(
     connection: AsyncConnection, keys: Sequence[StoredKey], *, until: datetime
 ) -> None:
-    """Protect artifacts like `pin_artifacts`, unless an upload needs their room."""
+    """Protect artifacts like `pin_artifacts`, but let uploads that need room evict them."""
     await _protect(connection, keys, "looked_up_until", until)
 
 
@@ -401,7 +406,7 @@ async def _protect(
 
 
 async def unpin_artifacts(connection: AsyncConnection, keys: Sequence[StoredKey]) -> None:
-    """Allow the eviction of artifacts of one namespace again."""
+    """Remove the pins of artifacts of one namespace."""
     for part in in_parts(sorted(key.fingerprint for key in keys)):
         chosen = and_(artifacts.c.namespace == keys[0].namespace, artifacts.c.fingerprint.in_(part))
         await _lock_rows(connection, chosen)
@@ -411,7 +416,7 @@ async def unpin_artifacts(connection: AsyncConnection, keys: Sequence[StoredKey]
 async def touch_artifacts(
     connection: Connection, used: Sequence[tuple[StoredKey, int, datetime]]
 ) -> None:
-    """Add hits and set the last use of many artifacts, given in key order."""
+    """Add hits and set the last use of artifacts. `used` must be in key order, see `_lock_rows`."""
     await _TOUCH.execute_all(
         connection,
         [
@@ -463,10 +468,10 @@ async def release_artifact(connection: AsyncConnection, key: StoredKey) -> Diges
 
 
 async def _lock_rows(connection: AsyncConnection, chosen: ColumnElement[bool]) -> None:
-    """Lock rows in key order, as every transaction does.
+    """Lock rows in key order, as every transaction must.
 
-    An UPDATE locks rows in any order, so two of them could deadlock. SQLite needs no row locks,
-    because a transaction locks the whole database.
+    An UPDATE locks its rows in any order, so two of them could deadlock. SQLite locks the whole
+    database instead of rows.
     """
     if connection.dialect.name == "postgresql":
         await connection.execute(
