@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,13 +16,15 @@ import pytest
 from alembic import command
 
 from graphstash_schema.own_files import own_socket_path
+from graphstash_server import file_locks
 from graphstash_server.__main__ import _check_reach
 from graphstash_server.clock import system_clock
 from graphstash_server.context import open_context, prepare_database
 from graphstash_server.db import migrate as migration
-from graphstash_server.db.migrate import alembic_config
+from graphstash_server.db.migrate import alembic_config, migrate
 from graphstash_server.errors import StartError
 from graphstash_server.settings import load_settings
+from graphstash_server.storage.disk import ServerLock
 from graphstash_server.testing import LiveServer
 from support.database_sessions import connected, eventually
 from support.ports import reserved_port
@@ -287,3 +290,21 @@ def test_server_whose_first_workers_are_killed_again_and_again_ends(start):
 
     assert str(failure.value).count("was killed by SIGKILL") == 5
     assert "was killed by SIGKILL: the server cannot start" in str(failure.value)
+
+
+def test_start_does_not_wait_for_ever_for_a_suspended_process(tmp_path, monkeypatch, caplog):
+    suspended, waiting = (ServerLock(tmp_path / "server.lock") for _ in range(2))
+    assert (suspended.was_alone, waiting.was_alone) == (True, False)
+    monkeypatch.setattr(file_locks, "_WAIT_SECONDS", 0)
+    with pytest.raises(StartError, match=r"server\.lock.*may be suspended"):
+        waiting.share()
+    with pytest.raises(StartError, match=r"server\.lock.*may be suspended"):
+        migrate(f"sqlite+aiosqlite:///{tmp_path / 'db'}", lock_path=tmp_path / "server.lock")
+    waits = f"another process starts or migrates: waiting for {tmp_path / 'server.lock'}"
+    assert caplog.messages == [waits] * 2
+    monkeypatch.setattr(file_locks, "_WAIT_SECONDS", 60)
+    threading.Timer(0.2, suspended.share).start()
+    waiting.share()
+    assert caplog.messages == [waits] * 3
+    for lock in (suspended, waiting):
+        lock.close()

@@ -21,6 +21,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from graphstash_server.db.corruption import advice_for, corruption_in
 from graphstash_server.db.engine import make_engine
 from graphstash_server.errors import StartError
+from graphstash_server.file_locks import wait_for_lock
 
 __all__ = [
     "LOCK_SECONDS",
@@ -172,7 +173,7 @@ def _scripts() -> Path:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        wait_for_lock(file.fileno(), fcntl.LOCK_EX, path=path)
         yield
 
 

@@ -21,8 +21,8 @@ _MAX_BUCKETS: Final = 4096
 """Maximum number of buckets. Dropping the least recently used one forgets at most what it gave
 out."""
 
-_TRIES: Final = 1000
-"""How often a worker tries the lock, in about 2 ms."""
+_LOCK_SECONDS: Final = 0.002
+"""How long a worker tries the lock. Its event loop stands still meanwhile."""
 
 _NAME_BYTES: Final = 16
 _REST, _SINCE, _COUNT = (each * _MAX_BUCKETS for each in (_NAME_BYTES, 24, 32))
@@ -70,12 +70,14 @@ class Buckets:
         return taken, rest - taken
 
     def _is_locked(self) -> bool:
-        for _ in range(_TRIES):
+        until = time.monotonic() + _LOCK_SECONDS
+        while True:
             with suppress(BlockingIOError, PermissionError):  # POSIX allows both errors
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
+            if time.monotonic() > until:
+                return False
             os.sched_yield()
-        return False
 
     def _bucket(self, name: str, *, most: float, now: float) -> int:
         """Return the number of a name's bucket, which is a new full one for a new name."""

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from graphstash_schema import Digest, ErrorCode, InvalidValueError
 from graphstash_server.errors import NoSpaceError, ServerError
+from graphstash_server.file_locks import wait_for_lock
 from graphstash_server.storage.base import BlobReader, BlobStore
 from graphstash_server.storage.files import FileReader, open_cached, open_file, read_cached
 from graphstash_server.storage.upload import (
@@ -206,6 +207,7 @@ class ServerLock:
         Raises:
             OSError: the file cannot be created.
         """
+        self._path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -214,8 +216,12 @@ class ServerLock:
             self.was_alone = False
 
     def share(self) -> None:
-        """Change to a shared lock, so that other servers can start. Waits for a starting server."""
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        """Change to a shared lock, so that other servers can start. Waits for a starting server.
+
+        Raises:
+            StartError: that server does not finish its start within ten minutes.
+        """
+        wait_for_lock(self._fd, fcntl.LOCK_SH, path=self._path)
 
     def close(self) -> None:
         """Release the lock."""
