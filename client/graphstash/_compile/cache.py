@@ -136,9 +136,8 @@ class CompileCache:
         self._upload_waits = WaitBudget(stash.config.wait_seconds)  # of background threads
         self.log = MissLog()
         self.limit: CompileLimit | None = None
-        # Threads share these without a lock. Changes of the set and the dictionary are atomic. Two
-        # concurrent `_hold` calls can drop a lease from the list, so that `abandon_all` does not
-        # wait for the release of that lease.
+        # Threads change the set and the dictionary without a lock, which is atomic. Two concurrent
+        # `_hold` calls can drop a lease from the list: then `abandon_all` does not wait for it.
         self._open: set[InFlightCompile] = set()
         self._leases: list[HeldLease] = []
         self._used: dict[ArtifactKey, None] = {}
@@ -450,12 +449,8 @@ class CompileCache:
     def _when_free(self, call: Callable[[], _T], *, budget: WaitBudget | None = None) -> _T:
         """Call the server, and retry while all its connections are in use.
 
-        Args:
-            call: Makes the call.
-            budget: Budget of the wait. Default: `waits`.
-
         Raises:
-            BusyError: The budget is spent, or the server is busy for another reason.
+            BusyError: The budget (default: `waits`) is spent, or the server is busy otherwise.
             CacheError: The call failed.
         """
         with (budget or self.waits).wait() as wait:
@@ -533,13 +528,7 @@ class CompileCache:
     def _wait_or_start(
         self, key: ArtifactKey, destination: Destination
     ) -> tuple[bool, HeldLease | None]:
-        """Fetch the artifact to `destination` (True), or return the lease to compile it, if any.
-
-        Waits while another job holds the lease.
-
-        Raises:
-            CacheError: `WAIT_BUDGET` if this process must not wait any longer.
-        """
+        """Wait for the artifact. Return True if it is at `destination`, else a lease if granted."""
         is_awaited = any(each.is_awaited for each in tuple(self._open))
         started = monotonic()
         empty_replies = 0

@@ -92,10 +92,7 @@ class Packs:
         self._timer: threading.Timer | None = None
 
     def get(self, key: ArtifactKey) -> bytes | None:
-        """Return the payload, or None.
-
-        After None, the caller must look up the program's own artifact if `is_alone`, else compile.
-        """
+        """Return the payload. None: look up the program's artifact if `is_alone`, else compile."""
         began = monotonic()
         if began - self._read_at > RECHECK_SECONDS or self._cache.withdrawals != self._withdrawals:
             self._forget_fetched()
@@ -181,8 +178,8 @@ class Packs:
             unsent, self._unsent = self._unsent, {}
             pending = unsent | pending
             for attempt in range(_MAX_CONFLICTS):
-                # The first attempt with unsent entries must not read the chain: this host has a
-                # copy of the pack that failed, which would count as published.
+                # A failed upload of unsent entries left a copy of their pack on this host. Reading
+                # the chain first would count that copy as published.
                 if attempt or not unsent:
                     self._read_chain()  # other jobs may have published the pending programs
                 entries = {key: pending[key] for key in pending if key not in self._packed}

@@ -88,13 +88,10 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class EnvironmentStates:
-    """History of the variables that a compiler reads.
+    """History of the variables that a compiler reads, except the parts in `without`.
 
     Compilers read some variables when they start, and others at the first program that needs them.
     A compilation can therefore depend on an earlier state, so a key contains all states.
-
-    Args:
-        without: names of parts to omit.
     """
 
     def __init__(self, *, without: Collection[str] = ()) -> None:
@@ -104,8 +101,7 @@ class EnvironmentStates:
     def observe(self, *, has_started: bool = True) -> None:
         """Add the current state if it differs from the last one.
 
-        Args:
-            has_started: whether the compiler has read its start-up variables.
+        `has_started`: whether the compiler has read its start-up variables.
         """
         state = {
             name: value
@@ -132,8 +128,7 @@ class EnvironmentStates:
 def sample_of(library: Path) -> str:
     """Return the size of a file and a hash of its first and last MiB, to distinguish builds.
 
-    These contain the build ID, symbols and tables. Reading a whole library of hundreds of megabytes
-    would take too long.
+    They contain the build ID, symbols and tables. Reading hundreds of MiB would take too long.
 
     Raises:
         OSError: the file cannot be read.

@@ -81,10 +81,7 @@ class _ExecutingSpec(ModuleSpec):
 
 
 class _FirstPackage:
-    """Finder that calls the action at the first package, and then lets other finders search.
-
-    The action may add finders.
-    """
+    """Finder that calls the action, which may add finders, before others find the first package."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action

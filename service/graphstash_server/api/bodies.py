@@ -41,11 +41,8 @@ async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator
     """Yield the body as it arrives.
 
     The limits count only the time that this function waits for bytes, not the time to store them.
-
-    Args:
-        request: request with the body.
-        idle_seconds: longest wait for the next byte. Also the grace period before the minimum rate
-            applies.
+    `idle_seconds` limits the wait for the next byte. The minimum average rate applies after the
+    same time.
 
     Raises:
         ServerError: 408 if no bytes or too few arrive in time, 400 if the connection ends early.
@@ -94,12 +91,8 @@ async def read_model(
     The parser builds all values and errors of a body before it fails. That takes a thousand times
     as long as reading the body. So `max_keys` is checked before parsing.
 
-    Args:
-        call: call whose body is read.
-        model: model of the body.
-        max_keys: maximum number of keys, if the body is a list of keys.
-        max_bytes: maximum size of any other body.
-        way_out: part of the error message: the limit on keys, and what to do instead.
+    `max_keys` limits a list of keys, and `max_bytes` any other body. `way_out` completes the error
+    message about too many keys.
 
     Raises:
         ServerError: 413, 408 or 400, and the errors of `Call.reauthorize`.

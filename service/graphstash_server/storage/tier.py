@@ -235,9 +235,7 @@ class TieredBlobStore(BlobStore):
             self._log_error(error)
 
     async def _is_damaged(self, digest: Digest) -> bool:
-        """Return whether the back stores wrong bytes. Checks only after a fill received such bytes,
-        once for concurrent callers.
-        """
+        """Return whether the back stores wrong bytes. Check once, and only after a bad fill."""
         sha256 = digest.sha256
         if sha256 in self._damaged:
             if time.monotonic() - self._damaged[sha256] <= _DAMAGED_SECONDS:

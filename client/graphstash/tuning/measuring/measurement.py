@@ -124,11 +124,7 @@ class Measurement(Generic[C]):
 
 
 def named_values(values: object) -> Mapping[str, Value]:
-    """Return untrusted JSON if it maps parameter names to values.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Return untrusted JSON, or raise `ValueError` unless it maps parameter names to values."""
     if isinstance(values, dict) and all(
         isinstance(name, str) and (isinstance(each, str | bool) or _is_finite(each))
         for name, each in values.items()

@@ -213,13 +213,8 @@ class TeamMemory:
     def find(self, problem: Problem, space: SearchSpace) -> Schedule | None:
         """Return an existing schedule without waiting for a search; it does not count as a hit.
 
-        Args:
-            problem: what is tuned.
-            space: the allowed configurations; the schedule is always in it.
-
-        Returns:
-            None if there is no usable schedule. Always None in a job of several ranks, which must
-            agree in `schedule`.
+        Return None if there is none, and always in a job of several ranks, which must agree in
+        `schedule`.
         """
         try:
             if self._ranks() is not None:
@@ -238,12 +233,7 @@ class TeamMemory:
         return None
 
     def reject(self, schedule: Schedule, failure: str) -> None:
-        """Count a schedule that does not work here, so that `schedule` uses the next answer.
-
-        Args:
-            schedule: a result of `schedule`.
-            failure: description of the failure, for logs.
-        """
+        """Count a schedule that does not work here, so that `schedule` uses the next answer."""
         if schedule.key is not None:
             with self._lock:
                 self._rejected[schedule.key] = schedule.configuration
@@ -517,10 +507,9 @@ def _finalists(ranked: Sequence[Finding]) -> Sequence[Finding]:
 
 
 def _own(journal: _Journal) -> dict[Configuration, Finding]:
-    """Return this host's measurements, merged by configuration.
+    """Return this host's measurements, merged by configuration, or the last one if that failed.
 
-    A configuration whose last measurement failed has failed: earlier trials may have changed the
-    process of its first measurement.
+    Earlier measurements may have been made in a process that other trials had changed.
     """
     last = {each.configuration: each for each in journal.own}
     failed = {key: each for key, each in last.items() if each.cost is None}

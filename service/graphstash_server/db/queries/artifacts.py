@@ -181,13 +181,8 @@ _REPLACE = Prepared(
 
 
 class FoundArtifacts(NamedTuple):
-    """The result of a look-up. It includes every withdrawal up to `newest_withdrawal`.
-
-    Attributes:
-        artifacts: artifacts that may be served.
-        unprotected: those of them that no earlier look-up protects for long enough.
-        withheld: artifacts that must not be served.
-        newest_withdrawal: end of the namespace's withdrawal list.
+    """The result of a look-up, with every withdrawal up to `newest_withdrawal`. `unprotected` are
+    those of the served `artifacts` that no earlier look-up protects for long enough.
     """
 
     artifacts: dict[StoredKey, FoundArtifact]
