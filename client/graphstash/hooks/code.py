@@ -86,8 +86,7 @@ _OMITTED_ATTRIBUTES: Final = frozenset(
         *("_abc_impl", "__dataclass_fields__", "__dataclass_params__"),
     }
 )
-"""Class attributes that a description omits. Fields of dataclasses are described separately,
-without their types."""
+"""Omitted class attributes. Dataclass fields are described separately, without their types."""
 
 _MAX_ARRAY: Final = 4096
 """Maximum number of elements of a NumPy array."""
@@ -459,8 +458,7 @@ def _array(value: Any) -> str:
     """Describe a NumPy array, scalar or dtype.
 
     Raises:
-        UndescribableError: the value is another object of NumPy, has another kind of elements, or
-            is too large.
+        UndescribableError: the value is another object, has other elements, or is too large.
     """
     plain = getattr(getattr(value, "dtype", None), "kind", "") in "biufcSU"
     if type(value).__name__ == "dtype":

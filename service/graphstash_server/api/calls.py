@@ -6,11 +6,9 @@ the response is the same as if the data did not exist.
 
 A handler gets a `Call` and reads path, headers and body itself: FastAPI's parameters and
 dependencies would take a third of the time of a small hit. Types such as `Namespace` validate the
-segments of the path.
-
-A body may take hours to arrive, and a lease a minute to be granted. Meanwhile the token may be
-revoked. So a handler calls `Call.reauthorize` after such a wait, or uses `bodies.read_model`, which
-does.
+segments of the path. A body may take hours to arrive, and a lease a minute to be granted. Meanwhile
+the token may be revoked. So a handler calls `Call.reauthorize` after such a wait, or uses
+`bodies.read_model`, which does.
 """
 
 import ipaddress
@@ -152,7 +150,7 @@ def in_namespace(
         scope: scope that the call needs.
         absent: error for a caller without read access, as the call raises it if the requested
             object does not exist. Default: `hidden_namespace`.
-        named: returns the namespace that a request names, not validated yet. Default: in the path.
+        named: returns the namespace that a request names, not yet validated. Default: in the path.
     """
 
     async def check(request: Request) -> NamespaceCall:
@@ -217,7 +215,7 @@ ANONYMOUS_RIGHT: Final = Right(_anonymous, ())
 """Any caller, without authentication."""
 
 KNOWN: Final = Right(_known, (ErrorCode.UNAUTHENTICATED, ErrorCode.UNAVAILABLE))
-"""Any authenticated caller. Needs no particular grant."""
+"""Any authenticated caller, with any grant."""
 
 ADMINISTRATOR: Final = Right(_administrator, (*KNOWN.refusals, ErrorCode.FORBIDDEN))
 """An administrator of the server."""

@@ -29,8 +29,7 @@ _PATH_VARIABLES: Final = {
     "XPU": ("XPU_LIBRARY_PATH",),
     "NEURON": ("NEURON_LIBRARY_PATH",),
 }
-"""Variables with the path of a device's library: see torch_xla/csrc/runtime/pjrt_registry.cpp (2.8,
-2.9)."""
+"""Variables with a library's path, from torch_xla/csrc/runtime/pjrt_registry.cpp (2.8, 2.9)."""
 
 _KEPT: Final[list[Any]] = []
 """Plug-in objects of this module. torch_xla's C++ code calls them but does not keep them alive."""

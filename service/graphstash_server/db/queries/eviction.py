@@ -1,7 +1,5 @@
-"""Statements that choose artifacts to evict, and evict them.
-
-Choices return pages. Choices for a limit read a page in the order of an index, so their cost does
-not grow with the number of artifacts.
+"""Statements that choose artifacts to evict, and evict them. A choice for a limit reads a page in
+the order of an index, so its cost does not grow with the number of artifacts.
 """
 
 from collections.abc import Sequence
@@ -135,10 +133,7 @@ async def list_unused(
 
 
 async def list_toolchains(connection: AsyncConnection) -> list[Toolchain]:
-    """Return all toolchains by namespace and kind, there by last use, latest first.
-
-    Reads every artifact.
-    """
+    """Return all toolchains by namespace, kind, and latest use first. Reads every artifact."""
     last_used_at = func.max(artifacts.c.last_used_at).label("last_used_at")
     group = (artifacts.c.namespace, artifacts.c.kind, artifacts.c.toolchain)
     statement = (
@@ -217,8 +212,8 @@ async def evict_artifacts(
 ) -> list[Candidate]:
     """Remove artifacts of one namespace, and mark their blobs for deletion.
 
-    Locks the rows in key order. Keeps artifacts that were replaced, used, pinned or withheld since
-    they were chosen.
+    Locks the rows in key order. Keeps artifacts that were replaced, used, pinned or withheld after
+    the choice.
 
     Returns:
         The removed artifacts.
@@ -279,10 +274,7 @@ _LOCK = {
 def _is_evictable(
     now: datetime | BindParameter[Any], *, spares_looked_up: bool = True
 ) -> ColumnElement[bool]:
-    """Return whether an artifact is not pinned, not withheld, and not looked up recently.
-
-    An administrator decides about withheld artifacts.
-    """
+    """Exclude pinned artifacts, and withheld artifacts, about which an administrator decides."""
     looked_up_until = artifacts.c.looked_up_until
     is_looked_up = and_(looked_up_until.is_not(None), looked_up_until > now)
     return and_(
