@@ -110,7 +110,7 @@ class TieredBlobStore(BlobStore):
     """A `BlobStore` that caches the blobs of another store on disk.
 
     Attributes:
-        bypassed_count: number of logged tier failures. After one in `open`, the back is read.
+        bypassed_count: number of tier failures. After a failure in `open`, the back is read.
     """
 
     def __init__(
