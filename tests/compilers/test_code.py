@@ -1,11 +1,13 @@
 """Descriptions of code, for values that no pair of programs in `wrong_hits` has."""
 
+import dataclasses
 import enum
 import functools
 import os
 import threading
 import time
 import types
+import typing
 
 import pytest
 import torch
@@ -55,6 +57,11 @@ def test_another_value_has_another_description(one, other):
         lambda key: os.environ[key],
         lambda key: getattr(os, key),
         lambda key: __import__("os"),
+        lambda key: key.__doc__,
+        lambda key: Scale.__init__.__annotations__,
+        lambda key: getattr(key, "__globals__", None),
+        lambda key: typing.get_type_hints(Scale),
+        lambda key: [each.type for each in dataclasses.fields(key)],
     ],
 )
 def test_value_that_reads_more_than_its_arguments_has_no_description(value):

@@ -136,10 +136,9 @@ class CompileCache:
         self._upload_waits = WaitBudget(stash.config.wait_seconds)  # of background threads
         self.log = MissLog()
         self.limit: CompileLimit | None = None
-        # Threads change the set and the dictionary without a lock, which is atomic. Two concurrent
-        # `_hold` calls can drop a lease from the list: then `abandon_all` does not wait for it.
+        # Threads change these without a lock: each change is one atomic operation.
         self._open: set[InFlightCompile] = set()
-        self._leases: list[HeldLease] = []
+        self._leases: set[HeldLease] = set()
         self._used: dict[ArtifactKey, None] = {}
         self._count_tier_errors()
 
@@ -405,7 +404,7 @@ class CompileCache:
             with suppress(Exception):
                 compilation.abandon()
         deadline = monotonic() + _RELEASE_SECONDS
-        for lease in self._leases:
+        for lease in tuple(self._leases):
             lease.join(max(0.0, deadline - monotonic()))
 
     def _begin(
@@ -522,7 +521,10 @@ class CompileCache:
         except RuntimeError:  # no thread is available to renew the lease
             self.stash.server.release(key, reply.token or "", LeaseOutcome.FAILED)
             return None
-        self._leases = [*(held for held in self._leases if not held.is_over), lease]
+        self._leases.add(lease)
+        for held in tuple(self._leases):
+            if held.is_over:
+                self._leases.discard(held)
         return lease
 
     def _wait_or_start(

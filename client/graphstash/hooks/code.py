@@ -57,9 +57,10 @@ _IMPURE: Final = frozenset(
     {
         *("__import__", "breakpoint", "compile", "dir", "eval", "exec", "globals", "hash", "id"),
         *("input", "locals", "open", "vars"),
+        *("dataclasses.fields", "typing.get_type_hints"),  # annotations
     }
 )
-"""Builtins whose results depend on more than their arguments."""
+"""Functions whose results depend on more than the descriptions of their arguments."""
 
 _REFLECTION: Final = frozenset(
     {
@@ -68,6 +69,11 @@ _REFLECTION: Final = frozenset(
     }
 )
 """Names through which code reads values that its description does not cover."""
+
+_UNDESCRIBED: Final = frozenset(
+    {"__annotate__", "__annotations__", "__dataclass_fields__", "__doc__"}
+)
+"""Attributes that descriptions of classes and functions omit."""
 
 _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
@@ -86,7 +92,8 @@ _OMITTED_ATTRIBUTES: Final = frozenset(
         *("_abc_impl", "__dataclass_fields__", "__dataclass_params__"),
     }
 )
-"""Omitted class attributes. Dataclass fields are described separately, without their types."""
+"""Omitted class attributes. Dataclass fields are described separately, without their types. Code
+that reads types, annotations or the docstring of a class is refused."""
 
 _MAX_ARRAY: Final = 4096
 """Maximum number of elements of a NumPy array."""
@@ -343,6 +350,7 @@ class CodeDescriber:
         for each in _codes(function.__code__):
             self.check_names(each.co_names)
             instructions = [s for s in dis.get_instructions(each) if s.opname not in _SKIPPED]
+            self._check_attributes(each, instructions)
             imported |= self._imported(function, instructions)
             chain: tuple[str, ...] = ()
             for step in instructions:
@@ -360,6 +368,14 @@ class CodeDescriber:
                         yield (chain := imported[name])
                     elif step.opname in _GLOBALS or (step.opname in _CELLS and name in free):
                         chain = (name,)
+
+    def _check_attributes(self, code: CodeType, instructions: list[dis.Instruction]) -> None:
+        """Refuse code that reads what descriptions omit, also by `getattr` with a constant name."""
+        strings = {each for each in code.co_consts if type(each) is str}
+        loaded = {step.argval for step in instructions if step.opname in _ATTRIBUTES}
+        found = (strings & (_REFLECTION | _UNDESCRIBED)) | (loaded & _UNDESCRIBED)
+        if found:
+            raise UndescribableError(f"code reads {min(found)}")
 
     def _imported(
         self, function: FunctionType, instructions: list[dis.Instruction]
