@@ -1,7 +1,7 @@
-"""Run: what the cache did for one run of a job, as reported by its processes at their end.
+"""Run: what the cache did for one run of a job. Each process reports its part when it ends.
 
 A run is either all processes that one `graphstash run` started, or a single process that installed
-the cache. Each process sends its own report. A repeated report replaces the earlier one.
+the cache. A repeated report of a process replaces the earlier one.
 """
 
 import re
@@ -53,7 +53,7 @@ MAX_RUN_AHEAD: Final = timedelta(days=1)
 """How far a run's start may lie after the server's time, because clocks differ."""
 
 MAX_RUN_SECONDS: Final = 1e9
-"""Maximum duration in a report, and in a sum of reports."""
+"""Maximum duration in a report. The server caps sums of reports at it."""
 
 Seconds = Annotated[float, Field(ge=0, le=MAX_RUN_SECONDS)]
 Start = Annotated[
@@ -89,7 +89,7 @@ class RunCounts(RequestModel):
     fallbacks: Count = Field(default=0, description="compiled because the cache could not help")
     compile_seconds: Seconds = Field(default=0.0, description="spent on misses and fallbacks")
     saved_compile_seconds: Seconds = Field(
-        default=0.0, description="what compiling the hits had taken, summed: compilers' time"
+        default=0.0, description="sum of the compile times that the publishers of the hits measured"
     )
 
 
@@ -98,7 +98,7 @@ class RunMiss(RequestModel):
 
     key: ArtifactKey
     label: Line = Field(default="", description="what its user calls it; shown, never trusted")
-    seconds: Seconds = Field(description="it took to compile")
+    seconds: Seconds = Field(description="compile time")
     cause: Line = Field(default="", description="why it missed, in words; empty when unknown")
 
 
@@ -113,7 +113,7 @@ class RunReport(RequestModel):
     saved_wall_seconds: Seconds = Field(
         default=0.0,
         description="estimate of how much earlier the process ended: the union of the intervals "
-        "in which a hit stood for a compilation, less what the hits took",
+        "in which it would have compiled without the hits, less the time of the look-ups",
     )
     counts: Items[RunCounts] = Field(default=(), max_length=MAX_RUN_COUNTS)
     misses: Items[RunMiss] = Field(default=(), max_length=MAX_RUN_MISSES)
@@ -154,14 +154,15 @@ class Run(WireModel):
     started_at: AwareDatetime
     seconds: float
     processes: Count
-    saved_wall_seconds: float = Field(description="of the process that it is largest for")
+    saved_wall_seconds: float = Field(description="maximum over the processes")
     counts: Items[RunCounts] = Field(
-        default=(), description="those with the most hits and misses, `MAX_RUN_COUNTS` at most"
+        default=(),
+        description="pairs with the most hits, misses and fallbacks, `MAX_RUN_COUNTS` at most",
     )
     misses: Items[RunMiss] = Field(
         default=(),
-        description="the longest first, each key once, `MAX_RUN_MISSES` at most; only where one "
-        "run is asked for",
+        description="the longest first, each key once, `MAX_RUN_MISSES` at most; only in the "
+        "response for a single run",
     )
 
     @property

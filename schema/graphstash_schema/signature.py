@@ -60,7 +60,7 @@ def statement_of(
     Args:
         namespace: namespace of the artifact. The signature is invalid in any other namespace.
         key: key of the artifact.
-        digest: digest of the blob, the bytes that the decompressor reads first.
+        digest: digest of the blob. A reader checks the signature before it decompresses the blob.
         raw_size_bytes: size of the payload, which bounds decompression.
         key_id: identifier of the signing key.
     """

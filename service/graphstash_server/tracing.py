@@ -7,8 +7,8 @@ configure the export and the sampling.
 
 Callers are not trusted. The server reads only the header `traceparent`, and a caller cannot make it
 record more (see `_ServerSampler`). It records no query, header or error text, because callers put
-secrets there by mistake. The instrumentations of ASGI, botocore and the framework record URLs and
-error texts, so they are not used. The instrumentation of SQLAlchemy would miss prepared statements.
+secrets there by mistake. The instrumentations of ASGI, botocore and FastAPI record URLs and error
+texts, so they are not used. The instrumentation of SQLAlchemy would miss prepared statements.
 """
 
 import os
@@ -47,10 +47,10 @@ _END_SECONDS: Final = 2.0
 class _ServerSampler(Sampler):
     """Applies the sampler of `OTEL_TRACES_SAMPLER` to untrusted callers.
 
-    A caller sets the sampled flag of its trace, and chooses the ID that a ratio sampler reads. So
-    the caller's flag can only exclude a request. The configured sampler decides about the rest as
-    for a new trace, with an ID of the server. Child spans follow their request. Spans outside of a
-    request are dropped.
+    A caller sets the sampled flag of its trace, and chooses the trace ID that a ratio sampler
+    reads. So the caller's flag can only exclude a request. Otherwise, the configured sampler
+    decides without the flag, and with an ID that the server generates. Child spans follow their
+    request. Spans outside of a request are dropped.
     """
 
     def __init__(self, configured: Sampler) -> None:
@@ -69,15 +69,15 @@ class _ServerSampler(Sampler):
     ) -> SamplingResult:
         parent = trace.get_current_span(parent_context).get_span_context()
         if kind is not SpanKind.SERVER:
-            is_in = parent.is_valid and parent.trace_flags.sampled
+            is_sampled = parent.is_valid and parent.trace_flags.sampled
             return SamplingResult(
-                Decision.RECORD_AND_SAMPLE if is_in else Decision.DROP, attributes
+                Decision.RECORD_AND_SAMPLE if is_sampled else Decision.DROP, attributes
             )
         own_id = self._new_id() if parent.is_valid else trace_id
         described: Any = (own_id, name, kind, attributes, links, trace_state)
-        given = self._configured.should_sample(parent_context, *described)
-        if not parent.is_valid or given.decision is Decision.DROP:
-            return given
+        result = self._configured.should_sample(parent_context, *described)
+        if not parent.is_valid or result.decision is Decision.DROP:
+            return result
         return self._configured.should_sample(Context(), *described)
 
     def get_description(self) -> str:
@@ -117,8 +117,8 @@ class Tracing:
 
     @staticmethod
     def finish(span: Span, *, status: int | None, route: str | None, path: str) -> None:
-        """End the span of a request. `status` is None if no response was begun. `route` is the path
-        template, or None if none matches. Then `path` is arbitrary and not recorded.
+        """End the span of a request. `status` is None if no response began. `route` is the path
+        template, or None if no route matches. Then `path` is arbitrary and not recorded.
         """
         if route is not None and isinstance(span, ReadableSpan):
             span.update_name(f"{span.name} {route}")
@@ -140,7 +140,7 @@ class Tracing:
 
     @contextmanager
     def span(self, name: str, **attributes: AttributeValue) -> Iterator[Span]:
-        """Open a span for work that a sampled request waits for. Does nothing outside of one."""
+        """Open a span for work in a sampled request. Does nothing outside of a sampled request."""
         if not trace.get_current_span().is_recording():
             yield trace.INVALID_SPAN
             return
@@ -157,10 +157,10 @@ class Tracing:
     @staticmethod
     def ids(span: Span) -> Mapping[str, str]:
         """Return the IDs of a span for the log."""
-        known = span.get_span_context()
+        ids = span.get_span_context()
         return {
-            "trace_id": trace.format_trace_id(known.trace_id),
-            "span_id": trace.format_span_id(known.span_id),
+            "trace_id": trace.format_trace_id(ids.trace_id),
+            "span_id": trace.format_span_id(ids.span_id),
         }
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ async def acquire_lease(call: NamespaceCall) -> Response:
         gone.cancel()
     try:
         await call.reauthorize()
-    except ServerError:  # a caller that may not hold the lease must not keep it from others
+    except ServerError:  # the caller lost its access while it waited: free the lease for others
         if reply.token is not None:
             await leases.release(key, token=reply.token)
         raise
@@ -104,7 +104,7 @@ async def renew_lease(call: NamespaceCall) -> Response:
     refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.LEASE_LOST],
 )
 async def release_lease(call: NamespaceCall) -> Response:
-    """End a lease. After `published` the artifact is stored, after `failed` a waiter compiles."""
+    """End a lease and wake one waiter, which finds the artifact or gets the lease."""
     key = key_of(call.request)
     _check_outcome(call.request)
     await call.context.leases.release(key, token=_token(call.request))
@@ -112,7 +112,7 @@ async def release_lease(call: NamespaceCall) -> Response:
 
 
 def _check_outcome(request: Request) -> None:
-    """Check the parameter, which protocol 1 requires although nothing depends on it."""
+    """Check the parameter, which protocol 1 requires and the server ignores."""
     outcome = request.query_params.get("outcome")
     if outcome not in set(LeaseOutcome):
         raise ServerError(

@@ -40,7 +40,7 @@ _ANSWERED: Final = _Cycle(keep_alive=True, is_complete=True)
 
 
 class FastConnection(Connection):
-    """A connection with the fast path.
+    """A connection that offers requests to the fast path before the parser.
 
     The fast path takes only complete heads of requests without a body, once all earlier requests
     have their responses. The parser gets the rest. So responses keep the order of the requests.
@@ -75,7 +75,7 @@ class FastConnection(Connection):
         for _ in range(MAX_PIPELINED):
             if (end := data.find(b"\r\n\r\n", begin) + 4) < 4:
                 break
-            if self.transport.is_closing():  # one of them was the last
+            if self.transport.is_closing():  # after an earlier response in `data`
                 return b""
             if not self._is_answered_fast(data[begin:end]):
                 break
@@ -98,7 +98,7 @@ class FastConnection(Connection):
         self._unset_head_timer()
         self._unset_keepalive_if_required()
         if answer is not None and answer.reader is None:
-            self.cycle = _ANSWERED  # type: ignore[assignment] # uvicorn reads only this much
+            self.cycle = _ANSWERED  # type: ignore[assignment] # uvicorn reads no other attributes
             self.server_state.total_requests += 1
             if self._write_whole(request, answer, keep_alive=request.keep_alive):
                 self._wait_for_more()
@@ -120,12 +120,12 @@ class FastConnection(Connection):
 
     @property
     def idle_since(self) -> float:
-        """When the last response ended, on the loop's clock; 0 during a request."""
+        """When the last response ended, on the loop's clock. Only valid between requests."""
         return super().idle_since or self._idle_since
 
     def _wait_for_more(self) -> None:
-        """Close the connection if no request arrives for a while. One timer runs on over many
-        requests. Setting one per request costs more than reading the clock.
+        """Close the connection if no request arrives for a while. One timer serves many requests,
+        because starting a timer per request costs more than reading the clock.
         """
         self._idle_since = self.loop.time()
         if self._idle_timer is None:
@@ -134,7 +134,7 @@ class FastConnection(Connection):
     def _end_if_idle(self) -> None:
         self._idle_timer = None
         if self.is_answering or self._is_in_head or self.timeout_keep_alive_task is not None:
-            return  # which has its own limit
+            return  # not idle, or uvicorn's own timer is running
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         if left > 0:
             self._idle_timer = self.loop.call_later(left, self._end_if_idle)
@@ -234,7 +234,7 @@ class FastConnection(Connection):
     async def _send_file(
         self, cycle: _Cycle, head: bytes, file: FileReader, start: int, stop: int
     ) -> None:
-        """Send a part of a file around the transport, which has nothing to send meanwhile.
+        """Send a part of a file past the transport, whose write buffer is empty.
 
         The socket is duplicated, so its descriptor stays valid if the transport closes. The event
         loop also forbids a second watcher on a transport's own descriptor.
@@ -257,8 +257,10 @@ class FastConnection(Connection):
                 cycle.disconnected = True
 
     async def _until_writable(self, cycle: _Cycle, out: socket.socket) -> None:
-        """Wait until the caller reads on, within the limit of every response, or disconnects."""
-        if cycle.disconnected:  # it left while a thread was sending, so no event would end the wait
+        """Wait until the socket is writable or the caller disconnects. `pause_writing` starts the
+        timer that aborts a stalled connection.
+        """
+        if cycle.disconnected:  # while a thread was sending: nothing would end the wait
             return
         self._writable = self.loop.create_future()
         self.pause_writing()

@@ -23,19 +23,19 @@ __all__ = ["Notification", "Ticket", "WaitQueue"]
 
 
 class Notification(NamedTuple):
-    """News about a key: the digest of its artifact, or None if its lease is free."""
+    """A change of a key: the digest of its stored artifact, or None if its lease is free."""
 
     key: StoredKey
     digest: Digest | None
 
     @classmethod
     def ready(cls, key: StoredKey, digest: Digest) -> Self:
-        """Return the news that the artifact is stored."""
+        """Return the notification that the artifact is stored."""
         return cls(key, digest)
 
     @classmethod
     def free(cls, key: StoredKey) -> Self:
-        """Return the news that the lease is free."""
+        """Return the notification that the lease is free."""
         return cls(key, None)
 
     @property
@@ -62,8 +62,8 @@ class Notification(NamedTuple):
 
 
 class Ticket(asyncio.Event):
-    """A waiter's place in the queue, set when the waiter should look again. `digest` is that of the
-    artifact, if a notification contained it.
+    """A waiter's place in the queue, set when the waiter should query the database
+    again. `digest` is the digest of the artifact, if a notification contained it.
     """
 
     digest: Digest | None = None
@@ -97,7 +97,7 @@ class WaitQueue:
 
     @contextmanager
     def joined(self, key: StoredKey) -> Iterator[Ticket]:
-        """Queue for a key. Join before the first look, so that no change is missed between them."""
+        """Queue for a key. Join before the first query: later changes then wake the ticket."""
         ticket = Ticket()
         self._waiting.setdefault(key, []).append(ticket)
         self.counters.add_waiters(1)
@@ -106,10 +106,10 @@ class WaitQueue:
                 yield ticket
         finally:
             self.counters.add_waiters(-1)
-            line = self._waiting[key]
-            was_needed = line[0] is ticket or ticket.is_set()
-            line.remove(ticket)
-            if not line:
+            tickets = self._waiting[key]
+            was_needed = tickets[0] is ticket or ticket.is_set()
+            tickets.remove(ticket)
+            if not tickets:
                 del self._waiting[key]
             elif was_needed:
                 self._wake_next(key)
@@ -118,25 +118,25 @@ class WaitQueue:
         """Whether this waiter polls the database for all waiters of its key."""
         return self._waiting[key][0] is ticket
 
-    def wake(self, news: Notification) -> None:
+    def wake(self, notification: Notification) -> None:
         """Wake all waiters if the artifact is stored, or one waiter if the lease is free."""
-        if news.digest is None:
-            self._wake_next(news.key)
+        if notification.digest is None:
+            self._wake_next(notification.key)
             return
-        for ticket in self._waiting.get(news.key, ()):
-            ticket.digest = news.digest
+        for ticket in self._waiting.get(notification.key, ()):
+            ticket.digest = notification.digest
             ticket.set()
 
     def look_again(self) -> None:
         """Wake every poller, because a notification may have been lost."""
-        for line in self._waiting.values():
-            line[0].set()
+        for tickets in self._waiting.values():
+            tickets[0].set()
 
     def close(self) -> None:
         """Wake all waiters because the server is stopping. They reply at once."""
         self.is_closed = True
-        for line in self._waiting.values():
-            for ticket in line:
+        for tickets in self._waiting.values():
+            for ticket in tickets:
                 ticket.set()
 
     def _wake_next(self, key: StoredKey) -> None:

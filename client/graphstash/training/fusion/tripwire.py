@@ -43,7 +43,7 @@ class Tripwire:
     """Calls `on_use` before torch reads or writes the values of an armed tensor.
 
     Args:
-        on_use: called with the tensor; disarms it, or raises. Held weakly.
+        on_use: bound method, called with the tensor. Must disarm it or raise. Held weakly.
     """
 
     def __init__(self, on_use: Callable[[Tensor], None]) -> None:
@@ -66,7 +66,7 @@ class Tripwire:
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Return whether another tensor shares memory with this one, which must not be sharded.
+    """Return whether another tensor shares memory with this unsharded one.
 
     Examples: a view, `detach()`, `.data`, and a graph that backward has not freed yet.
     """
@@ -76,12 +76,12 @@ def is_held(tensor: Tensor) -> bool:
 
 def _armed(kind: type[Tensor], on_use: "weakref.WeakMethod[Callable[[Tensor], None]]") -> type:
     def trip(tensor: Tensor) -> None:
-        if (call := on_use()) is None:  # the fusion is gone
+        if (call := on_use()) is None:  # the owner of `on_use` no longer exists
             tensor.__class__ = kind
         else:
             call(tensor)
 
-    class Armed(kind):  # type: ignore[misc,valid-type] # a class of torch's
+    class Armed(kind):  # type: ignore[misc,valid-type] # the base is a variable
         __slots__ = ()
 
         @classmethod

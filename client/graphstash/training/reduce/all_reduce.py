@@ -1,13 +1,13 @@
 """The block-sparse all-reduce: first a bitmap, then the blocks of the union, slot by slot.
 
     hash     -- MAX over the ranks -->  whether all ranks sum the same  (16 bytes)
-    bitmap   -- OR over the ranks -->   union                           (one bit for each block)
+    bitmap   -- OR over the ranks -->   union                           (a bit per block)
     blocks of the union, packed  -- SUM over the ranks -->  written back in place
 
 Blocks outside the union are never sent: they are zero on all ranks, and so are their sums. A slot
 is a group of blocks of up to 4 MiB. Packing, sending and unpacking of slots overlap. A slot has
-the same blocks on every rank. The process group therefore adds its elements in the same order
-every time, and gives every rank the same bits.
+the same blocks on every rank. The process group therefore adds the elements of a slot in the same
+order every time, and gives every rank the same bits.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from graphstash.training.reduce.blocks import BlockView, bits_of, from_bits, wri
 __all__ = ["BLOCK_ELEMENTS", "BlockSparseAllReduce", "Sent"]
 
 BLOCK_ELEMENTS: Final = 256
-"""Elements of a block by default, as in the paper: 1 KiB of fp32."""
+"""Elements of a block by default, as in the OmniReduce paper: 1 KiB of fp32."""
 
 _SLOT_BYTES: Final = 4 * 1024**2
 _SLOTS: Final = 2
@@ -35,11 +35,10 @@ class Sent(NamedTuple):
     """What one all-reduce sent, and how long it took.
 
     Attributes:
-        blocks: Blocks of the tensor; 0 if it was sent whole without a look at its blocks.
+        blocks: Blocks of the tensor; 0 if it was sent whole without checking its blocks.
         own_blocks: Blocks that were nonzero on this rank.
         union_blocks: Blocks that were nonzero on at least one rank.
-        bitmap_bytes: Bytes sent to agree on the union: hash and bitmap, or through aggregators
-            everything but the blocks.
+        bitmap_bytes: Bytes of hash and bitmap; with aggregators, all bytes except the blocks.
         block_bytes: Bytes of the blocks that were sent.
         dense_bytes: Bytes of the whole tensor.
         pack_seconds: Time to find the nonzero blocks and pack them.
@@ -59,7 +58,7 @@ class Sent(NamedTuple):
 
     @classmethod
     def whole(cls, flat: Tensor, sent_bytes: int) -> Self:
-        """Return the record of a tensor that was sent without a look at its blocks."""
+        """Return the record of a tensor that was sent without checking its blocks."""
         return cls(0, 0, 0, 0, sent_bytes, flat.nbytes)
 
     @property
@@ -99,12 +98,12 @@ class BlockSparseAllReduce:
         self.block_size = block_size
 
     def union_of(self, nonzero: Tensor) -> tuple[Tensor, int]:
-        """Return where a boolean is set on at least one rank, and how many bytes were sent."""
+        """Return the flags that are set on at least one rank, and the number of bytes sent."""
         if not nonzero.is_cuda:
             bits = bits_of(nonzero)
             distributed.all_reduce(bits, distributed.ReduceOp.BOR, group=self.group)
             return from_bits(bits, len(nonzero)), bits.nbytes
-        flags = nonzero.to(torch.uint8)  # NCCL has no OR
+        flags = nonzero.to(torch.uint8)  # NCCL has no OR, so it sends a byte per block
         distributed.all_reduce(flags, distributed.ReduceOp.MAX, group=self.group)
         return flags.bool(), flags.nbytes
 
@@ -129,7 +128,7 @@ class BlockSparseAllReduce:
             ValueError: the tensor does not have exactly one dimension, is sparse, or has several
                 elements at one address.
             ConfigError: the ranks have different tensors or arguments (raised on every rank), or
-                one of the tensor's type and `wire_dtype` is not a floating-point type.
+                `wire_dtype` differs from the tensor's type and one of them is not a float type.
             RuntimeError: a rank is gone.
         """
         with written_back(flat) as contiguous:
@@ -148,7 +147,7 @@ class BlockSparseAllReduce:
         )
         nonzero = blocks.nonzero()
         own = int(nonzero.sum())
-        looked = time.perf_counter()
+        scanned = time.perf_counter()
         check.require_same()
         require_floats(flat, wire_dtype)
         union, bitmap_bytes = self.union_of(nonzero)
@@ -166,8 +165,8 @@ class BlockSparseAllReduce:
             bitmap_bytes + check.nbytes,
             block_bytes,
             flat.nbytes,
-            looked - began + pack,
-            agreed - looked + send,
+            scanned - began + pack,
+            agreed - scanned + send,
             unpack,
         )
 
@@ -191,19 +190,19 @@ class BlockSparseAllReduce:
         """Return bytes sent, and seconds to pack, send and unpack."""
         pack = send = unpack = 0.0
         sent_bytes = 0
-        under_way: deque[tuple[Tensor, Tensor, Any]] = deque()
+        in_flight: deque[tuple[Tensor, Tensor, Any]] = deque()
         slots = deque(torch.split(chosen, self._blocks_of_a_slot(flat)) if len(chosen) else ())
-        while slots or under_way:
+        while slots or in_flight:
             started = time.perf_counter()
-            if slots and len(under_way) < _SLOTS:
+            if slots and len(in_flight) < _SLOTS:
                 slot = slots.popleft()
                 wire = _scaled(blocks.pack(slot), scale, wire_dtype)
                 work = distributed.all_reduce(wire, group=self.group, async_op=True)
-                under_way.append((slot, wire, work))
+                in_flight.append((slot, wire, work))
                 sent_bytes += wire.nbytes
                 pack += time.perf_counter() - started
                 continue
-            slot, wire, work = under_way.popleft()
+            slot, wire, work = in_flight.popleft()
             work.wait()
             arrived = time.perf_counter()
             blocks.unpack(slot, wire.to(flat.dtype))
@@ -222,7 +221,7 @@ def _scaled(values: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:
 
 
 class _SameCallCheck:
-    """Checks that all ranks sum the same, while this rank looks for its nonzero blocks.
+    """Checks in the background that all ranks make the same call.
 
     All ranks max-reduce 8 bytes of a hash, each byte b together with 255 - b. If every pair still
     sums to 255, all ranks hold the same hash.
