@@ -129,7 +129,7 @@ _LISTED: Final = {
     ),
     "gc": _Listed(
         _ADMINISTRATION,
-        "Collect garbage: enforce limits and retention, delete what is marked, find orphans.",
+        "Collect garbage: enforce limits and retention, delete marked blobs and orphans.",
     ),
     "migrate": _Listed(_ADMINISTRATION, "Upgrade the database to the revision of this release."),
     "namespace": _Listed(

@@ -10,15 +10,15 @@
         print(loss.result())
 
 While a step runs, the submitting thread loads, converts and logs. Threads share the interpreter
-lock, so only time outside of it overlaps: one long product, a graph, reading files. Hundreds of
-small eager operations beside a busy Python loop gain nothing: each one releases the lock and waits
-to get it back.
+lock, so only work that releases it overlaps: one long product, a graph, reading files. Hundreds of
+small eager operations beside a busy Python loop gain nothing, because each operation waits to get
+the lock back.
 
-A submission finishes when its callable returns. A callable that only queues device work, as in JAX
-and CUDA, limits memory only if it waits for an earlier step first.
+A submission finishes when its callable returns. If the callable only queues device work, as in JAX
+and CUDA, `depth` bounds memory only if the callable first waits for an earlier step.
 
     GraphstashError
-    └── ExecutorError          a call that would wait for itself
+    └── ExecutorError          the call would wait for itself
         ├── ExecutorClosed     closed, or created in the parent process before a fork
         └── ExecutorStopped    not run because an earlier submission failed: its `__cause__`
 """
@@ -55,11 +55,11 @@ class ExecutorError(GraphstashError, RuntimeError):
 
 
 class ExecutorClosed(ExecutorError):  # noqa: N818 - a state, as in queue.Full
-    """The executor was closed before this could run."""
+    """The executor is closed, or belongs to the parent process."""
 
 
 class ExecutorStopped(ExecutorError):  # noqa: N818 - a state
-    """The submission was not run because an earlier one failed with the `__cause__`."""
+    """The submission did not run because an earlier submission failed: its `__cause__`."""
 
 
 class DeviceFuture(Generic[_T]):
@@ -88,7 +88,7 @@ class DeviceFuture(Generic[_T]):
         self._on_read = on_read
 
     def done(self) -> bool:
-        """Return whether the callable has returned, failed or been dropped."""
+        """Return whether the callable has returned or raised, or will not run."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> _T:
@@ -139,9 +139,9 @@ def resolve(value: Any) -> Any:
 class WorkerPool:
     """Runs calls on a few threads, and starts them in order of submission.
 
-    The next `submit` or `close` raises an unread failure; if neither is called, it is logged at
-    exit. A job that forgets `close` can still end: the interpreter runs the queued calls before
-    exit handlers, torch_xla's included.
+    The next `submit` or `close` raises an unread failure. Without such a call, the failure is
+    logged when the pool is garbage-collected or the process exits. A job that forgets `close` can
+    still end: the interpreter runs the queued calls before exit handlers, torch_xla's included.
 
     Args:
         name: prefix of the threads' names.
@@ -173,8 +173,8 @@ class WorkerPool:
     def submit(self, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> DeviceFuture[_T]:
         """Queue a call; wait while the queue is full.
 
-        Futures among the arguments, also inside tuples, lists and dicts, are replaced by their
-        results on the worker's thread. That thread waits for futures of other pools.
+        The worker's thread replaces futures among the arguments, also inside tuples, lists and
+        dicts, by their results. It waits for unfinished ones.
 
         Raises:
             BaseException: a failure that stopped the run, or an unread failure.
@@ -202,7 +202,7 @@ class WorkerPool:
         )
 
     def close(self, *, cancel: bool = False) -> None:
-        """Wait for all submissions and end the threads; may be called again.
+        """Wait for all submissions and end the threads. Idempotent.
 
         Args:
             cancel: drop submissions that have not started, and wait only for running ones.
@@ -269,8 +269,8 @@ class WorkerPool:
             raise self._stopped_by
 
     def _mark_read(self, error: BaseException) -> None:
-        for one in (error, error.__cause__):
-            self._unread.pop(id(one), None)
+        for failure in (error, error.__cause__):
+            self._unread.pop(id(failure), None)
 
     def _shut_down(self, *, cancel: bool) -> BaseException | None:
         if os.getpid() != self._pid:
@@ -288,9 +288,9 @@ class WorkerPool:
 
 def _begin(members: set[int]) -> None:
     members.add(threading.get_ident())
-    # A thread gets the process's number of OpenMP threads when it asks torch for the number, not
-    # when it multiplies. Until then, each product may use every core, which is thirty times slower
-    # on busy cores and rounds differently from the main thread.
+    # torch applies the process's number of OpenMP threads to a new thread in get_num_threads, not
+    # at its first product. Until then, each product may use every core, which is thirty times
+    # slower on busy cores and rounds differently from the main thread.
     if (torch := sys.modules.get("torch")) is not None:
         torch.get_num_threads()
 
@@ -302,16 +302,15 @@ def _report(name: str, pid: int, unread: dict[int, BaseException]) -> None:
 
 
 class DeviceExecutor(WorkerPool):
-    """A pool of one thread, whose first failure stops the run.
+    """A pool of one thread that runs nothing after the first failure.
 
-    Submissions queued behind a failed one are not run: their results raise a `GraphstashError`
-    caused by the failure. `submit` then raises the failure itself, so no training step follows a
-    failed one.
+    Results of submissions behind the failed one raise `ExecutorStopped`, and `submit` raises the
+    failure itself.
 
     Args:
         name: name of the device; prefix of the thread's name.
-        depth: number of submissions that may be unfinished, 1 or more. Inputs of these, and of one
-            more that waits for room, are alive.
+        depth: number of submissions that may be unfinished, 1 or more. Their inputs are alive, and
+            the inputs of one more submission that waits for room.
     """
 
     _stops_at_failure: ClassVar[bool] = True

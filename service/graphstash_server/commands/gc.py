@@ -1,4 +1,4 @@
-"""`graphstash gc`: collects garbage now, or lists what it would remove."""
+"""`graphstash gc`: collects garbage, or lists what it would remove."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -25,12 +25,12 @@ __all__ = ["gc"]
 def gc(
     *,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Say what would go, and change nothing.")
+        bool, typer.Option("--dry-run", "-n", help="List what would be removed.")
     ] = False,
     evict_now: Annotated[
         bool,
         typer.Option(
-            "--evict-now", help="Evict even for a limit of less than half of what is stored."
+            "--evict-now", help="Evict even if a limit is below half of the stored bytes."
         ),
     ] = False,
     unused_for: Annotated[
@@ -47,12 +47,11 @@ def gc(
     orphans_older_than: OrphanAge = "1h",
     as_json: JsonLines = False,
 ) -> None:
-    """Collect garbage: enforce limits and retention, delete what is marked, find orphans.
+    """Collect garbage: enforce limits and retention, delete marked blobs and orphans.
 
     Servers do this periodically. Run it on a host of the server, with its `GRAPHSTASH_*`
-    variables, also while servers run. It also deletes blobs of which the database knows fewer than
-    half, which servers keep. It refuses to delete while the clock is doubtful, see
-    `graphstash clock`.
+    variables, also while servers run. If most blobs are orphans, servers keep them and this command
+    deletes them. It refuses to delete while the clock is doubtful, see `graphstash clock`.
     """
     age = parse_age(unused_for) if unused_for else None
     orphan_age = parse_age(orphans_older_than)

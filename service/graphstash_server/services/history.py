@@ -18,7 +18,7 @@ from graphstash_schema.history import (
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.history import (
-    Asked,
+    Selection,
     begin_of,
     drop_history,
     list_points,
@@ -68,13 +68,13 @@ class HistoryService:
         until = (until or self.clock()).astimezone(UTC)
         since = (since or until - _USUAL[step]).astimezone(UTC)
         _check(since, until, step, by)
-        asked = Asked(step, begin_of(step, since), until, namespaces)
+        selection = Selection(step, begin_of(step, since), until, namespaces)
         async with self._reading, self.database.reading() as connection:
             shown: list[str] = []
             if by is not Grouping.NONE:
-                ranked = await rank_groups(connection, asked, by, limit=MAX_HISTORY_GROUPS + 1)
+                ranked = await rank_groups(connection, selection, by, limit=MAX_HISTORY_GROUPS + 1)
                 shown = ranked[:MAX_HISTORY_GROUPS] if len(ranked) > MAX_HISTORY_GROUPS else []
-            points = await list_points(connection, asked, by, shown=shown)
+            points = await list_points(connection, selection, by, shown=shown)
         return History(step=step, by=by, points=tuple(points))
 
     async def drop_old(self, *, now: datetime) -> None:

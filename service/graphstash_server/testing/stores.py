@@ -4,7 +4,7 @@
         @pytest.fixture
         def store(self, tmp_path): ...
 
-Each test is a blocking function that runs an event loop, so no pytest plug-in is needed.
+Each test runs an event loop, so no pytest plug-in is needed.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _LARGE = bytes(range(256)) * 12_000  # 3 MB: more than one chunk
 
 
 async def as_chunks(*chunks: bytes) -> AsyncIterator[bytes]:
-    """Yield chunks as an upload does."""
+    """Yield chunks, like the body of an upload."""
     for chunk in chunks:
         yield chunk
 
@@ -34,7 +34,7 @@ async def as_chunks(*chunks: bytes) -> AsyncIterator[bytes]:
 async def read_blob(
     store: BlobStore, digest: Digest, start: int = 0, stop: int | None = None
 ) -> bytes | None:
-    """Return the bytes of a blob, or None if it is absent."""
+    """Return the bytes of a blob from `start` to `stop`, or None if it is absent."""
     reader = await store.open(digest)
     if reader is None:
         return None
@@ -67,7 +67,7 @@ class BlobStoreContract:
         return asyncio.run(test)
 
     @pytest.mark.parametrize("blob", [b"", b"x", _LARGE], ids=["empty", "one", "large"])
-    def test_what_was_put_is_read_back(self, store: BlobStore, blob: bytes) -> None:
+    def test_stored_blob_is_read_back(self, store: BlobStore, blob: bytes) -> None:
         async def test() -> tuple[bytes | None, int | None]:
             await _put(store, blob)
             digest = Digest.of(blob)
@@ -75,7 +75,7 @@ class BlobStoreContract:
 
         assert self.run(test()) == (blob, len(blob))
 
-    def test_chunk_borders_do_not_matter(self, store: BlobStore) -> None:
+    def test_upload_in_other_chunks_stores_the_same_bytes(self, store: BlobStore) -> None:
         pieces = [_LARGE[start : start + 70_001] for start in range(0, len(_LARGE), 70_001)]
 
         async def test() -> bytes | None:
@@ -131,7 +131,7 @@ class BlobStoreContract:
         assert str(Digest.of(b"abd")) in str(refusal.value)
         assert self.run(_all(store)) == []
 
-    def test_claiming_a_blob_without_having_it_is_refused(self, store: BlobStore) -> None:
+    def test_upload_with_the_digest_of_a_stored_blob_is_checked(self, store: BlobStore) -> None:
         async def test() -> None:
             await _put(store, b"abc")
             await store.put(Digest.of(b"abc"), as_chunks(b"xyz"))
@@ -152,7 +152,7 @@ class BlobStoreContract:
             self.run(test())
         assert self.run(_all(store)) == []
 
-    def test_what_is_absent_is_none(self, store: BlobStore) -> None:
+    def test_absent_blob_is_none(self, store: BlobStore) -> None:
         async def test() -> tuple[object, ...]:
             digest = Digest.of(b"absent")
             await store.delete(digest)
@@ -169,7 +169,7 @@ class BlobStoreContract:
         assert self.run(test()) == (None, [])
 
     @pytest.mark.parametrize("blob", [b"small", _LARGE], ids=["small", "large"])
-    def test_an_open_blob_is_read_to_its_end_though_it_is_deleted(
+    def test_open_blob_is_read_to_its_end_after_deletion(
         self, store: BlobStore, blob: bytes
     ) -> None:
         async def test() -> bytes:
@@ -194,7 +194,7 @@ class BlobStoreContract:
 
         assert self.run(test()) == sorted(map(Digest.of, blobs), key=lambda digest: digest.sha256)
 
-    def test_the_list_can_leave_out_what_is_young(self, store: BlobStore) -> None:
+    def test_list_before_a_time_leaves_out_younger_blobs(self, store: BlobStore) -> None:
         async def test() -> tuple[int, int]:
             await _put(store, b"abc")
             now = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""Statements on `deletions`, and on `generations`, which records unconfirmed deletions."""
+"""Statements on `deletions` and `generations`."""
 
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
@@ -33,7 +33,8 @@ __all__ = [
 _IS_UNCONFIRMED: ColumnElement[bool] = or_(
     deletions.c.unconfirmed, deletions.c.claimed_until.is_not(None)
 )
-"""Whether a deletion may be in progress: claimed, or a claim ended without a response."""
+"""Whether the store may still delete the blob: a server has claimed it, or a claim ended without a
+response of the store."""
 
 
 _MARK = Prepared(
@@ -46,7 +47,7 @@ _MARK = Prepared(
 
 
 async def add_deletions(connection: Connection, digests: Sequence[Digest]) -> None:
-    """Mark blobs that lost an artifact."""
+    """Mark blobs of removed artifacts."""
     if not digests:
         return
     sizes = {digest.sha256: digest.size_bytes for digest in digests}
@@ -64,8 +65,8 @@ async def claim_deletions(
     limit: int,
     spared: Collection[str] = (),
 ) -> list[Digest]:
-    """Claim marked blobs that no other server has claimed, except those in `spared` (SHA-256). No
-    other server takes them before `now + duration`, which also identifies this claim.
+    """Claim marked blobs that are unclaimed, except the blobs in `spared` (SHA-256). The claim
+    lasts until `now + duration`, which also identifies it.
     """
     free = (
         select(deletions.c.sha256)
@@ -116,7 +117,7 @@ async def renew_claims(
     held_until: datetime,
     until: datetime,
 ) -> set[str]:
-    """Extend claims. Return the SHA-256 of the blobs whose claim was not lost meanwhile."""
+    """Extend the claims that end at `held_until`. Return the SHA-256 of their blobs."""
     statement = (
         update(deletions)
         .where(_is_of(digests), deletions.c.claimed_until == held_until)
@@ -139,14 +140,14 @@ def _is_of(digests: Sequence[Digest]) -> ColumnElement[bool]:
 
 
 def _is_claimed(now: datetime, duration: timedelta) -> ColumnElement[bool]:
-    """Match claims that last. A claim that ends later than any claim from now was made before the
-    clock was set back, and has ended.
+    """Match claims that have not ended. A claim that ends more than two durations from now was made
+    before the clock was set back, and counts as ended.
     """
     return deletions.c.claimed_until.between(now, now + 2 * duration)
 
 
 async def doomed_digests(source: Source, digests: Sequence[Digest]) -> set[str]:
-    """Return the SHA-256 of the blobs that a server is deleting, or was when its claim ended."""
+    """Return the SHA-256 of the blobs that the store may still delete."""
     found = await _DOOMED.fetch(source, {"blobs": [digest.sha256 for digest in digests]})
     return {sha256 for (sha256,) in found}
 
@@ -161,7 +162,7 @@ _DOOMED = Prepared(
 async def release_deletions(
     connection: AsyncConnection, digests: Sequence[Digest], *, held_until: datetime
 ) -> None:
-    """End claims for which nothing was sent to the store, and keep the marks."""
+    """End claims for which the server sent no request to the store. Keep the marks."""
     if digests:
         is_held = deletions.c.claimed_until == held_until
         await connection.execute(
@@ -170,48 +171,51 @@ async def release_deletions(
 
 
 async def drop_deletions(connection: AsyncConnection, digests: Sequence[Digest]) -> None:
-    """Remove the marks of blobs that are needed. Only valid if nothing was sent to the store since
-    they were marked or claimed. Otherwise use `abandon_deletion` or `end_deletions`.
+    """Remove the marks of blobs that artifacts use. Only valid if no server has sent a request to
+    the store since. Otherwise use `abandon_deletion` or `end_deletions`.
     """
     if digests:
         await connection.execute(delete(deletions).where(_is_of(digests)))
 
 
 async def abandon_deletion(connection: AsyncConnection, digest: Digest) -> None:
-    """Remove the mark of a blob that is to be stored again. If a claim ended without a response of
-    the store, the blob gets a new name, because its deletion may still be in progress.
+    """Remove the mark of a blob before an upload. If the store may still delete the blob, the
+    upload stores it under a new name.
     """
-    await _remove(connection, _is_of([digest]), spoils=_IS_UNCONFIRMED)
+    await _remove(connection, _is_of([digest]), is_unconfirmed=_IS_UNCONFIRMED)
 
 
 async def end_deletions(
     connection: AsyncConnection, digests: Sequence[Digest], *, held_until: datetime
 ) -> None:
-    """Remove the marks of blobs that the store has deleted, if they belong to the claim that ends
-    at `held_until`. If an earlier deletion was never confirmed, a blob's next name is a new one.
+    """Remove the marks of deleted blobs whose claim ends at `held_until`. If an earlier claim ended
+    without a response of the store, the next upload of the blob uses a new name.
     """
     if digests:
-        is_held = deletions.c.claimed_until == held_until
-        await _remove(connection, and_(_is_of(digests), is_held), spoils=deletions.c.unconfirmed)
+        where = and_(_is_of(digests), deletions.c.claimed_until == held_until)
+        await _remove(connection, where, is_unconfirmed=deletions.c.unconfirmed)
 
 
 async def _remove(
-    connection: AsyncConnection, where: ColumnElement[bool], *, spoils: ColumnElement[bool]
+    connection: AsyncConnection, where: ColumnElement[bool], *, is_unconfirmed: ColumnElement[bool]
 ) -> None:
-    removed = delete(deletions).where(where).returning(deletions.c.sha256, spoils)
-    spoiled = sorted(sha256 for sha256, is_it in await connection.execute(removed) if is_it)
-    if not spoiled:
+    """Remove marks, and increment the generations of blobs whose deletion is unconfirmed."""
+    removed = delete(deletions).where(where).returning(deletions.c.sha256, is_unconfirmed)
+    renamed = sorted(
+        sha256 for sha256, is_renamed in await connection.execute(removed) if is_renamed
+    )
+    if not renamed:
         return
     statement = insert_into(connection, generations)
     statement = statement.on_conflict_do_update(
         index_elements=[generations.c.sha256],
         set_={"generation": generations.c.generation + 1},
     )
-    await connection.execute(statement, [{"sha256": sha256, "generation": 1} for sha256 in spoiled])
+    await connection.execute(statement, [{"sha256": sha256, "generation": 1} for sha256 in renamed])
 
 
 async def find_generations(source: Source, digests: Sequence[Digest]) -> dict[str, int]:
-    """Return the generations of blobs by SHA-256, without those of generation 0."""
+    """Return the generations by SHA-256. Blobs of generation 0 are left out."""
     blobs = [digest.sha256 for digest in digests]
     return dict(map(tuple, await _GENERATIONS.fetch(source, {"blobs": blobs})))
 
@@ -224,7 +228,7 @@ _GENERATIONS = Prepared(
 
 
 async def find_marked(connection: AsyncConnection, digests: Sequence[Digest]) -> set[str]:
-    """Return the SHA-256 of the blobs that are marked for deletion."""
+    """Return the SHA-256 of the marked blobs."""
     statement = select(deletions.c.sha256).where(_is_of(digests))
     return set((await connection.scalars(statement)).all())
 

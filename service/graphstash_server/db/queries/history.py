@@ -25,9 +25,9 @@ from graphstash_server.db.queries.shared import Upsert, insert_in, new_values, p
 from graphstash_server.db.tables import history
 
 __all__ = [
-    "Asked",
     "Group",
     "HistoryChange",
+    "Selection",
     "add_history",
     "begin_of",
     "drop_history",
@@ -69,10 +69,10 @@ async def add_history(
     *,
     max_groups: int,
 ) -> None:
-    """Add to the hour row and the day row of a time.
+    """Add to the hour rows and the day rows of a time.
 
-    A step has at most `max_groups` rows, and one more per kind that all further device types and
-    jobs share. The caller has locked the namespace's row of `usage`.
+    Each hour or day of a namespace has at most `max_groups` rows, plus one row per kind for all
+    further device types and jobs. The caller must have locked the namespace's row of `usage`.
     """
     if not changes:
         return
@@ -132,9 +132,9 @@ def _add(dialect: str) -> Upsert:
 _ADD = Prepared(_add)
 
 
-class Asked(NamedTuple):
-    """The rows to sum, of all namespaces if `namespaces` is None. The first step begins at `since`,
-    and the last one before `until`.
+class Selection(NamedTuple):
+    """The rows to sum: steps that begin at or after `since` and before `until`. If `namespaces` is
+    None, of all namespaces.
     """
 
     step: Step
@@ -144,41 +144,42 @@ class Asked(NamedTuple):
 
 
 async def rank_groups(
-    connection: AsyncConnection, asked: Asked, by: Grouping, *, limit: int
+    connection: AsyncConnection, selection: Selection, by: Grouping, *, limit: int
 ) -> list[str]:
     """Return the groups with the most hits and misses, largest first."""
     column = history.c[by.value]
     requests = func.sum(history.c.hits + history.c.misses)
     statement = (
         select(column)
-        .where(*_chosen(connection, asked))
+        .where(*_conditions(connection, selection))
         .group_by(column)
         .order_by(requests.desc(), column)
         .limit(limit)
     )
-    return list(await connection.scalars(statement, _given(asked)))
+    return list(await connection.scalars(statement, _parameters(selection)))
 
 
 async def list_points(
-    connection: AsyncConnection, asked: Asked, by: Grouping, *, shown: Sequence[str]
+    connection: AsyncConnection, selection: Selection, by: Grouping, *, shown: Sequence[str]
 ) -> list[HistoryPoint]:
-    """Return the sums of each step and group, in order. `OTHERS` sums the groups outside of
-    `shown`, if `shown` is not empty. A thread builds the points, because there may be thousands.
+    """Return the sums of each step and group, in order. If `shown` is not empty, `OTHERS` sums the
+    groups outside of it. A thread builds the points, because there may be thousands.
     """
     group: ColumnElement[str] = literal("") if by is Grouping.NONE else history.c[by.value]
     if shown:
         is_shown = is_one_of(history.c[by.value], "shown", connection.dialect.name)
         group = case((is_shown, group), else_=OTHERS)
     sums = (func.sum(history.c[name]) for name in HistoryChange._fields)
-    order = (history.c.at, text("group_name"))  # not the expression, which has parameters
+    # PostgreSQL takes two copies of an expression with parameters for two expressions.
+    order = (history.c.at, text("group_name"))
     statement = (
         select(history.c.at, group.label("group_name"), *sums)
-        .where(*_chosen(connection, asked))
+        .where(*_conditions(connection, selection))
         .group_by(*order)
         .order_by(*order)
     )
-    given = _given(asked) | ({"shown": shown} if shown else {})
-    return await asyncio.to_thread(_points, await connection.execute(statement, given))
+    parameters = _parameters(selection) | ({"shown": shown} if shown else {})
+    return await asyncio.to_thread(_points, await connection.execute(statement, parameters))
 
 
 def _points(found: Iterable[Any]) -> list[HistoryPoint]:
@@ -196,22 +197,22 @@ def _points(found: Iterable[Any]) -> list[HistoryPoint]:
     ]
 
 
-def _chosen(connection: AsyncConnection, asked: Asked) -> list[ColumnElement[bool]]:
-    chosen = [
-        history.c.step == asked.step.value,
-        history.c.at >= asked.since,
-        history.c.at < asked.until,
+def _conditions(connection: AsyncConnection, selection: Selection) -> list[ColumnElement[bool]]:
+    conditions = [
+        history.c.step == selection.step.value,
+        history.c.at >= selection.since,
+        history.c.at < selection.until,
     ]
-    if asked.namespaces is not None:
-        chosen.append(is_one_of(history.c.namespace, "names", connection.dialect.name))
-    return chosen
+    if selection.namespaces is not None:
+        conditions.append(is_one_of(history.c.namespace, "names", connection.dialect.name))
+    return conditions
 
 
-def _given(asked: Asked) -> dict[str, object]:
-    return {} if asked.namespaces is None else {"names": asked.namespaces}
+def _parameters(selection: Selection) -> dict[str, object]:
+    return {} if selection.namespaces is None else {"names": selection.namespaces}
 
 
 async def drop_history(connection: AsyncConnection, step: Step, *, before: datetime) -> int:
-    """Delete steps that began before a time. Return the number of rows."""
+    """Delete steps that began before a time. Return the number of deleted rows."""
     statement = delete(history).where(history.c.step == step.value, history.c.at < before)
     return (await connection.execute(statement)).rowcount

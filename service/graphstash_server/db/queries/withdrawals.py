@@ -34,7 +34,7 @@ _MARK_BYTES: Final = 8
 
 
 class WithdrawalRow(NamedTuple):
-    """A withdrawal as stored. Its key may have a kind of a later release, so it stays text."""
+    """A withdrawal as stored. `kind` is text because a later release may have stored its own."""
 
     number: int
     mark: str
@@ -47,7 +47,7 @@ class WithdrawalRow(NamedTuple):
 
     @property
     def position(self) -> ListPosition:
-        """Position of the list after this withdrawal."""
+        """Position in the list after this withdrawal."""
         return ListPosition(f"{self.number}-{self.mark}")
 
 
@@ -84,10 +84,10 @@ async def add_withdrawals(
     cause: WithdrawalCause,
     now: datetime,
 ) -> None:
-    """Number artifacts of one namespace that the transaction withdraws.
+    """Append withdrawals of artifacts of one namespace to its list.
 
-    Call it last in the transaction. It locks the end of the namespace's list until the commit, so
-    that no reader sees a number before all lower ones. A lock taken after this one could deadlock.
+    Call it last in the transaction. It locks the head of the list until the commit, so that numbers
+    become visible in ascending order. A lock taken after this one could deadlock.
     """
     if not withdrawn:
         return
@@ -122,7 +122,7 @@ async def add_withdrawals(
 
 
 async def withdrawal_head(connection: AsyncConnection, namespace: Namespace) -> ListPosition:
-    """Return the end of a namespace's list."""
+    """Return the position after the last withdrawal of a namespace."""
     statement = select(withdrawal_heads.c.number, withdrawal_heads.c.mark).where(
         withdrawal_heads.c.namespace == namespace
     )
@@ -133,7 +133,7 @@ async def withdrawal_head(connection: AsyncConnection, namespace: Namespace) -> 
 async def list_withdrawals(
     connection: AsyncConnection, namespace: Namespace, *, start: int, end: int, limit: int
 ) -> Sequence[WithdrawalRow]:
-    """Return the withdrawals from number `start` to `end`, inclusive, in their order."""
+    """Return at most `limit` withdrawals, from number `start` to `end` inclusive, in order."""
     statement = (
         select(*_COLUMNS)
         .where(
@@ -148,7 +148,7 @@ async def list_withdrawals(
 
 
 async def list_heads(connection: AsyncConnection) -> dict[Namespace, int]:
-    """Return the last number of every namespace that has withdrawals."""
+    """Return the number of the last withdrawal of each namespace, even if it was pruned."""
     statement = select(withdrawal_heads.c.namespace, withdrawal_heads.c.number)
     return {Namespace(found[0]): found[1] for found in await connection.execute(statement)}
 

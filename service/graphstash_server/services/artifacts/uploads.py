@@ -1,8 +1,8 @@
 """UploadService: accepts artifacts. An acknowledged artifact survives a crash, byte for byte.
 
-`CommitBatcher` makes stored blobs visible as artifacts, many in one transaction. A commit waits for
-the disk, so uploads that end during a commit share the next one. An upload that arrives alone does
-not wait for others.
+`CommitBatcher` makes stored blobs visible as artifacts. A commit waits for the disk, so uploads
+that end during a commit share the next transaction. An upload that arrives alone is committed at
+once.
 """
 
 import asyncio
@@ -51,21 +51,21 @@ from graphstash_server.storage import BlobStore
 
 __all__ = ["Commit", "CommitBatcher", "Upload", "UploadService", "withheld"]
 
-_MOST = 64
-"""Maximum uploads of one transaction: a few milliseconds of work beside one wait for the disk."""
+_MAX_BATCH = 64
+"""Maximum uploads of one transaction: a few milliseconds of work for one wait for the disk."""
 
-_LOOK_SECONDS = 45.0
-"""Seconds that a transaction may idle while the store is asked for its blobs. Longer than the store
-takes to answer, with all its attempts (40 s)."""
+_CHECK_SECONDS = 45.0
+"""Seconds that a transaction may idle while the server checks that the store has its blobs. Longer
+than a request to the store with all its attempts (40 s)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What a publisher announces before the first byte.
+    """An upload as its request's headers describe it.
 
     Attributes:
-        metadata_header: stored verbatim, and returned with every hit.
-        compile_seconds: seconds that a hit saves.
+        metadata_header: header that is stored verbatim and returned with every hit.
+        compile_seconds: seconds that the publisher took to compile, and that a hit saves.
         toolchain: compiler that made the artifact; empty if unknown.
         only_if_absent: refuse even the same bytes if the key has an artifact (`If-None-Match: *`).
         policy: policy of the namespace.
@@ -92,9 +92,9 @@ class Commit(NamedTuple):
     """The result of an upload.
 
     Attributes:
-        stays: digest of the earlier artifact that stays. None if this one was stored.
-        stored: this artifact. None if another one stays.
-        replaced: the artifact that this one replaced.
+        stays: digest of the earlier artifact, if it stays.
+        stored: the uploaded artifact, if it was stored.
+        replaced: the earlier artifact, if the upload replaced it.
     """
 
     stays: Digest | None = None
@@ -103,17 +103,17 @@ class Commit(NamedTuple):
 
 
 _Outcome: TypeAlias = Commit | Exception | None
-"""None means retry: the artifact to replace changed before its blob was locked."""
+"""None means retry: another artifact took the key before its blob was locked."""
 
 _Waiting: TypeAlias = "tuple[Upload, asyncio.Future[Commit]]"
 
 
 @dataclass(kw_only=True, eq=False)
 class CommitBatcher:
-    """Commit artifacts, many of one namespace in one transaction.
+    """Commit artifacts of one namespace together.
 
-    A transaction never spans namespaces. If it has to wait, for example for a server that froze
-    inside its own transaction, other namespaces continue.
+    A transaction never spans namespaces. If it waits, for example for a server that froze inside
+    its own transaction, other namespaces continue.
     """
 
     database: Database
@@ -143,36 +143,36 @@ class CommitBatcher:
         return await future
 
     async def _commit_waiting(self, namespace: str) -> None:
-        """Commit batches until no upload waits. As the outermost frame of its task, it must hand
-        every failure to the upload that it belongs to.
+        """Commit batches until no upload waits. Every failure must reach the future of an upload:
+        this is the outermost frame of its task.
         """
         waiting = self._waiting[namespace]
         try:
             while waiting:
-                batch, waiting[:] = waiting[:_MOST], waiting[_MOST:]
+                batch, waiting[:] = waiting[:_MAX_BATCH], waiting[_MAX_BATCH:]
                 batch.sort(key=lambda each: each[0].key.columns)
                 waiting += await self._answer(batch)
         finally:
             del self._waiting[namespace]
 
     async def _answer(self, batch: "Sequence[_Waiting]") -> "list[_Waiting]":
-        """Resolve the futures of a batch. Return the uploads to retry."""
-        again = []
+        """Commit a batch and resolve its futures. Return the uploads to retry."""
+        retries = []
         outcomes = await self._outcomes([upload for upload, _ in batch])
         for (upload, future), outcome in zip(batch, outcomes, strict=True):
             if future.done():
                 continue  # the caller was cancelled
             if outcome is None:
-                again.append((upload, future))
+                retries.append((upload, future))
             elif isinstance(outcome, Exception):
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
-        return again
+        return retries
 
     async def _outcomes(self, uploads: Sequence[Upload]) -> list[_Outcome]:
-        """Commit a batch. After an unexpected error, commit each upload alone, so that the upload
-        that causes the error does not fail the others.
+        """Commit a batch. After an unexpected error, commit each upload alone, because one upload
+        may have caused it.
         """
         try:
             return await self._commit_all(uploads)
@@ -185,17 +185,18 @@ class CommitBatcher:
             return [(await self._outcomes([upload]))[0] for upload in uploads]
 
     async def _commit_all(self, uploads: Sequence[Upload]) -> list[_Outcome]:
-        """Commit uploads of one namespace in one transaction, in which single uploads may fail.
+        """Commit uploads of one namespace in one transaction. Single uploads may fail.
 
-        The transaction locks the blobs and then checks that the store has them. If the store
-        answers without waiting, the transaction is one step. Otherwise the check runs between two.
+        The transaction locks the blobs and then checks that the store has them. If the store has
+        all blobs and answers without blocking, the transaction is one step. Otherwise it has two
+        steps, and the check runs between them.
         """
         if self._are_stored_now(uploads[:1]):  # False for a store that cannot answer at once
-            with suppress(_UnknownError):
+            with suppress(_NotStoredNowError):
                 async with self.database.writing_in_steps() as steps:
                     return await steps.run(partial(self._commit_now, uploads), is_last=True)
         async with self.database.writing_in_steps() as steps:
-            locked = await steps.run(partial(self._lock_to_look, uploads))
+            locked = await steps.run(partial(self._lock_before_check, uploads))
             sizes = await asyncio.gather(
                 *(self.blobs.stat(upload.digest, is_newest=True) for upload in uploads)
             )
@@ -204,11 +205,11 @@ class CommitBatcher:
                 for upload, size_bytes in zip(uploads, sizes, strict=True)
             ]
             return await steps.run(
-                partial(self._commit_after_look, uploads, are_there, locked), is_last=True
+                partial(self._commit_after_check, uploads, are_there, locked), is_last=True
             )
 
     def _are_stored_now(self, uploads: Sequence[Upload]) -> bool:
-        """Whether every blob is stored. False also if the answer takes waiting."""
+        """Return whether every blob is stored. False also if the check would block."""
         for upload in uploads:
             file = self.blobs.open_now(upload.digest)
             if file is None:
@@ -221,24 +222,28 @@ class CommitBatcher:
     async def _commit_now(
         self, uploads: Sequence[Upload], connection: Transaction
     ) -> list[_Outcome]:
-        """Run the transaction in one step. Raise `_UnknownError`, changing nothing, if it would
-        wait.
+        """Run the transaction in one step.
+
+        Raises:
+            _NotStoredNowError: the transaction needs two steps. It has changed nothing.
         """
         locked = await _lock(connection, uploads)
         if not self._are_stored_now(uploads):
-            raise _UnknownError
+            raise _NotStoredNowError
         are_there = [True] * len(uploads)
         return await self._store_all(uploads, are_there, locked, connection)
 
-    async def _lock_to_look(self, uploads: Sequence[Upload], connection: Transaction) -> "_Locked":
-        """Run the first of two steps, which takes locks and changes nothing."""
+    async def _lock_before_check(
+        self, uploads: Sequence[Upload], connection: Transaction
+    ) -> "_Locked":
+        """Run the first of two steps, which takes locks and writes nothing."""
         locked = await _lock(connection, uploads)
         for digest, generation in locked.generations.items():
             self.blobs.use_generation(Digest(digest, 0), generation)
-        await pause(connection, seconds=_LOOK_SECONDS)
+        await pause(connection, seconds=_CHECK_SECONDS)
         return locked
 
-    async def _commit_after_look(
+    async def _commit_after_check(
         self,
         uploads: Sequence[Upload],
         are_there: Sequence[bool],
@@ -259,12 +264,12 @@ class CommitBatcher:
         return await _store_all(connection, uploads, are_there, locked, times)
 
 
-class _UnknownError(Exception):
-    """The store cannot answer at once whether it has a blob."""
+class _NotStoredNowError(Exception):
+    """A blob is absent, or the store cannot answer without blocking."""
 
 
 class _Times(NamedTuple):
-    """The time of a commit, and the time by which the artifacts age."""
+    """The time of a commit by the server's clock, and by the clock that ages artifacts."""
 
     now: datetime
     used_at: datetime
@@ -275,8 +280,8 @@ class _Locked(NamedTuple):
 
     Attributes:
         blobs: the uploaded blobs, and the blobs of artifacts to replace.
-        doomed: SHA-256 of uploaded blobs that a server is deleting or may still delete.
-        generations: generations of the uploaded blobs by SHA-256, without those that are 0.
+        doomed: SHA-256 of uploaded blobs that the store may still delete.
+        generations: generations of the uploaded blobs by SHA-256, if not 0.
     """
 
     blobs: Collection[Digest]
@@ -285,7 +290,7 @@ class _Locked(NamedTuple):
 
 
 async def _lock(connection: Transaction, uploads: Sequence[Upload]) -> _Locked:
-    """Lock the blobs of uploads. Change nothing."""
+    """Lock the blobs of uploads, and read their state."""
     digests = [upload.digest for upload in uploads]
     # Take all locks at once: two transactions that take them in two steps could deadlock.
     blobs = {*digests, *await _blobs_to_replace(connection, uploads)}
@@ -304,7 +309,7 @@ async def _store_all(
     locked: _Locked,
     times: _Times,
 ) -> list[_Outcome]:
-    """Store the artifacts whose blobs are in the store and not being deleted."""
+    """Store the artifacts whose blobs are in the store and not doomed."""
     change = UsageChange()
     stored: list[tuple[Upload, Artifact | None]] = []
     outcomes: list[_Outcome] = []
@@ -319,17 +324,17 @@ async def _store_all(
     if stored:
         await add_usage(connection, uploads[0].key.namespace, change)
         await end_leases(connection, [upload.key for upload, _ in stored], now=times.now)
-        news = [Notification.ready(upload.key, upload.digest).payload for upload, _ in stored]
-        await notify(connection, news)
-        gone = [(row.key, row.digest) for _, row in stored if row is not None]
-        await add_deletions(connection, [digest for _, digest in gone])
+        payloads = [Notification.ready(upload.key, upload.digest).payload for upload, _ in stored]
+        await notify(connection, payloads)
+        replaced = [(row.key, row.digest) for _, row in stored if row is not None]
+        await add_deletions(connection, [digest for _, digest in replaced])
         await add_audit(connection, [_record(*each, times.now) for each in stored])
-        await add_withdrawals(connection, gone, cause=WithdrawalCause.REPLACED, now=times.now)
+        await add_withdrawals(connection, replaced, cause=WithdrawalCause.REPLACED, now=times.now)
     return outcomes
 
 
 async def _blobs_to_replace(connection: Transaction, uploads: Sequence[Upload]) -> list[Digest]:
-    """Return the blobs of artifacts that uploads will replace, as seen before locking."""
+    """Return the blobs of artifacts that uploads would replace, which may change until locked."""
     rows = [await find_stored(connection, upload.key) for upload in uploads if upload.replaces]
     return [row.digest for row in rows if row is not None]
 
@@ -337,8 +342,8 @@ async def _blobs_to_replace(connection: Transaction, uploads: Sequence[Upload]) 
 async def _store(
     connection: Transaction, upload: Upload, times: _Times, *, locked: Collection[Digest]
 ) -> _Outcome:
-    """Insert or replace one artifact. Retry if the existing artifact disappears meanwhile.
-    Replacing marks the old blob for deletion, which always requires the lock of that blob.
+    """Insert or replace one artifact. Return None if its key has an artifact whose blob is not
+    locked: replacing marks that blob for deletion, which requires its lock.
     """
     new = Artifact(
         key=upload.key,
@@ -414,7 +419,7 @@ _LOGGER = logging.getLogger(__name__)
 class UploadService:
     """Accept uploads, and keep the first artifact of a key.
 
-    Compilers are not reproducible, and all processes of one job must load one executable. The
+    Compilers are not reproducible, and all processes of one job must load the same executable. The
     policy of a namespace may keep the last artifact instead, or refuse all uploads.
     """
 
@@ -428,7 +433,7 @@ class UploadService:
     max_artifact_bytes: int
 
     async def publish(self, upload: Upload, chunks: AsyncIterator[bytes]) -> bool:
-        """Store an artifact. Check everything else before reading `chunks`.
+        """Store an artifact. Check policy, existing artifact and room before reading `chunks`.
 
         Returns:
             False if the key already had the same bytes. Usually no chunk is read then.
@@ -451,15 +456,15 @@ class UploadService:
             actor=upload.actor,
         )
         await self.allocator.check(allocation)
-        is_due = False
+        is_unused = False  # whether the store may have a blob that no artifact uses
         try:
             with self.collector.uploading(upload.digest), self.allocator.opened(allocation):
-                is_due = await self.collector.settle(upload.digest)
+                is_unused = await self.collector.settle(upload.digest)
                 await self.blobs.put(upload.digest, self.allocator.passed(allocation, chunks))
-                is_due = True
+                is_unused = True
                 commit = await self.committer.commit(upload)
         except BaseException:
-            if is_due:
+            if is_unused:
                 await asyncio.shield(self._drop_blob(upload.digest))
             raise
         if commit.stored is not None:
@@ -475,8 +480,8 @@ class UploadService:
         return self._refuse_other(upload, commit.stays)
 
     async def _drop_blob(self, digest: Digest) -> None:
-        """Delete a blob after an upload, unless an artifact uses it. If that fails, the blob stays
-        marked, or the next start of a server removes it.
+        """Delete a blob after an upload, unless an artifact uses it. If that fails, maintenance
+        deletes it later.
         """
         try:
             await self.collector.collect(digest)
@@ -484,7 +489,7 @@ class UploadService:
             _LOGGER.warning("could not delete the unused blob %s, will retry: %s", digest, error)
 
     def check(self, namespace: Namespace, size_bytes: int, *, policy: NamespacePolicy) -> None:
-        """Apply the policy and the size limits, without a query.
+        """Check the policy and the size limits. Needs no query.
 
         Raises:
             ServerError: 403 or 413.
@@ -508,7 +513,7 @@ class UploadService:
             )
 
     def _refuse_other(self, upload: Upload, stays: Digest) -> bool:
-        """Return False if the stored bytes are the same. Raise if not, or with If-None-Match."""
+        """Return False if the stored bytes are the same. Raise for other bytes or If-None-Match."""
         if upload.only_if_absent:
             raise ServerError(
                 ErrorCode.PRECONDITION_FAILED,
