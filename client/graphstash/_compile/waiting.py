@@ -1,14 +1,14 @@
-"""WaitBudget: the total time that a job waits for the compilations of other jobs.
+"""WaitBudget: the total time that a job waits for other jobs' compilations or a busy server.
 
-A lease shows that another job compiles, but not that it will finish. Any writer can hold a lease,
-and a server can reply "held" forever. Therefore waiting has a budget:
+A lease does not show that its holder will ever finish. Any writer can hold a lease, and a server
+can reply "held" forever. Therefore waiting has a budget:
 
 * One holder uses at most half of the budget. A wait that obtains the artifact is refunded, up to
   the compile time that it saved. All refunds together are at most twice the budget. So a job waits
   for at most three budgets, at most one of them in vain, even with a malicious server or holder.
 * After three consecutive waits in vain, the job starts no wait for five minutes.
-* A wait does not begin if less time is left than this process's average compilation takes, because
-  the wait would likely end first.
+* A wait does not begin if less time is left than this process's average compilation takes: the
+  wait would likely end before the artifact exists.
 
 The ranks of a distributed job depend on each other's waits, so they share one budget.
 """
@@ -30,7 +30,7 @@ _PAUSE_SECONDS: Final = 300.0
 
 
 class WaitBudget:
-    """The remaining budget of a job. Thread-safe.
+    """The budget of a job. Thread-safe.
 
     Args:
         seconds: Size of the budget.
@@ -59,7 +59,10 @@ class WaitBudget:
         return Wait(self)
 
     def left_for(self, holder: str) -> float:
-        """Return the seconds that the job may still wait for a holder."""
+        """Return the seconds that the job may still wait for a holder.
+
+        `holder` names another job, or stands for a server without a free connection.
+        """
         with self._lock:
             share = _HOLDER_SHARE * self._seconds - self._spent_on[holder]
             return max(0.0, min(self._left, share))
@@ -119,7 +122,7 @@ class WaitBudget:
                 self._paused_until = self.clock() + _PAUSE_SECONDS
 
     def share(self, left: float) -> None:
-        """Lower the budget to the remaining seconds of another rank, which waited for all ranks."""
+        """Lower the budget to what the leading rank has left; it waited for all ranks."""
         with self._lock:
             self._left = min(self._left, left)
 
@@ -129,7 +132,7 @@ class WaitBudget:
 
 
 class Wait:
-    """One wait, which begins when the server reports a holder.
+    """One wait, which begins when the server reports a holder or has no free connection.
 
     Attributes:
         left: Seconds that the wait may still last; 0 before it begins.

@@ -52,10 +52,7 @@ _NO_CERTIFICATE: Final = (
 
 @contextmanager
 def named_failures(url: str) -> Iterator[None]:
-    """Convert httpx's exceptions, most specific first.
-
-    A test checks that every httpx exception is converted.
-    """
+    """Convert httpx's exceptions. A test checks that all are converted."""
     try:
         with _tls_first(url):
             yield
@@ -81,8 +78,8 @@ def _tls_first(url: str) -> Iterator[None]:
     try:
         yield
     except httpx.NetworkError as error:
-        if told := tls_failure(error):
-            raise TransportError(Reason.TLS, f"{url}: {told}") from error
+        if failure := tls_failure(error):
+            raise TransportError(Reason.TLS, f"{url}: {failure}") from error
         raise
 
 
@@ -95,10 +92,10 @@ def _reason_of(error: httpx.RemoteProtocolError) -> Reason:
 
 
 def refuse_errors(response: httpx.Response, *, url: str) -> None:
-    """Raise if the response is an error. The 404 of a GET is a miss, not an error.
+    """Raise if the response is an error. A 404 for a GET is a miss, not an error.
 
     Raises:
-        CacheError: the server refused the call, is busy, or is not a graphstash server.
+        CacheError: the server refused the call, is busy, or does not respond as graphstash does.
     """
     status = response.status_code
     if response.headers.get(HEADER_PROTOCOL) != str(PROTOCOL_VERSION) and status < 500:
@@ -154,7 +151,6 @@ def problem_of(body: bytes) -> "Problem | None":
 
 
 def retry_after(response: httpx.Response) -> float:
-    """Return the seconds to wait from `Retry-After`. Default: 1."""
-    # Do not parse the HTTP-date form: our server sends seconds.
+    """Return the seconds in `Retry-After`, or 1 without such a number."""
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isascii() and value.isdigit() else 1.0

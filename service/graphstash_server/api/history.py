@@ -26,15 +26,15 @@ Time = Annotated[
 class _HistoryQuery(WireModel):
     since: Time | None = Field(
         default=None,
-        description="the first step is the one it is in, such as 2026-01-31T00:00:00Z; a day of "
-        "hours or 30 days before `until` if it is not given",
+        description="a time in the first step, such as 2026-01-31T00:00:00Z; default: a day (for "
+        "hours) or 30 days (for days) before `until`",
     )
     until: Time | None = Field(
-        default=None, description="the last step begins before it; now if it is not given"
+        default=None, description="the last step begins before this time; default: now"
     )
-    step: Step = Field(default=Step.HOUR, description="how long one point lasts")
-    by: Grouping = Field(default=Grouping.NONE, description="what points are told apart by")
-    namespace: Namespace | None = Field(default=None, description="only what happened in it")
+    step: Step = Field(default=Step.HOUR, description="duration of one point")
+    by: Grouping = Field(default=Grouping.NONE, description="how to group points besides by time")
+    namespace: Namespace | None = Field(default=None, description="count only this namespace")
 
 
 @router.call(
@@ -46,23 +46,23 @@ class _HistoryQuery(WireModel):
     refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_NAMESPACE],
 )
 async def get_history(call: Call) -> Response:
-    """Return what was served and saved by hour or by day, in all readable namespaces."""
-    wanted = read_query(call, _HistoryQuery)
+    """Return hits, misses, uploads and savings by hour or day, in all readable namespaces."""
+    query = read_query(call, _HistoryQuery)
     history = await call.context.history.read(
-        since=wanted.since,
-        until=wanted.until,
-        step=wanted.step,
-        by=wanted.by,
-        namespaces=await _readable(call, wanted.namespace),
+        since=query.since,
+        until=query.until,
+        step=query.step,
+        by=query.by,
+        namespaces=await _readable(call, query.namespace),
     )
     return json_answer(history)
 
 
-async def _readable(call: Call, wanted: Namespace | None) -> list[str] | None:
+async def _readable(call: Call, namespace: Namespace | None) -> list[str] | None:
     """Return the requested namespaces that the caller may read, or None for all."""
     if call.principal.may_see_totals:
-        return None if wanted is None else [wanted]
-    names = await call.context.policies.namespaces() if wanted is None else [wanted]
+        return None if namespace is None else [namespace]
+    names = await call.context.policies.namespaces() if namespace is None else [namespace]
     return [
         name
         for name in names

@@ -45,7 +45,7 @@ from graphstash_server.reading.representation import (
     ACCEPT_REDIRECT,
     HEADER_ACCEL,
     absent,
-    takes_link,
+    may_redirect,
 )
 from graphstash_server.services.identity.principals import OPEN_ACCESS, OWNER, Principal
 from graphstash_server.storage import BlobReader
@@ -153,7 +153,7 @@ class FastPath:
         if fields is None:
             reads["headers"] += 1
             return None
-        if takes_link(context.settings, fields.asked):
+        if may_redirect(context.settings, fields.asked):
             reads["redirect"] += 1
             return None
         method, path = line[1].decode(), line[2].decode()

@@ -16,9 +16,9 @@ from graphstash_server.reading.representation import (
     Representation,
     changes,
     description_of,
+    may_redirect,
     redirect_to,
     representation_of,
-    takes_link,
 )
 from graphstash_server.storage import SMALL_BYTES, BlobReader, FileReader
 
@@ -126,7 +126,7 @@ class Reads:
             if found is None:
                 return self._absent(request)
             return ReadAnswer(description_of(found, request.headers, request.policy))
-        if takes_link(self._settings, request.headers):
+        if may_redirect(self._settings, request.headers):
             linked = await self._artifacts.link(request.key)
             if linked is not None:
                 return self._redirect(request, *linked)

@@ -1,7 +1,6 @@
-"""How HTTP represents a stored artifact: status, headers, and which of its bytes.
+"""Build the HTTP response for a stored artifact: status, headers and byte range of the body.
 
-These functions depend on their arguments only; `reads` calls them and counts. Request headers are a
-mapping with names in lower case.
+The functions are pure; `reads` calls them and counts. Request headers have lower-case names.
 """
 
 from collections.abc import Mapping
@@ -26,63 +25,62 @@ __all__ = [
     "absent",
     "changes",
     "description_of",
+    "may_redirect",
     "redirect_to",
     "representation_of",
-    "takes_link",
 ]
 
 HEADER_ACCEL: Final = "graphstash-accel"
-"""Request: the reverse proxy in front can read the blob directory. docker/nginx sets it."""
+"""Request header that nginx sets if it can read the blob directory (docker/nginx)."""
 
 ACCEPT_REDIRECT: Final = HEADER_ACCEPT_REDIRECT.lower()
 
 MIN_ACCELERATED_BYTES: Final = 256 * 1024
-"""From this size on it is cheaper to let the reverse proxy send the file than to send it through
-the proxy. docs/decisions/0019 has the measurement."""
+"""From this size on, nginx sends the file for less CPU than passing on the bytes of this process
+takes. docs/decisions/0019 has the measurement."""
 
 _ACCEL_PREFIX: Final = "/_blobs/"
-"""Where the proxy has the blob directory; not reachable from outside (`internal`)."""
+"""Path of the blob directory in nginx, which clients cannot request (`internal`)."""
 
 _OTHER_CONDITIONS: Final = ("if-match", "if-modified-since", "if-unmodified-since")
-"""This server ignores them, and nginx would not."""
+"""Conditions that this server ignores and nginx would evaluate."""
 
-_MADE_BY_THE_PROXY: Final = frozenset(
+_SET_BY_NGINX: Final = frozenset(
     {"Content-Range", "Accept-Ranges", "Cache-Control", "Content-Disposition"}
 )
-"""nginx derives them from the file, or would copy them onto any answer, even for a missing file."""
+"""nginx sets them itself, or would copy them to every response, even if the file is missing."""
 
 _CACHE_CONTROL: Final = {
     False: "private, max-age=31536000, immutable",
     True: "private, no-cache",
 }
-"""A year where the artifact of a key never changes; revalidated every time where it may."""
+"""By whether artifacts may change. Clients cache an artifact that never changes for a year."""
 
 
 class LocalFile(Protocol):
-    """What a `BlobReader` says about its file."""
+    """The part of a `BlobReader` that these functions use."""
 
     @property
     def path(self) -> Path | None:
-        """Where the bytes are, if they are in a local file."""
+        """Local file with the bytes, or None."""
         ...
 
 
 _ACCEL_ONLY: Final = {HEADER_ACCEL}
 
 _MAX_KEPT: Final = 1024
-"""Representations kept: as many as the rows in memory (`RecentRows`), at most 32 MiB for GET and
-for HEAD."""
+"""Entries of each cache, as many as rows in memory (`RecentRows`); at most 32 MiB per cache."""
 
 
 @dataclass(eq=False)
 class Representation:
-    """An answer with an artifact, or about one.
+    """A response that contains or describes an artifact.
 
     Attributes:
         status: 200, 206, 304 or 307.
-        headers: every header of the artifact; the transport adds the headers of the server.
-        span: first byte and end (exclusive) of the body; None for an answer without a body.
-        served: the bytes that the client receives, from this process or from the reverse proxy.
+        headers: headers about the artifact; the transport adds those of the server.
+        span: byte range that this process sends, end exclusive; None without a body.
+        served: byte range that this process or nginx sends, end exclusive; None without a body.
     """
 
     status: int
@@ -92,42 +90,42 @@ class Representation:
 
     @property
     def served_bytes(self) -> int:
-        """The number of bytes that the client receives."""
+        """Length of `served`, or 0."""
         start, stop = self.served or (0, 0)
         return stop - start
 
     @cached_property
     def lines(self) -> bytes:
-        """The headers as lines of HTTP/1.1."""
+        """Header lines of HTTP/1.1."""
         lines = [f"{name.lower()}: {value}\r\n" for name, value in self.headers.items()]
         return "".join(lines).encode("latin-1")
 
 
 def absent(key: StoredKey) -> ServerError:
-    """The answer for an artifact that does not exist."""
+    """Return the 404 error for a missing artifact."""
     return ServerError(
         ErrorCode.NOT_FOUND, f"there is no artifact {key.key} in namespace {key.namespace}"
     )
 
 
 def changes(policy: NamespacePolicy) -> bool:
-    """Whether an artifact may be replaced under its key."""
+    """Return whether a key's artifact may be replaced."""
     return policy.mode is WriteMode.OVERWRITE
 
 
-def takes_link(settings: Settings, asked: Mapping[str, str]) -> bool:
-    """Whether the client accepts a redirect to the blob store, and wants the whole blob."""
+def may_redirect(settings: Settings, request: Mapping[str, str]) -> bool:
+    """Return whether the server may redirect this client, which requests a whole blob, to S3."""
     return (
         settings.s3_redirect_bytes is not None
-        and asked.get(ACCEPT_REDIRECT) == "1"
-        and "range" not in asked
-        and "if-none-match" not in asked
+        and request.get(ACCEPT_REDIRECT) == "1"
+        and "range" not in request
+        and "if-none-match" not in request
     )
 
 
 def representation_of(
     row: Artifact,
-    asked: Mapping[str, str],
+    request: Mapping[str, str],
     policy: NamespacePolicy,
     *,
     file: LocalFile | None,
@@ -137,9 +135,9 @@ def representation_of(
 
     Args:
         row: the artifact.
-        asked: headers of the request.
+        request: request headers.
         policy: policy of the namespace.
-        file: where the bytes are; None if they were read already.
+        file: open blob; None if its bytes are in memory.
         settings: settings of the server.
 
     Raises:
@@ -147,22 +145,22 @@ def representation_of(
     """
     changing = changes(policy)
     size_bytes = row.digest.size_bytes
-    is_worth_it = size_bytes >= MIN_ACCELERATED_BYTES
-    if not asked or (asked.keys() == _ACCEL_ONLY and not is_worth_it):
+    is_large = size_bytes >= MIN_ACCELERATED_BYTES
+    if not request or (request.keys() == _ACCEL_ONLY and not is_large):
         return _whole(row, changing=changing)
-    if lists_etag(asked.get("if-none-match"), row.digest.etag):
+    if lists_etag(request.get("if-none-match"), row.digest.etag):
         return _unchanged(row, changing=changing)
     part = requested_range(
-        asked.get("range"), asked.get("if-range"), etag=row.digest.etag, size_bytes=size_bytes
+        request.get("range"), request.get("if-range"), etag=row.digest.etag, size_bytes=size_bytes
     )
     span = part or (0, size_bytes)
     accelerated = None
-    if file is not None and HEADER_ACCEL in asked and is_worth_it and not changing:
-        # A namespace whose artifacts change is left out: the proxy lets its answers be kept.
-        accelerated = _accelerated_path(asked, file.path, settings.blob_dir, part=part)
+    if file is not None and HEADER_ACCEL in request and is_large and not changing:
+        # Not if artifacts may change: nginx marks its responses as cacheable for a year.
+        accelerated = _accelerated_path(request, file.path, settings.blob_dir, part=part)
     if accelerated is not None:
         headers = _shared_headers(row, changing=changing)
-        kept = {name: text for name, text in headers.items() if name not in _MADE_BY_THE_PROXY}
+        kept = {name: text for name, text in headers.items() if name not in _SET_BY_NGINX}
         sent = {**kept, "X-Accel-Redirect": accelerated, "Content-Length": "0"}
         return Representation(200, sent, served=span)
     if part is None:
@@ -174,16 +172,16 @@ def representation_of(
 
 
 def description_of(
-    row: Artifact, asked: Mapping[str, str], policy: NamespacePolicy
+    row: Artifact, request: Mapping[str, str], policy: NamespacePolicy
 ) -> Representation:
     """Represent an artifact for a HEAD."""
-    if lists_etag(asked.get("if-none-match"), row.digest.etag):
+    if lists_etag(request.get("if-none-match"), row.digest.etag):
         return _unchanged(row, changing=changes(policy))
     return _described(row, changing=changes(policy))
 
 
 def redirect_to(url: str, row: Artifact, *, changing: bool) -> Representation:
-    """Send the client to the blob store. No cache may keep the answer, because the link expires."""
+    """Redirect the client to the blob store. No cache may store the response: the URL expires."""
     headers = _shared_headers(row, changing=changing)
     return Representation(307, {**headers, "Location": url, "Cache-Control": "no-store"})
 
@@ -219,30 +217,30 @@ def _shared_headers(row: Artifact, *, changing: bool) -> dict[str, str]:
 
 
 def _unchanged(row: Artifact, *, changing: bool) -> Representation:
-    """Tell the client that it has the artifact (RFC 9110 section 15.4.5)."""
+    """Return a 304 for a client that has the artifact (RFC 9110 section 15.4.5)."""
     headers = {"ETag": row.digest.etag, "Cache-Control": _CACHE_CONTROL[changing]}
     return Representation(304, headers)
 
 
 def _accelerated_path(
-    asked: Mapping[str, str],
+    request: Mapping[str, str],
     file: Path | None,
     blob_dir: Path,
     *,
     part: tuple[int, int] | None,
 ) -> str | None:
-    """Where the reverse proxy finds the blob; None when this process has to send it.
+    """Return the blob's path in nginx, or None if this process must send the blob.
 
-    The proxy applies the request's own range and conditions to the file. Where it would read
-    them differently (several ranges, a malformed one, an If-Range that does not match), this server
-    sends the bytes.
+    nginx applies the request's range and conditions to the file. If nginx would interpret them
+    differently (several ranges, a malformed range, an If-Range that does not match), this process
+    sends the blob.
 
-    The proxy replaces the header, so no client can pass its own. A client that reaches this server
-    directly and sends it gets the headers of a hit with an empty body, which does not match the
-    digest: it harms only itself. The path contains nothing but the digest, which it gets anyway.
+    nginx overwrites `HEADER_ACCEL`, so its clients cannot set it. A client that connects directly
+    and sets it gets the headers of a hit with an empty body, and the digest does not match. The
+    path reveals only the digest, which every hit contains.
     """
     if file is None or not file.is_relative_to(blob_dir):
         return None
-    if ("range" in asked and part is None) or any(name in asked for name in _OTHER_CONDITIONS):
+    if ("range" in request and part is None) or any(name in request for name in _OTHER_CONDITIONS):
         return None
     return _ACCEL_PREFIX + file.relative_to(blob_dir).as_posix()

@@ -1,9 +1,9 @@
 """Python kernels for torch's own operations, and operations in torch's namespaces.
 
-torch's keys cover the kernels in torch's files. A program can replace kernels or add some, and
-torch has no means to look up a kernel of a `Library`. So this module separates torch's libraries
-from the program's, and refuses the program's kernels. Fake kernels, rules for modes of dispatch,
-and the functions of a `CustomOpDef` can be looked up, and get a description.
+torch's cache keys cover the kernels in torch's files. A program can add or replace kernels, and
+torch offers no way to look up the kernels of a `Library`. So this module separates torch's
+libraries from the program's, and refuses the program's kernels. Fake kernels, rules for dispatch
+modes, and the functions of a `CustomOpDef` can be looked up, so keys describe them instead.
 """
 
 import inspect
@@ -59,7 +59,7 @@ _ALONE: Final = frozenset(
         "pippy/_pipe_split/BackendSelect",
     }
 )
-"""Kernels in torch 2.7 and 2.15 that `torch.library.impl` puts into a library of their own."""
+"""torch's own kernels, in 2.7 to 2.15, for each of which `torch.library.impl` makes a library."""
 
 _GRADIENTS: Final = frozenset(
     {
@@ -86,26 +86,26 @@ _OPERATIONS_OF_TORCH: Final = ("ao", "coor", "debugprims", "device_mesh", "pippy
 """Namespaces in which torch uses `torch.library.define`."""
 
 _TABLES: Final = ("_autocast_dtype", "_backend_fns", "_torch_dispatch_fns")
-"""Attributes of a `CustomOpDef` that are tables."""
+"""Attributes of a `CustomOpDef` that hold dicts."""
 
 _FAKE_KERNELS: Final = {
     id(each): frozenset(each._op_impls)
     for each in vars(_meta_registrations).values()
     if isinstance(each, library.Library)
 }
-"""Kernels in torch's libraries of fake kernels, by ID. These libraries live as long as torch."""
+"""By ID of a library in `_meta_registrations`: its fake kernels. torch never frees these."""
 
 
 def check_kernels() -> None:
-    """Refuse Python kernels that a program registered for torch's operations, or for all.
+    """Refuse Python kernels that a program registered for torch's operations or for all operations.
 
     Raises:
-        UndescribableError: such a kernel exists, and torch has no means to look it up.
+        UndescribableError: such a kernel exists.
     """
     of_torch, of_program = _libraries()
     for each in of_torch:
         known = _FAKE_KERNELS.get(id(each), frozenset())
-        if len(each._op_impls) != len(known):  # kernels are only added
+        if len(each._op_impls) != len(known):  # kernels are never removed
             _check(each._op_impls - _KERNELS_OF_TORCH - known)
     operations = operations_of_program()
     for each in of_program:
@@ -131,9 +131,9 @@ def _operation(kernel: str) -> str:
 
 
 def _is_usual(holder: Any, kernel: str) -> bool:
-    """Return whether a kernel is torch's in a library of its own, or a fake kernel.
+    """Return whether the kernel is a fake one, or torch's own in a library of one kernel.
 
-    Since 2.8, a program may replace it. Then the dispatcher lists more kernels than are known.
+    Since 2.8, `allow_override` lets a program replace such a kernel. The dispatcher then lists two.
     """
     if (id(holder), kernel) in _usual:
         return True
@@ -159,7 +159,7 @@ def operations_of_program() -> frozenset[str]:
 
 
 def changed_definitions() -> list[CustomOpDef]:
-    """Return torch's definitions of operations to which a program added something."""
+    """Return torch's definitions of operations that a program extended."""
     definitions = _definitions()
     tables = [getattr(each, name, {}) for each in definitions for name in _TABLES]
     values = [
@@ -175,7 +175,7 @@ def changed_definitions() -> list[CustomOpDef]:
 
 
 def foreign_rules() -> list[tuple[str, Any]]:
-    """Return a program's fake kernels, and rules for modes of dispatch, for torch's operations."""
+    """Return a program's fake kernels and dispatch mode rules for torch's operations, labeled."""
     entries = list(simple_registry.singleton._data.items())
     tables = [
         table
@@ -217,14 +217,14 @@ def _unchecked(function: Any) -> Any:
 
 
 _known_definitions: list[Any] = [None, []]
-"""The values in torch's definitions, and the result of `changed_definitions` for them."""
+"""Cache of `changed_definitions`: the values in torch's definitions, and the result."""
 
 _all_definitions: list[Any] = [[], []]
-"""References to all definitions, and the result of `_definitions` for them."""
+"""Cache of `_definitions`: weak references to all definitions, and the result."""
 
 
 def _definitions() -> list[CustomOpDef]:
-    """Return torch's own definitions of operations, which live as long as torch."""
+    """Return torch's own definitions of operations, which are never freed."""
     if (state := custom_ops.OPDEFS.valuerefs()) != _all_definitions[0]:
         found = [each for ref in state if (each := ref()) is not None]
         found = [each for each in found if is_torchs_namespace(each._namespace)]
@@ -234,7 +234,7 @@ def _definitions() -> list[CustomOpDef]:
 
 
 def _is_changed(definition: CustomOpDef) -> bool:
-    """Return whether a definition of torch holds what only a program can have added."""
+    """Return whether a program extended a definition of torch."""
     values = [*vars(definition).values()]
     for name in _TABLES:
         values += getattr(definition, name, {}).values()
@@ -244,22 +244,22 @@ def _is_changed(definition: CustomOpDef) -> bool:
     )
 
 
-_judged: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
+_owned_by_torch: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
 """By library: whether torch holds it."""
 
 _known_libraries: list[Any] = [[], ([], [])]
-"""The finalizers of this process, and the result of `_libraries` for them."""
+"""Cache of `_libraries`: all finalizers of this process, and the result."""
 
 
 _usual: set[tuple[int, str]] = set()
-"""Libraries, by ID, and their usual kernels. Cleared when a library is added or freed."""
+"""Cache of `_is_usual`: ID of the library, and kernel. Cleared when the finalizers change."""
 
 
 def _libraries() -> tuple[list[Any], list[Any]]:
-    """Return torch's libraries for ATen, and those of the program for any operation of torch.
+    """Return torch's libraries for ATen, and the program's libraries for operations of torch.
 
-    torch lists the kernels of all libraries, but a library may replace a kernel of another one.
-    Each library has a finalizer.
+    torch's global set of kernel names does not show which library has a kernel, so a replaced
+    kernel is not visible there. The libraries are found by their finalizers.
     """
     finalizers: Any = getattr(weakref.finalize, "_registry", None)
     if finalizers is None:
@@ -268,12 +268,14 @@ def _libraries() -> tuple[list[Any], list[Any]]:
         entries = [each for each in list(finalizers.values()) if each.func is library._del_library]
         found = [each for entry in entries if (each := entry.weakref()) is not None]
         found = [each for each in found if each.ns == "_" or is_torchs_namespace(each.ns)]
-        if any(each not in _judged for each in found):
+        if any(each not in _owned_by_torch for each in found):
             held = {id(each) for each in _held_by_torch()}
             for each in found:
-                _judged.setdefault(each, id(each) in held)
-        of_torch = [weakref.ref(each) for each in found if _judged[each] and each.ns == "aten"]
-        of_program = [weakref.ref(each) for each in found if not _judged[each]]
+                _owned_by_torch.setdefault(each, id(each) in held)
+        of_torch = [
+            weakref.ref(each) for each in found if _owned_by_torch[each] and each.ns == "aten"
+        ]
+        of_program = [weakref.ref(each) for each in found if not _owned_by_torch[each]]
         _usual.clear()
         _known_libraries[:] = [state, (of_torch, of_program)]
     of_torch, of_program = _known_libraries[1]
@@ -286,9 +288,9 @@ def _present(libraries: list[Any]) -> list[Any]:
 
 
 def _held_by_torch() -> Iterator[library.Library]:
-    """Return the libraries in torch's modules, of its definitions, and of fake kernels.
+    """Yield the libraries in torch's modules, its definitions and all fake kernels.
 
-    In 2.7, each fake kernel has a library of its own. `foreign_rules` describes the kernel.
+    In 2.7, each fake kernel has a library, the program's too; `foreign_rules` returns that kernel.
     """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch" and isinstance(module, ModuleType):

@@ -4,8 +4,8 @@
         for batch in loader:
             ...
 
-While step i runs, batch i+1 is uploaded and batch i+2 is loaded. A single thread pulls from the
-source, so the order of batches and the draws from random generators match a plain loop.
+With `ahead=2`, batch i+1 is uploaded and batch i+2 is loaded while step i runs. A single thread
+pulls from the source, so the order of batches and random draws match a plain loop.
 """
 
 import copy
@@ -28,7 +28,7 @@ _Batch = TypeVar("_Batch")
 
 @dataclasses.dataclass(frozen=True)
 class _End:
-    """Replaces a batch at the end of the source, or after a failure."""
+    """Takes the place of a batch at the end of the source or after a failure."""
 
     error: BaseException | None = None
 
@@ -40,7 +40,7 @@ class DeviceLoader(Generic[_Batch]):
     earlier batches. Loading starts at the first request for a batch.
 
     Args:
-        batches: the source. Its batches must stay valid, so it may not reuse buffers.
+        batches: the source. It must not reuse the buffers of earlier batches.
         ahead: number of batches to load beyond the consumer's current one, 1 or more.
         upload: called with each batch, in order, on a second thread; usually `to_device`.
         on_loaded: called on the loading thread with the number of each batch (1, 2, ...) before the
@@ -120,7 +120,7 @@ class DeviceLoader(Generic[_Batch]):
         self._queue.append(batch)
 
     def _pull(self) -> _Batch | _End:
-        """Return the next batch; after the last, close the source and return an `_End`."""
+        """Return the next batch, or close the source and return an `_End`."""
         end = _End()
         try:
             if not self._stopping:
@@ -154,7 +154,7 @@ class DeviceLoader(Generic[_Batch]):
 
 
 class InlineLoader(Generic[_Batch]):
-    """A `DeviceLoader` without threads: loads each batch when it is requested."""
+    """A `DeviceLoader` without threads, which loads each batch when it is requested."""
 
     def __init__(
         self, batches: Iterable[_Batch], *, upload: Callable[[_Batch], _Batch] | None = None
@@ -192,9 +192,9 @@ class InlineLoader(Generic[_Batch]):
 def to_device(batch: _Batch, device: "torch.device | str") -> _Batch:
     """Return a copy of the batch with its tensors on `device`; other values do not change.
 
-    Traverses tuples (named ones included), lists, mappings and dataclasses. On torch_xla, one call
-    transfers all tensors of a batch. On CUDA, tensors go through pinned memory without waiting;
-    later work on the current stream sees them.
+    Traverses tuples (named ones included), lists, mutable mappings and dataclasses. On torch_xla,
+    one call transfers all tensors of a batch. On CUDA, tensors are copied from pinned memory
+    without waiting. Use them on the calling thread's current stream, or synchronize first.
     """
     import torch
 

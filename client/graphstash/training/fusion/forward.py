@@ -1,9 +1,10 @@
 """ForwardFusion: update each parameter when a module that reads it is about to run.
 
 `step()` stores the gradients and its current options. The next forward makes the updates, at the
-latest when it ends. The first forward shows which module reads a parameter first; it may not be the
-parameter's owner. If other code uses a parameter or its gradient earlier, a tripwire makes the
-update first. `step()` itself updates a parameter that shares memory with another tensor.
+latest when it ends. The first training forward records which module reads each parameter first,
+because that need not be its owner. If other code uses a parameter or its gradient earlier, a
+tripwire makes the update first. `step()` itself updates a unit if a parameter in it shares memory
+with another tensor.
 """
 
 import sys
@@ -40,26 +41,26 @@ class ForwardFusion(Fusion):
         """Modules of the model whose forward is running, the innermost last."""
         self._readers: _Readers | None = None
         self._units: dict[nn.Module, list[list[Tensor]]] | None = None
-        """Units to update before a module runs; None until a forward was watched."""
+        """Units to update before a module runs; None until a forward was recorded."""
         self._all_units: list[list[Tensor]] = []
         self._hooks: dict[nn.Module, list[Any]] = {}
         self._waiting: dict[Tensor, Tensor] = {}
-        """By parameter: the gradient of the last step, not applied yet."""
+        """By parameter: the gradient that the last step has not applied."""
         self._tripwire = Tripwire(self._before_use)
         self._armed: dict[Tensor, list[Tensor]] = {}
         """By armed parameter or gradient: the unit to update before it is used."""
         self._versions: dict[Tensor, int] = {}
-        """By parameter that waits, and by its gradient: the tensor's version at `step()`."""
+        """By waiting parameter or gradient: its `_version` at `step()`."""
         self._state: WaitingState | None = None
         """Replaces the optimizer's state while updates wait."""
         self._options: Options = ()
         self._found_inf: Tensor | None = None
         self._grad_scale: Tensor | None = None
         self._has_new_gradients = False
-        """Whether a backward has given gradients since the first step."""
+        """Whether a backward has run since the first step."""
         self._kept: dict[Tensor, TensorWeakRef] = {}
-        """First step's gradients, by parameter, that a backward has accumulated into. Accelerate
-        may call zero_grad() only after that."""
+        """By parameter: the first step's gradient, if a backward has accumulated into it. The next
+        step refuses it; until then, Accelerate may call zero_grad()."""
         self._is_first_step = True
         self._is_interrupted = False
         super().__init__(model, optimizer)
@@ -79,7 +80,7 @@ class ForwardFusion(Fusion):
             )
 
     def _before_load(self) -> None:
-        """Forget an update that failed halfway, which the loaded values replace."""
+        """Drop an update that failed halfway; the loaded values replace it."""
         if self._is_interrupted:
             self._waiting.clear()
             self._disarm(list(self._armed))
@@ -108,8 +109,8 @@ class ForwardFusion(Fusion):
                 self.keep(handle)
 
     def before_step(self, options: dict[str, Any]) -> None:
-        """Take the gradients away from the step, and store the current options."""
-        self.flush()  # the updates of a step without a later forward
+        """Take the gradients from the step and store the current options."""
+        self.flush()  # in case no forward ran since the last step
         if self._units is None or self._running:
             return
         for parameter, kept in self._kept.items():
@@ -121,13 +122,13 @@ class ForwardFusion(Fusion):
                 if self.has_old_gradient(parameter):
                     self.refuse_old_gradient(parameter)
         self.last_gradients.clear()
-        if self._is_first_step:  # without fusion: does the loop keep the gradients?
+        if self._is_first_step:  # not fused, to find out whether the loop keeps gradients
             self._is_first_step = False
             self.remember_gradients()
             self._watch_new_gradients()
             return
         self._options = options_of(self.optimizer)
-        # The loss scale changes its tensors in place.
+        # The loss scaler changes these tensors in place.
         self._found_inf = _copy(options.get("found_inf"))
         self._grad_scale = _copy(options.get("grad_scale"))
         self._take_gradients()
@@ -160,9 +161,9 @@ class ForwardFusion(Fusion):
                 self.keep(handles[-1])
 
     def after_step(self) -> None:
-        """Give gradients back to the loop; the step may have updated a common step count."""
+        """Return the gradients to the loop, and arm the waiting parameters."""
         if any(each.grad is not None for unit in self._all_units for each in unit):
-            self.partial_step.state_has_changed()
+            self.partial_step.state_has_changed()  # the step may have changed a common step count
         for unit in self._all_units:
             for parameter in unit:
                 if (gradient := self._waiting.get(parameter)) is not None:
@@ -174,7 +175,7 @@ class ForwardFusion(Fusion):
             self.optimizer.state = self._state
 
     def _release_state(self) -> None:
-        """Give the optimizer its state back, unless the loop has replaced it."""
+        """Restore the optimizer's state, unless the loop has replaced it."""
         if self._state is not None and self.optimizer.state is self._state:
             self.optimizer.state = self._state.state
         self._state = None
@@ -212,8 +213,8 @@ class ForwardFusion(Fusion):
 
     def _begin_forward(self, module: nn.Module) -> None:
         if module is not self.model or not (module.training and torch.is_grad_enabled()):
-            # Only a forward in training is watched. Another forward may read a module's parameters
-            # without calling the module.
+            # Only the model's forward in training is recorded. Other forwards may read a module's
+            # parameters without calling the module.
             self.flush()
         elif self._units is None and torch._C._current_graph_task_id() == -1:
             self._readers = _Readers(self.parameters, self._running)
@@ -233,7 +234,7 @@ class ForwardFusion(Fusion):
             self.flush()
 
     def _set_units(self, reader_of: dict[Tensor, nn.Module]) -> None:
-        """Assign each unit to the modules that own or were seen to read its parameters."""
+        """Assign each unit to the modules that own its parameters or read them first."""
         small = small_of(self.parameters)
         users: dict[Tensor, dict[nn.Module, None]] = {
             each: {} for each in self.parameters if each in self.names and each not in small
@@ -245,7 +246,7 @@ class ForwardFusion(Fusion):
         for read, reader in reader_of.items():
             if read in users:
                 users[read][reader] = None
-        in_order = [*(each for each in reader_of if each in users), *users]  # in forward's order
+        in_order = [*(each for each in reader_of if each in users), *users]  # in order of first use
         self._all_units = in_units(list(dict.fromkeys(in_order)))
         self._units = {}
         for unit in self._all_units:
@@ -255,7 +256,7 @@ class ForwardFusion(Fusion):
         self._remove_hooks(users.keys())
 
     def _remove_hooks(self, fused: AbstractSet[Tensor]) -> None:
-        """Remove the hooks of modules without fused parameters, in or below them."""
+        """Remove hooks from modules that neither contain nor first read fused parameters."""
         for module, handles in self._hooks.items():
             if module not in (self._units or ()) and fused.isdisjoint(module.parameters()):
                 for handle in handles:
@@ -332,7 +333,7 @@ class ForwardFusion(Fusion):
 
 
 class _Readers(TorchDispatchMode):
-    """Records which module reads a parameter first.
+    """Records the module that reads each parameter first.
 
     Attributes:
         of: by parameter: the innermost module that was running.
@@ -353,7 +354,7 @@ class _Readers(TorchDispatchMode):
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    frames = sys.modules.get("torch._dynamo.eval_frame")  # before its import nothing is compiled
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported: nothing is compiled
     wrapper = () if frames is None else frames.OptimizedModule
     return isinstance(module, wrapper) or module._compiled_call_impl is not None
 

@@ -12,7 +12,7 @@ from graphstash_server.artifact import Artifact, DescribedArtifact
 from graphstash_server.db.queries.shared import KEYED_ARTIFACT_COLUMNS, KNOWN_KINDS, described_of
 from graphstash_server.db.tables import artifacts, descriptions, environments
 
-__all__ = ["Place", "Wanted", "list_page"]
+__all__ = ["PageRequest", "Place", "list_page"]
 
 _BEYOND_HEX: Final = "g"
 """Sorts after every hex digit."""
@@ -30,11 +30,14 @@ _DETAILED = _LISTED.add_columns(
 ).outerjoin(environments, environments.c.id == descriptions.c.environment)
 
 _AT_ONCE: Final = 50
-"""Rows handled in one turn of the event loop: a millisecond."""
+"""Rows converted per event loop iteration: a millisecond."""
 
 
 class Place(NamedTuple):
-    """The end of a page: key and storage time of its last artifact."""
+    """The end of a page: key and storage time of the last artifact that the page covers.
+
+    The filters may exclude this artifact from the page.
+    """
 
     created_at: datetime
     fingerprint: str
@@ -42,9 +45,16 @@ class Place(NamedTuple):
     device_type: str
 
 
-class Wanted(NamedTuple):
-    """Filters of a page, sorted by time if `is_newest_first`, otherwise by fingerprint. An empty
-    text matches all. `fingerprint` is a prefix. `after` is the end of the previous page.
+class PageRequest(NamedTuple):
+    """Order and filters of a page.
+
+    Attributes:
+        is_newest_first: whether to sort by storage time, newest first, instead of by key.
+        after: end of the previous page.
+        kind: kind, or "" for all.
+        device_type: device type, or "" for all.
+        fingerprint: prefix.
+        label: part of the label, in any case.
     """
 
     namespace: str
@@ -58,27 +68,29 @@ class Wanted(NamedTuple):
 
 async def list_page(
     connection: AsyncConnection,
-    wanted: Wanted,
+    request: PageRequest,
     *,
     limit: int,
     most_scanned: int,
     with_details: bool,
 ) -> tuple[list[DescribedArtifact], Place | None]:
-    """Return a page, and its end if more may follow. It examines at most `most_scanned` artifacts
-    in index order, because few of a million may match. Parts are read only `with_details`.
+    """Return a page, and its end if more artifacts may follow.
+
+    The query scans at most `most_scanned` artifacts in index order, because few of a million may
+    match. It reads descriptions' parts only `with_details`.
     """
-    order, within = _order_of(wanted), _range_of(wanted)
+    order, within = _order_of(request), _range_of(request)
     ends = select(*_BY_TIME).where(within).order_by(*order).offset(most_scanned - 1).limit(1)
     end = (await connection.execute(ends)).first()
     last = None if end is None else Place(*end)
-    chosen = (_DETAILED if with_details else _LISTED).where(within, *_filters_of(wanted))
+    chosen = (_DETAILED if with_details else _LISTED).where(within, *_filters_of(request))
     if last is not None:
-        chosen = chosen.where(~_is_after(wanted, last))
+        chosen = chosen.where(~_is_after(request, last))
     found: list[DescribedArtifact] = []
     rows = await connection.execute(chosen.order_by(*order).limit(limit + 1))
     for part in rows.partitions(_AT_ONCE):
         found += map(described_of, part)
-        await asyncio.sleep(0)  # a whole page would block other tasks for ten milliseconds
+        await asyncio.sleep(0)  # a whole page takes ten milliseconds; let other tasks run
     if len(found) > limit:
         return found[:limit], _place_of(found[limit - 1].artifact)
     return found, last
@@ -89,23 +101,23 @@ def _place_of(artifact: Artifact) -> Place:
     return Place(artifact.created_at, key.fingerprint, key.kind.value, key.device_type)
 
 
-def _order_of(wanted: Wanted) -> Sequence[ColumnElement[Any]]:
-    return [column.desc() for column in _BY_TIME] if wanted.is_newest_first else _KEY
+def _order_of(request: PageRequest) -> Sequence[ColumnElement[Any]]:
+    return [column.desc() for column in _BY_TIME] if request.is_newest_first else _KEY
 
 
-def _range_of(wanted: Wanted) -> ColumnElement[bool]:
+def _range_of(request: PageRequest) -> ColumnElement[bool]:
     """Return the conditions that an index evaluates."""
-    chosen = [artifacts.c.namespace == wanted.namespace]
-    if wanted.fingerprint:
-        chosen.append(artifacts.c.fingerprint >= wanted.fingerprint)
-        chosen.append(artifacts.c.fingerprint < wanted.fingerprint + _BEYOND_HEX)
-    if wanted.after is not None:
-        chosen.append(_is_after(wanted, wanted.after))
+    chosen = [artifacts.c.namespace == request.namespace]
+    if request.fingerprint:
+        chosen.append(artifacts.c.fingerprint >= request.fingerprint)
+        chosen.append(artifacts.c.fingerprint < request.fingerprint + _BEYOND_HEX)
+    if request.after is not None:
+        chosen.append(_is_after(request, request.after))
     return and_(*chosen)
 
 
-def _is_after(wanted: Wanted, place: Place) -> ColumnElement[bool]:
-    if wanted.is_newest_first:
+def _is_after(request: PageRequest, place: Place) -> ColumnElement[bool]:
+    if request.is_newest_first:
         return tuple_(*_BY_TIME) < _values(_BY_TIME, place)
     return tuple_(*_KEY) > _values(_KEY, place[1:])
 
@@ -115,12 +127,12 @@ def _values(columns: Sequence[Column[Any]], values: Sequence[Any]) -> ColumnElem
     return tuple_(*(literal(value, column.type) for column, value in paired))
 
 
-def _filters_of(wanted: Wanted) -> list[ColumnElement[bool]]:
+def _filters_of(request: PageRequest) -> list[ColumnElement[bool]]:
     filters = []
-    if wanted.kind:
-        filters.append(artifacts.c.kind == wanted.kind)
-    if wanted.device_type:
-        filters.append(artifacts.c.device_type == wanted.device_type)
-    if wanted.label:
-        filters.append(descriptions.c.label.icontains(wanted.label, autoescape=True))
+    if request.kind:
+        filters.append(artifacts.c.kind == request.kind)
+    if request.device_type:
+        filters.append(artifacts.c.device_type == request.device_type)
+    if request.label:
+        filters.append(descriptions.c.label.icontains(request.label, autoescape=True))
     return filters

@@ -16,7 +16,7 @@ from graphstash_schema.listing import (
 )
 from graphstash_server.artifact import DescribedArtifact
 from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.listing import Place, Wanted, list_page
+from graphstash_server.db.queries.listing import PageRequest, Place, list_page
 from graphstash_server.errors import ServerError
 
 __all__ = ["ListingService"]
@@ -41,7 +41,7 @@ class ListingService:
             ServerError: 400 if `after` does not have the form of a page's `next`.
         """
         is_newest_first = query.order is ListOrder.NEWEST
-        wanted = Wanted(
+        request = PageRequest(
             namespace=namespace,
             is_newest_first=is_newest_first,
             after=_parse(query.after) if query.after else None,
@@ -54,7 +54,7 @@ class ListingService:
         async with self.database.reading() as connection:
             rows, last = await list_page(
                 connection,
-                wanted,
+                request,
                 limit=limit,
                 most_scanned=_SCANNED,
                 with_details=query.details,
