@@ -83,7 +83,7 @@ def explain(
         records = read_last_run(config.cache_dir)
     except OSError as error:
         fail(f"the records of earlier runs are not used: {error}")
-    wanted = [
+    misses = [
         (description, reason)
         for record in records or ()
         for description, reason, _ in record.misses
@@ -91,17 +91,17 @@ def explain(
         or description.key.fingerprint.startswith(which)
         or description.label.startswith(which)
     ]
-    if not wanted and _is_fingerprint(which):
+    if not misses and _is_fingerprint(which):
         _explain_stored(config, which, as_json=as_json)
         return
-    if records is None or (which != "last" and not wanted):
-        told = f"the last run has missed nothing that begins with {shown(which)!r}"
-        none = f"no run is recorded in {config.cache_dir}: start one with `graphstash run`"
-        _fail_empty(none if records is None else told, [], as_json=as_json)
+    if records is None or (which != "last" and not misses):
+        no_match = f"the last run has missed nothing that begins with {shown(which)!r}"
+        no_run = f"no run is recorded in {config.cache_dir}: start one with `graphstash run`"
+        _fail_empty(no_run if records is None else no_match, [], as_json=as_json)
     _check_server(config, records)
     if records and namespace is None:
         config = dataclasses.replace(config, namespace=Namespace(records[0].namespace))
-    causes = _causes(config, wanted)
+    causes = _causes(config, misses)
     if as_json:
         print_json([_as_json(cause) for cause in causes])
         return
@@ -111,13 +111,13 @@ def explain(
         for record in records
         for source in ("server", "prefetched", "host", "ranks")
     )
-    say(f"{command}: {plural(hits, 'hit')}, {plural(len(wanted), 'miss')}")
+    say(f"{command}: {plural(hits, 'hit')}, {plural(len(misses), 'miss')}")
     for line in text_of(causes):
         say(line)
 
 
 def _fail_empty(message: str, empty: object, *, as_json: bool) -> NoReturn:
-    """End the command without a result, for which scripts get an empty one."""
+    """Fail without a result. With --json, print an empty result first."""
     if as_json:
         print_json(empty)
     fail(message)
@@ -127,13 +127,13 @@ def _is_fingerprint(text: str) -> bool:
     return 4 <= len(text) <= 64 and not set(text) - set("0123456789abcdef")
 
 
-def _causes(config: ClientConfig, wanted: Iterable[tuple[Description, str | None]]) -> list[Cause]:
+def _causes(config: ClientConfig, misses: Iterable[tuple[Description, str | None]]) -> list[Cause]:
     with server_of(config) as server:
-        return causes_of(server, list(wanted))
+        return causes_of(server, list(misses))
 
 
 def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None:
-    """Show what differs in the artifacts that are nearest to a stored artifact."""
+    """Show how a stored artifact differs from its nearest relative."""
     with server_of(config) as server:
         found = find_one(server, prefix)
         if found.description is None:
@@ -156,11 +156,11 @@ def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None
 
 
 def _check_server(config: ClientConfig, records: list[ProcessRecord]) -> None:
-    """Refuse a server that the run did not use: a recorded URL must never receive the token."""
-    asked = next((record.url for record in records), config.url)
-    if asked != config.url:
+    """Fail if the run used another server than the configured one, which receives the token."""
+    used_url = next((record.url for record in records), config.url)
+    if used_url != config.url:
         fail(
-            f"the last run used {shown(asked or 'no server')}, not "
+            f"the last run used {shown(used_url or 'no server')}, not "
             f"{config.url or 'no server'}: set GRAPHSTASH_URL, or --url, to the one to ask"
         )
 
@@ -259,8 +259,8 @@ def _print_misses(title: str, misses: list[RunMiss]) -> None:
         say(f"{plural(len(each), 'miss')} ({seconds}): {shown(cause)}")
         names = list(dict.fromkeys(_name(miss) for miss in each))
         more = len(names) - _MAX_SHOWN_LABELS
-        told = ", ".join(names[:_MAX_SHOWN_LABELS])
-        say(f"    {told}" + (f" and {more} more" if more > 0 else ""))
+        listed = ", ".join(names[:_MAX_SHOWN_LABELS])
+        say(f"    {listed}" + (f" and {more} more" if more > 0 else ""))
 
 
 def _name(miss: RunMiss) -> str:

@@ -49,9 +49,9 @@ class TwoCallCache:
 
         Args:
             request: Request for the artifact.
-            lease: Whether to request the right to compile, and to wait while another job has it.
-                Must be False if the job does other work before `put` for which another job might
-                wait.
+            lease: Whether to request a lease, and to wait while another job holds it. Must be False
+                if this job does other work before `put`, such as a training step: a waiting job
+                would wait for that work.
             ranks: Store of the ranks that compile the same artifact, or None for a single process.
         """
         key = request.key
@@ -62,13 +62,13 @@ class TwoCallCache:
             self._cache.limit.check(request, Reason.RANKS)  # the leader's result did not arrive
         begun = _Begun(answer, threading.get_ident(), monotonic())
         with self._lock:
-            before = self._begun.get(key)
-            if before is None or before.thread == begun.thread:
+            given_up = self._begun.get(key)
+            if given_up is None or given_up.thread == begun.thread:  # equal: its compiler failed
                 self._begun[key] = begun
-            else:  # another thread compiles this key; the first thread that finishes puts it
-                before = begun
-        if before is not None:  # a repeated `get` without a `put`: the compiler has failed
-            self._give_up(before)
+            else:  # another thread compiles this key: the first `put` of either uses its turn
+                given_up = begun
+        if given_up is not None:
+            self._give_up(given_up)
         return None
 
     def put(

@@ -1,4 +1,4 @@
-"""HookSpec: everything that the rest of graphstash knows of a hook.
+"""HookSpec: the description of a hook for the rest of graphstash.
 
 A package declares one record per hook and registers it in the entry-point group `graphstash.hooks`,
 under the hook's name. Every process that may import a compiler reads the record: the module that
@@ -31,9 +31,10 @@ class TestedVersions(NamedTuple):
 
     Attributes:
         distribution: name of the distribution in a package index.
-        oldest: first release. It has as many numbers as count.
+        oldest: first release. (2, 6) contains 2.6.1.
         newest: last release. (2, 15) contains 2.15.3.
-        steps_aside_below: whether the hook is not installed before `oldest`. Otherwise it warns.
+        steps_aside_below: whether the hook is not installed before `oldest`. If False, it is
+            installed with a warning.
         steps_aside_above: the same after `newest`.
     """
 
@@ -62,13 +63,13 @@ class TestedVersions(NamedTuple):
         )
 
     def __str__(self) -> str:
-        """The range for people: `2.6 to 2.15`, or `2.7`."""
+        """The range as text: `2.6 to 2.15`, or `2.7`."""
         first, last = (".".join(map(str, bound)) for bound in (self.oldest, self.newest))
         return first if first == last else f"{first} to {last}"
 
 
 class Verdict(NamedTuple):
-    """What `graphstash doctor` reports of a hook.
+    """What `graphstash doctor` reports about a hook.
 
     Attributes:
         finding: one sentence without a full stop.
@@ -88,7 +89,7 @@ class HookSpec(NamedTuple):
         name: the name in `GRAPHSTASH_HOOKS` and of the entry point.
         compiler: what the hook serves, for the table of compilers (Markdown).
         tested_with: versions, for the same table.
-        modules: modules of the compiler. The import of the first one installs the hook.
+        modules: modules of the compiler. Importing any of them installs the hook.
         install: function that takes the `CompileCache` and returns a `Hook`, or None after a
             warning that gives the reason.
         kinds: kinds of its artifacts.

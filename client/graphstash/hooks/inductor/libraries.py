@@ -1,7 +1,7 @@
-"""The shared libraries of a process that can hold operations: those linked to torch.
+"""Find the loaded libraries that can register operations: the libraries linked to torch.
 
 A library that defines an operation or replaces torch's kernels takes part in compilations. Its
-description is the digest of its file, and of the files that it needs.
+description consists of the digests of its file and of the libraries that it needs.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ def libraries() -> list[Library]:
 
 
 def needed_by(library: Library) -> Iterator[str]:
-    """Return the digests of a library and its dependencies, except torch and the system."""
+    """Yield the digests of a library and its dependencies, without those of torch and the system."""
     files = {Path(path).name: path for path in _loaded(_count())}
     names, seen = [library.path.name], set[str]()
     while names:
@@ -127,7 +127,7 @@ def _loaded(_count: tuple[int, int]) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _version(path: str) -> tuple[int, int]:
-    """Return modification time and size of a loaded file when it was first seen."""
+    """Return the modification time and size that a loaded file had at the first call."""
     status = Path(path).stat()
     return status.st_mtime_ns, status.st_size
 

@@ -126,7 +126,7 @@ class Call(ABC):
         client that owns the executable.
 
         Raises:
-            PjrtError: The plug-in cannot serialize this executable.
+            PjrtError: Serializing fails, although the plug-in implements it.
         """
         if (compilation := self.compilation) is None:
             return

@@ -1,8 +1,8 @@
 """The program of a measuring process.
 
 It answers requests of `process.MeasuringProcess` over its own socket, so a trial's prints cannot
-corrupt messages; its standard output is discarded. Messages are JSON, because data of a trial must
-never be unpickled.
+corrupt messages; its standard output is discarded. Messages are JSON, because the search must never
+unpickle data of a trial. `<` marks messages from this process, `>` messages to it.
 
     < {"token", "step": "ready"} or {"token", "step": "unable", "reason"}
     > {"token", "configurations": [...]}          build these
@@ -36,21 +36,20 @@ from graphstash.tuning.measuring.target import Kernel, Target
 __all__ = ["LAST", "MAX_MESSAGE_BYTES", "MORE", "is_starting", "main"]
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
-"""Size of one packet. By default, a packet socket holds about three times as much."""
+"""Maximum size of a packet. By default, a packet socket buffers about three such packets."""
 
 MORE: Final = b"+"
 LAST: Final = b"."
 """First byte of each packet of a request: more packets follow, or it is the last one."""
 
 _MAX_REASON: Final = 500
-"""Largest number of characters in a reason."""
-
+"""Maximum characters of a reason."""
 
 _PR_SET_PDEATHSIG: Final = 1
 """Option of prctl(2): the signal to this process when its parent, the guard, ends."""
 
 is_starting = False
-"""Whether this measuring process is importing the main module of the program around it."""
+"""Whether this measuring process is importing the main module of the user's program."""
 
 
 def main(channel_number: int, payload_number: int) -> None:
@@ -113,7 +112,7 @@ def _measure(
 
 
 def _result(trial: Built) -> dict[str, Any]:
-    # A value that is not a number becomes null; the other side counts it as failure "cost".
+    # A value that is not a number becomes null. The search counts null as failure "cost".
     samples = [_plain(each) for each in trial.samples]
     reason = trial.reason
     if not reason and None in samples:
@@ -126,7 +125,7 @@ def _result(trial: Built) -> dict[str, Any]:
 
 
 def _plain(sample: object) -> float | None:
-    """Convert a number of any library to a JSON number; None for anything else."""
+    """Convert a number of any library to a float; None for other values."""
     if not isinstance(sample, Real) or isinstance(sample, bool):
         return None
     try:
@@ -136,7 +135,7 @@ def _plain(sample: object) -> float | None:
 
 
 def _brief(reason: str) -> str:
-    """Shorten to one line: a compiler's message may be as long as a program."""
+    """Shorten to one line, because a compiler's message may be very long."""
     return " ".join(reason[: 10 * _MAX_REASON].split())[:_MAX_REASON]
 
 

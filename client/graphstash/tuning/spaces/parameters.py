@@ -13,21 +13,22 @@ __all__ = ["ParameterSpace", "checked_names", "checked_values"]
 
 MAX_PARAMETERS: Final = 100
 MAX_VALUES: Final = 10_000
-"""Most values of one parameter."""
+"""Maximum values of one parameter."""
 
 MAX_PREFIXES: Final = 200_000
-"""Most prefixes of configurations that are distinguished to count a space; about 100 MB."""
+"""Maximum prefixes of configurations to remember while counting a space; about 100 MB."""
 
 MAX_TRIED: Final = 1_000_000
-"""Most values tried after such prefixes; about 3 seconds."""
+"""Maximum values to try after all these prefixes together; about 3 seconds."""
 
 
 class ParameterSpace(TreeSpace):
     """The combinations of parameter values that satisfy the constraints.
 
     A move takes one parameter to the previous or next value in its list, or swaps the values of two
-    parameters with equal lists. It is illegal if a constraint excludes the result. The space is
-    counted, not listed: 17,956 configurations among billions of combinations are found in a second.
+    parameters with equal lists. A move is illegal if it changes nothing or a constraint excludes
+    the result. The space is counted, not listed: counting 17,956 configurations among billions of
+    combinations takes a second.
 
     Args:
         parameters: values by name, ordered so that neighbours are alike.
@@ -115,7 +116,7 @@ class ParameterSpace(TreeSpace):
         )
 
     def _holds_without(self, constraint: Constraint) -> bool:
-        """Return whether the other constraints can hold; False also if finding out takes long."""
+        """Return whether the other constraints can hold; False if the search exceeds its limit."""
         others = [each for each in self.constraints if each is not constraint]
         most = MAX_TRIED // len(self.constraints)
         try:
@@ -127,8 +128,8 @@ class ParameterSpace(TreeSpace):
 class _Tree:
     """Counts configurations by prefix.
 
-    Prefixes of equal length have the same continuations if they agree in the parameters that later
-    constraints use. Each such class is counted once.
+    Prefixes of equal length have the same continuations if they agree in the parameters of the
+    constraints that are not decided yet. Each such class is counted once.
     """
 
     def __init__(
