@@ -2,8 +2,7 @@
 
 OpenTelemetry's own variables configure the export (`OTEL_EXPORTER_OTLP_ENDPOINT`,
 `OTEL_TRACES_SAMPLER`, ...). The provider is not registered globally, so that the program can still
-set its own. A thread sends spans in batches. It drops spans if the collector is slower than the
-job.
+set its own. A thread sends spans in batches, and drops spans if the collector is too slow.
 """
 
 import logging
@@ -21,7 +20,7 @@ __all__ = ["exporting_provider"]
 
 
 class _Exporter(OTLPSpanExporter):
-    """Counts the spans that the collector did not accept."""
+    """An exporter that counts the spans of failed exports."""
 
     lost_count = 0
 
@@ -39,9 +38,9 @@ def exporting_provider() -> tuple[TracerProvider, Close]:
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     exporter = _Exporter()
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    # An unreachable collector is counted. Keep its errors out of the job's output.
+    # `close` reports lost spans. Keep the exporter's errors out of the job's output.
     logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)
-    # Close in a thread with our own limit: the SDK's limit for shutdown is 30 s.
+    # Shut down in a thread, so that `close` has a timeout: the SDK's own is 30 s.
     closer = BoundedExecutor("graphstash-traces", workers=1, capacity=1)
     closer.start()
 

@@ -1,6 +1,6 @@
 """Trusted keys: which signing keys the job accepts, in which namespaces, and until when.
 
-`graphstash keys` or a person writes this JSON file. The client reads it again when it changes:
+`graphstash keys` or an operator writes this JSON file. The client reads it again after a change:
 
     {"version": 1,
      "keys": [{"public": "<base64url of 32 bytes>", "name": "ci 2026",
@@ -8,7 +8,7 @@
      "revoked": [{"key_id": "<32 hex digits>", "reason": "stolen", "at": "2026-05-01T00:00Z"}]}
 
 To rotate keys, trust the new key in addition to the old key, sign with the new key, then revoke the
-old key. Revoking a key rejects all its signatures, including earlier ones.
+old key. The client rejects all signatures of a revoked key, including earlier signatures.
 """
 
 import base64
@@ -93,7 +93,7 @@ class RevokedKey(_Record):
 
 
 class TrustedKeys(_Record):
-    """Content of the file of trusted keys."""
+    """The content of the file."""
 
     version: Literal[1] = 1
     keys: tuple[TrustedKey, ...] = Field(default=(), max_length=MAX_KEYS)
@@ -104,7 +104,7 @@ class TrustedKeys(_Record):
         """Read and parse the file.
 
         Raises:
-            ConfigError: the file cannot be read or parsed. The message names the field.
+            ConfigError: the file cannot be read or parsed. The message names an invalid field.
         """
         try:
             with path.open("rb") as file:
@@ -141,13 +141,10 @@ class TrustedKeys(_Record):
 
 
 class TrustStore:
-    """Current content of the file of trusted keys. Thread-safe.
-
-    Args:
-        path: path of the file.
+    """The current content of the file. Thread-safe.
 
     Raises:
-        ConfigError: the constructor cannot use the file.
+        ConfigError: on construction, if the file cannot be read or parsed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -160,7 +157,8 @@ class TrustStore:
         """Return the content of the file, and read it again if it has changed.
 
         Raises:
-            LocalTierError: the changed file cannot be used. The job then trusts no key.
+            LocalTierError: the changed file cannot be read or parsed. Until it is repaired, the job
+                accepts no signature.
         """
         with self._lock:
             stamp = file_stamp(self._path)

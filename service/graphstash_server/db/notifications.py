@@ -1,7 +1,7 @@
-"""Notifications: inform every server process of a transaction when it commits.
+"""Notifications: send a transaction's payloads to every server process when it commits.
 
-They use PostgreSQL's LISTEN and NOTIFY, and are only hints. A disconnected process misses them, and
-SQLite has none. So a waiting request also polls the database.
+Notifications use PostgreSQL's LISTEN and NOTIFY, and are only hints: a disconnected process misses
+them, and SQLite sends none. A waiting request therefore also polls the database.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _NOTIFY = select(func.pg_notify(_CHANNEL, _PAYLOADS))
 
 
 async def notify(connection: Connection, payloads: Sequence[str]) -> None:
-    """Notify every listener when the transaction commits. A payload has at most 7,999 bytes."""
+    """Send the payloads when the transaction commits. Each has at most 7,999 bytes."""
     if not isinstance(connection, AsyncConnection):  # SQLite's own transaction
         return
     if payloads and connection.dialect.name == "postgresql":
@@ -40,10 +40,11 @@ async def notify(connection: Connection, payloads: Sequence[str]) -> None:
 
 
 class Listener:
-    """Listens on its own connection until cancelled.
+    """Listens for notifications on a connection of its own.
 
-    `heard` gets every payload, on the event loop. `is_listening` gets True when notifications begin
-    to arrive, and False when they stop. Notifications in between are lost.
+    Calls `heard(payload)` for each notification, on the event loop. Calls `is_listening(True)` when
+    the connection listens, and `is_listening(False)` when it is lost. Notifications sent while the
+    connection is lost are never delivered.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Listener:
         self._is_listening = is_listening
 
     async def run(self) -> None:
-        """Connect, and reconnect whenever the connection is lost."""
+        """Listen until cancelled, and reconnect after errors. On SQLite, return at once."""
         if not self._database.is_postgresql:
             return
         engine = make_engine(self._database.url)

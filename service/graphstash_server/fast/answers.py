@@ -1,4 +1,4 @@
-"""FastPath: parse a request for an artifact and build its response."""
+"""FastPath: parses requests for artifacts, and builds their responses without the application."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -58,7 +58,7 @@ _LINE: Final = re.compile(
 )
 """The request line of an artifact read."""
 
-_READ_HERE: Final = {
+_CONDITIONS: Final = {
     name.encode(): name
     for name in ("if-none-match", "if-range", "range", HEADER_ACCEL, ACCEPT_REDIRECT)
 }
@@ -68,29 +68,28 @@ _ID: Final = HEADER_REQUEST_ID.lower().encode()
 _PROTOCOL: Final = HEADER_PROTOCOL.lower().encode()
 _JOB: Final = HEADER_JOB.lower().encode()
 _COPY: Final = HEADER_COPY.lower().encode()
-_SPOKEN: Final = str(PROTOCOL_VERSION).encode()
+_VERSION: Final = str(PROTOCOL_VERSION).encode()
 
 _KNOWN: Final = frozenset(
     {
-        *(b"host", b"connection", b"authorization", _ID, _JOB, _COPY, _PROTOCOL, *_READ_HERE),
-        # The application reads none of these.
+        *(b"host", b"connection", b"authorization", _ID, _JOB, _COPY, _PROTOCOL, *_CONDITIONS),
+        # The response does not depend on these.
         *(b"accept", b"accept-encoding", b"accept-language", b"cache-control", b"pragma"),
         *(b"user-agent", b"x-forwarded-for", b"x-forwarded-proto", b"x-real-ip", b"via"),
         *(b"traceparent", b"tracestate"),
     }
 )
-"""Headers that a fast request may have. Any other header goes to the application, even if it
-ignores it now, because it may come to use it."""
+"""Headers that a fast request may have. The application handles requests with any other header,
+because a later version of it may use the header."""
 
 _NOTHING: Final[Mapping[str, str]] = {}
 
 _MAX_KEPT: Final = 1024
-"""Number of cached entries, as many as rows in memory (`RecentRows`). At most 32 MiB more per
-cache."""
+"""Maximum entries of each cache below, as many as `RecentRows` has rows. Each has a few KiB."""
 
 _MAX_KEPT_BYTES: Final = 2048
-"""Maximum size of cached header blocks. Longer ones are parsed each time, because 1,024 are
-cached."""
+"""Maximum size of a cached header block, which bounds the memory of the cache. The server parses
+longer header blocks for each request."""
 
 
 class FastRequest(NamedTuple):
@@ -117,8 +116,8 @@ class FastRequest(NamedTuple):
 class Answer(NamedTuple):
     """The response to send. `headers` omits the lines common to all responses of the connection.
 
-    If `reader` is given, the body is the `span` of its blob, from the first byte to the end
-    (exclusive). The sender closes the reader.
+    If `reader` is given, the body consists of its bytes from `span[0]` (inclusive) to `span[1]`
+    (exclusive), and the sender closes the reader.
     """
 
     status: int
@@ -153,13 +152,13 @@ class FastPath:
         if fields is None:
             reads["headers"] += 1
             return None
-        if may_redirect(context.settings, fields.asked):
+        if may_redirect(context.settings, fields.conditions):
             reads["redirect"] += 1
             return None
         method, path = line[1].decode(), line[2].decode()
         place, _, fingerprint = path.rpartition("/")
         key = StoredKey(*_place(place), Fingerprint(fingerprint))
-        principal = _principal(context, fields.shown, is_owner=is_owner)
+        principal = _principal(context, fields.authorization, is_owner=is_owner)
         policy = context.policies.now_of(key.namespace)
         if principal is None or policy is None or not _may_read(principal, key.namespace, policy):
             reads["caller"] += 1
@@ -174,7 +173,9 @@ class FastPath:
         return FastRequest(
             method,
             path,
-            ReadRequest(key, method == "HEAD", fields.asked, policy, fields.job, fields.is_copy),
+            ReadRequest(
+                key, method == "HEAD", fields.conditions, policy, fields.job, fields.is_copy
+            ),
             fields.keep_alive,
             fields.request_id or own_id,
             own_id,
@@ -183,10 +184,10 @@ class FastPath:
         )
 
     def answer_now(self, request: FastRequest) -> Answer | None:
-        """Return the answer, or None if making it blocks.
+        """Return the answer, or None if `answer` is needed because the call would block.
 
         Raises:
-            ServerError: 503 if the blob store does not answer.
+            ServerError: 503 if the blob store does not respond.
         """
         if request.refusal is not None:
             return self.refuse(request, request.refusal)
@@ -199,10 +200,10 @@ class FastPath:
         return None if answer is Unanswered.BLOCKED else self._rendered(request, answer)
 
     async def answer(self, request: FastRequest) -> Answer:
-        """Return the answer.
+        """Return the answer. A `ServerError` becomes a refusal.
 
         Raises:
-            Exception: an error that the application does not expect either.
+            Exception: any other error.
         """
         try:
             return self._rendered(request, await Reads(self._context()).answer(request.read))
@@ -216,7 +217,7 @@ class FastPath:
         return self._problem(request, refusal_response(request.request_id.decode(), error))
 
     def fail(self, request: FastRequest, error: ServerError) -> Answer:
-        """Build the response to a request that the server itself failed to handle."""
+        """Build the response to a request that failed with an internal error."""
         return self._problem(request, problem_response(request.request_id.decode(), error))
 
     def count_answer(self, request: FastRequest, status: int) -> None:
@@ -248,18 +249,21 @@ class FastPath:
 
 @lru_cache(_MAX_KEPT)
 def _place(path: str) -> tuple[Namespace, ArtifactKind, DeviceType]:
-    """Return the values in a path before the fingerprint, which are the same for a whole job."""
+    """Parse a path up to the fingerprint. A whole job uses the same few values."""
     _, _, namespace, _, kind, device_type = path.split("/")
     return Namespace(namespace), ArtifactKind(kind), DeviceType(device_type)
 
 
 class _Fields(NamedTuple):
-    """The parsed headers of a request. `asked` are the headers that change the response. `shown` is
-    the value of `Authorization`. `job` may be empty. For `is_copy`, see `ReadRequest`.
+    """The parsed headers of a request. `job` may be empty. For `is_copy`, see `ReadRequest`.
+
+    Attributes:
+        conditions: headers that change the response.
+        authorization: value of `Authorization`.
     """
 
-    asked: Mapping[str, str]
-    shown: str | None
+    conditions: Mapping[str, str]
+    authorization: str | None
     request_id: bytes | None
     job: str
     is_copy: bool
@@ -279,21 +283,21 @@ class _Headers(list[tuple[bytes, bytes]]):
 
 
 def _fields_of(lines: bytes) -> _Fields | None:
-    """Parse headers with the usual parser. Return None to leave them to the application."""
+    """Parse headers with uvicorn's parser. Return None to leave the request to the application."""
     headers = _Headers()
     try:
         HttpRequestParser(headers).feed_data(b"GET / HTTP/1.1\r\n" + lines)
     except (HttpParserError, HttpParserUpgrade):
         return None
     fields = dict(headers)
-    if headers.heads != 1 or len(fields) != len(headers):  # else it may be two requests
+    if headers.heads != 1 or len(fields) != len(headers):  # two requests, or a repeated header
         return None
     if not fields.keys() <= _KNOWN or not _is_plain(fields):
         return None
-    shown = fields.get(b"authorization")
+    authorization = fields.get(b"authorization")
     return _Fields(
-        _asked(fields),
-        None if shown is None else shown.decode("latin-1"),
+        _conditions(fields),
+        None if authorization is None else authorization.decode("latin-1"),
         callers_request_id(headers),
         job_named(fields[_JOB].decode("latin-1") if _JOB in fields else None),
         fields.get(_COPY) == b"1",
@@ -305,7 +309,7 @@ _fields: Final = lru_cache(_MAX_KEPT)(_fields_of)
 
 
 class _Absence(NamedTuple):
-    """A cached response for an absent artifact, without the parts that differ within a job.
+    """A response for an absent artifact, without the parts that differ between requests of a job.
 
     Attributes:
         headers: lines before and after `Content-Length`.
@@ -330,7 +334,7 @@ class _Absence(NamedTuple):
 
 @lru_cache(_MAX_KEPT)
 def _absence(namespace: Namespace, kind: ArtifactKind, device_type: DeviceType) -> _Absence:
-    """Build a cached response from a problem document, with marks that no word can contain."""
+    """Split a problem document at placeholders that no valid value can contain."""
     key = StoredKey(namespace, kind, device_type, cast("Fingerprint", "<fingerprint>"))
     made = refusal_response("<id>", absent(key))
     begin, _, rest = bytes(made.body).partition(b"<fingerprint>")
@@ -344,27 +348,29 @@ def _is_plain(fields: Mapping[bytes, bytes]) -> bool:
     """Return whether the application would accept these headers unchanged."""
     return (
         b"host" in fields
-        and fields.get(_PROTOCOL, _SPOKEN) == _SPOKEN
+        and fields.get(_PROTOCOL, _VERSION) == _VERSION
         and fields.get(b"connection", b"close").lower() in (b"close", b"keep-alive")
         and sum(map(len, fields)) + sum(map(len, fields.values())) <= MAX_HEADER_BYTES
     )
 
 
-def _asked(fields: Mapping[bytes, bytes]) -> Mapping[str, str]:
-    if fields.keys().isdisjoint(_READ_HERE):
+def _conditions(fields: Mapping[bytes, bytes]) -> Mapping[str, str]:
+    if fields.keys().isdisjoint(_CONDITIONS):
         return _NOTHING
     return {
-        name: fields[raw].decode("latin-1") for raw, name in _READ_HERE.items() if raw in fields
+        name: fields[raw].decode("latin-1") for raw, name in _CONDITIONS.items() if raw in fields
     }
 
 
-def _principal(context: ProcessContext, shown: str | None, *, is_owner: bool) -> Principal | None:
-    """Return the caller (see `api.calls`), or None if refused or to be looked up."""
+def _principal(
+    context: ProcessContext, authorization: str | None, *, is_owner: bool
+) -> Principal | None:
+    """Return the caller (see `api.calls`), or None if it is refused or needs a query."""
     if context.access.is_open:
         return OPEN_ACCESS
-    if shown is None and is_owner:
+    if authorization is None and is_owner:
         return OWNER
-    return context.access.principal_now(shown)
+    return context.access.principal_now(authorization)
 
 
 def _may_read(principal: Principal, namespace: Namespace, policy: NamespacePolicy) -> bool:
@@ -379,7 +385,7 @@ def _frame(request: FastRequest) -> bytes:
 @lru_cache
 def _frame_around(scheme: str) -> tuple[bytes, bytes]:
     """Return the common header lines before and after the request ID."""
-    mark = b"<id>"
-    lines = b"".join(b"%b: %b\r\n" % each for each in frame_headers(scheme, mark))
-    before, _, after = lines.partition(mark)
+    placeholder = b"<id>"
+    lines = b"".join(b"%b: %b\r\n" % each for each in frame_headers(scheme, placeholder))
+    before, _, after = lines.partition(placeholder)
     return before, after

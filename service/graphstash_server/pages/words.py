@@ -1,4 +1,4 @@
-"""Numbers, times and strangers' text, formatted for people."""
+"""Format numbers, times and descriptions for people."""
 
 import re
 from datetime import datetime
@@ -44,12 +44,12 @@ def count(number: int) -> str:
 
 
 def many(number: int, one: str, several: str = "") -> str:
-    """Format a number with its noun: `1 hit`, `2 hits`, `3 misses`."""
+    """Format a number with its noun: `1 hit`, `2 hits`. `several` is an irregular plural."""
     return f"{count(number)} {one if number == 1 else several or one + 's'}"
 
 
 def share(part: float, whole: float) -> str:
-    """Format a share: `97.4 %`, or a dash if `whole` is 0. Never rounds to 0 % or 100 %."""
+    """Format a share: `97.4 %`, or a dash if `whole` is 0. Does not round to 0 % or 100 %."""
     if not whole:
         return "\N{EN DASH}"
     percent = 100 * part / whole
@@ -59,15 +59,15 @@ def share(part: float, whole: float) -> str:
 
 
 def ago(at: datetime, now: datetime) -> str:
-    """Format a time in one unit: `4 min ago`, or `in 4 min`."""
+    """Format the time since or until `at` in one unit: `4 min ago`, or `in 4 min`."""
     seconds = round((now - at).total_seconds())
     if not seconds:
         return "just now"
     value, unit = duration(abs(seconds)).split(" ")[:2]
-    told = f"{float(value):.0f} {unit}" if unit == "s" else f"{value} {unit}"
-    return f"in {told}" if seconds < 0 else f"{told} ago"
+    text = f"{float(value):.0f} {unit}" if unit == "s" else f"{value} {unit}"
+    return f"in {text}" if seconds < 0 else f"{text} ago"
 
 
 def prose(text: str) -> Markup:
-    """Render a docstring's text, with text in backticks as code."""
+    """Render a plain text as HTML, with the parts in backticks as code."""
     return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))  # noqa: S704 - escaped before

@@ -1,20 +1,20 @@
 """run_workers: several processes serve one port under a small parent.
 
 The parent imports everything once and forks. It starts no thread and no event loop, so forking is
-safe. Replacing a worker imports nothing, and all workers share the memory of the code. The workers
-accept from listening sockets that stay open in the parent. A connection that is not accepted yet
-waits for the next free worker, or is closed soon if there is none.
+safe. A new worker imports nothing, and all workers share the memory of the code. The workers accept
+from listening sockets that stay open in the parent. A new connection waits until a worker accepts
+it. If no worker serves, the parent closes the connection after a short wait.
 
 uvicorn's own supervisor kills a worker that misses a ping for seconds, which happens on a loaded
 host. It also starts every worker from scratch.
 
-    SIGTERM, SIGINT   the workers end gracefully, then the parent; a SIGINT after it kills at once
-    SIGHUP            rolling restart: a successor replaces one worker after another. It renews
-                      the processes with their memory and connections. New code needs a restart
-                      of the server, because workers run the code of the parent
+    SIGTERM, SIGINT   the workers end gracefully, then the parent; a further SIGINT kills them
+    SIGHUP            rolling restart: successors replace the workers one after another, which
+                      frees memory and renews connections. Workers run the parent's code, so new
+                      code needs a restart of the server
     parent killed     the workers detect the end of a pipe, the lifeline, and end gracefully
 
-A worker's end loses no state, because everything that outlives a request is in the database.
+No state is lost when a worker ends, because everything that outlives a request is in the database.
 """
 
 import gc
@@ -40,20 +40,21 @@ __all__ = ["run_workers"]
 _LOGGER = logging.getLogger(__name__)
 
 _MARGIN_SECONDS = 4.0
-"""Seconds beyond `shutdown_seconds`, for the last write of the counters and for a loaded host."""
+"""Seconds beyond `shutdown_seconds` after which the parent kills an ending worker. They allow for
+the last write of the counters and for a loaded host."""
 
 _READY_SECONDS = 60.0
 """Seconds within which the successor of a rolling restart must be ready."""
 
 _UNSERVED_SECONDS = 0.5
-"""Seconds that new connections wait while no worker serves. Then the parent closes them, because a
-proxy and clients try another server sooner than after their timeouts."""
+"""Seconds without a serving worker after which the parent closes new connections. Proxies and
+clients then try another server at once, instead of after a timeout."""
 
 _EARLY_SECONDS = 5.0
-"""A worker that ends within these seconds of its start will probably end early again."""
+"""Age below which the end of a worker counts as early: its successor will probably end early."""
 _FIRST_ATTEMPTS = 5
-"""Workers that may be killed in a row before the first one serves. One that reports an error ends
-the start at once, because the next one would find the same."""
+"""Number of workers killed in a row at which the server gives up its start. If a worker exits with
+an error, it gives up at once, because the next worker would meet the same error."""
 _FIRST_PAUSE_SECONDS = 0.5
 _MAX_PAUSE_SECONDS = 10.0
 
@@ -67,15 +68,15 @@ def run_workers(
     when all workers serve.
 
     Returns:
-        False if the server could not start: no worker has served, and one reported an error or
-        several were killed in a row.
+        False if the server could not start: before the first worker served, a worker exited with an
+        error, or several were killed in a row.
     """
     return _Supervisor(settings, listeners, when_ready=when_ready).run()
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The position of one worker, which several processes fill in turn."""
+    """The place of one worker, which several processes fill in turn."""
 
     worker: "_Worker | None" = None
     successor: "_Worker | None" = None  # starts in a rolling restart
@@ -87,10 +88,10 @@ class _Slot:
 class _Worker:
     pid: int
     slot: _Slot
-    says: int | None  # pipe on which the worker reports that it is ready; None afterwards
+    ready_pipe: int | None  # the worker writes a byte when it is ready; None once closed
     started_at: float
     row: int  # row of the counters
-    kill_at: float = inf  # a successor must be ready by then, or a worker stopped
+    kill_at: float = inf  # deadline of a successor to be ready, and of an ending worker to end
     is_ready: bool = False
     is_ending: bool = False
 
@@ -114,12 +115,12 @@ class _Supervisor:
         self._selector = selectors.DefaultSelector()
         self._lifeline, self._held = os.pipe()  # never written to: workers detect its closing
         self._woken, self._waking = socket.socketpair()
-        self._turn_away_at = inf  # set while no worker serves
+        self._turn_away_at = inf  # finite while no worker serves
         self._is_turning_away = False
 
     def run(self) -> bool:
         gc.collect()
-        gc.freeze()  # the collector writes to objects, which would copy the shared memory
+        gc.freeze()  # a collection in a worker would write to shared pages, and so copy them
         self._woken.setblocking(False)
         self._waking.setblocking(False)
         for listener in self._listeners:
@@ -143,7 +144,9 @@ class _Supervisor:
     def _act(self, now: float) -> None:
         for worker in list(self._alive.values()):
             if worker.kill_at <= now:
-                _LOGGER.warning("worker %d did not stop in time; killing it", worker.pid)
+                _LOGGER.warning(
+                    "worker %d was not ready or did not stop in time; killing it", worker.pid
+                )
                 self._kill(worker)
         if self._is_stopping:
             return
@@ -168,7 +171,7 @@ class _Supervisor:
         return [slot for slot in slots if slot.worker is None]
 
     def _watch_listeners(self, now: float) -> None:
-        """Turn connections away if no worker has served for `_UNSERVED_SECONDS`."""
+        """Close new connections if no worker has served for `_UNSERVED_SECONDS`."""
         is_served = any(each.is_ready and not each.is_ending for each in self._alive.values())
         if is_served or not self._is_prepared:
             self._turn_away_at = inf
@@ -208,10 +211,10 @@ class _Supervisor:
                     self._stop()
 
     def _handle_ready(self, worker: _Worker) -> None:
-        """Handle a worker that is ready, or that ended before it was."""
-        if worker.says is None:
+        """Handle a worker that is ready, or that ended before it was ready."""
+        if worker.ready_pipe is None:
             return
-        worker.is_ready = os.read(worker.says, 1) != b""
+        worker.is_ready = os.read(worker.ready_pipe, 1) != b""
         self._hang_up(worker)
         if self._is_stopping or not worker.is_ready:
             return
@@ -235,7 +238,7 @@ class _Supervisor:
             if pid == 0:
                 return
             worker = self._alive.pop(pid, None)
-            if worker is not None:  # process 1 also inherits foreign children
+            if worker is not None:  # as process 1, the parent also inherits orphans
                 self._hang_up(worker)
                 self._counters.give_back(worker.row)
                 self._replace(worker, os.waitstatus_to_exitcode(status))
@@ -251,8 +254,8 @@ class _Supervisor:
         elif slot.successor is worker:
             slot.successor = None
             self._outdated.clear()
-            told = "worker %d %s before it was ready; the rolling restart stops, the others stay"
-            _LOGGER.error(told, worker.pid, ended)
+            message = "worker %d %s before it was ready; the rolling restart stops, the others stay"
+            _LOGGER.error(message, worker.pid, ended)
         else:
             slot.worker, slot.successor = slot.successor, None
             pause_seconds = 0.0 if slot.worker else _pause_seconds(worker)
@@ -280,21 +283,21 @@ class _Supervisor:
         os.kill(worker.pid, signal.SIGKILL)
 
     def _hang_up(self, worker: _Worker) -> None:
-        if worker.says is not None:
-            self._selector.unregister(worker.says)
-            os.close(worker.says)
-            worker.says = None
+        if worker.ready_pipe is not None:
+            self._selector.unregister(worker.ready_pipe)
+            os.close(worker.ready_pipe)
+            worker.ready_pipe = None
 
     def _start(self, slot: _Slot, *, kill_at: float = inf) -> _Worker | None:
-        says, say = os.pipe()
+        ready_pipe, say = os.pipe()
         row = self._counters.take()
-        signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)  # the child cannot handle them yet
+        signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)  # until the child has handlers
         try:
             pid = os.fork()
             if pid == 0:
                 self._run_worker(say, row)
         except OSError as error:
-            os.close(says)
+            os.close(ready_pipe)
             self._counters.give_back(row)
             slot.start_at = monotonic() + _MAX_PAUSE_SECONDS
             _LOGGER.error("cannot start a worker (%s); will retry", error.strerror)  # noqa: TRY400 - the traceback adds nothing
@@ -302,18 +305,18 @@ class _Supervisor:
         finally:
             os.close(say)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)
-        worker = self._alive[pid] = _Worker(pid, slot, says, monotonic(), row, kill_at)
-        self._selector.register(says, selectors.EVENT_READ, worker)
+        worker = self._alive[pid] = _Worker(pid, slot, ready_pipe, monotonic(), row, kill_at)
+        self._selector.register(ready_pipe, selectors.EVENT_READ, worker)
         return worker
 
     def _run_worker(self, say: int, row: int) -> NoReturn:
-        """Close the parent's files and serve. Never returns into the parent's frames."""
+        """Close the parent's files and serve. Always ends the process."""
         try:
             signal.set_wakeup_fd(-1)
             self._selector.close()
             self._woken.close()
             self._waking.close()
-            for pipe in (self._held, *(other.says for other in self._alive.values())):
+            for pipe in (self._held, *(other.ready_pipe for other in self._alive.values())):
                 if pipe is not None:
                     os.close(pipe)
             run_worker(
@@ -328,13 +331,15 @@ class _Supervisor:
 
 
 def _turn_away(listener: socket.socket) -> None:
-    """Close a connection that no worker would answer."""
+    """Accept and close a connection, because no worker would accept it."""
     with suppress(OSError):
         listener.accept()[0].close()
 
 
 def _pause_seconds(worker: _Worker) -> float:
-    """Return the pause before a restart: none at first, doubling after consecutive early ends."""
+    """Count an early end, and return the pause before the restart: none after the first early end
+    in a row, doubling from the second.
+    """
     slot = worker.slot
     is_early = not worker.is_ready or monotonic() - worker.started_at < _EARLY_SECONDS
     slot.early_ends = slot.early_ends + 1 if is_early else 0

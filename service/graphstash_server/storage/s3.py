@@ -1,13 +1,13 @@
 """S3BlobStore: blobs as objects `<prefix>blobs/sha256/ab/<hex>` in one bucket.
 
-A delete request may reach the bucket long after its sender has given up. The store therefore writes
-a blob that such a request may still hit under a new name, `<hex>.<generation>`. All names of a blob
-hold the same bytes, so any of them may be read. Servers of the previous release read only the first
-name, so the store also writes that one.
+A server may give up on a delete request that the bucket executes much later. Until then, the store
+writes the blob under a new name, `<hex>.<generation>`, which the request does not delete. It also
+writes the first name, `<hex>`, because servers of the previous release read only that name. All
+names of a blob hold the same bytes.
 
 boto3 blocks, so every call runs in a thread. The store spools an upload to disk, checks it and then
-sends it: a network stream cannot be sent again if the bucket fails. If a server is killed during an
-upload, a later start aborts the parts that it left.
+sends it, because a retry cannot rewind a network stream. If a server is killed during an upload in
+parts, a server that starts a day later aborts the upload.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ ResponseT = TypeVar("ResponseT", bound=Mapping[str, Any])
 
 
 class ObjectReader:
-    """A `BlobReader` of an object. It reads the response that opened it once, from the beginning.
-    Any other range costs a request.
+    """A `BlobReader` of an object. Reading on from the last position uses the open response; a jump
+    to another position sends a request.
     """
 
     path: Path | None = None
@@ -62,7 +62,7 @@ class ObjectReader:
         get: "Callable[..., GetObjectOutputTypeDef]",
         bucket: Bucket,
     ) -> None:
-        """Read a small object at once. Blocks.
+        """Take the response, and read its body if the object is small. Blocks.
 
         `found` is the response to a GET of the whole object. `get` sends a GET with a `Range`.
 
@@ -141,7 +141,7 @@ class ObjectReader:
 
 
 def size_of(found: Mapping[str, Any]) -> int:
-    """Return the object size in a response. If the response is refused, close it.
+    """Return the object size in a response. Closes the response before it raises.
 
     Raises:
         ServerError: `unavailable`, if the response is not from an S3 server. A proxy's error page
@@ -224,7 +224,7 @@ class S3BlobStore(BlobStore):
         return None
 
     async def open(self, digest: Digest) -> BlobReader | None:
-        """Open a blob, see `BlobStore.open`. The same thread hop reads a small blob."""
+        """Open a blob, see `BlobStore.open`. The thread that opens a small blob also reads it."""
         opening = self._bucket.threads.submit(self._open, digest)
         with self._bucket.failures_named("get a blob"):
             try:
@@ -243,7 +243,7 @@ class S3BlobStore(BlobStore):
         return None
 
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:
-        """Remove the objects, see `BlobStore.delete`."""
+        """Delete the objects, see `BlobStore.delete`."""
         remove = partial(self._client.delete_object, Bucket=self._bucket.name)
         for each in range(generation + 1):
             request = partial(remove, Key=self._key(digest, each))
@@ -307,8 +307,8 @@ class S3BlobStore(BlobStore):
         return asyncio.get_running_loop().run_in_executor(self._writers, call)
 
     async def _send(self, sending: "_Sending", digest: Digest) -> None:
-        """Upload the spooled blob. The writer thread closes the spool, and finishes even if the
-        caller is cancelled.
+        """Upload the spooled blob in a writer thread, which then closes the spool. If the caller is
+        cancelled, the thread stops the upload if it can, and still closes the spool.
         """
         with self._bucket.failures_named("put a blob"):
             sent = self._on_writer(partial(self._upload, sending, digest))
@@ -316,7 +316,7 @@ class S3BlobStore(BlobStore):
                 await asyncio.shield(sent)
             except asyncio.CancelledError:
                 sending.cancel()
-                # The caller is gone. Retrieve the exception, which asyncio would log otherwise.
+                # Retrieve the exception, or asyncio logs that nothing has retrieved it.
                 sent.add_done_callback(lambda done: done.cancelled() or done.exception())
                 raise
 
@@ -369,22 +369,22 @@ class S3BlobStore(BlobStore):
         return size_of(found)
 
     def _found(
-        self, ask: Callable[[], ResponseT | None], key: str, digest: Digest
+        self, send: Callable[[], ResponseT | None], key: str, digest: Digest
     ) -> ResponseT | None:
-        """Return the response to a GET or HEAD of a blob, which `ask` sends. Blocks.
+        """Return the response to a GET or HEAD of a blob, which `send` sends. Blocks.
 
         If the response reports another size than the digest, its headers may be damaged. The store
-        then asks again, and compares a listing, which carries the size in its body.
+        then sends the request again, and compares a listing, which has the size in its body.
 
         Raises:
             ServerError: 503, if the listing reports the size of the digest.
         """
-        found = ask()
+        found = send()
         if found is None or size_of(found) == digest.size_bytes:
             return found
         if "Body" in found:
             found["Body"].close()
-        found = ask()
+        found = send()
         if found is None or size_of(found) == digest.size_bytes:
             return found
         page = self._client.list_objects_v2(Bucket=self._bucket.name, Prefix=key, MaxKeys=1)
@@ -402,7 +402,7 @@ class S3BlobStore(BlobStore):
         return found
 
     def _keys(self, digest: Digest) -> tuple[str, ...]:
-        """Return the newest name, and the first one, which the previous release uses."""
+        """Return the newest name, then the first name if it is another one."""
         generation = self._generations.get(digest.sha256, 0)
         return tuple(self._key(digest, each) for each in sorted({generation, 0}, reverse=True))
 
@@ -413,7 +413,7 @@ class S3BlobStore(BlobStore):
     def _digests(
         self, page: "ListObjectsV2OutputTypeDef", before: datetime | None
     ) -> Iterator[Digest]:
-        """Yield the blobs of one page. Other objects are ignored."""
+        """Yield the blobs of one page. Skip newer objects, and objects that are no blobs."""
         for found in page.get("Contents", ()):
             with suppress(InvalidValueError, ValueError):
                 name, _, generation = found["Key"].rpartition("/")[2].partition(".")
@@ -424,7 +424,7 @@ class S3BlobStore(BlobStore):
 
 
 def _close_unread(opening: "Future[ObjectReader | None]") -> None:
-    """Close the reader if its caller was cancelled."""
+    """Close the reader that a cancelled caller did not receive."""
     reader = None if opening.exception() else opening.result()
     if reader is not None:
         reader.close_now()
@@ -441,7 +441,7 @@ class _Sending:
         self._future: TransferFuture | None = None
 
     def follow(self, future: "TransferFuture") -> None:
-        """Wait until an upload in parts ends. A failed upload aborts itself."""
+        """Wait until an upload in parts ends. If it fails, the transfer manager aborts it."""
         with self._lock:
             self._future = future
             if self.is_cancelled:

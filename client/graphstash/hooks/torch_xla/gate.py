@@ -1,15 +1,14 @@
 """A gate between torch_xla and its cache directory, which reports each look-up of a missing file.
 
 torch_xla's persistent cache calls `stat` for an executable's file once before it compiles and once
-after. `StatGate` replaces that call in one library, for the files below one directory. If the file
-is missing, the gate calls `answer(path)` in its own thread and then repeats the look-up. `answer`
-may create the file.
+after. `StatGate` intercepts these calls of one library for paths with one prefix. If the file is
+missing, the gate calls `answer(path)`, which may create it, in a thread, and then repeats `stat`.
 
     torch_xla --jump slot--> stub (native, `stub`) --socket--> threads (`answering`) --> answer
                                |  real __xstat before and after
 
-`elf` finds and replaces the pointer. The gate tests itself before it changes the slot. If `open`
-raises, torch_xla still calls `stat` directly.
+`elf` finds and replaces the slot, a pointer in the library. The gate first tests the stub. If
+`open` raises, torch_xla still calls the real function.
 """
 
 import ctypes
@@ -40,7 +39,7 @@ _SYMBOL_VERSION: Final = "GLIBC_2.2.5"
 _STAT_VERSION: Final = 1  # _STAT_VER_LINUX of <bits/stat.h> on x86-64
 _STAT_BYTES: Final = 144  # sizeof(struct stat) there
 
-# Send several heartbeats per timeout, so that one late thread switch does not end the wait.
+# Several heartbeats fit into the timeout, so that one late thread switch does not end the wait.
 _HEARTBEATS_PER_LIVENESS: Final = 5
 
 
@@ -51,8 +50,8 @@ class StatGate:
     deadline, and must not wait for a thread that may be inside torch_xla. If Python threads cannot
     run for `liveness_seconds`, the caller continues without an answer (`give_ups`).
 
-    The gate runs `answer` in its own thread, one call at a time, and logs its exceptions. The other
-    methods are not thread-safe.
+    The gate runs `answer` in one thread, one call at a time, and logs its exceptions. The methods
+    are not thread-safe.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class StatGate:
         Args:
             library: Path of the loaded shared object whose calls the gate intercepts.
             prefix: Beginning of the paths, normally a private directory and a slash. `open` creates
-                and removes one file there.
+                and removes a file with this prefix.
             answer: Called with the path of the missing file. It may create the file and may take
                 minutes.
             liveness_seconds: Seconds that a caller waits for each reply from Python. Default: 3.
@@ -91,12 +90,12 @@ class StatGate:
 
     @property
     def requests(self) -> int:
-        """Number of requests that the library has sent in this process, one per missing file."""
+        """Number of look-ups of missing files for which this process has requested an answer."""
         return 0 if self._stub is None else int(self._stub.block.sequence)
 
     @property
     def give_ups(self) -> int:
-        """Number of callers in this process that continued without an answer."""
+        """Number of look-ups of missing files that ended without an answer in this process."""
         return 0 if self._stub is None else int(self._stub.block.give_ups)
 
     def open(self) -> None:
@@ -123,7 +122,7 @@ class StatGate:
         self._stub, self._answering, self._slot = stub, answering, slot
 
     def close(self) -> None:
-        """Restore the slot and end the threads, unless the gate is closed.
+        """Restore the slot and end the threads. Does nothing if the gate is not open.
 
         A waiting caller continues without an answer. The counters keep their values.
         """
@@ -140,10 +139,10 @@ class StatGate:
         """Start answering threads in a forked child and reset its counters.
 
         The child inherits the changed slot, but its stub only calls the real function until this
-        method runs. If the gate is not open, the method does nothing.
+        method runs. Does nothing if the gate is not open.
 
         Raises:
-            GateUnavailable: The child can open no socket or start no thread. Its stub keeps calling
+            GateUnavailable: The child can open no socket or start no thread. Its stub still calls
                 only the real function.
         """
         if self._stub is None or self._answering is None:

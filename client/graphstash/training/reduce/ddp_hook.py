@@ -1,9 +1,9 @@
 """A communication hook for DistributedDataParallel that sends sparse buckets sparsely.
 
 DDP passes each bucket to the hook when its gradients are complete, and continues with backward.
-One thread processes the buckets in that order, which is the same on all ranks. Chaining the
-collectives of each bucket by callbacks would not preserve the order. Two ranks could then begin
-the collectives of two buckets in different orders, and add one bucket to the other.
+One thread processes the buckets in that order, which is the same on all ranks. If callbacks chained
+the collectives of each bucket, two ranks could run them in different orders, and would then add one
+bucket to another.
 """
 
 import time
@@ -37,12 +37,12 @@ Hook: TypeAlias = Callable[[Any, GradBucket], Future[Tensor]]
 
 _DENSE_ABOVE: Final = 0.7
 _SPARSE_BELOW: Final = 0.5
-"""Shares of nonzero blocks below which packing and the bitmap pay on 1 Gbit/s. Faster links
-need lower values.
+"""Default limits, as shares of nonzero blocks, for links of 1 Gbit/s. Below them, sparse sending is
+faster. Faster links need lower limits.
 """
 
 _UNLIMITED: Final = 2**31
-"""Queue capacity. Backward waits for its buckets, so the queue never exceeds a model's buckets."""
+"""Queue capacity. Backward waits for its buckets, so the queue holds at most a model's buckets."""
 
 
 def sparse_hook(state: "SparseState", bucket: GradBucket, *_: Tensor) -> Future[Tensor]:
@@ -64,11 +64,10 @@ def sparse_hook(state: "SparseState", bucket: GradBucket, *_: Tensor) -> Future[
 class SparseState:
     """The hook's state for one model. Every rank creates one, with the same arguments.
 
-    Supports `no_sync`, unused parameters, and `join`, whose
-    `divide_by_initial_world_size=False` has no effect with any hook. Also supports embeddings
-    with `sparse=True`: torch sends all rows of their gradients through the group (gloo), in the
-    gradients' own type. To send fp16 or bf16, set `wire_dtype` or wrap the hook in torch's
-    `fp16_compress_wrapper`.
+    Supports `no_sync`, unused parameters, and `join`, but torch ignores `join`'s
+    `divide_by_initial_world_size=False` with any hook. Also supports embeddings with `sparse=True`:
+    torch sends all rows of their gradients through the group (gloo), in the gradients' own type. To
+    send fp16 or bf16, set `wire_dtype` or wrap the hook in torch's `fp16_compress_wrapper`.
     """
 
     def __init__(
@@ -86,12 +85,12 @@ class SparseState:
         """Create the state, and a process group unless one is given; a collective call.
 
         Args:
-            group: Process group of DDP's ranks, used by nothing else, so not DDP's own. Default: a
-                new group of all ranks with the job's timeout. As with
-                `torch.distributed.new_group`, all ranks then create their state together.
+            group: Process group of DDP's ranks that nothing else uses, so not DDP's own. Default: a
+                new group of all ranks with the job's timeout, so all ranks must create their state
+                at the same point, as for `torch.distributed.new_group`.
             through: All-reduce through aggregators, over the same ranks. The caller closes it after
                 this state. Default: the collectives of the group.
-            block_size: Elements of a block. Has no effect with `through`, which has its own.
+            block_size: Elements of a block. Ignored with `through`, which has its own block size.
             wire_dtype: Type in which elements are sent. Default: their own type.
             dense_above: Share of nonzero blocks above which a bucket is sent whole. Default: 0.7;
                 with `through` 1, which means never.
@@ -99,12 +98,12 @@ class SparseState:
                 `through` 1.
             dense: `dense(group)` returns state and hook for buckets that are sent whole, such as
                 `PowerSGDState(group)` and `powerSGD_hook`. The hook may send only in this group.
-            thresholding: Holds small blocks back. Default: all blocks are sent, exactly.
+            thresholding: Holds small blocks back for later steps. Default: sends all blocks.
 
         Raises:
             ValueError: a size or share is out of its range.
             ConfigError: `through` has other ranks, or the ranks have different arguments. In the
-                second case every rank raises it.
+                second case, all ranks raise it.
         """
         if dense_above is None:
             dense_above = _DENSE_ABOVE if through is None else 1.0
@@ -143,7 +142,9 @@ class SparseState:
         finalize(self, self._thread.close)
 
     def close(self) -> None:
-        """Stop the thread and destroy the group. Call it on every rank, after the training."""
+        """Stop the thread, and destroy the group if this state created it. Call `close` on every
+        rank after the training.
+        """
         self._thread.close()
         if self._owns_group:
             distributed.destroy_process_group(self._group)
@@ -177,7 +178,7 @@ class SparseState:
         gate = self._gates.setdefault(key, self._new_gate())
         if not gate.skips():
             return self._later(key, gradients, lambda: self._mean_of_blocks(bucket, key, gate))
-        if self._dense is not None:  # the thread waits for it, to keep the order of collectives
+        if self._dense is not None:  # the thread waits for the hook, to keep the order
             state, hook = self._dense
             self._count(key, Sent.whole(gradients, gradients.nbytes))
             return self._later(key, gradients, lambda: hook(state, bucket).wait())
@@ -205,13 +206,13 @@ class SparseState:
         return total.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the held-back values, for a checkpoint. Every rank has to call it."""
+        """Return the held-back values for a checkpoint. A collective call: all ranks make it."""
         if self._thresholding is None:
             return {}
         return self._thresholding.state_dict(self._group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint, which any number of ranks may have written."""
+        """Load the held-back values of a checkpoint of any number of ranks."""
         if self._thresholding is not None and state:
             self._thresholding.load_state_dict(state)
 
@@ -254,8 +255,8 @@ class SparseState:
     def _later(
         self, key: tuple[int, int], gradients: Tensor, work: Callable[[], Tensor]
     ) -> Future[Tensor]:
-        """Run `work` in the thread. On CUDA, the thread's stream first waits for the work that
-        backward has queued so far, and backward's stream waits for the result.
+        """Run `work` in the thread, and return a future of its result. On CUDA, the thread's stream
+        first waits for what backward has queued, and backward's stream waits for the result.
         """
         on_cuda = gradients.is_cuda
         done: Future[Tensor] = Future(devices=[gradients.device] if on_cuda else None)
@@ -276,15 +277,15 @@ class SparseState:
         self._waiting.add(key)
         if not self._thread.submit(run):
             raise RuntimeError("this SparseState is closed, or no thread can be started")
-        with suppress(RuntimeError):  # raised outside backward, for a rank that has joined
-            # Wait before DDP's own callback, which replaces the error by "unable to cast".
+        with suppress(RuntimeError):  # raised outside backward, in a rank that has joined
+            # Wait before DDP's own callback, which would replace an error by "unable to cast".
             Variable._execution_engine.queue_callback(done.wait)  # type: ignore[arg-type] # torch's annotation
         return done
 
 
 def _group_of_all() -> distributed.ProcessGroup:
-    """Create a group of all ranks with the job's timeout. Without a timeout, the group would wait
-    torch's default of 30 minutes for dead ranks.
+    """Create a group of all ranks with the job's timeout. With torch's default timeout, the group
+    would wait 30 minutes for dead ranks.
     """
     made = distributed.new_group(timeout=timeout_of(distributed.group.WORLD))
     assert isinstance(made, distributed.ProcessGroup)  # noqa: S101 - this rank is in it
