@@ -1,4 +1,4 @@
-"""Read secret files only if no other user can access them."""
+"""Read secret files only if they are private: no other user can access them."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,8 @@ def read_private(path: Path, what: str) -> bytes:
         what: name of the secret in error messages.
 
     Raises:
-        ConfigError: the file cannot be read, or other users can access it.
+        ConfigError: the file cannot be read, or other users can access it. The group may read a
+            file of root.
     """
     try:
         with path.open("rb") as file:
@@ -28,7 +29,7 @@ def read_private(path: Path, what: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"{what} {path}: {error.strerror}") from None
     mode = status.st_mode & 0o777
-    # Allow a group to read root's file: clusters pass secrets to a container's user this way.
+    # Clusters pass secrets to a container's user in files of root that a group can read.
     if mode & (0o037 if status.st_uid == 0 else 0o077):
         raise ConfigError(
             f"{what} {path}: others may use it, too (mode {mode:o}): chmod 600 {path}"

@@ -1,6 +1,6 @@
 """Ed25519 signing keys (RFC 8032), implemented by `cryptography`, which is imported on first use.
 
-Each private key has its own PEM file (PKCS #8), which only its owner may read.
+Each private key has its own PEM file (PKCS #8), which must be private (see `private_file`).
 """
 
 import base64
@@ -118,7 +118,7 @@ def is_signed_by(public: bytes, signature: bytes, statement: bytes) -> bool:
 def is_safe(public: bytes) -> bool:
     """Return whether a public key is a point of the curve that does not have small order.
 
-    For the eight points of small order, a signature of zeros verifies for any statement.
+    For the eight points of small order, anyone can forge signatures without a private key.
     """
     y = (int.from_bytes(public, "little") & (2**255 - 1)) % _P
     for doubling in range(3):  # 8 times a point of small order is the neutral element, y = 1

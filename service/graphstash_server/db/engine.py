@@ -6,8 +6,8 @@ statements use SQLAlchemy's connections.
 
 SQLite allows one writer at a time. So read connections have no transactions, and every write
 transaction begins IMMEDIATE. Writers of this process queue instead of failing with "database is
-locked". A transaction never upgrades from reading to writing, which is the deadlock that SQLite
-cannot resolve by waiting.
+locked". No transaction upgrades from reading to writing, because SQLite may fail an upgrade at
+once instead of waiting.
 
 PostgreSQL has one pool for reads and writes. Prepared reads keep one or two of its connections.
 Transactions run concurrently (READ COMMITTED). A transaction takes a named lock on data that must
@@ -91,8 +91,8 @@ class Database:
     """The connections of this process to its database, until `close`.
 
     Attributes:
-        shared_connections: connections that identical concurrent calls may use together, so that
-            other calls still find a free one.
+        shared_connections: maximum connections that concurrent calls of one kind should occupy, so
+            that other calls find a free connection.
         corruption: the first sign of damage that a worker of this host found, or None. From then
             on, every call raises `CorruptDatabaseError`.
     """
@@ -105,7 +105,7 @@ class Database:
         Args:
             url: SQLAlchemy URL, `sqlite+aiosqlite:///...` or `postgresql+asyncpg://...`.
             connections: maximum number of connections of this process to PostgreSQL.
-            corruption: the sign of damage that the workers of this host share.
+            corruption: where the workers of this host share the first sign of damage.
         """
         self.url = make_url(url)
         self._corruption = corruption or SharedText()
@@ -213,11 +213,11 @@ class Database:
                 try:
                     yield transaction
                 finally:
-                    await transaction.roll_back()  # unless the last step has committed
+                    await transaction.roll_back()  # no effect after a commit
 
     @asynccontextmanager
     async def _write_turn(self) -> AsyncIterator[None]:
-        """Queue the writers of this process in their order of arrival."""
+        """On SQLite, queue the writers of this process in their order of arrival."""
         if self.is_postgresql:
             yield
             return
@@ -232,7 +232,7 @@ class Database:
             self._turn.release()
 
     def note_corruption(self, reason: str) -> None:
-        """End all use of the database by this host's workers, and log once what to do."""
+        """Make this host's workers refuse every call of the database, and log once what to do."""
         if self.corruption is None:
             self._corruption.set(reason)
             _LOGGER.error("%s", advice_for(reason))
@@ -279,8 +279,8 @@ class Database:
         if (reason := corruption_in(error)) is not None:
             self.note_corruption(reason)
             return CorruptDatabaseError(advice_for(reason))
-        said = error.orig if isinstance(error, DBAPIError) else error
-        _LOGGER.warning("the database does not answer: %s: %s", type(error).__name__, said)
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        _LOGGER.warning("the database does not answer: %s: %s", type(error).__name__, cause)
         return ServerError(ErrorCode.UNAVAILABLE, "the database does not answer: retry in a second")
 
     async def close(self) -> None:
@@ -311,7 +311,7 @@ class _PostgresSteps:
 
 
 def make_engine(url: URL, **pool: Any) -> AsyncEngine:
-    """Create an engine with real transactions, also on SQLite. Without arguments it keeps no
+    """Create an engine with real transactions, also on SQLite. Without `pool`, the engine keeps no
     connection, and statements have no timeout.
     """
     pool = pool or {"poolclass": NullPool}
@@ -337,7 +337,7 @@ def _hang_up(connection: Any, _record: Any) -> None:
 
 
 def _begin_nothing(connection: Any, _record: Any) -> None:
-    """Stop the driver from beginning transactions itself, which is late and DEFERRED."""
+    """Stop the driver from beginning transactions itself: it begins late, and DEFERRED."""
     connection.isolation_level = None
 
 

@@ -1,7 +1,7 @@
 """ExpositionService: the contents of `GET /metrics`, in the text format of Prometheus.
 
-Counters of this host come from memory that its workers share (`counters`). Values of the database
-are the same on every server, so scrape them from one server only.
+Counters of this host come from memory that its workers share (`counters`). Every server reports the
+same values of the database, so scrape them from one server only.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ MAX_LABELLED = 50
 """Maximum namespaces with series of their own: those with the most hits and misses."""
 
 OTHER = "(other)"
-"""Label that sums the other namespaces; no namespace has that name."""
+"""Label of the sum over all other namespaces. It is not a valid name of a namespace."""
 
 _STORED = ("size_bytes", "metadata_bytes", "manifest_bytes")
 
@@ -59,7 +59,7 @@ class ExpositionService:
         self._asking: asyncio.Task[tuple[Sequence[Row], int] | None] | None = None
 
     def without_database(self) -> bytes:
-        """Return only that the database does not answer, which `/readyz` tells every caller."""
+        """Return only the state of the database, which `/readyz` reports to every caller."""
         return _text([self._corrupt(), _gauge("database_up", _DATABASE_UP, 0)])
 
     async def read(self) -> bytes:
@@ -97,8 +97,8 @@ class ExpositionService:
         return _gauge("database_corrupt", "Whether the database is damaged.", is_corrupt)
 
     async def _ask_in_time(self) -> tuple[Sequence[Row], int] | None:
-        """Return what the database counts, or None. Calls share a query, and do not cancel it: the
-        connection to a frozen database would not become free earlier.
+        """Return what the database counts, or None. Concurrent calls share one query. A timeout
+        does not cancel it, because a frozen database would not free the connection earlier.
         """
         if self._asking is None or self._asking.done():
             self._asking = in_background(self._ask())
@@ -167,8 +167,8 @@ def _histogram(counted: Counted) -> Metric:
 
 def _of_database(usage: dict[str, UsageChange]) -> Iterable[Metric]:
     total = UsageChange(*map(sum, zip(UsageChange(), *usage.values(), strict=True)))
-    for name, text, of in _COUNTERS:
-        yield _counter(name, f"{text}, in all namespaces.", value=of(total))
+    for name, text, value_of in _COUNTERS:
+        yield _counter(name, f"{text}, in all namespaces.", value=value_of(total))
     yield _gauge("artifacts", "Artifacts that are stored.", total.artifacts)
     yield _gauge("store_bytes", "What is stored, as the limits count it.", _bytes_of(total))
 
@@ -181,10 +181,10 @@ def _of_database(usage: dict[str, UsageChange]) -> Iterable[Metric]:
     for name, change in usage.items():
         if name not in largest:
             shown[OTHER] = shown.get(OTHER, UsageChange()).plus(change)
-    for name, text, of in _COUNTERS:
+    for name, text, value_of in _COUNTERS:
         metric = _counter(f"namespace_{name}", f"{text}.", ["namespace"])
         for label, change in shown.items():
-            metric.add_metric([label], of(change))
+            metric.add_metric([label], value_of(change))
         yield metric
     stored = GaugeMetricFamily(
         "graphstash_namespace_bytes",

@@ -127,10 +127,10 @@ def _is_open_for_reading(config: ClientConfig) -> bool:
 
 
 def _older_server(source: str | None) -> Finding:
-    told = "the server's release has no authentication: anyone who can reach it can read and write"
+    text = "the server's release has no authentication: anyone who can reach it can read and write"
     if source is None:
-        return ok("token", told)
-    return warn("token", told, f"upgrade the server: it does not check the token from {source}")
+        return ok("token", text)
+    return warn("token", text, f"upgrade the server: it does not check the token from {source}")
 
 
 def _caller(access: Access, source: str | None) -> Finding:
@@ -140,21 +140,21 @@ def _caller(access: Access, source: str | None) -> Finding:
         needless = f"; the token from {source} is not needed" if source else ""
         return ok("token", f"the server does not require a token{needless}")
     granted = ", ".join(map(str, access.grants)) or "nothing"
-    told = f"{access.name}, from {source}, grants {granted}"
+    summary = f"{access.name}, from {source}, grants {granted}"
     if access.expires_at is None:
-        return ok("token", f"{told}; it does not expire")
+        return ok("token", f"{summary}; it does not expire")
     left = access.expires_at - datetime.now(UTC)
-    told = f"{told}; it expires in {_days_or_hours(left)}"
+    summary = f"{summary}; it expires in {_days_or_hours(left)}"
     # JWTs last minutes, and the tokens exchanged for them last hours, so do not warn about them.
     is_lasting = access.kind is AccessKind.TOKEN and access.issuer is None
     if left < _EXPIRES_SOON and is_lasting:
         return warn(
             "token",
-            told,
+            summary,
             f"get a new one before {access.expires_at:%Y-%m-%d %H:%M} UTC; after that, jobs run "
             "without the cache",
         )
-    return ok("token", told)
+    return ok("token", summary)
 
 
 def _days_or_hours(left: timedelta) -> str:
@@ -173,13 +173,13 @@ def _rights(config: ClientConfig, access: Access) -> Topic[None]:
     if access.allows(Scope.WRITE, config.namespace):
         yield ok("namespace", f"can read and write {config.namespace!r}")
     elif access.allows(Scope.READ, config.namespace):
-        told = f"can read {config.namespace!r}, but not write"
+        summary = f"can read {config.namespace!r}, but not write"
         if config.read_only:
-            yield ok("namespace", f"{told}, and GRAPHSTASH_READ_ONLY is set")
+            yield ok("namespace", f"{summary}, and GRAPHSTASH_READ_ONLY is set")
         else:
             yield warn(
                 "namespace",
-                f"{told}: what this job compiles is not shared",
+                f"{summary}: what this job compiles is not shared",
                 f"get a token with the grant {Scope.WRITE}:{config.namespace}, or set "
                 "GRAPHSTASH_READ_ONLY=true if that is intended",
             )

@@ -67,7 +67,7 @@ def libraries() -> list[Library]:
 
 
 def needed_by(library: Library) -> Iterator[str]:
-    """Yield the digests of a library and its dependencies, without those of torch and the system."""
+    """Yield the digests of a library and its dependencies, except torch's and the system's."""
     files = {Path(path).name: path for path in _loaded(_count())}
     names, seen = [library.path.name], set[str]()
     while names:

@@ -60,11 +60,11 @@ class Program:
         device: One of the devices on which the program will run.
         is_watched: Whether the hook detects the end of the compilation.
         is_compile_only: Whether this host can neither run nor load the program.
-        is_alone: Whether no other process of the job compiles the program at the same time.
+        is_alone: Whether the program runs only in this process, and JAX lets this process write.
         is_collective: Whether the program runs on devices of several processes, all of which
             compile it and can write the result.
-        unshareable: Why no key covers the program, or an empty string.
-        environment: Parts for variables that have changed since the backend was created.
+        unshareable: Why the key cannot describe the program, or an empty string.
+        environment: Key part for earlier states of the variables. Empty if they have not changed.
         is_small: Whether the program likely compiles fast and runs in one process.
         missed: JAX's keys that were looked up and not found.
         packed: Keys in `missed` whose result belongs in a pack.
@@ -91,7 +91,7 @@ class Program:
 
 
 class Compiling:
-    """Tracks the present program of each thread.
+    """Tracks the program that each thread compiles.
 
     Args:
         ended: Called in a thread whose compiler has returned or failed.
@@ -110,7 +110,7 @@ class Compiling:
         self._record_fallback = record_fallback
         self._local = threading.local()
         self._environment = EnvironmentStates()
-        self._observing = threading.Lock()  # guards the states
+        self._observing = threading.Lock()  # guards `_environment`
         self._patches = Patches()
         if hasattr(xla_bridge, _START_BACKEND):
             self._patches.wrap(xla_bridge, _START_BACKEND, self._wrap_start)
@@ -133,7 +133,7 @@ class Compiling:
         program: Program | None = getattr(self._local, "program", None)
         if program is not None:
             return program
-        backend = xla_bridge.get_backend()  # a compilation runs, so JAX has created its backends
+        backend = xla_bridge.get_backend()  # does not start one: a compilation is running
         return _program(backend, tuple(backend.local_devices()), (), is_watched=False)
 
     def _wrap_start(self, start_backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,15 +197,15 @@ class Compiling:
                 write(*arguments, **named)
                 return
             try:
-                told = signature.bind(*arguments, **named).arguments
-                if program.unshareable or not self._wants(told["cache_key"], program):
+                bound = signature.bind(*arguments, **named).arguments
+                if program.unshareable or not self._wants(bound["cache_key"], program):
                     return
                 compilation_cache.put_executable_and_time(
-                    told["cache_key"],
-                    told["module_name"],
-                    told["executable"],
-                    told["backend"],
-                    int(told["compile_time_secs"]),
+                    bound["cache_key"],
+                    bound["module_name"],
+                    bound["executable"],
+                    bound["backend"],
+                    int(bound["compile_time_secs"]),
                 )
             except Exception as error:  # noqa: BLE001 - a hook's outermost frame: there is a result
                 self._record_fallback(error)
@@ -217,11 +217,11 @@ def _read(
     signature: inspect.Signature, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> Program | None:
     try:
-        told = signature.bind(*arguments, **named).arguments
-        program = _program(told["backend"], tuple(told["devices"].flat), told["host_callbacks"])
-        program.computation = told["computation"]
-        program.options = told.get("compile_options")
-        program.is_small = not program.is_collective and is_small(told["computation"])
+        bound = signature.bind(*arguments, **named).arguments
+        program = _program(bound["backend"], tuple(bound["devices"].flat), bound["host_callbacks"])
+        program.computation = bound["computation"]
+        program.options = bound.get("compile_options")
+        program.is_small = not program.is_collective and is_small(bound["computation"])
     except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
         _log.debug("graphstash: a program of jax is not understood: %r", error)
         return None

@@ -1,4 +1,4 @@
-"""What `graphstash doctor` reports of torch_xla 2.8 and newer, which cannot load its graphs."""
+"""What `graphstash doctor` reports about torch_xla 2.8 and newer, which cannot load its graphs."""
 
 from graphstash.config import ClientConfig
 from graphstash.hooks.environment import installed_pjrt_plugins, version_of
@@ -9,7 +9,7 @@ __all__ = ["diagnose"]
 
 
 def diagnose(config: ClientConfig) -> Verdict | None:
-    """Refer to the pjrt hook. None for versions that this hook judges by their number."""
+    """Return a verdict that refers to the pjrt hook, or None for torch_xla 2.7 and older."""
     version = version_of("torch_xla")
     if SPEC.tested is None or not SPEC.tested.is_above(version):
         return None

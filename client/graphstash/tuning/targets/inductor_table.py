@@ -1,9 +1,9 @@
 """Inductor's lookup table, filled with the team's best candidates.
 
 By default, torch generates the code of every candidate before it measures one. If its lookup table
-has an entry for a product, torch generates only the entry's candidates. This table's entry is the
-best few of the team's answer, as far as torch would generate them on this host anyway, and the
-library's own kernel, which always compiles. `inductor` chooses among them.
+has an entry for a product, torch generates only the entry's candidates. This table's entry lists
+the few best candidates of the team's answer that torch would generate on this host, and the
+library's own kernel, which always compiles. The module `inductor` chooses among them.
 
 In a job of several ranks the table stays empty, so that all ranks choose among the same candidates.
 """
@@ -43,7 +43,7 @@ def register() -> Callable[[], None]:
 def _keeping_user_handler(change: Callable[[], None]) -> None:
     """Change torch's handler of choices, but keep a handler that the user has set.
 
-    With a handler from `V.set_choices_handler`, there is no team table.
+    A handler from `V.set_choices_handler` does not use the team's table.
     """
     in_use: Any = V.choices
     settings: Any = config
@@ -54,7 +54,7 @@ def _keeping_user_handler(change: Callable[[], None]) -> None:
 
 
 class TeamChoices(LookupTableChoices):  # type: ignore[misc] # as above
-    """torch's own look-up, key and source check, on a table of one product at a time."""
+    """Uses torch's look-up, key and source check on a table of one product at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,9 +101,9 @@ class TeamChoices(LookupTableChoices):  # type: ignore[misc] # as above
     def _table(
         self, offered: Mapping[str, Sequence[Any]], kernel_inputs: Any, op_name: str
     ) -> dict[str, list[dict[str, Any]]]:
-        """Return this product's entry; none without a team answer or with little to choose from."""
+        """Return this product's entry; empty without a team answer or with few candidates."""
         if _NAME not in dict(_torch.registered_inductor_choices()):
-            return {}  # unregistered, but each thread of torch keeps its object
+            return {}  # unregistered, but threads of torch may still use this object
         all_offered = [each for several in offered.values() for each in several]
         key = self.make_lookup_key(kernel_inputs, op_name)
         memory = team_memory()
@@ -118,7 +118,7 @@ class TeamChoices(LookupTableChoices):  # type: ignore[misc] # as above
             return {}
         best = [each.configuration for each in found.best]
         listed = [space.thing(each) for each in space if each in best]
-        if not listed:  # from templates that do not use the table
+        if not listed:  # the best candidates' templates do not use the table
             return {}
         safe = [each for each in all_offered if isinstance(each.template, ExternKernelChoice)]
         return {key: [_entry(each) for each in dict.fromkeys([*listed, *safe])]}

@@ -23,7 +23,7 @@ __all__ = [
 
 
 class PolicyRow(NamedTuple):
-    """A policy as stored. `policy` parses it."""
+    """A policy as stored."""
 
     namespace: str
     mode: str
@@ -35,7 +35,7 @@ class PolicyRow(NamedTuple):
 
     @property
     def policy(self) -> NamespacePolicy:
-        """The parsed policy. A mode of a later release is treated as read-only."""
+        """The parsed policy. An unknown mode of a later release becomes read-only."""
         return NamespacePolicy.model_construct(
             mode=WriteMode(self.mode) if self.mode in _MODES else WriteMode.READ_ONLY,
             trusted=bool(self.trusted),
@@ -50,8 +50,8 @@ _MODES: Final = frozenset(WriteMode)
 
 
 async def list_rules(source: Source) -> Sequence[Row]:
-    """Return every stored policy, by namespace, in the field order of `PolicyRow`. Up to ten
-    thousand policies are read every two seconds, so the rows are not converted.
+    """Return every stored policy, ordered by namespace, in the field order of `PolicyRow`. The rows
+    are not converted, because up to ten thousand policies are read every two seconds.
     """
     return await _LIST.fetch(source, NOTHING)
 
@@ -68,7 +68,7 @@ _LIST = Prepared(
 
 
 async def list_policies(connection: AsyncConnection) -> list[NamespaceInfo]:
-    """Return every namespace with its own policy, by name."""
+    """Return the namespaces that have their own policy, ordered by name."""
     statement = select(*_RULES, namespaces.c.updated_at).order_by(namespaces.c.namespace)
     return [_info(found) for found in await connection.execute(statement)]
 

@@ -1,9 +1,9 @@
 """AccessService: authenticates a caller by the Authorization header.
 
 The service stores no token: it identifies a token by its id, which is not secret, and a JWT by its
-SHA-256. It reuses a decision for two seconds (`MAX_DECISION_AGE`), so a hit needs no query. Every
-server refuses a revoked token within two seconds, and at once with notifications of PostgreSQL. A
-JWT cannot be revoked, only the token that it was exchanged for. Expiry is checked on every use.
+SHA-256. It caches a decision for two seconds (`MAX_DECISION_AGE`) to save queries. Every server
+refuses a revoked token within two seconds, and at once with notifications of PostgreSQL. A JWT
+cannot be revoked, only the token that it was exchanged for. Expiry is checked on every use.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ MAX_DECISION_AGE: Final = timedelta(seconds=2)
 
 _MAX_KNOWN = 10_000
 _MAX_UNKNOWN = 10_000
-"""Ids of 16 characters: about 2 MB."""
+"""Maximum cached ids of unknown or revoked tokens. An id has 16 characters: about 2 MB."""
 
 _AT_ONCE = 500
 """Maximum tokens that one statement reads."""
@@ -71,8 +71,8 @@ class KnownTokens:
     def __post_init__(self) -> None:
         self._known: OrderedDict[str, _Seen] = OrderedDict()
         self._unknown: OrderedDict[str, _Seen] = OrderedDict()
-        self._wanted: dict[str, asyncio.Future[KnownToken | None]] = {}
-        self._reading: set[str] = set()  # queried now, without ids that were forgotten meanwhile
+        self._pending: dict[str, asyncio.Future[KnownToken | None]] = {}
+        self._reading: set[str] = set()  # being queried, except ids forgotten since
         self._reader: asyncio.Task[None] | None = None
 
     async def find(self, token_id: str) -> KnownToken | None:
@@ -80,9 +80,9 @@ class KnownTokens:
         seen = self._seen(token_id)
         if seen is not None:
             return seen.token
-        found = self._wanted.get(token_id)
+        found = self._pending.get(token_id)
         if found is None:
-            found = self._wanted[token_id] = asyncio.get_running_loop().create_future()
+            found = self._pending[token_id] = asyncio.get_running_loop().create_future()
         if self._reader is None:
             self._reader = in_background(self._read())
         return await asyncio.shield(found)
@@ -90,7 +90,7 @@ class KnownTokens:
     def find_now(
         self, token_id: str, *, max_age: timedelta = MAX_DECISION_AGE
     ) -> KnownToken | None:
-        """Return the token if that takes no query. None otherwise, or if `find` returns None."""
+        """Return the token if it is cached. None otherwise, or if it is unknown or revoked."""
         seen = self._seen(token_id, max_age)
         return seen.token if seen is not None else None
 
@@ -99,8 +99,8 @@ class KnownTokens:
         return seen if seen is not None and seen.is_fresh(self.clock(), max_age) else None
 
     def forget(self, token_id: str) -> None:
-        """Make the next use of a token query the database. A query under way may miss the change,
-        so its waiters wait for another query.
+        """Make the next use of a token query the database. A query in progress may miss the
+        change, so its waiters wait for another query.
         """
         self._reading.discard(token_id)
         self._known.pop(token_id, None)
@@ -108,8 +108,8 @@ class KnownTokens:
 
     async def _read(self) -> None:
         try:
-            while self._wanted:
-                batch = dict(islice(self._wanted.items(), _AT_ONCE))
+            while self._pending:
+                batch = dict(islice(self._pending.items(), _AT_ONCE))
                 read_at = self.clock()
                 self._reading = set(batch)
                 try:
@@ -124,9 +124,9 @@ class KnownTokens:
                     self._settle(batch, known)
         finally:
             self._reader = None
-            for found in self._wanted.values():
+            for found in self._pending.values():
                 found.cancel()
-            self._wanted.clear()
+            self._pending.clear()
 
     def _settle(
         self,
@@ -134,7 +134,7 @@ class KnownTokens:
         answer: Mapping[str, KnownToken | None] | Exception,
     ) -> None:
         for token_id, found in batch.items():
-            del self._wanted[token_id]
+            del self._pending[token_id]
             if isinstance(answer, Exception):
                 found.set_exception(answer)
                 found.exception()  # mark as retrieved, in case all waiters are gone
@@ -176,7 +176,7 @@ class _Verified(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class AccessService:
-    """Authenticate callers. `is_open`: the server has no authentication. `oidc` is None if the
+    """Authenticate callers. If `is_open`, callers need no token. `oidc` is None if the
     server accepts no JWTs.
     """
 
@@ -214,7 +214,7 @@ class AccessService:
     def principal_now(
         self, authorization: str | None, *, max_age: timedelta = MAX_DECISION_AGE
     ) -> Principal | None:
-        """Return the caller if that takes no query and no fetch. None otherwise, or if refused. A
+        """Return the caller without waiting. None if refused, or if the decision is not cached. A
         decision about a token may be as old as `max_age`.
         """
         if self.is_open:
@@ -234,7 +234,7 @@ class AccessService:
         return None if principal is None or self._is_expired(principal) else principal
 
     async def principal_of_token(self, token_id: str) -> Principal | None:
-        """Return a token's owner, for a session begun with its secret. None if it is void now."""
+        """Return a token's owner, for a session begun with its secret. None if it is not valid."""
         token = await self.tokens.find(token_id)
         principal = self._use(token, token_id) if token is not None else None
         return None if principal is None or self._is_expired(principal) else principal
