@@ -1,4 +1,4 @@
-"""Settings: everything that can be configured. Only this module reads the environment.
+"""Settings of a server. Only this module reads `GRAPHSTASH_*` variables.
 
 The environment variable `GRAPHSTASH_<FIELD>` sets a field. A field with an `Option` is also an
 option of `serve`, which takes precedence. Sizes accept `10GiB`, `500MB` or plain bytes. The
@@ -63,7 +63,7 @@ def _user_data_dir() -> Path:
 
 
 class _Group(BaseModel):
-    """A group of related fields. Code that needs no other fields takes the group."""
+    """A group of related fields. Code that needs only these fields accepts the group."""
 
     model_config = ConfigDict(frozen=True, validate_default=True, defer_build=True)
 
@@ -142,8 +142,8 @@ class AccessSettings(_Group):
     loopback, jobs of the user who runs the server need no token, because they use a socket that
     only this user can reach."""
     insecure: Annotated[bool, Option({"--insecure": True})] = False
-    """For tests: require no token, wherever the server listens. Every caller that reaches the
-    server can then run code in every job that reads the cache."""
+    """For tests: require no token on any address, unless GRAPHSTASH_AUTH=tokens is set explicitly.
+    Every caller that reaches the server can then run code in every job that reads the cache."""
     oidc_issuer: IssuerUrl | None = None
     """Identity provider whose tokens (JWT) are also accepted, as in their claim iss:
     https://<host>/<path>. None by default."""
@@ -167,7 +167,7 @@ class AccessSettings(_Group):
 
     @property
     def trusted_issuers(self) -> tuple[TrustedIssuer, ...]:
-        """All identity providers whose tokens are accepted."""
+        """All identity providers whose tokens the server accepts."""
         if self.oidc_issuer is None or self.oidc_audience is None:
             return self.oidc_issuers
         single = TrustedIssuer(
@@ -234,7 +234,7 @@ class DatabaseSettings(_Group):
     def _with_driver(cls, url: str) -> str:
         scheme, _, rest = url.partition("://")
         if scheme in ("postgres", "postgresql", "postgresql+asyncpg") and rest:
-            # asyncpg's name for the option that other tools call sslmode.
+            # asyncpg calls the option `ssl`.
             return f"postgresql+asyncpg://{rest.replace('sslmode=', 'ssl=')}"
         if scheme in ("sqlite", "sqlite+aiosqlite") and rest.startswith("/") and rest != "/":
             return f"sqlite+aiosqlite://{rest}"
@@ -309,7 +309,7 @@ class LimitSettings(_Group):
     above 0. Eviction begins at nine tenths of it. No limit by default."""
     namespace_limits: dict[str, Annotated[ByteSize, Field(gt=0)]] = Field(default_factory=dict)
     """Limits of single namespaces, by pattern, as JSON: {"ci-*": "10GiB", "research": "200GiB"}.
-    The first matching pattern applies."""
+    The first matching pattern applies instead of GRAPHSTASH_NAMESPACE_LIMIT_BYTES."""
 
     @model_validator(mode="after")
     def _require_ordered_limits(self) -> Self:
@@ -330,8 +330,8 @@ class MaintenanceSettings(_Group):
     """Evict artifacts that were not used for this many days, above 0 and up to 365000, even if
     there is room. By default the server keeps them."""
     retain_toolchains: int | None = Field(None, ge=1)
-    """Keep only the N most recently used toolchains, 1 or more, of each namespace and kind, and
-    evict the artifacts of the others. By default the server keeps all."""
+    """Keep only the N most recently used toolchains, 1 or more, of each namespace and artifact
+    kind, and evict the artifacts of the others. By default the server keeps all."""
     audit_days: float = Field(90.0, gt=0, le=36_500)
     """Days for which the audit log is kept, above 0 and up to 36500. Default: 90, because questions
     about a change often come weeks later."""
@@ -353,7 +353,9 @@ class Settings(
 
     @property
     def own_socket(self) -> Path | None:
-        """Socket for this user's jobs. None with TLS, without tokens, or if other hosts connect."""
+        """Socket for the jobs of this user. None if the server uses TLS, requires no token, or
+        listens beyond loopback, and for a user without a home directory.
+        """
         if self.is_open or self.tls_cert_file is not None or not is_loopback(self.host):
             return None
         return own_socket_path(os.environ)
@@ -375,13 +377,13 @@ class Settings(
 
 
 def load_settings(**options: Any) -> Settings:
-    """Read the environment. Options that are not None take precedence.
+    """Read the settings from the environment. Options that are not None take precedence.
 
     Raises:
-        StartError: a value is malformed or out of range. The message names variable, value and
-            range.
+        StartError: a value is malformed or out of range. The message names the variable, its
+            value and the range.
     """
-    # `serve` declares its options from this module without the server's packages.
+    # Imported late: `serve` declares its options from this module without the server's packages.
     from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -401,14 +403,14 @@ def load_settings(**options: Any) -> Settings:
             name = str(problem["loc"][0])
             source = f"--{name.replace('_', '-')}" if name in given else f"{ENV_PREFIX}{name}"
             shown = source if name in given else source.upper()
-            value = "..." if name == "database_url" else problem["input"]  # it contains a password
+            value = "..." if name == "database_url" else problem["input"]  # hide the password
             why = why_refused(problem, Settings.model_fields.get(name))
             lines.append(f"{shown}={value!s} is not valid: {why}")
         raise StartError("; ".join(lines)) from None
 
 
 def warn_of_misspelled() -> None:
-    """Log the environment variables that are misspelled settings of a server."""
+    """Log a warning about environment variables that look like misspelled settings."""
     unknown = misspelling.unknown_variables(
         os.environ, prefix=ENV_PREFIX, settings=Settings.model_fields
     )
@@ -417,17 +419,18 @@ def warn_of_misspelled() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this host reaches a server that listens on an address or a name."""
+    """Return whether a host name or address resolves to loopback addresses only."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # UnicodeError if the text is no valid name
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # UnicodeError: not a valid host name
         return False
     return all(
-        ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found
+        ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+        for *_, address in resolved
     )
 
 
 def _named_in(error: Exception) -> str:
-    """Return the unreadable variable. Only the message of pydantic-settings names its field."""
+    """Return the name of the malformed variable, which only the error's message contains."""
     found = re.search(r'field "(\w+)"', str(error))
     return f"{ENV_PREFIX}{found[1].upper()}" if found else str(error)

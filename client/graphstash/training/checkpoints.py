@@ -1,4 +1,4 @@
-"""Checkpoints: a directory of atomic checkpoints, written while training continues.
+"""Write atomic checkpoints to a directory while training continues, and read them.
 
     with Checkpoints("runs/7") as checkpoints:
         if (last := checkpoints.load()) is not None:
@@ -6,14 +6,14 @@
         ...
         checkpoints.save(step, {"model": model.state_dict(), ...})
 
-The newest checkpoint is complete, however the process ends. The writer writes to a temporary file,
-syncs it, and then renames it. It holds a lock on the file until the rename, so the next `load` can
-remove files of killed processes and leave files that are still being written.
+A checkpoint is complete even if the process is killed while it writes the next one: the writer
+writes a temporary file, syncs it, and then renames it. It locks the file until the rename. `load`
+therefore removes temporary files of killed processes, but not files that are still being written.
 
-The format is that of `torch.save`: a zip archive with a checksum for every tensor, which
-`torch.load` does not check but `load` does. It holds plain data and no code.
+The format is that of `torch.save`: a zip archive with a checksum for every tensor. `torch.load`
+ignores the checksums; `load` verifies them. A checkpoint contains plain data and no code.
 
-In a job of several processes, the first process saves and all processes load.
+In a job with several processes, rank 0 saves and all ranks load.
 
     GraphstashError
     └── CheckpointError        writing failed, or no existing checkpoint can be read
@@ -54,14 +54,14 @@ _DICTIONARIES: Final = (dict, OrderedDict, Counter)
 
 
 def write(path: Path, step: int, state: dict[str, Any]) -> None:
-    """Write a file and sync it to disk, or leave the old file.
+    """Replace the file at `path` atomically, and sync it to disk.
 
     Raises:
-        Exception: any error of the disk or of torch.
+        Exception: any error of the disk or of torch. If writing failed, the old file remains.
     """
     temporary, file = _create(path)
     try:
-        # Given a path, torch would not detect that the disk is too full for the last bytes.
+        # Given a path instead of a file, torch ignores a full disk when it writes the last bytes.
         with file:
             with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined] # made by torch
                 torch.save({"format": _FORMAT, "step": step, "state": state}, file)
@@ -79,7 +79,7 @@ def write(path: Path, step: int, state: dict[str, Any]) -> None:
 
 
 def read(path: Path, step: int) -> dict[str, Any]:
-    """Return the written state, with its tensors on the host.
+    """Return the state in a file, with its tensors on the host.
 
     Raises:
         Exception: the file is damaged, of another format, or contains more than plain data.
@@ -98,9 +98,9 @@ def read(path: Path, step: int) -> dict[str, Any]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove incomplete files of killed processes."""
+    """Remove temporary files that no process has locked."""
     for path in directory.glob(".step-*.tmp"):
-        with suppress(OSError), path.open("r+b") as file:  # without working locks, the file stays
+        with suppress(OSError), path.open("r+b") as file:  # locked, or locks are unsupported
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
 
@@ -114,21 +114,22 @@ def _create(path: Path) -> tuple[Path, BinaryIO]:
             fcntl.flock(file, fcntl.LOCK_EX)
         if temporary.exists():
             return temporary, file
-        file.close()  # another process removed it as a leftover before it was locked
+        file.close()  # another process removed it before it was locked
 
 
 def to_host(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a state to the host, including tensors that are there already.
+    """Copy a state to the host. Tensors that are on the host are copied too.
 
-    On torch_xla, one transfer copies all tensors. It records nothing, and executes nothing after
-    `torch_xla.sync()`. Tensors that share memory share it in the copy.
+    Tensors with the same address, shape and strides share one copy; other views of the same memory
+    do not. On torch_xla, one transfer copies all tensors. It adds nothing to the pending graph, and
+    runs nothing if `torch_xla.sync()` has just run that graph.
 
     Args:
         state: tensors, numbers, strings, bytes and None, in lists, tuples and dictionaries, as
             `torch.load(weights_only=True)` accepts. NumPy numbers become Python numbers.
 
     Raises:
-        ConfigError: the state contains anything else; the message says where.
+        ConfigError: the state contains another type. The message names its place.
     """
     tensors: dict[int, Tensor] = {}
 
@@ -148,7 +149,7 @@ def to_host(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with its DTensors gathered whole on the host; every process calls it."""
+    """Replace every DTensor of a state by the full tensor on the host. All ranks must call it."""
 
     def gathered(tensor: Tensor) -> Tensor:
         return full(tensor).cpu() if is_sharded(tensor) else tensor
@@ -171,7 +172,7 @@ def _map(function: Callable[[Tensor], Tensor], value: Any, place: str) -> Any:
             if _map(function, key, f"a key of {place}") is not key:
                 raise ConfigError(f"{key!r}, a key of {place}, is a tensor: use a string")
             new[key] = _map(function, part, f"{place}[{key!r}]")
-        if kind is OrderedDict:  # a module's state dictionary keeps versions in an attribute
+        if kind is OrderedDict:  # module.state_dict() stores versions in `_metadata`
             vars(new).update(_map(function, vars(value), place))
         return new
     if isinstance(value, Integral):
@@ -202,7 +203,7 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _place(tensor: Tensor) -> Hashable:
-    """Return a key that is equal for tensors of the same memory."""
+    """Return a key that is equal for tensors that are the same view of the same memory."""
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return id(tensor)
     address = tensor.data_ptr()
@@ -227,10 +228,10 @@ class Checkpoints:
 
     Args:
         directory: created if it does not exist.
-        keep: number of checkpoints to keep, 1 or more.
+        keep: number of newest checkpoints to keep, 1 or more. Default: 3.
 
     Raises:
-        ConfigError: `keep` is out of its range, or the directory cannot be used.
+        ConfigError: `keep` is below 1, or the directory cannot be used.
     """
 
     def __init__(self, directory: Path | str, *, keep: int = 3) -> None:
@@ -248,16 +249,16 @@ class Checkpoints:
         self._pool = WorkerPool("checkpoint", capacity=0)
 
     def save(self, step: int, state: Mapping[str, Any]) -> DeviceFuture[Path]:
-        """Copy the state to the host and write it in a thread; the next step may begin.
+        """Copy the state to the host, and let a thread write it while training continues.
 
-        First waits for a checkpoint that is being written, so there is only one copy at a time.
+        First waits until the previous checkpoint is written, so the host holds only one copy.
 
         Args:
             step: number of the completed step, 0 or more.
             state: see `to_host`.
 
         Returns:
-            The checkpoint's path, available once it is on disk.
+            A future of the checkpoint's path, which completes once the file is on disk.
 
         Raises:
             CheckpointError: an earlier checkpoint could not be written.
@@ -269,18 +270,18 @@ class Checkpoints:
         return self._pool.submit(self._write, step, to_host(state))
 
     def wait(self) -> None:
-        """Wait until nothing is being written.
+        """Wait until the last checkpoint is written.
 
         Raises:
-            CheckpointError: writing failed, and the error was not raised yet.
+            CheckpointError: writing failed, and no earlier call has raised the error.
         """
-        self._pool.submit(int).result()  # waits for room; the pool has room for one call
+        self._pool.submit(int).result()  # the pool holds one call, so `submit` waits for the write
 
     def close(self) -> None:
         """Wait for the writer and end its thread; may be called again.
 
         Raises:
-            CheckpointError: the last write failed, and the error was not raised yet.
+            CheckpointError: the last write failed, and no earlier call has raised the error.
         """
         self._pool.close()
 
@@ -290,7 +291,7 @@ class Checkpoints:
     def __exit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
-        """Close after completing the write; an exception propagates."""
+        """Close. If the body raised, add a failed write to that exception as a note."""
         try:
             self.close()
         except CheckpointError as failure:
@@ -301,7 +302,7 @@ class Checkpoints:
     def load(self) -> Checkpoint | None:
         """Return the newest checkpoint that can be read, or None if there is none.
 
-        Skips damaged checkpoints with a warning, and removes incomplete files of killed processes.
+        Skips damaged checkpoints with a warning, and removes temporary files of killed processes.
 
         Raises:
             CheckpointError: checkpoints exist, but none can be read.
@@ -333,13 +334,13 @@ class Checkpoints:
         path = self.directory / f"step-{step:08}.pt"
         try:
             write(path, step, state)
-            # Keep checkpoints of later steps: they are damaged, or this run will overwrite them.
+            # Leave out later steps, from before a restart: counting them would delete this one.
             earlier = sorted(item for item in self._checkpoints().items() if item[0] <= step)
             for _, old in earlier[: -self._keep]:
                 old.unlink(missing_ok=True)
         except Exception as error:  # noqa: BLE001 - a thread's outermost frame
             cause: BaseException = error
-            while cause.__context__ is not None:  # torch's file writer fails after the disk fails
+            while cause.__context__ is not None:  # torch raises a second error after the disk's
                 cause = cause.__context__
             raise CheckpointError(
                 f"the checkpoint {path} could not be written: {cause}; earlier ones are intact: "

@@ -1,4 +1,4 @@
-"""Blob stores, which hold the stored bytes. The database maps each artifact to its blob."""
+"""Blob stores, which hold the bytes of artifacts. The database maps each artifact to its blob."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,14 +33,14 @@ _StoreT = TypeVar("_StoreT", bound=BlobStore)
 async def open_blob_store(
     settings: Settings, *, tracing: "Tracing | None" = None
 ) -> AsyncIterator[BlobStore]:
-    """Open the store that the settings name, and close it on exit.
+    """Open the blob store that the settings name, and close it on exit.
 
-    With `tracing`, each call of the store becomes a span. A tier and the store behind it get
+    With `tracing`, each call of the store becomes a span. A tier and the bucket behind it have
     separate spans.
 
     Raises:
-        OSError: the directory cannot be created or written.
-        StartError: the bucket cannot be used.
+        OSError: a directory of the store cannot be created or written.
+        StartError: boto3 is not installed, or the bucket cannot be used.
     """
     async with AsyncExitStack() as stack:
         if settings.blob_store == "disk":
@@ -75,7 +75,7 @@ def _traced(store: _StoreT, name: str, tracing: "Tracing | None") -> _StoreT:
 
 
 def _open_s3(settings: Settings) -> "S3BlobStore":
-    """Import boto3 only for S3: it is an optional extra and takes a third of a second to import."""
+    """Open the bucket. Import boto3 here, because it is optional and takes a third of a second."""
     try:
         from graphstash_server.storage.s3 import S3BlobStore
     except ModuleNotFoundError as error:

@@ -1,13 +1,13 @@
 """The part of the PJRT C interface that the hook uses: function numbers and argument layouts.
 
-A plug-in's `GetPjrtApi` returns the address of a table with its size, extensions and version. One
-pointer per function follows from byte 40. Each function takes a pointer to a structure that begins
-with its own size. It returns a `PJRT_Error *`, null for success; `Error_Destroy` and
+A plug-in's `GetPjrtApi` returns the address of a table, which begins with its size, extensions and
+version. The function pointers start at byte 40. Each function takes a pointer to a structure that
+begins with the structure's size. It returns a `PJRT_Error *`, null for success; `Error_Destroy` and
 `Error_Message` return nothing.
 
 Source: xla/pjrt/c/pjrt_c_api.h and the CHANGELOG.md beside it. Version 0.57 was the last to reorder
-the table. Since then, the table and the structures only grow at their ends. A test compares these
-numbers with the header that a plug-in ships.
+the table. Later versions only append to the table and the structures. A test compares these numbers
+with the header that a plug-in ships.
 """
 
 import ctypes
@@ -33,16 +33,17 @@ __all__ = [
 ]
 
 FIRST_MINOR: Final = 57
-"""First minor version with the present order of the table."""
+"""First minor version with the current order of the table."""
 
 TRIED_MINORS: Final = (81, 112)
-"""First and last minor version with tests: xla-cpu-pjrt 0.0.1 and libtpu 0.0.42.1."""
+"""Lowest and highest tested minor version: xla-cpu-pjrt 0.0.1 and libtpu 0.0.42.1."""
 
 FUNCTIONS_OFFSET: Final = 40
 POINTER_BYTES: Final = 8
 
 PROFILER_EXTENSION: Final = 1
-"""`PJRT_Extension_Type_Profiler`: only links a call with the events of a profile."""
+"""`PJRT_Extension_Type_Profiler`, which links a call with the events of a profile. It does not
+change what the call compiles."""
 
 UNIMPLEMENTED: Final = 12
 """`PJRT_Error_Code_UNIMPLEMENTED`."""
@@ -89,12 +90,12 @@ class TableHead(ctypes.Structure):
 
 
 class AskArgs(ctypes.Structure):
-    """The arguments of every function that returns a property of one object, `subject`.
+    """Arguments of a function whose only input is one object, `subject`.
 
-    The function writes its result to `answer` (a pointer or a number) and, for texts and arrays, to
-    `size`. A function that serializes also returns `backing`, and the `deleter` that frees it. The
-    zeros in `later` stand for fields of later versions. A plug-in refuses a structure that is
-    shorter than its own, but accepts a longer one.
+    The function writes a pointer or a number to `answer`, and the length of a text or array to
+    `size`. A function that serializes also sets `backing`, and the `deleter` that frees it. The
+    zeros in `later` stand for fields that later versions append. A plug-in refuses a structure that
+    is shorter than its own, but accepts a longer one.
     """
 
     _fields_ = (
@@ -109,7 +110,9 @@ class AskArgs(ctypes.Structure):
 
 
 class LoadArgs(ctypes.Structure):
-    """`PJRT_Executable_DeserializeAndLoad_Args`; options since 0.71, `later` as in `AskArgs`."""
+    """`PJRT_Executable_DeserializeAndLoad_Args`. Version 0.71 added the options. `later` is as in
+    `AskArgs`.
+    """
 
     _fields_ = (
         *_HEAD,
@@ -124,7 +127,7 @@ class LoadArgs(ctypes.Structure):
 
 
 class ClientCreateArgs(ctypes.Structure):
-    """`PJRT_Client_Create_Args`, as a framework fills it."""
+    """`PJRT_Client_Create_Args`, which a framework fills."""
 
     _fields_ = (
         *_HEAD,
@@ -139,7 +142,7 @@ class ClientCreateArgs(ctypes.Structure):
 
 
 class ClientCompileArgs(ctypes.Structure):
-    """`PJRT_Client_Compile_Args`, as a framework fills it."""
+    """`PJRT_Client_Compile_Args`, which a framework fills."""
 
     _fields_ = (
         *_HEAD,
@@ -152,7 +155,7 @@ class ClientCompileArgs(ctypes.Structure):
 
 
 class AheadOfTimeArgs(ctypes.Structure):
-    """`PJRT_Compile_Args`, to compile for a topology, with or without a client."""
+    """`PJRT_Compile_Args`: compile for a topology. `client` may be null."""
 
     _fields_ = (
         *_HEAD,
@@ -166,7 +169,7 @@ class AheadOfTimeArgs(ctypes.Structure):
 
 
 class Extension(ctypes.Structure):
-    """`PJRT_Extension_Base`: first fields of an extension in a structure's linked list."""
+    """`PJRT_Extension_Base`: first fields of every extension. The extensions are a linked list."""
 
     _fields_ = (
         ("struct_size", ctypes.c_size_t),

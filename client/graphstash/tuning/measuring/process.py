@@ -1,6 +1,6 @@
-"""The search's side of a measuring process: messages, and its end.
+"""Start a measuring process, exchange messages with it, and kill it.
 
-The process is spawned, never forked, so it gets no threads or devices of this process.
+The process is spawned, never forked, so it inherits no threads or devices of this process.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ _PROGRAM: Final = (
 )
 
 _ENVIRONMENT: Final = {"GRAPHSTASH_ENABLED": "false"}
-"""A trial's compilations are discarded, so they are neither published nor counted."""
+"""Keeps a trial's compilations out of the cache and its statistics."""
 
 _SEND_SECONDS: Final = 5.0
-"""Seconds for a waiting process to take each packet of a request."""
+"""Seconds that the process, which waits for requests, may take to read each packet of one."""
 
 _END_SECONDS: Final = 5.0
-"""Seconds for the guard to end all its processes, before it is killed."""
+"""Seconds that the guard may take to end all its processes or to report the exit status."""
 
 
 class EndedError(Exception):
-    """A measuring process has ended, or its messages can no longer be trusted."""
+    """A measuring process has ended, or a message lacks the token of its request."""
 
 
 class MeasuringProcess:
@@ -50,13 +50,13 @@ class MeasuringProcess:
         method: how to measure.
 
     Raises:
-        RuntimeError: a main module without `if __name__ == "__main__":` starts it again in a
-            measuring process.
-        OSError: no process can be started.
+        RuntimeError: this is a measuring process that still imports the main module, which lacks
+            `if __name__ == "__main__":`.
+        OSError: the system cannot start a process.
 
     Attributes:
-        channel: readable when `receive` has something.
-        lifeline: readable when the process has ended.
+        channel: socket that is readable when `receive` returns a message or raises.
+        lifeline: socket that is readable when the process has ended.
     """
 
     def __init__(self, target: bytes, method: Method) -> None:
@@ -83,7 +83,7 @@ class MeasuringProcess:
             os.lseek(file.fileno(), 0, os.SEEK_SET)
             descriptors = (channel.fileno(), file.fileno())
             path = json.dumps([os.fsdecode(each) for each in sys.path])
-            # Even before sys.path is set, no file of the working directory may be imported.
+            # -P: until `_PROGRAM` sets sys.path, Python must not import from the working directory.
             command = [sys.executable, "-P", "-c", _PROGRAM, *map(str, descriptors), path]
             about = [str(lifeline.fileno()), str(os.getpid())]
             self._guard = subprocess.Popen(
@@ -91,23 +91,23 @@ class MeasuringProcess:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | _ENVIRONMENT,
                 pass_fds=(lifeline.fileno(), *descriptors),
-                start_new_session=True,  # out of reach of the terminal's interrupts
+                start_new_session=True,  # Ctrl-C in the terminal must not reach it
             )
 
     def build(self, configurations: Sequence[Mapping[str, Any]]) -> None:
-        """Start building; the process reports "built" at the end, and waits for `run`."""
+        """Tell the process to build kernels. It then sends "built" and waits for `run`."""
         self._token = secrets.token_hex(8)
         self._send({"token": self._token, "configurations": [*map(dict, configurations)]})
 
     def run(self) -> None:
-        """Start checking and measuring the built kernels."""
+        """Tell the process to check and measure the kernels that it has built."""
         self._send({"token": self._token})
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the next message of `worker`, or None if there is none yet.
+        """Return the next message that `worker` sent, or None if there is none yet.
 
         Raises:
-            EndedError: the process has ended, or the message is not the worker's.
+            EndedError: the process has ended, or the message lacks the token.
         """
         try:
             packet = self.channel.recv(MAX_MESSAGE_BYTES + 1)
@@ -121,21 +121,24 @@ class MeasuringProcess:
             raise EndedError(self._exit_description())
         try:
             message = json.loads(packet)
-            is_its = message["token"] == self._token
+            is_from_worker = message["token"] == self._token
         except (ValueError, TypeError, KeyError, RecursionError):
-            is_its = False
-        if not is_its:
+            is_from_worker = False
+        if not is_from_worker:
             raise EndedError(f"something else wrote into its socket: {packet[:100]!r}")
         assert isinstance(message, dict)  # noqa: S101 - its "token" was looked up
         return message
 
     def end(self) -> None:
-        """Kill the process and all that it started; return when they have ended."""
+        """Kill the process and its descendants, and wait until they have ended.
+
+        Do not wait longer than `_END_SECONDS` for a process that hangs in a driver.
+        """
         self.lifeline.close()
         self.channel.close()
         try:
             self._guard.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:  # stuck in a driver, where not even SIGKILL ends it
+        except subprocess.TimeoutExpired:  # SIGKILL does not end a process inside a driver
             self._guard.kill()
             self._guard.wait()
 
@@ -144,7 +147,7 @@ class MeasuringProcess:
         size = MAX_MESSAGE_BYTES - 1
         parts = [text[start : start + size] for start in range(0, len(text), size)]
         self.channel.settimeout(_SEND_SECONDS)
-        with contextlib.suppress(OSError):  # the process has ended: `receive` raises
+        with contextlib.suppress(OSError):  # if the process has ended, `receive` raises
             for part in parts[:-1]:
                 self.channel.send(MORE + part)
             self.channel.send(LAST + parts[-1])

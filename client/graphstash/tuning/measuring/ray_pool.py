@@ -1,8 +1,8 @@
 """Measure on the machines of a Ray cluster. Needs the extra `ray`.
 
-Each worker is a Ray actor with a `Pool` of one measuring process, so a failing trial ends as on
-this host. Other machines may also die. The job of a lost machine is repeated once on another one. A
-lost worker is replaced as long as other workers give results.
+Each worker is a Ray actor with a `Pool` of one measuring process, which handles failing trials as
+on this host. In addition, a machine may die. The job of a lost worker is repeated once, by another
+worker. Lost workers are replaced until `_MAX_LOST` are lost without a result in between.
 """
 
 import logging
@@ -42,17 +42,17 @@ _OPTIONS: Final = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts
 _CONNECT_SECONDS: Final = 10.0
 
 _READY_SECONDS: Final = 300.0
-"""Seconds for Ray to place and start a worker. Then measuring fails, unless other workers have
-jobs."""
+"""Seconds for Ray to place and start a worker. After that, measuring fails unless another worker
+has a job."""
 
 _JOB_SECONDS: Final = 300.0
-"""Seconds added to a job's own time limits: its process starts and creates inputs."""
+"""Seconds added to the time limits of a job, for its process to start and create inputs."""
 
 _MAX_LOST: Final = 4
-"""Number of workers that may be lost in succession without a result in between."""
+"""Number of workers lost without a result in between at which measuring fails."""
 
 _MAX_TRIES: Final = 2
-"""Tries of a job, which may itself crash its machine."""
+"""Maximum tries of a job. The job itself may be what crashes the machines."""
 
 
 class _Measurer:
@@ -63,7 +63,7 @@ class _Measurer:
         """Return once the worker has started."""
 
     def measure(self, configurations: list[dict[str, Value]]) -> list[dict[str, Any]]:
-        """Return the measurements as JSON; several configurations are measured in turns."""
+        """Return the measurements as JSON. Several configurations are measured in turns."""
         if len(configurations) > 1:
             found = self._pool.compare(configurations)
         else:
@@ -80,11 +80,12 @@ class _Job:
 
 @dataclass(eq=False)
 class _Worker:
-    """An actor and its latest call.
+    """A Ray actor and its latest call.
 
     Attributes:
-        call: Ray's reference to the call's result; None while idle.
-        job: the job being measured; None while starting or idle.
+        call: Ray's reference to the call's result. None while idle.
+        deadline: monotonic time by which the call must return.
+        job: the job being measured. None while starting or idle.
     """
 
     actor: Any
@@ -97,17 +98,17 @@ class _Worker:
 class RayPool(Executor):
     """Measures configurations of a target on the machines of a Ray cluster.
 
-    Takes the place of `Pool`: `tune(task, executor=RayPool, workers=8, ...)`. Calls `ray.init()` if
-    Ray is not initialized. The machines must be alike, with graphstash and the target's imports
-    installed; functions of a script are sent to them. Workers on one machine disturb each other:
-    use `options` to give each its own device or machine.
+    Replaces `Pool`: `tune(task, executor=RayPool, workers=8, ...)`. Calls `ray.init()` if Ray is
+    not initialized. The machines must be alike, with graphstash and the target's imports installed.
+    Functions of a script are sent to them. Workers on one machine disturb each other's
+    measurements: use `options` to give each its own device or machine.
 
     Args:
         target: the target to measure.
-        workers: largest number of workers, 1 or more.
+        workers: maximum number of workers, 1 or more.
         method: how thoroughly to measure.
-        options: options of Ray's actors, such as `{"num_gpus": 1}`. Default: one CPU each.
-        modules: names of imported modules that the machines lack; their functions are sent like
+        options: options of the Ray actors, such as `{"num_gpus": 1}`. Default: one CPU each.
+        modules: names of imported modules that the machines lack. Their functions are sent like
             those of a script.
 
     Raises:
@@ -150,7 +151,7 @@ class RayPool(Executor):
         return sum(len(job.configurations) for job in jobs) + len(self._done)
 
     def submit(self, configuration: Mapping[str, Value]) -> None:
-        """Queue a configuration; `results` returns its measurement."""
+        """Queue a configuration. `results` returns its measurement."""
         self._jobs.append(_Job([dict(configuration)]))
 
     def _compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
@@ -161,7 +162,7 @@ class RayPool(Executor):
     def _advance(self) -> None:
         for worker in self._workers:
             if worker.call is None and self._jobs:
-                self._give(worker, self._jobs.popleft())
+                self._assign(worker, self._jobs.popleft())
         starting = sum(each.job is None and each.call is not None for each in self._workers)
         for _ in range(min(self.workers - len(self._workers), len(self._jobs) - starting)):
             self._start()
@@ -169,7 +170,7 @@ class RayPool(Executor):
         until = min(each.deadline for each in busy.values())
         ready, _ = ray.wait([*busy], timeout=max(until - monotonic(), 0.0))
         for call in ready:
-            self._take(busy[call])
+            self._collect(busy[call])
         for worker in busy.values():
             if worker in self._workers and worker.call is not None:
                 self._check(worker)
@@ -181,21 +182,22 @@ class RayPool(Executor):
         actor = make.remote(self._target, self.method)
         self._workers.append(_Worker(actor, actor.ready.remote(), monotonic() + _READY_SECONDS))
 
-    def _give(self, worker: _Worker, job: _Job) -> None:
+    def _assign(self, worker: _Worker, job: _Job) -> None:
         job.tries += 1
-        # A failure is measured twice, and a failed comparison again for each configuration.
+        # A failing configuration is measured twice. After a failed comparison, each configuration
+        # is measured alone.
         steps = 4 * len(job.configurations) * (self.method.samples + 3)
         seconds = _JOB_SECONDS + steps * self.method.timeout_seconds
         worker.job, worker.deadline = job, monotonic() + seconds
         worker.call = worker.actor.measure.remote(job.configurations)
 
-    def _take(self, worker: _Worker) -> None:
+    def _collect(self, worker: _Worker) -> None:
         job, call, worker.call = worker.job, worker.call, None
         try:
-            told = ray.get(call)
-            found = [] if job is None else [Measurement.from_json(each) for each in told]
+            returned = ray.get(call)
+            found = [] if job is None else [Measurement.from_json(each) for each in returned]
         except RayTaskError as error:
-            if job is not None:  # the machine cannot measure; the job is not at fault
+            if job is not None:  # the machine failed, not the job
                 job.tries -= 1
             self._lose(worker, str(error.cause))
         except (RayError, ValueError, TypeError) as error:
@@ -207,7 +209,11 @@ class RayPool(Executor):
                 self._lost.clear()
 
     def _check(self, worker: _Worker) -> None:
-        """Lose a worker whose call takes too long; keep waiting for one that has no machine yet."""
+        """Handle a call that is past its deadline.
+
+        Give up a worker that has a job. Extend the deadline of a worker without a machine, unless
+        no other worker has a job.
+        """
         if worker.deadline > monotonic():
             return
         if worker.job is not None:
@@ -237,12 +243,12 @@ class RayPool(Executor):
 
     def _end(self, worker: _Worker) -> None:
         self._workers.remove(worker)
-        with suppress(Exception):  # fails if the whole cluster has ended
+        with suppress(Exception):  # fails if the cluster has ended
             ray.kill(worker.actor)
 
 
 def _join_cluster() -> None:
-    """Call `ray.init` if a server answers at its address; it would otherwise retry for minutes."""
+    """Call `ray.init`. Connect to RAY_ADDRESS first, because `ray.init` retries for minutes."""
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdecimal():

@@ -1,4 +1,4 @@
-"""Constraints between parameters, as text of which only arithmetic is evaluated."""
+"""Constraints between parameters: conditions in a small, safe subset of Python."""
 
 import ast
 import operator
@@ -10,7 +10,7 @@ from graphstash.tuning.space import SpaceError, Value
 __all__ = ["Constraint"]
 
 MAX_LENGTH: Final = 1000
-"""Largest length of a constraint in characters."""
+"""Maximum length of a constraint in characters."""
 
 _ARITHMETIC: Final[dict[type[ast.AST], Callable[[Any, Any], Any]]] = {
     ast.Add: operator.add,
@@ -39,19 +39,19 @@ _Term: TypeAlias = Callable[[Mapping[str, Value]], Any]
 class Constraint:
     """A condition such as "MWG % (MDIMC * VWM) == 0".
 
-    It may use names of parameters, numbers, texts, + - * / // %, comparisons, `in (1, 2)`, and, or,
-    not. If it divides by zero, it does not hold.
+    It may use names of parameters, numbers, strings, + - * / // %, comparisons, `in (1, 2)`, and,
+    or, not. A condition that divides by zero is false.
 
     Attributes:
-        text: the given text.
-        names: parameters used in it.
+        text: the condition.
+        names: parameters in the condition.
 
     Raises:
         SpaceError: the text is not such a condition.
     """
 
     def __init__(self, text: str) -> None:
-        given: object = text  # may come from JSON
+        given: object = text  # from JSON, it may have another type
         if not isinstance(given, str) or len(given) > MAX_LENGTH:
             raise SpaceError(
                 f"the constraint {str(text)[:60]!r} must be text, {MAX_LENGTH} characters at most"
@@ -59,8 +59,8 @@ class Constraint:
         self.text = text
         try:
             parsed = ast.parse(text.strip(), mode="eval").body
-            _require_flat(parsed)
-            self._term = self._built(parsed)
+            _limit_nesting(parsed)
+            self._evaluate = self._compile(parsed)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             if isinstance(error, SpaceError):
                 raise
@@ -70,31 +70,31 @@ class Constraint:
             raise SpaceError(f"the constraint {text!r} names no parameter")
 
     def holds(self, values: Mapping[str, Value]) -> bool:
-        """Return whether values of (at least) the parameters `names` satisfy the condition.
+        """Return whether values satisfy the condition. They must include the parameters `names`.
 
         Raises:
-            SpaceError: the types of the values cannot be compared or computed with.
+            SpaceError: the condition cannot be evaluated, because of a value's type or size.
         """
         try:
-            return bool(self._term(values))
+            return bool(self._evaluate(values))
         except ZeroDivisionError:
             return False
         except (TypeError, OverflowError, RecursionError) as error:
             used = {name: values[name] for name in sorted(self.names)}
             raise SpaceError(f"the constraint {self.text!r} fails for {used}: {error}") from error
 
-    def _built(self, node: ast.expr) -> _Term:  # noqa: PLR0911 - one for each kind of node
+    def _compile(self, node: ast.expr) -> _Term:  # noqa: PLR0911 - one return per kind of node
         match node:
             case ast.Name(id=name):
                 return lambda values: values[name]
             case ast.Constant(value=bool() | int() | float() | str() as constant):
                 return lambda _: constant
             case ast.BoolOp(op=joined, values=nodes):
-                terms = [self._built(each) for each in nodes]
+                terms = [self._compile(each) for each in nodes]
                 join = all if isinstance(joined, ast.And) else any
                 return lambda values: join(term(values) for term in terms)
             case ast.UnaryOp(op=ast.Not() | ast.USub() as op, operand=operand):
-                term = self._built(operand)
+                term = self._compile(operand)
                 if isinstance(op, ast.Not):
                     return lambda values: not term(values)
                 return lambda values: -_number(term(values))
@@ -110,7 +110,7 @@ class Constraint:
     def _arithmetic(
         self, left: ast.expr, compute: Callable[[Any, Any], Any], right: ast.expr
     ) -> _Term:
-        first, second = self._built(left), self._built(right)
+        first, second = self._compile(left), self._compile(right)
         return lambda values: compute(_number(first(values)), _number(second(values)))
 
     def _comparison(self, node: ast.Compare) -> _Term:
@@ -118,30 +118,30 @@ class Constraint:
         compares = [_COMPARISONS[type(op)] for op in node.ops]
         is_list = [False, *(isinstance(op, ast.In | ast.NotIn) for op in node.ops)]
         terms = [
-            self._listed(each) if listed else self._built(each)
+            self._compile_list(each) if listed else self._compile(each)
             for each, listed in zip(operands, is_list, strict=True)
         ]
 
-        def compared(values: Mapping[str, Value]) -> bool:
+        def compare_all(values: Mapping[str, Value]) -> bool:
             found = [term(values) for term in terms]
             return all(
                 compare(a, b) for compare, a, b in zip(compares, found[:-1], found[1:], strict=True)
             )
 
-        return compared
+        return compare_all
 
-    def _listed(self, node: ast.expr) -> _Term:
+    def _compile_list(self, node: ast.expr) -> _Term:
         if not isinstance(node, ast.Tuple | ast.List):
             raise SpaceError(
                 f"the constraint {self.text!r} needs a list such as (1, 2) after `in`, "
                 f"not {ast.unparse(node)!r}"
             )
-        terms = [self._built(each) for each in node.elts]
+        terms = [self._compile(each) for each in node.elts]
         return lambda values: [term(values) for term in terms]
 
 
-def _require_flat(node: ast.AST) -> None:
-    """Refuse deep nesting, independent of this process's recursion limit."""
+def _limit_nesting(node: ast.AST) -> None:
+    """Raise at a fixed depth of nesting, because the recursion limit differs between processes."""
     level = [node]
     for _ in range(_MAX_NESTING):
         level = [child for each in level for child in ast.iter_child_nodes(each)]

@@ -50,12 +50,13 @@ _ORDER = (
     entries.c.kind,
     entries.c.device_type,
 )
-"""Most recently used first. The remaining columns only make the order deterministic."""
+"""Most recently used first. The other columns make the order deterministic."""
 
 
 class EntryRow(NamedTuple):
-    """A stored artifact use of a job. A plain row, because up to 4,096 are read at a time and
-    building models would dominate.
+    """An entry of a manifest: an artifact that runs of a job used.
+
+    A tuple and not a model, because building up to 4,096 models would take most of a request.
     """
 
     kind: str
@@ -79,8 +80,9 @@ async def add_run(
     writer: str,
     now: datetime,
 ) -> None:
-    """Add the keys that one run of a writer used, and count the run for existing entries. If a
-    second writer uses an entry, its writer becomes empty.
+    """Add an entry for each key that a run used, or count the run in the existing entry.
+
+    If another writer created the entry, set its `writer` to the empty string.
     """
     run = {"new_name": name, "new_used_at": now, "new_writer": writer}
     if connection.dialect.name == "postgresql":
@@ -98,17 +100,17 @@ _OF_A_KEY = ("fingerprint", "kind", "device_type")
 
 
 def _add(dialect: str) -> Upsert:
-    """Build the statement. It adds one row on SQLite, and one per array item on PostgreSQL."""
+    """Build the statement. On SQLite it adds one row, on PostgreSQL one row per array item."""
     names = ("namespace", "name", *_OF_A_KEY, "used_at", "writer", "runs")
-    given: dict[str, ColumnElement[Any]] = {**new_values(entries, names), "runs": literal(1)}
+    values: dict[str, ColumnElement[Any]] = {**new_values(entries, names), "runs": literal(1)}
     statement = insert_in(dialect, entries)
     if dialect == "postgresql":
         arrays = [bindparam(f"new_{column}", type_=ARRAY(String)) for column in _OF_A_KEY]
         keys = func.unnest(*arrays).table_valued(*_OF_A_KEY).render_derived()
-        given |= {column: keys.c[column] for column in _OF_A_KEY}
-        statement = statement.from_select(list(given), select(*given.values()))
+        values |= {column: keys.c[column] for column in _OF_A_KEY}
+        statement = statement.from_select(list(values), select(*values.values()))
     else:
-        statement = statement.values(given)
+        statement = statement.values(values)
     new = statement.excluded
     return statement.on_conflict_do_update(
         index_elements=list(entries.primary_key),
@@ -127,26 +129,26 @@ async def count_entries(
     source: Source, namespace: Namespace, name: ManifestName | None = None
 ) -> int:
     """Return the number of entries of a manifest, or of a namespace."""
-    found = await _COUNT[name is not None].fetch_one(source, _which(namespace, name))
+    found = await _COUNT[name is not None].fetch_one(source, _parameters(namespace, name))
     return int(found[0]) if found is not None else 0
 
 
 async def list_entries(source: Source, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
-    """Return the entries of a manifest, most recently used first. Empty if there is no manifest."""
-    found = await _LIST.fetch(source, _which(namespace, name))
+    """Return the entries of a manifest, most recently used first. Empty if it does not exist."""
+    found = await _LIST.fetch(source, _parameters(namespace, name))
     return [EntryRow(*row) for row in found if row[0] in KNOWN_KINDS]
 
 
 async def drop_unused_entries(
     connection: AsyncConnection, namespace: str, *, before: datetime
 ) -> int:
-    """Delete entries of a namespace that no run used since a time. Return their number."""
+    """Delete entries of a namespace that were last used before a time. Return their number."""
     statement = delete(entries).where(entries.c.namespace == namespace, entries.c.used_at < before)
     return (await connection.execute(statement)).rowcount
 
 
 async def list_unused(connection: AsyncConnection, *, before: datetime) -> Sequence[str]:
-    """Return the namespaces with entries that no run used since a time."""
+    """Return the namespaces with entries that were last used before a time."""
     statement = select(entries.c.namespace).distinct().where(entries.c.used_at < before)
     return (await connection.scalars(statement)).all()
 
@@ -158,24 +160,24 @@ async def trim_entries(
     *,
     keep: int,
 ) -> None:
-    """Delete all but the most recently used entries of a manifest, or of a namespace.
+    """Delete entries of a manifest, or of a namespace, until `keep` are left.
 
-    Each writer keeps an equal share. So a writer cannot push out the entries of others, or entries
-    that several writers have used.
+    Each writer keeps an equal share of its most recently used entries. Entries of several writers
+    count as those of one more writer. So no writer can displace the entries of another.
     """
     if await count_entries(connection, namespace, name) <= keep:
         return
     surplus = await _SURPLUS[name is not None].fetch(
-        connection, {**_which(namespace, name), "keep": keep}
+        connection, {**_parameters(namespace, name), "keep": keep}
     )
-    old = [f"old_{column.name}" for column in _KEY]
+    parameters = [f"old_{column.name}" for column in _KEY]
     await _DELETE.execute_all(
         connection,
-        [{"of_namespace": namespace, **dict(zip(old, row, strict=True))} for row in surplus],
+        [{"of_namespace": namespace, **dict(zip(parameters, row, strict=True))} for row in surplus],
     )
 
 
-def _which(namespace: Namespace, name: ManifestName | None) -> dict[str, str]:
+def _parameters(namespace: Namespace, name: ManifestName | None) -> dict[str, str]:
     return {"of_namespace": namespace} | ({"of_name": name} if name is not None else {})
 
 
