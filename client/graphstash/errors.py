@@ -2,10 +2,10 @@
 
     GraphstashError
     ├── ConfigError            a setting is invalid; the message states valid values
-    ├── ExecutorError          background work of training; training/threads/device_future.py
+    ├── ExecutorError          background work of training; training/threads.py
     │   ├── ExecutorClosed     the executor was closed before the work could run
     │   └── ExecutorStopped    an earlier submission failed; see `__cause__`
-    ├── CheckpointError        a checkpoint cannot be read or written; training/checkpoints/
+    ├── CheckpointError        a checkpoint cannot be read or written; training/checkpoints.py
     ├── SpaceError             a search space cannot be used; tuning/space.py
     │   └── EmptySpaceError    the search space has no configuration
     ├── AggregationError       the aggregation has ended; training/reduce/aggregators/worker.py
@@ -19,7 +19,7 @@
         │   ├── ConflictError  409: different bytes are stored under the key
         │   └── LeaseLostError 410: the lease expired or was released
         ├── VerificationError  the bytes do not match what they claim to be; never used
-        │   └── BundleError    a bundle differs from its export; the message names the entry
+        │   └── BundleError    a bundle or an artifact in it is damaged
         └── LocalTierError     the local disk cannot be read or written
 
 A miss is not an error: it is `None`.
@@ -120,9 +120,9 @@ class Reason(StrEnum):
     rate.
     """
     REFUSED = "refused"
-    """The server refused the request. The log contains its error code.
+    """The server refused the request. The log contains the server's explanation.
 
-    Look up the code in the server's errors.
+    Change the setting or the permission that the explanation names.
     """
     SERVER_ERROR = "server_error"
     """The server failed (HTTP 5xx).
@@ -183,8 +183,8 @@ class Reason(StrEnum):
     Check free space and permissions of `GRAPHSTASH_CACHE_DIR`.
     """
     WAIT_BUDGET = "wait_budget"
-    """Another job held the lease, and this job compiled instead of waiting. Its waiting time is
-    used up, or its last waits brought nothing.
+    """Another job held the lease, and this job compiled instead of waiting. Usually its waiting
+    time is used up, or its last waits brought nothing.
 
     Find out who holds leases without publishing; the log names the first holder. If the graphs
     really take that long to compile, raise `GRAPHSTASH_WAIT_SECONDS`.
@@ -246,9 +246,8 @@ class CacheError(GraphstashError):
     """The cache cannot help now, so the caller compiles.
 
     Attributes:
-        reason: the reason that counts the fallback.
-        detail: what happened, without the reason. One line of bounded length, because a server may
-            have written it.
+        reason: label under which the fallback is counted.
+        detail: what happened. One line of bounded length, because a server may have written it.
     """
 
     def __init__(self, reason: Reason, detail: str) -> None:
@@ -265,8 +264,8 @@ class BusyError(CacheError):
     """The server asks the client to pause.
 
     Attributes:
-        retry_after_seconds: seconds until a further call makes sense.
-        is_full: whether the server works and only lacks a free connection for this call.
+        retry_after_seconds: seconds to wait before the next call.
+        is_full: whether the server only lacks a free connection.
     """
 
     def __init__(self, detail: str, *, retry_after_seconds: float, is_full: bool = False) -> None:
@@ -305,7 +304,7 @@ class VerificationError(CacheError):
     """The bytes do not match what they claim to be.
 
     Attributes:
-        namespace: namespace of the artifact on the server. None for bytes from elsewhere.
+        namespace: the artifact's namespace on the server; None if it is from elsewhere.
         earlier: verification errors from namespaces that the job tried before.
     """
 

@@ -1,4 +1,4 @@
-"""Report of one process to the server at its end: counts and compiled artifacts."""
+"""The report that a process sends to the server when it ends: counts and longest misses."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def report_of(
 
 
 def fitting(report: RunReport) -> RunReport:
-    """Return the report with as many misses as fit into the server's size limit."""
+    """Return the report, without its last misses if it exceeds the server's size limit."""
     while report.misses and len(report.model_dump_json().encode()) > MAX_RUN_BYTES:
         report = report.model_copy(update={"misses": report.misses[: len(report.misses) // 2]})
     return report
@@ -104,7 +104,7 @@ def _misses(cache: CompileCache, causes: Sequence[Cause]) -> Iterator[RunMiss]:
 
 
 def _started_at() -> float:
-    """Return the start of this process in seconds since 1970. A fork counts from its creation."""
+    """Return when this process, or its fork, started, in seconds since 1970."""
     with suppress(OSError, ValueError, IndexError):
         # Field 22 of proc(5) holds clock ticks since boot. Skip field 2, which may contain spaces.
         fields = Path("/proc/self/stat").read_text("ascii", "replace").rpartition(")")[2].split()

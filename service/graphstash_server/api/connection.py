@@ -4,15 +4,15 @@ uvicorn and httptools limit neither the size nor the duration of a head, and nei
 requests nor connections. They would read a header of three megabytes, or one byte per minute,
 without end. `api.frame` checks complete requests.
 
-If all connections are taken, a new connection may evict one of the address that has the most. The
-server first evicts a connection that waits for a request. If there is none, it evicts a connection
-whose caller stalls in the middle of a body or a response. A transfer that moves, however slowly,
-goes on. So no single address can exclude the others by being slow. Behind a proxy, all callers
-share its address, and the proxy has to distribute the connections.
+If all connections are taken, a new connection evicts one from the address with the most: first one
+that waits for a request, otherwise a stalled one. A connection is stalled if no byte of a body has
+arrived, or a write has been blocked, for two seconds. So no single address can exclude the others
+by being slow. Behind a proxy, all callers share its address, and the proxy has to distribute the
+connections.
 
-Otherwise a new connection takes the place of the one that has been idle between two requests for
-the longest time, among addresses that have at least as many: processes keep connections that they
-do not use while they compile. Clients send a request again if a kept connection ends before the
+If there is nothing to evict, the server closes the connection that has been idle between two
+requests for the longest time, among addresses with at least as many connections. Processes keep
+unused connections while they compile. Clients retry a request if a kept connection ends before the
 response begins.
 
 A refusal is a problem document, after which the connection ends. If a response is in progress, the
@@ -43,33 +43,33 @@ from graphstash_server.settings import ListenSettings
 __all__ = ["MAX_HEAD_BYTES", "MAX_PIPELINED", "Connection", "connections", "owner_connections"]
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""Maximum bytes of an incomplete request line with headers. Counted from the second read on. Each
-read returns at most 256 KiB."""
+"""Maximum bytes of a request line with headers that is still incomplete. Its first read, of at most
+256 KiB, does not count."""
 
 MAX_PIPELINED: Final = 32
 """Maximum number of requests of one connection that wait for earlier responses. graphstash's client
 never sends a request before it has the previous response."""
 
 _STALLED_SECONDS: Final = 60.0
-"""Seconds that a response may wait for a caller that reads none of it."""
+"""Seconds that one write may be blocked because the caller does not read, or reads slowly."""
 
 _MOVING_SECONDS: Final = 2.0
-"""Seconds without a byte after which a transfer counts as stalled, so that it may be evicted."""
+"""Seconds without a byte of a body, or with a blocked write, after which a transfer is stalled."""
 
 _DRAINED_BYTES_PER_SECOND: Final = 8 * 1024
-"""Minimum rate for the rest of a body that was already answered. Reading the rest keeps the
-connection usable."""
+"""Minimum rate of a body whose response was already sent. The server discards the rest of the body,
+so that the connection stays usable."""
 
 _LINGER_SECONDS: Final = 1.0
 """Seconds for a caller to read the refusal. If the server closed the connection at once with
 request bytes unread, the kernel would reset it and the refusal would be lost."""
 
 _MAX_LINGERING: Final = 64
-"""Number of connections beyond the limit that still get a refusal. The server cuts further ones."""
+"""Maximum connections beyond the limit that get a refusal. The server aborts any others."""
 
 _MAX_REFUSED_BYTES: Final = 8 * 1024**2
-"""Maximum number of bytes after a refusal, or in a chunked body, which is refused. The server reads
-and discards them, so that the caller gets to its response."""
+"""Maximum bytes to discard after a refusal, or in a chunked body, which is always refused. Callers
+read the response only after they have sent the body."""
 
 
 class Connection(HttpToolsProtocol):
@@ -161,7 +161,7 @@ class Connection(HttpToolsProtocol):
             raise _TooManyError
         self._head_is_complete()
         self._is_in_body = True
-        refusal = _unreadable(self.url, self.parser.get_http_version())
+        refusal = _request_line_refusal(self.url, self.parser.get_http_version())
         if refusal is not None:
             self.scope["state"]["refusal"] = refusal
             self.url = b"/-"  # a path that uvicorn can parse; no call reads it
@@ -174,9 +174,7 @@ class Connection(HttpToolsProtocol):
         self._unset_head_timer()
 
     def on_body(self, body: bytes) -> None:
-        """Handle a piece of a body. The first pending piece is passed on unchanged. uvicorn would
-        copy it into a `bytearray` and out again.
-        """
+        """Handle a piece of a body. Pass on the first pending piece without copying it twice."""
         if not self.cycle.body:
             self.cycle.body = b""  # type: ignore[assignment] # uvicorn only appends to it and reads it
         super().on_body(body)
@@ -187,13 +185,13 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """Start a timer: a caller may only read slowly for a while."""
+        """Start the timer that aborts the connection if the write stays blocked."""
         super().pause_writing()
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(_STALLED_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop the timer, because the caller reads again."""
+        """Stop the timer, because the caller has read enough."""
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
@@ -220,7 +218,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the caller has sent nothing of a body, or read nothing of a response, lately."""
+        """Whether no byte of a body arrived, or a write was blocked, for `_MOVING_SECONDS`."""
         if self._write_timer is not None:
             since = self._write_timer.when() - _STALLED_SECONDS
         elif self._is_in_body:
@@ -230,9 +228,11 @@ class Connection(HttpToolsProtocol):
         return self.loop.time() - since >= _MOVING_SECONDS
 
     def _take_place(self) -> bool:
-        """Evict the oldest connection waiting for its caller, of the address with most. Connections
-        without a request go first. If no address has more connections than this one's, close the
-        idlest connection of those that have as many. Return False if none is idle.
+        """End another connection in favor of this one, and return whether there was one to end.
+
+        Evict from an address with more connections than this one's, the largest first: the oldest
+        that waits for a request, otherwise the oldest stalled one. If there is none, close the
+        connection with the longest idle time, among addresses with at least as many.
         """
         own_count = len(self.by_address[self._address])
         for others in sorted(self.by_address.values(), key=len, reverse=True):
@@ -256,7 +256,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def end(self) -> None:
-        """End the connection after what was already written to it."""
+        """End the connection after the buffered output."""
         self._stop_listening()
         self.transport.close()
 
@@ -276,7 +276,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _watch(self, size_bytes: int) -> None:
-        """Set the timer unless a request is being answered. A complete request needs no timer."""
+        """Start the timer for an incomplete head, or if no request is being answered."""
         if self._is_in_body and size_bytes:
             self._heard_at = self.loop.time()
             self._drained_bytes += size_bytes
@@ -308,8 +308,9 @@ class Connection(HttpToolsProtocol):
             self.end()
 
     def _end_after_answer(self) -> None:
-        """Make the newest request of this connection the last one. Until it is answered, the
-        connection counts for its address, so that it can be evicted.
+        """Close the connection after the response to its newest request.
+
+        Until then, the connection counts for its address, so that it can be evicted.
         """
         if self.is_answering:
             self._is_deaf = True
@@ -332,7 +333,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _TooManyError(Exception):
-    """Stops the parser, because too many requests wait."""
+    """Stops the parser, because too many requests are pipelined."""
 
 
 def connections(
@@ -343,7 +344,8 @@ def connections(
     **members: object,
 ) -> type[Connection]:
     """Return the connection class of one server for uvicorn, derived from `kind` with `members`.
-    `count_refusal` is called for every request refused before it reaches the application.
+
+    The class calls `count_refusal` for each request that it refuses before the application gets it.
     """
     members |= {
         "limits": limits,
@@ -354,8 +356,9 @@ def connections(
 
 
 def _group_of(host: str) -> str:
-    """Return the group whose connections are counted together. That is an IPv4 address or the /64
-    network of an IPv6 address, because a host may use any address of its network.
+    """Return the IPv4 address, or the /64 network of the IPv6 address.
+
+    Connections are counted per group, because a host may use any address of its /64 network.
     """
     if ":" not in host:
         return host
@@ -373,8 +376,8 @@ def _is_chunked(headers: list[tuple[bytes, bytes]]) -> bool:
     return any(name == b"transfer-encoding" for name, _ in headers)
 
 
-def _unreadable(target: bytes, version: str) -> ServerError | None:
-    """Return why a request line is refused, or None for `/...` in HTTP/1.0 or 1.1."""
+def _request_line_refusal(target: bytes, version: str) -> ServerError | None:
+    """Return the refusal of a request line, or None for a path in HTTP/1.0 or 1.1."""
     if version not in {"1.0", "1.1"}:
         return ServerError(
             ErrorCode.INVALID_REQUEST, f"HTTP/{version} is not supported; use HTTP/1.1"

@@ -39,7 +39,7 @@ _PATH: Final = "/namespaces/{namespace}"
     answers={200: {"model": NamespaceList}},
 )
 async def list_namespaces(call: Call) -> Response:
-    """Return every namespace with its own policy."""
+    """Return the namespaces that have a policy, with their policies."""
     return json_answer(NamespaceList(namespaces=tuple(await call.context.policies.list_all())))
 
 
@@ -67,9 +67,9 @@ async def get_namespace(call: NamespaceCall) -> Response:
 )
 async def put_namespace(call: Call) -> Response:
     """Replace the policy of a namespace. Omitted fields get their default."""
-    where = Namespace(call.request.path_params["namespace"])
+    namespace = Namespace(call.request.path_params["namespace"])
     policy = await read_model(call, NamespacePolicy)
-    return json_answer(await call.context.policies.put(where, policy, call.actor))
+    return json_answer(await call.context.policies.put(namespace, policy, call.actor))
 
 
 @router.call(
@@ -81,9 +81,9 @@ async def put_namespace(call: Call) -> Response:
 )
 async def delete_namespace(call: Call) -> Response:
     """Remove a namespace's policy, so that the defaults apply. Its artifacts stay."""
-    where = Namespace(call.request.path_params["namespace"])
-    if not await call.context.policies.remove(where, call.actor):
-        raise _no_policy(where)
+    namespace = Namespace(call.request.path_params["namespace"])
+    if not await call.context.policies.remove(namespace, call.actor):
+        raise _no_policy(namespace)
     return Response(status_code=204, headers=NO_STORE)
 
 

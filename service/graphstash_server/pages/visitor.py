@@ -33,9 +33,9 @@ HOST_COOKIE: Final = "__Host-graphstash"
 (RFC 6265bis)."""
 
 PLAIN_COOKIE: Final = "graphstash"
-"""The cookie without TLS, where browsers refuse the other one. It is ignored over TLS. Otherwise an
-attacker who can respond for the host without TLS could set it, and sign a browser in as another
-user."""
+"""The cookie without TLS, because browsers then refuse `HOST_COOKIE`. It is ignored over TLS.
+Otherwise an attacker who impersonates the host without TLS could set it, and so sign the browser in
+as another user."""
 
 COOKIES: Final = (HOST_COOKIE, PLAIN_COOKIE)
 
@@ -46,8 +46,9 @@ index."""
 
 @dataclass(slots=True)
 class Visitor:
-    """The person or program that requested a page at the time `now`. `session` is None for a
-    visitor with a token or without credentials.
+    """A person or program that requested a page at the time `now`.
+
+    `session` is None for a visitor with a token or without credentials.
     """
 
     request: Request
@@ -86,28 +87,29 @@ class Visitor:
         """
         if self.is_anonymous and Namespace.form.fullmatch(name) is None:
             raise unauthenticated()
-        where = Namespace(name)
-        if not await self.may_read(where):
-            raise unauthenticated() if self.is_anonymous else hidden_namespace(where)
-        self.context.policies.admit(where, await self.context.policies.of(where))
-        return where
+        namespace = Namespace(name)
+        if not await self.may_read(namespace):
+            raise unauthenticated() if self.is_anonymous else hidden_namespace(namespace)
+        self.context.policies.admit(namespace, await self.context.policies.of(namespace))
+        return namespace
 
     async def statistics(self) -> ServerStats:
-        """Return the counters that the visitor may read. They are read once per page."""
+        """Return the counters that the visitor may read. Queries the database once per page."""
         if self._statistics is None:
             self._statistics = await self.context.statistics.read(may_read=self.may_read)
         return self._statistics
 
     async def namespaces(self) -> Sequence[NamespaceStats]:
-        """Return the counters of each namespace that the visitor may read. For an anonymous visitor
-        of a server without public namespaces, nothing is counted.
+        """Return the counters of each namespace that the visitor may read.
+
+        Without public namespaces, an anonymous visitor causes no query.
         """
         if self.is_anonymous and not await self.context.policies.is_anything_public():
             return ()
         return (await self.statistics()).namespaces
 
     def listed(self, stats: Sequence[NamespaceStats]) -> Sequence[Namespace]:
-        """Return the namespaces whose artifacts are listed: those with the most artifacts."""
+        """Return the namespaces with the most artifacts, at most `_MAX_LISTED`."""
         largest = sorted(stats, key=lambda each: -each.artifacts)
         return [Namespace(each.namespace) for each in largest[:_MAX_LISTED] if each.artifacts]
 
@@ -134,8 +136,8 @@ async def visitor_of(request: Request) -> Visitor:
 def is_over_tls(request: Request) -> bool:
     """Return whether a browser's connection uses TLS, which a proxy may terminate.
 
-    The proxy then sends X-Forwarded-Proto, and a form its Origin. A caller who forges them only
-    gets stricter checks.
+    Such a proxy sends X-Forwarded-Proto, and a browser sends Origin with a form. A caller who
+    forges them only gets stricter checks.
     """
     schemes = (request.url.scheme, proxied_scheme(request))
     return "https" in schemes or request.headers.get("origin", "").startswith("https://")

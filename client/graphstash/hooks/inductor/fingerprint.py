@@ -2,9 +2,9 @@
 
 The key of the FX and AOTAutograd caches (2.7 to 2.15) holds the graph, the inputs' metadata,
 Inductor's settings, a hash of torch's Python files, the GPU's name and the CUDA version. It omits
-the target of the C++ code in an entry: an AVX-512 entry is a hit on an AVX2 host, and silently
-computes wrong numbers. The parts here are therefore the vector instruction set, the CPU, the thread
-count (2.7), the C++ compiler, the C library, Python and the driver.
+the target of the C++ code in an entry. With this key alone, an AVX-512 entry would be a hit on an
+AVX2 host and silently compute wrong numbers. So this module adds the vector instruction set, the
+CPU, the thread count (2.7), the C++ compiler, the C library, Python and the driver.
 """
 
 import os
@@ -41,7 +41,7 @@ _MAX_SCRIPT_BYTES: Final = 1024**2
 _OF_USERS: Final = frozenset(
     {"HOME", "LOGNAME", "OLDPWD", "PATH", "PWD", "SHLVL", "TMPDIR", "USER", "_"}
 )
-"""Variables that point a script to files and differ between users."""
+"""Variables that a script may name and that differ between users. They are omitted."""
 
 _OF_CPU: Final = frozenset({"compiler", "cpu_features", "cpu_model"})
 
@@ -55,24 +55,28 @@ def entry_request(
     variant: int,
     details: Callable[[], Mapping[str, str]] = dict,
 ) -> CompileRequest:
-    """Return the request for torch's `name`. `details` lists the contents of the name.
+    """Return the request for an entry of torch's remote cache.
 
     Neither name nor value contains the device of a graph. A process with an accelerator therefore
     stores all graphs under the accelerator, including those for its CPU.
 
-    An example of `name` is `pt2:fx-graph-v1::f3a…:c1`. Entries under one name have different
-    variant numbers and guards.
+    Args:
+        kind: kind of the entry.
+        name: torch's name, such as `pt2:fx-graph-v1::f3a…:c1`.
+        variant: distinguishes entries under one name, which have different guards.
+        details: returns the contents of the name.
     """
     parts = entry_parts(name, variant=variant)
     request = request_of(kind, parts, _device_type(), details=details)
-    # torch traces, looks up each FX graph, and compiles only those that it does not find.
+    # After a miss of an AOTAutograd entry, torch looks up the FX graphs in it. Only a miss of an FX
+    # graph means a compilation.
     return replace(request, is_compiled=kind is not ArtifactKind.AOT_AUTOGRAD)
 
 
 def entry_parts(name: str, *, variant: int) -> dict[str, str]:
     """Return all parts of the key of `name`.
 
-    An executable that only computes on GPUs is equal on hosts with other CPUs and compilers.
+    An entry for GPUs only does not depend on the CPU or the C++ compiler.
     """
     if GPU_SUFFIX in name:
         host = {part: value for part, value in host_parts().items() if part not in _OF_CPU}
@@ -96,8 +100,9 @@ def request_of(
     label: str = "",
     details: Callable[[], Mapping[str, str]] = dict,
 ) -> CompileRequest:
-    """Return a request for `device_type`. Default: this host's CPU. The default label is the
-    user's line.
+    """Return a request for `device_type` (default: this host's CPU).
+
+    The default label is the line of the user's program that is running.
     """
     return CompileRequest.of(
         kind,
@@ -110,7 +115,7 @@ def request_of(
 
 
 def host_parts() -> Mapping[str, str]:
-    """Return the parts for all compilations on this host. The compiler may change."""
+    """Return the parts for all compilations on this host. Only the compiler may change."""
     return {**_fixed_parts(), "compiler": read_part(_compiler)}
 
 
@@ -129,16 +134,16 @@ def _fixed_parts() -> Mapping[str, str]:
 def _compiler() -> str:
     """Return the version of the C++ compiler, and the digest of its binary or script.
 
-    Neither depends on the spelling: `g++` and `/usr/bin/g++` share artifacts. For a script, include
-    the environment variables that it names.
+    `g++` and `/usr/bin/g++` share artifacts. For a script, include the environment variables that
+    it may read.
     """
     path = shutil.which(compiler := get_cpp_compiler())
     if path is None:
         return _version(compiler, "", 0)
     changed_ns = Path(path).stat().st_mtime_ns
-    told, names = _version(compiler, path, changed_ns), _named_in(path, changed_ns)
-    read = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    return " ".join([told, *read])
+    version, names = _version(compiler, path, changed_ns), _named_in(path, changed_ns)
+    variables = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return " ".join([version, *variables])
 
 
 @cache
@@ -207,9 +212,9 @@ def _device_name() -> str:
 def _vec_isa() -> str:
     """Return the vector instructions for which Inductor generates CPU code.
 
-    To pick them, Inductor builds and loads probes, which it also does to compile for a CPU. A
-    process with an accelerator may never build them. There, the inputs of the choice stand in for
-    the choice (`pick_vec_isa`, 2.7 and 2.15), beside compiler and CPU features.
+    To pick them, Inductor builds and loads probes. A process with an accelerator may never need
+    them. For it, return the inputs of `pick_vec_isa` (2.7 and 2.15) other than the compiler and the
+    CPU features, which are parts already.
     """
     if _accelerator():
         setting = os.environ.get("ATEN_CPU_CAPABILITY", "")

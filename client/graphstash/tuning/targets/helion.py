@@ -5,10 +5,9 @@
 
 Helion computes the key from the kernel's source, its arguments, the device and the tunable
 parameters. This module adds Helion's version, since another version may reject the configuration.
-The stored value is Helion's own JSON. An entry is returned only if Helion can parse it and its
-kernel accepts it: Helion does not check that, and would end the job. Helion checks the result of
-each configuration that it measures before it stores the best one (`autotune_accuracy_check`, on by
-default).
+The stored value is Helion's own JSON. This module returns an entry only if Helion can parse it and
+the kernel accepts it, because Helion would end the job on any other entry. Before Helion stores the
+best configuration, it checks its results (`autotune_accuracy_check`, on by default).
 """
 
 import json
@@ -43,14 +42,14 @@ __all__ = ["TeamBackend"]
 _MAX_BYTES: Final = 256 * 1024
 
 _MAX_LISTED: Final = 32
-"""Most listed entries: the starting points of a search are downloaded one at a time."""
+"""Maximum listed entries, the starting points of a search. They are downloaded one by one."""
 
 
 class TeamBackend(RemoteCacheBackend):  # type: ignore[misc] # the package may be absent
     """The backend of Helion's remote caches; never raises.
 
-    While one host tunes a kernel, others wait for it, as long as a job may wait. The ranks of a job
-    get the same answer. Without an answer, each rank tunes, because Helion may tune on all ranks
+    While one host tunes a kernel, other jobs wait for it within their `WaitBudget`. All ranks of a
+    job get the same entry. If there is none, all ranks tune, because Helion may tune on all ranks
     together.
     """
 
@@ -73,7 +72,7 @@ class TeamBackend(RemoteCacheBackend):  # type: ignore[misc] # the package may b
             return None
 
     def reject(self, key: str, problem: str) -> None:
-        """Count an entry as unusable, and never return it again."""
+        """Count an entry as unusable, and delete this host's copy."""
         try:
             if (cache := open_cache()) is not None:
                 name = _request(key).key
@@ -90,11 +89,7 @@ class TeamBackend(RemoteCacheBackend):  # type: ignore[misc] # the package may b
             record_failure("what was tuned was not published", error)
 
     def list(self, max_results: int | None = None) -> Iterator[str]:
-        """Yield entries for this device type, the newest first; at most 32.
-
-        Args:
-            max_results: largest number of entries. Default: 32.
-        """
+        """Yield at most `max_results` and 32 entries for this device type, newest first."""
         try:
             cache = open_cache()
             yield from () if cache is None else islice(_listed(cache), max_results)
@@ -103,7 +98,10 @@ class TeamBackend(RemoteCacheBackend):  # type: ignore[misc] # the package may b
 
 
 def _fitting(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap `get` of Helion's caches, which have the kernel, unlike the backend."""
+    """Wrap a Helion cache's `get` to reject entries that its kernel does not accept.
+
+    `TeamBackend.get` cannot check this, because only the cache has the kernel.
+    """
 
     @wraps(get)
     def found_if_valid(cache: Any) -> Any:
@@ -115,7 +113,7 @@ def _fitting(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
             check = getattr(cache.autotuner.config_spec, "normalized_config", None)
             if config is not None and check is not None:
                 check(config)
-        except Exception as error:  # noqa: BLE001 - Helion, on a peer's entry: tune instead
+        except Exception as error:  # noqa: BLE001 - a peer's entry may cause any: tune instead
             backend.reject(cache.key.stable_hash(), str(error) or repr(error))
             return None
         return config
@@ -167,7 +165,7 @@ def _request(key: str) -> CompileRequest:
 
 @lru_cache(maxsize=1)
 def _exchange_of(cache: CompileCache) -> TwoCallCache:
-    """Return one exchange for the process, since Helion creates a backend per kernel."""
+    """Return the exchange of this process, since Helion creates a backend per kernel."""
     return TwoCallCache(cache)
 
 

@@ -1,7 +1,7 @@
-"""BlobCollector: deletes a blob exactly when no artifact needs it, under any concurrency.
+"""BlobCollector: deletes a blob if and only if no artifact needs it, under any concurrency.
 
-Two artifacts may share a blob. An upload may bring a blob while the last artifact with that blob is
-being deleted. Another server may do any of this at the same time. The rules are:
+Two artifacts may share a blob. A client may upload a blob while the last artifact with that blob is
+deleted. Other servers may do the same at any time. The rules are:
 
 - Removing an artifact has three phases. One transaction deletes its row and marks its blob (table
   `deletions`). Then the blob is deleted. Then the mark is removed. If a server dies in between, the
@@ -93,15 +93,15 @@ class BlobCollector:
                 del self._uploading[digest.sha256]
 
     async def settle(self, digest: Digest) -> bool:
-        """Remove the mark of a blob before it is uploaded. Wait for a deletion that is under way.
+        """Remove the mark of a blob before it is uploaded. Wait while a server deletes it.
 
-        If the mark stayed, a deletion on behalf of an earlier artifact would delete the new blob.
+        If the mark stayed, a later deletion would delete the new blob.
 
         Returns:
             Whether the blob was marked. If so, call `collect` if the upload fails.
 
         Raises:
-            ServerError: 503 if the wait is too long, for example because the deleting server died.
+            ServerError: 503 after five seconds, for example because the deleting server died.
         """
         for _ in range(_SETTLE_TIMES):
             is_marked, generation = await find_state(self.database, digest)
@@ -132,8 +132,8 @@ class BlobCollector:
     ) -> set[Digest]:
         """Delete the blobs that are unused and unclaimed. Return those that were deleted.
 
-        A blob stays if an artifact has it, an upload of this process brings it, or another server
-        has claimed it. With `only_marked`, it also stays if it has no mark.
+        A blob stays if an artifact has it, this process is uploading it, or a server has claimed
+        it. With `only_marked`, it also stays if it has no mark.
 
         Raises:
             ServerError: 503 if the store did not delete all of them.
@@ -163,8 +163,10 @@ class BlobCollector:
         return deleted
 
     async def collect_marked(self) -> int:
-        """Delete every marked blob that no other server has claimed. Return their number. After a
-        failure of the store (503), the blobs that are left stay marked.
+        """Delete every marked blob that is unused and unclaimed. Return their number.
+
+        Raises:
+            ServerError: 503 if the store did not delete all of them. They stay marked.
         """
         deleted = 0
         failure: ServerError | None = None
@@ -185,8 +187,9 @@ class BlobCollector:
             return deleted
 
     async def collect_abandoned(self) -> int:
-        """Delete the blobs that are left, and wait until every claim has ended: up to ninety
-        seconds if a server died with a claim. Return the number of deleted blobs.
+        """Delete marked blobs until none is left. Return their number.
+
+        The claim of a server that died lasts up to 90 seconds. Give up after 180.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + 2 * _CLAIM.total_seconds()
@@ -200,7 +203,7 @@ class BlobCollector:
         return deleted
 
     async def pending_bytes(self, *, patience_seconds: float = 0.0) -> int:
-        """Return the total size of marked blobs, after up to `patience_seconds` for deletions."""
+        """Return the total size of marked blobs; wait up to `patience_seconds` until it is 0."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_seconds
         while True:
@@ -211,9 +214,12 @@ class BlobCollector:
             await asyncio.sleep(_SETTLE_SECONDS)
 
     async def _find_kept(self, connection: AsyncConnection, digests: Sequence[Digest]) -> set[str]:
-        """Return the SHA-256 of the blobs that have to stay. The transaction holds their locks."""
+        """Return the SHA-256 of blobs that must stay, and remove the marks of used ones.
+
+        The transaction of `connection` holds their locks.
+        """
         uploading = {each.sha256 for each in digests if each.sha256 in self._uploading}
-        others = _without(digests, uploading)  # an upload removes the mark itself
+        others = _without(digests, uploading)  # `settle` removes the marks of uploads
         used = await find_used(connection, others)
         await drop_deletions(connection, _only(others, used))
         return uploading | used
@@ -221,8 +227,9 @@ class BlobCollector:
     async def _collect_claimed(
         self, digests: Sequence[Digest], *, held_until: datetime
     ) -> "_Deleted":
-        """Delete the blobs of a page that was claimed together, without those whose claim was lost
-        or that are needed.
+        """Delete the blobs of a page that was claimed together.
+
+        A blob stays if its claim has ended, an artifact has it, or this process is uploading it.
         """
         async with self.database.writing() as connection:
             await lock_blobs(connection, digests)
@@ -233,18 +240,16 @@ class BlobCollector:
             )
             kept = await self._find_kept(connection, held)
             await release_deletions(connection, _only(held, kept), held_until=until)
-            doomed = _without(held, kept)
-            generations = await self._generations(connection, doomed)
-        return await self._delete_all(doomed, generations, held_until=until)
+            unneeded = _without(held, kept)
+            generations = await self._generations(connection, unneeded)
+        return await self._delete_all(unneeded, generations, held_until=until)
 
     async def learn(self, digest: Digest) -> bool:
-        """Read the current generation of a blob, which another server may have raised. Return
-        whether it was new to this process.
-        """
+        """Read a blob's generation, which any server may increment. Return whether it was new."""
         return bool(await self.learn_all([digest]))
 
     async def learn_all(self, digests: Sequence[Digest]) -> set[Digest]:
-        """Read the current generations of blobs. Return those that were new to this process."""
+        """Read the generations of blobs. Return the blobs whose generation was new here."""
         known = await self._generations(self.database, digests)
         return {
             each for each in digests if self.blobs.use_generation(each, known.get(each.sha256, 0))
@@ -258,9 +263,9 @@ class BlobCollector:
     ) -> "_Deleted":
         """Delete blobs that this server has just claimed, and remove their marks.
 
-        If that fails for a blob, its claim stays, because the store may still delete the blob. The
-        timeout ends a call that waits for a thread of the store before its claim ends. A server
-        that was frozen in the meantime has lost its claims.
+        If the store fails for a blob, the claim stays, because the store may still delete the blob.
+        The timeout ends each call before the claim ends, even if the call waits for a thread of the
+        store. If this process was frozen and its claims ended, the marks stay.
         """
         deleted: list[Digest] = []
         failure: ServerError | None = None
@@ -286,13 +291,13 @@ class BlobCollector:
             return _Deleted(deleted, failure)
         if late == digests:
             return _Deleted((), _not_deleted(late[0], ": its claim ended before"))
-        # The store was slow. Go on with new claims.
+        # The store was slow. Renew the remaining claims.
         others = await self._collect_claimed(late, held_until=held_until)
         return _Deleted([*deleted, *others.digests], others.failure or failure)
 
 
 class _Deleted(NamedTuple):
-    """Blobs that were deleted, and the last failure of the others."""
+    """The deleted blobs, and the last failure for the other blobs."""
 
     digests: Sequence[Digest]
     failure: ServerError | None
