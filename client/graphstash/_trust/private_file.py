@@ -19,8 +19,7 @@ def read_private(path: Path, what: str) -> bytes:
         what: name of the secret in error messages.
 
     Raises:
-        ConfigError: the file cannot be read, or other users can access it. The group may read a
-            file of root.
+        ConfigError: the file cannot be read, or its mode lets too many users access it.
     """
     try:
         with path.open("rb") as file:

@@ -33,8 +33,7 @@ class TestedVersions(NamedTuple):
         distribution: name of the distribution in a package index.
         oldest: first release. (2, 6) contains 2.6.1.
         newest: last release. (2, 15) contains 2.15.3.
-        steps_aside_below: whether the hook is not installed before `oldest`. If False, it is
-            installed with a warning.
+        steps_aside_below: whether to refuse versions before `oldest`, instead of only warning.
         steps_aside_above: the same after `newest`.
     """
 

@@ -257,9 +257,7 @@ class FastConnection(Connection):
                 cycle.disconnected = True
 
     async def _until_writable(self, cycle: _Cycle, out: socket.socket) -> None:
-        """Wait until the socket is writable or the caller disconnects. `pause_writing` starts the
-        timer that aborts a stalled connection.
-        """
+        """Wait until the socket is writable, or until the caller disconnects or stalls too long."""
         if cycle.disconnected:  # while a thread was sending: nothing would end the wait
             return
         self._writable = self.loop.create_future()
