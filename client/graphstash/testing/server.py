@@ -22,7 +22,7 @@ class FakeServer:
 
     Use it as a context manager, or call `start` and `close`. Its data is in a temporary directory.
 
-    It is the real server with default settings, behind a layer that records calls and makes them
+    It is the real server with default settings, behind a layer that records calls and can make them
     fail. It never evicts.
 
     Args:
@@ -74,7 +74,7 @@ class FakeServer:
         self._real.close()
 
     def config(self, *, cache_dir: Path, **settings: Any) -> "ClientConfig":
-        """Return client settings for this server. The environment is not read.
+        """Return client settings for this server, independent of the environment.
 
         Args:
             cache_dir: the client's local tier. Give each simulated host its own directory: a client
@@ -166,7 +166,7 @@ class FakeServer:
         namespace: str | None = None,
         key: ArtifactKey | None = None,
     ) -> int:
-        """Return the number of calls so far, including failed calls, that match the arguments."""
+        """Return how many of `calls` match the arguments, including failed calls."""
         return sum(
             operation in (None, call.operation)
             and namespace in (None, call.namespace)
@@ -176,12 +176,12 @@ class FakeServer:
 
     @property
     def artifacts(self) -> tuple[StoredArtifact, ...]:
-        """Every stored artifact, oldest first, including withheld artifacts."""
+        """All stored artifacts, oldest first, including withheld artifacts."""
         return self._real.artifacts()
 
     @property
     def reports(self) -> tuple[RunReport, ...]:
-        """The reports that processes sent when they ended, oldest first."""
+        """The newest report of each process, oldest first."""
         return self._real.reports()
 
     def clear(self) -> None:

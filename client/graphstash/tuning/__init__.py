@@ -6,8 +6,8 @@
         searcher.tell(configuration, measure(configuration))
     print(searcher.best)
 
-A space defines the possible schedules; a searcher chooses which to try next. This module imports a
-part only when one of its names is used, and a compiler only when its target is used.
+A space defines the possible schedules; a searcher chooses which to try next. Names are lazy: the
+first use of a name imports its module, and the first use of a target imports its compiler.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Problem documents (RFC 9457), the form of every refusal."""
+"""Problem documents (RFC 9457), the response to every refused request."""
 
 import logging
 import math
@@ -50,7 +50,7 @@ def problem_response(
 
 
 def refusals(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
-    """Return the problem documents of a call for its OpenAPI description."""
+    """Return the OpenAPI responses for the errors of a call."""
     by_status: dict[int | str, dict[str, Any]] = {}
     for code in codes:
         described = by_status.setdefault(
@@ -93,13 +93,12 @@ def invalid_body(error: ValidationError) -> ServerError:
 _SHOWN = 120
 
 _MAX_ERRORS = 100
-"""Number of errors above which none is named, because pydantic describes all or none."""
+"""Maximum number of errors for which the first is named, because pydantic describes all of them."""
 
 _CHALLENGE = 'Bearer realm="graphstash"'
 
 _RETRY_SECONDS = "2"
-"""Seconds after which to retry. A database or store needs about as long to restart, and the job
-compiles meanwhile."""
+"""Seconds after which to retry: about as long as a database or store takes to restart."""
 
 
 def logged_id(state: Mapping[str, Any]) -> str:
@@ -109,8 +108,11 @@ def logged_id(state: Mapping[str, Any]) -> str:
 
 
 def add_problem_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Register a handler for each kind of error. The frame handles unexpected errors. `routes` are
-    all calls. A 405 response lists the methods on its path.
+    """Register a handler for each kind of error. `api.frame` handles unexpected errors.
+
+    Args:
+        app: the application.
+        routes: all calls, for the methods that a 405 response lists.
     """
     app.add_exception_handler(ServerError, _on_error)
     app.add_exception_handler(InvalidValueError, _on_error)
@@ -160,7 +162,11 @@ def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> str:
 def _answer(
     request: Request, error: ServerError, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """Build the response. Close the connection if the body's rest could look like a request."""
+    """Count and log the refusal, and return the response.
+
+    After it, close the connection if the caller may still send a body, which would be parsed as a
+    request.
+    """
     headers = dict(headers or {})
     if "expect" in request.headers or error.code is ErrorCode.UPLOAD_TIMEOUT:
         headers["Connection"] = "close"
@@ -174,7 +180,7 @@ def _answer(
 def refusal_response(
     request_id: str, error: ServerError, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return the problem document with the headers of its error code, after `headers`."""
+    """Return the problem document, with `headers` and the headers of its error code."""
     headers = dict(headers or {})
     if error.retry_after_seconds is not None:
         headers["Retry-After"] = str(max(math.ceil(error.retry_after_seconds), 1))
@@ -193,10 +199,10 @@ def are_refusals_logged() -> bool:
 
 
 def log_refusal(error: ServerError, *, method: str, path: str, state: Mapping[str, Any]) -> None:
-    """Log a refusal at DEBUG, because it concerns only the caller. Log a server failure as
-    ERROR.
+    """Log a server failure at ERROR, and any other refusal, which concerns only the caller, at
+    DEBUG.
     """
     level = logging.ERROR if error.code is ErrorCode.INTERNAL else logging.DEBUG
     if _LOGGER.isEnabledFor(level):
-        said = (method, path, error, logged_id(state))
-        _LOGGER.log(level, "%s %s: %s (%s)", *said, extra={"state": state})
+        values = (method, path, error, logged_id(state))
+        _LOGGER.log(level, "%s %s: %s (%s)", *values, extra={"state": state})

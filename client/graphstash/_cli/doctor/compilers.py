@@ -1,6 +1,6 @@
-"""Compilers: which are installed, and whether their hooks support the versions.
+"""Doctor: which compilers are installed, and whether their hooks support the versions.
 
-This module imports no compiler. With `--probe`, a Python under `graphstash run` imports them.
+This process imports no compiler. With `--probe`, a Python under `graphstash run` imports them.
 """
 
 import json
@@ -35,7 +35,7 @@ _HOW_TO_REPEAT: Final = (
 
 
 def check_compilers(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield one finding per hook, and one about how jobs start the cache."""
+    """Yield a finding for each hook, and one about how jobs start the cache."""
     installed = _installed_hooks()
     if not installed:
         yield warn(
@@ -47,12 +47,12 @@ def check_compilers(config: ClientConfig, environ: Mapping[str, str]) -> Iterato
     for hook, spec in hook_specs().items():
         name = f"{hook} hook"
         if hook not in installed:
-            wanted = " or ".join(spec.distributions)
-            yield ok(name, f"not needed: {wanted} is not installed")
+            distributions = " or ".join(spec.distributions)
+            yield ok(name, f"not needed: {distributions} is not installed")
         elif not config.wants_hook(hook):
             yield ok(name, f"disabled by GRAPHSTASH_HOOKS ({installed[hook]} is installed)")
         else:
-            yield _judged(spec, installed[hook], config)
+            yield _finding_of(spec, installed[hook], config)
     yield _start(environ)
 
 
@@ -61,8 +61,8 @@ def _installed_hooks() -> dict[str, str]:
     found = {}
     for hook, spec in hook_specs().items():
         versions = ((each, version_of(each)) for each in spec.distributions)
-        if told := ", ".join(f"{each} {version}" for each, version in versions if version):
-            found[hook] = told
+        if text := ", ".join(f"{each} {version}" for each, version in versions if version):
+            found[hook] = text
     return found
 
 
@@ -81,13 +81,13 @@ def _modules_to_import() -> list[str]:
 def _is_installed(spec: HookSpec, package: str) -> bool:
     """Return whether the distribution of a package is installed, even if its files are damaged.
 
-    A hook has one distribution with the name of each of its packages, or names those with others.
+    If no distribution of the hook has the package's name, any of its distributions counts.
     """
     names = (package,) if package in spec.distributions else spec.distributions
     return any(map(version_of, names))
 
 
-def _judged(spec: HookSpec, installed: str, config: ClientConfig) -> Finding:
+def _finding_of(spec: HookSpec, installed: str, config: ClientConfig) -> Finding:
     name, tried = f"{spec.name} hook", spec.tested
     try:
         verdict = spec.judge(config)
@@ -98,20 +98,20 @@ def _judged(spec: HookSpec, installed: str, config: ClientConfig) -> Finding:
     if verdict is not None or tried is None:
         return ok(name, installed if verdict is None else verdict.finding)
     version = version_of(tried.distribution)
-    told = f"{tried.distribution} {version}"
+    release = f"{tried.distribution} {version}"
     if tried.covers(version):
-        return ok(name, f"{told} (supported: {tried})")
+        return ok(name, f"{release} (supported: {tried})")
     if not tried.is_refused(version):
         return warn(
             name,
-            f"{told} has not been tested (supported: {tried}); the hook runs if it finds the "
+            f"{release} has not been tested (supported: {tried}); the hook runs if it finds the "
             "internals it needs",
             "check with `graphstash doctor --probe`",
         )
     return warn(
         name,
-        f"{told} is not supported (supported: {tried}); what {tried.distribution} compiles is not "
-        "shared",
+        f"{release} is not supported (supported: {tried}); what {tried.distribution} compiles is "
+        "not shared",
         f"install {tried.distribution} {tried}"
         + (", or a newer graphstash" if tried.is_above(version) else ""),
     )
@@ -158,15 +158,15 @@ def probe_hooks(
     with tempfile.TemporaryDirectory(prefix="graphstash-doctor-") as folder:
         report = Path(folder) / "report"
         ended = _import(environ, options, report, modules, limit_seconds)
-        told = _read(report)
-    for each in told.get("errors", ()):
+        results = _read(report)
+    for each in results.get("errors", ()):
         yield warn("import probe", str(each), "the job's import fails too; fix that first")
     if ended is not None:
-        module = told.get("importing")
+        module = results.get("importing")
         when = f"while it imported {module}" if module else "before it imported anything"
         yield fail("import probe", f"{ended} {when}", _HOW_TO_REPEAT)
         return
-    if not told.get("is_started"):
+    if not results.get("is_started"):
         yield fail(
             "import probe",
             "`graphstash run` did not reach a Python that imports "
@@ -175,9 +175,9 @@ def probe_hooks(
             "call graphstash.install() at the top of the script instead",
         )
         return
-    for each in told.get("warnings", ()):
+    for each in results.get("warnings", ()):
         yield warn("import probe", str(each).removeprefix("graphstash: "), _HOW_TO_REPEAT)
-    present = told.get("hooks", {})
+    present = results.get("hooks", {})
     aside = [name for name, is_there in present.items() if not is_there]
     yield ok(
         "import probe",
@@ -193,13 +193,13 @@ def _import(
     modules: list[str],
     limit_seconds: float,
 ) -> str | None:
-    """Run the imports. Return how Python failed, or None for success."""
-    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    """Import the modules in a new process. Return how Python failed, or None for success."""
+    arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
     witness = [sys.executable, "-m", "graphstash._cli.doctor.witness", str(report), *modules]
     # Drop the job's name, which would start that job's prefetch.
     variables = {k: v for k, v in environ.items() if k != f"{ENVIRONMENT_PREFIX}JOB"}
     with subprocess.Popen(
-        [sys.executable, "-m", "graphstash", "run", "--quiet", *given, "--", *witness],
+        [sys.executable, "-m", "graphstash", "run", "--quiet", *arguments, "--", *witness],
         env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -223,7 +223,7 @@ def _import(
 
 def _read(report: Path) -> dict[str, Any]:
     try:
-        told = json.loads(report.read_text())
+        results = json.loads(report.read_text())
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return results if isinstance(results, dict) else {}

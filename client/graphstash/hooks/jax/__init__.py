@@ -1,4 +1,4 @@
-"""The jax hook, described without an import of JAX. `hook` explains how it works."""
+"""Description of the jax hook, which does not import JAX. `hook` explains how the hook works."""
 
 from typing import Final
 
@@ -15,7 +15,7 @@ SPEC: Final = HookSpec(
     kinds=("jax",),
     distributions=("jax",),
     runtimes=("jaxlib", "libtpu"),
-    # First and last version with tests; what the hook needs was read in 0.4.25 to 0.12.0.
+    # First and last version with tests. The sources of 0.4.25 to 0.12.0 have what the hook needs.
     tested=TestedVersions(
         "jax", (0, 4, 31), (0, 10, 2), steps_aside_below=False, steps_aside_above=False
     ),

@@ -25,8 +25,8 @@ class Principal:
 
     Attributes:
         name: name in the audit log: printable, at most `MAX_ACTOR_CHARACTERS`.
-        issuer: identity provider that vouches for the caller. None if an administrator does.
-        subject: caller with the JWT that this token was exchanged for. Empty without an exchange.
+        issuer: identity provider that vouches for the caller, or None.
+        subject: identity in the JWT that was exchanged for this token. Empty without an exchange.
     """
 
     kind: AccessKind
@@ -54,14 +54,16 @@ class Principal:
 
     @property
     def party(self) -> str:
-        """Identity under which callers are counted. A subject may exchange its JWTs for many
-        tokens, which all count as one party. Each token of an administrator is a party.
+        """Identity under which a caller is counted.
+
+        All tokens that a subject exchanged its JWTs for are one party. Each token that an
+        administrator created is a party.
         """
         return self.subject or self.name
 
     @property
     def access(self) -> Access:
-        """What the server tells the caller about its own rights."""
+        """The caller's rights, as the server reports them to the caller."""
         return Access(
             kind=self.kind,
             name=self.name,
@@ -91,8 +93,8 @@ class Principal:
     def may(self, scope: Scope, namespace: Namespace, policy: NamespacePolicy) -> bool:
         """Whether the caller has `scope` in a namespace, given its policy.
 
-        In a trusted namespace, all but reading requires a grant that names the namespace, or the
-        administrator of the server. A token for many namespaces was not made for this one.
+        In a trusted namespace, any scope but `read` requires a grant that names the namespace
+        exactly, or the administrator of the server.
         """
         if scope is Scope.READ:
             return self.may_read(namespace, policy)
