@@ -1,4 +1,4 @@
-"""What one declaration of a setting says: for options, help, the reference and error messages.
+"""Derive options, help, the reference and error messages from the declarations of settings.
 
 A setting is a field of a dataclass (client) or of a pydantic model (server). The docstring below
 the field describes it. An `Option` in its metadata makes it an option of a command.
@@ -29,7 +29,7 @@ _GENERAL: Final = re.compile(
     "byte_size.*|(int|float|bool)_.*|(greater|less)_than.*|finite_number|enum|literal_error"
     "|string_pattern_mismatch"
 )
-"""Types of pydantic's own errors. All other messages come from our validators."""
+"""Types of pydantic's errors that `why_refused` rewords. It keeps all other messages."""
 
 
 class Declaration(NamedTuple):
@@ -38,7 +38,7 @@ class Declaration(NamedTuple):
     Attributes:
         meaning: the docstring below the field, as one line.
         kind: type of the values.
-        words: valid words, such as `true`. Empty if other values are valid.
+        words: all valid values, if they are words such as `true`. Otherwise empty.
         limits: limits of a number, a size or a list, such as `above 0 to 60`, or "".
         option: the setting's option, if it has one.
         find_default: returns the default value.
@@ -53,7 +53,7 @@ class Declaration(NamedTuple):
 
     @property
     def default(self) -> str:
-        """Default value as text, or "" for none. May need packages of an extra."""
+        """Default value as text, or "" for none. Reading it may import packages of an extra."""
         return _text(self.find_default())
 
 
@@ -137,9 +137,9 @@ def _of_dataclass(field: Field[Any]) -> tuple[Any, ...]:
 
 @cache
 def _meanings(module: str) -> dict[str, str]:
-    """Return the docstring below each field of a module's classes.
+    """Return the docstring below each field of a module's classes, by name of the field.
 
-    `use_attribute_docstrings` of pydantic parses the module once per class, at each start.
+    pydantic's `use_attribute_docstrings` would parse the module once per class, at each start.
     """
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {

@@ -32,7 +32,7 @@ _random = random.SystemRandom()
 
 
 def jitter() -> float:
-    """Return a random number in [0, 1), which keeps servers from acting in step. The global
-    generator is not used, because a test may have seeded it in the same process.
+    """Return a random number in [0, 1), which keeps servers and clients from acting in step. Does
+    not use the global generator, which a test in the same process may have seeded.
     """
     return _random.random()

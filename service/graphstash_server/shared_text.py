@@ -1,4 +1,4 @@
-"""SharedText: a text that all workers of a host see, in memory that they share."""
+"""SharedText: a text in memory that all workers of a host share."""
 
 import mmap
 
@@ -8,12 +8,11 @@ _SIZE_BYTES = 4096
 
 
 class SharedText:
-    """One text or None. Create it before the workers are forked. Reading takes no lock: the length
-    is written last.
+    """One text or None. Create it before the workers are forked. There is no lock: while a worker
+    calls `set`, another may read None or a mix of both texts.
     """
 
     def __init__(self) -> None:
-        """Map the memory."""
         self._memory = mmap.mmap(-1, _SIZE_BYTES)
         self._length = memoryview(self._memory)[:8].cast("q")
 
@@ -23,7 +22,7 @@ class SharedText:
         return self._memory[8 : 8 + length].decode(errors="replace") if length else None
 
     def set(self, text: str | None) -> None:
-        """Replace the text, which is cut after about 4,000 bytes."""
+        """Replace the text. It is cut after about 4,000 bytes."""
         self._length[0] = 0
         if text:
             encoded = text.encode()[: _SIZE_BYTES - 8]

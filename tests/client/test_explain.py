@@ -215,5 +215,5 @@ def test_a_server_of_an_earlier_release_is_not_asked_again():
     for number in range(3):
         log.add(request(number), reason=None)
         log.compiled(key(number), seconds=1, is_published=True)
-        log.tell(Earlier())
+        log.send(Earlier())
     assert asked == [1]

@@ -22,7 +22,7 @@ from graphstash_server.db.tables import usage
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.eviction_order import HALF_LIFE, aged, density
 from graphstash_server.services.artifacts import service
-from graphstash_server.services.maintenance.garbage import GarbageWanted, collect_garbage
+from graphstash_server.services.maintenance.garbage import GarbageOptions, collect_garbage
 from support.services import ACTOR, ServiceClient, key_of, upload_of
 
 pytestmark = pytest.mark.anyio
@@ -253,7 +253,7 @@ async def test_artifacts_unused_for_retain_days_are_deleted(opened):
         assert logged == sorted(evicted((0, 2, 3), "retention", by=Actor.server()))
 
         await collect_garbage(
-            GarbageWanted(False, False, timedelta(days=9), None, None, store.clock.now),
+            GarbageOptions(False, False, timedelta(days=9), None, None, store.clock.now),
             actor=Actor.local(),
             maintenance=store.context.maintenance,
             found=lambda _: None,

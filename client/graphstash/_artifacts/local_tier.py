@@ -4,20 +4,19 @@
     <root>/secret                 key of this user's own MACs, see `_proof`
     <root>/locks/<3 hex>.lock     held while an artifact is fetched: one download per host
     <root>/tmp/                   unfinished files
-    <root>/records/               misses of the last runs (`_process.run_record`) and
-                                  downloaded (`run_downloads`)
-    <root>/servers/               when servers were last reached (`standing`), how far their lists
-                                  were read (`withdrawals`), and what they lack (`unsent`)
+    <root>/records/               by run: misses (`run_record`), downloads (`run_downloads`)
+    <root>/servers/               by server: time of the last contact (`standing`), positions in its
+                                  lists (`withdrawals`), artifacts still to upload (`unsent`)
 
-An origin is a server, `own` (compiled by this user on this host and not stored on a server), or
-`offer-<server>` (compiled here, and an upload to that server has begun). A job gets copies of its
-own server only (`standing`). Earlier versions kept envelopes in `v1` without their origin. The tier
-does not use them, and evicts them like others.
+An origin is a server, `own` (compiled on this host or imported from a bundle, and not known to be
+on a server), or `offer-<server>` (compiled here, and an upload to that server has begun). A job
+uses no copies of another server (`standing`). Releases before 0.2 kept envelopes in `v1` without
+their origin. The tier does not use them, but evicts them like others.
 
 Only this user can use the directories. The tier reaches them by a descriptor of the checked root: a
 user who may write to a parent directory could replace the root by one with links to this user's
-files. A file appears by rename, whole or not at all. The tier verifies each file on every read, so
-that no torn write and no failing disk reaches a compiler, and removes a file that fails. A file's
+files. A file appears by rename, whole or not at all. Readers verify an envelope on every read and
+discard it if it is damaged, so a torn write or a failing disk cannot reach a compiler. A file's
 mtime is the time of last use. Over its limit, the tier evicts the least recently used files.
 """
 
@@ -60,7 +59,7 @@ _EARLIER_FOLDER: Final = "v1"
 """Envelopes of releases before 0.2."""
 
 OWN: Final = "own"
-"""Origin of envelopes that this host compiled, and that no server is known to have stored."""
+"""Origin of envelopes, compiled here or imported, that no server is known to have stored."""
 
 _NO_PROOF: Final = Provenance()
 
@@ -75,7 +74,7 @@ _STALE_SECONDS: Final = 24 * 3600.0
 """Age in seconds from which a temporary file is removed, unless a process holds it."""
 
 _MAX_AHEAD_SECONDS: Final = 3600.0
-"""A time of last use that is further ahead comes from a clock that was wrong."""
+"""Seconds that a time of last use may be ahead of now. A later time is from a wrong clock."""
 
 
 class Copy(NamedTuple):
@@ -83,7 +82,7 @@ class Copy(NamedTuple):
 
     Attributes:
         path: path of the file.
-        origin: server of origin, or `OWN`.
+        origin: origin, or `v1` for an envelope of a release before 0.2.
         namespace, key: namespace and key of the artifact.
     """
 
@@ -130,20 +129,20 @@ class LocalTier:
             try:
                 self._place = _prepare(self.root)
             except OSError:
-                self._remove_private()  # again at exit, because removal takes descriptors
+                self._remove_private()  # again at exit: it needs free descriptors
                 raise
         closing = weakref.finalize(self, os.close, int(self._place.name))
         closing.atexit = False  # work drained at exit still uses the directory
 
     def path(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> Path:
-        """Return the path of a key's envelope. Its words are checked, so joining is safe."""
+        """Return the path of a key's envelope. Keys are validated, so the path is safe."""
         return self._directory_of(namespace, key, origin) / key.fingerprint[:2] / key.fingerprint
 
     def _directory_of(self, namespace: Namespace, key: ArtifactKey, origin: str) -> Path:
         return self._place / "v2" / origin / namespace / key.kind / key.device_type
 
     def has(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> bool:
-        """Return whether an envelope exists. It is verified when it is used."""
+        """Return whether an envelope exists. Its content may be damaged."""
         return self.path(namespace, key, origin=origin).is_file()
 
     def keys(self, namespace: Namespace, *, origin: str = OWN) -> Iterator[ArtifactKey]:
@@ -156,8 +155,8 @@ class LocalTier:
     def similar(
         self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN
     ) -> Iterator[tuple[float, str]]:
-        """Yield last use and unchecked fingerprint of a namespace's envelopes of the same kind and
-        device type, unordered.
+        """Yield time of last use and fingerprint of a namespace's envelopes of the same kind and
+        device type. They are unordered, and the fingerprints are not validated.
         """
         with contextlib.suppress(OSError):
             for folder in os.scandir(self._directory_of(namespace, key, origin)):
@@ -180,7 +179,7 @@ class LocalTier:
         yield from (self._place / _EARLIER_FOLDER).glob(f"*/*/*/{pattern}")
 
     def server_folder(self, url: str) -> Path:
-        """Return the folder of what this host knows about a server."""
+        """Return the folder of this host's files about a server."""
         name = hashlib.sha256(url.encode()).hexdigest()[:16]
         return self._place / "servers" / name
 
@@ -210,8 +209,8 @@ class LocalTier:
 
     @contextmanager
     def temporary(self) -> Iterator[SpillFile]:
-        """Yield a file to write and read, on the tier's file system if it has room. The file is
-        removed unless it is adopted.
+        """Yield a file to write and read, on the tier's file system if it has room. Remove it at
+        the end unless it was adopted.
 
         Raises:
             LocalTierError: no directory accepts a file.
@@ -278,10 +277,10 @@ class LocalTier:
         *,
         origin: str,
     ) -> None:
-        """Remove an envelope if its provenance is unwanted.
+        """Remove an envelope if `is_unwanted` returns true for its provenance.
 
         Raises:
-            LocalTierError: the envelope may still be there. `troubles` has the same error.
+            LocalTierError: the envelope may still exist. `troubles` has the same error.
         """
         path = self.path(namespace, key, origin=origin)
         try:
@@ -299,14 +298,14 @@ class LocalTier:
     def hand_over(
         self, namespace: Namespace, key: ArtifactKey, *, from_origin: str, to_origin: str
     ) -> None:
-        """Move an envelope to another origin: a server has stored or refused it."""
+        """Move an envelope to another origin: the server has stored it, or lacks it."""
         target = self.path(namespace, key, origin=to_origin)
         with contextlib.suppress(OSError):  # evicted, or the tier is not writable
             target.parent.mkdir(parents=True, exist_ok=True)
             self.path(namespace, key, origin=from_origin).replace(target)
 
     def secret(self) -> bytes | None:
-        """Return 32 random bytes that only this user can read. Create them, or return None."""
+        """Return the tier's secret, or None if it cannot be kept safely. Create it at first use."""
         path = self._place / "secret"
         try:
             size = _size_of(path)
@@ -319,7 +318,7 @@ class LocalTier:
             with open_ours(path) as file:
                 status = os.fstat(file.fileno())
                 secret = file.read(_SECRET_BYTES + 1)
-        except (OSError, LocalTierError):  # a file system without links, or a full disk
+        except (OSError, LocalTierError):  # for example a file system without links, or a full disk
             return None
         is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o077
         return secret if is_ours and len(secret) == _SECRET_BYTES else None
@@ -330,8 +329,8 @@ class LocalTier:
     ) -> Iterator[Callable[[], None]]:
         """Keep other processes of this host from fetching the same artifact.
 
-        After the timeout, or on a file system without locks, continue without the lock. Two
-        downloads are a waste, but no fault.
+        After the timeout, or on a file system without locks, continue without the lock. A second
+        download wastes time, but is safe.
 
         Args:
             key: key of the artifact.
@@ -363,7 +362,7 @@ class LocalTier:
 
     @contextmanager
     def downloading(self) -> Iterator[None]:
-        """Enclose a download that a job needs now. Prefetching on this host pauses."""
+        """Enclose a download that a job needs now, so that prefetching on this host pauses."""
         with self._opened_lock() as descriptor:
             if descriptor is not None:
                 with contextlib.suppress(OSError):
@@ -384,7 +383,7 @@ class LocalTier:
 
     @contextmanager
     def _opened_lock(self) -> Iterator[int | None]:
-        """Return the descriptor that holds and releases the lock, or None without locks."""
+        """Yield a descriptor of the lock file, or None if there is none. Unlock at the end."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             descriptor = os.open(self._place / "locks" / "downloading", flags, 0o600)
@@ -399,13 +398,13 @@ class LocalTier:
             os.close(descriptor)
 
     def size_bytes(self) -> int:
-        """Return the bytes of all envelopes by reading each size."""
+        """Return the bytes of all envelopes. Reads the size of each."""
         return sum(size for _, size, _ in self._envelopes())
 
     def evict(self) -> int:
-        """Remove the least recently used envelopes until the tier is at 90 % of its limit.
+        """If the tier is over its limit, remove least recently used envelopes to 90 % of it.
 
-        Do nothing while another process of this host evicts: two processes would remove twice as
+        Do nothing while another process of this host evicts: together, they would remove twice as
         much.
 
         Returns:
@@ -425,7 +424,7 @@ class LocalTier:
         for path, _, used_at in reversed(found):
             if used_at <= latest:
                 break
-            with contextlib.suppress(OSError):  # used while the clock was ahead: ages from now on
+            with contextlib.suppress(OSError):  # used while the clock was ahead; set it to now
                 os.utime(path)
         total = sum(size for _, size, _ in found)
         removed = 0
@@ -518,7 +517,7 @@ def _prepare(root: Path) -> Path:
     """Create the folders of a tier, closed to other users.
 
     Returns:
-        Descriptor of the root, which stays open.
+        Path to the root through a descriptor, which stays open.
 
     Raises:
         OSError: this user cannot write to a folder, or other users can.
@@ -526,7 +525,7 @@ def _prepare(root: Path) -> Path:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if {each.name for each in root.iterdir()} <= {*FOLDERS, _EARLIER_FOLDER, "secret"}:
         descriptor = make_own_directory(root)
-    else:  # not ours to close: other users must not be able to add folders
+    else:  # keep the mode of a directory with other files, but others must not write to it
         descriptor = open_own_directory(root, open_to_others=0o055)
     place = Path(f"/proc/self/fd/{descriptor}")
     has_earlier = os.path.lexists(place / _EARLIER_FOLDER)

@@ -1,13 +1,13 @@
-"""Withdrawals: this process follows a server's lists of what was withheld, deleted or replaced.
+"""Withdrawals: this process follows a server's lists of withheld, deleted and replaced artifacts.
 
-Every look-up answers with the newest position of a namespace's list. If that is another position
-than this host's, a background thread reads what follows, deletes the copies that the list names,
-and then notes the position in `<tier>/servers/<server>/_withdrawals/<namespace>`.
+Each look-up response has the newest position of a namespace's list. If this process is at another
+position, a background thread reads the entries in between, deletes the copies that they name, and
+then writes the position to `<tier>/servers/<server>/_withdrawals/<namespace>`.
 
 The list may not continue at this host's position: the host was away for longer than the server
 keeps entries, the server's database was restored from a backup, or another server answers at the
-URL. Then this host sets its copies aside: they stay on the disk, and the job uses one only if the
-server has the same bytes. If the list continues again where the host was, they are as before.
+URL. Then this host sets its copies aside: they stay on the disk, but a job uses one only if the
+server has the same bytes. This ends when the list continues again at the old position.
 """
 
 import logging
@@ -41,30 +41,30 @@ __all__ = ["HostPositions", "Listener", "Named", "Withdrawals"]
 _log = logging.getLogger("graphstash")
 
 _MAX_READ: Final = 5_000
-"""Entries that a host reads at a time. If more are new, it sets its copies aside."""
+"""Maximum number of new entries. If there are more, this host sets its copies aside instead."""
 
 _MAX_PAGES: Final = 20
-"""Pages that one thread reads. A server sends up to a thousand entries in each."""
+"""Maximum number of pages that one thread reads. A page has at most a thousand entries."""
 
 _RETRY_SECONDS: Final = 30.0
-"""How long a list that could not be read is left alone."""
+"""Seconds from a failed read to the next."""
 
 _GAP: Final = "_gap-"
-"""Begins the name of a file with a namespace's `Gap`."""
+"""Prefix of the file with a namespace's `Gap`."""
 
 _CHANGE: Final = "_change-"
-"""Begins the name of a file that changes before copies of a namespace are deleted."""
+"""Prefix of a file whose content changes before copies of a namespace are deleted."""
 
 Named: TypeAlias = Sequence[tuple[ArtifactKey, str]]
 """Withdrawn artifacts, each with the SHA-256 of its blob."""
 
 
 class Gap(NamedTuple):
-    """What this host cannot know about its copies, because a list did not continue.
+    """A part of a list that this host could not read.
 
     Attributes:
-        position: where the list did not continue. None for a list that was never read.
-        start, end: times between which the copies were stored that are set aside.
+        position: where the list did not continue. None if it was never read, or continues again.
+        start, end: Unix times. Copies stored between them are set aside.
     """
 
     position: ListPosition | None
@@ -73,7 +73,7 @@ class Gap(NamedTuple):
 
 
 class HostPositions:
-    """How far this host has applied the lists of one server. A file appears whole or not at all."""
+    """This host's positions in the lists of one server. Files are replaced atomically."""
 
     def __init__(self, server_folder: Path) -> None:
         self._folder = server_folder / "_withdrawals"
@@ -87,14 +87,14 @@ class HostPositions:
     def write(self, namespace: Namespace, position: ListPosition) -> None:
         """Replace the position in a namespace's list.
 
-        An earlier position, which a slower process writes, is safe: the next run applies the same
+        A slower process may write an earlier position. That is safe: the next run applies the same
         withdrawals again.
         """
         with suppress(OSError):
             self._replace(namespace, position)
 
     def gap(self, namespace: Namespace) -> Gap | None:
-        """Return the gap in what this host has read of a namespace's list, or None."""
+        """Return the gap of a namespace, or None if there is none."""
         with suppress(OSError, ValueError):
             position, start, end = (self._folder / f"{_GAP}{namespace}").read_text("ascii").split()
             known = None if position == "-" else ListPosition(position)
@@ -105,19 +105,19 @@ class HostPositions:
         """Replace the gap of a namespace.
 
         Raises:
-            OSError: it is not noted, so the position must stay.
+            OSError: the gap was not written, so the position must not be written.
         """
         self._replace(_GAP + namespace, f"{gap.position or '-'} {gap.start!r} {gap.end!r}")
 
     def announce(self, namespace: Namespace) -> None:
-        """Change `state`, because a process begins to delete withdrawn copies."""
-        with suppress(OSError):  # a full disk: the copies go nevertheless
+        """Change `state`. Call it before deleting withdrawn copies."""
+        with suppress(OSError):  # a full disk must not prevent the deletion
             self._replace(_CHANGE + namespace, secrets.token_hex(8))
 
     def state(self, namespace: Namespace) -> tuple[ListPosition, str]:
-        """Return a value that is another one if copies may have been deleted meanwhile.
+        """Return a value that changes when copies may have been deleted.
 
-        A download that arrives after the deletion must not stay.
+        If it changes during a download, the downloaded artifact may be a withdrawn one.
         """
         change = ""
         with suppress(OSError, ValueError):
@@ -127,38 +127,38 @@ class HostPositions:
     def _replace(self, name: str, text: str) -> None:
         self._folder.parent.mkdir(mode=0o700, exist_ok=True)
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        made = self._folder / f"_{os.getpid()}-{threading.get_ident()}"
+        temporary = self._folder / f"_{os.getpid()}-{threading.get_ident()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(made, flags, 0o600)
+        descriptor = os.open(temporary, flags, 0o600)
         try:
             os.write(descriptor, text.encode())
         finally:
             os.close(descriptor)
-        made.replace(self._folder / name)
+        temporary.replace(self._folder / name)
 
 
 class Listener(Protocol):
-    """Keeps what this process knows from a server in memory."""
+    """Holds a server's answers in memory."""
 
     def withdrawn(self, namespace: Namespace, named: Named, *, at: float) -> None:
-        """Stop using these artifacts with these bytes, if they were received before a time."""
+        """Stop using artifacts with these digests, if they were received before `at`."""
 
     def outdated(self, namespace: Namespace, *, before: float, is_for_run: bool) -> None:
-        """Drop every answer that was requested before a time, of this process or of the run."""
+        """Drop answers requested before a time, in this process or in all processes of the run."""
 
     def moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
-        """Tell the run that it was told of every withdrawal between two positions."""
+        """Record that the run has received all withdrawals between two positions."""
 
 
 class Withdrawals:
     """Follows the lists of one server for one process. Thread-safe, and usable in a forked child.
 
     Args:
-        config: server, and its time limits.
-        tier: copies to delete.
-        server_folder: where this host keeps what it knows of the server.
-        origins: returns the origins of the copies that obey this server.
-        listener: is told what a list names.
+        config: server and time limits.
+        tier: tier with the copies.
+        server_folder: folder in the tier for this server.
+        origins: returns the origins of copies that the lists apply to. The server's own is first.
+        listener: receives the withdrawals.
     """
 
     def __init__(
@@ -179,37 +179,37 @@ class Withdrawals:
         self._positions: dict[Namespace, ListPosition] = {}
         self._newest: dict[Namespace, ListPosition] = {}
         self._readers: dict[Namespace, threading.Thread] = {}
-        self._reading: set[Namespace] = set()  # a reader leaves it when it has read all
+        self._reading: set[Namespace] = set()  # namespaces whose reader is not at the end
         self._failed_at: dict[Namespace, float] = {}
         self._slow: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def follow(self, namespace: Namespace, newest: str | None, *, asked_at: float) -> None:
-        """Read the list in the background, if a look-up's answer says that something is new.
+        """Read the list in the background if a look-up's response has a new position.
 
         Args:
             namespace: namespace of the look-up.
-            newest: position in the answer. None for a server without lists.
-            asked_at: time of the request.
+            newest: position in the response. None for a server without lists.
+            asked_at: Unix time of the request.
         """
         position = None
         with suppress(InvalidValueError):
             position = None if newest is None else ListPosition(newest)
-        with self._holding():
+        with self._locked():
             if position is None:
                 self._newest.pop(namespace, None)
                 return
             self._newest[namespace] = position
             if namespace not in self._positions:
                 self._begin(namespace, position)
-                # Another run may have applied withdrawals that this process was not told of.
+                # Another run may have applied withdrawals, so older answers may be stale.
                 self._listener.outdated(namespace, before=asked_at, is_for_run=False)
             if self._positions.get(namespace) != position:
                 self._start(namespace)
 
     def is_current(self, namespace: Namespace, *, wait_seconds: float = 0.0) -> bool:
-        """Return whether this process has applied the list as far as the server has said.
+        """Return whether this process is at the newest position that the server has reported.
 
-        The first call waits for the list. Others do not wait for the same reader again.
+        First wait for the reader thread, unless an earlier wait for it timed out.
         """
         reader = self._readers.get(namespace)
         if wait_seconds and reader is not None and reader not in self._slow:
@@ -225,9 +225,9 @@ class Withdrawals:
         return namespace in self._newest
 
     def is_set_aside(self, namespace: Namespace, stored_at: float) -> bool:
-        """Return whether a copy of a time needs the server's word, because the list has a gap.
+        """Return whether a copy stored at a time is set aside, because the list has a gap.
 
-        A time in the future comes from a clock that was wrong, so it may be before the gap.
+        A time in the future is from a wrong clock, so the copy may be from the gap.
         """
         gap = self._host.gap(namespace)
         if gap is None:
@@ -235,29 +235,29 @@ class Withdrawals:
         return gap.start <= stored_at < gap.end or stored_at > time()
 
     def state(self, namespace: Namespace) -> object:
-        """Return a value that is another one if copies may have been deleted meanwhile."""
+        """Return a value that changes when copies may have been deleted."""
         return self._host.state(namespace)
 
     def forget(self, namespace: Namespace) -> None:
-        """Begin again with the next look-up: this process may have missed withdrawals."""
-        with self._holding():
+        """Start over at the next look-up: this process may have missed withdrawals."""
+        with self._locked():
             self._positions.pop(namespace, None)
 
     def note_moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
-        """Move like another process of the run, if this process is where that one was."""
-        with self._holding():
+        """Advance as another process of the run did, if this process is at the same start."""
+        with self._locked():
             if self._positions.get(namespace) == start:
                 self._positions[namespace] = end
 
     @contextmanager
-    def _holding(self) -> "Iterator[None]":
-        """Hold the lock. A forked child must not find it held by a thread that it lacks."""
+    def _locked(self) -> "Iterator[None]":
+        """Hold the lock and delay forks: a child would inherit a lock that is never released."""
         with unforked(), self._lock:
             yield
 
     def _begin(self, namespace: Namespace, newest: ListPosition) -> None:
-        """Set the first position, if there is one: this host's, or else the end of the list if the
-        host has no copies that the list might name.
+        """Start at this host's position. If it has none, start at the end of the list, but only if
+        the host has no copies that the list might name.
         """
         applied = self._host.read(namespace)
         if applied is None:
@@ -290,12 +290,12 @@ class Withdrawals:
         except Exception as error:  # noqa: BLE001 - outermost frame of a thread: the job goes on
             is_expected = isinstance(error, CacheError)
             _log.debug("graphstash: withdrawals: %s", error, exc_info=not is_expected)
-            with self._holding():
+            with self._locked():
                 self._failed_at[namespace] = monotonic()
                 self._reading.discard(namespace)
 
     def _read_pages(self, namespace: Namespace) -> None:
-        server = ServerClient(self._config)  # its failures do not stop the job's requests
+        server = ServerClient(self._config)  # its failures do not pause the job's requests
         try:
             for _ in range(_MAX_PAGES):
                 if not self._read_page(server, namespace):
@@ -306,7 +306,7 @@ class Withdrawals:
 
     def _read_page(self, server: ServerClient, namespace: Namespace) -> bool:
         """Apply one page of the list. Return False at its end."""
-        with self._holding():
+        with self._locked():
             known, newest = self._positions.get(namespace), self._newest.get(namespace)
             if newest is None or newest == known:
                 self._reading.discard(namespace)
@@ -322,15 +322,15 @@ class Withdrawals:
         else:
             reached, end = page.position, page.newest
             self._apply(namespace, page)
-        with self._holding():
+        with self._locked():
             self._host.write(namespace, reached)
             self._positions[namespace] = reached
             self._listener.moved(namespace, position, reached)
-            # A look-up meanwhile may have said more.
+            # A look-up may have reported a newer position meanwhile.
             if self._newest.get(namespace) == newest:
                 self._newest[namespace] = end
         if gap is not None and returned is not None:
-            # The server that this host knows is back. What came meanwhile may be of another one.
+            # The old list is back. Answers from the gap may be those of another server.
             self._listener.outdated(namespace, before=time(), is_for_run=True)
             self._host.write_gap(namespace, Gap(None, gap.end, time()))
         return True
@@ -338,8 +338,8 @@ class Withdrawals:
     def _page(
         self, server: ServerClient, namespace: Namespace, after: ListPosition, newest: ListPosition
     ) -> "WithdrawalList | None":
-        """Return what follows a position. None if the list does not continue there, or has more
-        than a host reads.
+        """Return the page after a position, or None if the list does not continue there or has too
+        many new entries.
         """
         if newest.number - after.number > _MAX_READ:
             return None
@@ -361,26 +361,26 @@ class Withdrawals:
         self._host.announce(namespace)
         # Memory first: until a file is deleted, another thread may open it.
         self._listener.withdrawn(namespace, named, at=time())
-        trouble: LocalTierError | None = None
+        failure: LocalTierError | None = None
         for key, sha256 in named:
             is_withdrawn = partial(_has_digest, sha256=sha256)
             for origin in self._in_order_of_moves():
                 try:
                     self._tier.discard_if(namespace, key, is_withdrawn, origin=origin)
                 except LocalTierError as error:
-                    trouble = error
-        if trouble is not None:  # the position stays, so that the deletion is repeated
-            raise trouble
+                    failure = error
+        if failure is not None:  # the position stays, so that the deletion is repeated
+            raise failure
 
     def _in_order_of_moves(self) -> tuple[str, ...]:
-        """Return the origins. A copy that another process moves meanwhile is in a later one."""
+        """Return the origins. Another process can only move a copy to a later one."""
         of_server, *unpublished = self._origins()
         return (*unpublished, of_server)
 
     def _set_aside(
         self, namespace: Namespace, known: ListPosition | None, newest: ListPosition
     ) -> None:
-        """Note that the list does not say everything from a position up to `newest`."""
+        """Write a gap: the list does not continue at this host's position."""
         if known is not None:
             _log.warning(
                 "graphstash: the withdrawals of namespace %s at %s do not continue where this host "
@@ -399,5 +399,5 @@ class Withdrawals:
 
 
 def _has_digest(proof: Provenance, *, sha256: str) -> bool:
-    """Whether a copy has a digest, or none is noted."""
+    """Whether a copy has this digest, or no recorded digest."""
     return proof.sha256 in ("", sha256)

@@ -1,7 +1,7 @@
 """Shared helpers of all commands: read settings, print, format quantities, and fail.
 
-Text from others is never markup: `say` and `print_table` print plain text. Callers pass names,
-labels and metadata through `shown` first.
+`say` and `print_table` print plain text, so untrusted text cannot contain markup. Callers pass
+names, labels and metadata through `shown` first.
 """
 
 import json
@@ -79,7 +79,7 @@ def load_config(**options: Any) -> ClientConfig:
 
 def open_stash(config: ClientConfig) -> "Stash":
     """Open the cache with these settings. End the command if a file that they name is invalid."""
-    from graphstash._artifacts.stash import Stash  # slow to import, as are the others below
+    from graphstash._artifacts.stash import Stash  # slow to import, like other local imports
 
     try:
         return Stash(config)
@@ -104,7 +104,7 @@ def server_of(config: ClientConfig) -> "Iterator[ServerClient]":
 
 
 def blamed(error: ConfigError, options: dict[str, Any]) -> str:
-    """Return the error's text with the names of the options instead of the variables."""
+    """Return the error's text. It names given options instead of their environment variables."""
     text = str(error)
     for name, option in ClientConfig.options().items():
         if options.get(name) is not None:
@@ -120,7 +120,7 @@ def fail(message: str, *, status: ExitStatus = ExitStatus.FAILED) -> NoReturn:
 
 
 def fail_for(error: CacheError) -> NoReturn:
-    """End the command because the cache cannot help."""
+    """End the command with an error of the cache."""
     advice = "; `graphstash doctor` finds the cause" if isinstance(error, TransportError) else ""
     fail(error.detail + advice)
 
@@ -131,7 +131,7 @@ def say(text: str, *, style: str = "") -> None:
 
 
 def shown(text: str, *, most: int = 200) -> str:
-    """Return untrusted text in a form that is safe for a terminal."""
+    """Return untrusted text on one line, safe for a terminal, cut after `most` characters."""
     return printable(text, most=most)
 
 
@@ -149,8 +149,8 @@ def print_table(
 ) -> None:
     """Print a table as text. A heading that starts with `>` aligns its column to the right.
 
-    Each row is one line, so that `grep` finds whole words in it. If a terminal is too narrow, only
-    the column `flexible` is shortened. `below` holds a second line for each row.
+    Cells never wrap, so `grep` finds whole words. If a terminal is too narrow, only the column
+    with the number `flexible` is shortened. `below` has a second line for each row.
     """
     table = [[each.removeprefix(">") for each in headings], *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -169,14 +169,14 @@ def print_table(
 
 
 def byte_progress() -> "Progress":
-    """Return a progress bar in bytes on standard error, which is hidden without a terminal."""
+    """Return a progress bar in bytes on standard error. It is hidden without a terminal."""
     from rich.progress import DownloadColumn
 
     return _progress(DownloadColumn(binary_units=True))
 
 
 def count_progress() -> "Progress":
-    """Return a progress bar in items on standard error, which is hidden without a terminal."""
+    """Return a progress bar in items on standard error. It is hidden without a terminal."""
     from rich.progress import MofNCompleteColumn
 
     return _progress(MofNCompleteColumn())

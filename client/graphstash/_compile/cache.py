@@ -282,7 +282,7 @@ class CompileCache:
         is_published = self._store(key, payload, metadata, local_only=local_only)
         self.log.compiled(key, seconds=metadata.compile_seconds, is_published=is_published)
         if self.log.is_full:
-            self.log.tell(self.stash.server)
+            self.log.send(self.stash.server)
         return is_published
 
     def _store(

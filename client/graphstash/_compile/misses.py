@@ -23,10 +23,10 @@ __all__ = ["Miss", "MissLog"]
 _log = logging.getLogger("graphstash")
 
 _MAX_MISSES: Final = 512
-"""Maximum number of misses in the log. If there are more, most of them have the same cause."""
+"""Maximum number of misses in the log. Most further misses have the same cause."""
 
-_TELL_SECONDS: Final = 3.0
-"""Seconds after which `tell` starts no further call, because an exiting job waits for it."""
+_SEND_SECONDS: Final = 3.0
+"""Seconds after which `send` starts no further call, because an exiting job waits for it."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Miss:
         description: Inputs of the compilation.
         reason: Why the cache could not help, or None if the artifact did not exist.
         compile_seconds: Wall time of the compilation, or 0 until it has finished.
-        detail: What the reason is about, such as the value that makes a program unshareable.
+        detail: More about the reason, such as the value that makes a program unshareable.
     """
 
     description: Description
@@ -54,7 +54,7 @@ class Miss:
 
 
 class MissLog:
-    """The misses of one process, and descriptions of the published ones for the server.
+    """The misses of one process, and the descriptions that it will send to the server.
 
     Thread-safe. The methods never raise, because an explanation must not break a training step.
     """
@@ -67,7 +67,7 @@ class MissLog:
 
     @property
     def misses(self) -> tuple[Miss, ...]:
-        """The misses, in order."""
+        """The misses, in the order in which programs first missed."""
         with self._lock:
             return tuple(self._misses.values())
 
@@ -102,14 +102,14 @@ class MissLog:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are enough descriptions for a full call of `tell`."""
+        """Whether the descriptions of published artifacts fill one call to the server."""
         return len(self._published) >= MAX_DESCRIPTIONS
 
-    def tell(self, server: ServerClient) -> None:
-        """Send the descriptions of published artifacts to the server."""
+    def send(self, server: ServerClient) -> None:
+        """Send the new descriptions to the server. After an error, send no more."""
         with self._lock:
             published, self._published = self._published, []
-        until = monotonic() + _TELL_SECONDS
+        until = monotonic() + _SEND_SECONDS
         try:
             for batch in _batches(published):
                 if self._is_refused or monotonic() > until:

@@ -28,10 +28,10 @@ class CompileRequest:
         toolchain: Versions of the compiler, for display and retention rules.
         label: The user's name for the program, e.g. `jit(train_step)`.
         details: Returns further facts that explain a miss, such as the inputs of the compiler's own
-            key. The cache calls it only after a miss. It must be fast compared to a compilation.
+            key. Called only after a miss. Must be fast compared to a compilation.
         max_bytes: Maximum size of the payload, or None if only `max_artifact` limits it.
-        is_compiled: Whether a miss means that the compiler runs. False if the compiler then looks
-            up the parts: the limits of compilations count only those.
+        is_compiled: Whether the compiler runs after a miss. False if it first looks up artifacts
+            that this one contains. `CompileLimit` counts only those.
     """
 
     key: ArtifactKey

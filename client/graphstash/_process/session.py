@@ -282,7 +282,7 @@ class Session:
         self._publisher.close()
         if self._cache is not None:
             self._cache.abandon_all()
-            self._cache.log.tell(self._cache.stash.server)
+            self._cache.log.send(self._cache.stash.server)
         self._remember()
         self._prefetcher.drain(_MANIFEST_SECONDS)
         self._prefetcher.close()

@@ -25,13 +25,13 @@ Fault: TypeAlias = Literal[
 ]  # fmt: skip
 """A failure other than an error status:
 
-* `reset`: the server resets the connection without a response. If a kept-alive connection breaks,
-  the client repeats the call once. It may therefore not notice `times=1`.
+* `reset`: the server resets the connection without a response. If the connection was kept alive,
+  the client repeats the call once, so `times=1` may have no effect.
 * `hang`: the server does not respond until the client disconnects or the failure is removed.
 * `truncate`: the server closes the connection in the middle of the body.
 * `flip`: the server flips one bit in the middle of the body.
 * `wrong_artifact`: the server answers a `get` with another artifact of the namespace.
-* `stranger`: the server answers every call with 200 and an HTML page, as another web server would.
+* `stranger`: the server answers with 200 and an HTML page, as another web server would.
 """
 
 
@@ -80,15 +80,15 @@ class Failure:
                 )
 
     def remove(self) -> None:
-        """End the failure. The server now answers calls that hang because of it."""
+        """End the failure. The server then answers calls that hang because of it."""
         self._removed.set()
 
     def is_removed(self, *, within_seconds: float = 0.0) -> bool:
-        """Return whether the failure has ended, or ends within `within_seconds`."""
+        """Return whether the failure has ended. Wait up to `within_seconds` for its end."""
         return self._removed.wait(within_seconds)
 
     def applies_to(self, call: "Call") -> bool:
-        """Return whether the failure hits this call, and count the hit. Ask only once per call."""
+        """Return whether the failure hits this call. Counts the hit, so ask only once per call."""
         with self._changed:
             applies = (
                 not self._removed.is_set()

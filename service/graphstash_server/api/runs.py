@@ -34,7 +34,7 @@ class _RunsQuery(WireModel):
 
 
 def _hidden(request: Request) -> ServerError:
-    """Return the error for a run that the caller may not read, as if it did not exist."""
+    """Return the error for a run that the caller may not read: the same as for an absent run."""
     return _absent(Namespace(request.path_params["namespace"]), RunName(request.path_params["run"]))
 
 
@@ -73,9 +73,9 @@ async def put_report(call: NamespaceCall) -> Response:
 )
 async def list_runs(call: NamespaceCall) -> Response:
     """Return the runs that reported last, without their misses."""
-    wanted = read_query(call, _RunsQuery)
+    query = read_query(call, _RunsQuery)
     return json_answer(
-        await call.context.runs.list_latest(call.namespace, job=wanted.job, limit=wanted.limit)
+        await call.context.runs.list_latest(call.namespace, job=query.job, limit=query.limit)
     )
 
 

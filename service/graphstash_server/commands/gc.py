@@ -66,7 +66,7 @@ def gc(
         from rich.console import Console
 
         from graphstash_server.actor import Actor
-        from graphstash_server.services.maintenance.garbage import GarbageWanted, collect_garbage
+        from graphstash_server.services.maintenance.garbage import GarbageOptions, collect_garbage
 
         if dry_run:
             await context.plausible_clock.observe()
@@ -75,7 +75,7 @@ def gc(
         blobs_before = context.plausible_clock() - orphan_age
         with Console(stderr=True).status("collecting garbage"):
             totals = await collect_garbage(
-                GarbageWanted(dry_run, evict_now, age, toolchain, namespace, blobs_before),
+                GarbageOptions(dry_run, evict_now, age, toolchain, namespace, blobs_before),
                 actor=Actor.local(),
                 maintenance=context.maintenance,
                 found=found,

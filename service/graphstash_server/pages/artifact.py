@@ -15,18 +15,18 @@ from graphstash_server.services.artifacts.explanations import MAX_NAMESPACES
 
 __all__ = ["artifact_of"]
 
-_MAX_SAID: Final = 20
+_MAX_DIFFERENCES: Final = 20
 """Maximum number of differences that a page spells out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The differences between two artifacts, in words."""
+    """The differences from another artifact, in words, and how many more there are."""
 
     other: StoredKey
     label: str
-    said: list[str]
-    unsaid: int
+    differences: list[str]
+    more: int
 
 
 async def artifact_of(visitor: Visitor) -> dict[str, Any]:
@@ -34,8 +34,8 @@ async def artifact_of(visitor: Visitor) -> dict[str, Any]:
 
     Raises:
         InvalidValueError: the path is not a key.
-        ServerError: 401, 404 and 429 as a GET of the artifact. 404 if the artifact to compare is
-            absent.
+        ServerError: as for a GET of the artifact. 404 if the artifact to compare is absent, or if
+            one of the two has no description.
     """
     where = await visitor.enter(visitor.request.path_params["namespace"])
     key = key_of(visitor.request)
@@ -51,7 +51,7 @@ async def artifact_of(visitor: Visitor) -> dict[str, Any]:
         "against": against,
         "comparison": await _comparison(visitor, details, against) if against else None,
         "relatives": [
-            (relative, _said(relative.differences))
+            (relative, _in_words(relative.differences))
             for relative in await _relatives(visitor, where, details)
         ],
     }
@@ -60,12 +60,13 @@ async def artifact_of(visitor: Visitor) -> dict[str, Any]:
 async def _relatives(
     visitor: Visitor, where: Namespace, details: ArtifactDetails
 ) -> tuple[Relative, ...]:
-    if not details.entry.is_described:
+    entry = details.entry
+    if not entry.is_described:
         return ()
     others = [each for each in visitor.listed(await visitor.namespaces()) if each != where]
-    wanted = described(details.entry.artifact.key.key, details.entry.label, details.entry.parts)
+    description = described(entry.artifact.key.key, entry.label, entry.parts)
     answer = await visitor.context.explanations.explain(
-        where, wanted, readable=[where, *others][:MAX_NAMESPACES]
+        where, description, readable=[where, *others][:MAX_NAMESPACES]
     )
     return answer.relatives
 
@@ -98,9 +99,9 @@ async def _comparison(visitor: Visitor, details: ArtifactDetails, against: str) 
             "one of the two artifacts has no description, so they cannot be compared",
         )
     differences = details.differences(found)
-    said = _said(differences)
-    return Comparison(other, found.entry.label, said, len(differences) - len(said))
+    written = _in_words(differences)
+    return Comparison(other, found.entry.label, written, len(differences) - len(written))
 
 
-def _said(differences: Any) -> list[str]:
-    return [words(each) for each in differences[:_MAX_SAID]]
+def _in_words(differences: Any) -> list[str]:
+    return [words(each) for each in differences[:_MAX_DIFFERENCES]]

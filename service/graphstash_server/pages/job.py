@@ -20,7 +20,7 @@ async def job_of(visitor: Visitor) -> dict[str, Any]:
 
     Raises:
         InvalidValueError: the name is malformed.
-        ServerError: 401, 404 and 429 as a call. 404 if the job has no runs and no manifest.
+        ServerError: see `Visitor.enter`. 404 if the job has no runs and no manifest.
     """
     where = await visitor.enter(visitor.request.path_params["namespace"])
     job = ManifestName(visitor.request.path_params["name"])
@@ -56,7 +56,7 @@ async def run_of(visitor: Visitor) -> dict[str, Any]:
 
     Raises:
         InvalidValueError: the name is malformed.
-        ServerError: 401, 404 and 429 as a call.
+        ServerError: see `Visitor.enter`. 404 if no process has reported the run.
     """
     where = await visitor.enter(visitor.request.path_params["namespace"])
     name = RunName(visitor.request.path_params["run"])

@@ -25,7 +25,7 @@ _HOURS: Final = 48
 _PERIODS: Final = {Step.DAY: timedelta(days=_DAYS - 1), Step.HOUR: timedelta(hours=_HOURS - 1)}
 
 _MAX_LINES: Final = 5
-"""Maximum number of lines in one chart. More would be indistinguishable. The table beside it has
+"""Maximum number of lines in a chart: a reader could not tell more apart. The table beside it has
 all groups."""
 
 _MAX_ROWS: Final = 10
@@ -36,15 +36,15 @@ _RUNS_READ: Final = 10
 """Number of latest runs whose misses are read."""
 
 _HEALTH_SECONDS: Final = 0.1
-"""Seconds that a page waits for the probes of database and store. The page must appear at once even
-if they fail."""
+"""Seconds that the page waits for the probes of database and store. The page must appear at once,
+even if a probe hangs."""
 
 C = TypeVar("C", bound=StrEnum)
 
 
 @dataclass(slots=True)
 class Activity:
-    """The activity in a period, or of a group in it."""
+    """Activity in a period, of all look-ups or of one group."""
 
     name: str
     hits: int = 0
@@ -54,11 +54,11 @@ class Activity:
 
     @property
     def requests(self) -> int:
-        """Number of answered look-ups."""
+        """Number of hits and misses."""
         return self.hits + self.misses
 
     def add(self, point: HistoryPoint) -> None:
-        """Add a point of the history."""
+        """Add the numbers of a point of the history."""
         self.hits += point.hits
         self.misses += point.misses
         self.served_bytes += point.served_bytes
@@ -74,11 +74,11 @@ class NamedRun(NamedTuple):
 
 @dataclass(slots=True)
 class MissGroup:
-    """A program that the latest runs compiled for one cause. `last` is the latest of these runs."""
+    """A program that the latest runs compiled for one cause. `last` is the latest such run."""
 
     last: NamedRun
     miss: RunMiss
-    runs: int = 0
+    times: int = 0
     seconds: float = 0.0
 
 
@@ -97,10 +97,10 @@ async def overview_of(visitor: Visitor) -> dict[str, Any]:
         InvalidValueError: the namespace is malformed.
         ServerError: 400 for an unknown choice, the errors of `Visitor.enter`, and 503.
     """
-    asked = visitor.request.query_params
-    step = _choice(Step, asked.get("step"), default=Step.DAY)
-    by = _choice(Grouping, asked.get("by"), default=Grouping.NONE)
-    chosen = await visitor.enter(asked["namespace"]) if asked.get("namespace") else None
+    query = visitor.request.query_params
+    step = _choice(Step, query.get("step"), default=Step.DAY)
+    by = _choice(Grouping, query.get("by"), default=Grouping.NONE)
+    chosen = await visitor.enter(query["namespace"]) if query.get("namespace") else None
     everything = await visitor.statistics()
     stats = [each for each in everything.namespaces if chosen is None or each.namespace == chosen]
     listed = visitor.listed(stats)
@@ -193,7 +193,7 @@ async def _saved(
 
 
 def _unit(most_seconds: float) -> tuple[float, Callable[[float], str]]:
-    """Return the unit and format in which an axis of this length has round marks."""
+    """Return the unit in seconds and the format of marks for an axis of this length."""
     seconds, name = next(
         (seconds, name)
         for seconds, name in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
@@ -284,16 +284,16 @@ async def _runs(visitor: Visitor, listed: Sequence[Namespace]) -> dict[str, Any]
 
 
 def _hottest(missed: Iterable[tuple[NamedRun, RunMiss]]) -> list[MissGroup]:
-    """Return the programs compiled in most runs, the slowest first among equals."""
+    """Return the programs compiled most often. Among equals, the longest compile time is first."""
     groups: dict[tuple[str, ...], MissGroup] = {}
     for run, miss in missed:
         name = miss.label or miss.key.fingerprint
         group = groups.setdefault(
             (run.namespace, name, miss.key.kind, miss.cause), MissGroup(run, miss)
         )
-        group.runs += 1
+        group.times += 1
         group.seconds += miss.seconds
-    return sorted(groups.values(), key=lambda each: (-each.runs, -each.seconds))[:_MAX_ROWS]
+    return sorted(groups.values(), key=lambda each: (-each.times, -each.seconds))[:_MAX_ROWS]
 
 
 async def _herds(visitor: Visitor, listed: Sequence[Namespace]) -> list[HeldLease]:
@@ -305,7 +305,7 @@ async def _herds(visitor: Visitor, listed: Sequence[Namespace]) -> list[HeldLeas
 
 
 async def _withheld(visitor: Visitor, chosen: Namespace | None) -> Sequence[Withheld] | None:
-    """Return the artifacts that administrators decide about, or None for other visitors."""
+    """Return the withheld artifacts, or None if the visitor does not administer them."""
     is_admin = (
         visitor.principal.is_administrator
         if chosen is None
@@ -317,9 +317,7 @@ async def _withheld(visitor: Visitor, chosen: Namespace | None) -> Sequence[With
 
 
 async def _health(visitor: Visitor) -> Readiness | None:
-    """Return the result of the probes. If they take too long for a page, return their last result,
-    or None if there is none.
-    """
+    """Return the result of the probes. If they take too long, return the last result or None."""
     try:
         async with asyncio.timeout(_HEALTH_SECONDS):
             return await visitor.context.health.check()
@@ -330,7 +328,7 @@ async def _health(visitor: Visitor) -> Readiness | None:
 async def _space(
     visitor: Visitor, stats: Sequence[NamespaceStats], *, is_whole: bool
 ) -> dict[str, Any]:
-    """Return stored bytes and limits. Only permitted visitors get those of the store."""
+    """Return used bytes and limits of namespaces, and of the store for permitted visitors."""
     used = [each.size_bytes + each.metadata_bytes + each.manifest_bytes for each in stats]
     budgets = await visitor.context.space.of_namespaces([each.namespace for each in stats])
     rows = sorted(map(SpaceRow, stats, used, budgets), key=lambda row: -row.used_bytes)

@@ -21,7 +21,7 @@ class State(StrEnum):
     FAIL = "fail"
     """Jobs run without the cache, or without a part of it."""
     SKIPPED = "skipped"
-    """Not checked, because an earlier check failed."""
+    """Not checked: an earlier check failed, or the settings leave nothing to check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Finding:
 
 
 Topic = Generator[Finding, None, _T]
-"""A generator of findings, which returns what later topics need."""
+"""A generator of findings. Its return value is for later topics."""
 
 
 def ok(name: str, found: str) -> Finding:
@@ -66,11 +66,11 @@ def skipped(name: str, why: str) -> Finding:
 
 
 def within(seconds: float, work: Callable[[], _T]) -> _T:
-    """Run `work` in a thread, because it may block for ever, for example on a dead network disk.
+    """Return the result of `work`. It runs in a thread: a dead network disk may block it for ever.
 
     Raises:
         TimeoutError: `work` did not finish within `seconds`. Its thread keeps running.
-        OSError: raised by `work`.
+        Exception: raised by `work`.
     """
     answers: queue.SimpleQueue[tuple[_T, None] | tuple[None, Exception]] = queue.SimpleQueue()
 

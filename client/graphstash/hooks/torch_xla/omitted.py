@@ -1,17 +1,17 @@
 """Operations with attributes that torch_xla omits from the name of a graph.
 
 torch_xla names a graph by the hashes of its operations. The operations below hash their operands,
-but omit an attribute that their lowering uses: `celu` with alpha 1 and `celu` with alpha 2 give a
-graph the same name. Within one process, torch_xla runs the first such graph in place of both. With
-a shared cache, a job with alpha 1 could also run the graph of another job with alpha 2.
+but omit an attribute that their lowering uses. Two graphs that differ only in the alpha of `celu`
+have the same name. Within one process, torch_xla runs the first of them in place of both. With a
+shared cache, a job with alpha 1 could also run the graph of another job with alpha 2.
 
 Therefore `observer` records the attribute wherever torch_xla creates a node, in lazy and compiled
-steps alike. If it had one value in this process, all graphs contain that value, which joins the
-key. If it had several, a name does not determine the value in its graph. From then on, the hook
-does not share the graphs of this process.
+steps alike. If it had a single value in this process, all graphs contain that value, which is a
+part of the key. If it had several, a name does not determine the value in its graph. From then on,
+the hook does not share the graphs of this process.
 
-The list comes from a review of the sources of 2.7, of every `XlaNode` and every `GenericOp` whose
-lowering captures a value. A test compares names and lowered programs of torch's operations.
+The list comes from a review of every `XlaNode`, and every `GenericOp` whose lowering captures a
+value, in the sources of 2.7. A test compares names and lowered programs of torch's operations.
 """
 
 import struct
@@ -42,10 +42,10 @@ class Operation:
         name: The operation's name in torch, followed by the omitted attributes.
         symbols: Functions of the extension that create the operation's nodes.
         arguments: Arguments to observe in each of these functions.
-        describe: Returns a text for the values of the arguments, in order. Returns None if no key
-            can cover them.
-        usual: The text for the values that almost all programs use. A process that never calls the
-            operation has the same key as a process that uses these values.
+        describe: Returns a text for the key from the values of the arguments, in order. Returns
+            None if a key cannot represent them.
+        usual: The text for the values that almost all programs use. It is left out of the key, so
+            a process that never calls the operation has the same key.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Operation:
 
 
 def _scalar(name: str, tag: str, value: str, register: str) -> tuple[Argument, Argument]:
-    """Observe the type number and the value of a `c10::Scalar` that is passed by reference."""
+    """Return the arguments that observe type and value of a `c10::Scalar` passed by reference."""
     return (
         Argument(f"{name}'s type", tag, f"mov eax, [{register}]"),
         Argument(name, value, f"mov rax, [{register} + 16]"),
@@ -102,11 +102,11 @@ def _divisor(values: Sequence[int]) -> str:
 
 
 def _never(_values: Sequence[int]) -> None:
-    """Describe an operation whose omitted attributes are not numbers, so no key can cover it."""
+    """Return None: the omitted attributes are not numbers, so a key cannot represent them."""
 
 
 _SECOND: Final = Argument("second integer", "48 89 d0", "mov rax, rdx")
-"""The second integer argument. It is in `rdx`, because `rdi` holds the address of the result."""
+"""The argument after the operand. It is in `rdx`: `rdi` has the address for the result."""
 
 OPERATIONS: Final = (
     Operation(
@@ -260,7 +260,7 @@ OPERATIONS: Final = (
 
 
 class OmittedAttributes:
-    """Values of the omitted attributes in the graphs of this process.
+    """Observes the values of the omitted attributes in this process.
 
     Args:
         library: Path of torch_xla's extension.
@@ -277,7 +277,7 @@ class OmittedAttributes:
     def values(self) -> dict[str, str]:
         """Return the unusual values by operation name.
 
-        The value is empty if no key can cover it, for example because calls differed in it.
+        A value is "" if a key cannot represent it, for example because it differed between calls.
         """
         found = {}
         for operation, observers in self._observers:
@@ -295,8 +295,8 @@ class OmittedAttributes:
 def omitted_attributes() -> OmittedAttributes:
     """Observe torch_xla from the first call until the process ends.
 
-    The observers remain when a hook is removed. A hook that is installed later needs the values of
-    the meantime.
+    The observers remain when a hook is removed. A hook that is installed later also needs the
+    values of the calls before.
 
     Raises:
         GateUnavailable: An operation cannot be observed in this build or on this host.

@@ -1,10 +1,11 @@
-"""Buckets: update parameters in the futures of DistributedDataParallel's buckets.
+"""Buckets: update parameters as soon as DistributedDataParallel has reduced their bucket.
 
 DDP sums each bucket of gradients over all processes as soon as backward has filled it. The thread
 that receives the sum updates the bucket's parameters while backward fills the next buckets.
 
-DDP never releases a communication hook. After the fusion, the hook does the same as DDP without a
-hook, to the bit.
+DDP cannot remove a communication hook. After the fusion, the hook reduces as DDP would without it.
+The last bit may differ: DDP divides sparse gradients and bucket views by the number of processes,
+and the hook multiplies by the inverse.
 """
 
 import weakref
@@ -29,14 +30,14 @@ class Buckets:
 
     Args:
         ddp: the module whose gradients are reduced.
-        updater: called with each full bucket, in backward. Returns None, or a function that takes
-            the mean gradient of each parameter (None: no process has one) and updates the
-            parameters. Held weakly.
-        is_used: returns whether backward in this process has given the parameter a gradient. Held
-            weakly.
+        updater: method, called with each full bucket during backward. Returns None, or a function
+            that takes the mean gradient of each parameter (None: no process has one) and updates
+            the parameters. Held weakly.
+        is_used: method that returns whether backward in this process has given a parameter a
+            gradient. Held weakly.
 
     Raises:
-        FusionError: DDP reduces gradients in another way.
+        FusionError: DDP has another communication hook, or reduces some gradients outside buckets.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ def _reduce(state: _State, bucket: GradBucket) -> Future[Tensor]:
     if updater is not None and (sums.is_sparse or ddp._join_config.enable):
         what = "a sparse gradient" if sums.is_sparse else "join()"
         raise FusionError(f"{what} of DistributedDataParallel cannot be fused; {_REMEDY}")
-    sums.mul_(1.0 / group.size())  # DDP also multiplies
+    sums.mul_(1.0 / group.size())  # before the sum, as DDP does
     work = distributed.all_reduce(sums, group=group, async_op=True)
     update = None if updater is None else updater(bucket)
     if update is None:

@@ -1,4 +1,4 @@
-"""PartialStep: step an optimizer for some of its parameters, with options of an earlier moment."""
+"""PartialStep: step an optimizer for some of its parameters, with options of an earlier time."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,15 +14,15 @@ from graphstash.training.optimizers.prepared import PreparedUpdate, prepared
 __all__ = ["Options", "PartialStep", "in_units", "options_of", "small_of", "undecorated"]
 
 _UNIT_BYTES: Final = 1024**2
-"""Size in bytes up to which small parameters are updated together: each update costs the host about
-thirty microseconds."""
+"""Maximum bytes of parameters that are updated together. Each update costs the host about thirty
+microseconds."""
 
 Options = Sequence[Mapping[str, Any]]
 """The options of each parameter group, without its parameters."""
 
 
 def options_of(optimizer: Optimizer) -> Options:
-    """Return the current options; tensors are copied, as schedules may change them in place."""
+    """Return the current options. Tensors are copied: a schedule may change them in place."""
     return [
         {
             name: value.clone() if isinstance(value, Tensor) else value
@@ -34,9 +34,9 @@ def options_of(optimizer: Optimizer) -> Options:
 
 
 def small_of(parameters: Iterable[Tensor]) -> set[Tensor]:
-    """Return the smallest parameters, one unit together: fusing them costs more than it saves.
+    """Return the smallest parameters, one unit in sum. Fusing them would cost more than it saves.
 
-    Biases and norms are most of a model's parameters, and almost none of its memory.
+    Biases and norms are most of a model's tensors, but almost none of its memory.
     """
     small = set()
     size = 0
@@ -68,8 +68,8 @@ def _bytes(parameter: Tensor) -> int:
 class PartialStep:
     """Updates units: sets of parameters that are always updated together.
 
-    The sync-free optimizers share a step count among parameters updated together, so each unit gets
-    its own counts.
+    In a sync-free optimizer, parameters that are updated together share the tensor of their step
+    count, so each unit gets its own tensor.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -106,14 +106,14 @@ class PartialStep:
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
     ) -> None:
-        """Step those parameters of a unit that have a gradient."""
-        if found_inf is None and (again := self._prepared.get(id(unit))) is not None:
+        """Update the parameters of a unit that have a gradient."""
+        if found_inf is None and (update := self._prepared.get(id(unit))) is not None:
             with torch.no_grad():
-                if not torch.is_inference_mode_enabled() and again(options):
+                if not torch.is_inference_mode_enabled() and update(options):
                     return
         by_group = self._by_group[id(unit)]
-        # The caller's context must not affect the step: a module may run under autocast or
-        # inference mode.
+        # The caller may be a module that runs under autocast or in inference mode. Neither may
+        # affect the step.
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if torch.is_inference_mode_enabled():
@@ -179,7 +179,7 @@ def _scaled(optimizer: Optimizer, found_inf: Tensor, grad_scale: Tensor | None) 
 
 
 def undecorated(step: Any) -> Any:
-    """Return a class's own `step` without hooks and profiling, which belong to the whole step."""
+    """Return `step` without torch's wrapper for hooks and profiling, which is for whole steps."""
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step

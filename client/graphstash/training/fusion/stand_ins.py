@@ -1,8 +1,8 @@
 """StandIn: takes the place of a freed gradient, without memory.
 
 Without fusion, gradients stay until zero_grad(): a loop may clip them, log their norm, remove them
-before the step, or add to them in the next backward. A stand-in refuses each use of the freed
-gradient's values, including uses by torch's own code.
+before the step, or add to them in the next backward. With fusion, they are freed. If code, even
+torch's own, uses the values of a freed gradient, its stand-in raises an error.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["StandIn", "stand_in_for"]
 
 _CONVERT: Final = torch.ops.aten._to_copy.default
-"""The operation of module.to(), for gradients as well as parameters."""
+"""The operation with which module.to() converts parameters and their gradients."""
 
 
 class StandIn(Tensor):
@@ -28,16 +28,16 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch has no type for it
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run by torch before each operation with a stand-in among its arguments."""
+        """Torch calls this in place of each operation that has a stand-in as an argument."""
         del types
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
         for stand_in in given:
             stand_in.refuse(func.overloadpacket.__name__)
         if func is not _CONVERT:
             raise RuntimeError(f"{func} uses a gradient that optimizer fusion has freed")
-        first, wanted = given[0], kwargs or {}
+        first, options = given[0], kwargs or {}
         zero = torch.zeros(
-            (), dtype=wanted.get("dtype", first.dtype), device=wanted.get("device", first.device)
+            (), dtype=options.get("dtype", first.dtype), device=options.get("device", first.device)
         )
         return zero.expand(first.shape)
 
@@ -51,14 +51,14 @@ def stand_in_for(parameter: Tensor, refuse: Callable[[str], None]) -> StandIn:
     Args:
         parameter: the parameter whose gradient was freed.
         refuse: called with the name of the operation that uses the gradient's values. Raises,
-            except for a conversion after the step. Holds no strong references.
+            except for a conversion after the step. Must not hold the parameter strongly.
     """
-    made: StandIn = StandIn._make_wrapper_subclass(  # type: ignore[attr-defined] # torch
+    stand_in: StandIn = StandIn._make_wrapper_subclass(  # type: ignore[attr-defined] # torch
         StandIn,
         parameter.shape,
         strides=parameter.stride(),
         dtype=parameter.dtype,
         device=parameter.device,
     )
-    made.refuse = refuse
-    return made
+    stand_in.refuse = refuse
+    return stand_in

@@ -1,7 +1,7 @@
-"""Background: computes roots in a thread, and holds them until a parameter takes them.
+"""Background: computes roots in a thread, and holds them until a parameter uses them.
 
-The thread may read the device. An error in the thread is raised when the roots are taken. A matrix
-that cannot be decomposed is a result, not an error. Threads do not survive a fork: the child
+The thread may read the device. `Pending.roots` raises the thread's error. A matrix that cannot be
+decomposed is not an error: the result has `has_failed`. Threads do not survive a fork, so the child
 recomputes unfinished roots from the same snapshots.
 """
 
@@ -20,11 +20,11 @@ from graphstash.training.threads import DeviceFuture, ExecutorClosed, WorkerPool
 __all__ = ["Background", "Compute", "Pending", "Roots", "Snapshot", "nothing_pending"]
 
 _UNLIMITED: Final = 2**31
-"""Queue capacity: each parameter has at most one pending computation."""
+"""Queue capacity, never reached: each parameter has at most one pending computation."""
 
 
 class Roots(NamedTuple):
-    """The result of a computation; `flat` is None if it was not made or has failed."""
+    """The result of a computation. `flat` is None after a bad step or a failure."""
 
     flat: Tensor | None = None
     """Flat matrices, see `Factors`."""
@@ -43,7 +43,7 @@ class Snapshot(NamedTuple):
     is_first: bool
     """Whether there are no old roots yet."""
     found_inf: Tensor | None
-    """[], of the step that made the statistics."""
+    """[], of the step after which the snapshot was made."""
 
 
 Compute = Callable[[Snapshot], Roots]
@@ -58,11 +58,11 @@ class _Kind(IntEnum):
 
 
 class Pending:
-    """Roots that a parameter waits for. Copying, pickling or saving them waits for them first.
+    """Roots that a parameter will use. Copying, pickling and saving wait for the computation.
 
     Args:
-        due: Call that has to use the roots.
-        here: Computes the roots in the calling thread.
+        due: Number of the parameter's call that has to use the roots.
+        here: Returns the roots, computed in the calling thread.
         future: Result of the thread. None: call `here`.
     """
 
@@ -74,7 +74,7 @@ class Pending:
         self._future = future
 
     def is_here(self) -> bool:
-        """Whether `roots` returns without waiting."""
+        """Whether `roots` does not wait for the thread."""
         return self._future is None or self._future.done()
 
     def roots(self) -> Roots:
@@ -89,13 +89,13 @@ class Pending:
         return roots
 
     def plain(self, nothing: Tensor, calls: int) -> Tensor:
-        """Return one tensor for a state dictionary, whose shape is independent of its content.
+        """Return one tensor for a state dictionary, in a shape that is independent of its content.
 
         A distributed checkpoint drops entries that a new optimizer lacks or has in another shape.
 
         Args:
             nothing: Result of `nothing_pending`.
-            calls: Number of the last call.
+            calls: Number of the parameter's last call.
 
         Returns:
             [2 + numel + rows]: a `_Kind`; calls until the roots are due; the roots; their order.
@@ -106,8 +106,8 @@ class Pending:
         if flat is not None:
             kind = _Kind.ROOTS if order is None else _Kind.SORTED
         head = nothing.new_tensor([kind, self.due - calls])
-        there = [head, *(each.to(nothing) for each in (flat, order) if each is not None)]
-        used = torch.cat(there)
+        present = [head, *(each.to(nothing) for each in (flat, order) if each is not None)]
+        used = torch.cat(present)
         return torch.cat([used, nothing[len(used) :]])
 
     @classmethod
@@ -157,7 +157,7 @@ class Background:
 
 
 def _recorded(device: torch.device) -> "torch.cuda.Event | None":
-    """Return an event for the completion of the snapshot on the device."""
+    """Return a CUDA event that completes after the device has made the snapshot."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -178,7 +178,7 @@ def _computed(compute: Compute, snapshot: Snapshot, made: "torch.cuda.Event | No
 
 
 def _finite(compute: Compute, snapshot: Snapshot) -> Roots:
-    """Compute roots, except for a bad step, whose statistics are those of the step before."""
+    """Return the roots. Return none for a bad step, which did not change the statistics."""
     if snapshot.found_inf is not None and bool(snapshot.found_inf != 0):
         return Roots()
     try:

@@ -14,7 +14,7 @@ with the rule and the names of `torch.amp.GradScaler`. GradScaler reads found_in
 each step, unless the optimizer takes found_inf.
 
 Clipping uses torch's `clip_grad_norm_` and `clip_grad_value_`, which do not read the device either.
-On torch_xla it is the same computation as one recorded operation.
+On torch_xla, one traced operation does the same computation.
 """
 
 import math
@@ -37,15 +37,15 @@ __all__ = ["LossScale", "clip_grad_norm_", "clip_grad_value_"]
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients by the same factor, so that their global 2-norm is at most `max_norm`.
 
-    With a loss scale, call it after `unscale_`. If one gradient is not finite, the norm and all
-    gradients become non-finite; such a step does not count anyway.
+    With a loss scale, call it after `unscale_`. If a gradient is infinite or NaN, the norm is too,
+    and the gradients become 0 or NaN. A loss scale skips such a step.
 
     Args:
         parameters: Parameters; those without a gradient are skipped.
         max_norm: > 0; on torch_xla a constant of the graph.
 
     Returns:
-        The norm before clipping, [], on the device; 0 without gradients.
+        Norm before clipping, [], on the device; 0 without gradients.
 
     Raises:
         ValueError: max_norm is not above 0, or FullyShardedDataParallel holds the parameters.
@@ -109,7 +109,7 @@ _clip_value = TracedOp("clip_value", _limited)
 
 
 class LossScale:
-    """A loss scale with the interface of `torch.amp.GradScaler` that never reads the device.
+    """A loss scale with the interface of `torch.amp.GradScaler`. Steps never read the device.
 
         scale.scale(loss).backward()
         scale.unscale_(optimizer)            # only to clip or inspect gradients
@@ -121,7 +121,7 @@ class LossScale:
         growth_factor: Factor when the scale grows, > 1.
         backoff_factor: Factor when the scale shrinks, in (0, 1).
         growth_interval: Good steps in a row before the scale grows, >= 1.
-        enabled: False: scale nothing and make every step, as without a loss scale.
+        enabled: Whether to scale. If False, every step is made, as without a loss scale.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -150,7 +150,7 @@ class LossScale:
         self._is_enabled = enabled
         self._start = (float(initial), 0)
         self._scale: Tensor | None = None  # [], float32
-        self._good_steps: Tensor | None = None  # [], int32: since the scale last changed
+        self._good_steps: Tensor | None = None  # [], int32: in a row; 0 again when the scale grows
         self._found_inf: dict[int, Tensor] = {}  # by optimizer, between unscale_ and update
         self._stepped: set[int] = set()  # optimizers, between step and update
 
@@ -184,7 +184,8 @@ class LossScale:
     def scale(self, loss: Tensor | Iterable[Any]) -> Any:
         """Return the loss times the scale, in float32 or wider; backward gives scaled gradients.
 
-        For a list or tuple, which may be nested, return a list or tuple of scaled losses.
+        For a list or tuple, which may be nested, return a list or tuple of scaled losses. For other
+        iterables, return an iterator.
 
         Raises:
             TypeError: the argument is neither a tensor nor an iterable of tensors.
@@ -266,12 +267,12 @@ class LossScale:
         """Adjust the scale after every optimizer has stepped.
 
         Args:
-            new_scale: Next scale, > 0 and finite, to replace the rule's. The count of good steps
-                continues. A tensor with one element is not read by the host.
+            new_scale: Next scale, > 0 and finite, instead of the rule's. The count of good steps
+                continues. A tensor has one element, whose value the host does not read or check.
 
         Raises:
             RuntimeError: nothing was unscaled since the last update, and there is no new scale.
-            ValueError: the new scale is out of its range, or has more than one element.
+            ValueError: the new scale is a number out of its range, or not a single element.
         """
         if not self._is_enabled:
             return
@@ -324,7 +325,7 @@ class LossScale:
         return (tensor for tensor in (self._scale, self._good_steps) if tensor is not None)
 
     def refresh(self) -> None:
-        """Forget a step that was interrupted before `update`."""
+        """Discard the results of a step. Call it if the step was interrupted before `update`."""
         self._found_inf.clear()
         self._stepped.clear()
 
@@ -392,7 +393,7 @@ def _gradients(optimizer: Optimizer) -> tuple[list[Tensor], Sums]:
 
 
 def _check_here(gradients: list[Tensor], factor: Tensor) -> Tensor:
-    """Multiply gradients by `factor` with torch's kernel, and return whether one was not finite."""
+    """Multiply gradients by `factor` in place. Return 1 if one was not finite, else 0."""
     if torch.compiler.is_compiling():  # torch.compile does not support the kernel
         found_inf = _any_nonfinite(gradients, None)[0]
         torch._foreach_mul_(gradients, factor)
@@ -401,8 +402,8 @@ def _check_here(gradients: list[Tensor], factor: Tensor) -> Tensor:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for of_dtype in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, factor)
+    for group in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, factor)
     return found_inf
 
 
@@ -418,7 +419,7 @@ def _checked_and_unscaled(inputs: list[Tensor], key: object) -> list[Tensor]:
 
 
 def _adjusted(inputs: list[Tensor], key: tuple[float, float, int]) -> list[Tensor]:
-    """Apply the scale's rule as torch's kernel does; the scale does not grow to infinity."""
+    """Apply the rule as torch's kernel does: the scale never grows to infinity."""
     growth_factor, backoff_factor, growth_interval = key
     scale, good_steps, found_inf = inputs
     bad = found_inf != 0

@@ -35,11 +35,11 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
     (maximize,) = options
     lr, weight_decay, _, _, rest1, rest2, *_ = old.scalars
     gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
-    news = torch._foreach_sub(gradients, old.slots[0])
-    ahead = torch._foreach_add(old.slots[0], torch._foreach_mul(news, rest1))
-    means = torch._foreach_add(old.slots[0], torch._foreach_mul(news, rest2))
+    difference = torch._foreach_sub(gradients, old.slots[0])
+    direction = torch._foreach_add(old.slots[0], torch._foreach_mul(difference, rest1))
+    means = torch._foreach_add(old.slots[0], torch._foreach_mul(difference, rest2))
     decayed = torch._foreach_mul(old.parameters, 1 - lr * weight_decay)
-    change = torch._foreach_mul(torch._foreach_sign(ahead), lr)
+    change = torch._foreach_mul(torch._foreach_sign(direction), lr)
     return list(torch._foreach_sub(decayed, change)), [list(means)]
 
 
@@ -49,7 +49,7 @@ class Lion(SyncFreeOptimizer):
     Args:
         params: parameters or groups of them, as for torch.optim.
         lr: learning rate, >= 0: the length of a step in every element.
-        betas: decay of the running mean in the direction of a step, and in the mean that is kept,
+        betas: weight of the old running mean in a step's direction, and in the new running mean,
             in [0, 1).
         weight_decay: decoupled weight decay as in AdamW, >= 0.
         maximize: maximize the loss instead of minimizing it.

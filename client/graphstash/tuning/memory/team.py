@@ -294,7 +294,7 @@ class TeamMemory:
         if turn.compilation is not None:
             turn.compilation.publish_bytes(payload, compile_seconds=monotonic() - started)
             cache = self._cache  # other hosts find the answer by its label, so send it now
-            cache.publisher.submit(lambda: cache.log.tell(cache.stash.server))
+            cache.publisher.submit(lambda: cache.log.send(cache.stash.server))
         return Schedule(best, key, was_searched=True)
 
     def _rejected_of(self, space: SearchSpace) -> Collection[Configuration]:

@@ -78,8 +78,8 @@ _BY_LABEL = _NEAREST.where(descriptions.c.label == bindparam("wanted"))
 async def add_descriptions(
     connection: AsyncConnection, new: Sequence[NewDescription], *, now: datetime
 ) -> int:
-    """Describe existing artifacts that have no description. Return their number. Rows are written
-    in key order, environments first, so that two calls cannot deadlock.
+    """Describe existing artifacts that have no description. Return how many were described. Write
+    rows in key order, environments first, so that two calls cannot deadlock.
     """
     used = {digest_of_parts(each.environment): each.environment for each in new}
     for digest, parts in sorted(used.items()):
@@ -111,7 +111,7 @@ async def _add_description(
         select(*(literal(value, columns[name].type) for name, value in values.items()))
         .select_from(artifacts)
         .where(is_key(artifacts, new.key))
-        .with_for_update(read=True, key_share=True)  # it is not deleted before the row is there
+        .with_for_update(read=True, key_share=True)  # no other transaction deletes it meanwhile
     )
     statement = insert_into(connection, descriptions).from_select(list(values), chosen)
     return (await connection.execute(statement.on_conflict_do_nothing())).rowcount
@@ -140,8 +140,8 @@ async def find_described(connection: AsyncConnection, key: StoredKey) -> Describ
 
 
 async def count_undescribed(connection: AsyncConnection, namespace: str, *, looked_at: int) -> int:
-    """Count artifacts without a description among the oldest and the newest of a namespace. It
-    examines `looked_at` of each, because counting a million takes too long.
+    """Count artifacts without a description among the `looked_at` oldest and the `looked_at` newest
+    of a namespace: counting a million would take too long.
     """
     age = artifacts.c.created_at
     ends = (
@@ -163,7 +163,7 @@ async def count_undescribed(connection: AsyncConnection, namespace: str, *, look
 
 
 async def drop_unused_environments(connection: AsyncConnection, *, before: datetime) -> None:
-    """Delete environments that no description uses and none has used since a time."""
+    """Delete environments that no description uses, and that were last sent before a time."""
     is_used = select(descriptions.c.environment).where(
         descriptions.c.environment == environments.c.id
     )

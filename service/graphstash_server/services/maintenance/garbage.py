@@ -1,4 +1,4 @@
-"""Garbage collection on demand: all that maintenance does, once, or a plan of it."""
+"""Garbage collection on demand: run all chores of maintenance once, or list what they remove."""
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from graphstash_server.services.artifacts.eviction import OVER_SOFT_LIMIT
 from graphstash_server.services.maintenance.reconciler import Lost, Orphan
 from graphstash_server.services.maintenance.schedule import Candidate, Maintenance
 
-__all__ = ["Chosen", "GarbageTotals", "GarbageWanted", "collect_garbage"]
+__all__ = ["Chosen", "GarbageOptions", "GarbageTotals", "collect_garbage"]
 
 
-class GarbageWanted(NamedTuple):
+class GarbageOptions(NamedTuple):
     """What to collect in addition to artifacts over a limit or past their retention.
-    `is_confirmed` also evicts for a limit of less than half of what is stored.
+    `is_confirmed`: whether an operator has confirmed doubtful limits (`LimitDoubts`).
     """
 
     is_dry_run: bool
@@ -35,7 +35,7 @@ class Chosen(NamedTuple):
 
 @dataclass(slots=True)
 class GarbageTotals:
-    """Numbers of removed objects; for a dry run, of objects that would be removed."""
+    """Numbers of removed objects. A dry run counts an artifact once for each reason to evict it."""
 
     evicted: int = 0
     chosen_bytes: int = 0
@@ -46,7 +46,7 @@ class GarbageTotals:
 
 
 async def collect_garbage(
-    wanted: GarbageWanted,
+    options: GarbageOptions,
     *,
     actor: Actor,
     maintenance: Maintenance,
@@ -56,45 +56,45 @@ async def collect_garbage(
     totals = GarbageTotals()
     evictor, collector = maintenance.evictor, maintenance.collector
     reconciler = maintenance.reconciler
-    async for reason, page in _chosen(wanted, maintenance):
+    async for reason, page in _chosen(options, maintenance):
         for candidate in page:
             totals.evicted += 1
             totals.chosen_bytes += candidate.digest.size_bytes
             found(Chosen(reason, candidate))
-        if not wanted.is_dry_run:
+        if not options.is_dry_run:
             await evictor.evict(page, actor=actor, reason=reason)
-    if not wanted.is_dry_run:
-        totals.evicted += await evictor.run(actor=actor, is_confirmed=wanted.is_confirmed)
+    if not options.is_dry_run:
+        totals.evicted += await evictor.run(actor=actor, is_confirmed=options.is_confirmed)
         totals.deleted += await collector.collect_marked()
-    async for odd in reconciler.compare(blobs_before=wanted.blobs_before):
-        for each in odd if wanted.is_dry_run else await reconciler.remove(odd):
+    async for odd in reconciler.compare(blobs_before=options.blobs_before):
+        for each in odd if options.is_dry_run else await reconciler.remove(odd):
             found(each)
             if isinstance(each, Lost):
                 totals.lost += 1
             else:
                 totals.orphans += 1
                 totals.orphan_bytes += each.digest.size_bytes
-    if not wanted.is_dry_run:
+    if not options.is_dry_run:
         totals.deleted += await collector.collect_abandoned()
         await reconciler.drop_old_leases()
     return totals
 
 
 async def _chosen(
-    wanted: GarbageWanted, maintenance: Maintenance
+    options: GarbageOptions, maintenance: Maintenance
 ) -> AsyncIterator[tuple[str, list[Candidate]]]:
-    """Yield artifacts that are evicted even if there is room, by options and by the retention of
-    the settings. For a dry run, also yield artifacts over the soft limits.
+    """Yield reasons and artifacts to evict even if there is room: by the options, and by the
+    retention of the settings. For a dry run, also yield artifacts over the soft limits.
     """
     retention = maintenance.retention
-    if wanted.unused_for is not None:
-        async for page in retention.unused(wanted.unused_for, namespace=wanted.namespace):
+    if options.unused_for is not None:
+        async for page in retention.unused(options.unused_for, namespace=options.namespace):
             yield "unused", page
-    if wanted.toolchain is not None:
-        async for page in retention.of_toolchains(wanted.toolchain, namespace=wanted.namespace):
+    if options.toolchain is not None:
+        async for page in retention.of_toolchains(options.toolchain, namespace=options.namespace):
             yield "toolchain", page
     async for page in maintenance.retired():
         yield "retention", page
-    if wanted.is_dry_run:
-        async for candidate in maintenance.evictor.plan(is_confirmed=wanted.is_confirmed):
+    if options.is_dry_run:
+        async for candidate in maintenance.evictor.plan(is_confirmed=options.is_confirmed):
             yield OVER_SOFT_LIMIT, [candidate]

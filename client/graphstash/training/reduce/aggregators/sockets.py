@@ -24,21 +24,21 @@ __all__ = [
 Address: TypeAlias = tuple[str, int]
 
 Name: TypeAlias = tuple[Any, ...]
-"""An address in the form of Python's sockets; has four parts for IPv6."""
+"""An address as Python's sockets return it: two items for IPv4, four for IPv6."""
 
 _BUFFER_BYTES: Final = 4 * 1024**2
-"""Bytes of each send and receive buffer. Linux grants at most `net.core.rmem_max` and `wmem_max`,
-208 KiB unless an administrator has raised them.
+"""Bytes to request for each send and receive buffer. Linux grants at most `net.core.rmem_max` and
+`wmem_max`, which are 208 KiB unless an administrator has raised them.
 """
 
 _MAX_DATAGRAM: Final = 65_535
 
-_MOST_AT_ONCE: Final = 64
-"""Datagrams to read from a socket before its caller turns to other work."""
+_MAX_AT_ONCE: Final = 64
+"""Maximum number of datagrams that `received` yields, so that its caller can do other work."""
 
-_PATIENCE_MILLISECONDS: Final = 100
-"""Milliseconds to wait for room in a full send buffer. After that, the datagram counts as lost,
-and is resent later.
+_SEND_MILLISECONDS: Final = 100
+"""Milliseconds to wait for room in a full send buffer. After that, the datagram counts as lost. The
+caller resends it later.
 """
 
 
@@ -82,30 +82,32 @@ def address_of(name: Name) -> Address:
 
 
 def receive_buffer_of(at: socket.socket) -> int:
-    """Return how many bytes of datagrams the receive buffer holds. Linux reports twice the size
-    that was set, and also counts its overhead for each datagram.
+    """Return the bytes of datagrams for which a receive buffer has room. Linux reports twice as
+    much, to leave room for its overhead for each datagram.
     """
     return at.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2
 
 
 def received(at: socket.socket) -> Iterator[tuple[bytes, Name]]:
-    """Yield waiting datagrams and their sources, up to `_MOST_AT_ONCE`."""
-    for _ in range(_MOST_AT_ONCE):
+    """Yield waiting datagrams and their sources, up to `_MAX_AT_ONCE`."""
+    for _ in range(_MAX_AT_ONCE):
         try:
             yield at.recvfrom(_MAX_DATAGRAM)
         except BlockingIOError:
             return
-        except OSError:  # an error of an earlier send, such as ECONNREFUSED
+        except OSError:  # the error of an earlier send, such as ECONNREFUSED
             continue
 
 
 def is_refused(at: socket.socket) -> bool:
-    """Whether the other host has reported (ICMP) that no process listens, since the last call."""
+    """Return whether the other host has reported by ICMP that no process listens. Call it first:
+    `received` and `send` clear the report.
+    """
     return at.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED
 
 
 def send(at: socket.socket, datagram: bytearray, to: Name | None = None) -> bool:
-    """Send a datagram, and return whether the socket took it. Otherwise it counts as lost."""
+    """Send a datagram. Return False if the socket does not accept it; it then counts as lost."""
     for _ in range(2):
         try:
             if to is None:
@@ -115,8 +117,8 @@ def send(at: socket.socket, datagram: bytearray, to: Name | None = None) -> bool
         except BlockingIOError:
             poll = select.poll()
             poll.register(at, select.POLLOUT)
-            poll.poll(_PATIENCE_MILLISECONDS)
-        except OSError:  # the network is down, or the error is of an earlier send
+            poll.poll(_SEND_MILLISECONDS)
+        except OSError:  # the network is down, or an earlier send failed
             continue
         else:
             return True
