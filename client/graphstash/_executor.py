@@ -1,7 +1,7 @@
 """BoundedExecutor: background threads with a bounded queue, for work that a job can lose.
 
 If the queue is full, it rejects work instead of blocking, because a training step must never wait
-for an upload. The training loop uses `WorkerPool` instead, which blocks the caller, raises errors,
+for an upload. `WorkerPool` is for work of the training loop: it blocks the caller, raises errors,
 and finishes its work before the process ends.
 """
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("graphstash")
 
 
 class BoundedExecutor:
-    """Runs calls in background threads, starting them in order of submission.
+    """Runs calls in background threads, and starts them in order of submission.
 
     The threads are daemons, so they never keep a job alive. The owner calls `drain` to wait for the
     calls, then `close` to stop the threads.
@@ -29,14 +29,14 @@ class BoundedExecutor:
         name: prefix of the thread names.
         workers: number of threads, which start on demand.
         capacity: number of calls that may wait in the queue.
-        delays_forks: whether a fork of the process waits for running calls: see `unforked`.
+        delays_forks: whether a fork of the process waits for running calls, see `unforked`.
     """
 
     def __init__(
         self, name: str, *, workers: int, capacity: int, delays_forks: bool = False
     ) -> None:
         self._name = name
-        self._enclosed = unforked if delays_forks else contextlib.nullcontext
+        self._context = unforked if delays_forks else contextlib.nullcontext
         self._workers = workers
         self._capacity = capacity
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -46,7 +46,7 @@ class BoundedExecutor:
         self._closed = False
 
     def submit(self, call: Callable[[], None]) -> bool:
-        """Queue a call. Return False and drop the call if the queue is full or closed."""
+        """Queue a call. Return False if the queue is full or closed, or no thread can start."""
         with self._idle:
             if self._closed or self._unfinished >= self._capacity + self._workers:
                 return False
@@ -79,7 +79,7 @@ class BoundedExecutor:
         return True
 
     def close(self) -> None:
-        """Reject further calls, drop queued calls, and let idle threads end."""
+        """Reject further calls, drop queued calls, and end each thread after its running call."""
         with self._idle:
             self._closed = True
             with contextlib.suppress(queue.Empty):
@@ -94,7 +94,7 @@ class BoundedExecutor:
         thread = threading.Thread(
             target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True
         )
-        # Raised at the container's thread limit and at the end of the process.
+        # Raised at the container's thread limit and while the process ends.
         with contextlib.suppress(RuntimeError):
             thread.start()
             self._threads.append(thread)
@@ -102,7 +102,7 @@ class BoundedExecutor:
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
             try:
-                with self._enclosed():
+                with self._context():
                     call()
             except Exception:  # noqa: BLE001 - outermost frame of a thread
                 _log.exception("background work of the cache failed")

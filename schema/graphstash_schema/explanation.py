@@ -1,8 +1,8 @@
 """Explanations: what an artifact was compiled from, and how a missed one differs from it.
 
-A hook names the parts of every fingerprint, and the readable contents of keys that only its
-compiler understands. Parts of the program (its text, its inputs) differ from graph to graph. Parts
-of the environment (versions, flags, the CPU) are the same for all graphs of a job.
+A hook names the parts of every fingerprint. If a part is a key that only the compiler understands,
+the hook adds readable parts. Parts of the program (its text, its inputs) differ from graph to
+graph. Parts of the environment (versions, flags, the CPU) are the same for all graphs of a job.
 """
 
 import hashlib
@@ -39,11 +39,11 @@ MAX_LABEL_CHARACTERS: Final = 128
 """Maximum length of a program's label."""
 
 MAX_PARTS_CHARACTERS: Final = 8192
-"""Maximum size of a program's parts, and of its environment's parts, names included."""
+"""Maximum characters of a program's parts, and of its environment's parts, names included."""
 
 _OPAQUE: Final = re.compile(r"graph|name|.*_key")
-"""Keys that only the compiler can read. They cover the program and much of its environment. A
-difference in one is therefore uninformative if another part differs."""
+"""Names of parts that only the compiler can read. They cover the program and much of its
+environment, so a difference in one is uninformative if another part differs."""
 
 _PROGRAM: Final = frozenset(
     {
@@ -91,7 +91,7 @@ def identity_of(parts: Mapping[str, str]) -> str:
 def bounded_parts(parts: Mapping[str, str]) -> dict[str, str]:
     """Replace the largest values by their digests until the parts fit `MAX_PARTS_CHARACTERS`.
 
-    Parts with malformed names are dropped.
+    Drops parts with malformed names, and parts for which there is no room even as digests.
     """
     fitting = {
         name: value.encode("utf-8", "replace").decode()
@@ -121,7 +121,7 @@ class Description(RequestModel):
         default="",
         max_length=MAX_LABEL_CHARACTERS,
         pattern=LINE,
-        description='what its user calls it, e.g. "jit(train_step)"; shown, never trusted',
+        description='what its user calls the program, e.g. "jit(train_step)"; never trusted',
     )
     program: Parts
     environment: Parts
@@ -148,7 +148,7 @@ def described(key: ArtifactKey, label: str, parts: Mapping[str, str]) -> Descrip
 
 
 class DescribeRequest(RequestModel):
-    """Stores descriptions of several artifacts."""
+    """Descriptions of artifacts to store."""
 
     artifacts: Items[Description] = Field(min_length=1, max_length=MAX_DESCRIPTIONS)
 
@@ -157,8 +157,12 @@ class Difference(WireModel):
     """One part that differs."""
 
     part: str
-    here: str | None = Field(default=None, description="what is wanted; null when it is absent")
-    there: str | None = Field(default=None, description="what is stored; null when it is absent")
+    here: str | None = Field(
+        default=None, description="value for the missed artifact; null if it has no such part"
+    )
+    there: str | None = Field(
+        default=None, description="value for the stored artifact; null if it has no such part"
+    )
 
 
 class Relative(WireModel):
@@ -170,7 +174,9 @@ class Relative(WireModel):
     producer: str = ""
     created_at: AwareDatetime
     is_same_program: bool = Field(description="whether the text of the program is the same")
-    differences: Items[Difference] = Field(description="all parts that differ")
+    differences: Items[Difference] = Field(
+        description="readable parts that differ; if there are none, digests and opaque keys"
+    )
 
 
 class ExplainResponse(WireModel):
@@ -179,11 +185,11 @@ class ExplainResponse(WireModel):
     relatives: Items[Relative]
     is_partial: bool = Field(
         default=False,
-        description="whether the caller may read more namespaces than were looked through",
+        description="whether the caller may read more namespaces than the server searched",
     )
     undescribed: int = Field(
         default=0,
-        description="where nothing is near: artifacts of the namespace without a description, "
+        description="if there are no relatives: artifacts of the namespace without a description, "
         "among the 250 that were stored first and the 250 that were stored last",
     )
 
@@ -191,8 +197,8 @@ class ExplainResponse(WireModel):
 def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Difference, ...]:
     """Return the parts that differ. For long values, return only the words that differ.
 
-    Unreadable parts (digests, opaque compiler keys) are returned only if no readable part differs,
-    because they also change with the readable parts.
+    Returns readable parts; if none differs, digests and the program's text; if none differs, opaque
+    compiler keys. Each group also changes with the groups before it.
     """
     names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
     digests = {
@@ -200,12 +206,12 @@ def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Differen
         for name in names
         if all(_DIGEST.fullmatch(side.get(name, "0" * 64)) for side in (here, there))
     }
-    told = (
+    chosen = (
         [name for name in names if name not in digests | _TEXT and not _is_opaque(name)]
         or [name for name in names if not _is_opaque(name)]
         or names
     )
-    return tuple(_difference(name, here.get(name), there.get(name)) for name in told)
+    return tuple(_difference(name, here.get(name), there.get(name)) for name in chosen)
 
 
 def words(difference: Difference, *, where: str = "there") -> str:
@@ -221,14 +227,14 @@ def words(difference: Difference, *, where: str = "there") -> str:
         return "the compiler's own key differs, and it does not say in what"
     if difference.here and difference.there and _DIGEST.fullmatch(difference.here):
         return f"other {name}"
-    return f"{name}: {_told(difference.here)} here, {_told(difference.there)} {where}"
+    return f"{name}: {_value_text(difference.here)} here, {_value_text(difference.there)} {where}"
 
 
 def _is_opaque(name: str) -> bool:
     return _OPAQUE.fullmatch(name) is not None
 
 
-def _told(value: str | None) -> str:
+def _value_text(value: str | None) -> str:
     if value is None:
         return "not set"
     return printable(value, most=4 * _SHOWN) or "nothing"
@@ -236,19 +242,19 @@ def _told(value: str | None) -> str:
 
 def _difference(name: str, here: str | None, there: str | None) -> Difference:
     if here is None or there is None:
-        known = [None if value is None else _cut(value) for value in (here, there)]
-        return Difference(part=name, here=known[0], there=known[1])
+        shown = [None if value is None else _cut(value) for value in (here, there)]
+        return Difference(part=name, here=shown[0], there=shown[1])
     if max(len(here), len(there)) <= _SHOWN:
         return Difference(part=name, here=here, there=there)
-    ours, theirs = re.split(r"[\s;]+", here), re.split(r"[\s;]+", there)
-    known_here, known_there = set(ours), set(theirs)
-    only_here = [word for word in ours if word not in known_there]
-    only_there = [word for word in theirs if word not in known_here]
-    if (not only_here and not only_there) or len(ours) == 1 or len(theirs) == 1:
+    words_here, words_there = re.split(r"[\s;]+", here), re.split(r"[\s;]+", there)
+    set_here, set_there = set(words_here), set(words_there)
+    only_here = [word for word in words_here if word not in set_there]
+    only_there = [word for word in words_there if word not in set_here]
+    if (not only_here and not only_there) or len(words_here) == 1 or len(words_there) == 1:
         start = next(at for at, (a, b) in enumerate(_aligned(here, there)) if a != b)
         start = max(0, start - _SHOWN // 4)
         return Difference(part=name, here=_window(here, start), there=_window(there, start))
-    return Difference(part=name, here=_some(only_here), there=_some(only_there))
+    return Difference(part=name, here=_first_words(only_here), there=_first_words(only_there))
 
 
 def _aligned(here: str, there: str) -> Iterable[tuple[str | None, str | None]]:
@@ -264,9 +270,9 @@ def _window(value: str, start: int) -> str:
     return f"{'...' if start else ''}{value[start:end]}{'...' if end < len(value) else ''}"
 
 
-def _some(told: list[str]) -> str:
-    shown = " ".join(told[:_SHOWN_WORDS])
-    more = len(told) - _SHOWN_WORDS
+def _first_words(differing: list[str]) -> str:
+    shown = " ".join(differing[:_SHOWN_WORDS])
+    more = len(differing) - _SHOWN_WORDS
     return _cut(shown, most=4 * _SHOWN) + (f" and {more} more" if more > 0 else "")
 
 

@@ -1,4 +1,4 @@
-"""TrustedIssuer: an identity provider whose JWTs are accepted. ClaimRule: claims and grants."""
+"""TrustedIssuer: an identity provider whose JWTs are accepted. ClaimRule: grants for claims."""
 
 import re
 import unicodedata
@@ -16,7 +16,7 @@ from graphstash_schema.names import star_matcher
 __all__ = ["ClaimRule", "IssuerUrl", "KeysUrl", "TrustedIssuer"]
 
 Patterns = TypeAliasType("Patterns", "dict[str, str | Patterns]")
-"""Maps a claim to a pattern for its value. For a claim that is an object, to patterns of its
+"""Maps a claim to a pattern for its value. If the claim is an object, maps it to patterns for its
 members."""
 
 
@@ -37,10 +37,9 @@ class ClaimRule(RequestModel):
     """Gives grants to every token whose claims match.
 
     Attributes:
-        claims: maps a claim to the pattern of its value, or to an object if the claim is one. `*`
-            matches any characters of an ordinary name (see `_is_ordinary`). For a list, one
-            matching element is enough. Not empty, because a public provider signs tokens for any
-            user.
+        claims: patterns, see `Patterns`. All must match. `*` matches any characters of an ordinary
+            name (see `_is_ordinary`). For a list, one matching element is enough. Not empty,
+            because a public provider signs tokens for any user.
         grants: grants as `<scope>:<pattern>`.
     """
 
@@ -64,13 +63,13 @@ class TrustedIssuer(RequestModel):
     """An identity provider whose tokens (JWT) the server accepts.
 
     Attributes:
-        name: name in the audit log, `oidc/<name>:<sub>`. Optional for one issuer of a server.
+        name: name in the audit log, `oidc/<name>:<sub>`. At most one issuer may omit it.
         issuer: value of the claim `iss`.
         audience: value that the claim `aud` must equal or contain.
-        jwks_url: URL of the public keys. None: take it from the discovery document.
-        ca_file: PEM file with the CAs of the provider, such as a Kubernetes cluster. None: the
+        jwks_url: URL of the public keys. Default: from the discovery document.
+        ca_file: PEM file with the CAs of the provider, such as a Kubernetes cluster. Default: the
             public CAs.
-        rules: which claims give which grants. The grants of all matching rules are combined.
+        rules: grants for claims. The grants of all matching rules are combined.
     """
 
     name: str = Field("", pattern=r"^([a-z0-9][a-z0-9-]{0,31})?$")
@@ -112,8 +111,8 @@ _UNUSUAL: Final = re.compile(r"\.\.|(?:^|/)\.(?:/|$)|[\\%]")
 def _is_ordinary(text: str) -> bool:
     """Return whether a star may match a part of this text.
 
-    The text must not look like a path that another program could resolve to another place, such as
-    `team/x/../../other`, in any encoding. A provider's own names never do.
+    No program may resolve the text to another path, such as `team/x/../../other` in any encoding. A
+    provider's own names never look like that.
     """
     return (
         _UNUSUAL.search(text) is None
@@ -123,7 +122,7 @@ def _is_ordinary(text: str) -> bool:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the values of a claim as texts. An absent claim and an object have none."""
+    """Return the values of a claim as texts; none for an absent claim or an object."""
     if isinstance(value, list):
         return [text for each in value if not isinstance(each, list) for text in _texts(each)]
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""`graphstash report`: monthly savings of the cache, in Markdown for a manager."""
+"""`graphstash report`: what the cache saved in a month, in Markdown for a manager."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ _TITLES: Final = {
     Grouping.DEVICE_TYPE: "By device type",
 }
 _MAX_RUNS_READ: Final = 50
-"""Maximum runs whose misses are read: the runs with the longest compile time."""
+"""Maximum number of runs whose misses are read: those with the longest compile time."""
 _SHOWN_MISSES: Final = 10
 _MARKDOWN: Final = re.compile(r"([\\`*_\[\]<>|~&]|:(?=//))")
 """Characters with a meaning in a Markdown table cell, and the colon of a bare URL."""
@@ -66,8 +66,8 @@ class Sums:
     @property
     def hit_rate(self) -> float | None:
         """Hit rate from 0 to 1, or None without look-ups."""
-        asked = self.hits + self.misses
-        return self.hits / asked if asked else None
+        lookups = self.hits + self.misses
+        return self.hits / lookups if lookups else None
 
 
 @dataclass
@@ -88,12 +88,12 @@ class MonthReport:
     Attributes:
         month: month, such as 2026-11.
         namespace: the only namespace of the report. None means all readable namespaces.
-        total: counts of all groups together.
+        total: counts of the whole month.
         by: groups by kind of grouping, longest saved compile time first.
-        misses: labels with the longest compile time in the runs that were read.
-        runs: number of reported runs that started in the month.
-        runs_read: number of runs that the misses come from.
-        saved_wall_seconds: estimate of how much earlier these runs ended.
+        misses: labels with the longest compile time in `runs_read` runs.
+        runs: number of runs that started in the month, among the latest of each namespace.
+        runs_read: number of these runs whose misses were read.
+        saved_wall_seconds: estimate of how much earlier all `runs` runs ended.
     """
 
     month: str
@@ -120,18 +120,18 @@ def report(
     """Print what the cache saved in a month, in Markdown.
 
     The report shows the compile time that was saved, hit rates by namespace, job, kind and device
-    type, and what compiled longest. Example:
+    type, and the programs that compiled longest. Example:
 
         graphstash report --month 2026-11 > november.md
     """
     config = load_config(url=url, namespace=namespace)
     since, until = _month(month)
     with server_of(config) as server:
-        made = _read(server, since, until, namespace)
+        content = _read(server, since, until, namespace)
     if as_json:
-        print_json(asdict(made))
+        print_json(asdict(content))
     else:
-        typer.echo(_markdown(made, since))
+        typer.echo(_markdown(content, since))
 
 
 def _month(text: str | None) -> tuple[datetime, datetime]:
@@ -160,13 +160,13 @@ def _read(
         if namespace is None or by is not Grouping.NAMESPACE:
             groups[by.value] = _sums(server.history(**query, by=by.value).points)
     (total,) = _sums(server.history(**query, by=Grouping.NONE.value).points) or [Sums()]
-    made = MonthReport(f"{since:%Y-%m}", namespace, total, groups)
+    content = MonthReport(f"{since:%Y-%m}", namespace, total, groups)
     names = [
         each.group for each in groups.get(Grouping.NAMESPACE.value, ()) if each.hits or each.misses
     ]
     chosen = [namespace] if namespace is not None else [each for each in names if each != OTHERS]
-    _add_runs(server.config, made, [Namespace(each) for each in chosen], since, until)
-    return made
+    _add_runs(server.config, content, [Namespace(each) for each in chosen], since, until)
+    return content
 
 
 def _sums(points: Iterable[HistoryPoint]) -> list[Sums]:
@@ -178,12 +178,12 @@ def _sums(points: Iterable[HistoryPoint]) -> list[Sums]:
 
 def _add_runs(
     config: ClientConfig,
-    made: MonthReport,
+    content: MonthReport,
     namespaces: Sequence[Namespace],
     since: datetime,
     until: datetime,
 ) -> None:
-    """Add the runs' own reports: their estimated time savings and their misses."""
+    """Add what runs have reported: their estimated time savings and their misses."""
     found: list[tuple[float, Namespace, Run]] = []
     with count_progress() as progress:
         for where in progress.track(namespaces, description="runs"):
@@ -193,17 +193,17 @@ def _add_runs(
                         seconds = sum(each.compile_seconds for each in run.counts)
                         found.append((seconds, where, run))
         found.sort(key=lambda each: -each[0])
-        made.runs = len(found)
-        made.saved_wall_seconds = sum(run.saved_wall_seconds for _, _, run in found)
+        content.runs = len(found)
+        content.saved_wall_seconds = sum(run.saved_wall_seconds for _, _, run in found)
         read = [each for each in found[:_MAX_RUNS_READ] if each[0] > 0]
-        made.runs_read = len(read)
+        content.runs_read = len(read)
         sums: dict[tuple[str, str], MissSums] = {}
         for _, where, run in progress.track(read, description="misses"):
             with closing(ServerClient(_in(config, where))) as server:
                 for miss in server.run(run.run).misses:
                     _add_miss(sums, where, miss)
     longest = sorted(sums.values(), key=lambda each: -each.seconds)
-    made.misses = longest[:_SHOWN_MISSES]
+    content.misses = longest[:_SHOWN_MISSES]
 
 
 def _add_miss(sums: dict[tuple[str, str], MissSums], where: Namespace, miss: RunMiss) -> None:
@@ -221,9 +221,9 @@ def _in(config: ClientConfig, namespace: Namespace) -> ClientConfig:
 # --- Markdown
 
 
-def _markdown(made: MonthReport, since: datetime) -> str:
-    total = made.total
-    where = f", namespace {_plain(made.namespace)}" if made.namespace else ""
+def _markdown(content: MonthReport, since: datetime) -> str:
+    total = content.total
+    where = f", namespace {_plain(content.namespace)}" if content.namespace else ""
     lines = [f"# graphstash in {since:%B %Y}{where}", ""]
     if total.hit_rate is None:
         lines += ["Nothing was looked up in this month, or no history of it is kept.", ""]
@@ -236,14 +236,15 @@ def _markdown(made: MonthReport, since: datetime) -> str:
         "This is the time of compilers, summed over all hosts: the computing that was not done, "
         "not how much earlier jobs ended.\n"
     )
-    if made.saved_wall_seconds:
+    if content.saved_wall_seconds:
         lines.append(
-            f"The latest runs of the month ({made.runs} that reported) ended about "
-            f"{format_seconds(made.saved_wall_seconds)} earlier together, by their own estimate.\n"
+            f"The latest runs of the month ({content.runs} that reported) ended about "
+            f"{format_seconds(content.saved_wall_seconds)} earlier together, by their own "
+            "estimate.\n"
         )
     for by in _GROUPINGS:
-        lines += _groups(_TITLES[by], made.by.get(by.value, []))
-    return "\n".join(lines + _misses(made))
+        lines += _groups(_TITLES[by], content.by.get(by.value, []))
+    return "\n".join(lines + _misses(content))
 
 
 def _groups(title: str, groups: Sequence[Sums]) -> list[str]:
@@ -260,13 +261,13 @@ def _groups(title: str, groups: Sequence[Sums]) -> list[str]:
     return [*lines, ""]
 
 
-def _misses(made: MonthReport) -> list[str]:
-    if not made.misses:
+def _misses(content: MonthReport) -> list[str]:
+    if not content.misses:
         return []
     lines = [
         "## Compiled longest",
         "",
-        f"Of the {made.runs_read} runs that compiled longest.",
+        f"Of the {content.runs_read} runs that compiled longest.",
         "",
         "| program | namespace | compiled | times | why |",
         "|---|---|---:|---:|---|",
@@ -274,7 +275,7 @@ def _misses(made: MonthReport) -> list[str]:
     lines += [
         f"| {_plain(each.label)} | {_plain(each.namespace)} | {format_seconds(each.seconds)} "
         f"| {each.misses} | {_plain(each.cause) or 'not known'} |"
-        for each in made.misses
+        for each in content.misses
     ]
     return [*lines, ""]
 

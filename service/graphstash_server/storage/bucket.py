@@ -1,7 +1,7 @@
 """Bucket: one S3 bucket, its thread pool, and the translation of its errors.
 
 The server trusts only two responses: the object, and "no such key" from a bucket that exists. Every
-other response becomes `unavailable`. A store that cannot be reached must never look like a store
+other response becomes a `ServerError`. A store that cannot be reached must never look like a store
 that lost its blobs.
 """
 
@@ -82,14 +82,14 @@ class Bucket:
         """Run `function` in a thread.
 
         Raises:
-            ServerError: `unavailable`, if the bucket does not respond.
+            ServerError: the bucket failed or did not respond.
         """
         with self.failures_named(operation):
             return await asyncio.get_running_loop().run_in_executor(self.threads, function)
 
     @contextmanager
     def failures_named(self, operation: str) -> Iterator[None]:
-        """Turn an error of boto3 into a `ServerError` with bucket, operation, cause and remedy."""
+        """Turn an error of boto3 into `NoSpaceError` (507) or `ServerError` (`unavailable`)."""
         try:
             yield
         except FAILURES as error:
@@ -133,8 +133,8 @@ class Bucket:
         self.client.close()
 
     def abort_abandoned(self, prefix: str, *, older_than: timedelta) -> None:
-        """Abort unfinished multipart uploads that are older than this by the clock of S3. Blocks.
-        This is the outermost frame of its thread, so it logs an error. The next start retries.
+        """Abort multipart uploads that began more than `older_than` ago by the clock of S3. Blocks.
+        This is the outermost frame of its thread, so it logs errors. The next start retries.
         """
         try:
             pages = self.client.get_paginator("list_multipart_uploads").paginate(
@@ -159,8 +159,8 @@ class Bucket:
 
 
 def _connect(settings: Settings) -> "S3Client":
-    """Return a client that finds its credentials in the standard AWS chain. The client sends
-    checksums only if S3 requires one. Some S3 implementations reject the optional ones.
+    """Return a client that finds its credentials in the standard AWS chain. It sends no optional
+    checksums, because some S3 implementations reject them.
     """
     config = Config(
         signature_version="s3v4",

@@ -1,14 +1,14 @@
 """The parts of an executable's fingerprint, including what torch_xla's own key omits.
 
-torch_xla names a graph by a 128-bit hash of its nodes, its git revisions, the `--xla*` tokens of
-two environment variables and the serialized topology. Measurements on 2.7 show that other inputs
-change the program but not the name. These are the matmul precision, `XLA_STABLEHLO_COMPILE`, the
+torch_xla names a graph by a 128-bit hash of its nodes, torch_xla's git revisions, the `--xla*`
+tokens of two environment variables and the serialized topology. Measurements on 2.7 show that other
+inputs change the program but not the name: the matmul precision, `XLA_STABLEHLO_COMPILE`, the
 parameter-wrapping threshold, a flag file, the libtpu version, the build of the library, and
 attributes of some operations (see `omitted`). The fingerprint contains all of these. It also
 contains the CPU's features, because torch_xla loads machine code without checking the CPU.
 
-A training thread is in the middle of a step when this code runs. Therefore the code neither
-computes on a device nor creates a tensor.
+This code runs in the middle of a training step. Therefore it neither computes on a device nor
+creates a tensor.
 """
 
 import ctypes
@@ -53,8 +53,8 @@ class Fingerprints:
     `XLA_RNG_BIT_GENERATOR`, right after the look-up of the first graph that needs them.
 
     Raises:
-        GateUnavailable: Operations cannot be observed in this build or on this host.
-        ValueError: This build does not export the matmul precision.
+        GateUnavailable: the calls that create operations cannot be intercepted in this process.
+        ValueError: this build does not export the matmul precision.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Fingerprints:
         self._precision = ctypes.c_int.in_dll(ctypes.CDLL(torch_xla._XLAC.__file__), _PRECISION)
 
     def observe_environment(self) -> None:
-        """Record the state of the environment. Call it before each change and at look-ups."""
+        """Record the environment variables. Call it before each change of one and at look-ups."""
         has_started = torch_xla._XLAC._xla_runtime_is_initialized()
         self._environment.observe(has_started=has_started)
 
@@ -94,7 +94,7 @@ class Fingerprints:
         )
 
     def parts(self, name: str) -> dict[str, str]:
-        """Return the parts of the key of the graph `name`."""
+        """Return the parts of the fingerprint of the graph `name`."""
         if self._process_parts is None:
             self._process_parts = _process_parts()
         self.observe_environment()
@@ -108,7 +108,7 @@ class Fingerprints:
 
 
 def _compiling_line() -> str:
-    """Return the main thread's line of user code: exact mode calls this in another thread."""
+    """Return the main thread's line of user code, because exact mode runs in another thread."""
     return user_line(sys._current_frames().get(threading.main_thread().ident or 0))
 
 

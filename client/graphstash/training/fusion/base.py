@@ -1,7 +1,7 @@
 """Fusion: the common part of backward and forward fusion.
 
-Schedules, scalers and trainers detect and wrap `optimizer.step`, so neither kind replaces it.
-Torch's hooks leave to the step only the gradients that it has to apply.
+Schedules, scalers and trainers detect and wrap `optimizer.step`, so neither kind replaces it. Hooks
+around the step hide the gradients that fusion applies.
 """
 
 import weakref
@@ -43,7 +43,7 @@ _FUSED: MutableMapping[Tensor, "weakref.ref[Fusion]"] = WeakTensorKeyDictionary(
 
 
 class ModuleHook:
-    """A hook of a module, which becomes a hook without effect when the module is copied or pickled.
+    """A hook of a module. In a copied or pickled module, it has no effect.
 
     Args:
         function: called with the module.
@@ -55,7 +55,7 @@ class ModuleHook:
         self._before_copy = before_copy
 
     def __call__(self, module: nn.Module, *_: object) -> None:
-        """Call the function; torch passes the module and further arguments of this kind of hook."""
+        """Call the function with the module. Ignore torch's other arguments."""
         self._function(module)
 
     def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
@@ -88,7 +88,7 @@ class Fusion(ABC):
         self.partial_step = PartialStep(optimizer)
         self._handles: list[Any] = []
         self.last_gradients: dict[Tensor, TensorWeakRef] = {}
-        """Gradients of the first step, kept until the second step."""
+        """Weak references to the gradients of the first step, until the second step."""
         self._is_closed = False
         _refuse_general(model, optimizer)
         _refuse_parameters(optimizer, self.names, self.parameters)
@@ -102,15 +102,15 @@ class Fusion(ABC):
         """Make the updates that wait for the next forward, if there are any.
 
         Raises:
-            FusionError: a backward has failed after some parameters were updated.
+            FusionError: a backward or an update failed after some parameters were updated.
         """
 
     def close(self) -> None:
-        """Make the waiting updates and end the fusion; the optimizer then works as before `fuse`.
+        """Make the waiting updates and end the fusion. The optimizer then works as before `fuse`.
 
         Raises:
-            FusionError: a backward has updated parameters, and no step followed. The fusion has
-                ended.
+            FusionError: a backward has updated parameters, and no step followed. The fusion ends
+                anyway.
         """
         if self._is_closed:
             return
@@ -139,24 +139,24 @@ class Fusion(ABC):
 
     @abstractmethod
     def before_step(self, options: dict[str, Any]) -> None:
-        """Leave to the step only its own updates; `options` are the step's arguments by name."""
+        """Hide the gradients that fusion applies. `options` are the step's arguments by name."""
 
     @abstractmethod
     def after_step(self) -> None:
-        """Finish after the optimizer has made the remaining updates."""
+        """Finish after the optimizer's own step."""
 
     def keep(self, handle: Any) -> None:
-        """Store the handle of a hook, which `close` removes."""
+        """Let `close` remove a hook."""
         self._handles.append(handle)
 
     def remember_gradients(self) -> None:
-        """Remember the first step's gradients, which the second step must not use or add to."""
+        """Remember the first step's gradients, so that the second step can refuse them."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self.last_gradients[parameter] = TensorWeakRef(parameter.grad)
 
     def has_old_gradient(self, parameter: Tensor) -> bool:
-        """Return whether the parameter still has its first step's gradient, and forget that one."""
+        """Return whether the parameter still has its gradient of the first step, and forget it."""
         last = self.last_gradients.pop(parameter, None)
         return last is not None and parameter.grad is not None and last() is parameter.grad
 
@@ -174,19 +174,19 @@ class Fusion(ABC):
             _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             names = ("closure", "found_inf", "grad_scale")
-            given = dict(zip(names, args[1:], strict=False)) | kwargs
-            if (closure := given.get("closure")) is not None:
+            arguments = dict(zip(names, args[1:], strict=False)) | kwargs
+            if (closure := arguments.get("closure")) is not None:
                 # Lightning computes gradients in the closure. Call it before the fusion acts, and
                 # only once.
                 with torch.set_grad_enabled(True):
                     loss = closure()
-                given["closure"] = lambda: loss
-            options = given
-            if given.get("found_inf") is None:  # torch.amp.GradScaler sets attributes
-                options = given | {name: getattr(optimizer, name, None) for name in names[1:]}
+                arguments["closure"] = lambda: loss
+            options = arguments
+            if arguments.get("found_inf") is None:  # torch.amp.GradScaler sets attributes
+                options = arguments | {name: getattr(optimizer, name, None) for name in names[1:]}
             self._require_same_parameters()
             self.before_step(options)
-            return args[:1], given
+            return args[:1], arguments
 
         self._before = optimizer.register_step_pre_hook(before)
         self._after = optimizer.register_step_post_hook(lambda *_: self.after_step())
@@ -205,9 +205,9 @@ class Fusion(ABC):
         self.keep(Guards(self.model, optimizer, fused, self._order_hooks))
 
     def _order_hooks(self) -> None:
-        """Put the fusion's hooks next to the step, inside all hooks of the user.
+        """Run the fusion's hooks directly before and after the step, inside all hooks of the user.
 
-        A user's hook before the step may clip gradients, and one after it may call zero_grad().
+        A user's hook may clip gradients before the step, or call zero_grad() after it.
         """
         optimizer: Any = self.optimizer
         optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
@@ -217,7 +217,7 @@ class Fusion(ABC):
         self.flush()
 
     def _before_save(self) -> None:
-        """Make waiting updates, so that the saved values equal those without fusion."""
+        """Make waiting updates, so that the saved values are the same as without fusion."""
         self.flush()
 
     def _before_copy(self) -> None:
@@ -242,11 +242,7 @@ class Fusion(ABC):
 
 
 def require_unfused(parameters: Iterable[Tensor]) -> None:
-    """Refuse fused parameters before a whole step becomes one graph.
-
-    Raises:
-        FusionError: a parameter is fused.
-    """
+    """Raise FusionError if a parameter is fused: a traced step does not run the fusion's hooks."""
     for parameter in parameters:
         if (known := _FUSED.get(parameter)) is not None and (fusion := known()) is not None:
             raise FusionError(
@@ -331,9 +327,9 @@ def _refuse_parameters(
             )
     memory = Memory(parameters)
     for parameter in parameters:
-        if len(both := memory.shared_with(local(parameter))) > 1:
+        if len(sharing := memory.shared_with(local(parameter))) > 1:
             raise FusionError(
-                f"{named(both, names)} share memory, and the order of their updates would be "
+                f"{named(sharing, names)} share memory, and the order of their updates would be "
                 "another one; make them one parameter, or train without fusion"
             )
     if names.keys().isdisjoint(parameters):

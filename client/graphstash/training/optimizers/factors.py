@@ -2,8 +2,8 @@
 
 The statistics of a gradient G of shape [d1, ..., dn] are n matrices. The matrix of dimension i has
 the shape [di, di]: it is the product of G with itself over all other dimensions. Preconditioning
-multiplies G along each dimension by a matrix of the same shape. The matrices of one tensor are
-stored in one flat tensor, so that a parameter has one state tensor for each kind.
+multiplies G along each dimension i by another matrix of shape [di, di]. One flat tensor stores all
+statistics of a parameter, and another one its preconditioning matrices.
 
 Dimensions that are too large are split into blocks with their own matrices, or have no matrix.
 Small neighboring dimensions may be merged. Both follow Anil et al., "Scalable Second Order
@@ -26,9 +26,9 @@ class Blocking(NamedTuple):
     """How tensors are split into blocks."""
 
     max_dim: int
-    """Rows of the largest matrix."""
+    """Maximum number of rows of a matrix."""
     splits: bool
-    """Whether larger dimensions are split; otherwise they have no matrix."""
+    """Whether larger dimensions are split. If not, they have no matrix."""
     merges: bool
     """Whether neighboring dimensions are merged up to a product of `max_dim`."""
     one_dimensional: bool
@@ -39,10 +39,10 @@ class Factors:
     """The matrices of tensors of one shape.
 
     Attributes:
-        shape: Shape of the tensor after merging.
-        dimensions: Dimensions of a block that have a matrix.
-        numel: Elements of all matrices together; 0 if there is no matrix.
-        rows: Rows of all matrices together.
+        shape: shape of the tensor after merging.
+        dimensions: dimensions that have a matrix, the same in every block.
+        numel: number of elements of all matrices; 0 if there is no matrix.
+        rows: number of rows of all matrices.
     """
 
     def __init__(self, shape: Sequence[int], blocking: Blocking) -> None:
@@ -67,7 +67,7 @@ class Factors:
         self.rows = sum(map(sum, self._sizes))
 
     def matrices(self, flat: Tensor) -> list[list[Tensor | None]]:
-        """Return views of `flat` by block and dimension; None where there is no matrix."""
+        """Return views of `flat` by block and dimension; None for a dimension without a matrix."""
         parts = iter(torch.split(flat, self._lengths))
         return [
             [part.view(size, size) if size else None for size, part in zip(sizes, parts)]  # noqa: B905 - `parts` continues with the next block
@@ -81,7 +81,7 @@ class Factors:
         return torch.cat(eyes) if eyes else like.new_zeros(0)
 
     def statistics(self, gradient: Tensor) -> Tensor:
-        """Return flat products of each block with itself over all dimensions but one."""
+        """Return the statistics of a gradient, flat."""
         products = []
         for part, sizes in zip(self._parts(gradient), self._sizes, strict=True):
             for dimension, size in enumerate(sizes):
@@ -118,7 +118,7 @@ class Factors:
 
 @lru_cache(maxsize=4096)
 def factors_of(shape: torch.Size, blocking: Blocking) -> Factors:
-    """Return the `Factors` of a shape, always the same object."""
+    """Return the `Factors` of a shape, from a cache."""
     return Factors(shape, blocking)
 
 

@@ -4,15 +4,16 @@ It does no I/O and reads no clock. A test can therefore drop, duplicate, delay a
 datagrams.
 
 A slot of the pool serves one stream of blocks at a time, in rounds. In a round, every rank sends
-its next blocks, as many as fit, and the number of its first block after them. The blocks below
-the smallest of these numbers are complete: no rank sends another block there. The aggregator adds
-them in the order of the ranks, independent of the order of arrival. It sends all ranks the sums
-and the number at which the next round begins. Blocks from that number on stay in the slot.
+as many of its next nonzero blocks as fit into a datagram, and the number of its first block after
+them. The blocks below the smallest of these numbers are complete, because no rank sends another
+block there. The aggregator adds as many of them as fit into a datagram, in the order of the ranks.
+It sends all ranks the sums and the number at which the next round begins. Blocks from that number
+on stay in the slot.
 
 The aggregator keeps the sums of a round until the next round is complete. A rank joins the next
-round only after it has the sums, so a rank never needs older sums than the last. OmniReduce and
-SwitchML keep two versions of a slot for the same reason. They tell the versions apart by one bit,
-and accept a datagram that is two rounds late as a new one. Here the round is a number of 64 bits.
+round only after it has the sums, so a rank never needs older sums. OmniReduce and SwitchML keep two
+versions of a slot for the same reason. They tell the versions apart by one bit, and take a datagram
+that is two rounds late for a new one. Here the round is a number of 64 bits.
 """
 
 from collections.abc import Hashable
@@ -35,7 +36,7 @@ from graphstash.training.reduce.aggregators.elements import ELEMENTS
 __all__ = ["DIFFERENT", "MAX_SLOTS", "Aggregator", "Reply", "ranks_text"]
 
 MAX_SLOTS: Final = 64
-"""Slots per aggregator and session; bounds the memory that workers can make an aggregator use."""
+"""Maximum slots of an aggregator in one session. Bounds the memory that workers can make it use."""
 
 _MAX_TEXT_BYTES: Final = 1000
 
@@ -50,11 +51,11 @@ class Reply(NamedTuple):
 class Aggregator:
     """Aggregator number `number` in one session with `world` workers.
 
-    A worker counts as dead after `lost_after_seconds` of silence. Times are in seconds of any
-    monotonic clock. WELCOME tells workers `buffer_bytes`, the size of the receive buffer.
+    A worker counts as dead after `lost_after_seconds` of silence. `now` is always in seconds of the
+    same monotonic clock. WELCOME contains `buffer_bytes`, the size of the receive buffer.
 
     Attributes:
-        failure: Why the session has failed, or None.
+        failure: reason why the session has failed, or None.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class Aggregator:
         self._lost_after = lost_after_seconds
         self._buffer_bytes = buffer_bytes
         self._addresses: dict[int, Hashable] = {}
-        self._heard = [now] * world
-        self._alive = [0] * world
+        self._heard_at = [now] * world
+        self._heartbeats = [0] * world
         self._left: set[int] = set()
         self._slots: dict[int, _Slot] = {}
         self.failure: str | None = None
@@ -89,7 +90,7 @@ class Aggregator:
         return rank in self._left
 
     def receive(self, message: Message, source: Hashable, now: float) -> list[Reply]:
-        """Process a message with a valid seal from an address, and return the replies."""
+        """Process a message whose seal is valid, and return the replies."""
         header = message.header
         if header.aggregator != self._number or header.rank >= self._world:
             return []
@@ -110,7 +111,7 @@ class Aggregator:
         silent = [
             rank
             for rank in range(self._world)
-            if rank not in self._left and now - self._heard[rank] > self._lost_after
+            if rank not in self._left and now - self._heard_at[rank] > self._lost_after
         ]
         if silent and self.failure is None:
             return self.fail(
@@ -121,7 +122,7 @@ class Aggregator:
         return []
 
     def fail(self, why: str) -> list[Reply]:
-        """End the session, and return the replies that tell all workers."""
+        """End the session, and return FAILED for every worker that has not left."""
         if self.failure is None:
             self.failure = why
         return [
@@ -133,15 +134,15 @@ class Aggregator:
 
     def _open(self, header: Header, source: Hashable, body_bytes: int, now: float) -> list[Reply]:
         self._addresses[header.rank] = source
-        if not self._alive[header.rank]:  # a replayed OPEN must not keep a dead worker alive
-            self._heard[header.rank] = now
+        if not self._heartbeats[header.rank]:  # a replayed OPEN must not keep a dead worker alive
+            self._heard_at[header.rank] = now
         welcome = header._replace(kind=Kind.WELCOME, filled=0, elements=self._buffer_bytes)
         return [Reply(source, self._seal.close(welcome, bytes(body_bytes)))]
 
     def _record_heartbeat(self, header: Header, source: Hashable, now: float) -> list[Reply]:
-        if header.round > self._alive[header.rank]:  # otherwise a replay
-            self._alive[header.rank] = header.round
-            self._heard[header.rank] = now
+        if header.round > self._heartbeats[header.rank]:  # otherwise a replay
+            self._heartbeats[header.rank] = header.round
+            self._heard_at[header.rank] = now
         return self._failed_to(source)
 
     def _leave(self, header: Header, why: str, source: Hashable) -> list[Reply]:
@@ -169,7 +170,7 @@ class Aggregator:
         if problem is not None:
             return self.fail(problem)
         slot.take(message)
-        self._heard[header.rank] = now  # under load, ALIVE may be lost
+        self._heard_at[header.rank] = now  # under load, ALIVE may be lost
         if slot.arrived.bit_count() < self._world:
             return []
         result = slot.complete(self._seal, self._number)
@@ -212,10 +213,10 @@ class _Slot:
     """One slot of the pool.
 
     Attributes:
-        round: Round in progress, counted from 0 over all tensors.
-        arrived: Bit mask of the ranks whose DATA for this round has arrived.
-        tensor: A header of the current tensor; None between tensors.
-        result: Datagram with the sums of the previous round; None before the first.
+        round: number of the round in progress, from 0 and over all tensors.
+        arrived: bit mask of the ranks whose DATA for this round has arrived.
+        tensor: header of the first DATA of the current tensor. None between tensors.
+        result: datagram with the sums of the previous round. None in the first round.
     """
 
     def __init__(self, world: int) -> None:
@@ -228,9 +229,9 @@ class _Slot:
         self._waiting: list[list[tuple[Numbers, Values]]] = [[] for _ in range(world)]
 
     def accepts(self, message: Message) -> bool:
-        """Check a rank's DATA against the tensor and the round. Its block numbers have to ascend,
-        from the beginning of the round or later, and stay below the rank's next block. A rank must
-        not send blocks while earlier blocks of it wait.
+        """Check a rank's DATA against the tensor and the round. Its block numbers must ascend, not
+        be below the round's first number, and stay below the rank's next block. A rank must not
+        send blocks while its earlier blocks are in the slot.
         """
         header = message.header
         blocks = -(-header.elements // header.block_size)
@@ -286,7 +287,7 @@ class _Slot:
         return numbers[:complete], until
 
     def _add(self, numbers: Numbers, sums: Values) -> None:
-        """Add rank by rank, so that the bits do not depend on the order of arrival."""
+        """Add in the order of the ranks, so that the bits do not depend on the order of arrival."""
         assert self.tensor is not None  # noqa: S101 - `take` has set it
         element = ELEMENTS[self.tensor.element]
         is_sum = self.tensor.operation == Operation.SUM
@@ -295,12 +296,12 @@ class _Slot:
         with np.errstate(all="ignore"):  # inf - inf is NaN, and integers wrap around
             for waiting in self._waiting:
                 for own, values in waiting:
-                    there = int(np.searchsorted(own, numbers[-1], side="right"))
-                    if there == len(numbers):  # ascending and as many, so the same numbers
-                        combine(wide, element.widen(values[:there]), out=wide)
-                    elif there:
-                        places = np.searchsorted(numbers, own[:there])
-                        wide[places] = combine(wide[places], element.widen(values[:there]))
+                    count = int(np.searchsorted(own, numbers[-1], side="right"))
+                    if count == len(numbers):  # `numbers` includes them, so they are equal
+                        combine(wide, element.widen(values[:count]), out=wide)
+                    elif count:
+                        places = np.searchsorted(numbers, own[:count])
+                        wide[places] = combine(wide[places], element.widen(values[:count]))
         if wide is not sums:
             sums[:] = element.narrow(wide)
 

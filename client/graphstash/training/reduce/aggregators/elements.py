@@ -1,4 +1,4 @@
-"""The types of elements: in datagrams, and while they are added.
+"""The types of elements in datagrams, and the types in which aggregators add them.
 
 fp16 and bf16 are added in fp32, and the sum is rounded once. All other types are added in their
 own type. Integers wrap around (two's complement).
@@ -19,10 +19,10 @@ class Element(NamedTuple):
     """A type of elements.
 
     Attributes:
-        name: Name in torch, without `torch.`.
+        name: name in torch, without `torch.`.
         wire: numpy type in datagrams. bf16 is sent as uint16 bits, because numpy has no bf16.
-        widen: Converts from the wire type to the type for adding.
-        narrow: Converts back to the wire type.
+        widen: function that converts the wire type to the type for adding.
+        narrow: function that converts back to the wire type.
     """
 
     name: str
