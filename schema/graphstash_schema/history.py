@@ -1,4 +1,4 @@
-"""History: activity of a server by hour or by day, from `GET /v1/stats/history`."""
+"""History: a server's activity per hour or day, from `GET /v1/stats/history`."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -33,20 +33,20 @@ HISTORY_KEPT: Final[Mapping[Step, timedelta]] = {
     Step.HOUR: timedelta(days=31),
     Step.DAY: timedelta(days=400),
 }
-"""How long a server keeps points, and the maximum time range of one response."""
+"""How long a server keeps points. This is also the maximum time range of one response."""
 
 MAX_GROUPED_STEPS: Final = 400
-"""Maximum hours or days in a response with groups, which has 21 points for each of them."""
+"""Maximum hours or days in a response with groups. Each has up to 21 points."""
 
 MAX_HISTORY_GROUPS: Final = 20
-"""Maximum groups in one response: the groups with the most hits and misses."""
+"""Maximum groups in one response besides `OTHERS`: those with the most hits and misses."""
 
 OTHERS: Final = "(others)"
-"""Group that sums all other groups. No namespace, kind, device type or job has this name."""
+"""Group that sums the remaining groups. No namespace, kind, device type or job has this name."""
 
 
 class Grouping(StrEnum):
-    """What points are grouped by, in addition to time."""
+    """How points are grouped, in addition to time."""
 
     NONE = "none"
     NAMESPACE = "namespace"

@@ -22,25 +22,25 @@ __all__ = [
 ]
 
 MAX_LISTED_ARTIFACTS: Final = 500
-"""Maximum artifacts of a page."""
+"""Maximum number of artifacts on a page."""
 
 MAX_DETAILED_ARTIFACTS: Final = 3
-"""Maximum artifacts of a page with details. The parts of one artifact take up to 28 KiB. A client
-reads at most 100,000 values of a response, which it counts by commas and brackets."""
+"""Maximum number of artifacts on a page with details. The parts of one artifact take up to 28 KiB,
+and a client refuses a response with more than 100,000 values, counted by commas and brackets."""
 
 
 class ListOrder(StrEnum):
-    """Order of the artifacts in the pages."""
+    """Order of the artifacts in a listing."""
 
     FINGERPRINT = "fingerprint"
-    """Smallest fingerprint first. An artifact stored while a caller reads the pages is either in
+    """Smallest fingerprint first. If an artifact is stored while a caller reads the pages, it is in
     its place or missing."""
     NEWEST = "newest"
-    """Latest stored first."""
+    """Newest first."""
 
 
 class ArtifactQuery(RequestModel):
-    """Selects artifacts, and a page of them."""
+    """Selects artifacts, their order and a page."""
 
     order: ListOrder = Field(default=ListOrder.FINGERPRINT, description="what comes first")
     after: str = Field(
@@ -69,7 +69,7 @@ class ArtifactQuery(RequestModel):
 
 
 class ListedArtifact(WireModel):
-    """What a server knows about an artifact."""
+    """An artifact in a listing."""
 
     key: ArtifactKey
     digest: str = Field(description="`sha256:<hex>` of the blob")

@@ -21,7 +21,8 @@ _SECONDS: Final = 10.0
 
 
 def read_jwt(path: Path) -> str:
-    """Read a JWT from a file, such as a projected service-account token. `-` is standard input.
+    """Read a JWT from a file, such as a projected service-account token, or from standard input if
+    the path is `-`.
 
     Raises:
         ConfigError: the file cannot be read, or holds no JWT.
@@ -41,8 +42,9 @@ def jwt_from_github(audience: str) -> str:
     """Request a new JWT for this GitHub Actions job.
 
     Raises:
-        ConfigError: this process is not such a job, or the job lacks the permission.
-        CacheError: GitHub does not answer.
+        ConfigError: this process is not part of a GitHub Actions job, the job lacks the permission,
+            or the response holds no JWT.
+        CacheError: GitHub does not answer, or refuses.
     """
     request = github_token_request()
     if request is None:
@@ -55,7 +57,7 @@ def jwt_from_github(audience: str) -> str:
     place = f"{url.scheme}://{url.host}"
     with (
         named_failures(place),
-        # This call must use the CI system's proxy, unlike calls to the cache.
+        # Unlike calls to the cache, this call uses the proxy of the environment.
         httpx.Client(timeout=_SECONDS) as client,
         client.stream("GET", url, headers={"Authorization": f"Bearer {request[1]}"}) as response,
     ):

@@ -1,4 +1,4 @@
-"""The loop of a search: ask, measure, tell; then compare the best few."""
+"""The loop of a search: ask the searcher, measure, tell it the costs; then compare the best few."""
 
 import logging
 import math
@@ -29,14 +29,14 @@ class Result(NamedTuple):
     """The result of a search.
 
     Attributes:
-        best: the cheapest finalist; None if nothing works.
+        best: the cheapest finalist; None if no configuration works.
         measurement: measurement of the best configuration in the finalists' round.
         measurements: all measurements of this search in order of completion. The finalists' round
-            comes last, so a finalist occurs twice.
+            comes last, so a finalist may occur twice.
         known: number of earlier measurements told to the searcher.
         seconds: duration of the search.
-        ended: why measuring stopped: the budget of measurements, the budget of seconds, or a
-            searcher without further configurations.
+        ended: why measuring ended: the limit of measurements, the limit of seconds, or because the
+            searcher had no further configurations.
     """
 
     best: Configuration | None
@@ -61,20 +61,20 @@ def search(
 ) -> Result:
     """Search for a fast configuration.
 
-    A single measurement may be off, and the cheapest of many probably is. So the best few, known
-    ones included, are measured again, interleaved and without other load; only this round decides.
-    If all of them fail in it, the next few are measured. With one worker, equal seeds and costs
-    give equal searches.
+    A single measurement may be off, and the cheapest of many probably is. The finalists' round
+    therefore measures the best few again, including known ones, interleaved and without other load.
+    Only this round decides. If all finalists fail, the next few are measured. With one worker,
+    equal seeds and costs give equal searches.
 
     Args:
         searcher: chooses configurations; may know trials already.
         target: the kernel to measure.
-        budget: limits the search; the finalists' round is not counted.
+        budget: limits the search, without the finalists' round.
         workers: number of configurations built in parallel, 1 or more. They run one at a time.
-        finalists: number of configurations in that round, from 1 to 64: all are in memory together.
+        finalists: number of finalists, from 1 to 64: all are in memory together.
         method: how thoroughly each configuration is measured. Default: `Method()`.
         executor: where to measure. Default: processes of this host. `RayPool` uses the machines of
-            a Ray cluster; `partial(RayPool, options={"num_gpus": 1})` those with GPUs.
+            a Ray cluster; `partial(RayPool, options={"num_gpus": 1})` uses its machines with GPUs.
         known: earlier measurements of the same target on equal machines. The searcher learns from
             them; only finalists are measured again. Measurements outside the space are ignored.
         publish: called with each new measurement; a finalist's second measurement replaces its
@@ -87,7 +87,7 @@ def search(
     if not 1 <= finalists <= _MAX_FINALISTS:
         raise ValueError(f"finalists must be from 1 to {_MAX_FINALISTS} (got {finalists})")
     started = monotonic()
-    told = _replay_known(searcher, known)
+    known_count = _replay_known(searcher, known)
     measurements: list[Measurement] = []
 
     def record(measurement: Measurement) -> None:
@@ -97,19 +97,19 @@ def search(
     with executor(target, workers=workers, method=method or Method()) as pool:
         ended = _measure(searcher, pool, budget, started, record)
         last: list[Measurement] = []
-        for few in _batched(_cheapest(searcher), finalists):
-            last = pool.compare(few)
+        for batch in _batched(_cheapest(searcher), finalists):
+            last = pool.compare(batch)
             for measurement in last:
                 record(measurement)
             if any(measurement.cost is not None for measurement in last):
                 break
-    works = [measurement for measurement in last if measurement.cost is not None]
-    best = min(works, key=lambda each: each.cost or math.inf, default=None)
+    working = [measurement for measurement in last if measurement.cost is not None]
+    best = min(working, key=lambda each: each.cost or math.inf, default=None)
     return Result(
         best=None if best is None else searcher.space.configuration(best.configuration),
         measurement=best,
         measurements=measurements,
-        known=told,
+        known=known_count,
         seconds=monotonic() - started,
         ended=ended,
     )
@@ -135,7 +135,7 @@ def _measure(
     started: float,
     record: Callable[[Measurement], None],
 ) -> Literal["measurements", "seconds", "exhausted"]:
-    """Measure the searcher's configurations, and return why it ended."""
+    """Measure the searcher's configurations, and return why measuring ended."""
     left = math.inf if budget.measurements is None else budget.measurements
     seconds = math.inf if budget.seconds is None else budget.seconds
     while True:
@@ -155,8 +155,8 @@ def _measure(
 
 def _cheapest(searcher: Searcher) -> list[dict[str, Value]]:
     """Return the configurations that work, each once, the cheapest first."""
-    works = [trial for trial in searcher.trials if math.isfinite(trial.cost)]
-    cheapest = sorted(works, key=lambda trial: trial.cost)
+    working = [trial for trial in searcher.trials if math.isfinite(trial.cost)]
+    cheapest = sorted(working, key=lambda trial: trial.cost)
     distinct = dict.fromkeys(trial.configuration for trial in cheapest)
     return [searcher.space.named(each) for each in distinct]
 

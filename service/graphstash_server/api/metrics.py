@@ -1,4 +1,4 @@
-"""The metrics for Prometheus."""
+"""`GET /metrics`, for Prometheus."""
 
 import asyncio
 import ipaddress
@@ -19,11 +19,12 @@ router = Calls(tags=["administration"])
 _TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 _TOKEN_SECONDS: Final = 0.5
-"""Seconds that a scrape waits until its token is read."""
+"""Seconds that a scrape waits for its token's row from the database."""
 
 _MAX_REMEMBERED: Final = timedelta(hours=1)
-"""Age up to which a decision about a token counts while the database does not answer. Its caller
-then reads only the counters of this host, which name no namespace."""
+"""Age up to which a decision about a token is used while the database does not answer. Unless the
+database answers again meanwhile, the response has only this host's counters, which name no
+namespace."""
 
 _PROXIED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 """Headers that show that a request came through a proxy."""
@@ -51,8 +52,8 @@ async def get_metrics(call: Call) -> Response:
 
 
 async def _may_read(call: Call) -> bool:
-    """Return whether the caller may read all series. False if the database, which has the tokens,
-    does not answer.
+    """Return whether the caller may read all series. False if the database does not answer and this
+    process has no recent decision about the caller's token.
 
     Raises:
         ServerError: the caller may not read the metrics.
@@ -82,7 +83,8 @@ async def _may_read(call: Call) -> bool:
 
 
 async def _principal_in_time(call: Call) -> Principal | None:
-    """Return the caller. While the database does not answer, decide as before, or return None.
+    """Return the caller. If the database does not answer in time, return the caller that an earlier
+    decision found, or None.
 
     Raises:
         ServerError: 401 if the caller is not authenticated.

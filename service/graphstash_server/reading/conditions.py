@@ -1,7 +1,7 @@
-"""What request headers ask for: conditions (RFC 9110 section 13), ranges (14), preferences (7240);
-and for which job.
+"""Parse headers of a request: conditions (RFC 9110, section 13), a range (section 14), preferences
+(RFC 7240), and the name of the job.
 
-A header that cannot be understood is ignored, as these specifications say.
+Invalid headers are ignored, as these specifications require.
 """
 
 import re
@@ -17,12 +17,12 @@ _ETAG = re.compile(r'(?:W/)?("[^"]*")')
 
 
 def job_named(header: str | None) -> str:
-    """The job of `HEADER_JOB`; empty for none."""
+    """Return the job that `HEADER_JOB` names, or an empty string for no or an invalid name."""
     return header if header is not None and ManifestName.form.fullmatch(header) else ""
 
 
 def lists_etag(header: str | None, etag: str) -> bool:
-    """Whether an If-None-Match names an entity tag, by weak comparison; `*` names all."""
+    """Return whether `If-None-Match` lists an entity tag, by weak comparison. `*` lists all."""
     if header is None:
         return False
     return header.strip() == "*" or etag in _ETAG.findall(header)
@@ -31,14 +31,14 @@ def lists_etag(header: str | None, etag: str) -> bool:
 def requested_range(
     range_header: str | None, if_range: str | None, *, etag: str, size_bytes: int
 ) -> tuple[int, int] | None:
-    """Which bytes of a blob are asked for: start (inclusive) and stop (exclusive).
+    """Return the requested bytes of a blob: start (inclusive) and stop (exclusive).
 
     Returns:
-        None for the whole blob: without a header, with several ranges, with one that is out of
-        form, or when `If-Range` names another version (strong comparison).
+        None for the whole blob: there is no `Range`, it has several ranges or is invalid, or
+        `If-Range` names another version (strong comparison).
 
     Raises:
-        ServerError: 416 when no byte of the blob is in the range.
+        ServerError: 416 if no byte of the blob is in the range.
     """
     match = _RANGE.fullmatch(range_header) if range_header is not None else None
     if match is None or (if_range is not None and if_range.strip() != etag):
@@ -63,6 +63,6 @@ def requested_range(
 
 
 def requested_wait(prefer: str | None, *, at_most_seconds: float) -> float | None:
-    """The seconds of `Prefer: wait=`, cut to a limit; None when it was not asked for."""
+    """Return the seconds of `Prefer: wait=`, at most the limit, or None without this preference."""
     match = _WAIT.search(prefer) if prefer is not None else None
     return None if match is None else min(float(match.group(1)), at_most_seconds)

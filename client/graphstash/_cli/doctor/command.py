@@ -1,4 +1,4 @@
-"""`graphstash doctor`: print one line per finding, followed by its fix."""
+"""`graphstash doctor`: print one line per finding, and its fix on the next line."""
 
 import dataclasses
 import logging
@@ -59,7 +59,7 @@ def doctor(
     Suggests a fix for each problem and changes nothing. Exits with 1 if a check fails. Warnings
     alone exit with 0.
     """
-    # Suppress the client's warnings: the doctor reports them as findings.
+    # Keep the client's warnings off stderr: the doctor reports them as findings.
     logging.getLogger("graphstash").addHandler(logging.NullHandler())
     findings = []
     for finding in examine(os.environ, {"url": url, "namespace": namespace}, with_probe=probe):
@@ -96,14 +96,14 @@ def _summary(findings: list[Finding]) -> str:
 def examine(
     environ: Mapping[str, str], options: Mapping[str, str | None], *, with_probe: bool = False
 ) -> Iterator[Finding]:
-    """Check every topic in order, and yield findings as they come.
+    """Check every topic in order, and yield each finding at once.
 
-    If a topic fails, the topics that depend on it are skipped.
+    If the settings or the server fail, the topics that depend on them are skipped.
 
     Args:
         environ: environment of the job.
-        options: settings from the command line. None keeps the environment's value.
-        with_probe: also import the compilers in a new Python, and acquire a lease.
+        options: settings from the command line. None: the environment's value.
+        with_probe: also import the compilers in a new Python process, and take a lease.
     """
     config = yield from _guarded("settings", check_settings(environ, options))
     if config is None:
@@ -139,7 +139,7 @@ def _examine_server(config: ClientConfig, *, with_probe: bool) -> Iterator[Findi
 
 
 def _guarded(name: str, topic: Topic[_T]) -> Topic[_T | None]:
-    """Report an exception in a topic as a finding, so that the other topics still run."""
+    """Turn an exception in a topic into a finding, so that the other topics still run."""
     try:
         return (yield from topic)
     except Exception as error:  # noqa: BLE001 - outermost frame of a topic

@@ -1,8 +1,8 @@
-"""Switches of the process that a graph can read, and that torch's own keys omit.
+"""Process-wide switches that a graph can read, and that torch's own keys omit.
 
-The list follows the setters in `torch._C` of 2.7 and 2.15, and torch's own guards on global state
-(`GlobalStateGuard`). A torch with a setter that the list lacks shares no graph: the new switch may
-change what a graph computes.
+The lists follow the setters in `torch._C` of 2.7 and 2.15, and torch's own guards on global state
+(`GlobalStateGuard`). If torch has a setter that the lists lack, the hook shares no graph, because
+the new switch may change what a graph computes.
 """
 
 import re
@@ -64,7 +64,8 @@ _SET: Final = frozenset(
         "autocast_xla_enabled",
     }
 )
-"""Setters whose switches are read: above, below, or as a part of their own (threads)."""
+"""Setters of switches in the key: `ambient_state` reads most of them. The number of threads is a
+separate part of the key."""
 
 _NOT_READ: Final = frozenset(
     {
@@ -74,17 +75,17 @@ _NOT_READ: Final = frozenset(
         *("storage_access_error_msg", "storage_data_ptr_access_error_msg", "thread_name"),
         *("throw_on_mutable_data_ptr", "warnAlways", "warn_deprecated_on_mutable_data_ptr"),
         *("warn_on_accumulate_grad_stream_mismatch", "worker_pids", "worker_signal_handlers"),
-        # Of one tensor, of TorchScript, or of a dispatch that tracing replaces.
+        # State of one tensor, of TorchScript, or of a dispatch mode that tracing replaces.
         *("cached_tensors_enabled", "conj", "default_mobile_cpu_allocator", "dispatch_mode"),
         *("fake_constant", "generator_metaclass", "graph_exec_group", "graph_executor_optimize"),
         *("meta_in_tls_dispatch_include", "multithreading_enabled", "neg"),
         *("only_lift_cpu_tensors", "override_stale_capture_stream", "skip_next_torch_function"),
         *("tensor_metadata", "tracing_state", "value_trace"),
-        # Read when an executable runs, in this process.
+        # State that an executable reads when it runs, so that it need not be in the key.
         *("flush_denormal", "num_interop_threads"),
     }
 )
-"""Setters whose switches change no executable."""
+"""Setters of switches that change no executable."""
 
 _SETTER: Final = re.compile(r"_?set_(\w+)")
 
@@ -99,7 +100,7 @@ _AUTOCAST_DEVICES: Final = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", 
 
 @cache
 def unknown_switches() -> tuple[str, ...]:
-    """Return the setters of this torch that this module does not list."""
+    """Return the setters in the installed torch that this module does not list."""
     found = (_SETTER.fullmatch(name) for name in dir(torch._C))
     return tuple(sorted({each[1] for each in found if each} - _SET - _NOT_READ))
 

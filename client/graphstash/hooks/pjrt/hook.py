@@ -1,8 +1,8 @@
 """The pjrt hook: replaces the compile functions in the table of a PJRT plug-in.
 
 A plug-in (TPU, Neuron, CUDA, CPU) is a shared library with one table of functions. All frameworks
-in a process call through this table. So a replaced function affects all of them, even a framework
-that has looked up the table before.
+in a process call through this table. A replaced function therefore affects all of them, including
+frameworks that have already loaded the plug-in.
 
     from_torch_xla             reports the plug-ins that torch_xla loads
     plugins, api, abi          find a plug-in and call its functions
@@ -10,10 +10,12 @@ that has looked up the table before.
     call                       serves or publishes one compilation
     fingerprint, canonical     make the key
 
-The hook serves torch_xla 2.8 and newer, whose persistent cache cannot load from a plug-in
-(pytorch/xla#9094). The torch_xla hook serves older versions. This hook serves JAX only if the jax
-hook is off. The jax hook's key ignores source lines, and with both hooks, the server would store
-JAX's programs twice. If JAX and torch_xla share a plug-in in one process, this hook serves both.
+The hook serves torch_xla 2.8 and newer, whose persistent cache cannot load executables of a plug-in
+(pytorch/xla#9094). The torch_xla hook serves older versions.
+
+This hook attaches to JAX only if the jax hook is off. The jax hook is better, because its key
+ignores source lines, and with both hooks, the server would store JAX's programs twice. If JAX and
+torch_xla share a plug-in in one process, this hook serves both.
 """
 
 import ctypes
@@ -57,10 +59,8 @@ _NEEDED: Final = (
 
 
 def install(cache: CompileCache) -> "PjrtHook | None":
-    """Install the cache in all plug-ins that are loaded now or later.
-
-    Returns:
-        The hook. None on a platform other than 64-bit Linux, with a warning.
+    """Install the hook for all plug-ins, loaded now or later. Warn and return None on platforms
+    other than 64-bit Linux.
     """
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != POINTER_BYTES:
         _log.warning("graphstash: the pjrt hook supports only 64-bit Linux; it is not installed")
@@ -84,7 +84,7 @@ class PjrtHook:
             self._follow("jax", self._attach_to_jax)
 
     def close(self) -> None:
-        """Restore plug-ins and frameworks. Running calls finish, as callbacks are never freed."""
+        """Restore plug-ins and frameworks. Running calls finish: callbacks are never freed."""
         self._closed = True
         with self._lock:
             interceptors, self._interceptors = self._interceptors, {}
@@ -96,7 +96,7 @@ class PjrtHook:
                 interceptor.close()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """Give the child's cache to the callbacks, which the child inherits in every table."""
+        """Use the child's cache in the callbacks, which the child inherits with the tables."""
         self._lock = threading.Lock()  # another thread of the parent may have held it
         self._cache = cache
         self._owner = os.getpid()
@@ -107,7 +107,7 @@ class PjrtHook:
         return self._cache if not self._closed and self._owner == os.getpid() else None
 
     def _follow(self, framework: str, action: Callable[[], None]) -> None:
-        """Call `action` now if the framework is imported, else after its import."""
+        """Call `action` after the framework's import: at once if it is already imported."""
         guarded = partial(self._guarded, framework, action)
         if framework in sys.modules:
             guarded()
@@ -138,7 +138,7 @@ class PjrtHook:
         self._torch_xla = TorchXlaSeam(self._attach_path)
 
     def _attach_to_jax(self) -> None:
-        """Attach each plug-in right before JAX loads it, and those that are loaded already.
+        """Attach the plug-ins that are already loaded, and each other plug-in before JAX loads it.
 
         JAX 0.4.31 to 0.10.2 load all plug-ins by this function, with this name and these arguments.
         """
@@ -164,7 +164,7 @@ class PjrtHook:
             if plugin is not None:
                 self._attach(plugin)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame
-            # If the library cannot be loaded, the framework reports that when it loads the library.
+            # If the library cannot be loaded, the framework's own attempt reports that.
             _log.debug("no hook in %s: %r", path, error)
 
     def _attach(self, plugin: Plugin) -> None:

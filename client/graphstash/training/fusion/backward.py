@@ -1,9 +1,9 @@
 """BackwardFusion: update each unit of parameters in backward, once its gradients are complete.
 
-A gradient is complete when autograd has added the contributions of all uses of the parameter, once
-per backward. Backward must not read the parameter after that: the first step watches for such
-reads. A parameter in a DDP bucket is updated after the bucket's sum. Between a parameter's update
-and `step()`, every use of it or of its gradient raises FusionError.
+A parameter's gradient is complete when autograd has added the contributions of all its uses. After
+that, backward must not read the parameter. The first step watches for such reads. If the parameter
+is in a DDP bucket, the update follows the reduction of the bucket. Between the update and `step()`,
+every use of the parameter or its gradient raises FusionError.
 """
 
 import threading
@@ -31,7 +31,7 @@ from graphstash.training.sharding import is_fully_sharded, is_sharded, local
 __all__ = ["BackwardFusion"]
 
 _FIRST_STEP: Final = -1
-"""Stands for the first step among the graph task ids of backwards."""
+"""Entry of `_backwards` for the updates of the first step, which no backward makes."""
 
 _USED: Final = (
     "is read or written between backward() and step() (a decay by hand, a norm that is logged, a "
@@ -53,13 +53,13 @@ class _Watched:
     came: set[Tensor] = field(default_factory=set)
     gradients: dict[Tensor, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
     """Each parameter's gradient after the last backward, the gradient's version, and its norm. The
-    norm detects the kernel that divides by a loss scale, which does not change the version."""
+    norm detects torch's unscaling kernel, which changes the gradient but not its version."""
     twice: list[Tensor] = field(default_factory=list)
     read_late: dict[Tensor, None] = field(default_factory=dict)
     used: dict[Tensor, None] = field(default_factory=dict)
     """Parameters that were read or written between backward() and step()."""
     reduces: bool = False
-    """Whether DDP has still to reduce the gradients of this backward."""
+    """Whether DDP has not yet reduced the gradients of the current backward."""
 
     def note(self, parameter: Tensor) -> None:
         if (gradient := parameter.grad) is not None:
@@ -76,35 +76,35 @@ class BackwardFusion(Fusion):
         self._unit_of: dict[Tensor, _Unit] = {}
         self._updated: set[Tensor] = set()
         self._backwards: set[int] = set()
-        """Graph task ids of the backwards that have updated parameters and have not finished."""
+        """Graph task ids of backwards that have updated parameters and still run or have failed."""
         self._options: Options | None = None
-        """The options that parameters were updated with since the last step."""
+        """The optimizer's options in the updates since the last step."""
         self._watched: _Watched | None = _Watched()
         self._gradient_hooks: list[Any] = []
         self._tripwire = Tripwire(self._before_use)
         self._armed: list[Tensor] = []
         self._stand_ins: dict[Tensor, StandIn] = {}
-        """By parameter: the stand-in that replaces its gradient once that is freed."""
+        """By parameter: the stand-in that replaces its freed gradient."""
         self._is_stepping = False
         self._reduced: set[Tensor] = set()
         self._came: set[Tensor] = set()
-        """Parameters in buckets whose gradient autograd has produced since the last step."""
+        """Parameters in DDP's buckets that autograd has given a gradient since the last step."""
         self._bucket_units: list[list[Tensor]] = []
         self._freed: dict[Tensor, None] = {}
         """Parameters whose gradients were freed since the last step, in order."""
-        self._turn = object()
-        """Token that each step replaces; a bucket's update with an older token comes too late."""
+        self._step_token = object()
+        """Token that each step replaces. An update of a bucket with an older token does nothing."""
         self._left: dict[Tensor, tuple[Tensor, int]] = {}
-        """By parameter that is left to the step: its gradient after backward, and the version."""
+        """By parameter that only the step updates: its gradient after backward, and the version."""
         self._updating = threading.Lock()
-        """Serializes updates: other threads update buckets."""
-        elsewhere = "train without fusion"
+        """Serializes updates, because the buckets' updates run in other threads."""
+        without = "train without fusion"
         by_fsdp = any(map(is_fully_sharded, model.modules()))
-        self._remedy = elsewhere if by_fsdp else f'use when="forward", or {elsewhere}'
+        self._remedy = without if by_fsdp else f'use when="forward", or {without}'
         super().__init__(model, optimizer)
 
     def flush(self) -> None:
-        """Refuse to continue after a backward that failed when it had updated some parameters."""
+        """Raise FusionError if a backward failed after it had updated some parameters."""
         if self._backwards:
             raise FusionError(
                 f"a backward failed after {self._share_updated()} "
@@ -113,7 +113,7 @@ class BackwardFusion(Fusion):
             )
 
     def _before_close(self) -> None:
-        """Refuse to close between backward and step: without fusion, backward changes nothing."""
+        """Refuse to close between backward and step, when some parameters are already updated."""
         try:
             self.flush()
             if self._updated:
@@ -139,7 +139,7 @@ class BackwardFusion(Fusion):
         return f"{len(self._updated)} of {len(self.parameters)}"
 
     def _before_load(self) -> None:
-        """Forget a partial update, which the loaded values replace."""
+        """Forget the updates of a failed backward: the load replaces their results."""
         if self._backwards:
             self._end_step()
 
@@ -164,11 +164,11 @@ class BackwardFusion(Fusion):
         self._follow_gradients(trained)
 
     def _follow_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Register the hooks of these parameters only, after all hooks that they have now."""
+        """Watch the gradients of these parameters only. The hooks run after all earlier hooks."""
         for handle in self._gradient_hooks:
             handle.remove()
-        # The garbage collector cannot follow hooks of tensors, so a strong reference would keep the
-        # fusion alive forever. The optimizer's hooks keep it alive.
+        # The garbage collector does not traverse hooks of tensors, so a strong reference would keep
+        # the fusion alive forever. The optimizer's hooks keep the fusion alive.
         this = weakref.ref(self)
 
         def gradient_is_whole(parameter: Tensor) -> None:
@@ -181,7 +181,7 @@ class BackwardFusion(Fusion):
             self.keep(handle)
 
     def before_step(self, options: dict[str, Any]) -> None:
-        """Check gradients and options; leave only unused gradients to the step."""
+        """Check gradients and options. The step then applies only the remaining gradients."""
         self.flush()
         self.last_gradients.clear()
         if options.get("found_inf") is not None:
@@ -207,12 +207,12 @@ class BackwardFusion(Fusion):
             self.partial_step.state_has_changed()
 
     def _require_left_gradients(self) -> None:
-        """Refuse gradients that were set, removed or changed since backward."""
-        given: list[Tensor] = []
+        """Refuse to step if gradients were set, removed or changed since backward."""
+        added: list[Tensor] = []
         removed: list[Tensor] = []
         for parameter in self._freed:
             if (gradient := parameter.grad) is not self._stand_ins.get(parameter):
-                (removed if gradient is None else given).append(parameter)
+                (removed if gradient is None else added).append(parameter)
         for parameter, stand_in in self._stand_ins.items():
             if parameter.grad is stand_in and parameter not in self._freed:
                 self.refuse_old_gradient(parameter)
@@ -222,9 +222,9 @@ class BackwardFusion(Fusion):
                 "backward() and step() (zero_grad()), when their parameters were updated already; "
                 f"{self._remedy}"
             )
-        if given:  # the step would update them a second time
+        if added:  # the step would update their parameters a second time
             raise FusionError(
-                f"{len(given)} gradients ({named(given, self.names)}) were set between backward() "
+                f"{len(added)} gradients ({named(added, self.names)}) were set between backward() "
                 f"and step(), when their parameters were updated already; {self._remedy}"
             )
         changed = [
@@ -258,7 +258,7 @@ class BackwardFusion(Fusion):
 
     def _end_step(self) -> None:
         with self._updating:
-            self._turn = object()
+            self._step_token = object()
         self._disarm()
         self._updated.clear()
         self._freed.clear()
@@ -292,7 +292,7 @@ class BackwardFusion(Fusion):
 
     def _refuse_second(self, parameter: Tensor) -> NoReturn:
         if self._backwards - {torch._C._current_graph_task_id()}:
-            self.flush()  # the gradient comes again because a backward failed
+            self.flush()  # a failed backward is the reason for the second gradient
         raise FusionError(
             f"the gradient of {named([parameter], self.names)} came twice between two steps "
             "(accumulation, a second loss, a checkpoint with use_reentrant=True, no step()), "
@@ -332,10 +332,10 @@ class BackwardFusion(Fusion):
         self._require_same_parameters()
         if parameter not in self._updated:
             if operation == "_to_copy":
-                return  # the model is converted after step()
+                return  # `module.to()` after step()
             self.refuse_old_gradient(parameter)
         if torch._C._current_graph_task_id() != -1 and operation in {"add", "add_"}:
-            self._refuse_second(parameter)  # autograd accumulates into it
+            self._refuse_second(parameter)  # autograd adds a second gradient
         raise FusionError(
             f"the gradient of {named([parameter], self.names)} is used between backward() and "
             f"step() (clipping, a norm that is logged; {operation}), when the parameter is updated "
@@ -384,27 +384,30 @@ class BackwardFusion(Fusion):
     def _updater_of(self, bucket: GradBucket) -> Callable[[Sequence[Tensor | None]], None] | None:
         if self._watched is not None:
             return None
-        options, turn, parameters = self._begin_update(), self._turn, bucket.parameters()
+        options, token, parameters = self._begin_update(), self._step_token, bucket.parameters()
 
         def update(gradients: Sequence[Tensor | None]) -> None:
             pairs = zip(parameters, gradients, strict=True)
             ours = {each: gradient for each, gradient in pairs if each in self._reduced}
             with self._updating:
-                if self._turn is turn:
+                if self._step_token is token:
                     self._update_bucket(ours, options)
 
         return update
 
     def _update_bucket(self, gradients: Mapping[Tensor, Tensor | None], options: Options) -> None:
-        """Update a bucket; parameters without a gradient may share a step count with the others."""
+        """Update all parameters of a bucket together.
+
+        Parameters without a gradient take part: they may share a step count with the others.
+        """
         unit = self._bucket_unit(list(gradients))
-        here = [each.grad for each in unit]
+        previous = [each.grad for each in unit]
         try:
             for each, gradient in gradients.items():
                 each.grad = gradient
             self.partial_step(unit, options)
         finally:
-            for each, gradient in zip(unit, here, strict=True):
+            for each, gradient in zip(unit, previous, strict=True):
                 each.grad = gradient
         for each in unit:
             if gradients[each] is not None:
@@ -480,8 +483,8 @@ class BackwardFusion(Fusion):
                 f"before; {self._remedy}"
             )
         self._watch.end()
-        # FSDP accumulates gradients of sharded parameters outside of autograd, so those that are
-        # left to the step get no hook.
+        # Sharded parameters that only the step updates get no hook: FSDP accumulates their
+        # gradients outside of autograd.
         self._follow_gradients(
             each
             for each in self.parameters
@@ -498,7 +501,9 @@ class BackwardFusion(Fusion):
         self.remember_gradients()
 
     def _make_first_step(self) -> None:
-        """Update unit by unit: free a unit's gradients before the next unit's state is created."""
+        """Make the first update unit by unit, so that a unit's gradients are freed before the next
+        unit's state is created.
+        """
         options = options_of(self.optimizer)
         self._backwards.add(_FIRST_STEP)
         for unit in self._units:
@@ -518,7 +523,7 @@ class BackwardFusion(Fusion):
             )
 
     def note_read(self, parameters: Sequence[Tensor]) -> None:
-        """Record that backward reads memory of these parameters."""
+        """Record those parameters that backward reads after their gradients are complete."""
         watched = self._watched
         if watched is not None:
             late = (each for each in parameters if each in watched.came)
@@ -526,14 +531,14 @@ class BackwardFusion(Fusion):
 
 
 class _Watch:
-    """Reports to a fusion which parameters' memory backward reads, and when."""
+    """Calls `note_read` of a fusion when backward reads memory of parameters."""
 
     def __init__(self, fusion: BackwardFusion) -> None:
         self._fusion = fusion
         self._memory = Memory(fusion.parameters)
         self._open: list[Any] = []
         self.outermost = weakref.WeakSet([fusion.model])
-        """Modules that no other module called."""
+        """The model, and all modules that were not called by another module."""
         self._handles = []
         for module in fusion.model.modules():
             before = module.register_forward_pre_hook(ModuleHook(self._begin), prepend=True)
@@ -583,15 +588,15 @@ def _refusal(
     fusion: "weakref.ref[BackwardFusion]", parameter: "weakref.ref[Tensor]"
 ) -> Callable[[str], None]:
     def refuse(operation: str) -> None:
-        its, own = fusion(), parameter()
-        if its is not None and own is not None:
-            its.refuse_stand_in(own, operation)
+        live_fusion, live_parameter = fusion(), parameter()
+        if live_fusion is not None and live_parameter is not None:
+            live_fusion.refuse_stand_in(live_parameter, operation)
 
     return refuse
 
 
 def _at_the_end(function: Callable[[], None]) -> None:
-    """Call the function after this backward succeeds and after DDP's and FSDP's own callbacks."""
+    """Call the function when this backward has succeeded, after DDP's and FSDP's own callbacks."""
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(function))
 

@@ -1,8 +1,8 @@
 """Problem: identifies what is tuned, and measures the distance between two problems.
 
 The server lists a problem's answers under its label, such as `tuned matmul float32 nn 512x512x512`.
-A search reads labels to find the answers of its neighbours. Labels are never trusted: a neighbour's
-answer is verified like any artifact, and is only a place to start.
+A search reads labels to find answers of similar problems. It does not trust labels: it verifies
+such an answer like any artifact, and uses it only as a starting point.
 """
 
 import hashlib
@@ -30,23 +30,24 @@ _MAX_SIZES: Final = 16
 _MAX_SIZE: Final = 2**63 - 1
 
 _CHECKS: Final = "after the last sample"
-"""How results were checked. Part of the key, so measurements made with fewer checks are never
-found."""
+"""How results were checked. It is part of the key, so that no search finds measurements that were
+made with fewer checks."""
 
 _ANOTHER_DEVICE: Final = 2.0
-"""Distance of another device: that of a size four times as large."""
+"""Distance of another device type, as much as a size that is four times as large."""
 
 
 def shape_bucket(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Round each size up to a power of two: one schedule serves all shapes of a bucket.
 
-    For kernels whose sizes change with every batch. A space for exact sizes needs exact shapes.
+    Use it for kernels whose sizes change with every batch. It does not fit a search space that
+    depends on the exact sizes.
     """
     return tuple(1 << (size - 1).bit_length() if size > 0 else 0 for size in shape)
 
 
 def word(text: str) -> str:
-    """Convert a text to the form of a `Problem`'s names; append a digest if it does not fit."""
+    """Convert a text to the form of a `Problem`'s names, with a digest if it does not fit."""
     plain = "".join(each if "\x21" <= each <= "\x7e" else "_" for each in text)
     if plain == text and len(plain) <= _WORD_CHARACTERS:
         return plain or "-"
@@ -55,7 +56,7 @@ def word(text: str) -> str:
 
 
 def parse_label(label: str) -> dict[str, Any] | None:
-    """Return `kernel`, `dtype`, `layout` and `shape` of an answer's label, or None for others."""
+    """Return `kernel`, `dtype`, `layout` and `shape`, or None if the label is not an answer's."""
     named = _LABEL.fullmatch(label)
     if named is None:
         return None
@@ -72,7 +73,7 @@ class Problem:
         kernel: the kernel's name for its users, 1 to 64 printable ASCII characters without a space.
         shape: the sizes that determine the fastest schedule, or their bucket; at most 16.
         dtype: data type of the operands, in the form of `kernel`.
-        device_type: the device that the kernel runs on.
+        device_type: type of the device that the kernel runs on.
         compiler: name and version, e.g. `triton 3.3.0`.
         layout: memory order of the operands, in the form of `kernel`; `-` if there is only one.
         parts: anything else that distinguishes problems, such as the digest of the kernel's source.
@@ -115,8 +116,8 @@ class Problem:
     def distance(self, label: str, device_type: DeviceType) -> float | None:
         """Return the distance to a listed problem.
 
-        It is the number of doublings between the sizes, plus a constant for another device. None
-        for another kernel, number of sizes, or platform.
+        It is the number of doublings between the sizes, plus a constant for another device type.
+        None for another kernel, dtype, layout, number of sizes or platform.
         """
         named = parse_label(label)
         if named is None or not label.startswith(self.family):
@@ -138,8 +139,8 @@ class Problem:
         Args:
             space: the searched space; results of other spaces do not apply.
             role: `answer` or `measurements`.
-            number: from 0; see `TeamMemory`.
-            max_bytes: largest size of the artifact.
+            number: number of the artifact with this role, from 0; see `TeamMemory`.
+            max_bytes: maximum size of the artifact.
         """
         # A search for answers must not find measurements.
         label = self.label if role == "answer" else self.label.replace("tuned", "measured", 1)

@@ -1,4 +1,4 @@
-"""Inductor's candidates for a matrix product, in the team's terms."""
+"""Describe Inductor's matrix products and their candidates as tuning problems and search spaces."""
 
 import json
 import re
@@ -18,16 +18,16 @@ from graphstash.tuning.targets.torch_device import device_type_of
 __all__ = ["CandidateSpace", "identity_of", "problem_of", "template_identity"]
 
 _COUNTED: Final = re.compile(r"_\d+$")
-"""Suffix with which torch numbers the kernels of a process."""
+"""Suffix by which torch numbers the kernels of a process."""
 
 
 class CandidateSpace(ListedSpace):
-    """The candidates for one product, without neighbours.
+    """The candidates for one product. No candidate has neighbours.
 
     Args:
-        candidates: parameters that identify a candidate, and the candidate.
+        candidates: pairs of the parameters that identify a candidate, and the candidate.
         complete_for: templates whose candidates are all listed. The space then also contains every
-            configuration of other templates. None: it contains the listed candidates only.
+            configuration of other templates. Default: it contains only the listed candidates.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class CandidateSpace(ListedSpace):
         )
 
     def has_types(self, configuration: Configuration) -> bool:
-        """Return whether all values are texts."""
+        """Return whether all values are strings."""
         return all(isinstance(each, str) for each in configuration)
 
     def describe(self) -> dict[str, Any]:
-        """Omit the candidates: they follow from settings that are parts of the problem."""
+        """Describe the space without its candidates, which follow from parts of the problem."""
         return {"space": "inductor candidates"}
 
 
 def problem_of(name: str, nodes: Sequence[Any]) -> Problem:
-    """Return a product as a problem of the team.
+    """Return the tuning problem of a product.
 
     Args:
         name: name of the operation, e.g. `addmm`.
-        nodes: operands in Inductor's graph. Dynamic sizes count with their current value.
+        nodes: operands in Inductor's graph. Dynamic sizes are replaced by their size hints.
     """
     sizevars: Any = V.graph.sizevars
     hints = sizevars.optimization_hints
@@ -90,19 +90,19 @@ def problem_of(name: str, nodes: Sequence[Any]) -> Problem:
 
 def template_identity(choice: Any) -> dict[str, str]:
     """Identify a `KernelTemplateChoice` by its template and the template's parameters."""
-    given = choice.params.to_serializeable_dict()
+    parameters = choice.params.to_serializeable_dict()
     if (source := getattr(choice.template, "src_hash", None)) is not None:
-        given = {**given, "template_hash": source}
+        parameters = {**parameters, "template_hash": source}
     return {
         "template": choice.template.uid,
-        "parameters": json.dumps(given, sort_keys=True, default=str),
+        "parameters": json.dumps(parameters, sort_keys=True, default=str),
     }
 
 
 def identity_of(choice: Any) -> dict[str, str]:
-    """Identify a `ChoiceCaller` by its template, or else by its name and description."""
-    if (made_of := choice.annotations.get("ktc")) is not None:
-        return template_identity(made_of)
+    """Identify a `ChoiceCaller` by its template choice, or else by its name and description."""
+    if (template_choice := choice.annotations.get("ktc")) is not None:
+        return template_identity(template_choice)
     return {"template": _COUNTED.sub("", choice.name), "parameters": choice.description}
 
 
@@ -111,7 +111,7 @@ def _cpu_parts() -> dict[str, str]:
 
 
 def _precision() -> str:
-    """Read settings per backend: torch's common setting raises once a backend has its own."""
+    """Read the settings of each backend: torch's common getter raises if a backend has its own."""
     backends: Any = torch.backends
     return f"{backends.cuda.matmul.fp32_precision} {backends.mkldnn.matmul.fp32_precision}"
 

@@ -4,9 +4,9 @@ Any caller that may read a namespace may report to it, so reports are bounded. A
 reports only after something was stored in it. Each caller has a limit over all namespaces, and each
 namespace has a limit.
 
-Beyond a limit, the oldest runs are deleted. Within a namespace, they are taken from the caller with
-the most reports, so that no caller can displace the reports of a smaller caller. A run belongs to
-the caller that reported it first.
+If a caller exceeds its limit, the server deletes its oldest runs. If a namespace exceeds its limit,
+the server deletes the oldest runs of the caller with the largest share, so that no caller can
+displace the reports of a smaller caller. A run belongs to the caller that reported it first.
 """
 
 import asyncio
@@ -59,21 +59,22 @@ from graphstash_server.errors import ServerError
 __all__ = ["MAX_PROCESSES", "MAX_REPORTS", "MAX_REPORT_BYTES", "RunService"]
 
 MAX_PROCESSES: Final = 512
-"""Maximum number of processes that report one run."""
+"""Maximum number of processes with a report of one run."""
 
 MAX_REPORTS: Final = 16_384
 MAX_REPORT_BYTES: Final = 64 * 1024**2
 """Limits of one namespace, and of one caller over all namespaces."""
 
 _LEFT: Final = 7 / 8
-"""Share of an exceeded limit that deletion leaves, so that not every report causes a deletion."""
+"""Share of an exceeded limit that a deletion leaves, so that not every report causes a deletion."""
 
 _ROW_BYTES: Final = 512
-"""Bytes of a row and its index entries, without the reported counts and misses."""
+"""Estimated bytes of a row and its index entries, without the reported counts and misses."""
 
 _MAX_LISTED_BYTES: Final = 8 * 1024**2
 _MAX_LISTED_REPORTS: Final = 8192
-"""Limits of one list. It has fewer runs if their processes are very many."""
+"""Limits of the reports that one list reads. A list that would exceed them has fewer runs, but at
+least one."""
 
 _PRUNED_AT_ONCE: Final = 500
 
@@ -102,12 +103,12 @@ class RunService:
         *,
         writer: str,
     ) -> None:
-        """Store the report of a process, in place of its previous report.
+        """Store the report of a process, and replace its previous report.
 
         Raises:
-            ServerError: 400 if the run begins more than `MAX_RUN_AHEAD` from now; 404 if nothing
-                was ever stored in the namespace; 409 if the run belongs to another caller; 413 if
-                the run has too many processes.
+            ServerError: 400 if the run begins more than `MAX_RUN_AHEAD` in the future; 404 if
+                nothing was ever stored in the namespace; 409 if the run belongs to another caller;
+                413 if the run has too many processes.
         """
         now = self.clock()
         if report.started_at - now > MAX_RUN_AHEAD:
@@ -170,12 +171,8 @@ class RunService:
     async def list_latest(
         self, namespace: Namespace, *, job: ManifestName | None = None, limit: int = 20
     ) -> RunList:
-        """Return the runs that reported last.
-
-        Args:
-            namespace: namespace of the runs.
-            job: return only runs of this job. Default: runs of all jobs.
-            limit: maximum number of runs, 1 to `MAX_LISTED_RUNS`.
+        """Return at most `limit` runs of a job or of all jobs. The run with the latest report comes
+        first.
         """
         async with self._summing:  # only one call at a time holds reports in memory
             async with self.database.reading() as connection:
@@ -202,14 +199,14 @@ class RunService:
         return RunList(runs=runs)
 
     async def find(self, namespace: Namespace, run: RunName) -> Run | None:
-        """Return one run with its misses, or None if no process reported it."""
+        """Return one run with its misses, or None if it has no report."""
         async with self._summing:
             async with self.database.reading() as connection:
                 reports = await list_reports(connection, namespace, [run], with_misses=True)
             return await asyncio.to_thread(_sum, reports) if reports else None
 
     async def drop_old(self, *, now: datetime) -> None:
-        """Delete reports that are older than `RUNS_KEPT` at a time."""
+        """Delete reports that are older than `RUNS_KEPT` at `now`, in short transactions."""
         before = now - RUNS_KEPT
         dropped = _PRUNED_AT_ONCE
         while dropped == _PRUNED_AT_ONCE:
@@ -221,7 +218,7 @@ class RunService:
 
     def _surplus(self, held: Sequence[HeldRun]) -> list[HeldRun]:
         """Choose the runs to delete from `held` (oldest first): repeatedly the oldest run of the
-        caller with the largest share, until `_LEFT` of each limit remains.
+        caller with the largest share, until at most `_LEFT` of each limit remains.
         """
         of_writer: defaultdict[str, deque[HeldRun]] = defaultdict(deque)
         share: defaultdict[str, float] = defaultdict(float)
@@ -232,27 +229,27 @@ class RunService:
         size_bytes = sum(run.size_bytes for run in held)
         largest = [(-each, writer) for writer, each in share.items()]
         heapq.heapify(largest)
-        gone = []
+        surplus = []
         while (
             reports > self.max_reports * _LEFT or size_bytes > self.max_bytes * _LEFT
         ) and largest:
-            held_by, writer = largest[0]
+            negative_share, writer = largest[0]
             run = of_writer[writer].popleft()
-            gone.append(run)
+            surplus.append(run)
             reports -= run.reports
             size_bytes -= run.size_bytes
             if of_writer[writer]:
-                heapq.heapreplace(largest, (held_by + self._share(run), writer))
+                heapq.heapreplace(largest, (negative_share + self._share(run), writer))
             else:
                 heapq.heappop(largest)
-        return gone
+        return surplus
 
     def _share(self, run: HeldRun) -> float:
         return max(run.reports / self.max_reports, run.size_bytes / self.max_bytes)
 
 
 def _sum(reports: Sequence[ReportRow]) -> Run:
-    """Combine the reports of a run. Use a thread: very many reports may take a second."""
+    """Combine the reports of a run. May take a second, so call it in a thread."""
     first = min(reports, key=lambda each: (each.started_at, each.process))
     return Run(
         run=RunName(first.run),
@@ -276,7 +273,7 @@ _MAX_SUM: Final = {
 
 
 def _sum_counts(reported: Iterable[dict[str, Any]]) -> tuple[RunCounts, ...]:
-    """Sum counts by kind and device type. Skip kinds that only later releases know."""
+    """Sum counts by kind and device type. Skip kinds that this release does not have."""
     sums: dict[tuple[str, str], dict[str, float]] = {}
     for counts in reported:
         if counts["kind"] in KNOWN_KINDS:
