@@ -16,7 +16,7 @@ def unknown_variables(
 ) -> dict[str, str | None]:
     """Return the variables that have the prefix but are no setting, with the most similar setting.
 
-    The value is None without a similar setting: other programs may read such a variable.
+    The value is None if no setting is similar: other programs may read such a variable.
     """
     bare = {name.upper(): f"{prefix}{name.upper()}" for name in settings}
     known = set(bare.values())

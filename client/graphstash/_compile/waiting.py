@@ -59,10 +59,7 @@ class WaitBudget:
         return Wait(self)
 
     def left_for(self, holder: str) -> float:
-        """Return the seconds that the job may still wait for a holder.
-
-        `holder` names another job, or stands for a server without a free connection.
-        """
+        """Return the seconds that the job may still wait for a holder (or a connection)."""
         with self._lock:
             share = _HOLDER_SHARE * self._seconds - self._spent_on[holder]
             return max(0.0, min(self._left, share))

@@ -356,10 +356,7 @@ def connections(
 
 
 def _group_of(host: str) -> str:
-    """Return the IPv4 address, or the /64 network of the IPv6 address.
-
-    Connections are counted per group, because a host may use any address of its /64 network.
-    """
+    """Return the IPv4 address or /64 IPv6 network, all of which one host may use."""
     if ":" not in host:
         return host
     address = IPv6Address(host)

@@ -108,11 +108,9 @@ def logged_id(state: Mapping[str, Any]) -> str:
 
 
 def add_problem_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Register a handler for each kind of error. `api.frame` handles unexpected errors.
+    """Register a handler for each kind of error, except unexpected ones (`api.frame`).
 
-    Args:
-        app: the application.
-        routes: all calls, for the methods that a 405 response lists.
+    `routes` are all calls: a 405 response lists the methods on its path.
     """
     app.add_exception_handler(ServerError, _on_error)
     app.add_exception_handler(InvalidValueError, _on_error)
@@ -162,11 +160,7 @@ def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> str:
 def _answer(
     request: Request, error: ServerError, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """Count and log the refusal, and return the response.
-
-    After it, close the connection if the caller may still send a body, which would be parsed as a
-    request.
-    """
+    """Build the response. Close the connection if the rest of a body could look like a request."""
     headers = dict(headers or {})
     if "expect" in request.headers or error.code is ErrorCode.UPLOAD_TIMEOUT:
         headers["Connection"] = "close"

@@ -46,10 +46,7 @@ index."""
 
 @dataclass(slots=True)
 class Visitor:
-    """A person or program that requested a page at the time `now`.
-
-    `session` is None for a visitor with a token or without credentials.
-    """
+    """A person or program that requested a page. `session` is None without a valid session."""
 
     request: Request
     context: ProcessContext

@@ -55,16 +55,11 @@ def entry_request(
     variant: int,
     details: Callable[[], Mapping[str, str]] = dict,
 ) -> CompileRequest:
-    """Return the request for an entry of torch's remote cache.
+    """Return the request for an entry under torch's `name`, e.g. `pt2:fx-graph-v1::f3a…:c1`.
 
-    Neither name nor value contains the device of a graph. A process with an accelerator therefore
-    stores all graphs under the accelerator, including those for its CPU.
-
-    Args:
-        kind: kind of the entry.
-        name: torch's name, such as `pt2:fx-graph-v1::f3a…:c1`.
-        variant: distinguishes entries under one name, which have different guards.
-        details: returns the contents of the name.
+    Entries under one name have different guards and `variant` numbers. `details` returns what the
+    name consists of. Neither name nor value contains the device of a graph. A process with an
+    accelerator therefore stores all graphs under the accelerator, including those for its CPU.
     """
     parts = entry_parts(name, variant=variant)
     request = request_of(kind, parts, _device_type(), details=details)
@@ -100,10 +95,7 @@ def request_of(
     label: str = "",
     details: Callable[[], Mapping[str, str]] = dict,
 ) -> CompileRequest:
-    """Return a request for `device_type` (default: this host's CPU).
-
-    The default label is the line of the user's program that is running.
-    """
+    """Return a request. Default: for this host's CPU, labeled with the user's current line."""
     return CompileRequest.of(
         kind,
         device_type or cpu_device_type(),

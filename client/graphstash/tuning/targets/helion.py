@@ -98,10 +98,7 @@ class TeamBackend(RemoteCacheBackend):  # type: ignore[misc] # the package may b
 
 
 def _fitting(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a Helion cache's `get` to reject entries that its kernel does not accept.
-
-    `TeamBackend.get` cannot check this, because only the cache has the kernel.
-    """
+    """Wrap a Helion cache's `get` to reject entries that its kernel, known only here, refuses."""
 
     @wraps(get)
     def found_if_valid(cache: Any) -> Any:

@@ -34,10 +34,7 @@ _AT_ONCE: Final = 50
 
 
 class Place(NamedTuple):
-    """The end of a page: key and storage time of the last artifact that the page covers.
-
-    The filters may exclude this artifact from the page.
-    """
+    """The end of a page: the last artifact that the query scanned, perhaps excluded by filters."""
 
     created_at: datetime
     fingerprint: str
@@ -48,13 +45,8 @@ class Place(NamedTuple):
 class PageRequest(NamedTuple):
     """Order and filters of a page.
 
-    Attributes:
-        is_newest_first: whether to sort by storage time, newest first, instead of by key.
-        after: end of the previous page.
-        kind: kind, or "" for all.
-        device_type: device type, or "" for all.
-        fingerprint: prefix.
-        label: part of the label, in any case.
+    Without `is_newest_first`, sort by key. `after` is the end of the previous page. An empty filter
+    matches all; `fingerprint` is a prefix, `label` a part in any case.
     """
 
     namespace: str

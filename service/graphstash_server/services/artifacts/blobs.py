@@ -214,10 +214,7 @@ class BlobCollector:
             await asyncio.sleep(_SETTLE_SECONDS)
 
     async def _find_kept(self, connection: AsyncConnection, digests: Sequence[Digest]) -> set[str]:
-        """Return the SHA-256 of blobs that must stay, and remove the marks of used ones.
-
-        The transaction of `connection` holds their locks.
-        """
+        """Return the SHA-256 of blobs that must stay; unmark used ones. The caller locked all."""
         uploading = {each.sha256 for each in digests if each.sha256 in self._uploading}
         others = _without(digests, uploading)  # `settle` removes the marks of uploads
         used = await find_used(connection, others)
