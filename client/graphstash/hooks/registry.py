@@ -1,11 +1,12 @@
 """All hooks that the installed packages register, in the entry-point group `graphstash.hooks`.
 
-Every Python process under `graphstash run` that imports a package reads the registry. So this
-module reads the files `entry_points.txt` without `importlib.metadata`, whose import takes longer
-than everything else here. A package in a zip file therefore registers no hook.
+Under `graphstash run`, every Python process that imports a module outside the standard library
+reads the registry. So this module reads the files `entry_points.txt` itself: the import of
+`importlib.metadata` takes longer than everything else here. It finds no hooks of packages in zip
+files.
 
-A hook that cannot be used is left out and named in `broken_hooks`. It affects no other hook. A
-graphstash without package metadata (sources on PYTHONPATH) has no hooks, which is reported.
+A hook that cannot be used is left out and named in `broken_hooks`. The other hooks still work. If
+graphstash lacks package metadata (sources on PYTHONPATH), `broken_hooks` reports that.
 """
 
 import os
@@ -23,7 +24,7 @@ _GROUP: Final = "graphstash.hooks"
 
 
 def hook_specs() -> Mapping[str, HookSpec]:
-    """Return the usable hooks by name, as they were when this process first asked."""
+    """Return the usable hooks by name. The process reads the registry once."""
     return _read()[0]
 
 
@@ -43,7 +44,7 @@ def _read() -> tuple[Mapping[str, HookSpec], Mapping[str, str]]:
         elif name not in specs:
             try:
                 specs[name] = _load(name, place)
-            except Exception as error:  # noqa: BLE001 - a third party's code, outermost frame
+            except Exception as error:  # noqa: BLE001 - code of another package
                 broken[name] = f"{place}: {error!r}"
     if not any(place.startswith("graphstash.") for place in places.values()):
         broken["of graphstash"] = (
@@ -64,14 +65,14 @@ def _load(name: str, place: str) -> HookSpec:
 
 
 def _registered(path: list[str]) -> list[tuple[str, str]]:
-    """Return name and `module:attribute` of all entry points. Those of graphstash come first."""
-    found = [each for folder in dict.fromkeys(path) for each in _of_folder(folder or os.curdir)]
+    """Return name and `module:attribute` of all hooks, those of graphstash first."""
+    found = [each for folder in dict.fromkeys(path) for each in _in_folder(folder or os.curdir)]
     return sorted(dict.fromkeys(found), key=lambda each: not each[1].startswith("graphstash."))
 
 
-def _of_folder(folder: str) -> Iterator[tuple[str, str]]:
+def _in_folder(folder: str) -> Iterator[tuple[str, str]]:
     try:
-        names = os.listdir(folder)  # noqa: PTH208 - pathlib takes longer to import
+        names = os.listdir(folder)  # noqa: PTH208 - pathlib is slow to import
     except OSError:
         return
     for name in sorted(names):
@@ -81,14 +82,14 @@ def _of_folder(folder: str) -> Iterator[tuple[str, str]]:
                     lines = file.read().splitlines()
             except (OSError, ValueError):
                 continue
-            yield from _of_group(lines)
+            yield from _in_group(lines)
 
 
-def _of_group(lines: list[str]) -> Iterator[tuple[str, str]]:
-    is_ours = False
+def _in_group(lines: list[str]) -> Iterator[tuple[str, str]]:
+    is_in_group = False
     for line in map(str.strip, lines):
         if line.startswith("["):
-            is_ours = line == f"[{_GROUP}]"
-        elif is_ours and "=" in line and not line.startswith(("#", ";")):
+            is_in_group = line == f"[{_GROUP}]"
+        elif is_in_group and "=" in line and not line.startswith(("#", ";")):
             name, _, place = line.partition("=")
             yield name.strip(), place.strip()

@@ -1,7 +1,7 @@
 """RequestFrame: the outermost layer of every request, in plain ASGI.
 
-It assigns the request ID, refuses requests that no call could parse, and adds the common response
-headers. It turns an unexpected exception into a response without internals.
+It assigns the request ID, refuses malformed, ambiguous and cross-site requests, and adds the common
+response headers. It turns an unexpected exception into a response without internal details.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ MAX_HEADER_BYTES: Final = 64 * 1024
 """Maximum bytes of all request headers: four times the largest metadata header."""
 
 _MAX_TARGET_BYTES = 8 * 1024
-"""Maximum bytes of path and query. The longest path of a call has less than 500 bytes."""
+"""Maximum bytes of path and query. The longest path of the API has fewer than 500 bytes."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _ID_NAME = HEADER_REQUEST_ID.lower().encode()
@@ -52,12 +52,12 @@ _PROTOCOL = str(PROTOCOL_VERSION).encode()
 _PREFIX = API_PREFIX + "/"
 
 _WATCHED = frozenset({_PROTOCOL_NAME, b"host", b"origin", b"transfer-encoding"})
-"""Request headers that may be a reason to refuse."""
+"""Request headers for which a request may be refused."""
 
-_READING = frozenset({"GET", "HEAD"})
+_SAFE_METHODS = frozenset({"GET", "HEAD"})
 
 _SAFETY = (
-    # Responses are data. If a browser displays one, nothing in it may run, load, send or be framed.
+    # Responses are data: a browser that displays one must not run, load, send or frame anything.
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
@@ -69,16 +69,17 @@ _DATA_POLICY = (
 )
 _OVER_TLS = (b"strict-transport-security", b"max-age=31536000")
 _OF_PAGES = frozenset({b"content-security-policy", b"referrer-policy"})
-"""Headers that pages set themselves."""
+"""Headers that a page may set to other values."""
 
 _FORMS = frozenset({"/sign-in", "/sign-out"})
-"""Paths of the pages' forms. They change only a browser's session, and check the Origin
-themselves."""
+"""Paths of the dashboard's forms. They check the Origin themselves, and change only the session of
+the browser."""
 
 
 def request_ids() -> Callable[[], bytes]:
-    """Return a generator of request IDs: a random part per process, and a counter. Random bytes per
-    request would cost as much as a hit.
+    """Return a function that returns a new request ID: a random part per process, and a counter.
+
+    Random bytes per request would cost as much as a hit.
     """
     process = secrets.token_hex(8)
     numbers = itertools.count(1)
@@ -90,7 +91,7 @@ def request_ids() -> Callable[[], bytes]:
 
 
 class RequestFrame:
-    """ASGI middleware. Scopes other than HTTP pass through."""
+    """ASGI middleware for HTTP requests. Passes other scopes through."""
 
     def __init__(self, app: ASGIApp, *, counters: Counters) -> None:
         self._app = app
@@ -98,7 +99,7 @@ class RequestFrame:
         self._new_request_id = request_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Handle one request, and measure its time."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -124,8 +125,8 @@ class RequestFrame:
                 is_started = True
                 self._counters.count_request(scope["method"], message["status"])
                 given = list(message.get("headers", ()))
-                brought = {name for name, _ in given} & _OF_PAGES
-                message["headers"] = given + [one for one in own_headers if one[0] not in brought]
+                theirs = {name for name, _ in given} & _OF_PAGES
+                message["headers"] = given + [each for each in own_headers if each[0] not in theirs]
             await send(message)
 
         refusal = _refusal(scope)
@@ -136,20 +137,20 @@ class RequestFrame:
         try:
             await self._app(scope, receive, send_framed)
         except asyncio.CancelledError:
-            if not is_started:  # the server shuts down and does not wait any longer
+            if not is_started:  # the time for the shutdown is over
                 ending = problem_response(request_id.decode(), shutting_down())
                 await ending(scope, receive, send_framed)
             raise
         except Exception:
             _LOGGER.exception("%s %s failed (%s)", scope["method"], scope["path"], logged_id(state))
             if is_started:
-                raise  # cuts the connection, so that the sent part does not look complete
+                raise  # closes the connection, so that a client notices the missing part
             failure = internal_failure(request_id.decode())
             await problem_response(request_id.decode(), failure)(scope, receive, send_framed)
 
 
 def callers_request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the caller's request ID if well-formed. The response repeats it for the logs."""
+    """Return the caller's request ID if it is well-formed, else None."""
     for name, value in headers:
         if name == _ID_NAME and _REQUEST_ID.fullmatch(value):
             return bytes(value)
@@ -157,7 +158,7 @@ def callers_request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def frame_headers(scheme: str, request_id: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the headers of every response. A page may override some."""
+    """Return the headers of every response. A page may override `_OF_PAGES`."""
     headers = [(_PROTOCOL_NAME, _PROTOCOL), (_ID_NAME, request_id), *_SAFETY, _DATA_POLICY]
     if scheme == "https":
         headers.append(_OVER_TLS)
@@ -165,19 +166,19 @@ def frame_headers(scheme: str, request_id: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def shutting_down() -> ServerError:
-    """Return the error for a request that the shutdown cut short."""
+    """Return the error for a request that did not end before the shutdown."""
     return ServerError(ErrorCode.UNAVAILABLE, "the server is shutting down; retry")
 
 
 def internal_failure(request_id: str) -> ServerError:
-    """Return the error for an unexpected exception, which is in the log."""
+    """Return the error for an unexpected exception, which the caller has logged."""
     return ServerError(
         ErrorCode.INTERNAL, f"the server failed; see its log for request {request_id}"
     )
 
 
 def _refusal(scope: Scope) -> ServerError | None:
-    """Return why no call gets the request, or None."""
+    """Return the error to refuse the request with, or None to handle it."""
     size_bytes = 0
     watched = {}
     hosts = 0
@@ -187,7 +188,7 @@ def _refusal(scope: Scope) -> ServerError | None:
             watched[name] = value
             hosts += name == b"host"
     if (refusal := scope["state"].get("refusal")) is not None:
-        assert isinstance(refusal, ServerError)  # noqa: S101 - set by the connection
+        assert isinstance(refusal, ServerError)  # noqa: S101 - the connection set it
         return refusal
     if size_bytes > MAX_HEADER_BYTES:
         return ServerError(
@@ -199,7 +200,7 @@ def _refusal(scope: Scope) -> ServerError | None:
 
 
 def _target_refusal(scope: Scope) -> ServerError | None:
-    """Refuse a path that is too long, or that another program may read differently."""
+    """Refuse a path that is too long, or has an encoded slash, which a proxy may decode."""
     raw: bytes = scope.get("raw_path") or b""
     size_bytes = len(raw) + len(scope["query_string"])
     if size_bytes > _MAX_TARGET_BYTES:
@@ -217,25 +218,25 @@ def _target_refusal(scope: Scope) -> ServerError | None:
 
 
 def _header_refusal(scope: Scope, given: dict[bytes, bytes], *, hosts: int) -> ServerError | None:
-    """Refuse headers that are ambiguous, or that only a browser sends."""
+    """Refuse ambiguous headers, changes by a page in a browser, and other protocol versions."""
     if hosts != 1 and (hosts or scope["http_version"] == "1.1"):
         return ServerError(
             ErrorCode.INVALID_REQUEST, f"there are {hosts} Host headers: expected 1 (RFC 9112)"
         )
     if b"transfer-encoding" in given:
-        # With two ways to mark the end of a body, requests can be smuggled between them.
+        # If a proxy and this server found different ends of the body, requests could be smuggled.
         return ServerError(
             ErrorCode.LENGTH_REQUIRED, "send Content-Length instead of Transfer-Encoding"
         )
-    if b"origin" in given and scope["method"] not in _READING and scope["path"] not in _FORMS:
+    if b"origin" in given and scope["method"] not in _SAFE_METHODS and scope["path"] not in _FORMS:
         return ServerError(
             ErrorCode.FORBIDDEN,
             "requests with an Origin header come from a page in a browser, which may change "
             "nothing on this server: remove the header",
         )
-    spoken = given.get(_PROTOCOL_NAME, _PROTOCOL)
-    if spoken.strip() != _PROTOCOL and scope["path"].startswith(_PREFIX):
-        shown = spoken[:32].decode("latin-1")
+    version = given.get(_PROTOCOL_NAME, _PROTOCOL)
+    if version.strip() != _PROTOCOL and scope["path"].startswith(_PREFIX):
+        shown = version[:32].decode("latin-1")
         return ServerError(
             ErrorCode.UNSUPPORTED_PROTOCOL,
             f"{HEADER_PROTOCOL}: version {shown!r} is not supported; this server supports version "

@@ -1,4 +1,4 @@
-"""`graphstash audit`: shows who changed or evicted artifacts, and who changed permissions."""
+"""`graphstash audit`: show changes and evictions of artifacts, and changes of permissions."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,14 +31,14 @@ def audit(
 
     Run it on a host of the server, with its `GRAPHSTASH_*` variables.
     """
-    where = parse(Namespace, namespace) if namespace is not None else None
+    only = parse(Namespace, namespace) if namespace is not None else None
 
-    async def work(context: "ProcessContext") -> None:
+    async def show(context: "ProcessContext") -> None:
         entries: list[AuditEntry] = []
         before = None
         while len(entries) < limit:
             page = await context.audit.read(
-                limit=min(_PAGE, limit - len(entries)), before=before, namespace=where
+                limit=min(_PAGE, limit - len(entries)), before=before, namespace=only
             )
             entries += page.entries
             before = page.next_before
@@ -66,4 +66,4 @@ def audit(
         else:
             typer.echo("the audit log is empty, or its entries expired (GRAPHSTASH_AUDIT_DAYS)")
 
-    run_with_services(work)
+    run_with_services(show)

@@ -1,10 +1,12 @@
 """C++ objects that g++ builds from the source code that Inductor generates for CPUs.
 
-torch's caches hold the source code without the object. Without this module, a process that finds
-all its graphs still runs g++ for every kernel. Only `CppBuilder.build` runs g++ (2.6 to 2.15).
+torch's caches store the source code without the object. Without this module, a process that finds
+all its graphs still runs g++ for every kernel. In torch 2.6 to 2.15, only `CppBuilder.build` runs
+g++.
 
-The key of an object contains the bytes of everything that the command reads, the command without
-paths, the compiler, and the CPU, because the command has `-march=native`.
+The key of an object contains the command with the contents of the files that it names instead of
+their paths, and the releases of the compiler, torch, Python and libc, which decide what other
+headers contain. It contains the CPU, because the command has `-march=native`.
 """
 
 import logging
@@ -49,8 +51,8 @@ _READ_BY_GCC: Final = (
     "LDEMULATION",
     "CCC_OVERRIDE_OPTIONS",
 )
-"""Variables that make g++, its linker or clang read other files or write another object under the
-same command (gcc's manual, "Environment Variables Affecting GCC"; ld's manual, "Environment
+"""Environment variables that change what g++, its linker or clang read and write for the same
+command (gcc's manual, "Environment Variables Affecting GCC"; ld's manual, "Environment
 Variables")."""
 
 
@@ -58,15 +60,15 @@ _LABEL: Final = "C++ kernel"
 
 
 class LateHeader(str):
-    """An empty path for a header that is not prepared yet. torch uses no header then.
+    """An empty path for a header that is not precompiled yet, so that torch uses none.
 
-    Since 2.8, Inductor preprocesses a header, to name it by its content, and precompiles the header
-    before it asks for the C++ objects. If the objects are fetched, both are wasted, and they are
-    the largest cost of a warm process. So the header is prepared when the first object is built.
-    The source code includes the header in any case: without the precompiled form, an object takes
-    longer to build and is equal.
+    Since 2.8, Inductor preprocesses a header, to name it by its content, and precompiles it before
+    it builds the C++ objects. If all objects are fetched, both steps are wasted, and they are the
+    largest cost of a warm process. `prepare` therefore runs when the first object is built. Without
+    a precompiled header, g++ compiles the included header, which takes longer and gives an equal
+    object.
 
-    This path travels inside the builder's options to the thread that builds.
+    The builder's options carry this path to the thread that builds.
     """
 
     __slots__ = ("prepare",)
@@ -74,7 +76,7 @@ class LateHeader(str):
 
 
 def late(original: Callable[..., str]) -> Callable[..., str]:
-    """Replace `codecache._precompile_header`."""
+    """Return a replacement for `codecache._precompile_header` that defers the work."""
 
     def precompile_header(*args: Any, **kwargs: Any) -> str:
         header = LateHeader()
@@ -85,16 +87,16 @@ def late(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def _build_header_of(builder: Any) -> None:
-    """Prepare the header of a builder, and make the builder use it. Never raises."""
+    """Precompile the header of a builder, and add it to the command. Never raises."""
     header = getattr(builder._build_option, "precompiled_header", None)
     if not isinstance(header, LateHeader):
         return
     try:
         path = header.prepare()
-    except Exception:  # noqa: BLE001 - the hook's outermost frame: it is built without the header
+    except Exception:  # noqa: BLE001 - the hook's outermost frame: build without it
         _log.debug("precompiling a header failed", exc_info=True)
         return
-    # What the builder's constructor makes of the option.
+    # The builder's constructor does the same with a path that is not empty.
     builder._include_dirs_args = f"-include {path} {builder._include_dirs_args}"
 
 
@@ -102,13 +104,13 @@ class Objects:
     """Takes the place of `CppBuilder.build`.
 
     Attributes:
-        built_seconds: the time that was spent on building so far.
+        built_seconds: seconds spent so far on building objects that are shared.
 
     Args:
-        cache: finds and publishes.
-        original: the function that it replaces.
-        is_awaited: whether others may wait for a graph that this process compiles. Then it takes
-            no lease for an object: a process that needs the object waits for its graph.
+        cache: cache of the objects.
+        original: `CppBuilder.build` of torch.
+        is_awaited: returns whether this process compiles a graph that other processes may wait for.
+            It then takes no lease for an object, because they wait for the graph.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Objects:
         self.use(cache)
 
     def use(self, cache: CompileCache) -> None:
-        """Switch to another cache, in a forked child."""
+        """Switch to the cache of a forked child."""
         self._cache = cache
         self._exchange = TwoCallCache(cache)
 
@@ -129,11 +131,11 @@ class Objects:
         self._exchange.close()
 
     def build(self, builder: Any) -> Any:
-        """Put the object at the builder's path: fetched, or built by the original function."""
+        """Fetch the object to the builder's path, or let torch build it."""
         target = Path(builder.get_target_file_path())
         found = self._find(builder, target)
         if found is True:
-            # The original returns nothing since 2.7, and g++'s output and the path before.
+            # Since 2.7, torch's function returns None; before, g++'s output and the path.
             return None if torch_release() >= (2, 7) else (b"", str(target))
         _build_header_of(builder)
         if not found:
@@ -150,15 +152,18 @@ class Objects:
         return result
 
     def _find(self, builder: Any, target: Path) -> CompileRequest | bool:
-        """Return True if the object is in place, False if it is not shared, else the request."""
+        """Return True if the object is in place, else the request to publish it with.
+
+        Return False if the object must not be published.
+        """
         try:
             if config.force_disable_caches or not _is_shared(builder):
                 return False
             parts = object_parts(builder.get_command_line(), target)
-            wanted = request_of(ArtifactKind.INDUCTOR, parts, label=_LABEL)
-            payload = self._exchange.get(wanted, lease=not self._is_awaited())
+            request = request_of(ArtifactKind.INDUCTOR, parts, label=_LABEL)
+            payload = self._exchange.get(request, lease=not self._is_awaited())
             if payload is None:
-                return wanted
+                return request
             _write(target, payload)
         except OSError as error:
             self._cache.record_fallback(LocalTierError(str(error)))
@@ -168,28 +173,28 @@ class Objects:
             return False
         return True
 
-    def _publish(self, wanted: CompileRequest, target: Path, seconds: float) -> None:
+    def _publish(self, request: CompileRequest, target: Path, seconds: float) -> None:
         try:
-            self._exchange.put(wanted, target.read_bytes(), compile_seconds=seconds)
+            self._exchange.put(request, target.read_bytes(), compile_seconds=seconds)
         except OSError as error:
             self._exchange.end()
             self._cache.record_fallback(LocalTierError(str(error)))
 
 
 def object_parts(command: str, target: Path) -> dict[str, str]:
-    """Return all parts that decide what the g++ command line `command` writes to `target`."""
+    """Return the parts of the key for what a g++ command line writes to `target`."""
     compiler, *words = shlex.split(command)
     return {
         **host_parts(),
         "command": " ".join([Path(compiler).name, *(_word(word, target) for word in words)]),
-        # torch names a precompiled header by all that it includes. g++ does not check that.
+        # The name of a precompiled header depends on all its includes, which g++ does not check.
         "header": target.name if target.suffix in {".gch", ".pch"} else "",
         "environment": " ".join(f"{name}={os.environ.get(name, '')}" for name in _READ_BY_GCC),
     }
 
 
 def _word(word: str, target: Path) -> str:
-    """Return a word of the command without the directories of this host."""
+    """Return a word of the command without directories of this host, or the hash of a file."""
     if word == str(target):
         return f"<target>{target.suffix}"
     path = Path(word)
@@ -198,7 +203,7 @@ def _word(word: str, target: Path) -> str:
         for place, name in _places():
             content = content.replace(place.encode(), name.encode())
         return sha256(content).hexdigest()
-    if "rpath" in word:  # it is written into the object
+    if "rpath" in word:  # g++ writes the path into the object
         return word
     for place, name in _places():
         word = word.replace(place, name)
@@ -206,10 +211,10 @@ def _word(word: str, target: Path) -> str:
 
 
 def _places() -> list[tuple[str, str]]:
-    """Return directories that differ between hosts with their placeholders, longest first.
+    """Return directories that differ between hosts, with their placeholders, longest first.
 
-    Before 2.8, the source code includes a header from Inductor's own directory, by its absolute
-    path; the header is named by its content.
+    Before 2.8, the source code includes a header from Inductor's directory by its absolute path.
+    The file name of that header is a hash of its content.
     """
     inductor = dict.fromkeys((default_cache_dir(), cache_dir()), "<cache>")
     return sorted({**inductor, **_fixed_places()}.items(), key=lambda place: -len(place[0]))
@@ -230,15 +235,15 @@ def _fixed_places() -> Mapping[str, str]:
 def _is_shared(builder: Any) -> bool:
     """Return whether a process of another job would build the same object.
 
-    torch hashes preprocessed text to detect a changed header of this host, and drops the text. The
-    result of an ahead-of-time export is the job's product.
+    Do not share preprocessed text, which torch only hashes to detect a changed header of this host,
+    nor an ahead-of-time export, which is the job's product.
     """
-    kept_back = ("_preprocessing", "_aot_mode", "_use_relative_path")
-    return not any(getattr(builder, name, False) for name in kept_back)
+    unshared = ("_preprocessing", "_aot_mode", "_use_relative_path")
+    return not any(getattr(builder, name, False) for name in unshared)
 
 
 def _write(target: Path, payload: bytes) -> None:
-    """Write a file atomically, because torch only checks whether the file exists."""
+    """Write a file atomically, because torch checks only that the file exists."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(
         dir=target.parent, prefix=".graphstash-", delete=False

@@ -1,24 +1,26 @@
-"""The triton hook: puts kernels that another process has compiled into Triton's own cache.
+"""The triton hook: fetches kernels into Triton's own cache, and publishes compiled kernels.
 
-Before Triton compiles a kernel, Triton asks its cache manager for the kernel. Triton then passes
-the result to the manager file by file. The hook replaces the manager in this process only. Triton's
-variables could do that, but child processes without graphstash would inherit them.
+Before Triton compiles a kernel, it asks its cache manager for the kernel. After compiling, it
+passes the files of the kernel to the manager. The hook replaces the manager in this process only.
+Triton's environment variables can also set it, but child processes without graphstash would inherit
+them.
 
-    kernels    the managers; look-up, publication, and the lease between them
-    kernel     the files of one complete, shareable kernel, and their bytes in one artifact
-    fingerprint, source    the key; the values that a kernel reads and Triton's key omits
+    kernels        the managers: look-up, publication, and the lease in between
+    kernel         the files of one complete, shareable kernel, and their format in an artifact
+    fingerprint    the key
+    source         the values that a kernel reads and Triton's key omits
 
-Without `graphstash run` or `graphstash.install()`, Triton's variables are enough:
+Without `graphstash run` or `graphstash.install()`, set Triton's variables:
 
     TRITON_CACHE_MANAGER=graphstash.hooks.triton:SharedCacheManager
 
-or, with one more look-up for every kernel that is already on the disk,
+or, if one more look-up for every kernel on the disk is acceptable,
 
     TRITON_CACHE_MANAGER=triton.runtime.cache:RemoteCacheManager
     TRITON_REMOTE_CACHE_BACKEND=graphstash.hooks.triton:SharedCacheBackend
 
-The hook shares neither the output of the host's C compiler nor autotuning results
-(`TRITON_CACHE_AUTOTUNING`), which are measurements of one machine under momentary load.
+The hook does not share launchers, which the host's C compiler builds. It does not share autotuning
+results (`TRITON_CACHE_AUTOTUNING`), which depend on the load of one machine.
 """
 
 import functools
@@ -49,10 +51,10 @@ _GLOBAL: Final = "__cache_cls"
 
 
 def install(cache: CompileCache) -> "TritonHook | None":
-    """Install the cache into Triton.
+    """Install the hook.
 
     Returns:
-        The hook, or None if it was not installed. A warning gives the reason.
+        The hook, or None if it cannot be installed. A warning gives the reason.
     """
     if not SPEC.is_supported(triton.__version__):
         return None
@@ -70,9 +72,9 @@ def install(cache: CompileCache) -> "TritonHook | None":
 
 
 class TritonHook:
-    """Set Triton's cache manager, and wrap `triton.compile` so that a lease ends with the call.
+    """Sets Triton's cache manager, and wraps `triton.compile` so that a lease ends with the call.
 
-    `manager` is None if the user has already chosen a manager of this package.
+    `manager` is None if the user has chosen a manager of this package.
     """
 
     def __init__(self, cache: CompileCache, *, manager: type[SharedCacheManager] | None) -> None:
@@ -91,14 +93,14 @@ class TritonHook:
         self._kernels.close()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """Continue in the child as in its parent."""
+        """Continue in a forked child, with the child's cache. Always returns True."""
         self._kernels.switch_cache(cache)
         return True
 
 
 def _has_knob() -> bool:
-    """Return whether this is Triton 3.4 or newer, which sets the manager by a knob."""
-    # Look in the class: reading the knob would import the class that the user named.
+    """Return whether Triton has a knob for the manager, as since 3.4."""
+    # Inspect the class of the knobs: reading the knob would import the manager that the user named.
     return "manager_class" in vars(type(getattr(getattr(triton, "knobs", None), "cache", None)))
 
 
@@ -107,7 +109,7 @@ def _manager() -> type | None:
     if _has_knob():
         knob: type | None = vars(triton.knobs.cache).get("manager_class")
         return knob
-    # Before 3.4: a global of Triton's module, also for the class that the variable names.
+    # Before 3.4, a global contains the manager, even if an environment variable has named it.
     value: type = vars(triton_cache)[_GLOBAL]
     return None if value is triton_cache.FileCacheManager else value
 
@@ -115,7 +117,7 @@ def _manager() -> type | None:
 def _set_manager(manager: type | None) -> None:
     """Set the cache manager of this process. None restores Triton's default.
 
-    Unlike other knobs, a class is not propagated to the environment.
+    Unlike other knobs, this knob does not set the environment variable, which children inherit.
     """
     if not _has_knob():
         vars(triton_cache)[_GLOBAL] = manager or triton_cache.FileCacheManager
@@ -128,8 +130,8 @@ def _set_manager(manager: type | None) -> None:
 def _chosen_manager() -> str:
     """Return the manager that the user has chosen as `module:class`, or "" for Triton's default.
 
-    For Triton's `RemoteCacheManager`, return the backend. Imports nothing, because the class may
-    not exist yet.
+    If it is Triton's `RemoteCacheManager`, return the backend. Does not import the class, which may
+    not be importable yet.
     """
     manager = _name(_manager()) or os.environ.get(_MANAGER_VARIABLE, "")
     if manager != _REMOTE:
@@ -140,7 +142,7 @@ def _chosen_manager() -> str:
 
 
 def _is_ours(manager: str) -> bool:
-    """Return whether the chosen manager is a class of this package."""
+    """Return whether a manager is a class of this package."""
     return manager.partition(":")[0].startswith(_OURS)
 
 

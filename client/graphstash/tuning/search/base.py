@@ -1,9 +1,9 @@
-"""The common part of searchers: `ask` returns configurations, `tell` takes their costs.
+"""Base class of searchers: `ask` returns configurations, `tell` records their costs.
 
-A search proceeds in rounds. A round's proposal depends only on the seed and on the trials told
-until the previous round was complete. It does not depend on how many are asked for at once, nor on
-the order of costs within a round. Trials alone therefore suffice to continue a search in another
-process.
+A search proceeds in rounds. Each round proposes configurations, which depend only on the seed and
+on the trials recorded until the previous round was complete. They do not depend on the `count` of
+`ask`, nor on the order of costs within a round. So the trials suffice to continue a search in
+another process.
 """
 
 import math
@@ -21,7 +21,7 @@ __all__ = ["CostError", "Searcher", "Trial"]
 
 
 class CostError(GraphstashError, ValueError):
-    """A cost is neither a number above 0 nor infinity, which marks a failing configuration."""
+    """A cost is not a number above 0. Infinity is one, and marks a failing configuration."""
 
 
 class Trial(NamedTuple):
@@ -42,23 +42,23 @@ class Searcher(ABC):
 
     Ask for as many configurations as can be measured in parallel, and tell the cost of each, in any
     order. To continue a search in another process, create a searcher with the same arguments and
-    tell it the trials (`resume`).
+    pass the trials to `resume`.
 
     Args:
         space: the space to search.
-        seed: seed of every choice.
-        first: measured before anything else, such as the best configurations of a similar kernel.
+        seed: seed of all random choices.
+        first: configurations of the first round, such as the best ones of a similar kernel.
 
     Attributes:
         space: the space to search.
-        trials: trials in the order of telling.
+        trials: all trials, in the order of `tell`.
 
     Raises:
         SpaceError: a configuration of `first` is not in the space.
     """
 
     waits: ClassVar[bool] = True
-    """Whether a round starts only after all costs of the previous round were told."""
+    """Whether a round starts only after `tell` has recorded all costs of the previous round."""
 
     def __init__(
         self, space: SearchSpace, *, seed: int = 0, first: Sequence[Configuration] = ()
@@ -67,28 +67,28 @@ class Searcher(ABC):
             _check(configuration, space)
         self.space = space
         self.trials: list[Trial] = []
-        self._random = random.Random(seed)  # noqa: S311 - of a search, not of a secret
+        self._random = random.Random(seed)  # noqa: S311 - not used for a secret
         self._first = list(dict.fromkeys(first))
-        self._costs: dict[Configuration, float] = {}  # the first cost told for each configuration
-        self._visited: set[Configuration] = set()  # proposed in a round, or learned from
+        self._costs: dict[Configuration, float] = {}  # the first cost of each configuration
+        self._visited: set[Configuration] = set()  # proposed, or passed to `_learn`
         self._round: list[Configuration] = []
-        self._missing: set[Configuration] = set()  # of the round, cost not told yet
+        self._missing: set[Configuration] = set()  # of the round, without a cost
         self._unasked: deque[Configuration] = deque()
-        self._uninvited: list[Trial] = []  # told during the round, but not proposed in it
-        self._rest: list[Configuration] = []  # shuffled; empty until few are left
+        self._unproposed: list[Trial] = []  # recorded in this round, never proposed
+        self._rest: list[Configuration] = []  # shuffled; filled when few are unvisited
         self._ended = False
 
     @property
     def best(self) -> Trial | None:
-        """The cheapest trial so far, the first of equals; None if nothing has worked."""
-        works = (trial for trial in self.trials if math.isfinite(trial.cost))
-        return min(works, key=lambda trial: trial.cost, default=None)
+        """The first trial of the lowest cost so far. None if no configuration has worked."""
+        finite = (trial for trial in self.trials if math.isfinite(trial.cost))
+        return min(finite, key=lambda trial: trial.cost, default=None)
 
     def ask(self, count: int = 1) -> list[Configuration]:
-        """Return up to `count` configurations that were neither asked for nor told before.
+        """Return up to `count` configurations that were not returned or told before.
 
-        Returns fewer if the searcher needs costs of others first, and none if the space has no
-        further configuration.
+        Returns fewer if the next round needs costs that are still missing, or if the space has no
+        more configurations.
         """
         chosen: list[Configuration] = []
         while len(chosen) < count:
@@ -99,9 +99,9 @@ class Searcher(ABC):
         return chosen
 
     def tell(self, configuration: Configuration, cost: float) -> None:
-        """Record the cost of a configuration, asked for or not; see `Trial`.
+        """Record the cost of a configuration, which `ask` need not have returned.
 
-        The searcher learns from the first cost of each configuration; `best` uses all.
+        The searcher learns only from the first cost of each configuration. `best` compares all.
 
         Raises:
             SpaceError: the configuration is not in the space.
@@ -110,7 +110,7 @@ class Searcher(ABC):
         _check(configuration, self.space)
         trial = Trial(configuration, _cost(configuration, cost))
         while self.waits and not self._missing and self._next_round():
-            pass  # assign the trial to the round that would have asked for it
+            pass  # begin the round first, as `ask` did in a search that is resumed
         self.trials.append(trial)
         if configuration in self._costs:
             return
@@ -118,12 +118,12 @@ class Searcher(ABC):
         if configuration in self._missing:
             self._missing.remove(configuration)
         elif configuration not in self._visited:
-            self._uninvited.append(trial)
+            self._unproposed.append(trial)
 
     def resume(self, trials: Iterable[Trial]) -> None:
         """Continue a search from its trials, as if it had never stopped.
 
-        Configurations that were asked for but not told are asked for again.
+        `ask` returns configurations without a trial again.
 
         Raises:
             SpaceError, CostError: as `tell`.
@@ -133,21 +133,21 @@ class Searcher(ABC):
 
     @abstractmethod
     def _propose(self) -> list[Configuration]:
-        """Return a round of distinct configurations outside `_visited`; empty if none is left."""
+        """Return a round of distinct configurations outside `_visited`. Empty if none is left."""
 
     def _learn(self, trials: list[Trial]) -> None:  # noqa: B027 - optional
-        """Learn from a round, in order of proposal, and from trials that were not proposed."""
+        """Learn from a round, in order of proposal, and then from trials that no round proposed."""
 
     def _next_round(self) -> bool:
         if self._ended or (self.waits and self._missing):
             return False
         if self.waits:
-            told = [Trial(each, self._costs[each]) for each in self._round]
-            told += self._uninvited
-            self._visited.update(trial.configuration for trial in self._uninvited)
-            self._uninvited.clear()
-            if told:
-                self._learn(told)
+            trials = [Trial(each, self._costs[each]) for each in self._round]
+            trials += self._unproposed
+            self._visited.update(trial.configuration for trial in self._unproposed)
+            self._unproposed.clear()
+            if trials:
+                self._learn(trials)
         self._round, self._first = self._first or self._propose(), []
         self._visited.update(self._round)
         self._unasked.extend(self._round)
@@ -156,14 +156,17 @@ class Searcher(ABC):
         return not self._ended
 
     def _begin(self, starts: int) -> None:
-        """Choose the first round if the caller did not: random configurations, or the start."""
+        """Unless the caller chose the first round, choose `starts` random configurations.
+
+        If `starts` is 0, choose the start of the space.
+        """
         if not self._first:
             self._first = self._unvisited(starts) if starts > 0 else [self.space.start]
 
     def _unvisited(self, count: int) -> list[Configuration]:
         """Return `count` random unvisited configurations, or fewer if fewer exist.
 
-        The caller must propose them.
+        The caller must propose all of them, because they may not be returned again.
         """
         found: dict[Configuration, None] = {}
         tries = 0 if self._rest else 20 * count
@@ -173,7 +176,7 @@ class Searcher(ABC):
                 found[drawn] = None
                 if len(found) == count:
                     return list(found)
-        if not self._rest:  # nearly everything is visited: list the rest
+        if not self._rest:  # draws rarely find an unvisited configuration
             self._rest = [each for each in self.space if each not in self._visited]
             self._random.shuffle(self._rest)
         while self._rest and len(found) < count:

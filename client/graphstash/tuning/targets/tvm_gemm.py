@@ -1,14 +1,14 @@
-"""Matrix multiplication in TVM, on the CPU: the kernel of the searchers' paper.
+"""Matrix multiplication in TVM, on one thread of the CPU. Needs the extra `tvm`.
 
     for m_0: for n_0: for m_1: for n_1:
         for k_0:
             for m_2: for n_2:
                 for k_1:
-                    for m_3 (unrolled): for n_3 (vectorized): C += A * B
+                    for m_3 (unrolled up to 16): for n_3 (vectorized): C += A * B
 
-Needs the extra `tvm`. A kernel runs on one thread. (Zhang et al., "Compiler-Level Matrix
-Multiplication Optimization for Deep Learning", arXiv 1909.10616, 2019, splits the loops of a GPU
-into as many; the loop order is our own.)
+The numbers of factors (4, 2 and 4) are those of the GPU kernel for which the searchers `GBFS` and
+`NA2C` were published (Zhang et al., "Compiler-Level Matrix Multiplication Optimization for Deep
+Learning", arXiv 1909.10616, 2019). The loop order is our own.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,8 +26,8 @@ __all__ = ["TvmGemm"]
 _FACTORS: Final = {"m": 4, "k": 2, "n": 4}
 
 _MAX_LANES: Final = 64
-"""Most lanes of a vectorized loop: LLVM takes minutes for wider loops, and no register is so
-wide."""
+"""Maximum lanes of a vectorized loop. LLVM takes minutes for wider loops, and no vector register
+holds more."""
 
 _MAX_UNROLLED: Final = 16
 
@@ -36,7 +36,7 @@ class TvmGemm(Target):
     """C (m x n) = A (m x k) B (k x n) in float32, row-major.
 
     A configuration has the parameters m_0 to m_3, k_0, k_1, and n_0 to n_3, as in `GemmSpace`: the
-    splits of the three loops, from the outermost to the innermost.
+    lengths of the loops that each of the three loops is split into, outermost first.
 
     Args:
         m: rows of the first matrix, and of the result.
@@ -48,7 +48,7 @@ class TvmGemm(Target):
         self._sizes = {"m": m, "k": k, "n": n}
 
     def describe(self) -> dict[str, Any]:
-        """Return the sizes, the type, and the installed version of TVM."""
+        """Return the sizes, the data type, and the installed version of TVM."""
         return {
             "target": "tvm-gemm",
             **self._sizes,
@@ -66,13 +66,13 @@ class TvmGemm(Target):
         self._a = tvm.runtime.tensor(np.empty((m, k), np.float32))
         self._b = tvm.runtime.tensor(np.empty((k, n), np.float32))
         self._output = CheckedOutput((m, n), np.float32)
-        self._c = tvm.runtime.from_dlpack(self._output.array)  # the same memory
+        self._c = tvm.runtime.from_dlpack(self._output.array)  # shares the memory
         self.renew()
         cpu = tvm.target.codegen.llvm_get_system_cpu()
         self._target = tvm.target.Target({"kind": "llvm", "mcpu": cpu})
 
     def renew(self) -> None:
-        """Draw new matrices, and compute their product in float64."""
+        """Draw random matrices, and compute their product in float64."""
         import numpy as np
 
         m, k, n = self._sizes.values()
@@ -91,20 +91,20 @@ class TvmGemm(Target):
         import tvm
 
         splits = {
-            axis: [int(configuration[f"{axis}_{place}"]) for place in range(count)]
+            axis: [int(configuration[f"{axis}_{depth}"]) for depth in range(count)]
             for axis, count in _FACTORS.items()
         }
         function = tvm.compile(self._scheduled(splits), target=self._target)["main"]
         return _Gemm(function, (self._a, self._b, self._c))
 
     def check(self, kernel: Kernel) -> bool:
-        """Return whether each number of the result is within rounding errors of the exact one."""
+        """Return whether each element of the product is within rounding errors of the exact one."""
         self._output.fill_with_garbage()
         kernel()
         return self._output.holds(self._reference, self._tolerance)
 
     def cost(self, kernel: Kernel, calls: int) -> float:
-        """Return mean CPU seconds of this thread, which exclude other load."""
+        """Return mean CPU seconds of this thread, which exclude time that other processes run."""
         started = thread_time()
         for _ in range(calls):
             kernel()

@@ -1,17 +1,17 @@
-"""Backup: copies a database and its blobs to a directory, and back.
+"""Backup: copy a database and its blobs to a directory, and back.
 
-    <backup>/backup.json                  what is complete; replaced last, in one step
+    <backup>/backup.json                  the manifest of the complete backup; replaced last
     <backup>/database-<16 hex>.sqlite3    all rows at one moment (`snapshot`)
     <backup>/blobs/sha256/ab/<hex>        the blobs that these rows name
     <backup>/backup.lock                  held by the process that writes or reads the backup
 
-A backup takes the rows first and their blobs second, while servers run. An artifact that is deleted
-or replaced in between may lose its blob, so the backup then takes the rows again, of a later
-moment. Blobs that the directory has are not copied again. A killed backup leaves the previous one
+A backup copies the rows first and their blobs second, while servers run. If blobs are missing by
+then, it copies the rows again. After `_ROUNDS` attempts it leaves out the artifacts of missing
+blobs. It does not copy blobs that the directory has. If a backup is killed, the previous one stays
 complete, and the next one continues.
 
-A restore stores every blob, and then replaces all rows in one step. Until then, a file in the data
-directory keeps servers from starting. A killed restore is continued by the same command.
+A restore stores every blob, and then replaces all rows in one step. Until it has ended, a file in
+the data directory keeps servers from starting. The same command continues a killed restore.
 """
 
 import asyncio
@@ -62,20 +62,20 @@ from graphstash_server.storage.upload import sync_directory
 __all__ = ["UNFINISHED", "Backup", "Copied", "Manifest", "Progress", "abandon", "restore"]
 
 UNFINISHED: Final = "restore.json"
-"""File in a data directory whose restore has not ended. Servers and commands refuse to start."""
+"""File in a data directory during a restore. Servers and commands refuse to start beside it."""
 
 _FORMAT: Final = 1
 _OWN: Final = {"backup.lock", "backup.json.partial"}
-"""All that a backup which was killed at its very beginning can leave."""
+"""Files that a backup may leave if it is killed before it has written backup.json."""
 _ROUNDS: Final = 3
 _AT_ONCE: Final = 8
 
 Progress = Callable[[int, int], None]
-"""Called with the size of each copied blob, and the bytes of all that are to be copied."""
+"""Called after each blob with its size and the total size of all blobs to copy, in bytes."""
 
 
 class Manifest(BaseModel):
-    """What a complete backup has. Only a backup of an earlier release has no `cache`."""
+    """backup.json of a complete backup. Earlier releases wrote no `cache` and `source`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -92,7 +92,7 @@ class Manifest(BaseModel):
 
 
 class _Begun(BaseModel):
-    """A directory whose first backup has not ended."""
+    """backup.json until the first backup is complete."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -101,7 +101,7 @@ class _Begun(BaseModel):
 
 
 class _Restore(_Begun):
-    """A data directory's restore of a backup. `is_loading` once it may have replaced rows."""
+    """restore.json in a data directory. `is_loading` is true once rows may have been replaced."""
 
     is_loading: bool = True
 
@@ -112,9 +112,10 @@ class Copied:
 
     Attributes:
         manifest: the backup.
-        copied: number of blobs that were copied; the others were there.
-        left_out: number of artifacts that were left out, because their blob is lost or damaged.
-        is_current: whether the replaced database told what it withheld and revoked since.
+        copied: number of blobs that were copied. The target already had the others.
+        left_out: number of artifacts that were left out because their blobs are lost or damaged.
+        is_current: whether a restore applied the withholds and revocations of the replaced
+            database. False if there was no such database, or it could not be read.
     """
 
     manifest: Manifest
@@ -124,7 +125,7 @@ class Copied:
 
 
 class Backup:
-    """A directory with a backup. One process uses it at a time."""
+    """A directory with a backup. One process can write it, or several can read it, at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -140,13 +141,14 @@ class Backup:
         is_moved: bool,
         progress: Progress,
     ) -> Copied:
-        """Copy the database at `url` and the blobs of its artifacts. With `is_deep`, also read the
-        blobs that the directory has, and replace damaged ones. With `is_moved`, the cache may have
-        been backed up from another database.
+        """Copy the database at `url` and the blobs of its artifacts.
+
+        With `is_deep`, also verify the blobs that the directory has, and replace damaged ones. With
+        `is_moved`, accept that the previous backup names another location of the cache's database.
 
         Raises:
-            BackupError: the directory cannot be used, or the backup would replace another cache's.
-            ServerError: the blob store does not answer. A later backup continues.
+            BackupError: the directory cannot be used, or it has the backup of another cache.
+            ServerError: the blob store does not answer. The next backup continues.
             StartError: the database does not answer.
         """
         async with self._opened() as target:
@@ -174,7 +176,7 @@ class Backup:
             manifest = await asyncio.to_thread(
                 partial(self._complete, new, taken_at, cache=cache, source=source)
             )
-            kept = {each.sha256 for each in needed}  # a truncated blob was listed with its own size
+            kept = {each.sha256 for each in needed}  # `list` gave a truncated blob another size
             for unused in here:
                 if unused.sha256 not in kept:
                     await target.delete(unused)
@@ -234,8 +236,9 @@ class Backup:
     def _check_identity(
         self, before: Manifest | None, cache: str, source: str, *, is_moved: bool
     ) -> None:
-        """Refuse to replace a backup of another cache, or of another copy of this cache's database.
-        Either may have far fewer artifacts.
+        """Refuse to replace the backup of another cache, or of this cache at another location.
+
+        Otherwise a wrong setting could replace a backup by one of far fewer artifacts.
         """
         if before is None or before.cache is None:
             return
@@ -255,8 +258,9 @@ class Backup:
     def _check_same_cache(
         self, before: Manifest | None, needed: Sequence[Digest], here: set[Digest]
     ) -> None:
-        """Refuse to replace a backup by one that has no blob in common with it. A wrong setting, or
-        a server that lost its data, must not cost the backup.
+        """Refuse to replace a backup that has no blob in common with the new one.
+
+        A wrong setting, or a server that lost its data, must not destroy the backup.
         """
         if before is None or not before.blobs or not here.isdisjoint(needed):
             return
@@ -266,16 +270,16 @@ class Backup:
         )
 
     def _check_space(self, missing: Sequence[Digest]) -> None:
-        wanted = sum(each.size_bytes for each in missing)
+        needed_bytes = sum(each.size_bytes for each in missing)
         free = shutil.disk_usage(self._path).free
-        if wanted > free:
+        if needed_bytes > free:
             raise BackupError(
-                f"{self._path} has {free} bytes free and {wanted} bytes of blobs are to be copied: "
-                "nothing was replaced; free some space, or choose another directory"
+                f"{self._path} has {free} bytes free and {needed_bytes} bytes of blobs are to be "
+                "copied: nothing was replaced; free some space, or choose another directory"
             )
 
     def _complete(self, new: Path, taken_at: datetime, *, cache: str, source: str) -> Manifest:
-        """Put the new rows and their manifest in place, and remove the old ones."""
+        """Put the new rows and their manifest in place, and remove the old rows."""
         needed = list_digests_in(new)
         sha256 = _sha256_of(new)
         manifest = Manifest(
@@ -298,7 +302,7 @@ class Backup:
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[tuple[Manifest, "_Source"]]:
-        """Open a complete backup. Write nothing into it, because it may be read-only.
+        """Open a complete backup. Writes nothing, because the directory may be read-only.
 
         Raises:
             BackupError: the backup is incomplete, or of a later release.
@@ -350,13 +354,13 @@ async def restore(
 ) -> Copied:
     """Store the blobs of a backup, and replace all rows of the database at `url` by the backup's.
 
-    The caller has stopped all servers. With `is_replacing`, the target may have artifacts. Blobs
-    that it has are read, and kept if they are whole. What the replaced database withheld or revoked
-    after the backup stays so. With `is_partial`, artifacts whose blobs are lost are left out.
+    The caller must have stopped all servers. With `is_replacing`, the target may have artifacts.
+    Its undamaged blobs are kept. Artifacts that its database withholds stay withheld, and tokens
+    that it has revoked stay revoked. With `is_partial`, artifacts without a blob are left out.
 
     Raises:
         BackupError: the backup cannot be used or lacks blobs, the target is not empty, or a server
-            uses it. No row was replaced.
+            uses the target. No row was replaced.
         ServerError: the blob store does not answer. The same command continues.
         StartError: the database does not answer.
     """
@@ -400,10 +404,10 @@ async def restore(
 
 
 async def abandon(*, url: str, data_dir: Path) -> None:
-    """End a restore that was interrupted before it replaced a row, so that servers can start.
+    """Give up a restore that was interrupted before it replaced a row, so that servers can start.
 
     Raises:
-        BackupError: there is no such restore, it may have replaced rows, or a server is running.
+        BackupError: no restore was interrupted, it may have replaced rows, or a server is running.
         StartError: the database does not answer.
     """
     async with _alone(data_dir, url) as (unfinished, _):
@@ -420,11 +424,11 @@ async def abandon(*, url: str, data_dir: Path) -> None:
 
 @asynccontextmanager
 async def _alone(data_dir: Path, url: str) -> AsyncIterator[tuple[Path, Path]]:
-    """Exclude servers and commands. Yield the paths of the restore's record and of its rows."""
+    """Exclude servers and commands. Yield the paths of restore.json and of the restored rows."""
     parsed = make_url(url)
     is_sqlite = parsed.get_backend_name() == "sqlite"
     staged = (Path(parsed.database or "").parent if is_sqlite else data_dir) / "restore.sqlite3"
-    lock = ServerLock(data_dir / "server.lock")  # held by servers of earlier releases, too
+    lock = ServerLock(data_dir / "server.lock")  # which servers of earlier releases hold, too
     try:
         with hold_database(data_dir, is_exclusive=True) as is_free:
             if not (is_free and lock.was_alone) or await asyncio.to_thread(is_in_use, url):
@@ -441,7 +445,10 @@ async def _alone(data_dir: Path, url: str) -> AsyncIterator[tuple[Path, Path]]:
 
 
 def _read_begun(unfinished: Path) -> _Restore | None:
-    """Return the interrupted restore. An unreadable record is of an unknown one."""
+    """Return the record of an interrupted restore, or None.
+
+    If it is unreadable, assume a restore of an unknown backup that may have replaced rows.
+    """
     try:
         return _Restore.model_validate_json(unfinished.read_bytes())
     except FileNotFoundError:
@@ -453,7 +460,7 @@ def _read_begun(unfinished: Path) -> _Restore | None:
 async def _check_empty(
     begun: _Restore | None, manifest: Manifest, url: str, store: BlobStore
 ) -> None:
-    """Refuse to restore over other artifacts, except to continue a restore of the same backup."""
+    """Refuse a target that is not empty, except to continue a restore of the same backup."""
     if begun is not None:
         if begun.database_sha256 == manifest.database_sha256:
             return
@@ -484,7 +491,7 @@ def _check_losses(
 
 
 def _source_of(url: str) -> str:
-    """Return where a database is, without a password. Equal for all servers of the database."""
+    """Return the location of a database, which is equal for all its servers. Omits the password."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":
         return str(Path(parsed.database or "").resolve())
@@ -500,7 +507,7 @@ def _source_of(url: str) -> str:
 
 
 async def _open(collector: BlobCollector, digest: Digest) -> BlobReader | None:
-    """Open a blob that servers may have given another name."""
+    """Open a blob. Read its generation, which is part of its name, again if the name is stale."""
     reader = await collector.blobs.open(digest)
     if reader is None and await collector.learn(digest):
         return await collector.blobs.open(digest)
@@ -510,7 +517,7 @@ async def _open(collector: BlobCollector, digest: Digest) -> BlobReader | None:
 async def _missing(
     needed: Sequence[Digest], here: set[Digest], *, checked_in: BlobStore | None
 ) -> list[Digest]:
-    """Return the blobs that a store lacks. With `checked_in`, read those that it has."""
+    """Return the blobs that a store lacks. With `checked_in`, that includes its damaged blobs."""
     missing = []
     for digest in needed:
         is_here = digest in here
@@ -527,10 +534,10 @@ async def _copy(
     target: BlobStore,
     progress: Progress,
 ) -> list[Digest]:
-    """Copy blobs, several at a time, and check their bytes. Return those that are lost or damaged.
+    """Copy blobs, several at a time, and check their bytes. Return the lost and damaged blobs.
 
     Raises:
-        BackupError: the store broke off. The next attempt continues.
+        BackupError: the store stopped in the middle of a blob. The next attempt continues.
         ServerError: a store does not answer, or is full.
     """
     left = iter(missing)
@@ -580,7 +587,7 @@ def _sha256_of(path: Path) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file durably and in one step."""
+    """Write a file durably and atomically."""
     partial_file = path.with_name(path.name + ".partial")
     with partial_file.open("w") as file:
         file.write(text)
@@ -592,7 +599,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _lock(path: Path, *, is_reader: bool = False) -> Iterator[None]:
-    """Lock a backup. A reader shares the lock, and needs none if a copy of a backup lacks it."""
+    """Lock a backup. Readers share the lock, and need none if a copied backup lacks the file."""
     with ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("rb" if is_reader else "ab"))
