@@ -19,7 +19,7 @@ router = Calls(tags=["administration"])
 _TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 _TOKEN_SECONDS: Final = 0.5
-"""Seconds that a scrape waits for its token's row from the database."""
+"""Seconds that a scrape waits for the decision about its token."""
 
 _MAX_REMEMBERED: Final = timedelta(hours=1)
 """Age up to which a decision about a token is used while the database does not answer. Unless the

@@ -1,9 +1,9 @@
 """S3BlobStore: blobs as objects `<prefix>blobs/sha256/ab/<hex>` in one bucket.
 
-A server may give up on a delete request that the bucket executes much later. Until then, the store
-writes the blob under a new name, `<hex>.<generation>`, which the request does not delete. It also
-writes the first name, `<hex>`, because servers of the previous release read only that name. All
-names of a blob hold the same bytes.
+A bucket may execute a delete request long after the server has given up on it. The store therefore
+writes the blob again under a new name, `<hex>.<generation>`, which that request does not delete. It
+also writes the first name, `<hex>`, because servers of the previous release read only that name.
+All names of a blob hold the same bytes.
 
 boto3 blocks, so every call runs in a thread. The store spools an upload to disk, checks it and then
 sends it, because a retry cannot rewind a network stream. If a server is killed during an upload in
