@@ -59,10 +59,7 @@ class BoundedExecutor:
         return True
 
     def start(self) -> None:
-        """Start a thread in advance, for calls submitted while the process ends.
-
-        Python 3.12 and newer cannot start threads at that time.
-        """
+        """Start a thread now: Python 3.12 and newer cannot start one while the process ends."""
         with self._idle:
             if not self._threads and not self._closed:
                 self._add_thread()

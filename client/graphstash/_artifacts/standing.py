@@ -168,14 +168,7 @@ class Standing:
     def verdict(
         self, namespace: Namespace, key: ArtifactKey, proof: Provenance, *, origin: str
     ) -> Verdict:
-        """Return what to do with a copy.
-
-        Args:
-            namespace: namespace of the copy.
-            key: key of the copy.
-            proof: record that the tier stores with the copy.
-            origin: origin of the copy.
-        """
+        """Return what to do with a copy. The tier stores `proof` with the copy, under `origin`."""
         self._read_shared()
         if self._is_withdrawn(namespace, key, proof):
             return Verdict.DELETE
@@ -300,9 +293,7 @@ class Standing:
             self._share([_line(time(), namespace, _MOVED, f"{start}/{end}")])
 
     def _is_void(self, namespace: Namespace, at: float) -> bool:
-        """Return whether an answer is too old. A limit in the future was set before the clock was
-        set back.
-        """
+        """Return whether an answer is too old. Ignore a future limit: the clock was set back."""
         return at < self._void_before.get(namespace, 0.0) <= time()
 
     def _drop_answers(self, namespace: Namespace, before: float) -> None:
@@ -418,7 +409,7 @@ class Standing:
         if is_stored:
             withdrawn = self._withdrawn.get(where, {})
             if withdrawn.get(answer, -_SERVER_LAG_SECONDS) + _SERVER_LAG_SECONDS > at:
-                return  # sent before the withdrawal, or by a server that lags behind it
+                return  # requested before the withdrawal, or from a server that lags behind it
             withdrawn.pop(answer, None)
         self._stored[where] = answer if is_stored else None, at
 

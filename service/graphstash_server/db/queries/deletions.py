@@ -65,7 +65,7 @@ async def claim_deletions(
     limit: int,
     spared: Collection[str] = (),
 ) -> list[Digest]:
-    """Claim marked blobs that are unclaimed, except the blobs in `spared` (SHA-256). The claim
+    """Claim marked blobs without a current claim, except the blobs in `spared` (SHA-256). The claim
     lasts until `now + duration`, which also identifies it.
     """
     free = (
@@ -171,8 +171,8 @@ async def release_deletions(
 
 
 async def drop_deletions(connection: AsyncConnection, digests: Sequence[Digest]) -> None:
-    """Remove the marks of blobs that artifacts use. Only valid if no server has sent a request to
-    the store since. Otherwise use `abandon_deletion` or `end_deletions`.
+    """Remove the marks of blobs that artifacts use. Only valid if no server has asked the store to
+    delete them. Otherwise use `abandon_deletion` or `end_deletions`.
     """
     if digests:
         await connection.execute(delete(deletions).where(_is_of(digests)))

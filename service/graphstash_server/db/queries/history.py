@@ -133,8 +133,8 @@ _ADD = Prepared(_add)
 
 
 class Selection(NamedTuple):
-    """The rows to sum: steps that begin at or after `since` and before `until`. If `namespaces` is
-    None, of all namespaces.
+    """The rows to sum: steps that begin at or after `since` and before `until`, of the given
+    namespaces. None means all namespaces.
     """
 
     step: Step

@@ -222,11 +222,7 @@ class CommitBatcher:
     async def _commit_now(
         self, uploads: Sequence[Upload], connection: Transaction
     ) -> list[_Outcome]:
-        """Run the transaction in one step.
-
-        Raises:
-            _NotStoredNowError: the transaction needs two steps. It has changed nothing.
-        """
+        """Run the transaction in one step. If it needs two, raise `_NotStoredNowError`."""
         locked = await _lock(connection, uploads)
         if not self._are_stored_now(uploads):
             raise _NotStoredNowError
