@@ -93,7 +93,7 @@ class RevokedKey(_Record):
 
 
 class TrustedKeys(_Record):
-    """The content of the file."""
+    """Content of the file."""
 
     version: Literal[1] = 1
     keys: tuple[TrustedKey, ...] = Field(default=(), max_length=MAX_KEYS)

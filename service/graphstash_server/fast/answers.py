@@ -255,11 +255,8 @@ def _place(path: str) -> tuple[Namespace, ArtifactKind, DeviceType]:
 
 
 class _Fields(NamedTuple):
-    """The parsed headers of a request. `job` may be empty. For `is_copy`, see `ReadRequest`.
-
-    Attributes:
-        conditions: headers that change the response.
-        authorization: value of `Authorization`.
+    """The parsed headers of a request. `conditions` change the response. `job` may be empty. For
+    `is_copy`, see `ReadRequest`.
     """
 
     conditions: Mapping[str, str]

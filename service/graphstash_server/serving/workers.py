@@ -337,9 +337,7 @@ def _turn_away(listener: socket.socket) -> None:
 
 
 def _pause_seconds(worker: _Worker) -> float:
-    """Count an early end, and return the pause before the restart: none after the first early end
-    in a row, doubling from the second.
-    """
+    """Count early ends in a row, and return the pause: none after the first, then doubling."""
     slot = worker.slot
     is_early = not worker.is_ready or monotonic() - worker.started_at < _EARLY_SECONDS
     slot.early_ends = slot.early_ends + 1 if is_early else 0

@@ -501,9 +501,7 @@ class BackwardFusion(Fusion):
         self.remember_gradients()
 
     def _make_first_step(self) -> None:
-        """Make the first update unit by unit, so that a unit's gradients are freed before the next
-        unit's state is created.
-        """
+        """Update unit by unit: free a unit's gradients before the next unit's state is created."""
         options = options_of(self.optimizer)
         self._backwards.add(_FIRST_STEP)
         for unit in self._units:

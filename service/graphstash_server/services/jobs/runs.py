@@ -171,9 +171,7 @@ class RunService:
     async def list_latest(
         self, namespace: Namespace, *, job: ManifestName | None = None, limit: int = 20
     ) -> RunList:
-        """Return at most `limit` runs of a job or of all jobs. The run with the latest report comes
-        first.
-        """
+        """Return at most `limit` runs of a job or of all jobs, by their latest report."""
         async with self._summing:  # only one call at a time holds reports in memory
             async with self.database.reading() as connection:
                 latest = await list_latest(
