@@ -1,4 +1,4 @@
-"""Audit log: who wrote or deleted artifacts, and who changed permissions."""
+"""Audit log: who wrote, evicted or withheld artifacts, and who changed permissions."""
 
 from datetime import datetime
 from enum import StrEnum
@@ -11,7 +11,7 @@ __all__ = ["AuditAction", "AuditEntry", "AuditLog"]
 
 
 class AuditAction(StrEnum):
-    """Actions that the audit log records."""
+    """Actions in the audit log."""
 
     PUT = "put"
     OVERWRITE = "overwrite"
@@ -26,35 +26,35 @@ class AuditAction(StrEnum):
 
 
 class AuditEntry(WireModel):
-    """One change."""
+    """One change in the audit log."""
 
-    id: int = Field(description="grows")
+    id: int = Field(description="later entries have higher ids")
     at: datetime
     actor: str = Field(
-        description="who: see `Access.name`; `local:<user>` for a command, `server` for a server "
-        "by itself"
+        description="who: `Access.name` of a caller, `local:<user>` for a command, `server` for "
+        "the server itself"
     )
     action: AuditAction
     namespace: str | None = None
     subject: str = Field(description="what: an artifact's key, a token's id")
-    detail: str = Field(default="", description="more about it, e.g. a digest or the new grants")
+    detail: str = Field(default="", description="details, e.g. a digest or the new grants")
     request_id: str | None = Field(
-        default=None, description="of the answer; the caller may have chosen it"
+        default=None, description="ID of the request; the caller may have chosen it"
     )
     server_request_id: str | None = Field(
-        default=None, description="of the same request, by the server alone; also in its log"
+        default=None, description="ID that the server gave the request; also in its log"
     )
     address: str | None = Field(
         default=None,
-        description="where the request came from; `<client> via <proxy>` where X-Forwarded-For "
-        "says so, which is as true as the proxy is",
+        description="of the sender; `<client> via <peer>` if the request has X-Forwarded-For, "
+        "which any caller can forge",
     )
 
 
 class AuditLog(WireModel):
-    """A page of the log, newest first."""
+    """A page of the audit log, newest first."""
 
     entries: tuple[AuditEntry, ...]
     next_before: int | None = Field(
-        default=None, description="`before` of the next page; none: this is the last"
+        default=None, description="`before` of the next page; null on the last page"
     )

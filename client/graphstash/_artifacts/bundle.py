@@ -1,12 +1,12 @@
-"""Bundle: artifacts in one tar file, for hosts without a network to the server.
+"""Bundle: artifacts in one tar file, for hosts that cannot reach the server.
 
     manifest-<its SHA-256>.jsonl    one line about the bundle, then one per artifact, sorted by key
     blobs/<SHA-256>                 the envelopes, in the same order
 
-The manifest and the blobs determine every byte of the file, so that two exports of the same
-artifacts are identical. A reader therefore never interprets an untrusted tar header. It computes
-the expected header at each position and compares all 512 bytes. This rejects links, paths, another
-order, and missing or extra entries.
+The manifest and the blobs determine every byte of the file, so two exports of the same artifacts
+are identical. A reader therefore does not trust tar headers: from the name and size of each entry,
+it computes the only valid header and compares all 512 bytes. This rejects links, other paths,
+another order, and missing or extra entries.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ _BLOCK: Final = tarfile.BLOCKSIZE
 _COPY_BYTES: Final = 1024**2
 
 _MAX_LINE_BYTES: Final = 256 * 1024
-"""Maximum bytes of one manifest line. An artifact has at most 16 KiB of metadata and a description
-of 32 K characters. Some characters take six bytes in JSON."""
+"""Maximum bytes of a manifest line. It holds at most 16 KiB of metadata, and a description of at
+most 32 K characters, some of which take six bytes in JSON."""
 
 _MANIFEST: Final = re.compile(r"manifest-([0-9a-f]{64})\.jsonl")
 
@@ -56,12 +56,12 @@ class BundleHead(RequestModel):
     """First line of a manifest."""
 
     graphstash_bundle: Literal[1] = 1
-    namespace: Namespace = Field(description="where the artifacts were; what signatures name")
-    artifacts: int = Field(ge=0, description="how many lines follow")
+    namespace: Namespace = Field(description="namespace of the artifacts and their signatures")
+    artifacts: int = Field(ge=0, description="number of lines that follow")
 
 
 class BundleEntry(RequestModel):
-    """One artifact: a line of the manifest."""
+    """The manifest line of one artifact."""
 
     key: ArtifactKey
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of the blob")
@@ -71,7 +71,7 @@ class BundleEntry(RequestModel):
 
     @property
     def order(self) -> tuple[str, str, str]:
-        """Sort key of the manifest's lines."""
+        """Sort key of the manifest line."""
         return self.key.fingerprint, self.key.kind.value, self.key.device_type
 
     @property
@@ -86,7 +86,7 @@ class BundleEntry(RequestModel):
 
     @property
     def proof(self) -> Provenance:
-        """Signature of the artifact, and the compile time that a hit saves."""
+        """The artifact's signature and compile time."""
         if self.metadata is None:
             return Provenance()
         return Provenance(
@@ -95,7 +95,7 @@ class BundleEntry(RequestModel):
 
 
 class Found(NamedTuple):
-    """An artifact of a bundle: its manifest line and its blob."""
+    """An artifact of a bundle: its number from 1, its manifest line, and its blob."""
 
     number: int
     entry: BundleEntry
@@ -109,16 +109,17 @@ class Bundle:
     """An open bundle, used as a context manager. Reads its parts in constant memory.
 
     Args:
-        path: a file that no other user can change while it is read.
+        path: path of the bundle, which no other user may be able to change.
 
     Attributes:
         namespace: namespace that the artifacts come from.
-        artifacts: number of artifacts that the manifest announces.
+        artifacts: number of artifacts that the first line announces.
         size_bytes: size of the file.
 
     Raises:
-        BundleError: the constructor cannot use the file, or it does not start with a manifest.
-        OSError: there is no such file.
+        BundleError: the file cannot be read, other users can change it, or it does not begin with
+            an intact manifest.
+        OSError: the path does not exist or is a directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -147,13 +148,13 @@ class Bundle:
         self._file.close()
 
     def entries(self) -> Iterator[Found]:
-        """Yield every artifact, after checking its place in the file.
+        """Yield every artifact after checking its header and padding.
 
-        The checks do not cover the bytes of the blobs: see `check_blob`. The bundle is valid only
-        if the iteration reaches its end.
+        `check_blob` checks the bytes of the blob. The bundle is valid only if the iteration reaches
+        its end.
 
         Raises:
-            BundleError: an entry differs from the manifest. The message names the entry.
+            BundleError: the file differs from the manifest. The message names the entry.
         """
         at = self._manifest.end + _padding(self._manifest.size_bytes)
         lines, before, number = self._lines(), ("", "", ""), 0
@@ -203,9 +204,9 @@ class Bundle:
 
     def _blob_at(self, at: int, number: int, entry: BundleEntry) -> "Part":
         what = f"entry {number} ({entry.name}, {entry.key})"
-        found, wanted = self._read(at, _BLOCK), _header(entry.name, entry.size_bytes)
-        if found != wanted:
-            raise BundleError(f"{what} is not there: {_told(found)} is in its place")
+        found, expected = self._read(at, _BLOCK), _header(entry.name, entry.size_bytes)
+        if found != expected:
+            raise BundleError(f"{what} is not there: {_describe(found)} is in its place")
         blob = Part(self._file, at + _BLOCK, entry.size_bytes)
         if blob.end > self.size_bytes:
             raise BundleError(
@@ -227,7 +228,7 @@ class Bundle:
 
 
 class Part(io.RawIOBase):
-    """A range of a file as a read-only file. Several parts can be read independently."""
+    """A range of a file as a read-only file. Each part has its own position."""
 
     def __init__(self, file: IO[bytes], start: int, size_bytes: int) -> None:
         self._file, self._start, self._at = file, start, 0
@@ -235,7 +236,7 @@ class Part(io.RawIOBase):
 
     @property
     def end(self) -> int:
-        """Offset in the whole file of the first byte after this part."""
+        """Offset in the whole file of the first byte after the part."""
         return self._start + self.size_bytes
 
     def readable(self) -> bool:
@@ -265,23 +266,24 @@ def check_blob(
     signatures: Signatures,
     max_bytes: int,
 ) -> int:
-    """Verify an artifact as a job does before it passes the artifact to the compiler.
+    """Verify an artifact as a job does before the compiler receives it.
 
-    The checks cover the digest, the signature, the key, and that the payload unpacks to the size
-    and hash in the envelope.
+    Verifies the digest, the signature, the key, and that the payload decompresses to the size and
+    hash in the envelope.
 
     Args:
         entry: the expected artifact.
-        blob: the blob's bytes. The file is rewound afterwards.
+        blob: the bytes of the artifact. Rewound on success.
         namespace: namespace that the signature must name.
-        signatures: signature checks of this host.
-        max_bytes: maximum size of the payload.
+        signatures: signature policy and trusted keys.
+        max_bytes: maximum decompressed size of the payload.
 
     Returns:
-        The size of the payload.
+        The decompressed size of the payload in bytes.
 
     Raises:
-        VerificationError: the artifact must not be used.
+        BundleError: the artifact must not be used.
+        LocalTierError: the file of trusted keys has changed and cannot be used.
         OSError: the blob cannot be read.
     """
     found = digest_of(blob, entry.size_bytes)
@@ -321,16 +323,16 @@ def write_bundle(
     Args:
         path: path of the bundle. An existing file is replaced.
         namespace: namespace of the artifacts.
-        lines: `line_of` each artifact, in the order of the manifest.
+        lines: file with `line_of` each artifact, in the order of the manifest.
         artifacts: number of lines.
-        blob_of: returns the file of an artifact's blob.
-        written: called with the number of bytes after each chunk.
+        blob_of: returns the path of an artifact's blob.
+        written: called after each chunk of a blob with its number of bytes.
 
     Returns:
         The size of the file.
 
     Raises:
-        BundleError: a blob does not match its entry.
+        BundleError: the bytes of a blob differ from its entry.
         OSError: writing fails.
     """
     head = line_of(BundleHead(namespace=namespace, artifacts=artifacts))
@@ -363,7 +365,7 @@ def write_bundle(
 
 
 def line_of(each: BundleHead | BundleEntry) -> bytes:
-    """Return a record as a line of a manifest."""
+    """Return the manifest line of a record."""
     return each.model_dump_json(exclude_defaults=False).encode() + b"\n"
 
 
@@ -412,12 +414,12 @@ def _padding(size_bytes: int) -> int:
 
 
 def _whole_size(content_bytes: int) -> int:
-    """Return the size with the tar file's end: two empty blocks, and padding to a full record."""
+    """Return the size of the tar file, which ends with two empty blocks and padding to a record."""
     least = content_bytes + 2 * _BLOCK
     return least + -least % tarfile.RECORDSIZE
 
 
-def _told(header: bytes) -> str:
+def _describe(header: bytes) -> str:
     if len(header) < _BLOCK:
         return "the end of the file"
     if not any(header):

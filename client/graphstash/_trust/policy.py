@@ -1,8 +1,8 @@
 """Sign published artifacts and check the signatures of downloaded artifacts.
 
-The signed statement combines what the job requested with the bytes that it received (see
-`graphstash_schema.signature`). A signature therefore fails if an artifact is moved to another key
-or namespace, truncated, or repacked to decompress to another size. The check runs before the
+The signed statement contains the key, the namespace, the digest and both sizes of an artifact (see
+`graphstash_schema.signature`). A check therefore fails if an artifact is moved to another key or
+namespace, truncated, or repacked to decompress to another size. The check runs before the
 decompressor reads any byte.
 """
 
@@ -25,18 +25,18 @@ __all__ = ["Signatures"]
 
 
 class Signatures:
-    """Signs and checks artifacts by the settings of one job. Thread-safe.
+    """Signs and checks artifacts as the settings of a job require. Thread-safe.
 
     Args:
         config: policy and keys.
-        secret: returns the secret that authenticates this user's own artifacts, or None.
+        secret: returns the secret with which this user authenticates their own artifacts, or None.
 
     Attributes:
         policy: which artifacts the job may use.
 
     Raises:
-        ConfigError: the constructor cannot use a file, or `cryptography` is missing. The caller
-            must then fetch nothing, because the user requested checks.
+        ConfigError: a key file cannot be used, or `cryptography` is missing. The caller must then
+            fetch nothing, because the user requested checks.
     """
 
     def __init__(self, config: ClientConfig, *, secret: Callable[[], bytes | None]) -> None:
@@ -50,7 +50,7 @@ class Signatures:
                 raise ConfigError(
                     f"GRAPHSTASH_SIGNATURES={self.policy} needs GRAPHSTASH_TRUSTED_KEYS"
                 )
-            from graphstash._trust.trusted_keys import TrustStore  # few jobs need it
+            from graphstash._trust.trusted_keys import TrustStore  # few jobs import it
 
             self._trusted = TrustStore(config.trusted_keys)
 
@@ -71,12 +71,12 @@ class Signatures:
         """Check whether the job may use an artifact.
 
         Returns:
-            True if a trusted key signed the artifact or this user compiled it. False if the
-            artifact is unsigned and the policy allows that.
+            True if a trusted key signed the artifact, or this user compiled it. False if the policy
+            is off, or allows unsigned artifacts and the artifact is unsigned.
 
         Raises:
             VerificationError: the job may not use the artifact.
-            LocalTierError: the trusted keys cannot be read now.
+            LocalTierError: the file of trusted keys has changed and cannot be used.
         """
         if self._trusted is None:
             return False

@@ -2,11 +2,16 @@
 
 `run_worker` does the same in a forked process (see `workers`).
 
-The shutdown has five steps. The server stops accepting connections. It answers requests that wait
-for leases. It waits for new connections to send their first request. Transfers continue for at most
-`shutdown_seconds`. The context closes, which writes the last counters. Every response during the
-shutdown closes its connection, so that a client under load reconnects elsewhere and no request is
-cut off.
+The shutdown has five steps:
+
+1. The server stops accepting connections.
+2. It answers requests that wait for leases.
+3. It waits for new connections to send their first request.
+4. It waits for transfers. Steps 3 and 4 take at most `shutdown_seconds`.
+5. It closes the context, which writes the last counters.
+
+Every response during the shutdown closes its connection, so that a client under load reconnects
+elsewhere and the server cuts off no request.
 """
 
 import asyncio
@@ -51,28 +56,29 @@ _LOGGER = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS: Final = 120
 """Seconds until an idle connection is closed. A job keeps its connection while it compiles, because
-a new one with TLS costs 23 times as much as a request. When connections run out, idle ones yield.
+a new TLS connection costs 23 times as much as a request. At the limit of connections, idle ones are
+closed earlier.
 """
 
 _FIRST_REQUEST_SECONDS = 5.0
-"""Seconds that a connection without a request may delay the shutdown. Its client has connected and
-is about to send a request, which takes a while on a loaded host. Closing would fail that request.
+"""Seconds that a connection without a request may delay the shutdown. Its client is about to send a
+request, which takes a while on a loaded host. Closing the connection would fail that request.
 """
 
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
-_ABANDONED = 1
+_ORPHAN_STATUS = 1
 
 PARENT_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
-"""Signals that the parent of workers handles. A freshly forked worker has them blocked."""
+"""Signals that the parent of workers handles. The parent blocks them while it forks a worker."""
 
 
 def _freeze_garbage() -> None:
-    """Exclude the objects of the start from garbage collection, and collect less often.
+    """Exclude all existing objects from garbage collection, and collect less often.
 
-    Measured with look-ups of 1,000 keys: 12.8 ms of CPU each with Python's defaults, 9.4 ms with
-    the frozen objects. A threshold of 5,000 saves another tenth on a miss or a small PUT. A higher
-    threshold saves no more.
+    A look-up of 1,000 keys takes 12.8 ms of CPU with Python's defaults, and 9.4 ms with frozen
+    objects. A threshold of 5,000 saves another tenth of a miss or a small PUT. A higher threshold
+    saves no more.
     """
     gc.collect()
     gc.freeze()
@@ -92,9 +98,12 @@ class GraphstashServer(uvicorn.Server):
     ) -> None:
         """Prepare a server.
 
-        It calls `when_ready` once it serves, and `stop_waiting` before the shutdown to answer every
-        request that waits for a lease. `lifeline` is the read end of a pipe that is never written
-        to. The server shuts down when the last process with the write end is gone.
+        Args:
+            config: configuration of uvicorn.
+            when_ready: called once the server accepts connections.
+            stop_waiting: called at the shutdown. Answers all requests that wait for leases.
+            lifeline: read end of a pipe that no process writes to. The server shuts down when the
+                last process with the write end has ended.
         """
         super().__init__(config)
         self._when_ready = when_ready
@@ -102,13 +111,13 @@ class GraphstashServer(uvicorn.Server):
         self._lifeline = lifeline
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, then listen: a connection is refused until it can be answered.
+        """Start the application, then listen. Until then, the kernel refuses connections.
 
-        Connections over a Unix socket come from the owner (`own_socket`).
+        Connections over a Unix socket come from the user who runs the server (`own_socket`).
         """
         if self._lifeline is not None:
             loop = asyncio.get_running_loop()
-            loop.add_reader(self._lifeline, self._end_alone, loop, self._lifeline)
+            loop.add_reader(self._lifeline, self._end_orphan, loop, self._lifeline)
         await super().startup([])
         for listener in sockets or []:
             await self._listen(listener)
@@ -124,7 +133,7 @@ class GraphstashServer(uvicorn.Server):
             kind = owner_connections(kind)
         else:
             allow_listening(listener)
-        # `create_unix_server` would remove the socket when the first of several workers ends.
+        # `create_unix_server` would remove the socket file when the first of several workers ends.
         server = await asyncio.get_running_loop().create_server(
             lambda: kind(
                 config=config, server_state=self.server_state, app_state=self.lifespan.state
@@ -136,7 +145,7 @@ class GraphstashServer(uvicorn.Server):
         self.servers.append(server)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End every wait for a lease first, because it could last a minute."""
+        """Stop listening, answer requests that wait for leases, and let uvicorn end the others."""
         for server in self.servers:
             server.close()
         self.server_state.default_headers = [
@@ -148,28 +157,31 @@ class GraphstashServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _answer_newcomers(self) -> None:
-        """Wait until every connection has sent a request. uvicorn would close the others."""
+        """Wait for the first requests of new connections, which uvicorn would close.
+
+        The wait counts against the time that uvicorn may then take for the shutdown.
+        """
         loop = asyncio.get_running_loop()
         began = loop.time()
         longest = self.config.timeout_graceful_shutdown or 0
         deadline = began + min(_FIRST_REQUEST_SECONDS, longest)
-        await asyncio.sleep(_LOOK_SECONDS)  # the connection accepted last is not in the set yet
+        await asyncio.sleep(_POLL_SECONDS)  # the newest connection is not in the set yet
         while loop.time() < deadline and not self.force_exit:
             if not any(map(_is_new, self.server_state.connections)):
                 break
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         self.config.timeout_graceful_shutdown = max(0, round(began + longest - loop.time()))
 
-    def _end_alone(self, loop: asyncio.AbstractEventLoop, lifeline: int) -> None:
+    def _end_orphan(self, loop: asyncio.AbstractEventLoop, lifeline: int) -> None:
         loop.remove_reader(lifeline)
         _LOGGER.warning("worker %d exits: its parent process is gone", os.getpid())
         if not self.started:
-            os._exit(_ABANDONED)  # it has served no request, and its start might hang
+            os._exit(_ORPHAN_STATUS)  # nothing to drain, and the start may hang
         self.should_exit = True
 
 
-class _OneLine(logging.Filter):
-    """Shortens the traceback that uvicorn logs for a failed start to its last line."""
+class _ShortStartError(logging.Filter):
+    """Reduces the traceback that uvicorn logs for a `StartError` to the message."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         last = record.getMessage().rstrip().rpartition("\n")[2]
@@ -210,15 +222,15 @@ def make_server(
         log_level="warning" if settings.log_level == "info" else settings.log_level,
         access_log=settings.access_log,
         server_header=False,
-        proxy_headers=False,  # no code depends on the caller's address
+        proxy_headers=False,  # /metrics and the audit log need the address of the peer
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=settings.shutdown_seconds,
     )
     config.load()
     config.ssl = tls
     log = logging.getLogger("uvicorn.error")
-    if not any(isinstance(each, _OneLine) for each in log.filters):
-        log.addFilter(_OneLine())
+    if not any(isinstance(each, _ShortStartError) for each in log.filters):
+        log.addFilter(_ShortStartError())
         logging.getLogger("uvicorn.access").addFilter(WithoutQuery())
     if settings.access_log:  # log accesses at any log level
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
@@ -243,10 +255,10 @@ def run_server(
     lifeline: int | None = None,
     counters: Counters | None = None,
 ) -> bool:
-    """Serve until a signal. Return False if the server could not start.
+    """Serve until a signal arrives. Return False if the server could not start.
 
     Raises:
-        StartError: the TLS files cannot be used, or tracing lacks packages or refuses its settings.
+        StartError: the TLS files, or the packages or settings of tracing, cannot be used.
     """
     tracing_class = find_tracing(settings)
     tracing = None if tracing_class is None else tracing_class()
@@ -257,9 +269,9 @@ def run_server(
     try:
         server.run(sockets=listeners)
     except SystemExit:
-        return False  # uvicorn logs why the start failed and exits
+        return False  # uvicorn has logged why the start failed
     except KeyboardInterrupt:
-        return True  # a signal asked for the end; uvicorn raises it again after the shutdown
+        return True  # uvicorn raises a signal again after the shutdown
     finally:
         if tracing is not None:
             tracing.close()
@@ -270,42 +282,44 @@ def run_worker(
     settings: Settings,
     listeners: list[socket.socket],
     *,
-    say: int,
+    ready_pipe: int,
     lifeline: int,
     counters: Counters,
 ) -> NoReturn:
-    """Serve in a freshly forked process, and exit. The worker writes a byte to the pipe `say` once
-    it serves. `GraphstashServer` describes `lifeline`.
+    """Serve in a forked process, and exit.
+
+    Write a byte to the pipe `ready_pipe` once the worker accepts connections. See
+    `GraphstashServer` for `lifeline`.
     """
 
-    def tell() -> None:
-        with suppress(BrokenPipeError):  # the parent is gone, which the lifeline also reports
-            os.write(say, b"1")
-        os.close(say)
+    def report_ready() -> None:
+        with suppress(BrokenPipeError):  # the parent has ended, as the lifeline reports
+            os.write(ready_pipe, b"1")
+        os.close(ready_pipe)
 
-    is_fine = False
+    is_successful = False
     try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal sends it to the whole group
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal sends it to all workers
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)
-        is_fine = run_server(
-            settings, listeners, when_ready=tell, lifeline=lifeline, counters=counters
+        is_successful = run_server(
+            settings, listeners, when_ready=report_ready, lifeline=lifeline, counters=counters
         )
     except StartError as error:
-        _LOGGER.error("%s", error)  # noqa: TRY400 - the settings are wrong, not the code
+        _LOGGER.error("%s", error)  # noqa: TRY400 - wrong settings, so no traceback
     except Exception:
         _LOGGER.exception("worker %d failed", os.getpid())
     finally:
-        os._exit(0 if is_fine else 1)
+        os._exit(0 if is_successful else 1)
 
 
 def _is_new(connection: object) -> bool:
-    """Return whether a connection has not sent a request yet."""
+    """Return whether a connection has not sent the head of a request yet."""
     return isinstance(connection, HttpToolsProtocol) and connection.cycle is None
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
-    """Stop without an error: on request, the exit code stays 0, as after Ctrl-C."""
+    """Handle SIGTERM like Ctrl-C, so that the exit code is 0."""
     raise KeyboardInterrupt

@@ -322,7 +322,7 @@ class _Supervisor:
             run_worker(
                 self._settings,
                 self._listeners,
-                say=say,
+                ready_pipe=say,
                 lifeline=self._lifeline,
                 counters=self._counters.of(row),
             )
