@@ -5,14 +5,18 @@ import os
 import random
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 
 import pytest
 
 from graphstash import CacheError, ClientConfig, Stash
 from graphstash._artifacts.catch_up import CatchUp, Sent
+from graphstash._artifacts.stash import is_temporary
 from graphstash._cli.patience import PatientClient
-from graphstash_schema import ArtifactMetadata
+from graphstash._trust.provenance import open_ours
+from graphstash.errors import ConflictError, RefusedError
+from graphstash_schema import RETRYABLE, STATUS, ArtifactMetadata
 from graphstash_server.testing import ServerProcess
 from support.host import key
 from support.ports import reserved_port
@@ -171,10 +175,10 @@ def test_one_process_of_a_run_publishes_each_artifact_once(run, up):
 def running(down, tmp_path, namespace):
     """Starts the job on the host `a`; it prints how much it published, and again after a line."""
 
-    def start(**variables):
+    def start(job=JOB, **variables):
         config = ClientConfig.load({}, url=down, namespace=namespace, cache_dir=tmp_path / "a")
         return subprocess.Popen(
-            [sys.executable, "-c", JOB, "wait"],
+            [sys.executable, "-c", job, "wait"],
             env=os.environ | variables_of(config) | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -320,15 +324,125 @@ def test_signed_artifact_keeps_its_signature_and_unsigned_one_waits(left, up, ne
         assert caught_up(next_job("a", url=link.url)) == {key(2): Sent.PUBLISHED}
 
 
-def test_upload_of_a_killed_job_is_published(left, up, next_job, down):
-    """The server had not received all of it: the copy was on offer."""
-    job = left(1)
-    tier, namespace = job.local, job.config.namespace
-    tier.hand_over(namespace, key(1), from_origin="own", to_origin=job.standing.offered)
+UPLOAD = f"""
+import sys
+import graphstash
+from graphstash_schema import ArtifactKey
+
+graphstash.install()
+key = ArtifactKey.parse(*"{key(1)}".split("/"))
+graphstash.get_or_compile(key, lambda: b"graph")
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "drain ends"])
+def test_upload_that_a_job_does_not_finish_is_published_later(running, up, next_job, is_killed):
+    with up() as link:
+        link.gather(100)
+        with running(job=UPLOAD, GRAPHSTASH_DRAIN_SECONDS="0.1") as job:
+            until(lambda: puts(link))
+            other = next_job("a", url=link.url)
+            assert caught_up(other) == {}
+            if is_killed:
+                job.kill()
+            job.stdin.close()
+            job.wait(30)
+        assert not other.unsent.is_empty(with_any=False)
     with up() as link:
         job = next_job("a", url=link.url)
         assert caught_up(job) == {key(1): Sent.PUBLISHED}
-        assert next_job("a", url=link.url).get(key(1)) == random.Random(1).randbytes(5)
+        assert next_job("a", url=link.url).get(key(1)) == b"graph"
+        assert job.unsent.is_empty(with_any=False)
+
+
+def test_finished_upload_leaves_no_record(next_job):
+    job = next_job("a")
+    metadata = ArtifactMetadata(compile_seconds=3, raw_size_bytes=5)
+    job.put(key(1), b"graph", metadata)
+    with pytest.raises(ConflictError):
+        job.put(key(1), b"other", metadata)
+    assert job.unsent.is_empty(with_any=True)
+
+
+def records(job):
+    folder = job.local.server_folder(job.config.url) / "_unsent" / job.config.namespace
+    return list(folder.iterdir())
+
+
+def test_record_of_a_later_release_stays_for_its_jobs(left, up, next_job):
+    (record,) = records(left(1))
+    known = record.read_text()
+    later = json.dumps(json.loads(known) | {"added_later": 1})
+    record.write_text(later)
+    with up() as link:
+        job = next_job("a", url=link.url)
+        assert caught_up(job) == {}
+        assert record.read_text() == later
+        record.write_text(known)
+        assert caught_up(job) == {key(1): Sent.PUBLISHED}
+
+
+def test_copy_that_cannot_be_read_now_is_published_later(left, up, next_job):
+    job = left(1)
+    copy = job.local.path(job.config.namespace, key(1))
+    copy.chmod(0o666)  # others could change it, so it cannot be opened
+    with up() as link:
+        job = next_job("a", url=link.url)
+        assert caught_up(job)[key(1)].reason == "local_io"
+        copy.chmod(0o600)
+        assert caught_up(job) == {key(1): Sent.PUBLISHED}
+
+
+def test_copy_that_moves_between_two_looks_is_published(left, up, next_job, monkeypatch):
+    job = left(1)
+    move = partial(job.local.hand_over, job.config.namespace, key(1))
+    move(from_origin="own", to_origin=job.standing.offered)
+
+    def look(path):
+        with ExitStack() as stack:
+            stack.callback(move, from_origin=job.standing.offered, to_origin="own")
+            return open_ours(path)
+
+    with up() as link:
+        monkeypatch.setattr("graphstash._artifacts.catch_up.open_ours", look)
+        assert caught_up(next_job("a", url=link.url)) == {key(1): Sent.PUBLISHED}
+
+
+def test_record_of_other_bytes_is_not_removed(left):
+    job = left(1)
+    job.unsent.remove(key(1), "0" * 64)
+    (entry,) = job.unsent.entries(with_any=False)
+    job.unsent.remove(key(1), entry.sha256)
+    assert job.unsent.is_empty(with_any=False)
+
+
+@pytest.mark.parametrize("code", sorted(RETRYABLE))
+def test_refusal_that_ends_by_itself_is_temporary(code):
+    assert is_temporary(RefusedError("later", code=code, status=STATUS[code]))
+
+
+@pytest.mark.parametrize("withdraw", [delete, withhold])
+def test_artifact_withdrawn_after_the_lookup_is_not_published(
+    left, up, next_job, withdraw, monkeypatch
+):
+    monkeypatch.setattr("graphstash._artifacts.catch_up._LOOKUP_SECONDS", 0.0)
+    left(1, 2)
+    metadata = ArtifactMetadata(compile_seconds=3, raw_size_bytes=5)
+    with up() as link:
+        outcomes = {}
+        with closing(PatientClient(next_job("a", url=link.url).config)) as client:
+            job = next_job("a", url=link.url)
+            catch_up = CatchUp(
+                job, client, with_any=False, done=lambda e, o: outcomes.update({e.key: o})
+            )
+            wanted = catch_up.wanted()
+            other = next_job("b")
+            other.put(key(1), random.Random(1).randbytes(5), metadata)
+            withdraw(other)
+            catch_up.publish(wanted)
+        assert outcomes == {key(2): Sent.PUBLISHED}
+        assert stored(job, 1, 2) == {key(2)}
 
 
 def test_artifact_stays_usable_while_it_is_sent(left, up, next_job):

@@ -14,7 +14,8 @@ So a server of a release without such lists gets nothing later.
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from time import monotonic, time
@@ -45,6 +46,9 @@ __all__ = ["CatchUp", "Outcome", "Sent", "describe"]
 
 _log = logging.getLogger("graphstash")
 
+_LOOKUP_SECONDS: Final = 60.0
+"""Maximum age of a look-up when an upload begins: the server may withdraw the bytes meanwhile."""
+
 _OF_SETTINGS: Final = (
     *(Reason.BAD_SIGNATURE, Reason.UNKNOWN_KEY, Reason.REVOKED_KEY, Reason.UNSIGNED),
     Reason.TOO_LARGE,
@@ -63,7 +67,8 @@ class Sent(Enum):
 
 
 Outcome: TypeAlias = Sent | CacheError
-"""Outcome for one artifact: an error if its bytes do not verify or the server refuses them."""
+"""Outcome for one artifact: an error if its bytes cannot be read or do not verify, or if the server
+refuses them."""
 
 
 class CatchUp:
@@ -102,6 +107,7 @@ class CatchUp:
         self._left_bytes = limit_bytes
         self._left_seconds = limit_seconds
         self._described: list[Description] = []
+        self._asked_at = -math.inf
 
     def wanted(self) -> Sequence[BundleEntry]:
         """Return what the server lacks, the most valuable first. Settle the other artifacts.
@@ -109,12 +115,16 @@ class CatchUp:
         Raises:
             CacheError: the server does not answer, or does not say what it withdrew.
         """
+        return self._absent(self._stash.unsent.entries(with_any=self._with_any))
+
+    def _absent(self, entries: Iterable[BundleEntry]) -> Sequence[BundleEntry]:
         stash, namespace = self._stash, self._stash.config.namespace
-        recorded = {each.key: each for each in stash.unsent.entries(with_any=self._with_any)}
+        recorded = {each.key: each for each in entries}
         if not recorded:
             return ()
         keys, asked_at = list(recorded), time()
         reply = self._server.lookup(keys)
+        self._asked_at = monotonic()
         stash.standing.take(namespace, keys, reply, asked_at=asked_at)
         if not stash.standing.has_list(namespace):
             raise CacheError(
@@ -125,14 +135,11 @@ class CatchUp:
                 Reason.TIMEOUT, f"{stash.config.url} has withdrawn more than could be read in time"
             )
         for found in reply.found:
-            entry = recorded.pop(found.key)
-            self._settle(entry, found.digest.partition(":")[2])
-            is_same = found.digest == str(entry.digest)
-            self._done(entry, Sent.PRESENT if is_same else Sent.DIFFERING)
+            self._settle(recorded.pop(found.key), found.digest.partition(":")[2])
         return sorted(filter(self._may_publish, recorded.values()), key=_value, reverse=True)
 
     def publish(self, wanted: Sequence[BundleEntry]) -> None:
-        """Publish artifacts in this order, within the limits.
+        """Publish artifacts in this order, within the limits. Repeat the look-up every minute.
 
         One upload that fails does not stop the others while the server answers.
 
@@ -140,15 +147,20 @@ class CatchUp:
             CacheError: something was not published that may be published later.
         """
         failure: CacheError | None = None
+        left = deque(wanted)
         try:
-            for entry in wanted:
-                if self._is_stopped() or self._left_seconds <= 0:
-                    break
+            while left and not self._is_stopped() and self._left_seconds > 0:
+                if monotonic() - self._asked_at > _LOOKUP_SECONDS:
+                    left = deque(self._absent(left))
+                    if not left:
+                        break
+                entry = left.popleft()
                 if entry.size_bytes > self._left_bytes:
                     continue
                 self._before_each()
                 try:
-                    self._publish(entry)
+                    if self._may_publish(entry):
+                        self._publish(entry)
                 except TransportError as error:
                     failure = failure or error
                     if error.reason not in (Reason.TIMEOUT, Reason.RESET):
@@ -171,37 +183,62 @@ class CatchUp:
     def _settle(self, entry: BundleEntry, stored: str) -> None:
         """Let this host's copy become the server's, or yield to the server's other bytes."""
         stash, namespace = self._stash, self._stash.config.namespace
-        if (copy := self._copy(entry)) is not None:
-            copy.file.close()
-            verdict = stash.standing.verdict_of_answer(
-                namespace, entry.key, copy.proof, stored, origin=copy.origin
-            )
-            if verdict is Verdict.DELETE:
-                stash.local.discard(namespace, entry.key, origin=copy.origin)
-        stash.unsent.remove(entry.key)
+        with suppress(LocalTierError):  # the record stays for a later job
+            if (copy := self._copy(entry)) is not None:
+                copy.file.close()
+                verdict = stash.standing.verdict_of_answer(
+                    namespace, entry.key, copy.proof, stored, origin=copy.origin
+                )
+                if verdict is Verdict.DELETE:
+                    stash.local.discard(namespace, entry.key, origin=copy.origin)
+            stash.unsent.remove(entry.key, entry.sha256)
+        self._done(entry, Sent.PRESENT if stored == entry.sha256 else Sent.DIFFERING)
 
     def _may_publish(self, entry: BundleEntry) -> bool:
-        stash, copy = self._stash, self._copy(entry)
+        """Return whether the list allows it. Settle the artifact otherwise.
+
+        Raises:
+            CacheError: the server does not answer.
+        """
+        stash, namespace = self._stash, self._stash.config.namespace
+        if (stored := stash.standing.stored(namespace, entry.key)) is not None:
+            self._settle(entry, stored)
+            return False
+        try:
+            copy = self._copy(entry)
+        except LocalTierError as error:
+            self._done(entry, error)
+            return False
         if copy is None:
-            stash.unsent.remove(entry.key)
+            stash.unsent.remove(entry.key, entry.sha256)
             return False
         copy.file.close()
-        if stash.standing.may_publish(stash.config.namespace, entry.key, copy.proof):
+        if stash.standing.may_publish(namespace, entry.key, copy.proof):
             return True
         told = f"{stash.config.url} may have withdrawn {entry.key} on an earlier day"
         self._done(entry, CacheError(Reason.REFUSED, told))
         return False
 
     def _copy(self, entry: BundleEntry) -> "_Copy | None":
-        """Return this host's copy of the recorded bytes, or None if they are not there any more."""
+        """Return this host's copy of the recorded bytes, or None if they are not there any more.
+
+        Raises:
+            LocalTierError: the copy cannot be read now.
+        """
         tier, namespace = self._stash.local, self._stash.config.namespace
-        for origin in (OWN, self._stash.standing.offered):
-            with suppress(OSError):  # a copy stays as old as its last use
-                file = open_ours(tier.path(namespace, entry.key, origin=origin))
+        offered = self._stash.standing.offered
+        for origin in (OWN, offered, OWN):  # a failed upload moves the copy back
+            path = tier.path(namespace, entry.key, origin=origin)
+            try:
+                file = open_ours(path)  # a copy stays as old as its last use
                 proof, size_bytes = read_provenance(file)
-                if (proof.sha256, size_bytes) == (entry.sha256, entry.size_bytes):
-                    return _Copy(file, proof, origin)
-                file.close()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise LocalTierError(f"{entry.key} cannot be read: {error}") from error
+            if (proof.sha256, size_bytes) == (entry.sha256, entry.size_bytes):
+                return _Copy(file, proof, origin)
+            file.close()
         return None
 
     @contextmanager
@@ -246,7 +283,7 @@ class CatchUp:
             cause = error.__cause__ if isinstance(error, BundleError) else error
             if getattr(cause, "reason", None) not in _OF_SETTINGS:
                 self._stash.local.discard(self._stash.config.namespace, entry.key)
-                self._stash.unsent.remove(entry.key)
+                self._stash.unsent.remove(entry.key, entry.sha256)
             outcome = error
         finally:
             self._left_seconds -= monotonic() - began
@@ -269,7 +306,8 @@ class CatchUp:
         except RefusedError as error:
             if is_temporary(error) or not self._server.may_write:
                 raise
-            self._stash.unsent.remove(entry.key)  # for example too large for the server
+            # For example, the artifact is too large for the server.
+            self._stash.unsent.remove(entry.key, entry.sha256)
             return error
         self._left_bytes -= entry.size_bytes
         if entry.description is not None:

@@ -9,6 +9,7 @@ case, use `CompileCache.get_or_compile`, which never fails because of the cache.
 import io
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from time import time
 from typing import IO, TYPE_CHECKING, Final, Self, TypeAlias
@@ -32,7 +33,14 @@ from graphstash.errors import (
     RefusedError,
     VerificationError,
 )
-from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest, ErrorCode, Namespace
+from graphstash_schema import (
+    RETRYABLE,
+    ArtifactKey,
+    ArtifactMetadata,
+    Digest,
+    ErrorCode,
+    Namespace,
+)
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -239,20 +247,22 @@ class Stash:
                         self.unsent.add(key, digest, metadata, description)
                     return 0
                 self.local.discard(self.config.namespace, key)  # from an earlier job
-                try:
-                    self.upload(
-                        self.server,
-                        key,
-                        envelope,
-                        digest,
-                        metadata,
-                        from_origin=origin,
-                        asked_at=stored_at,
-                    )
-                except CacheError as error:
-                    if is_here and is_temporary(error):
-                        self.unsent.add(key, digest, metadata, description)
-                    raise
+                recording = self.unsent.uploading(key, digest, metadata, description)
+                with recording if is_here else nullcontext():
+                    try:
+                        self.upload(
+                            self.server,
+                            key,
+                            envelope,
+                            digest,
+                            metadata,
+                            from_origin=origin,
+                            asked_at=stored_at,
+                        )
+                    except CacheError as error:
+                        if not is_temporary(error):
+                            self.unsent.remove(key, digest.sha256)
+                        raise
                 return sealed.size_bytes
         except OSError as error:
             raise LocalTierError(str(error)) from error
@@ -288,23 +298,24 @@ class Stash:
         try:
             server.upload(key, envelope, digest, metadata, between_chunks=between_chunks)
         except CacheError as error:
-            if not _is_withdrawn(error):
-                if _is_not_stored(error):
-                    self.local.hand_over(namespace, key, from_origin=from_origin, to_origin=OWN)
-                raise
-            self._discard(namespace, key)
-            self.unsent.remove(key)
+            if _is_withdrawn(error):
+                self._discard(namespace, key)
+                self.unsent.remove(key, digest.sha256)
+            elif _is_not_stored(error):
+                self.local.hand_over(namespace, key, from_origin=from_origin, to_origin=OWN)
             raise
         at = time() if asked_at is None else asked_at
         self.standing.note(namespace, key, digest.sha256, asked_at=at)
         self.local.hand_over(namespace, key, from_origin=from_origin, to_origin=to_origin)
-        self.unsent.remove(key)
+        self.unsent.remove(key, digest.sha256)
 
 
 def is_temporary(error: CacheError) -> bool:
     """Return whether a later upload may succeed where this one failed."""
     if isinstance(error, RefusedError):
-        return error.status >= 500 or error.status == 401  # an expired token
+        if error.status >= 500 or error.status == 401:  # an expired token
+            return True
+        return error.code in RETRYABLE or error.status == 408
     return not isinstance(error, LocalTierError | VerificationError)
 
 

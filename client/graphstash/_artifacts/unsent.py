@@ -7,20 +7,25 @@ name no server and the user runs none on this host. The local tier holds the art
 record holds the rest of the upload: metadata, signature, label and description. `CatchUp` publishes
 the artifacts later.
 
+A job writes the record before the upload begins, so that the record survives if the job is killed.
+The job locks the file until the upload ends. Readers skip locked records.
+
 A job that publishes nothing (`read_only`, or `none` as its URL) leaves no record.
 """
 
+import fcntl
 import hashlib
+import json
 import os
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash._trust.provenance import open_ours
 from graphstash.config import ClientConfig
+from graphstash.errors import CacheError, LocalTierError
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
 
 if TYPE_CHECKING:
@@ -44,7 +49,7 @@ class Unsent:
     A record that cannot be written is dropped.
 
     Attributes:
-        added: called after a record was added.
+        added: called after an upload failed, which leaves a record if it may succeed later.
 
     Args:
         tier: local tier that holds the artifacts.
@@ -54,6 +59,7 @@ class Unsent:
     def __init__(self, tier: LocalTier, config: ClientConfig) -> None:
         self.added: Callable[[], None] = lambda: None
         self._is_enabled = config.unsent_limit > 0
+        self._tier = tier
         self._with_server, self._without_server = (
             tier.server_folder(url) / _FOLDER / config.namespace for url in (config.url, "")
         )
@@ -66,59 +72,87 @@ class Unsent:
         description: "Description | None",
     ) -> None:
         """Record an artifact."""
-        if not self._is_enabled:
-            return
-        from graphstash._artifacts.bundle import BundleEntry, line_of  # few jobs need it
+        with self.uploading(key, digest, metadata, description):
+            pass
 
-        entry = BundleEntry(
-            key=key,
-            sha256=digest.sha256,
-            size_bytes=digest.size_bytes,
-            metadata=metadata,
-            description=description,
-        )
+    @contextmanager
+    def uploading(
+        self,
+        key: ArtifactKey,
+        digest: Digest,
+        metadata: ArtifactMetadata,
+        description: "Description | None",
+    ) -> Iterator[None]:
+        """Record an artifact, and lock the record until the block ends. The caller removes the
+        record unless a later upload may succeed.
+        """
+        # Not by `BundleEntry`: each job that publishes would import its modules.
+        fields = {
+            "key": {name: getattr(key, name) for name in ("kind", "device_type", "fingerprint")},
+            "sha256": digest.sha256,
+            "size_bytes": digest.size_bytes,
+            "metadata": metadata.model_dump(mode="json"),
+            "description": description and description.model_dump(mode="json"),
+        }
         path = self._with_server / _name_of(key)
-        partial = path.with_name(f".{os.getpid()}-{threading.get_ident()}")
-        with suppress(OSError):  # for example on a full disk
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
-                file.write(line_of(entry))
-            partial.replace(path)
-            _prune(path.parent)
+        try:
+            with ExitStack() as stack:
+                if self._is_enabled:
+                    with suppress(OSError, LocalTierError):  # for example on a full disk
+                        file = stack.enter_context(self._tier.temporary())  # locked while open
+                        file.write(json.dumps(fields).encode() + b"\n")
+                        if file.trouble is None:
+                            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                            Path(file.name).replace(path)
+                            _prune(path.parent)
+                yield
+        except CacheError:
             self.added()
+            raise
 
-    def remove(self, key: ArtifactKey) -> None:
-        """Remove the records of an artifact."""
+    def remove(self, key: ArtifactKey, sha256: str) -> None:
+        """Remove the records of an artifact, unless another process has recorded other bytes."""
         for folder in (self._with_server, self._without_server):
-            with suppress(OSError):
-                (folder / _name_of(key)).unlink()
+            path = folder / _name_of(key)
+            with suppress(OSError), open_ours(path) as file:
+                if sha256.encode() in file.read(_MAX_BYTES):
+                    path.unlink()
 
     def is_empty(self, *, with_any: bool) -> bool:
         """Return whether `entries` has no record to read."""
-        return next(self._files(with_any=with_any), None) is None
+        return next(self._lines(with_any=with_any), None) is None
 
     def entries(self, *, with_any: bool) -> "Iterator[BundleEntry]":
-        """Yield the recorded artifacts, unordered. Remove damaged records.
+        """Yield the recorded artifacts, unordered. Skip records of unknown form.
 
         Args:
             with_any: whether to include the records of jobs without a server.
         """
-        from graphstash._artifacts.bundle import BundleEntry
+        from graphstash._artifacts.bundle import BundleEntry  # few jobs need it
 
-        for path in self._files(with_any=with_any):
-            with suppress(OSError), open_ours(path) as file:
-                try:
-                    entry = BundleEntry.model_validate_json(file.read(_MAX_BYTES))
-                except ValueError:
-                    path.unlink()
-                else:
-                    yield entry
+        for line in self._lines(with_any=with_any):
+            with suppress(ValueError):
+                yield BundleEntry.model_validate_json(line)
 
-    def _files(self, *, with_any: bool) -> Iterator[Path]:
-        yield from _records(self._with_server)
-        if with_any:
-            yield from _records(self._without_server)
+    def _lines(self, *, with_any: bool) -> Iterator[bytes]:
+        """Yield the records whose upload is not running."""
+        for folder in (self._with_server, self._without_server)[: 1 + with_any]:
+            for path in _records(folder):
+                if line := _line_of(path):
+                    yield line
+
+
+def _line_of(path: Path) -> bytes:
+    """Return a record, or nothing if it cannot be read now or its upload is running."""
+    with suppress(OSError), open_ours(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return b""
+        except OSError:  # a file system without locks
+            pass
+        return file.read(_MAX_BYTES)
+    return b""
 
 
 def _records(folder: Path) -> Iterator[Path]:
