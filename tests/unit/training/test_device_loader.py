@@ -3,6 +3,7 @@ import signal
 import threading
 import weakref
 from collections import OrderedDict
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +29,23 @@ def test_batches_are_uploaded_in_order_and_no_thread_is_left():
     assert list(DeviceLoader(range(100), upload=lambda batch: batch * 2)) == list(range(0, 200, 2))
     assert list(DeviceLoader([])) == []
     assert not threads()
+
+
+def test_batches_are_uploaded_on_the_stream_of_the_consumer(monkeypatch):
+    """With stand-ins for CUDA, which was not here."""
+    streams = threading.local()
+
+    @contextmanager
+    def stream(chosen):
+        before, streams.current = getattr(streams, "current", "default"), chosen
+        yield
+        streams.current = before
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams.current)
+    streams.current = "side"
+    assert [*DeviceLoader(range(3), upload=lambda _: streams.current)] == ["side"] * 3
 
 
 def test_loader_without_buffer_is_refused():

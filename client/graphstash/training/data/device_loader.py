@@ -10,9 +10,10 @@ pulls from the source, so the order of batches and random draws match a plain lo
 
 import copy
 import dataclasses
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from graphstash.errors import ConfigError
@@ -116,7 +117,7 @@ class DeviceLoader(Generic[_Batch]):
     def _load(self) -> None:
         batch = self._loader.submit(self._pull)
         if self._upload_batch is not None:
-            batch = self._uploader.submit(self._upload, batch)
+            batch = self._uploader.submit(self._upload, batch, _current_stream())
         self._queue.append(batch)
 
     def _pull(self) -> _Batch | _End:
@@ -143,14 +144,26 @@ class DeviceLoader(Generic[_Batch]):
             end = _End(end.error or error)
         return end
 
-    def _upload(self, batch: _Batch | _End) -> _Batch | _End:
+    def _upload(self, batch: _Batch | _End, stream: AbstractContextManager[None]) -> _Batch | _End:
         if isinstance(batch, _End) or self._upload_batch is None:
             return batch
         try:
-            return self._upload_batch(batch)
+            with stream:
+                return self._upload_batch(batch)
         except BaseException as error:  # noqa: BLE001 - the consumer's thread raises it
             self._stopping = True
             return _End(error)
+
+
+def _current_stream() -> AbstractContextManager[None]:
+    """Return a context of this thread's CUDA stream, for another thread.
+
+    On a stream of its own, a copy could still be under way when training reads the batch.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return nullcontext()
+    return cast("AbstractContextManager[None]", torch.cuda.stream(torch.cuda.current_stream()))
 
 
 class InlineLoader(Generic[_Batch]):
@@ -194,7 +207,8 @@ def to_device(batch: _Batch, device: "torch.device | str") -> _Batch:
 
     Traverses tuples (named ones included), lists, mutable mappings and dataclasses. On torch_xla,
     one call transfers all tensors of a batch. On CUDA, tensors are copied from pinned memory
-    without waiting. Use them on the calling thread's current stream, or synchronize first.
+    without waiting. Use them on the calling thread's current stream, or synchronize first. A
+    `DeviceLoader` calls this on the stream of the thread that takes its batches.
     """
     import torch
 
