@@ -51,12 +51,12 @@ _PROTOCOL_NAME = HEADER_PROTOCOL.lower().encode()
 _PROTOCOL = str(PROTOCOL_VERSION).encode()
 _PREFIX = API_PREFIX + "/"
 
-_WATCHED = frozenset({_PROTOCOL_NAME, b"host", b"origin", b"transfer-encoding"})
+_CHECKED_HEADERS = frozenset({_PROTOCOL_NAME, b"host", b"origin", b"transfer-encoding"})
 """Request headers for which a request may be refused."""
 
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 
-_SAFETY = (
+_SECURITY = (
     # Responses are data: a browser that displays one must not run, load, send or frame anything.
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -67,8 +67,8 @@ _DATA_POLICY = (
     b"content-security-policy",
     b"sandbox; default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
 )
-_OVER_TLS = (b"strict-transport-security", b"max-age=31536000")
-_OF_PAGES = frozenset({b"content-security-policy", b"referrer-policy"})
+_HSTS = (b"strict-transport-security", b"max-age=31536000")
+_PAGE_HEADERS = frozenset({b"content-security-policy", b"referrer-policy"})
 """Headers that a page may set to other values."""
 
 _FORMS = frozenset({"/sign-in", "/sign-out"})
@@ -125,8 +125,10 @@ class RequestFrame:
                 is_started = True
                 self._counters.count_request(scope["method"], message["status"])
                 given = list(message.get("headers", ()))
-                theirs = {name for name, _ in given} & _OF_PAGES
-                message["headers"] = given + [each for each in own_headers if each[0] not in theirs]
+                overridden = {name for name, _ in given} & _PAGE_HEADERS
+                message["headers"] = given + [
+                    each for each in own_headers if each[0] not in overridden
+                ]
             await send(message)
 
         refusal = _refusal(scope)
@@ -158,10 +160,10 @@ def callers_request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def frame_headers(scheme: str, request_id: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the headers of every response. A page may override `_OF_PAGES`."""
-    headers = [(_PROTOCOL_NAME, _PROTOCOL), (_ID_NAME, request_id), *_SAFETY, _DATA_POLICY]
+    """Return the headers of every response. A page may override `_PAGE_HEADERS`."""
+    headers = [(_PROTOCOL_NAME, _PROTOCOL), (_ID_NAME, request_id), *_SECURITY, _DATA_POLICY]
     if scheme == "https":
-        headers.append(_OVER_TLS)
+        headers.append(_HSTS)
     return headers
 
 
@@ -180,12 +182,12 @@ def internal_failure(request_id: str) -> ServerError:
 def _refusal(scope: Scope) -> ServerError | None:
     """Return the error to refuse the request with, or None to handle it."""
     size_bytes = 0
-    watched = {}
+    checked = {}
     hosts = 0
     for name, value in scope["headers"]:
         size_bytes += len(name) + len(value)
-        if name in _WATCHED:
-            watched[name] = value
+        if name in _CHECKED_HEADERS:
+            checked[name] = value
             hosts += name == b"host"
     if (refusal := scope["state"].get("refusal")) is not None:
         assert isinstance(refusal, ServerError)  # noqa: S101 - the connection set it
@@ -196,7 +198,7 @@ def _refusal(scope: Scope) -> ServerError | None:
             f"the headers have {size_bytes} bytes; the limit is {MAX_HEADER_BYTES}",
             limit=MAX_HEADER_BYTES,
         )
-    return _target_refusal(scope) or _header_refusal(scope, watched, hosts=hosts)
+    return _target_refusal(scope) or _header_refusal(scope, checked, hosts=hosts)
 
 
 def _target_refusal(scope: Scope) -> ServerError | None:

@@ -99,7 +99,7 @@ class TritonHook:
 
 
 def _has_knob() -> bool:
-    """Return whether Triton has a knob for the manager, as since 3.4."""
+    """Return whether Triton has a knob for the manager (3.4 and later)."""
     # Inspect the class of the knobs: reading the knob would import the manager that the user named.
     return "manager_class" in vars(type(getattr(getattr(triton, "knobs", None), "cache", None)))
 

@@ -211,8 +211,8 @@ class RayPool(Executor):
     def _check(self, worker: _Worker) -> None:
         """Handle a call that is past its deadline.
 
-        Give up a worker that has a job. Extend the deadline of a worker without a machine, unless
-        no other worker has a job.
+        Give up a worker that has a job. For a worker without a machine, wait longer if another
+        worker has a job, else raise.
         """
         if worker.deadline > monotonic():
             return

@@ -87,7 +87,8 @@ async def add_run(
     run = {"new_name": name, "new_used_at": now, "new_writer": writer}
     if connection.dialect.name == "postgresql":
         columns = {
-            f"new_{column}": [key_values(key)[column] for key in keys] for column in _OF_A_KEY
+            f"new_{column}": [key_values(key)[column] for key in keys]
+            for column in _ARTIFACT_COLUMNS
         }
         await _ADD.execute(connection, {"new_namespace": keys[0].namespace, **columns, **run})
         return
@@ -96,18 +97,18 @@ async def add_run(
     )
 
 
-_OF_A_KEY = ("fingerprint", "kind", "device_type")
+_ARTIFACT_COLUMNS = ("fingerprint", "kind", "device_type")
 
 
 def _add(dialect: str) -> Upsert:
     """Build the statement. On SQLite it adds one row, on PostgreSQL one row per array item."""
-    names = ("namespace", "name", *_OF_A_KEY, "used_at", "writer", "runs")
+    names = ("namespace", "name", *_ARTIFACT_COLUMNS, "used_at", "writer", "runs")
     values: dict[str, ColumnElement[Any]] = {**new_values(entries, names), "runs": literal(1)}
     statement = insert_in(dialect, entries)
     if dialect == "postgresql":
-        arrays = [bindparam(f"new_{column}", type_=ARRAY(String)) for column in _OF_A_KEY]
-        keys = func.unnest(*arrays).table_valued(*_OF_A_KEY).render_derived()
-        values |= {column: keys.c[column] for column in _OF_A_KEY}
+        arrays = [bindparam(f"new_{column}", type_=ARRAY(String)) for column in _ARTIFACT_COLUMNS]
+        keys = func.unnest(*arrays).table_valued(*_ARTIFACT_COLUMNS).render_derived()
+        values |= {column: keys.c[column] for column in _ARTIFACT_COLUMNS}
         statement = statement.from_select(list(values), select(*values.values()))
     else:
         statement = statement.values(values)
@@ -163,7 +164,7 @@ async def trim_entries(
     """Delete entries of a manifest, or of a namespace, until `keep` are left.
 
     Each writer keeps an equal share of its most recently used entries. Entries of several writers
-    count as those of one more writer. So no writer can displace the entries of another.
+    count as those of one more writer. So a writer with many entries cannot displace others.
     """
     if await count_entries(connection, namespace, name) <= keep:
         return

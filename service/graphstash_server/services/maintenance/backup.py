@@ -6,8 +6,8 @@
     <backup>/backup.lock                  held by the process that writes or reads the backup
 
 A backup copies the rows first and their blobs second, while servers run. If blobs are missing by
-then, it copies the rows again. After `_ROUNDS` attempts it leaves out the artifacts of missing
-blobs. It does not copy blobs that the directory has. If a backup is killed, the previous one stays
+then, it copies the rows again. After three attempts, it leaves out the artifacts of missing blobs.
+It does not copy blobs that the directory has. If a backup is killed, the previous one stays
 complete, and the next one continues.
 
 A restore stores every blob, and then replaces all rows in one step. Until it has ended, a file in
@@ -65,17 +65,17 @@ UNFINISHED: Final = "restore.json"
 """File in a data directory during a restore. Servers and commands refuse to start beside it."""
 
 _FORMAT: Final = 1
-_OWN: Final = {"backup.lock", "backup.json.partial"}
+_EARLY_FILES: Final = {"backup.lock", "backup.json.partial"}
 """Files that a backup may leave if it is killed before it has written backup.json."""
-_ROUNDS: Final = 3
-_AT_ONCE: Final = 8
+_MAX_ATTEMPTS: Final = 3
+_CONCURRENCY: Final = 8
 
 Progress = Callable[[int, int], None]
 """Called after each blob with its size and the total size of all blobs to copy, in bytes."""
 
 
 class Manifest(BaseModel):
-    """backup.json of a complete backup. Earlier releases wrote no `cache` and `source`."""
+    """backup.json of a complete backup. A backup of an earlier release may have no `cache`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -159,7 +159,7 @@ class Backup:
             new = self._path / "database.new"
             here = {each async for each in target.list()}
             copied = 0
-            for _ in range(_ROUNDS):
+            for _ in range(_MAX_ATTEMPTS):
                 taken_at = clock()
                 await asyncio.to_thread(take_snapshot, url, new)
                 needed = await asyncio.to_thread(list_digests_in, new)
@@ -195,7 +195,7 @@ class Backup:
     def _locked(self) -> Iterator[None]:
         self._path.mkdir(parents=True, exist_ok=True)
         names = {each.name for each in self._path.iterdir()}
-        if names - _OWN and self._file.name not in names:
+        if names - _EARLY_FILES and self._file.name not in names:
             raise BackupError(
                 f"{self._path} is not empty and is no backup: choose another directory"
             )
@@ -364,7 +364,7 @@ async def restore(
         ServerError: the blob store does not answer. The same command continues.
         StartError: the database does not answer.
     """
-    async with _alone(data_dir, url) as (unfinished, staged):
+    async with _exclusive(data_dir, url) as (unfinished, staged):
         async with Backup(backup).read() as (manifest, source):
             begun = await asyncio.to_thread(_read_begun, unfinished)
             if not is_replacing:
@@ -410,7 +410,7 @@ async def abandon(*, url: str, data_dir: Path) -> None:
         BackupError: no restore was interrupted, it may have replaced rows, or a server is running.
         StartError: the database does not answer.
     """
-    async with _alone(data_dir, url) as (unfinished, _):
+    async with _exclusive(data_dir, url) as (unfinished, _):
         begun = await asyncio.to_thread(_read_begun, unfinished)
         if begun is None:
             raise BackupError(f"no restore in {data_dir} was interrupted: there is nothing to do")
@@ -423,7 +423,7 @@ async def abandon(*, url: str, data_dir: Path) -> None:
 
 
 @asynccontextmanager
-async def _alone(data_dir: Path, url: str) -> AsyncIterator[tuple[Path, Path]]:
+async def _exclusive(data_dir: Path, url: str) -> AsyncIterator[tuple[Path, Path]]:
     """Exclude servers and commands. Yield the paths of restore.json and of the restored rows."""
     parsed = make_url(url)
     is_sqlite = parsed.get_backend_name() == "sqlite"
@@ -550,7 +550,7 @@ async def _copy(
                 lost.append(digest)
             progress(digest.size_bytes, total_bytes)
 
-    workers = [in_background(work()) for _ in range(_AT_ONCE)]
+    workers = [in_background(work()) for _ in range(_CONCURRENCY)]
     try:
         await asyncio.gather(*workers)
     except ShortBlobError as error:
