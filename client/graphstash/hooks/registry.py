@@ -1,9 +1,8 @@
 """All hooks that the installed packages register, in the entry-point group `graphstash.hooks`.
 
 Under `graphstash run`, every Python process that imports a module outside the standard library
-reads the registry. So this module reads the files `entry_points.txt` itself: the import of
-`importlib.metadata` takes longer than everything else here. It finds no hooks of packages in zip
-files.
+reads the registry. Importing `importlib.metadata` would take longer than everything else here, so
+this module reads the files `entry_points.txt` itself. It finds no hooks of packages in zip files.
 
 A hook that cannot be used is left out and named in `broken_hooks`. The other hooks still work. If
 graphstash lacks package metadata (sources on PYTHONPATH), `broken_hooks` reports that.

@@ -77,9 +77,8 @@ the browser."""
 
 
 def request_ids() -> Callable[[], bytes]:
-    """Return a function that returns a new request ID: a random part per process, and a counter.
-
-    Random bytes per request would cost as much as a hit.
+    """Return a function that makes request IDs: a random part per process, and a counter. Random
+    bytes per request would cost as much as a hit.
     """
     process = secrets.token_hex(8)
     numbers = itertools.count(1)

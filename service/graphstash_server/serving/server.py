@@ -2,13 +2,9 @@
 
 `run_worker` does the same in a forked process (see `workers`).
 
-The shutdown has five steps:
-
-1. The server stops accepting connections.
-2. It answers requests that wait for leases.
-3. It waits for new connections to send their first request.
-4. It waits for transfers. Steps 3 and 4 take at most `shutdown_seconds`.
-5. It closes the context, which writes the last counters.
+At the shutdown, the server stops accepting connections and answers requests that wait for leases.
+Then it waits for the first requests of new connections, and for transfers, `shutdown_seconds` in
+total. At last it closes the context, which writes the last counters.
 
 Every response during the shutdown closes its connection, so that a client under load reconnects
 elsewhere and the server cuts off no request.
@@ -56,8 +52,7 @@ _LOGGER = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS: Final = 120
 """Seconds until an idle connection is closed. A job keeps its connection while it compiles, because
-a new TLS connection costs 23 times as much as a request. At the limit of connections, idle ones are
-closed earlier.
+a new TLS connection costs 23 times as much as a request. At the limit, idle ones are closed sooner.
 """
 
 _FIRST_REQUEST_SECONDS = 5.0
@@ -98,12 +93,9 @@ class GraphstashServer(uvicorn.Server):
     ) -> None:
         """Prepare a server.
 
-        Args:
-            config: configuration of uvicorn.
-            when_ready: called once the server accepts connections.
-            stop_waiting: called at the shutdown. Answers all requests that wait for leases.
-            lifeline: read end of a pipe that no process writes to. The server shuts down when the
-                last process with the write end has ended.
+        It calls `when_ready` once it accepts connections, and `stop_waiting` at the shutdown, to
+        answer all requests that wait for leases. `lifeline` is the read end of a pipe that no
+        process writes to. The server shuts down when the last process with the write end has ended.
         """
         super().__init__(config)
         self._when_ready = when_ready
@@ -157,10 +149,7 @@ class GraphstashServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _answer_newcomers(self) -> None:
-        """Wait for the first requests of new connections, which uvicorn would close.
-
-        The wait counts against the time that uvicorn may then take for the shutdown.
-        """
+        """Wait for the first requests of new connections, which uvicorn would close."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         longest = self.config.timeout_graceful_shutdown or 0
@@ -286,10 +275,8 @@ def run_worker(
     lifeline: int,
     counters: Counters,
 ) -> NoReturn:
-    """Serve in a forked process, and exit.
-
-    Write a byte to the pipe `ready_pipe` once the worker accepts connections. See
-    `GraphstashServer` for `lifeline`.
+    """Serve in a forked process, and exit. The worker writes a byte to `ready_pipe` once it serves.
+    `GraphstashServer` describes `lifeline`.
     """
 
     def report_ready() -> None:

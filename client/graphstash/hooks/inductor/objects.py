@@ -152,10 +152,7 @@ class Objects:
         return result
 
     def _find(self, builder: Any, target: Path) -> CompileRequest | bool:
-        """Return True if the object is in place, else the request to publish it with.
-
-        Return False if the object must not be published.
-        """
+        """Return True if the object is in place, the request to publish it with, or else False."""
         try:
             if config.force_disable_caches or not _is_shared(builder):
                 return False

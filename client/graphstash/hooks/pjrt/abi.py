@@ -42,8 +42,7 @@ FUNCTIONS_OFFSET: Final = 40
 POINTER_BYTES: Final = 8
 
 PROFILER_EXTENSION: Final = 1
-"""`PJRT_Extension_Type_Profiler`, which links a call with the events of a profile. It does not
-change what the call compiles."""
+"""`PJRT_Extension_Type_Profiler`, which does not change what a call compiles."""
 
 UNIMPLEMENTED: Final = 12
 """`PJRT_Error_Code_UNIMPLEMENTED`."""
@@ -110,9 +109,7 @@ class AskArgs(ctypes.Structure):
 
 
 class LoadArgs(ctypes.Structure):
-    """`PJRT_Executable_DeserializeAndLoad_Args`. Version 0.71 added the options. `later` is as in
-    `AskArgs`.
-    """
+    """`PJRT_Executable_DeserializeAndLoad_Args`. Options since 0.71. `later` as in `AskArgs`."""
 
     _fields_ = (
         *_HEAD,

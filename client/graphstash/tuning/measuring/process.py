@@ -130,10 +130,7 @@ class MeasuringProcess:
         return message
 
     def end(self) -> None:
-        """Kill the process and its descendants, and wait until they have ended.
-
-        Do not wait longer than `_END_SECONDS` for a process that hangs in a driver.
-        """
+        """Kill the process and its descendants. Wait up to `_END_SECONDS` until they have ended."""
         self.lifeline.close()
         self.channel.close()
         try:

@@ -209,11 +209,7 @@ class RayPool(Executor):
                 self._lost.clear()
 
     def _check(self, worker: _Worker) -> None:
-        """Handle a call that is past its deadline.
-
-        Give up a worker that has a job. For a worker without a machine, wait longer if another
-        worker has a job, else raise.
-        """
+        """Give up a worker whose job is late. Raise if no worker has a job and none can start."""
         if worker.deadline > monotonic():
             return
         if worker.job is not None:

@@ -156,10 +156,7 @@ class Searcher(ABC):
         return not self._ended
 
     def _begin(self, starts: int) -> None:
-        """Unless the caller chose the first round, choose `starts` random configurations.
-
-        If `starts` is 0, choose the start of the space.
-        """
+        """Unless the caller chose it, fill the first round with `starts` draws, or the start."""
         if not self._first:
             self._first = self._unvisited(starts) if starts > 0 else [self.space.start]
 

@@ -54,10 +54,7 @@ _ORDER = (
 
 
 class EntryRow(NamedTuple):
-    """An entry of a manifest: an artifact that runs of a job used.
-
-    A tuple and not a model, because building up to 4,096 models would take most of a request.
-    """
+    """An artifact that runs of a job used. A tuple, because building 4,096 models is slow."""
 
     kind: str
     device_type: str
@@ -80,9 +77,8 @@ async def add_run(
     writer: str,
     now: datetime,
 ) -> None:
-    """Add an entry for each key that a run used, or count the run in the existing entry.
-
-    If another writer created the entry, set its `writer` to the empty string.
+    """Add an entry for each key that a run used, or count the run in the existing entry. If a
+    second writer uses an entry, the entry's `writer` becomes empty.
     """
     run = {"new_name": name, "new_used_at": now, "new_writer": writer}
     if connection.dialect.name == "postgresql":

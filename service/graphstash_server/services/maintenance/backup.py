@@ -114,8 +114,7 @@ class Copied:
         manifest: the backup.
         copied: number of blobs that were copied. The target already had the others.
         left_out: number of artifacts that were left out because their blobs are lost or damaged.
-        is_current: whether a restore applied the withholds and revocations of the replaced
-            database. False if there was no such database, or it could not be read.
+        is_current: whether the restore applied the replaced database's withholds and revocations.
     """
 
     manifest: Manifest
@@ -141,10 +140,9 @@ class Backup:
         is_moved: bool,
         progress: Progress,
     ) -> Copied:
-        """Copy the database at `url` and the blobs of its artifacts.
-
-        With `is_deep`, also verify the blobs that the directory has, and replace damaged ones. With
-        `is_moved`, accept that the previous backup names another location of the cache's database.
+        """Copy the database at `url` and the blobs of its artifacts. With `is_deep`, also verify
+        the blobs that the directory has, and replace damaged ones. With `is_moved`, the previous
+        backup may name another location of the database.
 
         Raises:
             BackupError: the directory cannot be used, or it has the backup of another cache.
@@ -236,10 +234,7 @@ class Backup:
     def _check_identity(
         self, before: Manifest | None, cache: str, source: str, *, is_moved: bool
     ) -> None:
-        """Refuse to replace the backup of another cache, or of this cache at another location.
-
-        Otherwise a wrong setting could replace a backup by one of far fewer artifacts.
-        """
+        """Refuse to replace the backup of another cache or location, which may be far larger."""
         if before is None or before.cache is None:
             return
         if before.cache != cache:
@@ -258,10 +253,7 @@ class Backup:
     def _check_same_cache(
         self, before: Manifest | None, needed: Sequence[Digest], here: set[Digest]
     ) -> None:
-        """Refuse to replace a backup that has no blob in common with the new one.
-
-        A wrong setting, or a server that lost its data, must not destroy the backup.
-        """
+        """Refuse a new backup without a common blob: a setting is wrong, or the cache lost data."""
         if before is None or not before.blobs or not here.isdisjoint(needed):
             return
         raise BackupError(
@@ -445,10 +437,7 @@ async def _exclusive(data_dir: Path, url: str) -> AsyncIterator[tuple[Path, Path
 
 
 def _read_begun(unfinished: Path) -> _Restore | None:
-    """Return the record of an interrupted restore, or None.
-
-    If it is unreadable, assume a restore of an unknown backup that may have replaced rows.
-    """
+    """Return the record of an interrupted restore. If unreadable, assume that it replaced rows."""
     try:
         return _Restore.model_validate_json(unfinished.read_bytes())
     except FileNotFoundError:
