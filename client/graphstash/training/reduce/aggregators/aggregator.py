@@ -320,8 +320,11 @@ DIFFERENT: Final = "the ranks want to add up different tensors: "
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """Return `rank 3` or `ranks 1 and 3` for messages; names at most five ranks."""
-    named = [str(rank) for rank in ranks[:5]] + ([f"{len(ranks) - 5} others"] if ranks[5:] else [])
+    """Return `rank 3` or `ranks 1 and 3` for messages; names at most six ranks."""
+    most = 5 if len(ranks) > 6 else 6
+    named = [str(rank) for rank in ranks[:most]]
+    if ranks[most:]:
+        named.append(f"{len(ranks) - most} others")
     if len(named) == 1:
         return f"rank {named[0]}"
     return f"ranks {', '.join(named[:-1])} and {named[-1]}"
