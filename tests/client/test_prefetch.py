@@ -13,7 +13,7 @@ from graphstash import ClientConfig
 from graphstash._artifacts import prefetch
 from graphstash._artifacts.prefetch import Prefetch
 from graphstash._http import deadline
-from graphstash_schema import MAX_COMPILE_SECONDS, ArtifactKey, ArtifactMetadata
+from graphstash_schema import MAX_COMPILE_SECONDS, ArtifactInfo, ArtifactKey, ArtifactMetadata
 from support.host import key
 from support.processes import graphstash
 from support.slow_link import SlowLink
@@ -260,6 +260,15 @@ def test_one_writer_cannot_displace_the_artifacts_of_others(guarded, hosts):
     publish([1], 9.0)
     writers = {entry.key: entry.writer for entry in reader.server.manifest("mine").entries}
     assert [key for key, writer in writers.items() if writer is None] == [_key(1)]
+
+
+def test_many_small_artifacts_of_one_writer_precede_no_large_artifact_of_another():
+    """Each request costs the server and the host something, whatever its size."""
+    digest = f"sha256:{'0' * 64}"
+    large = ArtifactInfo(key=key(0), digest=digest, size_bytes=1024**2)
+    small = [ArtifactInfo(key=key(n), digest=digest, size_bytes=300) for n in range(1, 3001)]
+    writers = {key(0): 1} | {each.key: 2 for each in small}
+    assert prefetch._shared([*small, large], writers).index(large) < 300
 
 
 def test_bytes_that_fail_verification_count_against_the_limit(

@@ -176,7 +176,7 @@ def _shared(
     turns = []
     for info in found:
         writer = writers.get(info.key)
-        taken_bytes[writer] += info.size_bytes
+        taken_bytes[writer] += max(info.size_bytes, _LEAST_BYTES)
         turns.append((taken_bytes[writer], info))
     return [info for _, info in sorted(turns, key=itemgetter(0))]
 
