@@ -14,8 +14,9 @@ from graphstash import CacheError, ClientConfig, Stash
 from graphstash._artifacts.catch_up import CatchUp, Sent
 from graphstash._artifacts.stash import is_temporary
 from graphstash._cli.patience import PatientClient
+from graphstash._http.client import ServerClient
 from graphstash._trust.provenance import open_ours
-from graphstash.errors import ConflictError, RefusedError
+from graphstash.errors import ConflictError, Reason, RefusedError, TransportError
 from graphstash_schema import RETRYABLE, STATUS, ArtifactMetadata
 from graphstash_server.testing import ServerProcess
 from support.host import key
@@ -51,6 +52,12 @@ RANKS = """
 import subprocess, sys
 ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]]) for _ in range(4)]
 sys.exit(any(rank.wait() for rank in ranks))
+"""
+
+TURNS = """
+import subprocess, sys
+ranks = [subprocess.run([sys.executable, *sys.argv[1:]]) for _ in range(4)]
+sys.exit(any(rank.returncode for rank in ranks))
 """
 
 
@@ -243,7 +250,7 @@ def test_withdrawn_artifact_is_not_published_again(left, up, next_job, withdraw)
         other.put(key(1), random.Random(1).randbytes(5), metadata)
         withdraw(other)
         job = next_job("a", url=link.url)
-        assert caught_up(job) == {}
+        assert caught_up(job) == {key(1): Sent.GONE}
         assert not stored(job, 1)
         assert not puts(link)
 
@@ -295,6 +302,7 @@ def test_damaged_or_evicted_artifact_is_not_published(left, up, next_job):
         job = next_job("a", url=link.url)
         outcomes = caught_up(job)
         assert outcomes.pop(key(3)) is Sent.PUBLISHED
+        assert outcomes.pop(key(2)) is Sent.GONE
         (error,) = outcomes.values()
         assert isinstance(error, CacheError)
         assert stored(job, 1, 2, 3) == {key(3)}
@@ -309,6 +317,103 @@ def test_oldest_records_yield(left, up, next_job, monkeypatch):
         job = next_job("a", url=link.url)
         assert caught_up(job).keys() == {key(number) for number in range(5, 15)}
         assert all(job.is_on_this_host(key(number)) for number in range(1, 15))
+
+
+def test_artifact_signed_by_another_key_waits_for_that_key(left, up, next_job, team):
+    old, new = team.trust("old"), team.trust("new")
+    left(1, signing_key=old)
+    with up() as link:
+        outcomes = caught_up(next_job("a", url=link.url, signing_key=new))
+        assert outcomes[key(1)].reason == "unknown_key"
+        assert caught_up(next_job("a", url=link.url, signing_key=old)) == {key(1): Sent.PUBLISHED}
+
+
+@pytest.mark.parametrize("status", [408, 500, 507])
+def test_artifact_that_the_server_cannot_store_blocks_no_other(
+    left, up, next_job, monkeypatch, status
+):
+    left(1, 2, 3)
+    upload = PatientClient.upload
+
+    def fail(client, wanted, *arguments, **options):
+        if wanted == key(2):
+            raise RefusedError("full", code=None, status=status)
+        upload(client, wanted, *arguments, **options)
+
+    with up() as link:
+        job = next_job("a", url=link.url)
+        monkeypatch.setattr(PatientClient, "upload", fail)
+        with pytest.raises(RefusedError, match="full"):
+            caught_up(job)
+        assert stored(job, 1, 2, 3) == {key(1), key(3)}
+        monkeypatch.undo()
+        assert caught_up(job) == {key(2): Sent.PUBLISHED}
+
+
+def test_failed_upload_counts_for_the_limit(left, up, next_job):
+    left(1, 2, size_bytes=3 * 1024**2)
+    with up() as link:
+        job, polls, spent = next_job("a", url=link.url), [], []
+        with pytest.raises(CacheError, match="the job ends"):
+            caught_up(
+                job,
+                is_stopped=lambda: polls.append(1) or len(polls) == 3,
+                spend=lambda size_bytes, _: spent.append(size_bytes),
+                limit_bytes=4 * 1024**2,
+            )
+        assert not stored(job, 1, 2)
+        assert sum(spent) > 3 * 1024**2
+
+
+def test_processes_of_a_run_share_its_limit(run, up, next_job, down):
+    run("a")
+    entries = list(next_job("a", url=down).unsent.entries(with_any=False))
+    limit = max(entry.size_bytes for entry in entries) * 3 // 2
+    with up() as link:
+        ranks = run("a", launcher=("-c", TURNS), GRAPHSTASH_UNSENT_LIMIT=str(limit))
+        assert [each["hits_host"] for each in ranks] == [3] * 4
+        assert sum(each["published"] for each in ranks) == 1
+        assert len(puts(link)) == 1
+
+
+def test_claim_of_a_killed_process_is_free(next_job):
+    job = next_job("a", run="team")
+    folder = job.config.cache_dir / "records" / "team"
+    holder = f"""
+import sys
+from pathlib import Path
+from graphstash._artifacts.run_folder import claim
+claim(Path({str(folder)!r}) / "catch-up").keep("1 2.0")
+print(flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        other.stdout.readline()
+        assert job.downloads.claim("catch-up") is None
+        other.kill()
+        other.wait()
+        claim = job.downloads.claim("catch-up")
+        assert claim.text == "1 2.0"
+        claim.close()
+
+
+def test_answer_about_another_key_is_ignored(left, up, next_job, monkeypatch):
+    left(1)
+    metadata = ArtifactMetadata(compile_seconds=3, raw_size_bytes=5)
+    next_job("b").put(key(2), b"graph", metadata)
+    post = ServerClient._post
+
+    def ask_for_both(client, call, request, **options):
+        if call == "lookup":
+            request = request.model_copy(update={"keys": (*request.keys, key(2))})
+        return post(client, call, request, **options)
+
+    with up() as link:
+        job = next_job("a", url=link.url)
+        monkeypatch.setattr(ServerClient, "_post", ask_for_both)
+        assert caught_up(job) == {key(1): Sent.PUBLISHED}
 
 
 def test_signed_artifact_keeps_its_signature_and_unsigned_one_waits(left, up, next_job, team):
@@ -441,7 +546,7 @@ def test_artifact_withdrawn_after_the_lookup_is_not_published(
             other.put(key(1), random.Random(1).randbytes(5), metadata)
             withdraw(other)
             catch_up.publish(wanted)
-        assert outcomes == {key(2): Sent.PUBLISHED}
+        assert outcomes == {key(1): Sent.GONE, key(2): Sent.PUBLISHED}
         assert stored(job, 1, 2) == {key(2)}
 
 
@@ -508,6 +613,68 @@ def test_command_publishes_and_counts(left, up, next_job, command, namespace):
         done = json.loads(command(*words, host="a", url=link.url).stdout)
         assert done == planned | {"is_dry_run": False}
         assert len(puts(link)) == 2
+
+
+def test_dry_run_changes_nothing(left, up, next_job, command, team):
+    job = left(*range(1, 6))
+    tier, namespace = job.local, job.config.namespace
+    offered = job.standing.offered
+    tier.hand_over(namespace, key(1), from_origin="own", to_origin=offered)
+    tier.discard(namespace, key(2))
+    damaged = tier.path(namespace, key(5))
+    damaged.write_bytes(b"X" + damaged.read_bytes()[1:])
+    metadata = ArtifactMetadata(compile_seconds=3, raw_size_bytes=5)
+    other = next_job("b")
+    other.put(key(3), b"other", metadata)
+    other.put(key(4), random.Random(4).randbytes(5), metadata)
+
+    def copies():
+        origins = (offered, job.standing.origin, "own")
+        return {each: {*tier.keys(namespace, origin=each)} for each in origins}
+
+    with up() as link:
+        before = copies(), {each.name for each in records(job)}
+        words = ("publish", "--json")
+        planned = json.loads(command(*words, "--dry-run", host="a", url=link.url, status=1).stdout)
+        assert before == (copies(), {each.name for each in records(job)})
+        (rejected,) = planned.pop("rejected")
+        assert rejected["key"] == str(key(5))
+        assert [planned[name] for name in ("published", "present", "gone", "left")] == [1, 1, 1, 0]
+        assert planned["differing"] == [str(key(3))]
+        done = json.loads(command(*words, host="a", url=link.url, status=1).stdout)
+        assert done.pop("rejected") == [rejected]
+        assert done == planned | {"is_dry_run": False}
+
+
+def test_command_that_fails_midway_says_what_it_did(left, up, command, monkeypatch):
+    left(1, 2, 3)
+    upload, sent = PatientClient.upload, []
+
+    def fail(client, *arguments, **options):
+        if sent:
+            raise TransportError(Reason.CONNECT, "the server went away")
+        upload(client, *arguments, **options)
+        sent.append(1)
+
+    monkeypatch.setattr(PatientClient, "upload", fail)
+    with up() as link:
+        failed = command("publish", "--json", host="a", url=link.url, status=1)
+        done = json.loads(failed.stdout)
+        assert (done["published"], done["left"]) == (1, 2)
+        assert "the server went away" in failed.stderr
+        text = command("publish", host="a", url=link.url, status=1).stdout
+        assert text == "0 published (0 B), 0 already there, 2 left\n"
+
+
+def test_trusted_keys_that_cannot_be_read_now_are_reported(left, up, next_job, team):
+    left(1, signing_key=team.trust("ci"))
+    with up() as link:
+        job = next_job("a", url=link.url, trusted_keys=team.file)
+        trusted = team.file.read_text()
+        team.file.write_text("{")
+        assert caught_up(job)[key(1)].reason == "local_io"
+        team.file.write_text(trusted)
+        assert caught_up(next_job("a", url=link.url)) == {key(1): Sent.PUBLISHED}
 
 
 def test_command_fails_where_nothing_can_be_published(left, command, down):

@@ -11,7 +11,6 @@ it, with its signature, metadata and description, if all of this is true:
 So a server of a release without such lists gets nothing later.
 """
 
-import logging
 import math
 import sys
 from collections import deque
@@ -44,8 +43,6 @@ from graphstash_schema.protocol import MAX_DESCRIPTIONS
 
 __all__ = ["CatchUp", "Outcome", "Sent", "describe"]
 
-_log = logging.getLogger("graphstash")
-
 _LOOKUP_SECONDS: Final = 60.0
 """Maximum age of a look-up when an upload begins: the server may withdraw the bytes meanwhile."""
 
@@ -64,6 +61,8 @@ class Sent(Enum):
     """The server had the same bytes."""
     DIFFERING = auto()
     """The server has other bytes under the key, which stay."""
+    GONE = auto()
+    """This host has evicted its copy, or has deleted it after a withdrawal."""
 
 
 Outcome: TypeAlias = Sent | CacheError
@@ -84,6 +83,9 @@ class CatchUp:
         is_stopped: polled repeatedly. If true, uploads end.
         limit_bytes: maximum bytes to upload.
         limit_seconds: maximum seconds of all uploads. An upload in progress is finished.
+        spend: called with the bytes of each upload when it begins, and with its seconds when it
+            ends, also if it fails.
+        is_dry: whether to verify the artifacts, and neither to publish nor to settle them.
     """
 
     def __init__(
@@ -97,6 +99,8 @@ class CatchUp:
         is_stopped: Callable[[], bool] = lambda: False,
         limit_bytes: int = sys.maxsize,
         limit_seconds: float = math.inf,
+        spend: Callable[[int, float], None] = lambda *_: None,
+        is_dry: bool = False,
     ) -> None:
         self._stash = stash
         self._server = server
@@ -106,6 +110,8 @@ class CatchUp:
         self._is_stopped = is_stopped
         self._left_bytes = limit_bytes
         self._left_seconds = limit_seconds
+        self._spend = spend
+        self._is_dry = is_dry
         self._described: list[Description] = []
         self._asked_at = -math.inf
 
@@ -141,7 +147,7 @@ class CatchUp:
     def publish(self, wanted: Sequence[BundleEntry]) -> None:
         """Publish artifacts in this order, within the limits. Repeat the look-up every minute.
 
-        One upload that fails does not stop the others while the server answers.
+        One upload that fails does not stop the others while the server accepts uploads.
 
         Raises:
             CacheError: something was not published that may be published later.
@@ -161,28 +167,22 @@ class CatchUp:
                 try:
                     if self._may_publish(entry):
                         self._publish(entry)
-                except TransportError as error:
-                    failure = failure or error
-                    if error.reason not in (Reason.TIMEOUT, Reason.RESET):
+                except CacheError as error:
+                    if _concerns_all(error):
+                        failure = error
                         break
+                    failure = failure or error
         finally:
             describe(self._server, self._described)
         if failure is not None:
             raise failure
 
-    def check(self, entry: BundleEntry) -> None:
-        """Verify the bytes of an artifact, and its signature as strictly as the job does.
-
-        Raises:
-            VerificationError: the job must not publish the artifact.
-            LocalTierError: the bytes cannot be read, or have changed.
-        """
-        with self._opened(entry) as blob:
-            self._check(entry, blob)
-
     def _settle(self, entry: BundleEntry, stored: str) -> None:
         """Let this host's copy become the server's, or yield to the server's other bytes."""
         stash, namespace = self._stash, self._stash.config.namespace
+        self._done(entry, Sent.PRESENT if stored == entry.sha256 else Sent.DIFFERING)
+        if self._is_dry:
+            return
         with suppress(LocalTierError):  # the record stays for a later job
             if (copy := self._copy(entry)) is not None:
                 copy.file.close()
@@ -191,8 +191,7 @@ class CatchUp:
                 )
                 if verdict is Verdict.DELETE:
                     stash.local.discard(namespace, entry.key, origin=copy.origin)
-            stash.unsent.remove(entry.key, entry.sha256)
-        self._done(entry, Sent.PRESENT if stored == entry.sha256 else Sent.DIFFERING)
+            self._forget(entry)
 
     def _may_publish(self, entry: BundleEntry) -> bool:
         """Return whether the list allows it. Settle the artifact otherwise.
@@ -210,7 +209,8 @@ class CatchUp:
             self._done(entry, error)
             return False
         if copy is None:
-            stash.unsent.remove(entry.key, entry.sha256)
+            self._forget(entry)
+            self._done(entry, Sent.GONE)
             return False
         copy.file.close()
         if stash.standing.may_publish(namespace, entry.key, copy.proof):
@@ -218,6 +218,10 @@ class CatchUp:
         told = f"{stash.config.url} may have withdrawn {entry.key} on an earlier day"
         self._done(entry, CacheError(Reason.REFUSED, told))
         return False
+
+    def _forget(self, entry: BundleEntry) -> None:
+        if not self._is_dry:
+            self._stash.unsent.remove(entry.key, entry.sha256)
 
     def _copy(self, entry: BundleEntry) -> "_Copy | None":
         """Return this host's copy of the recorded bytes, or None if they are not there any more.
@@ -247,7 +251,8 @@ class CatchUp:
         if copy is None:
             raise LocalTierError(f"{entry.key} is no longer on this host")
         with copy.file:
-            if copy.origin != OWN:  # the server has nothing of the upload that did not end
+            # The server has nothing of the upload that did not end.
+            if copy.origin != OWN and not self._is_dry:
                 self._stash.local.hand_over(
                     self._stash.config.namespace,
                     entry.key,
@@ -257,40 +262,53 @@ class CatchUp:
             yield cast("IO[bytes]", Part(copy.file, 0, entry.size_bytes))  # without provenance
 
     def _check(self, entry: BundleEntry, blob: IO[bytes]) -> None:
-        config = self._stash.config
-        if config.signing_key and (entry.metadata is None or entry.metadata.signature is None):
+        config, signatures = self._stash.config, self._stash.signatures
+        own, signature = signatures.signing_key_id, entry.proof.signature
+        if own and signature is None:
             raise VerificationError(
                 Reason.UNSIGNED, f"{entry.key} was compiled without GRAPHSTASH_SIGNING_KEY"
+            )
+        # The other key may be out of use. The first upload stays, even if no reader accepts it.
+        if own and signature and signature.key_id != own:
+            raise VerificationError(
+                Reason.UNKNOWN_KEY,
+                f"{entry.key} is signed by key {signature.key_id}, not by GRAPHSTASH_SIGNING_KEY",
             )
         check_blob(
             entry,
             blob,
             namespace=config.namespace,
-            signatures=self._stash.signatures,
+            signatures=signatures,
             max_bytes=config.max_artifact,
         )
 
     def _publish(self, entry: BundleEntry) -> None:
+        outcome: Outcome
         began = monotonic()
         try:
             with self._opened(entry) as blob:
                 self._check(entry, blob)
-                outcome = self._upload(entry, blob)
+                outcome = Sent.PUBLISHED if self._is_dry else self._upload(entry, blob)
         except LocalTierError as error:
-            _log.debug("graphstash: not published later: %s", error)
-            return
+            outcome = error
+        except OSError as error:
+            outcome = LocalTierError(f"{entry.key} cannot be read: {error}")
         except VerificationError as error:
             cause = error.__cause__ if isinstance(error, BundleError) else error
-            if getattr(cause, "reason", None) not in _OF_SETTINGS:
+            if not self._is_dry and getattr(cause, "reason", None) not in _OF_SETTINGS:
                 self._stash.local.discard(self._stash.config.namespace, entry.key)
-                self._stash.unsent.remove(entry.key, entry.sha256)
+                self._forget(entry)
             outcome = error
         finally:
-            self._left_seconds -= monotonic() - began
+            seconds = monotonic() - began
+            self._left_seconds -= seconds
+            self._spend(0, seconds)
         self._done(entry, outcome)
 
     def _upload(self, entry: BundleEntry, blob: IO[bytes]) -> Outcome:
         metadata = entry.metadata or ArtifactMetadata(compile_seconds=0, raw_size_bytes=0)
+        self._left_bytes -= entry.size_bytes
+        self._spend(entry.size_bytes, 0.0)
         try:
             self._stash.upload(
                 self._server,
@@ -307,9 +325,8 @@ class CatchUp:
             if is_temporary(error) or not self._server.may_write:
                 raise
             # For example, the artifact is too large for the server.
-            self._stash.unsent.remove(entry.key, entry.sha256)
+            self._forget(entry)
             return error
-        self._left_bytes -= entry.size_bytes
         if entry.description is not None:
             self._described.append(entry.description)
             if len(self._described) >= MAX_DESCRIPTIONS // 4:
@@ -325,6 +342,13 @@ class _Copy(NamedTuple):
     file: IO[bytes]
     proof: Provenance
     origin: str
+
+
+def _concerns_all(error: CacheError) -> bool:
+    """Return whether further uploads would fail for the same reason."""
+    if isinstance(error, TransportError):
+        return error.reason not in (Reason.TIMEOUT, Reason.RESET)
+    return not isinstance(error, RefusedError) or error.status in (401, 403, 404)
 
 
 def describe(server: ServerClient, described: list[Description]) -> None:

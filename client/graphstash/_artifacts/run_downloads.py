@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from graphstash._artifacts import run_folder
+from graphstash._artifacts.run_folder import Claim
 from graphstash_schema import ArtifactKey
 
 __all__ = ["RunDownloads", "Source"]
@@ -52,23 +53,9 @@ class RunDownloads:
             finally:
                 os.close(descriptor)
 
-    def claim(self, name: str) -> bool:
-        """Return whether this process is the first of the run to claim a name."""
-        if self._folder is None:
-            return True
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        try:
-            os.close(os.open(self._folder / name, flags, 0o600))
-        except FileExistsError:
-            return False
-        except OSError:  # unusable folder: every process acts as the first
-            return True
-        return True
-
-    def release(self, name: str) -> None:
-        if self._folder is not None:
-            with suppress(OSError):
-                (self._folder / name).unlink()
+    def claim(self, name: str) -> Claim | None:
+        """Hold a name of the run, or return None if another process of the run holds it."""
+        return Claim() if self._folder is None else run_folder.claim(self._folder / name)
 
     def source_of(self, key: ArtifactKey) -> Source:
         """Return the source of an artifact that is on this host's disk."""

@@ -8,20 +8,68 @@ processes independently. If a run has no live process for a moment, its folder i
 import fcntl
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import sleep
 from typing import Final
 
 from graphstash._forking import forkable
 
-__all__ = ["hold", "remove_unless_held"]
+__all__ = ["Claim", "claim", "hold", "remove_unless_held"]
 
 _LOCK: Final = "lock"
 
 _TRIES: Final = 5
 _RETRY_SECONDS: Final = 0.02
 """Seconds to retry: a process that removes a folder holds the lock only briefly."""
+
+
+class Claim:
+    """A file that one process of a run holds at a time, until it closes the file or ends.
+
+    Attributes:
+        text: what this process or an earlier holder has kept in the file.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._descriptor = descriptor
+        self.text = (
+            "" if descriptor is None else os.pread(descriptor, 4096, 0).decode("ascii", "replace")
+        )
+
+    def keep(self, text: str) -> None:
+        """Replace the text, for the next holder."""
+        self.text = text
+        if self._descriptor is not None:
+            with suppress(OSError):
+                os.pwrite(self._descriptor, text.encode(), 0)
+                os.ftruncate(self._descriptor, len(text))
+
+    def close(self) -> None:
+        """Let another process hold the file."""
+        if self._descriptor is not None:
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child has a copy
+            os.close(self._descriptor)
+
+
+def claim(path: Path) -> Claim | None:
+    """Hold a file of the run, or return None if another process holds it.
+
+    If the folder cannot be used, every process holds the file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return Claim()
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:  # the file system does not support locks
+        pass
+    return Claim(descriptor)
 
 
 def hold(folder: Path) -> int | None:

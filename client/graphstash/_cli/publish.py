@@ -1,6 +1,5 @@
 """`graphstash publish`: publish what jobs on this host compiled and could not send."""
 
-from collections.abc import Sequence
 from contextlib import closing
 from typing import Annotated
 
@@ -24,7 +23,8 @@ from graphstash._cli.output import (
 )
 from graphstash._cli.patience import PatientClient, fail_midway
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError, VerificationError
+from graphstash.errors import CacheError
+from graphstash_schema import ArtifactKey
 from graphstash_schema.exit_status import ExitStatus
 
 __all__ = ["publish"]
@@ -45,8 +45,8 @@ def publish(
     jobs without any server compiled. It publishes nothing that was compiled with --read-only or
     GRAPHSTASH_URL=none, or that came from a server or a bundle.
 
-    If it is interrupted, run it again to continue. The exit status is 1 if an artifact does not
-    verify or the server refuses it.
+    If it is interrupted, run it again to continue. The exit status is 1 if an artifact cannot be
+    read or does not verify, or if the server refuses it or stops answering.
     """
     config = load_config(url=url, namespace=namespace)
     if not config.url:
@@ -58,11 +58,11 @@ def publish(
             "GRAPHSTASH_READ_ONLY is set: nothing can be published",
             status=ExitStatus.USAGE,
         )
-    publication = _Publication(config)
+    publication, failure = _Publication(config), None
     try:
         publication.run(is_dry=dry_run)
     except CacheError as error:
-        fail_midway(error)
+        failure = error
     if as_json:
         print_json(
             {
@@ -71,12 +71,16 @@ def publish(
                 "published_bytes": publication.published_bytes,
                 "present": publication.present,
                 "differing": publication.differing,
+                "gone": publication.gone,
                 "rejected": publication.rejected,
+                "left": publication.left,
                 "is_dry_run": dry_run,
             }
         )
     else:
         _show(publication, is_dry=dry_run)
+    if failure is not None:
+        fail_midway(failure)
     if publication.rejected:
         raise typer.Exit(ExitStatus.FAILED)
 
@@ -87,7 +91,10 @@ class _Publication:
         self.published: list[BundleEntry] = []
         self.present = 0
         self.differing: list[str] = []
+        self.gone = 0
         self.rejected: list[dict[str, str]] = []
+        self.left = 0
+        self._settled: set[ArtifactKey] = set()
 
     @property
     def published_bytes(self) -> int:
@@ -110,24 +117,17 @@ class _Publication:
                 self._count(entry, outcome)
                 progress.advance(task, entry.size_bytes)
 
-            catch_up = CatchUp(stash, server, with_any=True, done=done)
-            wanted = catch_up.wanted()
-            progress.update(task, total=sum(each.size_bytes for each in wanted))
-            if is_dry:
-                self._check(catch_up, wanted)
-            else:
-                catch_up.publish(wanted)
-
-    def _check(self, catch_up: CatchUp, wanted: Sequence[BundleEntry]) -> None:
-        for entry in wanted:
+            catch_up = CatchUp(stash, server, with_any=True, done=done, is_dry=is_dry)
             try:
-                catch_up.check(entry)
-            except VerificationError as error:
-                self._count(entry, error)
-            else:
-                self._count(entry, Sent.PUBLISHED)
+                wanted = catch_up.wanted()
+                progress.update(task, total=sum(each.size_bytes for each in wanted))
+                catch_up.publish(wanted)
+            finally:
+                recorded = {each.key for each in stash.unsent.entries(with_any=True)}
+                self.left = len(recorded - self._settled)
 
     def _count(self, entry: BundleEntry, outcome: Outcome) -> None:
+        self._settled.add(entry.key)
         match outcome:
             case Sent.PUBLISHED:
                 self.published.append(entry)
@@ -135,6 +135,8 @@ class _Publication:
                 self.present += 1
             case Sent.DIFFERING:
                 self.differing.append(str(entry.key))
+            case Sent.GONE:
+                self.gone += 1
             case error:
                 self.rejected.append({"key": str(entry.key), "error": str(error)})
                 err.print(f"rejected: {error}", markup=False, soft_wrap=True)
@@ -150,5 +152,7 @@ def _show(publication: _Publication, *, is_dry: bool) -> None:
     say(
         f"{done}, {publication.present} already there"
         + (f", {len(differing)} with other bytes there, which stay" if differing else "")
+        + (f", {publication.gone} no longer on this host" if publication.gone else "")
         + (f", {len(rejected)} rejected" if rejected else "")
+        + (f", {publication.left} left" if publication.left else "")
     )

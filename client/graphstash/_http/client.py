@@ -169,9 +169,13 @@ class ServerClient:
         *,
         namespace: schema.Namespace | None = None,
     ) -> schema.LookupResponse:
-        """Ask the server which of these artifacts it has, in batches of up to 1,000 keys."""
+        """Ask the server which of these artifacts it has, in batches of up to 1,000 keys.
+
+        Ignore what the server says about other keys.
+        """
         requested = tuple(keys)
-        found: list[schema.ArtifactInfo] = []
+        known = set(requested)
+        found: dict[schema.ArtifactKey, schema.ArtifactInfo] = {}
         missing: list[schema.ArtifactKey] = []
         withdrawn: list[schema.ArtifactInfo] = []
         newest: str | None = None
@@ -179,12 +183,12 @@ class ServerClient:
             request = schema.LookupRequest(keys=requested[start : start + MAX_LOOKUP_KEYS])
             answer = self._post("lookup", request, namespace=namespace)
             reply = _parsed(schema.LookupResponse, answer)
-            found += reply.found
+            found |= {each.key: each for each in reply.found if each.key in known}
             missing += reply.missing
-            withdrawn += reply.withdrawn
+            withdrawn += (each for each in reply.withdrawn if each.key in known)
             newest = reply.newest_withdrawal
         return schema.LookupResponse(
-            found=tuple(found),
+            found=tuple(found.values()),
             missing=tuple(missing),
             withdrawn=tuple(withdrawn),
             newest_withdrawal=newest,

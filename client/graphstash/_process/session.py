@@ -113,7 +113,6 @@ class Session:
         )
         self._is_ending = threading.Event()  # the catch-up no longer waits for the server
         self._is_ended = False  # it ends its upload
-        self._sent_bytes = 0
         self._hooks: dict[str, Hook | None] = {}
         if any(getattr(config, name) for name in _FILES):
             self.cache  # noqa: B018 - report a file error now, not at the first compilation
@@ -332,8 +331,11 @@ class Session:
         names = self._manifests
         if stash.local.is_private:  # it ends with this process, so each would download
             return
-        claim = f"prefetch-{names[0]}"
-        if not stash.downloads.claim(claim):
+        claim = stash.downloads.claim(f"prefetch-{names[0]}")
+        if claim is None:
+            return
+        if claim.text:  # another process of the run has done it
+            claim.close()
             return
         from graphstash._artifacts.prefetch import Prefetch
 
@@ -361,8 +363,9 @@ class Session:
             is_cut_short = self._closed
             _log.debug("nothing is prefetched: %s", error)
         finally:
-            if is_cut_short:  # let the training process after this short process prefetch
-                stash.downloads.release(claim)
+            if not is_cut_short:  # else the training process after this short process prefetches
+                claim.keep("done")
+            claim.close()
             prefetch.close()
 
     def _count_prefetched(self, _: "ArtifactKey", outcome: "Outcome") -> None:
@@ -388,11 +391,19 @@ class Session:
         answer, try again until the job ends.
         """
         stash = self._stash
-        claim = f"catch-up-{stash.standing.origin}-{self.config.namespace}"
-        if self._is_ended or not stash.downloads.claim(claim):
+        name = f"catch-up-{stash.standing.origin}-{self.config.namespace}"
+        if self._is_ended or (claim := stash.downloads.claim(name)) is None:
             return
         from graphstash._artifacts.catch_up import CatchUp
         from graphstash._http.client import ServerClient
+
+        spent_bytes, spent_seconds = _amounts(claim.text)
+
+        def spend(size_bytes: int, seconds: float) -> None:
+            nonlocal spent_bytes, spent_seconds
+            spent_bytes += size_bytes
+            spent_seconds += seconds
+            claim.keep(f"{spent_bytes} {spent_seconds:.3f}")
 
         server = ServerClient(self.config)
         server.name_job(self.job)
@@ -403,8 +414,9 @@ class Session:
             done=self._count_sent,
             before_each=self._wait_for_uploads,
             is_stopped=lambda: self._is_ended,
-            limit_bytes=self.config.unsent_limit - self._sent_bytes,
-            limit_seconds=_CATCH_UP_SECONDS,
+            limit_bytes=self.config.unsent_limit - spent_bytes,
+            limit_seconds=_CATCH_UP_SECONDS - spent_seconds,
+            spend=spend,
         )
         pause = _RETRY_SECONDS
         try:
@@ -425,7 +437,7 @@ class Session:
         except (CacheError, OSError) as error:
             _log.debug("not published later: %s", error)
         finally:
-            stash.downloads.release(claim)
+            claim.close()
             server.close()
 
     def _wait_for_uploads(self) -> None:
@@ -437,7 +449,6 @@ class Session:
         from graphstash._artifacts.catch_up import Sent
 
         if outcome is Sent.PUBLISHED:
-            self._sent_bytes += entry.size_bytes
             self._counters.add(published=1, published_bytes=entry.size_bytes)
 
     def _end_catch_up(self, until: float) -> None:
@@ -529,6 +540,15 @@ class Session:
                     os.close(descriptor)
             except OSError as error:
                 _log.warning("graphstash: %s: %s", self.config.stats_file, error)
+
+
+def _amounts(text: str) -> tuple[int, float]:
+    """Return the bytes and seconds that the catch-up of this run has spent so far."""
+    size_bytes, _, seconds = text.partition(" ")
+    try:
+        return int(size_bytes), float(seconds)
+    except ValueError:  # the first process
+        return 0, 0.0
 
 
 def _print_to_stderr(text: str) -> None:

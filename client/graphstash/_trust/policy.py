@@ -16,7 +16,7 @@ from graphstash._trust.provenance import Provenance, SignedSubject
 from graphstash._trust.signing_keys import SigningKey, check_available, is_signed_by
 from graphstash.config import ClientConfig, SignaturePolicy
 from graphstash.errors import ConfigError, Reason, VerificationError
-from graphstash_schema import ArtifactSignature
+from graphstash_schema import ArtifactSignature, SigningKeyId
 
 if TYPE_CHECKING:
     from graphstash._trust.trusted_keys import TrustStore
@@ -53,6 +53,11 @@ class Signatures:
             from graphstash._trust.trusted_keys import TrustStore  # few jobs import it
 
             self._trusted = TrustStore(config.trusted_keys)
+
+    @property
+    def signing_key_id(self) -> SigningKeyId | None:
+        """Id of the key that signs what this job compiles. None if the job does not sign."""
+        return None if self._signer is None else self._signer.key_id
 
     def prove(self, subject: SignedSubject) -> Provenance:
         """Return the provenance of an artifact that this job has compiled."""
