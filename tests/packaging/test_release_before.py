@@ -379,14 +379,17 @@ def compile_on_both(server, tmp_path):
     return compile_on_both
 
 
-def test_graph_that_the_release_before_published_is_not_compiled_again(compile_on_both):
-    before, now = compile_on_both("jax", "jax_programs")
-    assert before["published"] == before["misses"] > 0
-    assert now == {"hits": before["published"], "misses": 0, "published": 0}
-
-
-def test_graph_whose_key_lacked_ambient_state_and_user_code_is_compiled_again(compile_on_both):
-    before, now = compile_on_both("inductor", "inductor", matmul=True)  # needs no C++ compiler
+@pytest.mark.parametrize(
+    ("hook", "cases", "keywords"),
+    [
+        ("inductor", "inductor", {"matmul": True}),  # needs no C++ compiler
+        ("jax", "jax_programs", {}),
+    ],
+)
+def test_graph_whose_key_lacked_state_code_or_threads_is_compiled_again(
+    compile_on_both, hook, cases, keywords
+):
+    before, now = compile_on_both(hook, cases, **keywords)
     assert before["published"] == before["misses"] > 0
     assert now == {"hits": 0, "misses": before["misses"], "published": before["misses"]}
 
