@@ -197,6 +197,15 @@ class WarmUpHookAfterFuse(Loop):
 
 
 @hazard()
+class ScheduleMadeLate(Loop):
+    def after_step(self, step):
+        if step == 2:  # adds `initial_lr` to the groups, and changes no option
+            self.schedule = torch.optim.lr_scheduler.StepLR(self.opt, 1000)
+        if step > 2:
+            self.schedule.step()
+
+
+@hazard()
 class ScheduleInHookAfterStep(Loop):
     def after_fuse(self):
         schedule = torch.optim.lr_scheduler.StepLR(self.opt, 2)

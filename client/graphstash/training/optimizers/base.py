@@ -408,7 +408,7 @@ class SyncFreeOptimizer(Optimizer):
         if closure is not None:
             with torch.set_grad_enabled(True):
                 loss = closure()
-        if found_inf is None:  # torch.amp.GradScaler sets both as attributes
+        if found_inf is grad_scale is None:  # torch.amp.GradScaler sets both as attributes
             found_inf = getattr(self, "found_inf", None)
             grad_scale = getattr(self, "grad_scale", None)
         self.update(dict(enumerate(self.param_groups)), found_inf, grad_scale)

@@ -121,6 +121,9 @@ def _has_changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     # Tensors and lists count as changed, because they may change in place. Comparing tensors would
     # wait for the device.
     return any(
-        isinstance(value, Tensor | list) or isinstance(old.get(name), Tensor) or value != old[name]
+        isinstance(value, Tensor | list)
+        or isinstance(old.get(name), Tensor)
+        or name not in old
+        or value != old[name]
         for name, value in new.items()
     )
