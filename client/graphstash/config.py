@@ -2,7 +2,7 @@
 
 Each field is read from `GRAPHSTASH_<FIELD IN CAPITALS>`, for example `GRAPHSTASH_URL`. Arguments of
 `graphstash.install` override the environment. So do the options of `graphstash run`, for the fields
-that have an `Option`. The help, the reference and the doctor show the docstring below each field.
+that have an `Option`. The help and the reference show the docstring below each field.
 """
 
 import os
@@ -70,7 +70,7 @@ UNIX: Final = "unix:"
 """Prefix of the URL of a Unix socket."""
 
 MAX_READ_NAMESPACES: Final = 8
-"""Maximum number of namespaces that a job reads: a miss sends one request to each."""
+"""Maximum number of `read_namespaces`: a miss sends one request to each."""
 
 TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]{1,8192}=*")
 """Valid tokens for `Authorization: Bearer` (RFC 6750)."""
@@ -84,7 +84,8 @@ class SignaturePolicy(StrEnum):
     REQUIRE = "require"
     """Artifacts that a trusted key signed, or that this user compiled on this host."""
     PREFER = "prefer"
-    """Also unsigned artifacts, which are counted. A bad signature is refused."""
+    """Also unsigned artifacts, which are counted. A bad signature is refused, and so is one by an
+    unknown or revoked key."""
     OFF = "off"
     """All artifacts, without a signature check."""
 
@@ -214,7 +215,8 @@ class CredentialSettings:
     token_file: Path | None = setting(None, path())
     """File that holds the token. The client reads it again when it changes."""
     ca_file: Path | None = setting(None, path())
-    """CA bundle (PEM) that replaces the system's bundle."""
+    """CA bundle (PEM) that replaces the system's bundle. Redirects to storage accept both
+    bundles."""
     client_cert: Path | None = setting(None, path())
     """Client certificate (PEM) for mTLS."""
     client_key: Path | None = setting(None, path())
@@ -239,15 +241,16 @@ class SharingSettings:
     """Sharing, waiting and uploading."""
 
     enabled: bool = setting(True, flag())
-    """Whether to install hooks."""
+    """Whether to use the cache. If not, the job installs no hooks, and fetches, uploads and
+    reports nothing."""
     hooks: tuple[str, ...] | None = setting(None, listed())
     """Compilers to hook. Default: all for which an installed package has a hook."""
     read_only: bool = setting(False, flag(), Option({"--read-only": True, "--read-write": False}))
     """Fetch artifacts, but do not publish and do not take leases."""
     job: ManifestName | None = setting(None, text(ManifestName), Option())
     """Name under which the server records this job's artifacts, so that the next run prefetches
-    them. Default: `auto-<16 hex digits>`, derived from the command, the script and the compiler
-    versions."""
+    them. Default: two names `auto-<16 hex digits>`, one derived from the script, the processor
+    architecture and the compiler versions, the other also from the arguments."""
     prefetch_limit: int = setting(2 * 1024**3, size())
     """Maximum bytes that a run prefetches to this host, and at most half of local_limit. Artifacts
     with the longest compile time per byte come first. 0 disables prefetching, and records nothing
@@ -278,7 +281,8 @@ class SharingSettings:
     """Seconds that the end of a job may wait for its uploads."""
     torch_xla_mode: str = setting("auto", choice(str, ("auto", "exact", "hint")))
     """How the torch_xla hook finds an artifact: exact intercepts torch_xla's own look-up, hint
-    predicts it, auto uses exact if possible."""
+    predicts it, auto uses exact if possible. If exact is impossible, both use hint, and
+    exact warns."""
 
 
 @dataclass(frozen=True, kw_only=True)

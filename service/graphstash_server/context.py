@@ -91,7 +91,8 @@ class ProcessContext:
         self.settings = settings
         self.database = database
         self.clock = clock
-        # Services that age, pin or delete rows use this clock: a wrong time would delete too much.
+        # Most services that age, pin or delete rows use this clock: a wrong time would delete too
+        # much. Sessions and the collection of blobs use `clock`.
         self.plausible_clock = plausible = PlausibleClock(
             database=database, clock=clock, steady=steady
         )

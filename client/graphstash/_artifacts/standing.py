@@ -6,7 +6,8 @@ copies at once, and again after `RECHECK_SECONDS`. If a look-up reports new with
 reads the server's list of them (`withdrawals`).
 
     the server has these bytes      the job uses the copy
-    it has other bytes              the copy is deleted
+    it has other bytes              the copy is deleted, or kept unused if this host set it aside
+                                    after a gap in the list
     it has none                     the job does not use the copy; it is kept only if the list, read
                                     to its end, does not name it
     the job may not read there      the job does not use the copy, which another job may need
@@ -67,8 +68,9 @@ _MAX_BYTES: Final = 4 * 1024**2
 
 _ABSENT: Final = "-"
 _SERVER_LAG_SECONDS: Final = 5.0
-"""Seconds after a withdrawal in which a process stores no answer with the withdrawn bytes. A server
-may serve an artifact from memory for two seconds after another server has withdrawn it."""
+"""Seconds for which a process that has read of a withdrawal stores no answer with the withdrawn
+bytes. A server may serve an artifact from memory for two seconds after another server has withdrawn
+it."""
 
 _WITHHELD: Final = "!"
 """Prefix of the SHA-256 of an artifact that the server withholds."""
@@ -237,7 +239,9 @@ class Standing:
         return is_imported or self._withdrawals.is_set_aside(namespace, proof.stored_at)
 
     def _is_withdrawn(self, namespace: Namespace, key: ArtifactKey, proof: Provenance) -> bool:
-        """Return whether the server withdrew these bytes after this host stored them."""
+        """Return whether this process read of a withdrawal of these bytes after this host stored
+        them.
+        """
         at = self._withdrawn.get((namespace, key), {}).get(proof.sha256)
         return at is not None and proof.stored_at <= at
 
@@ -373,8 +377,8 @@ class Standing:
         return answers
 
     def may_publish(self, namespace: Namespace, key: ArtifactKey, proof: Provenance) -> bool:
-        """Return whether this host compiled the bytes, and the server lacks them and never withdrew
-        them. The list must be current.
+        """Return whether this host compiled the bytes, the server has nothing under the key, and no
+        known withdrawal concerns the bytes. Call this only if `is_current` returns True.
         """
         return (
             not self._is_withdrawn(namespace, key, proof)
@@ -388,7 +392,9 @@ class Standing:
         return self._withdrawals.follows(namespace)
 
     def is_current(self, namespace: Namespace) -> bool:
-        """Return whether this process has applied the list. Wait for it within the time limits."""
+        """Return whether this process has applied the list, or the server has reported none. Wait
+        for the list within the time limits.
+        """
         patience = self._config.connect_seconds + self._config.first_byte_seconds
         return self._withdrawals.is_current(namespace, wait_seconds=patience)
 

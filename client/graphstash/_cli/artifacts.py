@@ -150,8 +150,8 @@ def show(
 ) -> None:
     """Show everything about one artifact: parts, label, signature, hits.
 
-    The command checks the signature in the server's metadata against this host's trusted keys. A
-    job checks the bytes when it fetches them.
+    The command checks the signature in the server's metadata, unless GRAPHSTASH_SIGNATURES is off.
+    A job checks the bytes when it fetches them.
     """
     config = load_config(url=url, namespace=namespace)
     with server_of(config) as server:

@@ -70,7 +70,8 @@ _DAMAGED: Final = (
     *(Reason.DIGEST_MISMATCH, Reason.CORRUPT, Reason.WRONG_KEY, Reason.TOO_LARGE),
     *(Reason.BAD_SIGNATURE, Reason.UNKNOWN_KEY, Reason.REVOKED_KEY, Reason.UNSIGNED),
 )
-"""Reasons that mean that the server stores an unusable artifact under the key."""
+"""Reasons for which this job cannot use an artifact. Another job may still use it, for example one
+that trusts its signing key."""
 
 _RELEASE_SECONDS: Final = 2.0
 """Maximum seconds that an exiting job waits for the release of its leases."""
@@ -85,11 +86,11 @@ class PackOutcome(Enum):
     """Outcome of publishing a pack."""
 
     STORED = auto()
-    """The server stores it; in a read-only job, only this host."""
+    """The server stores it. In a read-only job, only this host stores it, if its disk can."""
     TAKEN = auto()
     """The server stores another pack under the key."""
     FAILED = auto()
-    """Nothing was stored, and the reason was counted."""
+    """The server confirmed no upload, and the reason was counted. This host may store the pack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class FetchedPack:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the server stores an unusable pack under the key."""
+        """Whether this job cannot use the pack, for one of the reasons in `_DAMAGED`."""
         return self.trouble in _DAMAGED
 
 
@@ -149,7 +150,9 @@ class CompileCache:
 
     @property
     def used(self) -> tuple[ArtifactKey, ...]:
-        """Keys of the artifacts that this process has fetched or stored, in order of first use."""
+        """Keys of the artifacts that this process has fetched, stored, or found stored with other
+        bytes, in order of first use.
+        """
         return tuple(self._used)
 
     def get_or_compile(
@@ -267,7 +270,7 @@ class CompileCache:
         return payload.getvalue() if self.try_fetch(key, payload) else None
 
     def try_fetch(self, key: ArtifactKey, destination: Destination) -> bool:
-        """Write the payload to `destination`, and return whether it was stored. Never raises."""
+        """Write the payload to `destination`. Return False on a miss or failure. Never raises."""
         try:
             return self._found(key, destination, since=monotonic()) is not None
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
@@ -277,7 +280,9 @@ class CompileCache:
     def store(
         self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
     ) -> bool:
-        """Publish an artifact, and return whether the server has it now. Never raises."""
+        """Publish an artifact. Return whether the server now has one under the key, perhaps with
+        other bytes. Never raises.
+        """
         self.waits.compiled(metadata.compile_seconds)
         is_published = self._store(key, payload, metadata, local_only=local_only)
         self.log.compiled(key, seconds=metadata.compile_seconds, is_published=is_published)
@@ -449,7 +454,8 @@ class CompileCache:
         """Call the server, and retry while all its connections are in use.
 
         Raises:
-            BusyError: The budget (default: `waits`) is spent, or the server is busy otherwise.
+            BusyError: The budget (default: `waits`) does not allow a wait, or the server is busy
+                for another reason.
             CacheError: The call failed.
         """
         with (budget or self.waits).wait() as wait:

@@ -28,10 +28,11 @@ class CompileRequest:
         toolchain: Versions of the compiler, for display and retention rules.
         label: The user's name for the program, e.g. `jit(train_step)`.
         details: Returns further facts that explain a miss, such as the inputs of the compiler's own
-            key. Called only after a miss. Must be fast compared to a compilation.
-        max_bytes: Maximum size of the payload, or None if only `max_artifact` limits it.
+            key. Called when `MissLog` records the request. Must be fast compared to a compilation.
+        max_bytes: Maximum size of a payload that is fetched into memory, or None if only
+            `max_artifact` limits it.
         is_compiled: Whether the compiler runs after a miss. False if it first looks up artifacts
-            that this one contains. `CompileLimit` counts only those.
+            that this one contains. `CompileLimit` counts only requests with True.
     """
 
     key: ArtifactKey

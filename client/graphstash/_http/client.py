@@ -48,8 +48,8 @@ __all__ = ["ServerClient"]
 _CHUNK_BYTES: Final = 1024**2
 
 _VERIFY_SECONDS: Final = 5.0
-"""Seconds in which a server reads several gigabytes. After a timeout, the artifact stays, and the
-next client that finds it damaged asks again."""
+"""Seconds in which a server reads several gigabytes. After a timeout, the server finishes the check
+and drops a damaged artifact, but this client has no answer."""
 
 _EXCHANGE_SECONDS: Final = 10.0
 """Long enough for a server that first fetches the identity provider's keys, in up to 5 seconds."""
@@ -171,7 +171,7 @@ class ServerClient:
     ) -> schema.LookupResponse:
         """Ask the server which of these artifacts it has, in batches of up to 1,000 keys.
 
-        Ignore what the server says about other keys.
+        The result contains no found or withdrawn artifact with another key.
         """
         requested = tuple(keys)
         known = set(requested)
@@ -288,7 +288,7 @@ class ServerClient:
         """Renew a lease.
 
         Raises:
-            LeaseLostError: the lease has expired.
+            LeaseLostError: the lease has expired, the upload has ended it, or another job holds it.
         """
         request = schema.LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
         self._transport.call(

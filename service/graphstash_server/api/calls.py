@@ -215,7 +215,7 @@ ANONYMOUS_RIGHT: Final = Right(_anonymous, ())
 """Any caller, without authentication."""
 
 KNOWN: Final = Right(_known, (ErrorCode.UNAUTHENTICATED, ErrorCode.UNAVAILABLE))
-"""Any authenticated caller, with any grant."""
+"""Any authenticated caller, even without a grant."""
 
 ADMINISTRATOR: Final = Right(_administrator, (*KNOWN.refusals, ErrorCode.FORBIDDEN))
 """An administrator of the server."""
@@ -225,7 +225,8 @@ async def principal_of(request: Request, context: ProcessContext) -> Principal:
     """Return the caller of a request, by its Authorization header or the owner's socket.
 
     Raises:
-        ServerError: 401 if the token is invalid, or the header occurs twice.
+        ServerError: 401 if the token is invalid or the header occurs twice, 503 if the token cannot
+            be checked. An open server checks neither.
     """
     if context.access.is_open:
         return OPEN_ACCESS
@@ -263,7 +264,7 @@ def _unauthenticated() -> ServerError:
 
 
 def hidden_namespace(where: Namespace) -> ServerError:
-    """Return the error for a namespace that does not exist or that the caller may not read."""
+    """Return one error for both cases: no such namespace, or one that the caller may not read."""
     return ServerError(
         ErrorCode.NOT_FOUND,
         f"the namespace {where} does not exist, or the caller may not read it: set "

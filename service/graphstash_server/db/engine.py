@@ -1,8 +1,8 @@
 """Database: read connections and write transactions, on SQLite or PostgreSQL.
 
-Frequent statements are prepared (`db.prepared`) and run directly on the driver. Prepared reads use
-their own connections (`db.reads`). Prepared transactions use `writing_in_steps`. All other
-statements use SQLAlchemy's connections.
+Statements that are prepared (`db.prepared`) run on the driver, without SQLAlchemy's statement
+layer. Prepared reads use their own connections (`db.reads`). Prepared transactions use
+`writing_in_steps`. All other statements use SQLAlchemy's connections.
 
 SQLite allows one writer at a time. So read connections have no transactions, and every write
 transaction begins IMMEDIATE. Writers of this process queue instead of failing with "database is
@@ -50,8 +50,8 @@ T = TypeVar("T")
 
 _SQLITE_READERS = 4
 _LANES = 2
-"""Number of connections for prepared reads. One may be busy with a long read, such as a look-up of
-a thousand keys."""
+"""Maximum number of connections for prepared reads. One may be busy with a long read, such as a
+look-up of a thousand keys."""
 
 _POOL_SECONDS = 20
 
@@ -59,7 +59,7 @@ _CONNECT_SECONDS = 5.0
 _STATEMENT_SECONDS = 20.0
 _LOCK_SECONDS = 5.0
 """Longer than `_IDLE_SECONDS`. If a frozen server holds the lock, the database ends its transaction
-first and the waiting one continues. Only a live holder causes a refusal."""
+first and the waiting one continues. A transaction that is not idle may still cause a refusal."""
 
 _IDLE_SECONDS = 3.0
 _POSTGRES_SETTINGS = {
@@ -84,7 +84,9 @@ class Steps(Protocol):
     async def run(
         self, work: Callable[[Transaction], Coroutine[Any, Any, T]], *, is_last: bool = False
     ) -> T:
-        """Run a step, which awaits only its own statements. The last step commits."""
+        """Run a step, which awaits only its own statements. The last step may commit; otherwise the
+        end of the transaction does.
+        """
 
 
 class Database:
@@ -104,7 +106,7 @@ class Database:
 
         Args:
             url: SQLAlchemy URL, `sqlite+aiosqlite:///...` or `postgresql+asyncpg://...`.
-            connections: maximum number of connections of this process to PostgreSQL.
+            connections: maximum number of connections in the pool to PostgreSQL.
             corruption: where the workers of this host share the first sign of damage.
         """
         self.url = make_url(url)
@@ -178,7 +180,8 @@ class Database:
 
     def fetch_now(self, statement: Prepared, given: Parameters) -> Sequence[Row] | None:
         """Return the rows of a statement with `finds_one` without waiting. Return None if that is
-        impossible, because the row or its absence is not in memory.
+        impossible: on PostgreSQL, in a damaged database, or if the row or its absence is not in
+        memory.
         """
         if self._here is None or self.corruption is not None:
             return None
@@ -232,7 +235,9 @@ class Database:
             self._turn.release()
 
     def note_corruption(self, reason: str) -> None:
-        """Make this host's workers refuse every call of the database, and log once what to do."""
+        """Make all workers of this host refuse every call of the database. Log what to do, unless a
+        worker has noted damage before.
+        """
         if self.corruption is None:
             self._corruption.set(reason)
             _LOGGER.error("%s", advice_for(reason))

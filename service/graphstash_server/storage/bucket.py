@@ -39,7 +39,8 @@ FAILURES: Final = (ClientError, BotoCoreError, ResponseParserError, HTTPError, O
 """Every exception that boto3 raises if a bucket fails."""
 
 _THREADS = 32
-"""Maximum number of concurrent calls. The threads wait for the network and cost little."""
+"""Maximum number of concurrent calls, besides uploads. The threads wait for the network and cost
+little."""
 
 UPLOAD_REQUESTS = 8
 """Maximum number of parts in flight, summed over all uploads of large blobs."""
@@ -89,7 +90,10 @@ class Bucket:
 
     @contextmanager
     def failures_named(self, operation: str) -> Iterator[None]:
-        """Turn an error of boto3 into `NoSpaceError` (507) or `ServerError` (`unavailable`)."""
+        """Turn one of `FAILURES` into `NoSpaceError` (507) or `ServerError` (`unavailable`).
+
+        An `OSError` of the local disk is also reported as a failure of the bucket.
+        """
         try:
             yield
         except FAILURES as error:
@@ -114,7 +118,9 @@ class Bucket:
         return result
 
     def unless_404(self, function: Callable[[], T]) -> T | None:
-        """Return the result of a call, or None for any 404, even of a missing bucket. Blocks.
+        """Return the result of a call, or None if the object is missing. Blocks.
+
+        A HEAD request for an object of a missing bucket also returns None.
 
         Raises:
             ClientError: any other refusal.
@@ -159,8 +165,8 @@ class Bucket:
 
 
 def _connect(settings: Settings) -> "S3Client":
-    """Return a client that finds its credentials in the standard AWS chain. It sends no optional
-    checksums, because some S3 implementations reject them.
+    """Return a client that finds its credentials in the standard AWS chain. It adds no checksum
+    that a call does not ask for, because some S3 implementations reject checksums.
     """
     config = Config(
         signature_version="s3v4",

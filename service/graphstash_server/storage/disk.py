@@ -51,7 +51,7 @@ class DiskBlobStore(BlobStore):
         nothing; the caller may then only read.
 
         Raises:
-            OSError: the directory cannot be created or written.
+            OSError: a directory cannot be created or synced.
         """
         self._blobs = directory / "sha256"
         self._directory = os.fsencode(self._blobs)
@@ -98,7 +98,7 @@ class DiskBlobStore(BlobStore):
         return await self._read(lambda: self._present(open_file(self._path(digest), self._readers)))
 
     def read_now(self, digest: Digest) -> bytearray | None:
-        """Read a small file that the kernel has cached, see `BlobStore.read_now`."""
+        """Read a small file if its bytes are in memory, see `BlobStore.read_now`."""
         return read_cached(self._name(digest), digest.size_bytes)
 
     def open_now(self, digest: Digest) -> FileReader | None:
@@ -182,7 +182,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _digests(shard: Path, before: datetime | None) -> list[Digest]:
-    """Return the digests of a shard directory's blobs, and skip other files."""
+    """Return the digests of a shard directory's blobs; with `before`, only of older blobs."""
     limit = before.timestamp() if before is not None else float("inf")
     found = []
     for name in _names(shard):

@@ -123,7 +123,8 @@ class ReadThroughFill:
     Attributes:
         digest: digest of the blob.
         back: store from which the blob is read.
-        is_wanted: whether the tier keeps the blob. A deletion during the fill clears it.
+        is_wanted: whether the tier keeps the blob. False once the tier has dropped it during the
+            fill, for example because it was deleted or stored again.
         is_given_up: whether the fill was cancelled because its last reader left.
         is_damaged: whether the bytes from the back did not match the digest.
         failure: why the fill failed or was cancelled, or None.
@@ -137,7 +138,7 @@ class ReadThroughFill:
         place: Place,
         ended: "Callable[[ReadThroughFill], None]",
     ) -> None:
-        """Start copying. `ended` is called when the copy has succeeded or failed."""
+        """Start copying. `ended` is called when the copy succeeds, fails or is cancelled."""
         self.digest = digest
         self.back = back
         self.is_wanted = True

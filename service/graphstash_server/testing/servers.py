@@ -29,7 +29,9 @@ class LiveServer:
     """
 
     def __init__(self, data_dir: Path, **settings: Any) -> None:
-        """Prepare the server without authentication. Accepts any field of `Settings`."""
+        """Prepare the server. `settings` are fields of `Settings`, except host and port. By
+        default, the server requires no authentication.
+        """
         self.data_dir = data_dir
         self._settings = load_settings(
             data_dir=data_dir,
@@ -85,8 +87,8 @@ class LiveServer:
 class ServerProcess:
     """A real server in its own process. A context manager.
 
-    It requires no authentication unless `environment` sets `GRAPHSTASH_AUTH` or
-    `GRAPHSTASH_INSECURE`. `process` is the server, or the parent of several workers.
+    It requires no authentication unless `options` or `environment` ask for it. `process`
+    is the server, or the parent of several workers.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """Everything that the server printed."""
+        """Output of this server and of earlier ones with the same data directory."""
         return self._log.read_text(errors="replace")
 
     @property

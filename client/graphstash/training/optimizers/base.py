@@ -1,8 +1,9 @@
 """SyncFreeOptimizer: the base class of all optimizers of this package.
 
-An optimizer defines a pure formula for the new values of parameters and state. One call computes
-the formula for many parameters: as one recorded operation on torch_xla, and with multi-tensor
-kernels elsewhere. The device decides whether the result counts. With `bad = found_inf != 0`,
+An optimizer defines a pure formula for the new values of parameters and state. One call of
+the formula computes the values of many parameters: as one recorded operation on torch_xla, and with
+torch's multi-tensor kernels elsewhere. The device decides whether the result counts. With
+`bad = found_inf != 0`,
 
     value <- where(bad, value, new value)        for parameters, every state tensor, and the step
 
@@ -90,11 +91,12 @@ class Split(NamedTuple):
     slots: list[list[Tensor]]
     found_inf: Tensor | None  # []
     shards: Sums
-    dtype: torch.dtype  # of the stored parameters; `parameters` may be wider
+    dtype: torch.dtype  # of the stored parameters; float32 with master weights
 
 
 Formula = Callable[[Split, Tensor, Options], tuple[list[Tensor], list[list[Tensor]]]]
-"""`formula(old, step, options)` returns new parameters and slots. The first `step` is 1."""
+"""`formula(old, step, options)` returns new parameters and slots. `step` counts good steps,
+and this step if it is good."""
 
 
 def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]]:
@@ -126,7 +128,7 @@ def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]
         after = parameters + [tensor for slot in slots for tensor in slot]
         if good is not None:
             after = [torch.where(good, new, kept) for new, kept in zip(after, before, strict=True)]
-        # A float32 scalar has widened bfloat16 parameters of shape [].
+        # A float32 scalar widens bfloat16 parameters of shape []. Restore their dtype.
         after = [new.to(kept.dtype) for new, kept in zip(after, before, strict=True)]
         return [step, *after]
 
@@ -165,7 +167,7 @@ class TorchOptions(TypedDict, total=False):
         fused: False: never use torch's fused kernels. None or True: use a fused kernel on plain
             torch if it gives the formula's results. Default: None.
         foreach: Has no effect.
-        capturable: Has no effect, because every step can be captured.
+        capturable: Has no effect.
         differentiable: Must be False, because no step can be differentiated.
         amp_scaling: True: `step` divides by the loss scale and skips bad steps, without reading the
             device. False: torch.amp.GradScaler or Lightning does both and reads the device.
@@ -188,15 +190,15 @@ _IN_GROUPS: Final = frozenset(
         *("initial_lr", "base_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
     )
 )
-"""Keys that a group may have besides options: parameters, and values of schedules."""
+"""Keys that a group may have besides options: parameters, names, and values that schedulers add."""
 
 
 def can_be_squared(gradient: Tensor) -> Tensor:
     """Return whether the sum of the gradient's squares is finite, as a bool tensor of shape [].
 
     Otherwise an optimizer's sums of squares overflow to inf and become NaN at the next step. The
-    sum of all squares bounds the product of any two elements. Check each parameter alone, so that
-    its result does not depend on which parameters are updated with it.
+    sum of all squares bounds the product of any two elements. Call this for each parameter,
+    so that its result does not depend on which parameters are updated with it.
     """
     norm: Tensor = torch.linalg.vector_norm(gradient)
     return torch.isfinite(norm.square())
@@ -355,7 +357,7 @@ class SyncFreeOptimizer(Optimizer):
         return tuple(group[name] for name in self._constants)
 
     def _slots(self, group: Group) -> tuple[str, ...]:
-        """Return the names of the state tensors of each parameter, except `step`."""
+        """Return the names of each parameter's state tensors, except `step` and `MASTER`."""
         del group
         return self._moments
 
@@ -449,7 +451,7 @@ class SyncFreeOptimizer(Optimizer):
             self._scalars.refresh(index, self._scheduled(group))
 
     def device_tensors(self) -> Iterator[Tensor]:
-        """Yield all device tensors that a step reads or changes, except the parameters."""
+        """Yield the tensors of the state, and the uploaded numbers such as the learning rate."""
         seen = set()
         for state in self.state.values():
             for value in state.values():
@@ -566,7 +568,10 @@ class SyncFreeOptimizer(Optimizer):
     # State dictionaries.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dictionary like torch's, with steps on the host. Reads the device."""
+        """Return a state dictionary in torch's format. Reads the device once per step count.
+
+        Each `step` becomes a tensor on the host. The state of parameters at step 0 is left out.
+        """
         state_dict = super().state_dict()
         on_host: dict[int, float] = {}
         states = {}
@@ -585,11 +590,11 @@ class SyncFreeOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dictionary of this class or of torch's class of the same name.
 
-        Options that the dictionary lacks keep their values. If an error is raised, nothing has
-        changed.
+        Options that the dictionary lacks keep their values. A ConfigError is raised before
+        anything changes.
 
         Raises:
-            ConfigError: the dictionary is of another optimizer or model.
+            ConfigError: saved options or state do not fit this optimizer and its parameters.
             ValueError: the dictionary has other groups.
         """
         kept = [dict(group) for group in self.param_groups]
@@ -686,9 +691,9 @@ class SyncFreeOptimizer(Optimizer):
                 )
 
     def _other_makers(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the names of the optimizers whose options a saved group contains most completely.
-        Return none if the group may be of this class. State names prove little: half of all
-        optimizers have an `exp_avg`.
+        """Return the names of the optimizers that may have saved a group: it contains all of their
+        options, and no other optimizer with more options fits. Return an empty list if this class
+        may have saved it. State names prove little: half of all optimizers have an `exp_avg`.
         """
         fitting = [
             (len(names), maker) for maker, names in _options_of_makers() if names <= {*saved}
@@ -704,7 +709,9 @@ class SyncFreeOptimizer(Optimizer):
         return sorted(makers)
 
     def _has_moments(self, group: Group, parameter: Tensor, saved: Collection[str]) -> bool:
-        """Return whether no needed tensor is missing, except for amsgrad, which may be new."""
+        """Return whether `saved` contains all needed names. `max_exp_avg_sq` may be missing,
+        because amsgrad may have been enabled since.
+        """
         return {*self._slots_of(group, parameter)} - {"max_exp_avg_sq"} <= {*saved}
 
     def _step_of(self, state: Mapping[str, Any]) -> float:
@@ -718,7 +725,9 @@ _DECOUPLED: Final = "decoupled_weight_decay"
 
 
 def _options_of_makers() -> Iterator[tuple[str, set[str]]]:
-    """Yield the name of each optimizer of this package and torch.optim, with its option names."""
+    """Yield name and option names of the classes in torch.optim, and of all subclasses of
+    `SyncFreeOptimizer` with an `__init__`. `_DECOUPLED` is left out.
+    """
     torch_classes = [each for each in vars(optim).values() if isinstance(each, type)]
     for maker in [*_makers_below(SyncFreeOptimizer), *torch_classes]:
         if issubclass(maker, Optimizer) and maker is not Optimizer:

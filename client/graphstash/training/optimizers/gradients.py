@@ -13,8 +13,8 @@ Dynamic loss scaling as in Micikevicius et al., "Mixed Precision Training", 2018
 with the rule and the names of `torch.amp.GradScaler`. GradScaler reads found_inf on the host before
 each step, unless the optimizer takes found_inf.
 
-Clipping uses torch's `clip_grad_norm_` and `clip_grad_value_`, which do not read the device either.
-On torch_xla, one traced operation does the same computation.
+Clipping uses torch's `clip_grad_norm_` and torch's clamp kernels, which do not read the device
+either. On torch_xla, one traced operation does the same computation.
 """
 
 import math
@@ -45,7 +45,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
         max_norm: > 0; on torch_xla a constant of the graph.
 
     Returns:
-        Norm before clipping, [], on the device; 0 without gradients.
+        Norm before clipping, [], on the device. Without gradients: 0, on the host.
 
     Raises:
         ValueError: max_norm is not above 0, or FullyShardedDataParallel holds the parameters.
@@ -109,7 +109,7 @@ _clip_value = TracedOp("clip_value", _limited)
 
 
 class LossScale:
-    """A loss scale with the interface of `torch.amp.GradScaler`. Steps never read the device.
+    """A loss scale with the main methods of `torch.amp.GradScaler`. Steps never read the device.
 
         scale.scale(loss).backward()
         scale.unscale_(optimizer)            # only to clip or inspect gradients
@@ -210,8 +210,8 @@ class LossScale:
                 disabled loss scale returns 0 on the host.
 
         Raises:
-            RuntimeError: the gradients were already unscaled since the last update, or there are
-                none.
+            RuntimeError: the gradients were already unscaled since the last update, there are
+                none, or the scale is not on a device yet.
             ValueError: gradients are float16, in which they would vanish when unscaled; or
                 FullyShardedDataParallel holds the parameters.
         """
@@ -242,7 +242,8 @@ class LossScale:
                 loss scale returns 0 on the host.
 
         Raises:
-            RuntimeError: the optimizer was stepped since the last update, or has no gradients.
+            RuntimeError: the optimizer was stepped since the last update, it has no gradients, or
+                the scale is not on a device yet.
             ValueError: gradients are float16, or FullyShardedDataParallel holds the parameters.
         """
         if not self._is_enabled:
@@ -268,10 +269,12 @@ class LossScale:
 
         Args:
             new_scale: Next scale, > 0 and finite, instead of the rule's. The count of good steps
-                continues. A tensor has one element, whose value the host does not read or check.
+                continues. A tensor has one element, whose value is not checked. The host reads it
+                only if it is on another device than the scale.
 
         Raises:
-            RuntimeError: nothing was unscaled since the last update, and there is no new scale.
+            RuntimeError: nothing was unscaled since the last update, and there is no new scale; or
+                the scale is not on a device yet.
             ValueError: the new scale is a number out of its range, or not a single element.
         """
         if not self._is_enabled:

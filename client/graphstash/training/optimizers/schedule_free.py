@@ -142,7 +142,7 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
     def eval(self) -> None:
         """Write the averages to the parameters, to evaluate or use them; may be repeated."""
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
-            hook(self)  # fuse='forward' registers one, which makes pending updates
+            hook(self)  # `fuse` registers one: it makes pending updates, or raises
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state.get(parameter, {})

@@ -31,7 +31,7 @@ __all__ = ["XlaStep"]
 class Program:
     """Runs a recorded step on new batches and on the current state.
 
-    A traced step costs the host little else, so the constructor computes as much as possible.
+    The host does little else in a traced step, so the constructor computes as much as possible.
     `tensors` are `Recorder.tensors`. `values` are `State.values`, which the caller compares before
     each step. Without `ownership`, no buffers are donated.
     """

@@ -1,9 +1,9 @@
 """Base class of searchers: `ask` returns configurations, `tell` records their costs.
 
-A search proceeds in rounds. Each round proposes configurations, which depend only on the seed and
-on the trials recorded until the previous round was complete. They do not depend on the `count` of
-`ask`, nor on the order of costs within a round. So the trials suffice to continue a search in
-another process.
+A search proceeds in rounds. Each round proposes configurations, which depend only on the searcher's
+arguments and on the trials recorded before the round began. They do not depend on the `count` of
+`ask`, nor on the order in which costs of one round's proposals are told. So the trials suffice to
+continue a search in another process.
 """
 
 import math
@@ -21,7 +21,7 @@ __all__ = ["CostError", "Searcher", "Trial"]
 
 
 class CostError(GraphstashError, ValueError):
-    """A cost is not a number above 0. Infinity is one, and marks a failing configuration."""
+    """A cost is neither a number above 0 nor infinity, which marks a failing configuration."""
 
 
 class Trial(NamedTuple):
@@ -156,7 +156,9 @@ class Searcher(ABC):
         return not self._ended
 
     def _begin(self, starts: int) -> None:
-        """Unless the caller chose it, fill the first round with `starts` draws, or the start."""
+        """Set the first round, unless the caller chose it: `starts` random configurations, or the
+        start of the space if `starts` is 0.
+        """
         if not self._first:
             self._first = self._unvisited(starts) if starts > 0 else [self.space.start]
 
