@@ -144,7 +144,7 @@ _LISTED: Final = {
     ),
     "restore": _Listed(
         _ADMINISTRATION,
-        "Restore a backup into the database and the blob store that GRAPHSTASH_* name.",
+        "Restore a backup into the database and the blob store of the server's settings.",
     ),
     "token": _Listed(_ADMINISTRATION, "Create, list and revoke tokens."),
     "unpin": _Listed(_ADMINISTRATION, "Allow eviction of a job's artifacts again."),
