@@ -284,8 +284,8 @@ def test_unusable_file_is_named_by_a_process_that_ends_with_the_status_of_usage(
     "arguments", [("--version",), ("--help",), ("show", "--help"), ("ls",), ("status", "--json")]
 )
 def test_command_ends_as_other_tools_when_nothing_reads_its_output(server, arguments):
-    status, told = processes.graphstash_unread(*arguments, GRAPHSTASH_URL=server.url)
-    assert (status, told) == (-signal.SIGPIPE, "")
+    status, errors = processes.graphstash_unread(*arguments, GRAPHSTASH_URL=server.url)
+    assert (status, errors) == (-signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize(
@@ -295,10 +295,10 @@ def test_command_ends_as_other_tools_when_nothing_reads_its_output(server, argum
 def test_misspelled_setting_is_reported_once_by_every_command(tmp_path, arguments):
     settings = {"GRAPHSTASH_NAMESPCE": "x", "GRAPHSTASH_CACHE_DIR": tmp_path}
     result = graphstash(*arguments, **settings, GRAPHSTASH_DATA_DIR="/of/a/server")
-    told = result.stdout + result.stderr
-    assert told.count("did you mean GRAPHSTASH_NAMESPACE?") == 1
-    assert ("/of/a/server" in told) is False
-    assert ("GRAPHSTASH_DATA_DIR" in told) is (arguments == ("doctor",))
+    output = result.stdout + result.stderr
+    assert output.count("did you mean GRAPHSTASH_NAMESPACE?") == 1
+    assert ("/of/a/server" in output) is False
+    assert ("GRAPHSTASH_DATA_DIR" in output) is (arguments == ("doctor",))
 
 
 def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):

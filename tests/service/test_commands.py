@@ -65,9 +65,9 @@ def test_listing_ends_as_other_tools_when_nothing_reads_it(api, words):
 
 
 def test_misspelled_setting_of_a_server_is_reported_once(api):
-    told = graphstash("audit", GRAPHSTASH_STORE_LIMT_BYTES="1", GRAPHSTASH_URL="none").stderr
-    assert told.count("(did you mean GRAPHSTASH_STORE_LIMIT_BYTES?)") == 1
-    assert "GRAPHSTASH_URL" not in told
+    errors = graphstash("audit", GRAPHSTASH_STORE_LIMT_BYTES="1", GRAPHSTASH_URL="none").stderr
+    assert errors.count("(did you mean GRAPHSTASH_STORE_LIMIT_BYTES?)") == 1
+    assert "GRAPHSTASH_URL" not in errors
 
 
 def test_gc_evicts_what_its_dry_run_prints(api, monkeypatch, files_in):
@@ -77,9 +77,9 @@ def test_gc_evicts_what_its_dry_run_prints(api, monkeypatch, files_in):
     monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "25000")
 
     for words in (("gc", "--dry-run"), ("gc",)):
-        told = graphstash(*words, check=True)
-        assert "0 artifacts" in told.stdout
-        assert told.stderr.count("the store has more than twice its soft limit") == 1
+        result = graphstash(*words, check=True)
+        assert "0 artifacts" in result.stdout
+        assert result.stderr.count("the store has more than twice its soft limit") == 1
     assert len(files_in()) == 5
     printed = run(gc, "--dry-run", "--evict-now")
     assert printed.count("over the soft limit") == 3

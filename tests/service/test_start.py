@@ -252,8 +252,8 @@ async def test_starting_server_refuses_connections_until_it_answers(
                 socket.create_connection(("127.0.0.1", port))
             with socket.socket(socket.AF_UNIX) as job, pytest.raises(ConnectionRefusedError):
                 job.connect(str(own))
-            told = refusal("--port", str(port), status=1, data_dir=tmp_path / "other")
-            assert f"cannot listen on 127.0.0.1 port {port}: " in told
+            error = refusal("--port", str(port), status=1, data_dir=tmp_path / "other")
+            assert f"cannot listen on 127.0.0.1 port {port}: " in error
             assert not (tmp_path / "other").exists()
             if workers > 1:
                 (worker,) = children_of(server.pid)

@@ -677,24 +677,6 @@ with tracing(context):
     {_GIVEN.strip().replace(chr(10), chr(10) + "    ")}
 """
 
-
-_LOADED = f"""
-import subprocess
-from pathlib import Path
-
-import torch
-
-text = r'extern const char text[] = "\\0quantized\\0" "5torch7Library" "HERE";'
-Path("library.cpp").write_text(text)
-folder = Path(torch.__file__).with_name("lib")
-build = ["g++", "-shared", "-fPIC", "-o", "library.so", "library.cpp"]
-subprocess.run([*build, f"-L{{folder}}", "-Wl,--no-as-needed", "-lc10"], check=True)
-torch.ops.load_library("library.so")
-x = torch.ones(4)
-graph = torch.fx.symbolic_trace(lambda x: torch.ops.quantized.add_relu.default(x, x, 1.0, 0))
-{_GIVEN}
-"""
-
 _NOTED = """
 import torch
 from torch._inductor import lowering
