@@ -5,7 +5,7 @@ it, with its signature, metadata and description, if all of this is true:
 
     the local tier still has the same bytes, compiled by this user, and they verify
     the server has no artifact under the key
-    the server's list says that it never withdrew these bytes
+    according to the server's list, it never withdrew these bytes
     the job checks and makes signatures no more strictly than the job that compiled the artifact
 
 So a server of a release without such lists gets nothing later.

@@ -331,7 +331,7 @@ class Accounting:
         while True:
             await asyncio.sleep(every_seconds)
             try:
-                # If cancelled after a commit, a flush would merge back what it has written.
+                # A flush that is cancelled after its commit would count what it has written again.
                 await asyncio.shield(self.flush())
             except CorruptDatabaseError:
                 return  # the database has logged it

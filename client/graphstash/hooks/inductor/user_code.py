@@ -1,4 +1,4 @@
-"""Describe the user's code in a compilation, of which torch's keys contain at most the name.
+"""Describe the user's code in a compilation. torch's keys contain at most its name.
 
 torch computes the key of a graph before tracing, and the key only names a custom operation. This
 module describes the code behind the name: kernels, the fake kernel, the backward pass, the types of

@@ -28,7 +28,7 @@ __all__ = [
 
 @runtime_checkable
 class DeviceState(Protocol):
-    """An object with numbers on the device, some of which the host changes."""
+    """An object that keeps numbers on the device, such as a learning rate that the host changes."""
 
     def device_tensors(self) -> Iterable[Tensor]:
         """Return the device tensors that may change from step to step."""
