@@ -11,7 +11,6 @@ import atexit
 import json
 import logging
 import os
-import random
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from graphstash._forking import forkable, unforked
 from graphstash._process.notices import log_once, notices
 from graphstash._process.run_name import command_of_run, this_run
 from graphstash.config import ClientConfig
-from graphstash.errors import BusyError, CacheError, ConfigError, Reason, TransportError
+from graphstash.errors import CacheError, ConfigError, Reason
 from graphstash.hooks import installing
 from graphstash.hooks.registry import hook_specs
 from graphstash_schema import ManifestName
@@ -35,13 +34,12 @@ from graphstash_schema import ManifestName
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
-    from graphstash._artifacts.bundle import BundleEntry
-    from graphstash._artifacts.catch_up import Outcome as Sending
     from graphstash._artifacts.prefetch import Outcome
     from graphstash._artifacts.stash import Stash
     from graphstash._compile.cache import CompileCache
     from graphstash._compile.compile_limit import CompileLimit
     from graphstash._compile.explaining import Cause
+    from graphstash._process.late_uploads import LateUploads
     from graphstash._tracing import Close, Tracer
     from graphstash.hooks import Hook
     from graphstash_schema import ArtifactKey
@@ -61,16 +59,6 @@ _log = logging.getLogger("graphstash")
 
 _MANIFEST_SECONDS = 5.0
 """Seconds that a running prefetch may delay the end of the job."""
-
-_CATCH_UP_SECONDS: Final = 600.0
-"""Maximum seconds of uploads of what earlier runs could not send."""
-
-_RETRY_SECONDS: Final = 5.0
-_MAX_RETRY_SECONDS: Final = 300.0
-"""Seconds between two attempts to reach the server for these uploads, which double."""
-
-_CUT_SECONDS: Final = 1.0
-"""Part of the drain time in which an upload that does not end in time is abandoned."""
 
 _TRACES_SECONDS = 2.0
 """Seconds that the trace collector may delay the end of the job."""
@@ -108,11 +96,7 @@ class Session:
         self._prefetcher = BoundedExecutor(
             "graphstash-prefetch", workers=1, capacity=1, delays_forks=True
         )
-        self._sender = BoundedExecutor(
-            "graphstash-catch-up", workers=1, capacity=1, delays_forks=True
-        )
-        self._is_ending = threading.Event()  # the catch-up no longer waits for the server
-        self._is_ended = False  # it ends its upload
+        self._late_uploads: LateUploads | None = None
         self._hooks: dict[str, Hook | None] = {}
         if any(getattr(config, name) for name in _FILES):
             self.cache  # noqa: B018 - report a file error now, not at the first compilation
@@ -126,8 +110,7 @@ class Session:
                 self._cache.stash.server.name_job(self.job)
                 if self.config.fail_on_miss or self.config.max_compile_seconds:
                     self._cache.limit = self._limit(self._cache.stash)
-                self._cache.stash.unsent.added = self._start_to_catch_up
-                self._start_to_catch_up()
+                self._begin_late_uploads(self._cache.stash)
         self.start_prefetch()
         return self._cache
 
@@ -285,7 +268,8 @@ class Session:
         self._remember()
         self._prefetcher.drain(_MANIFEST_SECONDS)
         self._prefetcher.close()
-        self._end_catch_up(until)
+        if self._late_uploads is not None:
+            self._late_uploads.end(until)
         self._end_traces(until)
         stats = self.stats()
         self._tell(stats)
@@ -375,91 +359,22 @@ class Session:
         if size_bytes:
             self._counters.add(prefetched_bytes=size_bytes)
 
-    def _start_to_catch_up(self) -> None:
-        """Begin to publish what this host could not send, unless that has begun or is not asked."""
-        if self._cache is not None and self.config.unsent_limit and self._catches_up(self._cache):
-            self._sender.submit(self._catch_up)
+    def _begin_late_uploads(self, stash: "Stash") -> None:
+        from graphstash._process.late_uploads import LateUploads
 
-    def _catches_up(self, cache: "CompileCache") -> bool:
-        stash = cache.stash
-        return not stash.server.is_read_only and not stash.unsent.is_empty(
-            with_any=self.config.is_own_server
-        )
-
-    def _catch_up(self) -> None:
-        """Publish what this host could not send, in one process per run. If the server does not
-        answer, try again until the job ends.
-        """
-        stash = self._stash
-        name = f"catch-up-{stash.standing.origin}-{self.config.namespace}"
-        if self._is_ended or (claim := stash.downloads.claim(name)) is None:
-            return
-        from graphstash._artifacts.catch_up import CatchUp
-        from graphstash._http.client import ServerClient
-
-        spent_bytes, spent_seconds = _amounts(claim.text)
-
-        def spend(size_bytes: int, seconds: float) -> None:
-            nonlocal spent_bytes, spent_seconds
-            spent_bytes += size_bytes
-            spent_seconds += seconds
-            claim.keep(f"{spent_bytes} {spent_seconds:.3f}")
-
-        server = ServerClient(self.config)
-        server.name_job(self.job)
-        catch_up = CatchUp(
+        self._late_uploads = LateUploads(
             stash,
-            server,
-            with_any=self.config.is_own_server,
-            done=self._count_sent,
+            job=lambda: self.job,
             before_each=self._wait_for_uploads,
-            is_stopped=lambda: self._is_ended,
-            limit_bytes=self.config.unsent_limit - spent_bytes,
-            limit_seconds=_CATCH_UP_SECONDS - spent_seconds,
-            spend=spend,
+            published=lambda size: self._counters.add(published=1, published_bytes=size),
         )
-        pause = _RETRY_SECONDS
-        try:
-            while True:
-                try:
-                    catch_up.publish(catch_up.wanted())
-                except (TransportError, BusyError) as error:
-                    _log.debug("not published later: %s", error)
-                else:
-                    return
-                # Many hosts wait for the server; they must not return together.
-                seconds = pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
-                with forkable():
-                    self._is_ended = self._is_ending.wait(seconds)
-                if self._is_ended:
-                    return
-                pause = min(2 * pause, _MAX_RETRY_SECONDS)
-        except (CacheError, OSError) as error:
-            _log.debug("not published later: %s", error)
-        finally:
-            claim.close()
-            server.close()
+        stash.unsent.added = self._late_uploads.start
+        self._late_uploads.start()
 
     def _wait_for_uploads(self) -> None:
         """Let this job's own uploads go first."""
         with forkable():
             self._publisher.drain(self.config.drain_seconds)
-
-    def _count_sent(self, entry: "BundleEntry", outcome: "Sending") -> None:
-        from graphstash._artifacts.catch_up import Sent
-
-        if outcome is Sent.PUBLISHED:
-            self._counters.add(published=1, published_bytes=entry.size_bytes)
-
-    def _end_catch_up(self, until: float) -> None:
-        """Let the uploads of the catch-up go on until the drain time is over."""
-        self._is_ending.set()
-        left = max(0.0, until - time.monotonic())
-        cut = min(_CUT_SECONDS, left / 2)
-        self._sender.drain(left - cut)
-        self._is_ended = True
-        self._sender.drain(cut)
-        self._sender.close()
 
     def _remember(self) -> None:
         """Add the artifacts that this process used to the job's manifests."""
@@ -540,15 +455,6 @@ class Session:
                     os.close(descriptor)
             except OSError as error:
                 _log.warning("graphstash: %s: %s", self.config.stats_file, error)
-
-
-def _amounts(text: str) -> tuple[int, float]:
-    """Return the bytes and seconds that the catch-up of this run has spent so far."""
-    size_bytes, _, seconds = text.partition(" ")
-    try:
-        return int(size_bytes), float(seconds)
-    except ValueError:  # the first process
-        return 0, 0.0
 
 
 def _print_to_stderr(text: str) -> None:

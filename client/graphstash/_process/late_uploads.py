@@ -1,0 +1,151 @@
+"""LateUploads: publish in the background of a job what this host could not send before.
+
+One process of a run does it. `CatchUp` chooses and publishes the artifacts.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from graphstash._artifacts.stash import Stash
+from graphstash._executor import BoundedExecutor
+from graphstash._forking import forkable
+from graphstash.errors import BusyError, CacheError, TransportError
+from graphstash_schema import ManifestName
+
+if TYPE_CHECKING:
+    from graphstash._artifacts.bundle import BundleEntry
+    from graphstash._artifacts.catch_up import Outcome
+
+__all__ = ["LateUploads"]
+
+_log = logging.getLogger("graphstash")
+
+_MAX_SECONDS: Final = 600.0
+"""Maximum seconds of uploads in a run."""
+
+_RETRY_SECONDS: Final = 5.0
+_MAX_RETRY_SECONDS: Final = 300.0
+"""Seconds between two attempts to reach the server, which double."""
+
+_CUT_SECONDS: Final = 1.0
+"""Part of the drain time in which an upload that does not end in time is abandoned."""
+
+
+class LateUploads:
+    """Uploads of one process.
+
+    Args:
+        stash: cache that has the records of the artifacts. The caller closes it.
+        job: returns the name of the job.
+        before_each: called before each upload, and lets the job's own uploads go first.
+        published: called with the size of each published artifact in bytes.
+    """
+
+    def __init__(
+        self,
+        stash: Stash,
+        *,
+        job: Callable[[], ManifestName],
+        before_each: Callable[[], None],
+        published: Callable[[int], None],
+    ) -> None:
+        self._stash = stash
+        self._job = job
+        self._before_each = before_each
+        self._published = published
+        self._executor = BoundedExecutor(
+            "graphstash-catch-up", workers=1, capacity=1, delays_forks=True
+        )
+        self._is_ending = threading.Event()  # no longer wait for the server
+        self._is_ended = False  # end the running upload
+
+    def start(self) -> None:
+        """Begin, unless that has begun or there is nothing to publish."""
+        stash, config = self._stash, self._stash.config
+        if (
+            config.unsent_limit
+            and not stash.server.is_read_only
+            and not stash.unsent.is_empty(with_any=config.is_own_server)
+        ):
+            self._executor.submit(self._run)
+
+    def end(self, until: float) -> None:
+        """Let the uploads go on until `until`, in seconds of `time.monotonic`, and end them."""
+        self._is_ending.set()
+        left = max(0.0, until - time.monotonic())
+        cut = min(_CUT_SECONDS, left / 2)
+        self._executor.drain(left - cut)
+        self._is_ended = True
+        self._executor.drain(cut)
+        self._executor.close()
+
+    def _run(self) -> None:
+        """Publish. If the server does not answer, try again until the job ends."""
+        stash, config = self._stash, self._stash.config
+        name = f"catch-up-{stash.standing.origin}-{config.namespace}"
+        if self._is_ended or (claim := stash.downloads.claim(name)) is None:
+            return
+        from graphstash._artifacts.catch_up import CatchUp
+        from graphstash._http.client import ServerClient
+
+        spent_bytes, spent_seconds = _amounts(claim.text)
+
+        def spend(size_bytes: int, seconds: float) -> None:
+            nonlocal spent_bytes, spent_seconds
+            spent_bytes += size_bytes
+            spent_seconds += seconds
+            claim.keep(f"{spent_bytes} {spent_seconds:.3f}")
+
+        server = ServerClient(config)
+        server.name_job(self._job())
+        catch_up = CatchUp(
+            stash,
+            server,
+            with_any=config.is_own_server,
+            done=self._count,
+            before_each=self._before_each,
+            is_stopped=lambda: self._is_ended,
+            limit_bytes=config.unsent_limit - spent_bytes,
+            limit_seconds=_MAX_SECONDS - spent_seconds,
+            spend=spend,
+        )
+        pause = _RETRY_SECONDS
+        try:
+            while True:
+                try:
+                    catch_up.publish(catch_up.wanted())
+                except (TransportError, BusyError) as error:
+                    _log.debug("not published later: %s", error)
+                else:
+                    return
+                # Many hosts wait for the server; they must not return together.
+                seconds = pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+                with forkable():
+                    self._is_ended = self._is_ending.wait(seconds)
+                if self._is_ended:
+                    return
+                pause = min(2 * pause, _MAX_RETRY_SECONDS)
+        except (CacheError, OSError) as error:
+            _log.debug("not published later: %s", error)
+        finally:
+            claim.close()
+            server.close()
+
+    def _count(self, entry: "BundleEntry", outcome: "Outcome") -> None:
+        from graphstash._artifacts.catch_up import Sent
+
+        if outcome is Sent.PUBLISHED:
+            self._published(entry.size_bytes)
+
+
+def _amounts(text: str) -> tuple[int, float]:
+    """Return the bytes and seconds that the uploads of this run have spent so far."""
+    size_bytes, _, seconds = text.partition(" ")
+    try:
+        return int(size_bytes), float(seconds)
+    except ValueError:  # the first process
+        return 0, 0.0
