@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, closing
 from functools import partial
 
@@ -548,6 +549,22 @@ def test_artifact_withdrawn_after_the_lookup_is_not_published(
             catch_up.publish(wanted)
         assert outcomes == {key(1): Sent.GONE, key(2): Sent.PUBLISHED}
         assert stored(job, 1, 2) == {key(2)}
+
+
+def test_withdrawal_that_the_process_learns_before_an_upload_prevents_it(left, up, next_job):
+    left(1)
+    with up() as link:
+        job, outcomes = next_job("a", url=link.url), {}
+        with closing(PatientClient(job.config)) as client:
+            catch_up = CatchUp(
+                job, client, with_any=False, done=lambda e, o: outcomes.update({e.key: o})
+            )
+            (wanted,) = catch_up.wanted()
+            named = [(wanted.key, wanted.sha256)]
+            job.standing.withdrawn(job.config.namespace, named, at=time.time())
+            catch_up.publish([wanted])
+        assert isinstance(outcomes[key(1)], CacheError)
+        assert puts(link) == []
 
 
 def test_artifact_stays_usable_while_it_is_sent(left, up, next_job):
