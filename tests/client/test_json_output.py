@@ -1,7 +1,6 @@
 """The JSON of commands is what docs/json-output.md says."""
 
 import json
-import re
 from pathlib import Path
 
 import httpx
@@ -9,19 +8,11 @@ import pytest
 
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
+from support.json_page import fields_of
 from support.processes import graphstash_here
 
-PAGE = Path(__file__).parents[2] / "docs" / "json-output.md"
 ARTIFACT = {"key", "digest", "size_bytes", "created_at", "last_used_at", "hits", "label"}
 ARTIFACT |= {"metadata", "description"}
-
-
-def fields_of(command):
-    """The fields that the page names for a command."""
-    (section,) = re.findall(
-        rf"^## `{command}`\n(.*?)(?=^## )", PAGE.read_text(), re.MULTILINE | re.DOTALL
-    )
-    return set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
 
 
 @pytest.fixture
@@ -93,7 +84,7 @@ def test_the_page_names_every_command_that_prints_json():
         for name, below in getattr(command, "commands", {}).items():
             yield from named(below, f"{path} {name}".strip())
 
-    page = PAGE.read_text()
+    page = (Path(__file__).parents[2] / "docs" / "json-output.md").read_text()
     for path in named(command_line(), ""):
         group, _, name = path.partition(" ")
         rows = [line for line in page.splitlines() if f"`{group}" in line]

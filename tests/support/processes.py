@@ -2,17 +2,25 @@
 
 import io
 import os
+import pty
+import re
 import subprocess
 import sys
 import textwrap
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
 
 from graphstash.__main__ import main
 
-__all__ = ["graphstash", "graphstash_here", "graphstash_unread", "python"]
+__all__ = [
+    "graphstash",
+    "graphstash_here",
+    "graphstash_on_terminal",
+    "graphstash_unread",
+    "python",
+]
 
 
 def python(
@@ -53,6 +61,24 @@ def graphstash_unread(*arguments: object, **variables: object) -> tuple[int, str
     finally:
         os.close(writing)
     return done.returncode, done.stderr
+
+
+def graphstash_on_terminal(*arguments: object, **variables: object) -> tuple[int, str]:
+    """Run a command whose errors go to a terminal. Return its status and what it showed there."""
+    reading, writing = pty.openpty()
+    with open(reading, "rb", buffering=0) as screen:  # noqa: PTH123 - of a descriptor
+        with os.fdopen(writing) as terminal:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "graphstash", *map(str, arguments)],
+                env=os.environ | {name: str(value) for name, value in variables.items()},
+                stdout=subprocess.DEVNULL,
+                stderr=terminal,
+            )
+        shown = b""
+        with suppress(OSError):  # a terminal without writers
+            while more := screen.read(4096):
+                shown += more
+    return process.wait(timeout=120), re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
 
 
 def graphstash_here(

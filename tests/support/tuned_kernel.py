@@ -3,6 +3,7 @@ use: `task`, and bad ones.
 """
 
 import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,16 @@ def build(configuration: Mapping[str, Any]) -> Callable[[], Any]:
     return lambda: configuration
 
 
+def build_excessive(configuration: Mapping[str, Any]) -> Callable[[], Any]:
+    """Hangs for one configuration, and needs 16 GiB for another."""
+    match configuration:
+        case {"tile": 64, "vector": 8}:
+            signal.pause()
+        case {"tile": 64, "vector": 4}:
+            bytearray(16 * 1024**3)
+    return build(configuration)
+
+
 def build_nothing(configuration: Mapping[str, Any]) -> NoReturn:
     """Never works."""
     raise ValueError(configuration)
@@ -43,6 +54,7 @@ def task_of(build: Callable[[Mapping[str, Any]], Any]) -> tuning.Task:
 
 
 task = task_of(build)
+excessive = task_of(build_excessive)
 impossible = task_of(build_nothing)
 no_task = SPACE
 

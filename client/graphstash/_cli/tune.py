@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from graphstash import _rules
 from graphstash._cli.artifacts import DeviceTypeOption
 from graphstash._cli.output import (
     Json,
@@ -20,6 +21,8 @@ from graphstash._cli.output import (
     err,
     fail,
     fail_for,
+    format_bytes,
+    format_seconds,
     load_config,
     open_stash,
     plural,
@@ -36,11 +39,14 @@ from graphstash_schema.listing import MAX_LISTED_ARTIFACTS, ArtifactQuery, ListO
 
 if TYPE_CHECKING:
     from graphstash._artifacts.stash import Stash
-    from graphstash.tuning.measuring import MakeExecutor
+    from graphstash.tuning.measuring import Budget, MakeExecutor, Method
+    from graphstash.tuning.tuner import Progress
 
 __all__ = ["tune"]
 
 _SHOWN_VALUES: Final = 120
+
+_KNOWN: Final = "the team has it: nothing was measured"
 
 _SEARCHERS: Final = "One of g-bfs, n-a2c, xgboost, rnn, random, exhaustive."
 """Repeated here, because only a running command imports `graphstash.tuning`."""
@@ -76,6 +82,23 @@ def search(
     searcher: Annotated[str, typer.Option(help=_SEARCHERS)] = "g-bfs",
     seed: Annotated[int, typer.Option(help="Of the searcher.")] = 0,
     workers: Annotated[int, typer.Option(min=1, help="Builds side by side.")] = 1,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            help="Seconds for a build, and for each check or sample. A trial that takes longer "
+            "fails.",
+        ),
+    ] = 10.0,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of this host that a measuring process may allocate, e.g. `8GiB`. A trial "
+            "that needs more fails. No limit by default.",
+        ),
+    ] = None,
     ray: Annotated[
         bool,
         typer.Option(
@@ -96,20 +119,29 @@ def search(
 
         graphstash tune search gemm.py:task --trials 500
     """
-    from graphstash.tuning.measuring import Budget, MeasuringError, Pool
+    from graphstash.tuning.measuring import Budget, MeasuringError, Method, Pool
     from graphstash.tuning.task import Task
     from graphstash.tuning.task import tune as run
 
     log, failures = logging.getLogger("graphstash.trials"), _Failures()
     log.addHandler(failures)
     log.setLevel(logging.INFO)
+    progress: Progress | None = None
     try:
         asked = load(task, what="task")
         if not isinstance(asked, Task):
             fail(f"{task!r} is no graphstash.tuning.Task", status=ExitStatus.USAGE)
         budget = Budget(measurements=trials, seconds=seconds)
+        method = Method(timeout_seconds=timeout, memory_bytes=_bytes(memory))
         executor = _on_ray(task, gpus=ray_gpus) if ray or ray_gpus else Pool
-        with err.status(f"looking for {asked.problem.label}"):
+        with count_progress() as bars:
+            bar = bars.add_task(f"looking for {asked.problem.label}", total=trials)
+
+            def observe(latest: "Progress") -> None:
+                nonlocal progress
+                progress, line = latest, _running(latest, seconds)
+                bars.update(bar, completed=latest.measurements, description=line, refresh=True)
+
             found = run(
                 asked,
                 budget=budget,
@@ -117,6 +149,8 @@ def search(
                 seed=seed,
                 workers=workers,
                 executor=executor,
+                method=method,
+                observe=observe,
             )
     except (ConfigError, ValueError) as error:
         fail(str(error), status=ExitStatus.USAGE)
@@ -125,19 +159,67 @@ def search(
         fail(f"{error.name} is not installed here{extra}", status=ExitStatus.USAGE)
     except MeasuringError as error:
         fail(str(error))
+    searched = "" if progress is None else _ended(progress, budget, method)
     if found is None:
         last = f"; the last: {shown(failures.last, most=600)}" if failures.last else ""
-        fail(f"no configuration of {asked.problem.label} works{last}")
+        fail(f"no configuration of {asked.problem.label} works: {searched}{last}")
     best = found.best[0]
     named = asked.space.named(best.configuration)
     values = " ".join(f"{name}={value}" for name, value in named.items())
     if as_json:
         key = None if found.key is None else str(found.key)
         told = {"configuration": named, "cost": best.cost, "spread": best.spread}
-        print_json({**told, "count": best.count, "searched": found.was_searched, "key": key})
+        ran = {
+            "searched": found.was_searched,
+            "key": key,
+            "search": progress and progress._asdict(),
+        }
+        print_json({**told, "count": best.count, **ran})
         return
-    say("found by a search here" if found.was_searched else "the team has it: nothing was measured")
+    say(f"found by a search here: {searched}" if searched else _KNOWN)
     say(f"{_format_cost(best.cost)}  {values}")
+
+
+def _bytes(text: str | None) -> int | None:
+    """Return an option's size in bytes. End the command if it is malformed."""
+    if text is None:
+        return None
+    try:
+        return int(_rules.size(above=0).read(text))
+    except ValueError as error:
+        fail(f"--memory={text!r}: {error}", status=ExitStatus.USAGE)
+
+
+def _running(progress: "Progress", seconds: float | None) -> str:
+    """Return a line about a running search: `best 1.2 ms, 3 failed`."""
+    if progress.ended is not None:
+        return "comparing the best few"
+    best = "none works yet"
+    if progress.best_cost is not None:
+        best = f"best {_format_cost(progress.best_cost)}"
+    line = f"{best}, {sum(progress.failures.values())} failed"
+    if seconds is None:
+        return line
+    return f"{line}, at most {format_seconds(max(0.0, seconds - progress.seconds))} left"
+
+
+def _ended(progress: "Progress", budget: "Budget", method: "Method") -> str:
+    """Return what a search did, which limit ended it, and which limits its trials exceeded."""
+    limits = {
+        "timeout": f" (--timeout {method.timeout_seconds:g})",
+        "memory": f" (--memory {format_bytes(method.memory_bytes)})" if method.memory_bytes else "",
+    }
+    failures = [
+        f"{count} failed: {failure}{limits.get(failure, '')}"
+        for failure, count in sorted(progress.failures.items())
+    ]
+    reasons = {
+        "measurements": f"ended by --trials {budget.measurements}",
+        "seconds": f"ended by --seconds {budget.seconds or 0:g}",
+        "exhausted": "every configuration was tried",
+    }
+    trials = f"{plural(progress.measurements, 'trial')} in {format_seconds(progress.seconds)}"
+    return "; ".join([trials, *failures, reasons[progress.ended or "exhausted"]])
 
 
 class _Failures(logging.Handler):

@@ -8,7 +8,7 @@ A second host gets the same schedule without a measurement.
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -20,7 +20,7 @@ from graphstash.tuning.memory.process import team_memory
 from graphstash.tuning.memory.team import Fit, Schedule, Search
 from graphstash.tuning.search import make_searcher
 from graphstash.tuning.space import Configuration, SearchSpace
-from graphstash.tuning.tuner import search
+from graphstash.tuning.tuner import Progress, search
 
 __all__ = ["Task", "tune"]
 
@@ -68,6 +68,7 @@ def tune(
     method: Method | None = None,
     executor: MakeExecutor = Pool,
     fit: Fit | None = None,
+    observe: Callable[[Progress], object] = lambda _: None,
 ) -> Schedule | None:
     """Return the team's schedule for a task; search for one if there is none.
 
@@ -88,6 +89,8 @@ def tune(
             a Ray cluster, which must be of the problem's device type.
         fit: turns a configuration of another shape into one of this space; see `TeamMemory`.
             Default: a search starts only at configurations that are in the space already.
+        observe: called with the progress of each search of this host: at the start, after each
+            measurement and when measuring ends. Exceptions end the search.
 
     Returns:
         None if no configuration works.
@@ -113,6 +116,7 @@ def tune(
             executor=executor,
             known=[each.named(space) for each in turn.known.values()],
             publish=lambda measurement: turn.publish(measurement.within(space)),
+            observe=observe,
         )
         _log.info(
             "%s: %d measurements in %.0f s, %d were known; ended by %s",

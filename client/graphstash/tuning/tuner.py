@@ -2,9 +2,10 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import monotonic
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from graphstash.tuning.measuring import (
     Budget,
@@ -18,11 +19,33 @@ from graphstash.tuning.measuring import (
 from graphstash.tuning.search.base import Searcher
 from graphstash.tuning.space import Configuration, Value
 
-__all__ = ["Result", "search"]
+__all__ = ["Progress", "Result", "search"]
 
 _log = logging.getLogger("graphstash")
 
 _MAX_FINALISTS: Final = 64
+
+Ended: TypeAlias = Literal["measurements", "seconds", "exhausted"]
+"""Why measuring ended: the limit of measurements, the limit of seconds, or because the searcher had
+no further configurations."""
+
+
+class Progress(NamedTuple):
+    """State of a search, without the finalists' round.
+
+    Attributes:
+        measurements: number of configurations that this search has measured.
+        failures: number of failed configurations by failure, such as a key of `FAILURES`.
+        best_cost: lowest cost of this search and of known measurements; None if nothing works yet.
+        seconds: duration so far.
+        ended: None while the search measures.
+    """
+
+    measurements: int
+    failures: Mapping[str, int]
+    best_cost: float | None
+    seconds: float
+    ended: Ended | None
 
 
 class Result(NamedTuple):
@@ -35,8 +58,7 @@ class Result(NamedTuple):
             comes last, so a finalist may occur twice.
         known: number of earlier measurements told to the searcher.
         seconds: duration of the search.
-        ended: why measuring ended: the limit of measurements, the limit of seconds, or because the
-            searcher had no further configurations.
+        ended: why measuring ended.
     """
 
     best: Configuration | None
@@ -44,7 +66,7 @@ class Result(NamedTuple):
     measurements: list[Measurement]
     known: int
     seconds: float
-    ended: Literal["measurements", "seconds", "exhausted"]
+    ended: Ended
 
 
 def search(
@@ -58,6 +80,7 @@ def search(
     executor: MakeExecutor = Pool,
     known: Iterable[Measurement] = (),
     publish: Callable[[Measurement], object] | None = None,
+    observe: Callable[[Progress], object] = lambda _: None,
 ) -> Result:
     """Search for a fast configuration.
 
@@ -79,6 +102,8 @@ def search(
             them; only finalists are measured again. Measurements outside the space are ignored.
         publish: called with each new measurement; a finalist's second measurement replaces its
             first. Exceptions are logged and otherwise ignored.
+        observe: called at the start, after each measurement and when measuring ends. Exceptions end
+            the search.
 
     Raises:
         MeasuringError: the target cannot be measured on this host.
@@ -89,13 +114,31 @@ def search(
     started = monotonic()
     known_count = _replay_known(searcher, known)
     measurements: list[Measurement] = []
+    failures: Counter[str] = Counter()
+    best_cost = searcher.best.cost if searcher.best else None
 
     def record(measurement: Measurement) -> None:
         measurements.append(measurement)
         _publish(publish, measurement)
 
+    def learn(measurement: Measurement) -> None:
+        nonlocal best_cost
+        if measurement.failure is not None:
+            failures[measurement.failure] += 1
+        elif measurement.cost is not None:
+            best_cost = min(measurement.cost, best_cost or math.inf)
+        record(measurement)
+        searcher.tell(*measurement.trial(searcher.space))
+        report()
+
+    def report(ended: Ended | None = None) -> None:
+        seconds = monotonic() - started
+        observe(Progress(len(measurements), dict(failures), best_cost, seconds, ended))
+
     with executor(target, workers=workers, method=method or Method()) as pool:
-        ended = _measure(searcher, pool, budget, started, record)
+        report()
+        ended = _measure(searcher, pool, budget, started, learn)
+        report(ended)
         last: list[Measurement] = []
         for batch in _batched(_cheapest(searcher), finalists):
             last = pool.compare(batch)
@@ -133,8 +176,8 @@ def _measure(
     pool: Executor,
     budget: Budget,
     started: float,
-    record: Callable[[Measurement], None],
-) -> Literal["measurements", "seconds", "exhausted"]:
+    learn: Callable[[Measurement], None],
+) -> Ended:
     """Measure the searcher's configurations, and return why measuring ended."""
     left = math.inf if budget.measurements is None else budget.measurements
     seconds = math.inf if budget.seconds is None else budget.seconds
@@ -149,8 +192,7 @@ def _measure(
                 return "seconds"
             return "exhausted" if left else "measurements"
         for measurement in pool.results():
-            record(measurement)
-            searcher.tell(*measurement.trial(searcher.space))
+            learn(measurement)
 
 
 def _cheapest(searcher: Searcher) -> list[dict[str, Value]]:

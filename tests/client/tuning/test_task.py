@@ -10,11 +10,13 @@ import pytest
 from graphstash import tuning
 from graphstash._process.session import uninstall
 from graphstash_schema import DeviceType
-from support.processes import graphstash
+from support.json_page import fields_of
+from support.processes import graphstash, graphstash_on_terminal
 
 KERNEL = Path(__file__).parents[2] / "support" / "tuned_kernel.py"
 BEST = {"tile": 32, "vector": 8}
-IMPOSSIBLE = r"no configuration of tuned rows .* works; .* failed \(compile\): ValueError: \{'tile'"
+IMPOSSIBLE = r"no configuration of tuned rows .* works: 5 trials in .*; 5 failed: compile; "
+IMPOSSIBLE += r"ended by --trials 5; the last: .* failed \(compile\): ValueError: \{'tile'"
 
 
 @pytest.fixture
@@ -55,8 +57,11 @@ def test_second_host_measures_nothing_and_gets_the_same_schedule(search, built, 
     assert found["cost"] == pytest.approx(1e-3 * (1 + 1 / 8))
     assert built() >= 10
 
+    assert set(found) == fields_of("tune search")
+    assert found["search"]["failures"] == {"compile": 2}
+
     second = search("task", "--trials", 20, "--json", host="second")
-    assert json.loads(second.stdout) == found | {"searched": False}
+    assert json.loads(second.stdout) == found | {"searched": False, "search": None}
     shown = search("task", host="third")
     assert shown.stdout.splitlines() == [
         "the team has it: nothing was measured",
@@ -78,6 +83,29 @@ def test_host_without_server_searches_alone(search, built):
     assert built() >= 10
 
 
+def test_search_names_each_limit_that_a_trial_or_the_search_exceeded(search, built):
+    limits = ("--timeout", 5, "--memory", "8GiB", "--searcher", "exhaustive")
+    done = search("excessive", *limits, "--trials", 10, enabled=False)
+    line = done.stdout.splitlines()[0]
+    assert line.startswith("found by a search here: 10 trials in ")
+    assert line.partition("; ")[2].split("; ") == [
+        "2 failed: compile",
+        "1 failed: memory (--memory 8.0 GiB)",
+        "1 failed: timeout (--timeout 5)",
+        "ended by --trials 10",
+    ]
+
+
+def test_search_shows_trials_best_cost_failures_and_time_left_on_a_terminal(built):
+    words = ("tune", "search", f"{KERNEL}:task", "--trials", 10, "--searcher", "exhaustive")
+    status, shown = graphstash_on_terminal(*words, GRAPHSTASH_ENABLED="false", COLUMNS="120")
+    assert status == 0
+    assert re.search(r"none works yet, 0 failed .* 0/10 -:--:--", shown)
+    assert re.search(r"best 1.12 ms, 2 failed .* 10/10 0:00:00", shown)
+    assert re.search(r"comparing the best few .* 10/10 ", shown)
+    assert built() == 10 + 5  # the finalists are built again
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "status", "told"),
     [
@@ -85,6 +113,7 @@ def test_host_without_server_searches_alone(search, built):
         ("no_task", (), 2, "is no graphstash.tuning.Task"),
         ("task", ("--searcher", "best"), 2, "choose one of g-bfs, n-a2c, "),
         ("task", ("--workers", "0"), 2, "--workers"),
+        ("task", ("--memory", "much"), 2, "--memory='much': it takes a size such as 500MB"),
         ("impossible", ("--trials", "5"), 1, IMPOSSIBLE),
         ("undescribed", (), 2, r"describe\(\) of the target must be JSON: "),
     ],

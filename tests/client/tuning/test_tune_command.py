@@ -7,13 +7,13 @@ import shlex
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from graphstash.tuning.memory.problem import HELION_LABEL, Problem
 from graphstash_schema import ArtifactKey, ArtifactMetadata, DeviceType
 from graphstash_schema.explanation import described
+from support.json_page import fields_of
 
 
 @pytest.fixture
@@ -21,12 +21,6 @@ def tuned(team):
     """Two problems, for two device types."""
     team.run("first", size=1024)
     team.run("second", size=16, device="cuda-sm_80")
-
-
-def fields_of_the_page():
-    page = (Path(__file__).parents[3] / "docs" / "json-output.md").read_text()
-    section = page.partition("## `tune show`")[2].partition("\n## ")[0]
-    return set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
 
 
 @pytest.mark.usefixtures("tuned")
@@ -37,7 +31,7 @@ def test_show_lists_schedules_and_export_writes_them(command, tmp_path):
     assert large == every[1]
     assert large["configuration"] == {"block_m": 128, "block_n": 128, "block_k": 128}
     assert (large["cost"], large["spread"], large["failure"]) == (1e-3, 0.0, None)
-    assert set(large) == fields_of_the_page()
+    assert set(large) == fields_of("tune show")
     assert large["count"] == 3
     assert large["measured"] > 10
     assert len(large["hosts"]) == 1
