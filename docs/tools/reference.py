@@ -7,6 +7,7 @@ while the site is built.
 
 import ast
 import inspect
+import json
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 import griffe
 import typer
+import yaml
 
 import graphstash
 from graphstash import ClientConfig, Reason
@@ -99,6 +101,34 @@ def _settings(model: type[Any]) -> str:
             for name, each in declarations(model).items()
         ),
     )
+
+
+# --- values of the Helm chart
+
+
+def _helm_values() -> str:
+    chart = _ROOT / "docker" / "helm"
+    schema = json.loads((chart / "values.schema.json").read_text(encoding="utf-8"))
+    defaults = yaml.safe_load((chart / "values.yaml").read_text(encoding="utf-8"))
+    return (
+        "# Helm values\n\n"
+        "The chart in `docker/helm` reads these values; [Kubernetes](../kubernetes.md) shows what "
+        "to set first. Helm refuses an unknown name and a value that cannot be used.\n\n"
+        + _table(("value", "default", "meaning"), _helm_rows("", schema, defaults))
+    )
+
+
+def _helm_rows(path: str, schema: Any, defaults: Any) -> Iterator[tuple[str, str, str]]:
+    for name, each in schema["properties"].items():
+        words = [_code(word) for word in each.get("enum", ()) if word]
+        told = _sentence(each["description"]) + (f" One of {', '.join(words)}." if words else "")
+        if "properties" in each:
+            yield f"`{path}{name}`", "", told
+            yield from _helm_rows(f"{path}{name}.", each, defaults[name])
+        elif name in defaults:
+            default = defaults[name]
+            empty = default in ("", [], {})
+            yield f"`{path}{name}`", "" if empty else _code(json.dumps(default)), told
 
 
 # --- hooks
@@ -322,6 +352,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 _BUILDERS: Final[dict[str, Callable[[], str]]] = {
     "client-settings": _client_settings,
     "server-settings": _server_settings,
+    "helm-values": _helm_values,
     "errors": _errors,
     "command-line": _command_line,
     "python-api": _python_api,

@@ -18,7 +18,17 @@ ROOT = Path(__file__).parents[2]
 _UNCHECKED = ("cat", "cp", "curl", "mkdir", "openssl", "scp", "sed", "ssh", "systemctl", "watch")
 _WRAPPERS = ("env", "srun", "sudo", "time")
 _LAUNCHERS = ("accelerate", "python", "torchrun")
-PROGRAMS = ("docker", "graphstash", "make", "pip", *_UNCHECKED, *_WRAPPERS, *_LAUNCHERS)
+PROGRAMS = (
+    "docker",
+    "graphstash",
+    "helm",
+    "kubectl",
+    "make",
+    "pip",
+    *_UNCHECKED,
+    *_WRAPPERS,
+    *_LAUNCHERS,
+)
 
 _DOCKER_COMMANDS = ("build", "compose", "image", "pull", "push", "run", "tag", "volume")
 _COMPOSE_COMMANDS = ("config", "cp", "down", "exec", "logs", "ps", "pull", "restart", "run", "up")
@@ -40,12 +50,15 @@ def check(program, *arguments):
     """Ends the program with a sentence if this call cannot be right."""
     if program not in PROGRAMS:
         raise SystemExit(f"{program}: not a program that the checker knows")
-    if program == "graphstash":
-        _graphstash(arguments)
-    elif program == "docker":
-        _docker(arguments)
-    elif program == "make":
-        _make(arguments)
+    checks = {
+        "graphstash": _graphstash,
+        "docker": _docker,
+        "helm": _helm,
+        "kubectl": _kubectl,
+        "make": _make,
+    }
+    if program in checks:
+        checks[program](arguments)
     elif program == "pip" and arguments[:1] != ("install",):
         raise SystemExit("pip: only `pip install` is expected")
     elif program in _WRAPPERS:
@@ -110,6 +123,21 @@ def _compose(words):
         raise SystemExit(f"docker compose {command}: no service {', '.join(sorted(unknown))}")
     if inner[:1] == ["graphstash"]:
         check(*inner)
+
+
+def _kubectl(arguments):
+    if "--" in arguments:
+        check(*arguments[arguments.index("--") + 1 :])
+
+
+def _helm(arguments):
+    if arguments[:1] not in (("install",), ("upgrade",)):
+        raise SystemExit(f"helm: unexpected command {arguments[:1]}")
+    if not (ROOT / arguments[2] / "Chart.yaml").is_file():
+        raise SystemExit(f"helm: {arguments[2]} is no chart")
+    for option, value in pairwise(arguments):
+        if option == "--values" and not Path(value).is_file():
+            raise SystemExit(f"helm: the page has no file {value}")
 
 
 def _make(arguments):

@@ -1,0 +1,119 @@
+{{- define "graphstash.name" -}}
+{{- if contains .Chart.Name .Release.Name -}}
+{{ .Release.Name | trunc 50 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" }}
+{{- end -}}
+{{- end -}}
+
+{{- define "graphstash.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "graphstash.labels" -}}
+{{ include "graphstash.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "graphstash.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+
+{{- define "graphstash.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (include "graphstash.name" .) }}
+{{- end -}}
+
+{{/* What servers and the migration have in common. The user is the image's, which owns its data. */}}
+{{- define "graphstash.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "graphstash.containerSecurity" -}}
+readOnlyRootFilesystem: true
+allowPrivilegeEscalation: false
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{- define "graphstash.env" -}}
+- name: GRAPHSTASH_DATABASE_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ required "set database.secret to the name of a Secret with the URL of PostgreSQL" .Values.database.secret }}
+      key: {{ .Values.database.key }}
+{{- $chosen := dict
+    "GRAPHSTASH_HOST" "0.0.0.0"
+    "GRAPHSTASH_PORT" "8077"
+    "GRAPHSTASH_AUTO_MIGRATE" "false"
+    "GRAPHSTASH_WORKERS" .Values.workers
+    "GRAPHSTASH_SHUTDOWN_SECONDS" .Values.shutdownSeconds
+    "GRAPHSTASH_DATA_DIR" "/var/lib/graphstash/data"
+    "GRAPHSTASH_BLOB_STORE" .Values.blobs.store -}}
+{{- if eq .Values.blobs.store "s3" -}}
+{{- $_ := set $chosen "GRAPHSTASH_S3_BUCKET" (required "set blobs.bucket to the bucket of the artifacts, or blobs.store to disk" .Values.blobs.bucket) -}}
+{{- $_ := set $chosen "GRAPHSTASH_TIER_LIMIT_BYTES" .Values.blobs.tier.limit -}}
+{{- end -}}
+{{- range $name, $value := .Values.settings -}}
+{{- if hasKey $chosen $name -}}
+{{- fail (printf "settings.%s: the chart sets this variable itself, from another value" $name) -}}
+{{- end -}}
+{{- if kindIs "invalid" $value -}}
+{{- fail (printf "settings.%s has no value: give one, or leave it out" $name) -}}
+{{- end -}}
+{{- $_ := set $chosen $name $value -}}
+{{- end -}}
+{{- range $name, $value := $chosen }}
+- name: {{ $name }}
+  value: {{ include "graphstash.text" $value | quote }}
+{{- end }}
+{{- if and (eq .Values.blobs.store "s3") .Values.blobs.credentialsSecret }}
+{{- range list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" }}
+- name: {{ . }}
+  valueFrom: {secretKeyRef: {name: {{ $.Values.blobs.credentialsSecret }}, key: {{ . }}}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Numbers of values files are floating point: 1000000 would become 1e+06. */}}
+{{- define "graphstash.text" -}}
+{{- if kindIs "string" . -}}{{ . }}
+{{- else -}}{{ . | toJson }}
+{{- end -}}
+{{- end -}}
+
+{{- define "graphstash.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: data, mountPath: /var/lib/graphstash}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "graphstash.volumes" -}}
+- name: tmp
+  emptyDir: {sizeLimit: 64Mi}
+- name: data
+{{- if eq .Values.blobs.store "disk" }}
+  persistentVolumeClaim:
+    claimName: {{ required "set blobs.claim to a PersistentVolumeClaim that all servers can mount (ReadWriteMany), or blobs.store to s3" .Values.blobs.claim }}
+{{- else if .Values.blobs.tier.storageClass }}
+  ephemeral:
+    volumeClaimTemplate:
+      spec:
+        accessModes: [ReadWriteOnce]
+        storageClassName: {{ .Values.blobs.tier.storageClass }}
+        resources: {requests: {storage: {{ .Values.blobs.tier.size }}}}
+{{- else }}
+  emptyDir: {sizeLimit: {{ .Values.blobs.tier.size }}}
+{{- end }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,91 @@
+"""What Helm makes of the chart in docker/helm, checked against the API schemas of Kubernetes."""
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.compose import DOCKER
+from support.environments import python_of
+
+__all__ = ["CHART", "VERSIONS", "HelmError", "render", "render_all", "validate"]
+
+CHART = DOCKER / "helm"
+VERSIONS = ("1.25", "1.31", "1.37")
+"""Of Kubernetes: the oldest that the chart accepts, one between, and the newest with a schema."""
+
+# Helm's library reports on standard error what it reads. Objects of the Prometheus operator have no
+# schema here.
+_PROGRAM = """
+import json, sys
+import helm_python, kubernetes_validate, yaml
+
+asked = json.load(sys.stdin)
+chart = helm_python.Chart.load(asked["chart"])
+told = []
+for values in asked["values"]:
+    try:
+        files = chart.render(values, name="graphstash", namespace="ml")
+    except helm_python.HelmError as error:
+        told.append(str(error))
+        continue
+    told.append({"notes": "", "objects": []})
+    for path, text in files.items():
+        if path.endswith("NOTES.txt"):
+            told[-1]["notes"] = text
+        else:
+            told[-1]["objects"] += [each for each in yaml.safe_load_all(text) if each]
+problems = helm_python.lint(asked["chart"])["errors"]
+for version in asked["versions"]:
+    for each in asked["objects"]:
+        if each["apiVersion"] == "monitoring.coreos.com/v1":
+            continue
+        try:
+            kubernetes_validate.validate(each, version, strict=True)
+        except Exception as error:
+            problems.append(f"{each['kind']} in {version}: {error}")
+json.dump({"told": told, "problems": problems}, sys.stdout)
+"""
+
+
+class HelmError(Exception):
+    """Helm refuses the values; its message."""
+
+
+def render(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The `objects` and the `notes` of an installation as `graphstash` in the namespace `ml`.
+
+    Raises:
+        HelmError: Helm refuses the values.
+    """
+    (told,) = render_all([values])
+    if isinstance(told, str):
+        raise HelmError(told)
+    return told
+
+
+def render_all(values: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """For each values file what `render` returns, or the text of Helm's refusal."""
+    told: list[Any] = _run(values=values, objects=[])["told"]
+    return told
+
+
+def validate(objects: Sequence[Mapping[str, Any]]) -> None:
+    """Fails unless the objects are valid in all `VERSIONS`, which know all of their fields."""
+    _run(values=[], objects=objects)
+
+
+def _run(**asked: object) -> dict[str, Any]:
+    done = subprocess.run(
+        [str(python_of("helm")), "-c", _PROGRAM],
+        input=json.dumps({"chart": str(Path(CHART)), "versions": VERSIONS, **asked}),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    assert not answer["problems"], answer["problems"]
+    return answer
