@@ -52,7 +52,22 @@ CASES = (
     ["Graphstash-Accel: 1", "X-Forwarded-For: 192.0.2.1"],
     ["Graphstash-Accel: 1", "Range: bytes=10-19"],
     ["Graphstash-Accel: 1", 'If-None-Match: "a"'],
+    *(["Graphstash-Accel: 1", each] for each in ('If-Match: "a"', "If-Modified-Since: never")),
+    ['If-Match: "a"', "If-Unmodified-Since: Thu, 01 Jan 1970 00:00:00 GMT"],
     ["Connection: close"],
+    ["X-Forwarded-For: 192.0.2.1", "x-forwarded-for: 192.0.2.2, 192.0.2.3", "Via: a", "via: b"],
+    ["X-Amzn-Trace-Id: Root=1-67891233-abcdef012345678912345678", "X-Forwarded-Port: 443"],
+    ["X-Real-IP: 192.0.2.1", "X-Scheme: https", "X-Forwarded-Host: a", "X-Forwarded-Scheme: https"],
+    ["x-envoy-external-address: 192.0.2.1", "x-envoy-attempt-count: 1", "x-request-id: mine.2"],
+    ["CF-Ray: 230b030023ae2822-FRA", 'CF-Visitor: {"scheme":"https"}', "CDN-Loop: cloudflare"],
+    [
+        "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "b3: 0",
+        "baggage: a=b",
+    ],
+    ["Cookie: __Host-graphstash=a; b=c", "Cookie: d=e"],
+    ["Origin: http://elsewhere", "Sec-Fetch-Site: cross-site", "Referer: http://elsewhere/"],
+    ["Content-Type: application/json", "Cache-Control: no-cache", "Keep-Alive: timeout=5"],
 )
 """Headers that the fast path answers, beside Host."""
 
@@ -62,12 +77,17 @@ LONG = [f"Accept: {'a' * 60_000}"]
 LEFT = (
     ["Graphstash-Protocol: 99"],
     ['If-None-Match: "a"', f"If-None-Match: {ETAG}"],
-    ['If-Match: "a"'],
+    ["X-Request-Id: first.id.1", "X-Request-Id: second.id.2"],
+    ["Graphstash-Job: a", "X-Forwarded-For: 192.0.2.1", "Graphstash-Job: b"],
+    ["X-HTTP-Method-Override: DELETE"],
+    ["X-Original-URL: /v1/other/artifacts"],
+    ["X-Forwarded: 1", "X-Forwarded_For: 192.0.2.1"],
+    ["Proxy-Connection: close"],
     ["Connection: Upgrade", "Upgrade: websocket"],
     ["Content-Length: 0"],
     ["Expect: 100-continue"],
+    ["Transfer-Encoding: chunked"],
     ["Host: b"],
-    ["Origin: http://elsewhere"],
     [*LONG, f"User-Agent: {'a' * 20_000}"],
 )
 """Headers that the fast path leaves to the application."""
@@ -177,7 +197,7 @@ AMBIGUOUS = (
         for end in ("\n\n", "\r\n\n", "\n\r\n")
     ),
     *("Accept: a\nVia: b", "Accept: a\r\n folded", "Accept : a", "Accept: a\x00b"),
-    "Accept: a\rVia: b",
+    *("Accept: a\rVia: b", "Cookie", "Cookie: a\r\n\tAuthorization: Bearer b", "CF- Ray: a"),
 )
 
 

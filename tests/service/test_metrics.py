@@ -12,6 +12,7 @@ from graphstash_schema import LeaseRequest
 from graphstash_server.services.counters import BUCKETS, Counters
 from graphstash_server.services.exposition import MAX_LABELLED, OTHER
 from graphstash_server.services.jobs.leases import Acquisition
+from graphstash_server.services.named_counts import MAX_NAMES
 from graphstash_server.testing import LiveServer
 from support.services import key_of
 from support.waiting import until
@@ -62,6 +63,7 @@ def test_requests_hits_waiters_and_refusals_are_counted(tmp_path, connect):
         ("requests_total", "PUT", "201"): 1,
         ("refused_total", "not_found"): 1,
         ("refused_total", "conflict"): 1,
+        ("strange_headers_total", "x-unheard-of"): 1,
         ("saved_compile_seconds_total",): 5.0,
         ("served_bytes_total",): 8,
     }.items():
@@ -177,7 +179,7 @@ def test_counters_never_decrease_when_worker_is_killed_or_replaced(start, connec
 
     def ask(times):
         for _ in range(times):  # a connection of its own, to either worker
-            assert connect(server.url).get(1).status_code == 200
+            assert connect(server.url).get(1, X_Unheard_Of="1").status_code == 200
 
     def scraped():
         return scrape(connect(server.url).http)
@@ -194,7 +196,23 @@ def test_counters_never_decrease_when_worker_is_killed_or_replaced(start, connec
     assert second["requests_total", "GET", "200"] > 40  # and the scrapes
     assert second["requests_total", "PUT", "201"] == 1
     ask(10)
-    assert scraped()["requests_total", "GET", "200"] >= second["requests_total", "GET", "200"] + 10
+    last = scraped()
+    assert last["requests_total", "GET", "200"] >= second["requests_total", "GET", "200"] + 10
+    assert last["strange_headers_total", "x-unheard-of"] == 50
+
+
+def test_names_of_strange_headers_are_limited():
+    counters = Counters.alone()
+    names = [f"{number:02}-{'a' * 80}" for number in range(MAX_NAMES + 5)]
+    for _ in range(2):
+        counters.count_strange_headers(names)
+    counted = counters.host.sums().strange_headers
+    assert counted == {**{name[:64]: 2 for name in names[:MAX_NAMES]}, OTHER: 10}
+
+    successor = counters.host.of(0)
+    successor.count_strange_headers([names[3], "new"])
+    changed = {names[3][:64]: 3, OTHER: 11}
+    assert counters.host.sums().strange_headers == counted | changed
 
 
 def test_unusual_methods_statuses_and_durations_are_counted():

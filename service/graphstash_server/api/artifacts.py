@@ -39,6 +39,7 @@ from graphstash_server.artifact import FoundArtifact
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.reading.conditions import job_named
+from graphstash_server.reading.headers import strangers
 from graphstash_server.reading.reads import ReadRequest, Reads, Unanswered
 from graphstash_server.reading.representation import absent, changes
 from graphstash_server.services.artifacts.uploads import Upload
@@ -93,6 +94,8 @@ async def head_artifact(call: NamespaceCall) -> Response:
 
 async def _read(call: NamespaceCall, *, is_head: bool) -> Response:
     headers = call.request.headers
+    names = strangers(name for name, _ in headers.raw)
+    call.context.accounting.counters.count_strange_headers(names)
     request = ReadRequest(
         key_of(call.request),
         is_head,

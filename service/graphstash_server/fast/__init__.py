@@ -9,9 +9,10 @@ offers every request to this package first:
                   in one piece, files by sendfile(2)
 
 The fast path leaves unusual requests to the application and counts them by reason. Unusual are
-other paths, unknown or repeated headers, and heads in several pieces. So are requests during
-another response, or whose caller or policy must be looked up. The application also uses `reading`,
-so both paths give the same response (tests/service/test_fast_path.py compares them).
+other paths, headers that `reading.headers` does not know, and heads in several pieces. So are
+requests during another response, or whose caller or policy must be looked up. The application also
+uses `reading`, so both paths give the same response (tests/service/test_fast_path.py compares
+them).
 """
 
 __all__: list[str] = []

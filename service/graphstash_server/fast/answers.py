@@ -40,13 +40,9 @@ from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.reading.conditions import job_named
+from graphstash_server.reading.headers import CONDITIONAL, READ, relevant_name
 from graphstash_server.reading.reads import ReadAnswer, ReadRequest, Reads, Unanswered
-from graphstash_server.reading.representation import (
-    ACCEPT_REDIRECT,
-    HEADER_ACCEL,
-    absent,
-    may_redirect,
-)
+from graphstash_server.reading.representation import absent, may_redirect
 from graphstash_server.services.identity.principals import OPEN_ACCESS, OWNER, Principal
 from graphstash_server.storage import BlobReader
 
@@ -58,31 +54,11 @@ _LINE: Final = re.compile(
 )
 """The request line of an artifact read."""
 
-_CONDITIONS: Final = {
-    name.encode(): name
-    for name in ("if-none-match", "if-range", "range", HEADER_ACCEL, ACCEPT_REDIRECT)
-}
-"""Headers that change the response, see `reading.representation`."""
-
 _ID: Final = HEADER_REQUEST_ID.lower().encode()
 _PROTOCOL: Final = HEADER_PROTOCOL.lower().encode()
 _JOB: Final = HEADER_JOB.lower().encode()
 _COPY: Final = HEADER_COPY.lower().encode()
 _VERSION: Final = str(PROTOCOL_VERSION).encode()
-
-_KNOWN: Final = frozenset(
-    {
-        *(b"host", b"connection", b"authorization", _ID, _JOB, _COPY, _PROTOCOL, *_CONDITIONS),
-        # The response does not depend on these.
-        *(b"accept", b"accept-encoding", b"accept-language", b"cache-control", b"pragma"),
-        *(b"user-agent", b"x-forwarded-for", b"x-forwarded-proto", b"x-real-ip", b"via"),
-        *(b"traceparent", b"tracestate"),
-    }
-)
-"""Headers that a fast request may have. The application handles requests with any other header,
-because a later version of it may use the header."""
-
-_NOTHING: Final[Mapping[str, str]] = {}
 
 _MAX_KEPT: Final = 1024
 """Maximum entries of each cache below, as many as `RecentRows` has rows. Each has a few KiB."""
@@ -152,7 +128,8 @@ class FastPath:
         if fields is None:
             reads["headers"] += 1
             return None
-        if may_redirect(context.settings, fields.conditions):
+        meaning = fields.meaning
+        if may_redirect(context.settings, meaning.conditions):
             reads["redirect"] += 1
             return None
         method, path = line[1].decode(), line[2].decode()
@@ -174,9 +151,9 @@ class FastPath:
             method,
             path,
             ReadRequest(
-                key, method == "HEAD", fields.conditions, policy, fields.job, fields.is_copy
+                key, method == "HEAD", meaning.conditions, policy, meaning.job, meaning.is_copy
             ),
-            fields.keep_alive,
+            meaning.keep_alive,
             fields.request_id or own_id,
             own_id,
             scheme,
@@ -254,26 +231,36 @@ def _place(path: str) -> tuple[Namespace, ArtifactKind, DeviceType]:
     return Namespace(namespace), ArtifactKind(kind), DeviceType(device_type)
 
 
-class _Fields(NamedTuple):
-    """The parsed headers of a request. `conditions` change the response. `job` may be empty. For
-    `is_copy`, see `ReadRequest`.
+class _Meaning(NamedTuple):
+    """The headers that a job's requests have in common. `conditions` change the response. `job` may
+    be empty. For `is_copy`, see `ReadRequest`.
     """
 
     conditions: Mapping[str, str]
-    authorization: str | None
-    request_id: bytes | None
     job: str
     is_copy: bool
     keep_alive: bool
 
 
+class _Fields(NamedTuple):
+    """The parsed headers of a request."""
+
+    meaning: _Meaning
+    authorization: str | None
+    request_id: bytes | None
+
+
 class _Headers(list[tuple[bytes, bytes]]):
-    """Collects headers from the parser, with lower-case names as in the application."""
+    """Collects from the parser the headers that a read does not ignore, with lower-case names as in
+    the application.
+    """
 
     heads = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.append((name.lower(), value))
+        relevant = relevant_name(name)
+        if relevant is not None:
+            self.append((relevant, value))
 
     def on_headers_complete(self) -> None:
         self.heads += 1
@@ -281,6 +268,8 @@ class _Headers(list[tuple[bytes, bytes]]):
 
 def _fields_of(lines: bytes) -> _Fields | None:
     """Parse headers with uvicorn's parser. Return None to leave the request to the application."""
+    if len(lines) > MAX_HEADER_BYTES:
+        return None
     headers = _Headers()
     try:
         HttpRequestParser(headers).feed_data(b"GET / HTTP/1.1\r\n" + lines)
@@ -289,16 +278,15 @@ def _fields_of(lines: bytes) -> _Fields | None:
     fields = dict(headers)
     if headers.heads != 1 or len(fields) != len(headers):  # two requests, or a repeated header
         return None
-    if not fields.keys() <= _KNOWN or not _is_plain(fields):
+    # Each caller has another token, and a proxy may give each request an ID.
+    authorization, request_id = fields.pop(b"authorization", None), fields.pop(_ID, None)
+    meaning = _meaning(tuple(fields.items()))
+    if meaning is None:
         return None
-    authorization = fields.get(b"authorization")
     return _Fields(
-        _conditions(fields),
+        meaning,
         None if authorization is None else authorization.decode("latin-1"),
-        callers_request_id(headers),
-        job_named(fields[_JOB].decode("latin-1") if _JOB in fields else None),
-        fields.get(_COPY) == b"1",
-        fields.get(b"connection", b"").lower() != b"close",
+        None if request_id is None else callers_request_id([(_ID, request_id)]),
     )
 
 
@@ -341,22 +329,24 @@ def _absence(namespace: Namespace, kind: ArtifactKind, device_type: DeviceType) 
     return _Absence((before, after), (begin, between, end))
 
 
-def _is_plain(fields: Mapping[bytes, bytes]) -> bool:
-    """Return whether the application would accept these headers unchanged."""
-    return (
-        b"host" in fields
-        and fields.get(_PROTOCOL, _VERSION) == _VERSION
-        and fields.get(b"connection", b"close").lower() in (b"close", b"keep-alive")
-        and sum(map(len, fields)) + sum(map(len, fields.values())) <= MAX_HEADER_BYTES
+@lru_cache(_MAX_KEPT)
+def _meaning(headers: tuple[tuple[bytes, bytes], ...]) -> _Meaning | None:
+    """Interpret headers. Return None if the application might not accept them unchanged."""
+    fields = dict(headers)
+    connection = fields.get(b"connection", b"keep-alive").lower()
+    if (
+        b"host" not in fields
+        or not fields.keys() <= READ
+        or fields.get(_PROTOCOL, _VERSION) != _VERSION
+        or connection not in {b"close", b"keep-alive"}
+    ):
+        return None
+    return _Meaning(
+        {name: fields[raw].decode("latin-1") for raw, name in CONDITIONAL.items() if raw in fields},
+        job_named(fields[_JOB].decode("latin-1") if _JOB in fields else None),
+        fields.get(_COPY) == b"1",
+        connection == b"keep-alive",
     )
-
-
-def _conditions(fields: Mapping[bytes, bytes]) -> Mapping[str, str]:
-    if fields.keys().isdisjoint(_CONDITIONS):
-        return _NOTHING
-    return {
-        name: fields[raw].decode("latin-1") for raw, name in _CONDITIONS.items() if raw in fields
-    }
 
 
 def _principal(

@@ -19,6 +19,7 @@ from graphstash_server.settings import Settings
 
 __all__ = [
     "ACCEPT_REDIRECT",
+    "CONDITIONS",
     "HEADER_ACCEL",
     "MIN_ACCELERATED_BYTES",
     "Representation",
@@ -44,6 +45,9 @@ _ACCEL_PREFIX: Final = "/_blobs/"
 
 _OTHER_CONDITIONS: Final = ("if-match", "if-modified-since", "if-unmodified-since")
 """Conditions that this server ignores and nginx would evaluate."""
+
+CONDITIONS: Final = ("if-none-match", "if-range", "range", HEADER_ACCEL, *_OTHER_CONDITIONS)
+"""Request headers that `representation_of` and `description_of` read."""
 
 _SET_BY_NGINX: Final = frozenset(
     {"Content-Range", "Accept-Ranges", "Cache-Control", "Content-Disposition"}

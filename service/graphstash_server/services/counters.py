@@ -7,11 +7,12 @@ worker continues its counts, so a counter never decreases.
 
 import mmap
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from graphstash_schema import STATUS, ErrorCode
 from graphstash_server.services.buckets import Buckets
+from graphstash_server.services.named_counts import NamedCounts
 from graphstash_server.shared_text import SharedText
 
 __all__ = ["BUCKETS", "Counted", "Counters", "HostCounters"]
@@ -57,6 +58,7 @@ class Counted(NamedTuple):
         total_seconds: total duration of the timed requests.
         healed: artifacts dropped because their blob was lost or damaged.
         leases_expired: leases that were granted to another holder after they expired.
+        strange_headers: number of reads by the name of a header that kept them from the fast path.
         workers: serving processes.
         waiters: requests that wait for a lease.
         listening: processes that receive the database's notifications.
@@ -68,6 +70,7 @@ class Counted(NamedTuple):
     total_seconds: float
     healed: int
     leases_expired: int
+    strange_headers: dict[str, int]
     workers: int
     waiters: int
     listening: int
@@ -91,6 +94,7 @@ class HostCounters:
         self._rows = [
             cells[number * len(_CELL) : (number + 1) * len(_CELL)] for number in range(workers)
         ]
+        self._strange_headers = [NamedCounts() for _ in range(workers)]
         self._free = list(range(workers))
         self.corruption = SharedText()
         self.unknown_blobs = SharedText()
@@ -109,7 +113,7 @@ class HostCounters:
 
     def of(self, row: int) -> "Counters":
         """Return the counters of the worker that has this row."""
-        return Counters(self._rows[row], self)
+        return Counters(self._rows[row], self, strange_headers=self._strange_headers[row])
 
     def sums(self) -> Counted:
         """Return the sums since the server started."""
@@ -121,6 +125,7 @@ class HostCounters:
             refused={key[1]: named[key] for key in _CELL if key[0] == "refused" and named[key]},
             seconds=sums[_SECONDS : _SECONDS + buckets],
             total_seconds=named["microseconds",] / 1e6,
+            strange_headers=NamedCounts.sums(self._strange_headers),
             **{
                 name: named[name,]
                 for name in ("healed", "leases_expired", "workers", "waiters", "listening")
@@ -131,8 +136,11 @@ class HostCounters:
 class Counters:
     """The counters of one worker. `host` has the rows of all workers."""
 
-    def __init__(self, cells: "memoryview[int]", host: HostCounters) -> None:
+    def __init__(
+        self, cells: "memoryview[int]", host: HostCounters, *, strange_headers: NamedCounts
+    ) -> None:
         self._cells = cells
+        self._strange_headers = strange_headers
         self.host = host
 
     @classmethod
@@ -159,6 +167,11 @@ class Counters:
     def count_refusal(self, code: ErrorCode) -> None:
         """Count a refused request."""
         self._cells[_CELL["refused", code.value]] += 1
+
+    def count_strange_headers(self, names: Iterable[str]) -> None:
+        """Count a read by the names of the headers that kept it from the fast path."""
+        for name in names:
+            self._strange_headers.count(name)
 
     def count_healed(self) -> None:
         """Count an artifact dropped because its blob was lost or damaged."""

@@ -8,7 +8,7 @@ import asyncio
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -28,15 +28,13 @@ from graphstash_server.errors import ServerError
 from graphstash_server.logs import in_background
 from graphstash_server.services.counters import BUCKETS, Counted, Counters
 from graphstash_server.services.jobs.leases import LeaseService
+from graphstash_server.services.named_counts import OTHER
 from graphstash_server.services.plausible_clock import PlausibleClock
 
 __all__ = ["MAX_LABELLED", "OTHER", "ExpositionService"]
 
 MAX_LABELLED = 50
 """Maximum namespaces with series of their own: those with the most hits and misses."""
-
-OTHER = "(other)"
-"""Label of the sum over all other namespaces. It is not a valid name of a namespace."""
 
 _STORED = ("size_bytes", "metadata_bytes", "manifest_bytes")
 
@@ -130,6 +128,14 @@ def _of_host(counted: Counted, *, is_postgresql: bool) -> Iterable[Metric]:
     for code, count in counted.refused.items():
         refused.add_metric([code], count)
     yield refused
+    strange = _counter(
+        "strange_headers",
+        "Reads that took longer because of a header, by the header's name.",
+        ["name"],
+    )
+    for name, count in _limited(counted.strange_headers).items():
+        strange.add_metric([name], count)
+    yield strange
     yield _histogram(counted)
     yield _counter(
         "healed", "Artifacts dropped because their blob was lost or damaged.", value=counted.healed
@@ -147,6 +153,13 @@ def _of_host(counted: Counted, *, is_postgresql: bool) -> Iterable[Metric]:
             "Whether every process gets the notifications of PostgreSQL; 0 means that some poll.",
             counted.workers > 0 and counted.listening == counted.workers,
         )
+
+
+def _limited(counts: dict[str, int]) -> dict[str, int]:
+    """Return the largest counts, and the sum of the others."""
+    shown = dict(heapq.nlargest(MAX_LABELLED, counts.items(), key=itemgetter(1)))
+    rest = sum(counts.values()) - sum(shown.values())
+    return {**shown, OTHER: shown.get(OTHER, 0) + rest} if rest else shown
 
 
 def _histogram(counted: Counted) -> Metric:
