@@ -39,6 +39,11 @@ def test_fused_tensor_parallel_layers_and_train_end_at_the_same_bits(run, case, 
     run(case, when=when)
 
 
+@pytest.mark.parametrize("divides_by_all", [True, False])
+def test_join_after_fusion_divides_as_without_fusion(run, divides_by_all):
+    run("joined_later", divides_by_all=divides_by_all)
+
+
 REFUSED = {
     "own hook": 'has a communication hook, .* takes only one; use when="forward"',
     "built-in hook": 'has a communication hook, .* takes only one; use when="forward"',

@@ -136,6 +136,21 @@ def replicated(*, when: str, optimizer: str, settings: str) -> None:
     assert_same(lambda when: run(ddp(**SETTINGS[settings]), optimizer, when), when)
 
 
+def joined_later(*, divides_by_all: bool) -> None:
+    """After the fusion, each process makes another number of steps."""
+
+    def train(when: Any) -> list[Tensor]:
+        model = ddp()
+        values = run(model, "SGD", when)
+        optimizer = sgd(model)
+        with model.join(divide_by_initial_world_size=divides_by_all):
+            for number in range(2 + 2 * distributed.get_rank()):
+                one_step(model, optimizer, number)
+        return [*values, *model.parameters()]
+
+    assert_same(train, "backward")
+
+
 def with_own_hook() -> None:
     def train(when: str | None) -> list[Tensor]:
         model = ddp()

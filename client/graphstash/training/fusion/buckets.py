@@ -102,6 +102,18 @@ def _refuse(ddp: DistributedDataParallel) -> None:
         )
 
 
+def _divisor(ddp: DistributedDataParallel, device: torch.device) -> int:
+    """Return the number of processes by which DDP divides a bucket without a hook."""
+    group = ddp.process_group
+    if not ddp._join_config.enable or ddp._divide_by_initial_world_size:
+        return int(group.size())
+    # A process that has joined calls the hook outside of backward, with zeros.
+    is_active = torch._C._current_graph_task_id() != -1
+    active = torch.tensor(int(is_active), device=device)
+    distributed.all_reduce(active, group=group)
+    return int(active)
+
+
 def _reduce(state: _State, bucket: GradBucket) -> Future[Tensor]:
     ddp = cast("DistributedDataParallel", state.ddp())  # alive: it calls this hook
     sums = bucket.buffer()
@@ -110,7 +122,7 @@ def _reduce(state: _State, bucket: GradBucket) -> Future[Tensor]:
     if updater is not None and (sums.is_sparse or ddp._join_config.enable):
         what = "a sparse gradient" if sums.is_sparse else "join()"
         raise FusionError(f"{what} of DistributedDataParallel cannot be fused; {_REMEDY}")
-    sums.mul_(1.0 / group.size())  # before the sum, as DDP does
+    sums.mul_(1.0 / _divisor(ddp, sums.device))  # before the sum, as DDP does
     work = distributed.all_reduce(sums, group=group, async_op=True)
     update = None if updater is None else updater(bucket)
     if update is None:
