@@ -35,6 +35,7 @@ __all__ = [
     "is_fully_sharded",
     "is_sharded",
     "local",
+    "sharded_like",
 ]
 
 
@@ -96,6 +97,22 @@ def distributed_like(value: Tensor, like: object) -> Tensor:
 
     mesh = _of(like).device_mesh
     return distribute_tensor(value.to(mesh.device_type), mesh, _of(like).placements)
+
+
+def sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return state that is sharded as its parameter is, if it has the parameter's shape.
+
+    If one of them is sharded, every process of its mesh must call this.
+    """
+    if is_sharded(value) and not _are_sharded_alike(value, parameter):
+        value = full(value)
+    return distributed_like(value, parameter)
+
+
+def _are_sharded_alike(a: Tensor, b: Tensor) -> bool:
+    if not (is_sharded(a) and is_sharded(b)):
+        return False
+    return (_of(a).device_mesh, _of(a).placements) == (_of(b).device_mesh, _of(b).placements)
 
 
 def _of(tensor: object) -> "DTensor":

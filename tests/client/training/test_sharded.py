@@ -19,6 +19,10 @@ def test_a_sharded_run_resumes_exactly_and_its_checkpoint_fits_a_whole_model(ran
     ranks(2).run("sharded:resumes", directory=tmp_path, ours=ours)
 
 
+def test_state_that_was_sharded_otherwise_is_loaded(ranks):
+    ranks(2).run("sharded:loads_other_shards")
+
+
 REFUSED = {
     "Checkpoints": ["call full_tensor() in every process"],
     "Muon": ["a parameter is sharded: put it into a group"],

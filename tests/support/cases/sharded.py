@@ -3,12 +3,15 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from graphstash import training
 from graphstash.training.sharding import full
@@ -109,6 +112,39 @@ def resumes(*, directory: str, ours: bool) -> None:
     layers.load_state_dict(last.state["model"])
     optimizer(layers.parameters()).load_state_dict(last.state["optimizer"])
     assert [parameter.tolist() for parameter in layers.parameters()] == values
+
+
+def loads_other_shards() -> None:
+    """State of other shards, on other processes or of whole tensors trains on to the same bits."""
+    world = distributed.get_world_size()
+    meshes = [DeviceMesh("cpu", order) for order in (range(world), range(world)[::-1])]
+    whole = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
+    kinds = [(meshes[0], Shard(0)), (meshes[0], Shard(1)), (meshes[1], Shard(0)), None]
+
+    def made(kind: Any) -> tuple[nn.Parameter, Any]:
+        value = whole if kind is None else distribute_tensor(whole, kind[0], [kind[1]])
+        parameter = nn.Parameter(value.clone())
+        return parameter, training.AdamW([parameter], lr=0.1)
+
+    def make_steps(parameter: nn.Parameter, optimizer: Any, count: int) -> None:
+        for _ in range(count):
+            parameter.grad = parameter.detach().clone()
+            optimizer.step()
+
+    parameter, optimizer = made(None)
+    make_steps(parameter, optimizer, 3)
+    expected = parameter.detach().clone()
+    make_steps(parameter, optimizer, 2)
+    for there, here in product(kinds, repeat=2):
+        saved, given = made(there)
+        make_steps(saved, given, 3)
+        loaded, mine = made(here)
+        mine.load_state_dict(given.state_dict())
+        with torch.no_grad():
+            value = expected if here is None else distribute_tensor(expected, here[0], [here[1]])
+            loaded.copy_(value)
+        make_steps(loaded, mine, 2)
+        torch.testing.assert_close(full(loaded.detach()), parameter.detach(), rtol=0, atol=0)
 
 
 def refusals(*, directory: str, names: list[str]) -> dict[str, str]:

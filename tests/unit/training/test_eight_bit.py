@@ -8,6 +8,7 @@ import pytest
 import torch
 import torchao.optim
 from torch import nn
+from torchao.optim.subclass_8bit import OptimState8bit
 
 from graphstash import ConfigError
 from graphstash.training import Adam, Adam8bit, AdamW, AdamW8bit
@@ -19,6 +20,9 @@ ROUNDED = 3  # the first of them; 256 does not divide 5000
 BAD = {0: math.inf, 5: math.nan, 11: -math.inf}
 STEPS = 13
 BOTH = [Adam8bit, AdamW8bit]
+given_classes = pytest.mark.parametrize(
+    "given_class", [torchao.optim.AdamW8bit, torch.optim.AdamW, AdamW], ids=lambda c: c.__module__
+)
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +79,7 @@ def test_moments_take_two_bytes_per_element():
     assert sizes == {AdamW: 8 * 256**2 + 4, AdamW8bit: 2 * (256**2 + 4 * 256) + 4}
 
 
-@pytest.mark.parametrize(
-    "given_class", [torchao.optim.AdamW8bit, torch.optim.AdamW, AdamW], ids=lambda c: c.__module__
-)
+@given_classes
 def test_state_of_another_adamw_is_loaded(given_class):
     parameters, others = new_parameters(), new_parameters()
     given = given_class(others, lr=1e-3)
@@ -96,6 +98,35 @@ def test_state_of_another_adamw_is_loaded(given_class):
         # A moment that was rounded is off by up to some percent, and so are two steps of 1e-3.
         atol = 1e-3 if is_rounded_now else 1e-6
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+
+
+@given_classes
+@pytest.mark.parametrize("shape", [(64, 128), (3, 3)])
+def test_state_of_another_adamw_for_another_shape_is_refused(given_class, shape):
+    other = nn.Parameter(torch.ones(64, 64))
+    given = given_class([other], lr=1e-3)
+    make_steps([other], given, range(1))
+    mine = AdamW8bit([nn.Parameter(torch.ones(shape))])
+    with pytest.raises(ConfigError, match=r"exp_avg has the shape \[64, 64\] instead of"):
+        mine.load_state_dict(given.state_dict())
+    assert mine.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("count", [2048, 4096], ids=["unquantized here", "quantized here"])
+def test_torchaos_moments_in_blocks_of_another_size_are_loaded(count):
+    parameters, others = ([nn.Parameter(torch.ones(count))] for _ in range(2))
+    given = torchao.optim.AdamW8bit(others, lr=1e-3, block_size=128)
+    make_steps(others, given, range(2))
+    for name in ("exp_avg", "exp_avg_sq"):  # torchao quantizes only 4096 elements or more
+        quantized = OptimState8bit.zeros((count,), signed=name == "exp_avg", block_size=128)
+        given.state[others[0]][name] = quantized.copy_(given.state[others[0]][name])
+    mine = AdamW8bit(parameters)
+    mine.load_state_dict(given.state_dict())
+    with torch.no_grad():
+        parameters[0].copy_(others[0])
+    make_steps(parameters, mine, range(2, 4))
+    make_steps(others, given, range(2, 4))
+    torch.testing.assert_close(parameters, others, rtol=0, atol=1e-4)
 
 
 def test_the_layout_in_memory_changes_nothing():

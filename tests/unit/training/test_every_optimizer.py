@@ -196,6 +196,23 @@ def test_state_of_other_groups_or_of_another_shape_is_refused_and_changes_nothin
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
 
+@every_optimizer
+def test_state_tensor_of_another_shape_is_refused_and_changes_nothing(name):
+    parameters, optimizer = made(name)
+    make_steps(parameters, optimizer, range(3))
+    if name == "ScheduleFreeAdamW":
+        optimizer.eval()  # adds a tensor to the state
+    saved = optimizer.state_dict()
+    new = made(name)[1]
+    for number, state in saved["state"].items():
+        for key in state.keys() - {"step", "calls"}:
+            wrong = torch.zeros(*state[key].shape, 2)
+            states = saved["state"] | {number: state | {key: wrong}}
+            with pytest.raises(ConfigError, match=rf"{key} has the shape \[[\d, ]+\] instead of"):
+                new.load_state_dict(saved | {"state": states})
+            assert new.state_dict()["state"] == {}
+
+
 # Types.
 
 

@@ -41,7 +41,7 @@ from graphstash.training.optimizers.cohort import (
     computes_the_same,
     place_of,
 )
-from graphstash.training.sharding import Sums, distributed_like
+from graphstash.training.sharding import Sums, sharded_like
 
 __all__ = [
     "Group",
@@ -646,7 +646,7 @@ class SyncFreeOptimizer(Optimizer):
             state[name] = (
                 new.beginning(parameter, name)
                 if value is None
-                else distributed_like(_own_copy(value), parameter)
+                else sharded_like(_own_copy(value), parameter)
             )
         return [state[name] for name in names]
 
@@ -679,16 +679,23 @@ class SyncFreeOptimizer(Optimizer):
                 )
 
     def _check_shapes(self, group: Group, parameter: Tensor, state: Group) -> None:
-        new = self._new_state(group)
         like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        for name in new.names(parameter):
-            value, begun = state.get(name), new.beginning(like, name)
-            if value is not None and value.shape != begun.shape:
+        for name, shape in self._shapes_of(group, like).items():
+            value = state.get(name)
+            if value is not None and value.shape != shape:
                 raise ConfigError(
                     f"the state dictionary is that of another model: for a parameter of shape "
                     f"{list(parameter.shape)}, {name} has the shape {list(value.shape)} instead of "
-                    f"{list(begun.shape)}; begin with new state"
+                    f"{list(shape)}; begin with new state"
                 )
+
+    def _shapes_of(self, group: Group, like: Tensor) -> dict[str, torch.Size]:
+        """Return the shapes of all state tensors that a dictionary may have besides `step`.
+
+        `like` has the parameter's shape and dtype, and no values.
+        """
+        new = self._new_state(group)
+        return {name: new.beginning(like, name).shape for name in new.names(like)}
 
     def _other_makers(self, saved: Mapping[str, Any]) -> list[str]:
         """Return the names of the optimizers that may have saved a group: it contains all of their

@@ -163,18 +163,24 @@ class Adam8bit(Adam):
         # The moments of torchao and unquantized moments have Adam's names.
         return {*self._slots(group)} <= {*saved} or super()._has_moments(group, parameter, saved)
 
+    def _shapes_of(self, group: Group, like: Tensor) -> dict[str, torch.Size]:
+        return super()._shapes_of(group, like) | dict.fromkeys(self._slots(group), like.shape)
+
     def _adopt(
         self, group: Group, parameter: Tensor, state: dict[str, Any], *more: Any
     ) -> list[Tensor]:
-        if _is_quantized(parameter):
-            for name, signed in zip(self._slots(group), _SIGNED, strict=True):
-                if (moment := state.pop(name, None)) is not None:  # torchao's, or unquantized
-                    parts = (
-                        (moment.codes, moment.scale)
-                        if hasattr(moment, "codes")
-                        else _quantized(moment, signed=signed)
-                    )
-                    state |= {f"{name}_{n}": part for n, part in zip(_PARTS, parts, strict=True)}
+        is_quantized = _is_quantized(parameter)
+        for name, signed in zip(self._slots(group), _SIGNED, strict=True):
+            moment: Any = state.get(name)  # torchao's, or unquantized
+            if hasattr(moment, "codes") and not (is_quantized and moment.block_size == _BLOCK):
+                moment = state[name] = moment.dequantize()
+            if is_quantized and state.pop(name, None) is not None:
+                parts = (
+                    (moment.codes, moment.scale)
+                    if hasattr(moment, "codes")
+                    else _quantized(moment, signed=signed)
+                )
+                state |= {f"{name}_{n}": part for n, part in zip(_PARTS, parts, strict=True)}
         return super()._adopt(group, parameter, state, *more)
 
 

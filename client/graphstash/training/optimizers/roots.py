@@ -147,6 +147,12 @@ class RootsOptimizer(SyncFreeOptimizer):
             )
         super()._check_loaded(group, saved, states)
 
+    def _shapes_of(self, group: Group, like: Tensor) -> dict[str, torch.Size]:
+        factors = self._factors(group, like)
+        flat, pending = torch.Size([factors.numel]), nothing_pending(factors, like).shape
+        own = {"statistics": flat, "roots": flat, "pending": pending}
+        return super()._shapes_of(group, like) | own
+
     # The step.
 
     def _update_cohort(self, index: int, group: Group, cohort: Cohort) -> None:

@@ -231,6 +231,9 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
         ]
         return state_dict | {"param_groups": groups}
 
+    def _shapes_of(self, group: Group, like: Tensor) -> dict[str, torch.Size]:
+        return super()._shapes_of(group, like) | {_SAVED: like.shape}
+
     def _beginning(self, group: Group, parameter: Tensor, name: str) -> Tensor:
         if name in {"z", "exp_avg_sq"}:
             return super()._beginning(group, parameter, name)
