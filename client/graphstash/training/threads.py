@@ -18,7 +18,7 @@ A submission finishes when its callable returns. If the callable only queues dev
 and CUDA, `depth` bounds memory only if the callable first waits for an earlier step.
 
     GraphstashError
-    └── ExecutorError          the call would wait for itself
+    └── ExecutorError          the call would wait for itself, perhaps through other executors
         ├── ExecutorClosed     closed, or created in the parent process before a fork
         └── ExecutorStopped    not run because an earlier submission failed: its `__cause__`
 """
@@ -29,8 +29,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -62,6 +64,52 @@ class ExecutorStopped(ExecutorError):  # noqa: N818 - a state
     """The submission did not run because an earlier submission failed: its `__cause__`."""
 
 
+class _Waits:
+    """The waits without a timeout, by thread. They end unless threads wait for each other."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the threads of the parent process after a fork."""
+        self._lock = threading.Lock()
+        self._waits: dict[int, tuple[str, Callable[[AbstractSet[int]], bool]]] = {}
+
+    @contextmanager
+    def waiting(self, pool: str, is_stuck: Callable[[AbstractSet[int]], bool]) -> Iterator[None]:
+        """Wait for a pool in this block.
+
+        Args:
+            pool: name of the pool.
+            is_stuck: given threads that never go on, returns whether the wait never ends.
+
+        Raises:
+            ExecutorError: the wait would never end.
+        """
+        this = threading.get_ident()
+        with self._lock:
+            waits = self._waits | {this: (pool, is_stuck)}
+            stuck = set(waits)
+            while free := {each for each in stuck if not waits[each][1](stuck)}:
+                stuck -= free
+            if this in stuck:
+                names = ", ".join(sorted({repr(waits[each][0]) for each in stuck}))
+                raise ExecutorError(
+                    f"{threading.current_thread().name!r} would wait for itself: calls of {names} "
+                    "would wait for each other; submit and wait outside of submitted callables"
+                )
+            self._waits = waits
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waits.pop(this, None)
+
+
+_waits = _Waits()
+os.register_at_fork(after_in_child=_waits.forget)
+
+
 class DeviceFuture(Generic[_T]):
     """The result of a submission. As an argument of another submission, it stands for its result.
 
@@ -71,6 +119,7 @@ class DeviceFuture(Generic[_T]):
         future: future of the submitted call.
         executor: name of the executor, for messages.
         before_waiting: raises if this thread would wait for itself.
+        is_stuck: given threads that never go on, returns whether the call never ends.
         on_read: called with a failure once the caller has read it.
     """
 
@@ -80,11 +129,13 @@ class DeviceFuture(Generic[_T]):
         *,
         executor: str,
         before_waiting: Callable[[], None],
+        is_stuck: Callable[[AbstractSet[int]], bool],
         on_read: Callable[[BaseException], None],
     ) -> None:
         self._future = future
         self._executor = executor
         self._before_waiting = before_waiting
+        self._is_stuck = is_stuck
         self._on_read = on_read
 
     def done(self) -> bool:
@@ -110,15 +161,20 @@ class DeviceFuture(Generic[_T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the exception that `result` would raise, which then counts as read."""
+        is_bounded = timeout is not None or self._future.done()
         if not self._future.done():
             self._before_waiting()
         try:
-            error = self._future.exception(timeout)
+            with nullcontext() if is_bounded else _waits.waiting(self._executor, self._never_ends):
+                error = self._future.exception(timeout)
         except CancelledError:
             return ExecutorClosed(f"{self._executor!r} was closed and dropped this submission")
         if error is not None:
             self._on_read(error)
         return error
+
+    def _never_ends(self, stuck: AbstractSet[int]) -> bool:
+        return not self._future.done() and self._is_stuck(stuck)
 
 
 def resolve(value: Any) -> Any:
@@ -162,6 +218,8 @@ class WorkerPool:
         self._stopped_by: BaseException | None = None
         self._unread: dict[int, BaseException] = {}
         self._members: set[int] = set()
+        self._running: dict[int, int] = {}
+        """By thread: the number of the last submission that it started."""
         self._numbers = itertools.count(1)
         self._workers = workers
         self._slots = threading.Semaphore(workers + capacity)
@@ -178,16 +236,20 @@ class WorkerPool:
 
         Raises:
             BaseException: a failure that stopped the run, or an unread failure.
-            ExecutorError: called from a thread of this pool, which might wait for itself.
+            ExecutorError: called from a thread of this pool, or from one for which this pool's
+                calls wait while the queue is full.
             ExecutorClosed: the pool is closed, or belongs to the parent process.
         """
         self._require_other_thread(waits=False)
-        self._slots.acquire()
+        if not self._slots.acquire(blocking=False):
+            with _waits.waiting(self.name, self._stays_full):
+                self._slots.acquire()
         call = [(function, args, kwargs)]
         del args, kwargs
         try:
             self._require_open()
-            future = self._threads.submit(self._run, next(self._numbers), call)
+            number = next(self._numbers)
+            future = self._threads.submit(self._run, number, call)
         except BaseException:
             call.clear()  # a call stays queued even if no thread could start
             self._slots.release()
@@ -198,6 +260,7 @@ class WorkerPool:
             future,
             executor=self.name,
             before_waiting=partial(self._require_other_thread, waits=True),
+            is_stuck=partial(self._is_stuck, number),
             on_read=self._mark_read,
         )
 
@@ -230,6 +293,7 @@ class WorkerPool:
             error.add_note(f"{self.name!r} failed as well: {failure!r}")
 
     def _run(self, number: int, call: list[tuple[Callable[..., _T], Any, Any]]) -> _T:
+        self._running[threading.get_ident()] = number
         if self._stopped_by is not None:
             call.clear()
             raise ExecutorStopped(
@@ -252,12 +316,27 @@ class WorkerPool:
                 f"the threads of {self.name!r} are in process {self._pid}; "
                 "create another in this one"
             )
-        # A worker may wait for other workers: their calls were submitted earlier.
+        # A worker may wait for another worker of its pool.
         if threading.get_ident() in self._members and not (waits and self._workers > 1):
             raise ExecutorError(
                 f"{self.name!r} would wait for itself: this is one of its threads;"
                 " submit and wait outside of submitted callables"
             )
+
+    def _is_stuck(self, number: int, stuck: AbstractSet[int]) -> bool:
+        """Return whether a submission never ends if these threads never go on."""
+        for thread, running in list(self._running.items()):
+            if running == number:
+                return thread in stuck
+        return len(self._members & stuck) == self._workers
+
+    def _stays_full(self, stuck: AbstractSet[int]) -> bool:
+        if has_room := self._slots.acquire(blocking=False):
+            self._slots.release()
+        return not has_room and len(self._members & stuck) == self._workers
+
+    def _stays_open(self, stuck: AbstractSet[int]) -> bool:
+        return not self._members.isdisjoint(stuck)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -276,11 +355,13 @@ class WorkerPool:
         if os.getpid() != self._pid:
             return None
         self._require_other_thread(waits=False)
-        self._closed = True
-        self._threads.shutdown(wait=True, cancel_futures=cancel)
+        with _waits.waiting(self.name, self._stays_open):
+            self._closed = True
+            self._threads.shutdown(wait=True, cancel_futures=cancel)
         failures = list(self._unread.values())
         self._unread.clear()
         self._members.clear()  # the system reuses the ids of ended threads
+        self._running.clear()
         for other in failures[1:]:
             failures[0].add_note(f"another failure of {self.name!r}: {other!r}")
         return failures[0] if failures else None

@@ -1,3 +1,4 @@
+import contextlib
 import ctypes
 import os
 import signal
@@ -5,6 +6,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from graphstash.training.threads import (
     ExecutorClosed,
     ExecutorError,
     ExecutorStopped,
+    WorkerPool,
 )
 from support.run_case import RUN_CASE, case_arguments
 
@@ -258,6 +261,52 @@ def test_submission_that_waits_for_itself_is_refused(device):
     for call in (lambda other: other.submit(int), lambda other: other.close()):
         with DeviceExecutor() as other:
             assert isinstance(other.submit(call, other).exception(), ExecutorError)
+
+
+WAYS = {
+    "result": lambda pool, future: future.result(),
+    "submit": lambda pool, future: [pool.submit(int) for _ in range(3)],
+    "close": lambda pool, future: pool.close(),
+}
+
+
+@pytest.mark.parametrize("first", WAYS)
+@pytest.mark.parametrize("second", WAYS)
+def test_executors_that_wait_for_each_other_are_refused(first, second):
+    submitted = threading.Barrier(3)
+    one, two = DeviceExecutor("one"), DeviceExecutor("two")
+
+    def wait_for(way, pool, futures):
+        submitted.wait(SECONDS)
+        return WAYS[way](pool, *futures())
+
+    here, there = [], []
+    here.append(one.submit(wait_for, first, two, partial(iter, there)))
+    there.append(two.submit(wait_for, second, one, partial(iter, here)))
+    submitted.wait(SECONDS)
+    errors = [each.exception(SECONDS) for each in (*here, *there)]
+    refused = [each for each in errors if isinstance(each, ExecutorError)]
+    assert refused
+    assert "calls of 'one', 'two' would wait for each other" in str(refused[0])
+    for pool in (one, two):
+        with contextlib.suppress(ExecutorError):
+            pool.close()
+
+
+def test_all_workers_of_a_pool_that_wait_for_queued_calls_are_refused():
+    submitted, queued = threading.Barrier(3), []
+    with WorkerPool("pair", workers=2) as pool:
+
+        def wait_for(number):
+            submitted.wait(SECONDS)
+            return queued[number].result()
+
+        waits = [pool.submit(wait_for, number) for number in range(2)]
+        queued += [pool.submit(int, number) for number in range(2)]
+        submitted.wait(SECONDS)
+        errors = [each.exception() for each in waits]
+        assert sum(isinstance(each, ExecutorError) for each in errors) == 1
+        assert [each.result() for each in queued] == [0, 1]
 
 
 @pytest.fixture
