@@ -94,7 +94,10 @@ def test_mistakes_are_reported_on_every_rank(run, tmp_path):
     for told in reports:
         for name, text in MISTAKES.items():
             assert text in told[name], name
-        assert told["sizes"].startswith("ConfigError: ")
+        kinds = {name: text.partition(":")[0] for name, text in told.items()}
+        configured = {"sizes", "blocks", "address", "no secret", "port", "any address", "long name"}
+        assert {kinds[name] for name in configured} == {"ConfigError"}, kinds
+        assert kinds["nobody"] == kinds["after it"] == "AggregationError"
         numbers = [n for n in (10, 11, 12) if f"tensor 0 of {n} float32" in told["sizes"]]
         assert len(numbers) == 2
         assert told["types"].startswith("ConfigError: ")

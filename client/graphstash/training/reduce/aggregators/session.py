@@ -75,8 +75,9 @@ class Session:
         counters: Datagrams that this rank has sent and received.
 
     Raises:
-        ConfigError: the ranks do not agree, or an address cannot be used.
-        AggregationError: a process does not start or answer.
+        ConfigError: the ranks do not agree, an address or `secret_file` cannot be used, or an
+            aggregator process does not start; on every rank.
+        AggregationError: an aggregator does not answer, or refuses the session; on every rank.
     """
 
     def __init__(
@@ -226,8 +227,8 @@ class Session:
         settings: Settings,
         rank: int,
         world: int,
-    ) -> PathLimits | str:
-        """Return how this rank reaches the aggregators, or a text that says why it does not."""
+    ) -> PathLimits | GraphstashError:
+        """Return how this rank reaches the aggregators, or the error that every rank raises."""
         sizes = _PAYLOADS if settings.payload_bytes is None else (settings.payload_bytes,)
         try:
             self._client = Client(
@@ -240,9 +241,9 @@ class Session:
             )
             return self._client.open(sizes)
         except GraphstashError as error:
-            return str(error)
+            return error
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
-            return self._why(error)
+            return AggregationError(self._why(error))
 
     def _require_own(self) -> None:
         if self._own is not None and self._own.has_ended():
@@ -320,13 +321,15 @@ def _require_agreement(offers: Sequence[_Offer], settings: Settings) -> None:
             )
 
 
-def _agreed(found: Sequence[PathLimits | str], settings: Settings, world: int) -> tuple[int, int]:
+def _agreed(
+    found: Sequence[PathLimits | GraphstashError], settings: Settings, world: int
+) -> tuple[int, int]:
     """Return datagram bytes and slots per aggregator, the same on all ranks. The smallest receive
     buffer has to hold the datagrams of all ranks at once; otherwise many would be lost.
     """
-    problems = [each for each in found if isinstance(each, str)]
+    problems = [each for each in found if isinstance(each, GraphstashError)]
     if problems:
-        raise AggregationError(problems[0])
+        raise problems[0]
     limits = [each for each in found if isinstance(each, PathLimits)]
     room = min(each.buffer_bytes for each in limits) // 2  # Linux also counts its own overhead
     common = sorted(set.intersection(*(set(each.payload_bytes) for each in limits)))
