@@ -158,6 +158,7 @@ def _no_settings_from_outside(monkeypatch, tmp_path_factory):
         if name.startswith(("GRAPHSTASH_", "_GRAPHSTASH_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "no-server"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-file"))
 
 
 @pytest.fixture(autouse=True)

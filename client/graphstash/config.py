@@ -2,7 +2,8 @@
 
 Each field is read from `GRAPHSTASH_<FIELD IN CAPITALS>`, for example `GRAPHSTASH_URL`. Arguments of
 `graphstash.install` override the environment. So do the options of `graphstash run`, for the fields
-that have an `Option`. The help and the reference show the docstring below each field.
+that have an `Option`. The user's config file (`graphstash init`) comes after the environment. The
+help and the reference show the docstring below each field.
 """
 
 import os
@@ -28,6 +29,7 @@ from graphstash._rules import (
     text,
     whole,
 )
+from graphstash._user_file import UserFile, read_user_file
 from graphstash.errors import ConfigError
 from graphstash_schema import ManifestName, Namespace
 from graphstash_schema.names import line_of
@@ -186,9 +188,9 @@ class ServerSettings:
     """Server, namespaces and timeouts."""
 
     url: str = setting(find_own_server, text(_checked_url), Option())
-    """Base URL of the server, or `unix:<path>` of its socket. Default: the server that this user
-    runs on this host (`graphstash serve`). Without a server, or with `none`, the job uses only its
-    local tier."""
+    """Base URL of the server, or `unix:<path>` of its socket. Default: the server that `graphstash
+    init` stored, else the one that this user runs on this host (`graphstash serve`). Without a
+    server, or with `none`, the job uses only its local tier."""
     namespace: Namespace = setting(Namespace("default"), text(Namespace), Option())
     """Namespace to publish artifacts to and to read from."""
     read_namespaces: tuple[Namespace, ...] = setting(
@@ -211,7 +213,8 @@ class CredentialSettings:
     """Credentials and certificates."""
 
     token: Secret | None = setting(None, secret(_checked_token))
-    """Bearer token for the server."""
+    """Bearer token for the server. Default: the one that `graphstash init` stored with the server's
+    address."""
     token_file: Path | None = setting(None, path())
     """File that holds the token. The client reads it again when it changes."""
     ca_file: Path | None = setting(None, path())
@@ -320,6 +323,8 @@ class ClientConfig(
 
     Attributes:
         given: names of the settings that were set explicitly.
+        of_file: names of those settings that the user's config file has set.
+        file_problem: why the user's config file, or a part of it, is ignored; "" without a problem.
 
     Raises:
         ConfigError: a setting is invalid. The message names each invalid setting, its value unless
@@ -327,6 +332,8 @@ class ClientConfig(
     """
 
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    of_file: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    file_problem: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         errors = []
@@ -374,6 +381,13 @@ class ClientConfig(
         return not (self.url or "url" in self.given or self.read_only)
 
     @property
+    def token_source(self) -> str:
+        """Where the token comes from. "" without one: there may still be one in netrc."""
+        if self.token is not None:
+            return "`graphstash init`" if "token" in self.of_file else "GRAPHSTASH_TOKEN"
+        return f"GRAPHSTASH_TOKEN_FILE={self.token_file}" if self.token_file else ""
+
+    @property
     def readable(self) -> tuple[Namespace, ...]:
         """The namespaces to read from, in order."""
         return tuple(dict.fromkeys((*self.read_namespaces, self.namespace)))
@@ -387,7 +401,10 @@ class ClientConfig(
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
-        """Read the environment. `overrides` that are not None take precedence.
+        """Read the environment, and then the config file of its user.
+
+        `overrides` that are not None take precedence. A problem of the file is no error, so that
+        it keeps no job from running.
 
         Raises:
             ConfigError: a setting is invalid. The message names it, its value unless it is secret,
@@ -403,4 +420,28 @@ class ClientConfig(
         values |= {name: value for name, value in overrides.items() if value is not None}
         if unknown := sorted(set(values) - set(known)):
             raise ConfigError(f"jobs have no such settings: {', '.join(unknown)}")
-        return cls(**values, given=frozenset(values))
+        file = read_user_file(source)
+        stored, problem = _usable(file, values)
+        values |= stored
+        return cls(
+            **values, given=frozenset(values), of_file=frozenset(stored), file_problem=problem
+        )
+
+
+def _usable(file: UserFile, values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the settings of the user's file that apply beside other settings, and its problem.
+
+    The file's token is for the file's server only. An address from elsewhere does not get it.
+    """
+    known, checked = ClientConfig.rules(), {}
+    for name, value in file.values.items():
+        try:
+            checked[name] = known[name].read(value)
+        except ValueError as error:
+            return {}, f"{name} in the file of `graphstash init` is invalid: {error}"
+    if str(values.get("url", checked.get("url"))).rstrip("/") != checked.get("url"):
+        return {}, file.problem
+    left_out = {"url"} & set(values)
+    if {"token", "token_file"} & set(values):
+        left_out.add("token")
+    return {name: each for name, each in checked.items() if name not in left_out}, file.problem

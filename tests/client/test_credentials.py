@@ -129,7 +129,7 @@ def test_refused_token_is_retried_after_a_minute_or_with_a_new_one(tmp_path):
     credentials = Credentials(ClientConfig.load({}, token_file=path), clock=lambda: now[-1])
     credentials.refused(credentials.token())
     now.append(59.0)
-    with pytest.raises(CacheError, match="rejected the token in"):
+    with pytest.raises(CacheError, match="rejected the token from GRAPHSTASH_TOKEN_FILE="):
         credentials.token()
     now.append(61.0)
     assert credentials.token() == "first"

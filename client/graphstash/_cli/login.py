@@ -15,7 +15,7 @@ import typer
 from pydantic import ValidationError
 from rich.markup import escape
 
-from graphstash._cli.output import Json, Url, fail, out, print_json
+from graphstash._cli.output import Json, Url, fail, load_config, out, print_json
 from graphstash._http.client import ServerClient
 from graphstash._http.identity import jwt_from_github, read_jwt
 from graphstash._rules import Secret
@@ -93,7 +93,7 @@ def login(
             status=ExitStatus.USAGE,
         )
     try:
-        config = ClientConfig.load(url=url, token_file=token_file)
+        config = load_config(url=url, token_file=token_file)
         path = _place_of_token(config)
         request = TokenExchange(
             grants=tuple(map(Grant.parse, grant or ())),
@@ -117,7 +117,7 @@ def login(
 def _place_of_token(config: ClientConfig) -> Path:
     if not config.url:
         raise ConfigError("set GRAPHSTASH_URL to the server that is to give the token")
-    if config.token is not None:
+    if config.token is not None and "token" not in config.of_file:
         raise ConfigError("GRAPHSTASH_TOKEN is set, and jobs prefer it to a file: unset it")
     if config.token_file is None:
         raise ConfigError("set GRAPHSTASH_TOKEN_FILE to the file from which jobs read tokens")

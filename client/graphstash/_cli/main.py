@@ -42,6 +42,11 @@ class _Listed(NamedTuple):
 
 
 _LISTED: Final = {
+    "init": _Listed(
+        _JOBS,
+        "Store the server's address and a token for all jobs of this user.",
+        "init:init",
+    ),
     "run": _Listed(
         _JOBS,
         "Run a command with the cache in every Python process that it starts.",

@@ -70,11 +70,19 @@ _GAP: Final = "  "
 
 
 def load_config(**options: Any) -> ClientConfig:
-    """Load the settings from options and the environment. End the command if one is invalid."""
+    """Load the settings from options, the environment and the user's config file.
+
+    End the command if one is invalid. A problem of the file is only a warning.
+    """
     try:
-        return ClientConfig.load(**options)
+        config = ClientConfig.load(**options)
     except ConfigError as error:
         fail(blamed(error, options), status=ExitStatus.USAGE)
+    if config.file_problem:
+        from graphstash._process.notices import log_once
+
+        log_once([config.file_problem])
+    return config
 
 
 def open_stash(config: ClientConfig) -> "Stash":

@@ -15,10 +15,10 @@ from graphstash._cli.output import (
     fail,
     format_bytes,
     format_seconds,
+    load_config,
     out,
     print_json,
 )
-from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError
 from graphstash_schema.exit_status import ExitStatus
 
@@ -55,7 +55,7 @@ def prewarm(
     try:
         # Import by name: only hooks may import a compiler, and only when it is needed.
         hook = importlib.import_module("graphstash.hooks.jax.prewarm")
-        config = ClientConfig.load(url=url, namespace=namespace)
+        config = load_config(url=url, namespace=namespace)
         with err.status("compiling"):
             done = hook.prewarm(target, topology=topology, platform=platform, config=config)
     except ModuleNotFoundError as error:

@@ -2,6 +2,7 @@
 
     GRAPHSTASH_TOKEN         the token
     GRAPHSTASH_TOKEN_FILE    a file with the token, read again when it changes
+    graphstash init          the user's config file, for the server that it names
     netrc                    the password for the server's host in `$NETRC` or `~/.netrc`
 
 After the server refuses a token, the client does not send it for one minute. A changed token is
@@ -81,10 +82,8 @@ class Credentials:
 
     @property
     def _advice(self) -> str:
-        if self._config.token is not None:
-            return "the server rejected GRAPHSTASH_TOKEN"
-        if self._config.token_file is not None:
-            return f"the server rejected the token in {self._config.token_file}"
+        if source := self._config.token_source:
+            return f"the server rejected the token from {source}"
         if self._from_netrc:
             return f"the server rejected the token from {netrc_path()}"
         advice = "the server requires a token: set GRAPHSTASH_TOKEN (an administrator creates one)"

@@ -43,6 +43,8 @@ def log_once(lines: Iterable[str]) -> None:
 
 def notices(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield warnings about the settings of a job."""
+    if config.file_problem:
+        yield config.file_problem
     if not config.url:
         if "url" not in config.given:  # GRAPHSTASH_URL=none is a choice
             yield (

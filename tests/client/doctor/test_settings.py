@@ -12,7 +12,7 @@ def test_settings_are_listed_with_their_source():
     environ = {"GRAPHSTASH_NAMESPACE": "mine", "GRAPHSTASH_URL": "http://127.0.0.1:9"}
     findings = list(examine(environ, {"url": "http://127.0.0.1:8", "namespace": None}))
     told = line(findings, "settings").found
-    assert told == "GRAPHSTASH_NAMESPACE from the environment; --url from the command line"
+    assert told == "--url from the command line; then GRAPHSTASH_NAMESPACE from the environment"
     assert "port 8:" in line(findings, "connection").found
 
 

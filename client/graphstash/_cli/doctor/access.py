@@ -82,11 +82,7 @@ def _source_of_token(config: ClientConfig) -> str | None:
         CacheError: the token file cannot be read.
     """
     token = Credentials(config).token()
-    if config.token is not None:
-        return "GRAPHSTASH_TOKEN"
-    if config.token_file is not None:
-        return f"GRAPHSTASH_TOKEN_FILE={config.token_file}"
-    return str(netrc_path()) if token else None
+    return config.token_source or (str(netrc_path()) if token else None)
 
 
 def _unauthenticated(config: ClientConfig, source: str | None) -> Finding:

@@ -20,7 +20,7 @@ from graphstash._cli.output import Json, NamespaceOption, Url, out, plural, prin
 from graphstash.config import ClientConfig
 from graphstash_schema.names import printable
 
-__all__ = ["doctor", "examine"]
+__all__ = ["doctor", "examine", "show"]
 
 _T = TypeVar("_T")
 
@@ -65,7 +65,7 @@ def doctor(
     for finding in examine(os.environ, {"url": url, "namespace": namespace}, with_probe=probe):
         findings.append(finding)
         if not as_json:
-            _show(finding)
+            show(finding)
     if as_json:
         print_json([dataclasses.asdict(each) for each in findings])
     else:
@@ -74,7 +74,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _show(finding: Finding) -> None:
+def show(finding: Finding) -> None:
     mark, style = _MARKS[finding.state]
     line = Text.assemble(
         (mark, style), f" {finding.name:{_NAME_WIDTH}} {printable(finding.found, most=_MAX_SHOWN)}"

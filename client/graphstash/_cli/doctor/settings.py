@@ -10,6 +10,7 @@ from graphstash._http.tls import server_context
 from graphstash._process.notices import unknown_hooks, unknown_variables, unusable_hooks
 from graphstash._trust.signing_keys import SigningKey, check_available
 from graphstash._trust.trusted_keys import TrustedKey, TrustedKeys
+from graphstash._user_file import read_user_file, user_file_path
 from graphstash.config import (
     ENVIRONMENT_PREFIX,
     ClientConfig,
@@ -49,13 +50,14 @@ def check_settings(
             "cache",
         )
         return None
-    yield ok("settings", _sources(environ, overrides))
+    yield ok("settings", _sources(config, environ, overrides))
+    yield from _user_file(config, environ)
     yield from _consequences(config)
     return config
 
 
-def _sources(environ: Mapping[str, str], overrides: Mapping[str, Any]) -> str:
-    """Return which settings are set, and where. Values may be secret, so leave them out."""
+def _sources(config: ClientConfig, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> str:
+    """Return which settings are set, and where, by precedence. Leave out values, some secret."""
     options = {name for name, value in overrides.items() if value is not None}
     variables = {
         variable
@@ -63,13 +65,27 @@ def _sources(environ: Mapping[str, str], overrides: Mapping[str, Any]) -> str:
         if environ.get(variable := ENVIRONMENT_PREFIX + name.upper()) and name not in options
     }
     sources = []
-    if variables:
-        sources.append(f"{', '.join(sorted(variables))} from the environment")
     if options:
         declared = ClientConfig.options()
         spelled = (declared[name].spelled(name) for name in sorted(options))
         sources.append(f"{', '.join(spelled)} from the command line")
-    return "; ".join(sources) or "all at their defaults"
+    if variables:
+        sources.append(f"{', '.join(sorted(variables))} from the environment")
+    if config.of_file:
+        sources.append(f"{' and '.join(sorted(config.of_file))} from {user_file_path(environ)}")
+    return "; then ".join(sources) or "all at their defaults"
+
+
+def _user_file(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
+    if config.file_problem:
+        yield warn("settings", config.file_problem, "run `graphstash init` to replace the file")
+    unused = sorted(set(read_user_file(environ).values) - config.of_file)
+    if unused and not config.file_problem:
+        yield ok(
+            "settings",
+            f"not used: {' and '.join(unused)} from {user_file_path(environ)}, because the command "
+            "line and the environment come first",
+        )
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterator[Finding]:

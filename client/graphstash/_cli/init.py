@@ -1,0 +1,124 @@
+"""`graphstash init`: ask for the server, test it, and store its address and token for all jobs."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterable
+from typing import Annotated, Final, TypeVar
+
+import typer
+
+from graphstash._cli.doctor.access import check_access
+from graphstash._cli.doctor.command import doctor, show
+from graphstash._cli.doctor.findings import Finding, State, Topic
+from graphstash._cli.doctor.server import ReachedServer, check_server
+from graphstash._cli.output import fail, say
+from graphstash._user_file import read_user_file, user_file_path, write_user_file
+from graphstash.config import ClientConfig
+from graphstash.errors import ConfigError
+from graphstash_schema.exit_status import ExitStatus
+
+__all__ = ["init"]
+
+_T = TypeVar("_T")
+
+_REPLACED: Final = {
+    *("GRAPHSTASH_URL", "GRAPHSTASH_TOKEN", "GRAPHSTASH_TOKEN_FILE"),
+    *("HOME", "XDG_CONFIG_HOME"),  # of the file that this command writes
+}
+"""Variables without which the answers are tested, because other processes may lack them."""
+
+
+def init(
+    url: Annotated[
+        str | None,
+        typer.Argument(help="Address of the server, e.g. `https://cache.internal`.", metavar="URL"),
+    ] = None,
+) -> None:
+    """Store the server's address and a token for all jobs of this user.
+
+    Asks for both, tests them, and writes them to `~/.config/graphstash/config.toml`, which only
+    this user can read. Options and GRAPHSTASH_* variables take precedence over this file. A token
+    of the file goes only to the address of the file. The doctor runs at the end.
+    """
+    path = user_file_path(os.environ)
+    if path is None:
+        fail("there is no home directory: set XDG_CONFIG_HOME", status=ExitStatus.USAGE)
+    config, server = _choose_server(url)
+    token = _choose_token(config, server)
+    values = {"url": config.url} | ({"token": token} if token else {})
+    try:
+        write_user_file(path, values)
+    except OSError as error:
+        fail(f"{path} cannot be written: {error.strerror}")
+    say(f"\nstored in {path}, which only you can read")
+    say("CI and containers do not have this file. Give them these variables:\n")
+    say(f"    GRAPHSTASH_URL={config.url}")
+    say(
+        f"    GRAPHSTASH_TOKEN={'<the token, as a secret>' if token else '<none is needed here>'}\n"
+    )
+    doctor(url=None, namespace=None, probe=False, as_json=False)
+
+
+def _choose_server(url: str | None) -> tuple[ClientConfig, ReachedServer]:
+    """Return a server that answers. Ask a person for its address again until one does."""
+    usual = read_user_file(os.environ).values.get("url")
+    while True:
+        config = None
+        try:
+            config = _config(url or typer.prompt("Address of the server", default=usual))
+        except ConfigError as error:
+            say(str(error))
+        if config is not None and config.url:
+            findings, server = _all(check_server(config))
+            if server is not None:
+                return config, server
+            _show_failures(findings)
+        _end_unless_asked_again(url)
+
+
+def _choose_token(config: ClientConfig, server: ReachedServer) -> str:
+    """Return a token that the server accepts, or "" if it requires none."""
+    findings, _ = _all(check_access(config, server))
+    if all(each.state is State.OK for each in findings):
+        return ""
+    while True:
+        token = str(typer.prompt("Token", hide_input=True)).strip()
+        try:
+            findings, _ = _all(check_access(_config(config.url, token), server))
+        except ConfigError as error:
+            say(str(error))
+        else:
+            if not _show_failures(each for each in findings if each.name == "token"):
+                return token
+        _end_unless_asked_again(None)
+
+
+def _config(url: str, token: str | None = None) -> ClientConfig:
+    """Return the settings of a job that has these answers, with this environment's other ones."""
+    environ = {name: value for name, value in os.environ.items() if name not in _REPLACED}
+    config = ClientConfig.load(environ, url=url, token=token)
+    return dataclasses.replace(config, of_file=frozenset({"url", "token"}))
+
+
+def _all(topic: Topic[_T]) -> tuple[list[Finding], _T]:
+    """Return the findings of a topic, and what it returns."""
+    findings = []
+    try:
+        while True:
+            findings.append(next(topic))
+    except StopIteration as end:
+        return findings, end.value
+
+
+def _show_failures(findings: Iterable[Finding]) -> bool:
+    """Print the failed checks. Return whether there are any."""
+    failures = [each for each in findings if each.state is State.FAIL]
+    for each in failures:
+        show(each)
+    return bool(failures)
+
+
+def _end_unless_asked_again(given: str | None) -> None:
+    if given is not None or not sys.stdin.isatty():
+        fail("nothing was stored")

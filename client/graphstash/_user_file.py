@@ -1,0 +1,110 @@
+"""The user's config file: address and token of the server, which `graphstash init` stores.
+
+The file holds these two settings only. If it is damaged, it is ignored, and a setting that guards
+a job, such as the trusted keys, must not be ignored. Options and the environment take precedence.
+"""
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+__all__ = ["STORED_SETTINGS", "UserFile", "read_user_file", "user_file_path", "write_user_file"]
+
+STORED_SETTINGS: Final[tuple[str, ...]] = ("url", "token")
+
+_MAX_BYTES: Final = 64 * 1024
+
+
+class UserFile(NamedTuple):
+    """Content of the file.
+
+    Attributes:
+        values: settings by name. Not validated.
+        problem: why the file, or a part of it, is ignored. "" if it is absent or in order.
+    """
+
+    values: Mapping[str, str]
+    problem: str = ""
+
+
+def user_file_path(environ: Mapping[str, str]) -> Path | None:
+    """Return `$XDG_CONFIG_HOME/graphstash/config.toml`, or the same below `~/.config`.
+
+    Returns None if the environment names no home directory.
+    """
+    home = environ.get("HOME")
+    base = Path(environ.get("XDG_CONFIG_HOME") or (f"{home}/.config" if home else ""))
+    return base / "graphstash" / "config.toml" if base.is_absolute() else None
+
+
+def read_user_file(environ: Mapping[str, str]) -> UserFile:
+    """Read the file of this environment's user. Never raises: a problem is part of the result."""
+    path = user_file_path(environ)
+    if path is None:
+        return UserFile({})
+    try:
+        content = _read_own(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return UserFile({})
+    except OSError as error:
+        return UserFile({}, f"{path} is ignored: {error.strerror or error}")
+    import tomllib  # slow to import, and most users have no such file
+
+    try:
+        found = tomllib.loads(content.decode())
+    except (ValueError, RecursionError):  # the error's message may contain the token
+        return UserFile({}, f"{path} is ignored, because it is not valid TOML")
+    unknown = sorted(set(found) - set(STORED_SETTINGS))
+    problem = f"{path}: {', '.join(unknown)} ignored; it takes url and token" if unknown else ""
+    values = {name: found[name] for name in STORED_SETTINGS if name in found}
+    if not all(isinstance(value, str) for value in values.values()) or "url" not in values:
+        return UserFile({}, f"{path} is ignored: it takes the text url, and perhaps the text token")
+    return UserFile(values, problem)
+
+
+def write_user_file(path: Path, values: Mapping[str, str]) -> None:
+    """Replace the file atomically. Only its owner can read it.
+
+    Raises:
+        OSError: the directory or the file cannot be written.
+    """
+    path = Path(os.path.realpath(path))  # keep a link that a user's tool for settings has made
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in values.items()]
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write("# Written by `graphstash init`. GRAPHSTASH_* variables take precedence.\n")
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(partial).replace(path)
+    except BaseException:
+        with suppress(OSError):
+            Path(partial).unlink()
+        raise
+
+
+def _read_own(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        mode = stat.S_IMODE(status.st_mode)
+        if not stat.S_ISREG(status.st_mode):
+            raise PermissionError("it is not a regular file")
+        if status.st_uid != os.geteuid():
+            raise PermissionError(f"it belongs to another user (uid {status.st_uid})")
+        if mode & 0o077:
+            raise PermissionError(
+                f"other users may have read or changed it (mode {mode:o}). Run `chmod 600 {path}`, "
+                "and replace its token"
+            )
+        content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise PermissionError(f"it has more than {_MAX_BYTES} bytes")
+        return content
