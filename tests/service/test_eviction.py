@@ -419,13 +419,30 @@ async def test_limit_far_below_what_is_stored_evicts_nothing_until_confirmed(
         assert "soft limit" not in caplog.text
 
 
-async def test_limit_that_uploads_exceed_or_an_administrator_sets_is_not_doubted(opened):
+async def test_limit_that_uploads_exceed_is_not_doubted(opened):
     async with opened(soft_limit_bytes=20_000) as store:
         await store.add(0, 90_000)
         assert await store.evict() == 1
+
+
+async def test_policy_far_below_what_is_stored_evicts_nothing_until_confirmed(opened, caplog):
+    async with opened() as store:
         await store.fill(3)
-        await store.context.policies.put(TEAM, NamespacePolicy(limit_bytes=200), ACTOR)
-        assert await store.evict() == 3
+        limit = NamespacePolicy(limit_bytes=200)
+        await store.context.policies.put(TEAM, limit, ACTOR)
+        assert await store.evict() == 0
+        assert "namespace team has more than twice its soft limit" in caplog.text
+        with pytest.raises(NoSpaceError, match=r"team --limit.*gc --evict-now"):
+            await store.add(3)
+        await store.context.policies.put(TEAM, NamespacePolicy(limit_bytes=90_000), ACTOR)
+        await store.add(3)
+        async with opened() as other:  # a server that reads the policy when it starts
+            await store.context.policies.put(TEAM, limit, ACTOR)
+            assert await other.evict() == 0
+            assert await other.evict(is_confirmed=True) == 4
+        await store.context.policies.put(TEAM, NamespacePolicy(limit_bytes=20_000), ACTOR)
+        await store.add(4)
+        assert await store.kept(5) == [4]
 
 
 async def test_a_failing_database_ends_a_round_and_not_the_maintenance(opened, caplog):

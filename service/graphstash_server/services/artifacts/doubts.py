@@ -12,18 +12,18 @@ __all__ = ["LimitDoubts"]
 
 @dataclass(kw_only=True, eq=False)
 class LimitDoubts:
-    """Doubt a limit in the settings if more than twice as much was stored when this process began.
+    """Doubt a limit if more than twice as much is stored when this process first uses the limit: at
+    its start, or after a change of a namespace's policy.
 
     Nothing is evicted for such a limit until an operator confirms it. A limit that uploads exceed
-    later is not doubted, and neither is one in the policy of a namespace: an administrator sets it
-    by name.
+    later is not doubted.
     """
 
     database: Database
     budgets: Budgets
 
     def __post_init__(self) -> None:
-        self._doubted: frozenset[str | None] | None = None
+        self._judged: dict[str | None, tuple[int | None, bool]] | None = None
 
     async def about(
         self, sizes: Mapping[str | None, int], limits: Mapping[str, int]
@@ -34,27 +34,41 @@ class LimitDoubts:
             sizes: bytes that each of them stores now.
             limits: limits in the policies of namespaces.
         """
-        if self._doubted is None:
+        if self._judged is None:
             stored: dict[str | None, int] = dict(map(tuple, await list_stored(self.database)))
-            stored[None] = sum(stored.values())
-            self._doubted = frozenset(each for each in stored if self._is_far(each, stored[each]))
-        return {
-            name: _reason(name)
-            for name, size_bytes in sizes.items()
-            if name in self._doubted and name not in limits and self._is_far(name, size_bytes)
-        }
+            self._judged = {}
+            self._judge(self._judged, {**stored, None: sum(stored.values())}, limits)
+        doubted = self._judge(self._judged, sizes, limits)
+        return {name: _reason(name, is_policy=name in limits) for name in doubted}
 
-    def _is_far(self, namespace: str | None, size_bytes: int) -> bool:
-        budget = self.budgets.store if namespace is None else self.budgets.of(namespace, {})
-        return budget.soft_bytes is not None and size_bytes > 2 * budget.soft_bytes
+    def _judge(
+        self,
+        judged: dict[str | None, tuple[int | None, bool]],
+        sizes: Mapping[str | None, int],
+        limits: Mapping[str, int],
+    ) -> list[str | None]:
+        """Judge each limit that is new in `judged`. Return those that are doubted and exceeded."""
+        doubted = []
+        for name, size_bytes in sizes.items():
+            budget = self.budgets.store if name is None else self.budgets.of(name, limits)
+            is_far = budget.soft_bytes is not None and size_bytes > 2 * budget.soft_bytes
+            if name not in judged or judged[name][0] != budget.soft_bytes:
+                judged[name] = budget.soft_bytes, is_far
+            if is_far and judged[name][1]:
+                doubted.append(name)
+        return doubted
 
 
-def _reason(namespace: str | None) -> str:
+def _reason(namespace: str | None, *, is_policy: bool) -> str:
     """Return the reason without sizes, because a caller of one namespace may read it."""
     where = "the store" if namespace is None else f"the namespace {namespace}"
+    way_out = (
+        f"graphstash namespace set {namespace} --limit"
+        if is_policy
+        else "GRAPHSTASH_STORE_LIMIT_BYTES, GRAPHSTASH_SOFT_LIMIT_BYTES, "
+        "GRAPHSTASH_NAMESPACE_LIMIT_BYTES, GRAPHSTASH_NAMESPACE_LIMITS"
+    )
     return (
         f"{where} has more than twice its soft limit. In case the limit is a mistake, nothing is "
-        "evicted for it: raise it (GRAPHSTASH_STORE_LIMIT_BYTES, GRAPHSTASH_SOFT_LIMIT_BYTES, "
-        "GRAPHSTASH_NAMESPACE_LIMIT_BYTES, GRAPHSTASH_NAMESPACE_LIMITS), or evict with "
-        "`graphstash gc --evict-now`"
+        f"evicted for it: raise it ({way_out}), or evict with `graphstash gc --evict-now`"
     )
