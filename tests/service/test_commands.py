@@ -1,12 +1,10 @@
 """`graphstash gc`, `fsck`, `pin` and `migrate`, beside a server that runs."""
 
-import asyncio
 import json
 import signal
 from unittest.mock import AsyncMock
 
 import pytest
-import sqlalchemy as sa
 
 from graphstash_schema import ArtifactMetadata
 from graphstash_server.commands.fsck import fsck
@@ -14,11 +12,10 @@ from graphstash_server.commands.gc import gc
 from graphstash_server.commands.migrate import migrate
 from graphstash_server.commands.pin import pin, unpin
 from graphstash_server.commands.token import token
-from graphstash_server.db.engine import make_engine
 from graphstash_server.db.migrate import newest_revision
 from graphstash_server.services.maintenance.reconciler import Reconciler
-from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer
+from support.changes import execute
 from support.commands import invoke as run
 from support.processes import graphstash, graphstash_unread
 from support.waiting import until
@@ -96,6 +93,20 @@ def test_gc_evicts_what_its_dry_run_prints(api, monkeypatch, files_in):
     assert len(files_in()) == 2
 
 
+def test_gc_counts_an_artifact_once_although_several_options_choose_it(api, monkeypatch):
+    for number in range(5):
+        metadata = ArtifactMetadata(compile_seconds=1 + number, raw_size_bytes=1, toolchain="old")
+        api.put(BLOB, number, Graphstash_Metadata=metadata.to_header())
+    monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "35000")
+    options = ("--unused-for", "0s", "--toolchain", "old", "--namespace", "team")
+    records = lines(run(gc, "--dry-run", "--json", *options))
+    assert sorted(record["artifact"] for record in records) == sorted(map(api.path, range(5)))
+    records = lines(run(gc, "--dry-run", "--json", "--toolchain", "old", "--namespace", "other"))
+    assert {record["reason"] for record in records} == {"over the soft limit"}
+    assert "5 artifacts would be evicted (48.8 KiB)" in run(gc, "--dry-run", *options)
+    assert "5 artifacts evicted" in run(gc, *options)
+
+
 @pytest.mark.sql
 def test_artifacts_of_a_toolchain_or_unused_for_long_can_be_evicted(api, database_url):
     for number, toolchain in enumerate(["torch 2.6.0", "torch 2.7.0", "torch 2.7.0"]):
@@ -162,18 +173,6 @@ def test_fsck_repairs_every_kind_of_damage_and_gc_deletes_old_orphans(
     assert "0 blobs without an artifact" in run(gc)
     assert "1 blob without an artifact (8 B)" in run(gc, "--orphans-older-than", "0s")
     assert len(files_in()) == 2
-
-
-def execute(url, statement):
-    """Changes the database behind the server's back."""
-
-    async def change():
-        engine = make_engine(sa.make_url(load_settings(database_url=url).database_url))
-        async with engine.begin() as connection:
-            await connection.execute(sa.text(statement))
-        await engine.dispose()
-
-    asyncio.run(change())
 
 
 def test_a_job_is_pinned_and_unpinned(api, monkeypatch):

@@ -12,7 +12,8 @@ delete the blobs afterwards, in parallel (`BlobCollector.collect_marked`).
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,7 +35,7 @@ from graphstash_server.services.artifacts.doubts import LimitDoubts
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.namespaces import Budgets, PolicyService
 
-__all__ = ["OVER_SOFT_LIMIT", "Evictor"]
+__all__ = ["OVER_SOFT_LIMIT", "Evictor", "Planned"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -43,6 +44,27 @@ OVER_SOFT_LIMIT: Final = "over the soft limit"
 
 _PAGE = 200
 """Artifacts of one transaction: a few milliseconds, in which SQLite admits no other writer."""
+
+
+class Planned:
+    """The artifacts of a dry run, of which there may be a million. It remembers only hashes.
+
+    Attributes:
+        freed_bytes: what they cost in each namespace, and in the store (None).
+    """
+
+    def __init__(self) -> None:
+        self.freed_bytes: Counter[str | None] = Counter()
+        self._hashes: set[int] = set()
+
+    def add(self, candidate: Candidate) -> bool:
+        """Add an artifact. Return False if the plan has it."""
+        if (number := hash(candidate.key.columns)) in self._hashes:
+            return False
+        self._hashes.add(number)
+        for where in (candidate.key.namespace, None):
+            self.freed_bytes[where] += candidate.cost_bytes
+        return True
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,15 +104,17 @@ class Evictor:
             _LOGGER.info("evicted %d artifacts", evicted)
         return evicted
 
-    async def plan(self, *, is_confirmed: bool = False) -> AsyncIterator[Candidate]:
-        """Yield what `run` would evict now: first for the namespaces, then for the store."""
-        freed_bytes = 0
-        last: dict[str, Candidate] = {}
+    async def plan(
+        self, *, is_confirmed: bool = False, planned: "Planned | None" = None
+    ) -> AsyncIterator[Candidate]:
+        """Yield what `run` would evict now: first for the namespaces, then for the store. With
+        `planned`, yield what it would evict after these artifacts, and add it to them.
+        """
+        planned = planned or Planned()
         for namespace, goal_bytes in await self._passed(is_confirmed=is_confirmed):
             async with self.database.reading() as connection:
                 excess = await stored_bytes(connection, namespace) - goal_bytes
-            if namespace is None:
-                excess -= freed_bytes
+            excess -= planned.freed_bytes[namespace]
             after = None
             while excess > 0:
                 async with self.database.reading() as connection:
@@ -101,13 +125,10 @@ class Evictor:
                         limit=_PAGE,
                         after=after,
                     )
-                fresh = [each for each in page if not _is_planned(each, last)]
-                for candidate in _enough(fresh, excess):
-                    excess -= candidate.cost_bytes
-                    if namespace is not None:
-                        freed_bytes += candidate.cost_bytes
-                        last[namespace] = candidate
-                    yield candidate
+                for candidate in page:
+                    if excess > 0 and planned.add(candidate):
+                        excess -= candidate.cost_bytes
+                        yield candidate
                 if len(page) < _PAGE:
                     break
                 after = page[-1]
@@ -223,12 +244,3 @@ def _by_namespace(chosen: Sequence[Candidate]) -> list[list[Candidate]]:
     for candidate in chosen:
         found.setdefault(candidate.key.namespace, []).append(candidate)
     return list(found.values())
-
-
-def _is_planned(candidate: Candidate, last: Mapping[str, Candidate]) -> bool:
-    """Whether the plan for its namespace has the candidate: it ranks up to the last one planned."""
-    end = last.get(candidate.key.namespace)
-    return end is not None and (candidate.eviction_rank, candidate.key.columns) <= (
-        end.eviction_rank,
-        end.key.columns,
-    )

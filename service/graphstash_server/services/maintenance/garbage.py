@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from graphstash_server.actor import Actor
-from graphstash_server.services.artifacts.eviction import OVER_SOFT_LIMIT
+from graphstash_server.services.artifacts.eviction import OVER_SOFT_LIMIT, Planned
 from graphstash_server.services.maintenance.reconciler import Lost, Orphan
 from graphstash_server.services.maintenance.schedule import Candidate, Maintenance
 
@@ -35,7 +35,7 @@ class Chosen(NamedTuple):
 
 @dataclass(slots=True)
 class GarbageTotals:
-    """Numbers of removed objects. A dry run counts an artifact once for each reason to evict it."""
+    """Numbers of objects that were removed, or that a dry run would remove."""
 
     evicted: int = 0
     chosen_bytes: int = 0
@@ -56,7 +56,8 @@ async def collect_garbage(
     totals = GarbageTotals()
     evictor, collector = maintenance.evictor, maintenance.collector
     reconciler = maintenance.reconciler
-    async for reason, page in _chosen(options, maintenance):
+    choose = _planned if options.is_dry_run else _chosen
+    async for reason, page in choose(options, maintenance):
         for candidate in page:
             totals.evicted += 1
             totals.chosen_bytes += candidate.digest.size_bytes
@@ -84,7 +85,7 @@ async def _chosen(
     options: GarbageOptions, maintenance: Maintenance
 ) -> AsyncIterator[tuple[str, list[Candidate]]]:
     """Yield reasons and artifacts to evict even if there is room: by the options, and by the
-    retention of the settings. For a dry run, also yield artifacts over the soft limits.
+    retention of the settings.
     """
     retention = maintenance.retention
     if options.unused_for is not None:
@@ -95,6 +96,16 @@ async def _chosen(
             yield "toolchain", page
     async for page in maintenance.retired():
         yield "retention", page
-    if options.is_dry_run:
-        async for candidate in maintenance.evictor.plan(is_confirmed=options.is_confirmed):
-            yield OVER_SOFT_LIMIT, [candidate]
+
+
+async def _planned(
+    options: GarbageOptions, maintenance: Maintenance
+) -> AsyncIterator[tuple[str, list[Candidate]]]:
+    """Yield what a run would evict: each artifact once, under its first reason."""
+    planned = Planned()
+    async for reason, page in _chosen(options, maintenance):
+        yield reason, [each for each in page if planned.add(each)]
+    async for candidate in maintenance.evictor.plan(
+        is_confirmed=options.is_confirmed, planned=planned
+    ):
+        yield OVER_SOFT_LIMIT, [candidate]

@@ -1,0 +1,22 @@
+"""Changes a database behind the servers' back."""
+
+import asyncio
+
+import sqlalchemy as sa
+
+from graphstash_server.db.engine import make_engine
+from graphstash_server.settings import load_settings
+
+__all__ = ["execute"]
+
+
+def execute(url: str, statement: str) -> None:
+    """Run a statement. Without a URL, in the database of the settings."""
+
+    async def change() -> None:
+        engine = make_engine(sa.make_url(load_settings(database_url=url).database_url))
+        async with engine.begin() as connection:
+            await connection.execute(sa.text(statement))
+        await engine.dispose()
+
+    asyncio.run(change())
