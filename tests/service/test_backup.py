@@ -16,6 +16,7 @@ from graphstash_server.db.migrate import alembic_config
 from graphstash_server.services.maintenance import backup as backup_module
 from graphstash_server.testing import LiveServer
 from support.api import DEVICE, Api
+from support.changes import execute
 from support.clocks import HostClock
 from support.moto import s3_settings
 from support.processes import graphstash_here, python
@@ -90,6 +91,13 @@ class Site:
             return None
         assert done.returncode == 0, done.stderr
         return int(done.stderr.rpartition("steps: ")[2])
+
+    def execute(self, statement):
+        execute(self.settings["database_url"], statement)
+
+    def unrevoked_tokens(self):
+        listed = json.loads(self.run("token", "list", "--json"))["tokens"]
+        return {each["id"] for each in listed if each["revoked_at"] is None}
 
     def put(self, numbers):
         with self.serving() as api:
@@ -450,6 +458,32 @@ def test_artifacts_withheld_and_tokens_revoked_since_the_backup_stay_so(
     revoked_at = {each["id"]: each["revoked_at"] for each in listed}
     assert revoked_at[tokens[0]] is not None
     assert revoked_at[tokens[1]] is None
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_token_that_was_revoked_and_deleted_since_the_backup_stays_revoked(
+    new_site, backup, database
+):
+    site = new_site(database, stored=range(1))
+    grant = ("token", "create", "--grant", "read:team", "--description", "ci", "--json")
+    tokens = [json.loads(site.run(*grant))["info"]["id"] for _ in range(2)]
+    site.run("backup", backup)
+    site.run("token", "revoke", tokens[0])
+    site.execute("DELETE FROM tokens WHERE revoked_at IS NOT NULL")  # as a chore does in time
+    site.run("restore", backup, "--replace")
+    assert site.unrevoked_tokens() == {tokens[1]}
+
+    other = new_site(database, stored=range(1))  # another cache, which never had the tokens
+    other.run("restore", backup, "--replace")
+    assert other.unrevoked_tokens() == set(tokens)
+
+    site.run("backup", backup)  # by a state of the same cache that is later than the database
+    later = json.loads(site.run(*grant))["info"]["id"]
+    site.run("backup", backup)
+    site.execute(f"DELETE FROM tokens WHERE id = '{later}'")
+    site.execute(f"DELETE FROM audit WHERE subject = '{later}'")
+    site.run("restore", backup, "--replace")
+    assert site.unrevoked_tokens() == {tokens[1], later}
 
 
 def test_too_little_space_is_refused_before_a_blob_is_copied(new_site, backup, monkeypatch):

@@ -32,7 +32,7 @@ from sqlalchemy.engine import URL, make_url
 
 from graphstash_schema import Digest
 from graphstash_server import __version__
-from graphstash_server.clock import Clock
+from graphstash_server.clock import Clock, system_clock
 from graphstash_server.db.migrate import is_of_later_release
 from graphstash_server.db.queries.identifiers import find_cache_id
 from graphstash_server.errors import (
@@ -363,7 +363,7 @@ async def restore(
                 await _check_empty(begun, manifest, url, store)
             await asyncio.to_thread(source.stage, staged)
             is_current = await asyncio.to_thread(has_rows, url) and await asyncio.to_thread(
-                apply_withdrawals, staged, url
+                apply_withdrawals, staged, url, now=system_clock()
             )
             for digest, generation in await asyncio.to_thread(find_generations_in, staged):
                 store.use_generation(digest, generation)

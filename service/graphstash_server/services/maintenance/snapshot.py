@@ -10,10 +10,11 @@ import secrets
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import Executable, exists, insert, select, text
+from sqlalchemy import Executable, exists, func, insert, select, text
 from sqlalchemy.engine import URL, make_url
 
 from graphstash_schema import Digest
@@ -22,7 +23,14 @@ from graphstash_server.db.engine import make_engine
 from graphstash_server.db.migrate import failures_named, find_revision, migrate, newest_revision
 from graphstash_server.db.queries.shared import KEY_COLUMNS
 from graphstash_server.db.sqlite import connect
-from graphstash_server.db.tables import artifacts, metadata, tokens, withdrawals
+from graphstash_server.db.tables import (
+    artifacts,
+    audit,
+    identifiers,
+    metadata,
+    tokens,
+    withdrawals,
+)
 from graphstash_server.errors import BackupError, StartError
 from graphstash_server.storage.upload import sync_directory
 
@@ -151,12 +159,13 @@ def drop_artifacts_of(path: Path, digests: Sequence[Digest]) -> int:
     return dropped
 
 
-def apply_withdrawals(path: Path, url: str) -> bool:
+def apply_withdrawals(path: Path, url: str, *, now: datetime) -> bool:
     """Apply the safety decisions of the current database to the snapshot that will replace it.
 
     Drops artifacts that the database withheld and has not released, unless the snapshot lists the
-    withdrawal. Revokes tokens that the database revoked. Artifacts that were deleted or replaced
-    come back: restoring is the way to get them.
+    withdrawal. Revokes tokens that the database revoked, and tokens that a later database of the
+    same cache no longer has, because the servers delete revoked tokens after some time. Artifacts
+    that were deleted or replaced come back: restoring is the way to get them.
 
     The snapshot lists each withdrawal as a new one, so that the next restore applies it again. Each
     gets a new mark, so that hosts notice that their copy of the list is of another history.
@@ -177,21 +186,42 @@ def apply_withdrawals(path: Path, url: str) -> bool:
         )
         .order_by(withdrawals.c.namespace, withdrawals.c.number)
     )
-    revoked = select(tokens.c.revoked_at, tokens.c.id).where(tokens.c.revoked_at.is_not(None))
     try:
         found = [dict(zip(columns, row, strict=True)) for row in _read(url, withheld)]
-        ids = [(str(at.replace(tzinfo=None)), name) for at, name in _read(url, revoked)]
+        known = dict(map(tuple, _read(url, select(tokens.c.id, tokens.c.revoked_at))))
     except StartError:
         return False
+    is_earlier = _is_earlier(path, url)
     with closing(_open(path)) as snapshot, snapshot:
         snapshot.execute("PRAGMA foreign_keys=ON")
         for row in found:
             _withdraw(snapshot, row, key)
+        revoked = {name: at for name, at in known.items() if at is not None}
+        if is_earlier:
+            listed = snapshot.execute("SELECT id FROM tokens WHERE revoked_at IS NULL")
+            revoked |= {name: now for (name,) in listed.fetchall() if name not in known}
         snapshot.executemany(
-            "UPDATE tokens SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", ids
+            "UPDATE tokens SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL",
+            [(str(at.replace(tzinfo=None)), name) for name, at in revoked.items()],
         )
     _sync(path)
     return True
+
+
+def _is_earlier(path: Path, url: str) -> bool:
+    """Return whether a snapshot is of the same cache as a database, and not of a later time: the
+    audit log of the database has at least the snapshot's last record, or no records.
+    """
+    cache = select(identifiers.c.value).where(identifiers.c.name == "cache")
+    try:
+        own = [tuple(row) for row in _read(url, cache)]
+        ((last,),) = _read(url, select(func.max(audit.c.id)))
+    except StartError:  # the database is of a release without identifiers
+        return False
+    with closing(_open(path)) as snapshot:
+        of = snapshot.execute("SELECT value FROM identifiers WHERE name = 'cache'").fetchall()
+        ((last_there,),) = snapshot.execute("SELECT max(id) FROM audit").fetchall()
+    return bool(own) and own == of and (last is None or (last_there or 0) <= last)
 
 
 def _withdraw(snapshot: sqlite3.Connection, row: dict[str, Any], key: Sequence[str]) -> None:
