@@ -221,3 +221,29 @@ def test_metrics_and_readiness_report_a_frozen_database(tmp_path, monkeypatch):
             assert "database failed: no answer within 2 seconds" in ready.json()["detail"]
         until(lambda: "graphstash_database_up 1.0" in scrape(unknown))
         until(lambda: ask("/readyz").status_code == 200)
+
+
+async def test_revoked_token_reads_no_namespaces_metrics_while_only_its_check_is_slow(
+    tmp_path, database
+):
+    with Guarded(tmp_path, database_url=database) as server:
+        token = server.token("read:*")
+
+        async def scrape():
+            async with httpx.AsyncClient(trust_env=False, timeout=BOUND_SECONDS) as http:
+                headers = {"Authorization": f"Bearer {token}"}
+                return await http.get(server.url + "/metrics", headers=headers)
+
+        assert "graphstash_hits_total" in (await scrape()).text
+        async with connected(database) as holder:
+            transaction = holder.transaction()
+            await transaction.start()
+            await holder.execute("UPDATE tokens SET revoked_at = now()")
+            await holder.execute("LOCK TABLE tokens IN ACCESS EXCLUSIVE MODE")
+            # The two seconds for which the server needs no check may not be over.
+            found = ""
+            while "graphstash_database_up 0.0" not in found:
+                found = (await scrape()).text
+            assert "graphstash_workers 1.0" in found
+            assert "graphstash_hits_total" not in found
+            await transaction.commit()

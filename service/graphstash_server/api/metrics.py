@@ -22,9 +22,9 @@ _TOKEN_SECONDS: Final = 0.5
 """Seconds that a scrape waits for the decision about its token."""
 
 _MAX_REMEMBERED: Final = timedelta(hours=1)
-"""Age up to which a decision about a token is used while the database does not answer. Unless the
-database answers again meanwhile, the response has only this host's counters, which name no
-namespace."""
+"""Age up to which a decision about a token is used if the database does not answer its check in
+time. Then the response has only this host's counters, which name no namespace: the token may have
+been revoked since."""
 
 _PROXIED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 """Headers that show that a request came through a proxy."""
@@ -47,13 +47,17 @@ _PROXIED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 async def get_metrics(call: Call) -> Response:
     """Return the counters of this host and its database. GRAPHSTASH_METRICS sets the readers."""
     exposition = call.context.exposition
-    text = await exposition.read() if await _may_read(call) else exposition.without_database()
+    is_known, is_remembered = await _may_read(call)
+    if is_known:
+        text = await exposition.read(with_database=not is_remembered)
+    else:
+        text = exposition.without_database()
     return Response(text, headers=NO_STORE, media_type=_TEXT)
 
 
-async def _may_read(call: Call) -> bool:
-    """Return whether the caller may read all series. False if the database does not answer and this
-    process has no recent decision about the caller's token.
+async def _may_read(call: Call) -> tuple[bool, bool]:
+    """Return whether the caller may read series, and whether that is only remembered, because the
+    database does not answer. Not known if this process has no recent decision about the token.
 
     Raises:
         ServerError: the caller may not read the metrics.
@@ -70,36 +74,36 @@ async def _may_read(call: Call) -> bool:
             "set GRAPHSTASH_METRICS=token, and use a token with the grant read:*",
         )
     if allowed == "token":
-        principal = await _principal_in_time(call)
+        principal, is_remembered = await _principal_in_time(call)
         if principal is None:
-            return False
+            return False, True
         if not principal.may_see_totals:
             raise ServerError(
                 ErrorCode.FORBIDDEN,
                 f"{principal.name} may not read the metrics, which name namespaces: use a token "
                 "with the grant read:*",
             )
-    return True
+        return True, is_remembered
+    return True, False
 
 
-async def _principal_in_time(call: Call) -> Principal | None:
-    """Return the caller. If the database does not answer in time, return the caller that an earlier
-    decision found, or None.
+async def _principal_in_time(call: Call) -> tuple[Principal | None, bool]:
+    """Return the caller, and False. If the database does not answer in time, return the caller that
+    an earlier decision found, or None, and True.
 
     Raises:
         ServerError: 401 if the caller is not authenticated.
     """
     try:
         async with asyncio.timeout(_TOKEN_SECONDS):
-            return (await KNOWN.admit(call.request)).principal
+            return (await KNOWN.admit(call.request)).principal, False
     except TimeoutError:
         pass
     except ServerError as error:
         if error.code not in (ErrorCode.UNAVAILABLE, ErrorCode.DATABASE_CORRUPT):
             raise
-    return call.context.access.principal_now(
-        call.request.headers.get("authorization"), max_age=_MAX_REMEMBERED
-    )
+    authorization = call.request.headers.get("authorization")
+    return call.context.access.principal_now(authorization, max_age=_MAX_REMEMBERED), True
 
 
 def _is_from_here(request: Request) -> bool:

@@ -60,8 +60,10 @@ class ExpositionService:
         """Return only the state of the database, which `/readyz` reports to every caller."""
         return _text([self._corrupt(), _gauge("database_up", _DATABASE_UP, 0)])
 
-    async def read(self) -> bytes:
-        """Return all series. Leave out the database's series if it does not answer in time."""
+    async def read(self, *, with_database: bool = True) -> bytes:
+        """Return all series. Leave out the database's series without `with_database`, or if the
+        database does not answer in time.
+        """
         host = list(_of_host(self.counters.host.sums(), is_postgresql=self.database.is_postgresql))
         host.append(self._corrupt())
         jump, suspended = self.plausible_clock.jump, self.plausible_clock.is_suspended
@@ -72,7 +74,7 @@ class ExpositionService:
         limit = self.store_limit_bytes
         if limit is not None:
             host.append(_gauge("store_limit_bytes", "Hard limit of all that is stored.", limit))
-        answer = await self._ask_in_time()
+        answer = await self._ask_in_time() if with_database else None
         if answer is None:
             return _text([*host, _gauge("database_up", _DATABASE_UP, 0)])
         rows, held = answer
