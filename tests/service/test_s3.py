@@ -239,6 +239,19 @@ class TestPut:
         await put(store, SMALL)  # which needs no room
         await store.close()
 
+    async def test_failing_disk_of_the_spool_is_named_instead_of_the_bucket(self, store, tmp_path):
+        (tmp_path / "spool").rmdir()
+        with pytest.raises(ServerError, match="GRAPHSTASH_DATA_DIR") as refusal:
+            await put(store, LARGE)
+        (tmp_path / "spool").mkdir()
+        assert f"{tmp_path / 'spool'}, where this server spools uploads" in refusal.value.detail
+        assert "GRAPHSTASH_S3" not in refusal.value.detail
+
+    async def test_every_thread_that_calls_the_bucket_has_a_connection(self, store):
+        pools = (store._bucket.threads, store._writers)
+        threads = sum(pool._max_workers for pool in pools) + bucket_module.UPLOAD_REQUESTS
+        assert store._client.meta.config.max_pool_connections == threads
+
     @pytest.mark.extended
     async def test_uploads_of_dead_server_are_aborted(
         self, tmp_path, swift, monkeypatch, eventually

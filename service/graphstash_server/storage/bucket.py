@@ -29,7 +29,7 @@ from graphstash_server.storage.base import ThrottledLog
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-__all__ = ["FAILURES", "UPLOAD_REQUESTS", "Bucket"]
+__all__ = ["FAILURES", "UPLOAD_REQUESTS", "WRITE_THREADS", "Bucket"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -41,6 +41,9 @@ FAILURES: Final = (ClientError, BotoCoreError, ResponseParserError, HTTPError, O
 _THREADS = 32
 """Maximum number of concurrent calls, besides uploads. The threads wait for the network and cost
 little."""
+
+WRITE_THREADS = 16
+"""Maximum number of uploads that write a spool, or send a small blob, at the same time."""
 
 UPLOAD_REQUESTS = 8
 """Maximum number of parts in flight, summed over all uploads of large blobs."""
@@ -90,10 +93,7 @@ class Bucket:
 
     @contextmanager
     def failures_named(self, operation: str) -> Iterator[None]:
-        """Turn one of `FAILURES` into `NoSpaceError` (507) or `ServerError` (`unavailable`).
-
-        An `OSError` of the local disk is also reported as a failure of the bucket.
-        """
+        """Turn one of `FAILURES` into `NoSpaceError` (507) or `ServerError` (`unavailable`)."""
         try:
             yield
         except FAILURES as error:
@@ -173,7 +173,7 @@ def _connect(settings: Settings) -> "S3Client":
         connect_timeout=_CONNECT_SECONDS,
         read_timeout=_READ_SECONDS,
         retries={"mode": "adaptive", "total_max_attempts": _ATTEMPTS},
-        max_pool_connections=_THREADS + UPLOAD_REQUESTS,
+        max_pool_connections=_THREADS + WRITE_THREADS + UPLOAD_REQUESTS,
         s3={"addressing_style": settings.s3_addressing},
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",

@@ -12,6 +12,7 @@ parts, a server that starts a day later aborts the upload.
 
 import asyncio
 import base64
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,8 +27,8 @@ from s3transfer.manager import TransferConfig, TransferManager
 from graphstash_schema import Digest, ErrorCode, InvalidValueError
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.settings import Settings
-from graphstash_server.storage.base import CHUNK_BYTES, BlobReader, BlobStore
-from graphstash_server.storage.bucket import FAILURES, UPLOAD_REQUESTS, Bucket
+from graphstash_server.storage.base import CHUNK_BYTES, BlobReader, BlobStore, ThrottledLog
+from graphstash_server.storage.bucket import FAILURES, UPLOAD_REQUESTS, WRITE_THREADS, Bucket
 from graphstash_server.storage.upload import SpaceGuard, Spool, feed
 from graphstash_server.storage.whole import read_whole
 
@@ -43,6 +44,8 @@ __all__ = [
     "S3BlobStore",
     "size_of",
 ]
+
+_LOGGER = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ResponseT = TypeVar("ResponseT", bound=Mapping[str, Any])
@@ -158,8 +161,6 @@ def size_of(found: Mapping[str, Any]) -> int:
     return int(found["ContentLength"])
 
 
-_WRITE_THREADS = 16
-
 MULTIPART_BYTES: Final = 16 * 1024**2
 """Size from which a blob is uploaded in parts."""
 
@@ -190,10 +191,11 @@ class S3BlobStore(BlobStore):
         self._spool_dir = settings.spool_dir
         self._spool_dir.mkdir(parents=True, exist_ok=True)
         self._space = SpaceGuard(self._spool_dir, min_free_bytes=settings.min_free_bytes)
+        self._log = ThrottledLog(_LOGGER)
         self._bucket = Bucket(settings)
         self._client = self._bucket.client
         # Uploads use their own threads, so that they do not delay a hit.
-        self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="s3-write")
+        self._writers = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="s3-write")
         self._transfers = TransferManager(
             self._client,
             TransferConfig(
@@ -300,8 +302,15 @@ class S3BlobStore(BlobStore):
         await asyncio.to_thread(self._bucket.close)
 
     async def _write(self, call: Callable[[], T]) -> T:
-        with self._bucket.failures_named("spool a blob for it"):
+        try:
             return await self._on_writer(call)
+        except OSError as error:
+            detail = (
+                f"the directory {self._spool_dir}, where this server spools uploads, failed "
+                f"({error.strerror}): check its disk, or move GRAPHSTASH_DATA_DIR, then retry"
+            )
+            self._log.warning(detail)
+            raise ServerError(ErrorCode.UNAVAILABLE, detail) from error
 
     def _on_writer(self, call: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._writers, call)
