@@ -40,6 +40,7 @@ def test_each_command_prints_the_fields_of_the_page(command, key, server, tmp_pa
         "status": ("status",),
         "ls": ("ls",),
         "report": ("report",),
+        "summary": ("summary",),
         "prefetch": ("prefetch", "nightly"),
         "publish": ("publish",),
         "export": ("export", file),

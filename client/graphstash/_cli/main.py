@@ -69,6 +69,11 @@ _LISTED: Final = {
         "stored artifacts.",
         "explain:explain",
     ),
+    "summary": _Listed(
+        _JOBS,
+        "Print what the last run on this host hit and compiled, in Markdown.",
+        "summary:summary",
+    ),
     "prewarm": _Listed(
         _JOBS,
         "Compile a JAX train step ahead of time, on a host without the device.",

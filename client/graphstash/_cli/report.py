@@ -1,14 +1,14 @@
 """`graphstash report`: what the cache saved in a month, in Markdown for a manager."""
 
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
+from graphstash._cli.markdown import plain, table
 from graphstash._cli.output import (
     Json,
     Url,
@@ -19,7 +19,6 @@ from graphstash._cli.output import (
     load_config,
     print_json,
     server_of,
-    shown,
 )
 from graphstash._http.client import ServerClient
 from graphstash.config import ClientConfig
@@ -40,8 +39,6 @@ _TITLES: Final = {
 _MAX_RUNS_READ: Final = 50
 """Maximum number of runs whose misses are read: those with the longest compile time."""
 _SHOWN_MISSES: Final = 10
-_MARKDOWN: Final = re.compile(r"([\\`*_\[\]<>|~&]|:(?=//))")
-"""Characters with a meaning in a Markdown table cell, and the colon of a bare URL."""
 
 
 @dataclass
@@ -223,7 +220,7 @@ def _in(config: ClientConfig, namespace: Namespace) -> ClientConfig:
 
 def _markdown(content: MonthReport, since: datetime) -> str:
     total = content.total
-    where = f", namespace {_plain(content.namespace)}" if content.namespace else ""
+    where = f", namespace {plain(content.namespace)}" if content.namespace else ""
     lines = [f"# graphstash in {since:%B %Y}{where}", ""]
     if total.hit_rate is None:
         lines += ["Nothing was looked up in this month, or no history of it is kept.", ""]
@@ -250,36 +247,38 @@ def _markdown(content: MonthReport, since: datetime) -> str:
 def _groups(title: str, groups: Sequence[Sums]) -> list[str]:
     if not any(each.hits or each.misses for each in groups):
         return []
-    lines = [f"## {title}", "", "| | not spent | hits | misses | hit rate | served |"]
-    lines.append("|---|---:|---:|---:|---:|---:|")
-    for each in groups:
-        rate = "" if each.hit_rate is None else f"{each.hit_rate:.0%}"
-        lines.append(
-            f"| {_plain(each.group) or 'not named'} | {format_seconds(each.saved_compile_seconds)} "
-            f"| {each.hits:,} | {each.misses:,} | {rate} | {format_bytes(each.served_bytes)} |"
+    rows = [
+        (
+            plain(each.group) or "not named",
+            format_seconds(each.saved_compile_seconds),
+            f"{each.hits:,}",
+            f"{each.misses:,}",
+            "" if each.hit_rate is None else f"{each.hit_rate:.0%}",
+            format_bytes(each.served_bytes),
         )
-    return [*lines, ""]
+        for each in groups
+    ]
+    titles = ("", "not spent", "hits", "misses", "hit rate", "served")
+    return [f"## {title}", "", *table(titles, rows, numbers="-:::::")]
 
 
 def _misses(content: MonthReport) -> list[str]:
     if not content.misses:
         return []
-    lines = [
+    rows = [
+        (
+            plain(each.label),
+            plain(each.namespace),
+            format_seconds(each.seconds),
+            str(each.misses),
+            plain(each.cause) or "not known",
+        )
+        for each in content.misses
+    ]
+    return [
         "## Compiled longest",
         "",
         f"Of the {content.runs_read} runs that compiled longest.",
         "",
-        "| program | namespace | compiled | times | why |",
-        "|---|---|---:|---:|---|",
+        *table(("program", "namespace", "compiled", "times", "why"), rows, numbers="--::-"),
     ]
-    lines += [
-        f"| {_plain(each.label)} | {_plain(each.namespace)} | {format_seconds(each.seconds)} "
-        f"| {each.misses} | {_plain(each.cause) or 'not known'} |"
-        for each in content.misses
-    ]
-    return [*lines, ""]
-
-
-def _plain(text: Any) -> str:
-    """Escape untrusted text so that Markdown shows it literally."""
-    return _MARKDOWN.sub(r"\\\1", shown(str(text), most=128))

@@ -1,0 +1,30 @@
+"""Text in Markdown, for reports that people paste into pages of other programs."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from graphstash._cli.output import shown
+
+__all__ = ["plain", "table"]
+
+_SPECIAL: Final = re.compile(r"([\\`*_\[\]<>|~&]|:(?=//))")
+"""Characters with a meaning in a Markdown table cell, and the colon of a bare URL."""
+
+
+def plain(text: Any) -> str:
+    """Escape untrusted text so that Markdown shows it literally."""
+    return _SPECIAL.sub(r"\\\1", shown(str(text), most=128))
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: str) -> list[str]:
+    """Return the lines of a table, with an empty line behind it.
+
+    Args:
+        titles: Titles of the columns.
+        rows: Cells, which may contain Markdown.
+        numbers: A character for each column: `:` for numbers, which are aligned right, and `-`.
+    """
+    rules = ["---:" if each == ":" else "---" for each in numbers]
+    lines = [titles, rules, *rows]
+    return [*(f"| {' | '.join(line)} |" for line in lines), ""]

@@ -1,0 +1,92 @@
+"""`graphstash summary`: what the last run hit and compiled, for a page of CI."""
+
+import json
+import sys
+
+import pytest
+
+from support.processes import graphstash, graphstash_here
+from support.waiting import PATIENT_VARIABLES, variables_of
+
+JOB = """
+import graphstash
+from graphstash_schema import ArtifactKind, DeviceType, ArtifactKey, fingerprint_of
+
+for program in {programs!r}:
+    parts = {{"program": program}}
+    key = ArtifactKey(
+        kind=ArtifactKind.SCHEDULE,
+        device_type=DeviceType("cpu"),
+        fingerprint=fingerprint_of(ArtifactKind.SCHEDULE, parts),
+    )
+    graphstash.get_or_compile(key, lambda: program.encode(), parts=parts, label=program)
+"""
+
+
+@pytest.fixture
+def run(config, tmp_path):
+    """Runs a job that compiles programs; the variables of its host."""
+
+    def run(host, *programs, **variables):
+        script = tmp_path / f"{host}.py"
+        script.write_text(JOB.format(programs=programs))
+        variables = variables_of(config(host)) | variables
+        graphstash("run", "--", sys.executable, script, check=True, **variables)
+        return variables
+
+    return run
+
+
+def test_the_bill_names_what_was_compiled_and_not_what_was_stored(run):
+    run("main", "a|b", "second")
+    variables = run("change", "a|b", "third")
+
+    shown = graphstash_here("summary", **variables)
+    assert shown.returncode == 0, shown.stderr
+    assert "1 hit, 1 miss (50% hits)" in shown.stdout
+    (row,) = (line for line in shown.stdout.splitlines() if line.startswith("| third "))
+    assert row.count(" | ") == 2
+    assert "second" not in shown.stdout
+    told = json.loads(graphstash_here("summary", "--json", **variables).stdout)
+    assert (told["hits"], told["misses"], told["troubled"]) == (1, 1, 0)
+    assert [each["label"] for each in told["compiled"]] == ["third"]
+    assert told["compiled"][0]["why"]
+
+
+def test_labels_cannot_break_the_table(run):
+    shown = graphstash_here("summary", **run("hostile", "x|y\n| z |", "<b>`"))
+    rows = [line for line in shown.stdout.splitlines() if line.startswith("| ")]
+    assert len(rows) == 4
+    assert all(row.replace("\\|", "").count("|") == 4 for row in rows)
+    assert "<b>" not in shown.stdout.replace("\\<b\\>", "")
+
+
+@pytest.mark.parametrize(("minimum", "status"), [("0.5", 0), ("0.51", 1)])
+def test_minimum_hit_rate_decides_the_exit_status(run, minimum, status):
+    run("before", "kept")
+    variables = run("after", "kept", "new")
+    told = graphstash_here("summary", "--minimum-hit-rate", minimum, **variables)
+    assert told.returncode == status
+    assert ("hit rate 50.0%" in told.stderr) == bool(status)
+    assert "1 hit, 1 miss" in told.stdout
+
+
+def test_compilations_without_the_cache_count_against_the_rate(run):
+    variables = run("alone", "one", GRAPHSTASH_URL="http://127.0.0.1:9")
+    told = graphstash_here("summary", "--minimum-hit-rate", "0.1", **variables)
+    assert told.returncode == 1
+    assert "| one |" in told.stdout
+
+
+def test_host_without_a_run_has_an_empty_summary(tmp_path, server):
+    variables = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_CACHE_DIR": str(tmp_path / "none")}
+    told = graphstash_here("summary", **variables, **PATIENT_VARIABLES)
+    assert told.returncode == 0, told.stderr
+    assert "did not use the cache" in told.stdout
+
+
+@pytest.mark.parametrize("rate", ["-0.1", "1.5", "most"])
+def test_rates_out_of_range_are_refused(rate):
+    told = graphstash_here("summary", "--minimum-hit-rate", rate)
+    assert told.returncode == 2
+    assert "--minimum-hit-rate" in told.stderr
