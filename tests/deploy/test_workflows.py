@@ -1,0 +1,206 @@
+"""The action and workflows of .github and the files of docs/ci.md: checked, and their shell run."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.compose import DOCKER
+from support.environments import python_of
+from support.issuer import Issuer
+from support.tokens import Guarded
+from support.waiting import PATIENT_VARIABLES
+
+pytestmark = pytest.mark.extended
+
+ROOT = DOCKER.parent
+GITHUB = ROOT / ".github"
+ACTION = GITHUB / "actions" / "run" / "action.yml"
+RULES = [{"claims": {"repository": "team/model"}, "grants": ["write:ci"]}]
+
+TRAIN = """
+import os, graphstash
+from graphstash_schema import ArtifactKind, DeviceType, ArtifactKey, fingerprint_of
+parts = {"program": os.environ["PROGRAM"]}
+key = ArtifactKey(
+    kind=ArtifactKind.SCHEDULE,
+    device_type=DeviceType("cpu"),
+    fingerprint=fingerprint_of(ArtifactKind.SCHEDULE, parts),
+)
+graphstash.get_or_compile(key, lambda: b"built", parts=parts, label=parts["program"])
+"""
+
+
+def files_of_the_page(directory):
+    """Writes the page's files with what readers fill in."""
+    page = (ROOT / "docs" / "ci.md").read_text()
+    blocks = dict(
+        re.findall(r'^```yaml title="([^"]+)"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL)
+    )
+    written = {}
+    for title, text in blocks.items():
+        path = directory / title
+        path.parent.mkdir(parents=True, exist_ok=True)
+        commit = text.replace("<this repository>", "team/graphstash").replace("<commit>", "1" * 40)
+        path.write_text(commit)
+        written[title] = path
+    return written
+
+
+def checked(*command):
+    done = subprocess.run(
+        [str(python_of("workflows").parent / command[0]), *command[1:]],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_files_follow_the_schemas_of_their_systems(tmp_path):
+    page = files_of_the_page(tmp_path)
+    github = [*(GITHUB / "workflows").iterdir(), page[".github/workflows/train.yml"]]
+    checked("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, github))
+    checked("check-jsonschema", "--builtin-schema", "vendor.github-actions", str(ACTION))
+    gitlab = ("--builtin-schema", "vendor.gitlab-ci", "--data-transform", "gitlab-ci")
+    checked("check-jsonschema", *gitlab, str(page[".gitlab-ci.yml"]))
+
+
+def test_no_workflow_gives_away_rights_or_runs_what_others_write(tmp_path):
+    page = files_of_the_page(tmp_path)
+    checked("zizmor", "--offline", "--no-progress", str(GITHUB))
+    checked("zizmor", "--offline", "--no-progress", str(page[".github/workflows/train.yml"].parent))
+
+
+def test_workflows_run_targets_that_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in (GITHUB / "workflows").iterdir():
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            for step in job["steps"]:
+                for target in re.findall(r"^make ([a-z-]+)", step.get("run", ""), re.MULTILINE):
+                    assert target in targets
+
+
+# --- the shell of the action
+
+
+@pytest.fixture(scope="module")
+def github():
+    with Issuer() as issuer:
+        issuer.add_key("first")
+        yield issuer
+
+
+@pytest.fixture(scope="module")
+def guarded(github, tmp_path_factory):
+    issuer = {"name": "g", "issuer": github.url, "audience": "graphstash", "rules": RULES}
+    with Guarded(tmp_path_factory.mktemp("server"), oidc_issuers=[issuer]) as guarded:
+        yield guarded
+
+
+@pytest.fixture
+def act(github, guarded, tmp_path):
+    """Runs the action's step on a new runner; the outcome and the job's summary."""
+
+    def act(program, *, fork=False, job=github.job, **inputs):
+        (step,) = (
+            each
+            for each in yaml.safe_load(ACTION.read_text())["runs"]["steps"]
+            if each["name"] == "Run"
+        )
+        inputs = {
+            "url": guarded.url,
+            "namespace": "ci",
+            "read-namespaces": "",
+            "read-only": "false",
+            "audience": "graphstash",
+            "job": "train me/smoke",
+            "command": f"{sys.executable} train.py",
+            "minimum-hit-rate": "0",
+        } | inputs
+        runner = tmp_path / f"runner-{len(list(tmp_path.iterdir()))}"
+        runner.mkdir()
+        (runner / "train.py").write_text(TRAIN)
+        env = {name: evaluated(value, inputs, fork=fork) for name, value in step["env"].items()} | {
+            "RUNNER_TEMP": str(runner),
+            "GITHUB_STEP_SUMMARY": str(runner / "summary.md"),
+            "PROGRAM": program,
+            "HOME": str(runner),
+            "PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}",
+        }
+        done = subprocess.run(
+            [shutil.which("bash"), "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=runner,
+            env=env | PATIENT_VARIABLES | ({} if fork else job),
+            timeout=120,
+        )
+        summary = Path(env["GITHUB_STEP_SUMMARY"])
+        return done, summary.read_text() if summary.exists() else ""
+
+    return act
+
+
+def evaluated(expression, inputs, *, fork):
+    """What GitHub makes of the expressions that the action uses."""
+    text = expression.removeprefix("${{ ").removesuffix(" }}")
+    flag = "github.event.pull_request.head.repo.fork"
+    if text.startswith(f"{flag} && 'true' || inputs."):
+        return "true" if fork else inputs[text.rpartition("inputs.")[2]]
+    if text == f"{flag} || 'false'":
+        return "true" if fork else "false"
+    assert text.startswith("inputs."), text
+    return inputs[text.removeprefix("inputs.")]
+
+
+def test_second_job_hits_what_the_first_one_published(act):
+    done, summary = act("shared")
+    assert done.returncode == 0, done.stderr
+    assert "0 hits, 1 miss" in summary
+    assert "| shared |" in summary
+    done, summary = act("shared", **{"minimum-hit-rate": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "1 hit, 0 misses (100% hits)" in summary
+
+
+def test_job_below_the_rate_fails_and_still_has_its_summary(act):
+    done, summary = act("new program", **{"minimum-hit-rate": "0.9"})
+    assert done.returncode == 1
+    assert "hit rate 0.0%" in done.stderr
+    assert "| new program |" in summary
+
+
+def test_status_of_the_command_is_the_status_of_the_job(act):
+    done, summary = act("x", command="exit 7")
+    assert done.returncode == 7
+    assert "did not use the cache" in summary
+
+
+def test_failed_login_warns_and_the_job_compiles(act, github):
+    done, summary = act("alone", audience="of another service")
+    assert done.returncode == 0, done.stderr
+    assert "::warning title=graphstash::the login failed" in done.stdout
+    assert "| alone |" in summary
+
+
+def test_pull_request_of_a_fork_does_not_log_in_and_publishes_nothing(act):
+    done, summary = act("of a fork", fork=True)
+    assert done.returncode == 0, done.stderr
+    assert "login" not in done.stdout + done.stderr
+    done, summary = act("of a fork")
+    assert "0 hits, 1 miss" in summary
+
+
+def test_words_of_a_command_are_not_read_as_shell_of_the_action(act, tmp_path):
+    done, _ = act("x", job={}, command="echo '$(touch " + str(tmp_path / "never") + ")'")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "never").exists()
