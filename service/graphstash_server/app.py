@@ -123,9 +123,9 @@ def create_app(
     ):
         app.include_router(api.router)
         routes += api.router.routes
-    add_pages(app, document=app.document)
+    unknown_page = add_pages(app, document=app.document)
     routes += app.routes[len(routes) :]
-    add_problem_handlers(app, routes)
+    add_problem_handlers(app, routes, unknown_page=unknown_page)
     app.add_middleware(RequestFrame, counters=counters)
     if tracing is not None:
         from graphstash_server.api.traced import TraceRequests

@@ -1,5 +1,9 @@
 """The dashboard in a real browser: what it shows and loads, who can use it, and how."""
 
+import re
+from datetime import datetime
+from zoneinfo import ZoneInfo
+
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
@@ -107,6 +111,7 @@ def paths(server):
         "search": "/search",
         "search that finds": "/search?q=train",
         "search that finds nothing": "/search?q=nothing+at+all",
+        "audit": "/audit",
         "reference": "/docs",
         "sign-in": "/sign-in",
         "refusal": f"/jobs/{NAMESPACE}/no-such-job",
@@ -167,20 +172,19 @@ def test_keyboard_alone_signs_in_and_reaches_causes_of_compilations(server, tab)
     visit = tab()
     visit.open("/sign-in")
     keyboard = visit.page.keyboard
-    keyboard.press("Tab")
-    assert visit.page.evaluate("document.activeElement.textContent") == "Skip to content"
-    keyboard.press("Enter")
-    keyboard.press("Tab")
     assert visit.page.evaluate("document.activeElement.id") == "token"
     keyboard.type("gst_wrong")
     keyboard.press("Enter")
     visit.page.wait_for_selector('[role="alert"]')
     assert visit.page.get_attribute("#token", "aria-invalid") == "true"
     assert Axe().run(visit.page).violations_count == 0
-    _tab_to(visit.page, "#token")
+    assert visit.page.evaluate("document.activeElement.id") == "token"
     keyboard.type(server.reader)
     keyboard.press("Enter")
     visit.page.wait_for_url(server.url + "/")
+    keyboard.press("Tab")
+    assert visit.page.evaluate("document.activeElement.textContent") == "Skip to content"
+    keyboard.press("Enter")
 
     _tab_to(visit.page, f'[href="/runs/{NAMESPACE}/run-2"]')
     outline = visit.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
@@ -233,6 +237,48 @@ def test_browser_keeps_session_from_scripts_and_other_sites(server, tab):
             assert "Forbidden" in visit.text or "forbidden" in visit.text
             visit.open("/")
             assert "Sign out" in visit.text
+
+
+def test_times_are_those_of_the_readers_zone_with_utc_on_hover(server, tab):
+    visit = tab(timezone_id="Asia/Kolkata", locale="en-GB")
+    visit.sign_in(server.admin)
+    for path in ("/", f"/runs/{NAMESPACE}/run-1", "/audit"):
+        visit.open(path)
+        times = visit.page.evaluate(
+            "Array.from(document.querySelectorAll('time'), t => [t.dateTime, t.title, t.innerText])"
+        )
+        assert times
+        for exact, title, shown in times:
+            at = datetime.fromisoformat(exact)
+            assert title == at.strftime("%Y-%m-%d %H:%M:%S UTC")
+            there = at.astimezone(ZoneInfo("Asia/Kolkata"))
+            assert re.fullmatch(
+                rf"(\d+ \w+ \d+, )?{there:%H:%M} \((.+ ago|in .+|just now)\)", shown
+            )
+        assert "those of Asia/Calcutta, with UTC on hover" in visit.page.inner_text("footer")
+
+
+def test_wide_table_scrolls_inside_its_card_and_shows_that_there_is_more(server, tab):
+    visit = tab(size="phone")
+    visit.sign_in(server.admin)
+    for path in (f"/runs/{NAMESPACE}/run-2", f"/jobs/{NAMESPACE}/{JOB}"):
+        visit.open(path)
+        table = visit.page.locator(".scroll:has(table)").last
+        assert table.evaluate("it => it.scrollWidth > it.clientWidth")
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= visit.width
+        edge = {"x": table.bounding_box()["width"] - 3, "y": 5, "width": 2, "height": 2}
+        hidden, end = _colour(table, edge), None
+        table.evaluate("it => it.scrollLeft = it.scrollWidth")
+        end = _colour(table, edge)
+        assert hidden != end  # the shadow is gone at the end
+
+
+def _colour(element, part):
+    """The pixels of a part of an element, as a picture."""
+    box = element.bounding_box()
+    clip = {**part, "x": box["x"] + part["x"], "y": box["y"] + part["y"]}
+    element.scroll_into_view_if_needed()
+    return element.page.screenshot(clip=clip, full_page=True)
 
 
 def test_three_questions_are_answered_within_three_clicks(server, tab):

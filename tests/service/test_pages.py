@@ -11,7 +11,8 @@ import pytest
 
 from graphstash_schema.names import printable
 from graphstash_server import app
-from graphstash_server.pages import routes
+from graphstash_server.pages import audit, routes
+from graphstash_server.pages.rendering import asset
 from graphstash_server.testing import LiveServer
 from support.dashboard import CAUSE, JOB, LABEL, Team, key_of
 from support.sessions import HTML, sign_in
@@ -251,7 +252,8 @@ def test_text_of_callers_is_escaped(team, browse, namespace):
     ):
         page = client.get(path).text
         assert not set("\u202e\u2066\x1b\r") & set(page), path
-        assert "<script" not in page, path
+        assert page.count("<script") == 1, path
+        assert f"<script>{asset('times.js')[0].decode().strip()}</script>" in page, path
         assert "<img src=x" not in page, path
         assert "{{7*7}}" not in page or "49" not in page.partition("{{7*7}}")[0][-5:]
     shown = html.escape(printable(HOSTILE, most=1000)).replace("&#34;", "&quot;")
@@ -267,7 +269,61 @@ def test_a_refusal_is_a_page_for_browsers_and_a_problem_for_programs(guarded, pr
         assert page.headers["content-type"].startswith("text/html")
     told = httpx.get(guarded.url + f"/v1/{namespace}/artifacts/x/y/z", headers=HTML)
     assert told.headers["content-type"] == "application/problem+json"
-    assert httpx.get(guarded.url + "/nothing", headers=HTML).status_code == 404
+
+
+def test_unknown_path_is_a_page_for_browsers_outside_of_the_api(guarded, problem):
+    for path in ("/nothing", "/<b>x</b>", "/runs"):
+        page = httpx.get(guarded.url + path, headers=HTML)
+        assert page.status_code == 404
+        assert page.headers["content-type"].startswith("text/html")
+        assert "Unknown path" in text_of(page.text)
+        assert "<b>" not in page.text
+        problem(httpx.get(guarded.url + path), 404, "unknown_path")
+    problem(httpx.get(guarded.url + "/v1/nothing", headers=HTML), 404, "unknown_path")
+    bad = {**HTML, "Authorization": "Bearer gst_x"}
+    problem(httpx.get(guarded.url + "/nothing", headers=bad), 401, "unauthenticated")
+
+
+def test_head_of_page_answers_with_headers_of_get(reader, used):
+    for path in (
+        *("/", "/search?q=train", "/sign-in", "/docs", "/nothing"),
+        artifact_page(used.namespace, used.key),
+        f"/jobs/{used.namespace}/{JOB}",
+        f"/runs/{used.namespace}/run-2",
+        asset("style.css")[1],
+    ):
+        head, get = reader.head(path), reader.get(path)
+        assert (head.status_code, head.content) == (get.status_code, b""), path
+        for name in ("content-type", "content-security-policy", "cache-control"):
+            assert head.headers.get(name) == get.headers.get(name), path
+
+
+def test_audit_page_shows_administrators_who_changed_what(team, browse, namespace, monkeypatch):
+    key = team.put(0)
+    team.http.delete(key.artifact_path(team.namespace)).raise_for_status()
+    owner = browse("admin:*")
+
+    def rows(**asked):
+        page = owner.get("/audit", params={"namespace": namespace, **asked})
+        assert page.status_code == 200
+        return [text_of(each) for each in re.findall(r"</time></td>.*?</tr>", page.text)]
+
+    deleted, put = rows()
+    assert f"delete {namespace} {key}" in deleted
+    assert f"put {namespace} {key}" in put
+    assert rows(action="delete") == [deleted]
+    assert rows(action="evict") == rows(before="1") == []
+    for wrong in ({"action": "x"}, {"before": "x"}, {"before": "-1"}, {"namespace": "A B"}):
+        assert owner.get("/audit", params=wrong).status_code == 400, wrong
+    monkeypatch.setattr(audit, "_MAX_ROWS", 1)
+    assert rows() == [deleted]
+    page = owner.get(f"/audit?namespace={namespace}").text
+    (earlier,) = re.findall(r"/audit\?before=(\d+)&amp;", page)
+    assert rows(before=earlier) == [put]
+    assert browse(f"admin:{namespace}").get("/audit").status_code == 403
+    assert browse().get("/audit").status_code == 401
+    assert 'href="/audit"' not in browse(f"admin:{namespace}").get("/").text
+    assert 'href="/audit"' in owner.get("/").text
 
 
 def test_page_view_is_no_use_and_counts_towards_rate_limit(guarded, team, browse):

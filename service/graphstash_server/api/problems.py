@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
 from graphstash_schema import STATUS, ErrorCode, InvalidValueError, Problem
-from graphstash_schema.protocol import PROBLEM_MEDIA_TYPE
+from graphstash_schema.protocol import API_PREFIX, PROBLEM_MEDIA_TYPE
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 
@@ -107,14 +107,20 @@ def logged_id(state: Mapping[str, Any]) -> str:
     return str(own) if own == answered else f"{own}, the caller's {answered}"
 
 
-def add_problem_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+def add_problem_handlers(
+    app: FastAPI,
+    routes: Sequence[BaseRoute],
+    *,
+    unknown_page: Callable[[Request], Awaitable[Response]],
+) -> None:
     """Register a handler for each kind of error, except unexpected ones (`api.frame`).
 
-    `routes` are all calls: a 405 response lists the methods on its path.
+    `routes` are all calls: a 405 response lists the methods on its path. `unknown_page` answers a
+    browser that asks for an unknown path outside of the API.
     """
     app.add_exception_handler(ServerError, _on_error)
     app.add_exception_handler(InvalidValueError, _on_error)
-    app.add_exception_handler(HTTPException, _on_http_error(routes))
+    app.add_exception_handler(HTTPException, _on_http_error(routes, unknown_page))
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -125,7 +131,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _on_http_error(
-    routes: Sequence[BaseRoute],
+    routes: Sequence[BaseRoute], unknown_page: Callable[[Request], Awaitable[Response]]
 ) -> Callable[[Request, Exception], Awaitable[Response]]:
     """Handle the router's errors: unknown path, or unknown method."""
 
@@ -140,6 +146,12 @@ def _on_http_error(
             )
             return _answer(request, refusal, headers={"Allow": allowed})
         if error.status_code == STATUS[ErrorCode.NOT_FOUND]:
+            is_browser = "text/html" in request.headers.get("accept", "")
+            if is_browser and not path.startswith(f"{API_PREFIX}/"):
+                try:
+                    return await unknown_page(request)
+                except ServerError as refused:  # the request's token is invalid
+                    return _answer(request, refused)
             refusal = ServerError(ErrorCode.UNKNOWN_PATH, f"unknown path {path}; see /openapi.json")
             return _answer(request, refusal)
         return _answer(request, ServerError(ErrorCode.INVALID_REQUEST, str(error.detail)))

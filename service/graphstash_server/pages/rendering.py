@@ -6,6 +6,7 @@ reorder a line, as escapes, because any client may choose labels, parts and name
 
 import asyncio
 import hashlib
+from base64 import b64encode
 from datetime import datetime
 from functools import lru_cache
 from importlib.resources import files
@@ -21,9 +22,17 @@ from graphstash_server.pages import words
 
 __all__ = ["PAGE_HEADERS", "Renderer", "asset"]
 
+_SCRIPT: Final = files("graphstash_server.pages").joinpath("static", "times.js").read_text().strip()
+"""The only script of a page. It shows times in the zone of the reader, which only the browser has.
+
+It is a part of each page. A script file would need a policy that names this server as a source.
+"""
+
+_HASH: Final = b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+
 _POLICY: Final = (
-    "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; base-uri 'none'; "
-    "frame-ancestors 'none'"
+    f"default-src 'none'; script-src 'sha256-{_HASH}'; style-src 'self'; img-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 PAGE_HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -32,7 +41,8 @@ PAGE_HEADERS: Final = {
     "Referrer-Policy": "same-origin",
     "Vary": "Accept, Cookie",
 }
-"""Headers under which a page runs no script, and loads from and posts to this server only."""
+"""Headers under which a page runs no script but `_SCRIPT`, named by its hash, and loads from and
+posts to this server only."""
 
 _MAX_SHOWN: Final = 10_000
 
@@ -56,6 +66,7 @@ class Renderer:
             "version": __version__,
             "style": asset("style.css")[1],
             "icon": asset("icon.svg")[1],
+            "script": Markup(_SCRIPT),  # noqa: S704 - a file of this package
         }
         self._turn = asyncio.Semaphore(1)
 

@@ -17,6 +17,7 @@ from graphstash_server.api.problems import log_refusal
 from graphstash_server.errors import ServerError
 from graphstash_server.pages import sign_in
 from graphstash_server.pages.artifact import artifact_of
+from graphstash_server.pages.audit import audit_of
 from graphstash_server.pages.job import job_of, run_of
 from graphstash_server.pages.overview import overview_of
 from graphstash_server.pages.reference import reference_of
@@ -39,21 +40,30 @@ Handler = Callable[[Visitor], Awaitable[Response]]
 Document = Callable[[], Awaitable[dict[str, Any]]]
 
 
-def add_pages(app: FastAPI, *, document: Document) -> None:
-    """Add the dashboard to an application. `document` returns its OpenAPI document."""
+def add_pages(app: FastAPI, *, document: Document) -> Callable[[Request], Awaitable[Response]]:
+    """Add the dashboard to an application, and return the endpoint of the page for unknown paths.
+
+    `document` returns the application's OpenAPI document.
+    """
     pages = _Pages(document)
     router = APIRouter(include_in_schema=False)
-    router.get("/")(pages.page("overview.html", overview_of, when_unknown=pages.welcome))
-    router.get("/artifacts/{namespace}/" + KEY)(pages.page("artifact.html", artifact_of))
-    router.get("/jobs/{namespace}/{name}")(pages.page("job.html", job_of))
-    router.get("/runs/{namespace}/{run}")(pages.page("run.html", run_of))
-    router.get("/search")(pages.page("search.html", search_of))
-    router.get("/docs")(pages.page("reference.html", pages.reference))
-    router.get("/sign-in")(pages.answering(pages.welcome))
+    for path, endpoint in {
+        "/": pages.page("overview.html", overview_of, when_unknown=pages.welcome),
+        "/artifacts/{namespace}/" + KEY: pages.page("artifact.html", artifact_of),
+        "/jobs/{namespace}/{name}": pages.page("job.html", job_of),
+        "/runs/{namespace}/{run}": pages.page("run.html", run_of),
+        "/search": pages.page("search.html", search_of),
+        "/audit": pages.page("audit.html", audit_of),
+        "/docs": pages.page("reference.html", pages.reference),
+        "/sign-in": pages.answering(pages.welcome),
+        "/assets/{name}": _asset,
+    }.items():
+        # The HTTP server leaves out the body of a response to HEAD.
+        router.add_api_route(path, endpoint, methods=["GET", "HEAD"])
     router.post("/sign-in")(pages.answering(sign_in.begin))
     router.post("/sign-out")(pages.answering(sign_in.end))
-    router.get("/assets/{name}")(_asset)
     app.include_router(router)
+    return pages.answering(_unknown)
 
 
 class _Pages:
@@ -160,6 +170,11 @@ class _Pages:
 async def _sees(visitor: Visitor) -> bool:
     """Return whether a visitor may read a namespace that has content."""
     return bool(await visitor.namespaces())
+
+
+async def _unknown(visitor: Visitor) -> Response:
+    path = visitor.request.url.path
+    raise ServerError(ErrorCode.UNKNOWN_PATH, f"there is no page {path}")
 
 
 async def _asset(request: Request) -> Response:

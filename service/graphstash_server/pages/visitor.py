@@ -25,6 +25,7 @@ __all__ = [
     "Visitor",
     "is_over_tls",
     "proxied_scheme",
+    "unauthenticated",
     "visitor_of",
 ]
 

@@ -1,0 +1,57 @@
+"""The audit log's page, for administrators: who changed or evicted what, and when."""
+
+from typing import Any, Final
+
+from graphstash_schema import AuditAction, ErrorCode, Namespace
+from graphstash_server.errors import ServerError
+from graphstash_server.pages.visitor import Visitor, unauthenticated
+from graphstash_server.services.identity.audit import MAX_AUDIT_ENTRIES
+
+__all__ = ["audit_of"]
+
+_MAX_ROWS: Final = 100
+
+
+async def audit_of(visitor: Visitor) -> dict[str, Any]:
+    """Return the content of the page.
+
+    An action is looked for in the newest `MAX_AUDIT_ENTRIES` entries before the page's place.
+
+    Raises:
+        InvalidValueError: the namespace is malformed.
+        ServerError: 401 for an anonymous visitor, 403 for one who does not administer the server,
+            400 for an unknown action or a malformed place, 503.
+    """
+    if visitor.is_anonymous:
+        raise unauthenticated()
+    if not visitor.principal.is_administrator:
+        raise ServerError(
+            ErrorCode.FORBIDDEN,
+            f"{visitor.principal.name} does not administer this server: sign in with a token with "
+            "the grant admin:*",
+        )
+    asked = visitor.request.query_params
+    namespace = Namespace(asked["namespace"]) if asked.get("namespace") else None
+    before, action = _place(asked.get("before", "")), asked.get("action", "")
+    if action and action not in set(AuditAction):
+        raise ServerError(ErrorCode.INVALID_REQUEST, f"{action!r} is no action of the audit log")
+    limit = MAX_AUDIT_ENTRIES if action else _MAX_ROWS
+    log = await visitor.context.audit.read(limit=limit, before=before, namespace=namespace)
+    found = [each for each in log.entries if action in ("", each.action)]
+    shown = found[:_MAX_ROWS]
+    return {
+        "entries": shown,
+        "namespace": namespace or "",
+        "action": action,
+        "actions": [each.value for each in AuditAction],
+        "following": shown[-1].id if len(found) > len(shown) else log.next_before,
+        "audit_days": visitor.context.settings.audit_days,
+    }
+
+
+def _place(text: str) -> int | None:
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and 0 < int(text[:20]) < 2**63):
+        raise ServerError(ErrorCode.INVALID_REQUEST, f"{text[:40]!r} is no place in the audit log")
+    return int(text)
