@@ -176,3 +176,18 @@ def test_every_setting_has_a_docstring():
 
     assert declared.keys() == Settings.model_fields.keys()
     assert [name for name, each in declared.items() if not each.meaning] == []
+
+
+def test_text_that_is_replaced_during_a_read_is_read_whole():
+    shared = SharedText()
+    shared.set("the first text, which is longer")
+    memory = shared._memory
+
+    class Replaced:
+        def __getitem__(self, where):
+            shared._memory = memory
+            shared.set("the second")
+            return memory[where]
+
+    shared._memory = Replaced()
+    assert shared.get() == "the second"
