@@ -1,6 +1,8 @@
 """TLS of the server itself: what it speaks, whom it lets in, and what it says about wrong files."""
 
+import socket
 import ssl
+import threading
 from contextlib import nullcontext
 
 import httpx
@@ -8,6 +10,9 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization as forms
 
+from graphstash_schema import Digest
+from graphstash_schema.protocol import HEADER_PROTOCOL
+from graphstash_server.api import connection
 from graphstash_server.errors import StartError
 from graphstash_server.serving.tls import tls_context
 from graphstash_server.settings import load_settings
@@ -15,6 +20,8 @@ from graphstash_server.testing import LiveServer, ServerProcess
 from support.nginx import in_front_of
 from support.sessions import sign_in
 from support.tokens import issue
+from support.waiting import until
+from support.wire import head
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +133,44 @@ def test_only_client_with_certificate_of_the_authority_is_admitted(
         answer = httpx.get(server.url + "/healthz", verify=trusting, trust_env=False)
 
     assert answer.status_code == 200
+
+
+def test_slow_reader_is_cut_only_if_it_stops(server, trusting, monkeypatch):
+    blob, path = bytes(range(256)) * 2**15, f"/v1/slow/artifacts/jax/cpu/{1:064x}"
+    headers = {"Repr-Digest": Digest.of(blob).repr_digest, HEADER_PROTOCOL: "1"}
+    with httpx.Client(base_url=server.url, verify=trusting, trust_env=False) as client:
+        assert client.put(path, content=blob, headers=headers).is_success
+    blocked, pause = [], connection.Connection.pause_writing
+
+    def noting(self):
+        pause(self)
+        blocked.append(self)
+
+    def come_late():
+        ended = threading.Event()
+        writer = blocked[-1]
+        writer.loop.call_soon_threadsafe(lambda: (writer._write_is_late(), ended.set()))
+        assert ended.wait(60)
+        return writer.transport.is_closing()
+
+    monkeypatch.setattr(connection.Connection, "pause_writing", noting)
+    monkeypatch.setattr(connection, "_MOVING_SECONDS", 1e-6)
+    host, port = server.url.removeprefix("https://").split(":")
+    with socket.socket() as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+        plain.settimeout(60)
+        plain.connect((host, int(port)))
+        with trusting.wrap_socket(plain, server_hostname=host) as wire:
+            wire.sendall(head("GET", path))
+            for _ in range(2):
+                until(lambda: blocked and blocked[-1].is_stalled)
+                left = 256 * 1024  # less than the server writes at once
+                while left:
+                    left -= len(wire.recv(left))
+                until(lambda: not blocked[-1].is_stalled)
+                assert not come_late()
+            until(lambda: blocked[-1].is_stalled)
+            assert come_late()
 
 
 def test_unusable_or_missing_file_is_named(files, tmp_path):

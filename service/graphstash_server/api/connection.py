@@ -6,9 +6,9 @@ without end. `api.frame` checks complete requests.
 
 If all connections are taken, a new connection evicts one from the address with the most: first one
 that waits for a request, otherwise a stalled one. A connection is stalled if no byte of a body has
-arrived, or a write has been blocked, for two seconds. So no single address can exclude the others
-by being slow. Behind a proxy, all callers share its address, and the proxy has to distribute the
-connections.
+arrived, or a write has been blocked without progress, for two seconds. So no single address can
+exclude the others by being slow. Behind a proxy, all callers share its address, and the proxy has
+to distribute the connections.
 
 If there is nothing to evict, the server closes the connection that has been idle between two
 requests for the longest time, among addresses with at least as many connections. Processes keep
@@ -20,6 +20,8 @@ server finishes it and then closes the connection.
 """
 
 import asyncio
+import socket
+import struct
 from collections import defaultdict
 from collections.abc import Callable
 from ipaddress import IPv6Address
@@ -51,10 +53,16 @@ MAX_PIPELINED: Final = 32
 never sends a request before it has the previous response."""
 
 _STALLED_SECONDS: Final = 60.0
-"""Seconds that one write may be blocked because the caller does not read, or reads slowly."""
+_MIN_ACKNOWLEDGED_BYTES: Final = 64 * 1024
+"""While a write is blocked, the caller must acknowledge this many bytes in that many seconds. One
+write may be a mebibyte, which takes a slow caller longer."""
 
 _MOVING_SECONDS: Final = 2.0
-"""Seconds without a byte of a body, or with a blocked write, after which a transfer is stalled."""
+"""Seconds without a byte of a body, or with a blocked write of which the caller acknowledges no
+byte, after which a transfer is stalled."""
+
+_ACKNOWLEDGED: Final = struct.Struct("120xQ")
+"""`tcpi_bytes_acked` of Linux's `struct tcp_info`."""
 
 _DRAINED_BYTES_PER_SECOND: Final = 8 * 1024
 """Minimum rate of a body whose response was already sent. The server discards the rest of the body,
@@ -90,6 +98,9 @@ class Connection(HttpToolsProtocol):
     _dropped_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _window_bytes = 0  # acknowledged when the timer was set
+    _moved_bytes = 0  # acknowledged at `_moved_at`
+    _moved_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
         """Refuse the connection if there are too many and none can be evicted."""
@@ -188,7 +199,26 @@ class Connection(HttpToolsProtocol):
         """Start the timer that aborts the connection if the write stays blocked."""
         super().pause_writing()
         if self._write_timer is None:
-            self._write_timer = self.loop.call_later(_STALLED_SECONDS, self.transport.abort)
+            self._window_bytes = self._moved_bytes = self._acknowledged_bytes()
+            self._moved_at = self.loop.time()
+            self._write_timer = self.loop.call_later(_STALLED_SECONDS, self._write_is_late)
+
+    def _write_is_late(self) -> None:
+        acknowledged = self._acknowledged_bytes()
+        if acknowledged - self._window_bytes < _MIN_ACKNOWLEDGED_BYTES:
+            self.transport.abort()
+            return
+        self._window_bytes = acknowledged
+        self._write_timer = self.loop.call_later(_STALLED_SECONDS, self._write_is_late)
+
+    def _acknowledged_bytes(self) -> int:
+        """Return the bytes that the caller's kernel has acknowledged, 0 for a Unix socket."""
+        try:
+            connection = self.transport.get_extra_info("socket")
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
+            return int(_ACKNOWLEDGED.unpack(told)[0])
+        except (OSError, struct.error):  # also on a kernel that does not count them
+            return 0
 
     def resume_writing(self) -> None:
         """Stop the timer, because the caller has read enough."""
@@ -218,9 +248,14 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_stalled(self) -> bool:
-        """Whether no byte of a body arrived, or a write was blocked, for `_MOVING_SECONDS`."""
+        """Whether no byte moved in `_MOVING_SECONDS`, in the middle of a body or a blocked write.
+
+        Bytes of a write count as moved when this property finds them acknowledged.
+        """
         if self._write_timer is not None:
-            since = self._write_timer.when() - _STALLED_SECONDS
+            if (acknowledged := self._acknowledged_bytes()) > self._moved_bytes:
+                self._moved_bytes, self._moved_at = acknowledged, self.loop.time()
+            since = self._moved_at
         elif self._is_in_body:
             since = self._heard_at
         else:
