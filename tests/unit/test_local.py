@@ -210,6 +210,56 @@ def test_a_download_is_seen_by_others_until_it_ends(tmp_path):
     assert not other.is_downloading()
 
 
+def test_download_is_seen_by_others_even_if_they_look_as_it_begins(tmp_path):
+    one, other = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
+    look = """
+import sys, threading
+from pathlib import Path
+from graphstash._artifacts.local_tier import LocalTier
+tier = LocalTier(Path(sys.argv[1]), limit_bytes=1000)
+threading.Thread(target=sys.stdin.read).start()
+print(flush=True)
+while threading.active_count() > 1:
+    tier.is_downloading()
+"""
+    command = [sys.executable, "-c", look, tmp_path]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as looking:
+        looking.stdout.readline()
+        for _ in range(2000):
+            with one.downloading():
+                assert other.is_downloading()
+        looking.stdin.close()
+
+
+def test_secret_that_another_process_has_just_replaced_stays(tmp_path, monkeypatch):
+    one, other = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
+    (tmp_path / "secret").write_bytes(b"truncated")
+    real, made = local_tier._size_of, []
+
+    def slow(path):
+        size = real(path)
+        if not made:
+            made.append(None)
+            made.append(other.secret())
+        return size
+
+    monkeypatch.setattr(local_tier, "_size_of", slow)
+    assert one.secret() == made[1] == other.secret()
+
+
+def test_envelope_that_has_replaced_a_bad_one_is_not_discarded(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    add(tier, 1, b"bad")
+    with tier.open(NAMESPACE, key(1)) as bad:
+        add(tier, 1, b"good")
+        tier.discard(NAMESPACE, key(1), opened=bad)
+        assert read(tier, 1) == b"good"
+    with tier.open(NAMESPACE, key(1)) as good:
+        tier.discard(NAMESPACE, key(1), opened=good)
+        assert read(tier, 1) is None
+
+
 def test_readers_see_whole_files_only(tmp_path):
     tier = LocalTier(tmp_path, limit_bytes=10**9)
     contents = {bytes([n]) * 200_000 for n in range(4)}

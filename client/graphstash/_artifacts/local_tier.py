@@ -27,6 +27,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import struct
 import tempfile
 import weakref
 from collections import deque
@@ -65,6 +66,9 @@ _NO_PROOF: Final = Provenance()
 
 _SECRET_BYTES: Final = 32
 
+_SECRET_SECONDS: Final = 2.0
+"""Seconds to wait for another process that creates the secret."""
+
 _MAX_TROUBLES: Final = 1000
 
 _TOUCH_SECONDS: Final = 0.5
@@ -75,6 +79,10 @@ _STALE_SECONDS: Final = 24 * 3600.0
 
 _MAX_AHEAD_SECONDS: Final = 3600.0
 """Seconds that a time of last use may be ahead of now. A later time is from a wrong clock."""
+
+
+_FLOCK: Final = struct.Struct("hhqqi4x")
+"""`struct flock` of 64-bit Linux: type, whence, start, length, process."""
 
 
 class Copy(NamedTuple):
@@ -264,10 +272,22 @@ class LocalTier:
         self._added_bytes += size
         return True
 
-    def discard(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> None:
-        """Remove an envelope that is bad or that its server has withdrawn."""
+    def discard(
+        self,
+        namespace: Namespace,
+        key: ArtifactKey,
+        *,
+        origin: str = OWN,
+        opened: IO[bytes] | None = None,
+    ) -> None:
+        """Remove an envelope that is bad or that its server has withdrawn.
+
+        If `opened` is given, remove only this file, not one that has replaced it meanwhile.
+        """
+        path = self.path(namespace, key, origin=origin)
         with contextlib.suppress(OSError):
-            self.path(namespace, key, origin=origin).unlink()
+            if opened is None or os.path.samestat(os.fstat(opened.fileno()), path.lstat()):
+                path.unlink()
 
     def discard_if(
         self,
@@ -308,20 +328,26 @@ class LocalTier:
         """Return the tier's secret, or None if it cannot be kept safely. Create it at first use."""
         path = self._place / "secret"
         try:
-            size = _size_of(path)
-            if size not in (None, _SECRET_BYTES):  # truncated by a power failure
-                path.unlink(missing_ok=True)
-            if size != _SECRET_BYTES:
-                with contextlib.suppress(FileExistsError), self.temporary() as made:
-                    made.write(secrets.token_bytes(_SECRET_BYTES))
-                    os.link(made.name, path)  # atomic, and never over an existing secret
+            if _size_of(path) != _SECRET_BYTES:
+                # Otherwise a process could remove the secret that another has just created.
+                with FileLock(self._place / "locks" / "secret", timeout=_SECRET_SECONDS):
+                    self._create_secret(path)
             with open_ours(path) as file:
                 status = os.fstat(file.fileno())
                 secret = file.read(_SECRET_BYTES + 1)
-        except (OSError, LocalTierError):  # for example a file system without links, or a full disk
-            return None
+        except (OSError, NotImplementedError, LocalTierError):
+            return None  # for example a file system without links or locks, or a full disk
         is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o077
         return secret if is_ours and len(secret) == _SECRET_BYTES else None
+
+    def _create_secret(self, path: Path) -> None:
+        size = _size_of(path)
+        if size not in (None, _SECRET_BYTES):  # truncated by a power failure
+            path.unlink(missing_ok=True)
+        if size != _SECRET_BYTES:
+            with contextlib.suppress(FileExistsError), self.temporary() as made:
+                made.write(secrets.token_bytes(_SECRET_BYTES))
+                os.link(made.name, path)  # atomic, and never over an existing secret
 
     @contextmanager
     def exclusive(
@@ -366,19 +392,18 @@ class LocalTier:
         with self._opened_lock() as descriptor:
             if descriptor is not None:
                 with contextlib.suppress(OSError):
-                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    _lock_call(descriptor, fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
             yield
 
     def is_downloading(self) -> bool:
-        """Return whether a process of this host is inside `downloading`."""
+        """Return whether a process of this host is inside `downloading`.
+
+        Ask for the lock without taking it: a download that begins meanwhile could not take it.
+        """
         with self._opened_lock() as descriptor:
             if descriptor is not None:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return True
-                except OSError:
-                    return False
+                with contextlib.suppress(OSError):
+                    return _lock_call(descriptor, fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
         return False
 
     @contextmanager
@@ -394,7 +419,7 @@ class LocalTier:
             yield descriptor
         finally:
             with contextlib.suppress(OSError):  # a forked child has a copy of the descriptor
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                _lock_call(descriptor, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
             os.close(descriptor)
 
     def size_bytes(self) -> int:
@@ -463,6 +488,12 @@ class LocalTier:
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest and path.is_file():
                     _remove_unless_held(path)
+
+
+def _lock_call(descriptor: int, command: int, kind: int) -> int:
+    """Make a call for a lock of an open file description, and return the type in the answer."""
+    answer = fcntl.fcntl(descriptor, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
+    return int(_FLOCK.unpack(answer)[0])
 
 
 def _remove_unless_held(path: Path) -> None:

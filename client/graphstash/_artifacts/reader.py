@@ -193,12 +193,12 @@ class Reader:
                 proof, size = read_provenance(envelope)
             except OSError as error:
                 _log.debug("graphstash: the local tier: %s", error)
-                self._tier.discard(namespace, key, origin=origin)
+                self._tier.discard(namespace, key, origin=origin, opened=envelope)
                 return None
             verdict = self._standing.verdict(namespace, key, proof, origin=origin)
             if verdict is not Verdict.USE:
                 if verdict is Verdict.DELETE:
-                    self._tier.discard(namespace, key, origin=origin)
+                    self._tier.discard(namespace, key, origin=origin, opened=envelope)
                 return None
             try:
                 return self._unpack_file(envelope, namespace, key, into, proof=proof, size=size)
@@ -207,7 +207,7 @@ class Reader:
                 _log.debug("graphstash: the local tier: %s", error)
                 # Another job may trust the key, or a clock that is ahead makes it look expired.
                 if error.reason is not Reason.UNKNOWN_KEY:
-                    self._tier.discard(namespace, key, origin=origin)
+                    self._tier.discard(namespace, key, origin=origin, opened=envelope)
                 _clear(into)
                 return None
 
