@@ -293,7 +293,7 @@ class RefusedError(CacheError):
 
 
 class ConflictError(RefusedError):
-    """The server keeps different bytes under the key: the first publisher wins."""
+    """The server keeps different bytes under the key, or withholds the key."""
 
 
 class LeaseLostError(RefusedError):

@@ -292,6 +292,25 @@ def test_most_valuable_artifacts_are_published_within_the_limit(left, up, next_j
         assert caught_up(job) == {key(1): Sent.PUBLISHED}
 
 
+def test_upload_that_fails_in_every_job_comes_after_others(left, up, next_job, monkeypatch):
+    real, tried = PatientClient.upload, []
+
+    def upload(client, wanted, *arguments, **named):
+        tried.append(wanted)
+        if wanted == key(1):
+            raise TransportError(Reason.TIMEOUT, "too large for this link")
+        return real(client, wanted, *arguments, **named)
+
+    monkeypatch.setattr(PatientClient, "upload", upload)
+    left(1, seconds=100)
+    left(2)
+    for _ in range(2):
+        with up() as link, pytest.raises(TransportError, match="too large for this link"):
+            caught_up(next_job("a", url=link.url))
+        left(3)
+    assert tried == [key(number) for number in (1, 2, 3, 1)]
+
+
 def test_damaged_or_evicted_artifact_is_not_published(left, up, next_job):
     job = left(1, 2, 3)
     damaged = job.local.path(job.config.namespace, key(1))

@@ -10,14 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from graphstash import ClientConfig
 from graphstash._compile import packs as module
 from graphstash._compile.compile_limit import CompileLimit
 from graphstash._compile.packs import Packs
 from graphstash.testing import FakeServer
 from graphstash_schema import ArtifactMetadata
+from graphstash_server.testing import LiveServer
+from support.fault_proxy import Fault, FaultProxy
 from support.host import Host, key, request
 from support.offline import unplugged
 from support.waiting import until
+from support.withdrawing import withhold
 
 
 class Job(Host):
@@ -236,6 +240,71 @@ with Host(ClientConfig.load()) as host:
             failure.wait(timeout_seconds=60)
             process.send_signal(signal.SIGUSR1)
             assert process.stdout.read() == "None\nNone\n"
+
+
+def test_withheld_pack_is_not_uploaded_again_and_programs_travel_alone(jobs):
+    first, other = jobs("a"), jobs("b")
+    first.build((0,))
+    first.end()
+    withhold(first.stash, 1000)
+    for number in (1, 2):
+        other.build((number,))
+        other.end()
+    assert other.fallbacks == {"refused": 1}
+    assert other.packs.is_alone(key(3))
+
+
+def test_pack_that_the_server_never_accepts_is_uploaded_once(tmp_path):
+    with FakeServer() as fake, Job(fake.config(cache_dir=tmp_path)) as job:
+        with fake.fail_on("put", status=413) as failure:
+            for number in (1, 2):
+                job.build((number,))
+                job.end()
+        assert job.fallbacks == {"refused": 1}
+        assert failure.count == 1
+        assert job.packs.is_alone(key(3))
+
+
+def test_read_only_job_whose_disk_refuses_a_pack_keeps_it_for_later(jobs):
+    job = jobs("a", read_only=True)
+    copies = job.stash.local.root / "v2"
+    copies.rename(copies.with_name("tmp") / "aside")
+    copies.touch()
+    job.build((0,))
+    job.end()
+    assert set(job.fallbacks) == {"local_io"}
+    copies.unlink()
+    copies.with_name("tmp").joinpath("aside").rename(copies)
+    job.build((1,))
+    job.end()
+    assert jobs("a").build((0, 1)) == {0, 1}
+
+
+@pytest.mark.parametrize("where", ["on the way", "on the server"])
+def test_damaged_pack_delays_only_its_own_programs(tmp_path, where):
+    def job(name):
+        return Job(ClientConfig.load({}, url=link, namespace="packs", cache_dir=tmp_path / name))
+
+    with (
+        LiveServer(tmp_path / "server") as server,
+        FaultProxy(int(server.url.rpartition(":")[2])) as proxy,
+    ):
+        link = proxy.url
+        with job("a") as first:
+            first.build([1])
+            first.end()
+        if where == "on the server":
+            (blob,) = (path for path in (tmp_path / "server/blobs").rglob("*") if path.is_file())
+            blob.chmod(0o600)
+            blob.write_bytes(bytes(blob.stat().st_size))
+        with job("b") as other:
+            proxy.fault = Fault.FLIP if where == "on the way" else Fault.NONE
+            assert other.build([1, 2]) == set()
+            proxy.fault = Fault.NONE
+            assert set(other.fallbacks) == {"digest_mismatch"}
+            assert other.end().published == (1 if where == "on the way" else 2)
+        with job("c") as third:
+            assert third.build([1, 2]) == {1, 2}
 
 
 def test_failed_upload_of_pack_leaves_no_gap_in_chain(tmp_path):

@@ -37,7 +37,7 @@ from graphstash.errors import (
     TransportError,
     VerificationError,
 )
-from graphstash_schema import ArtifactMetadata
+from graphstash_schema import ArtifactMetadata, ErrorCode
 from graphstash_schema.explanation import Description
 from graphstash_schema.protocol import MAX_DESCRIPTIONS
 
@@ -116,7 +116,8 @@ class CatchUp:
         self._asked_at = -math.inf
 
     def wanted(self) -> Sequence[BundleEntry]:
-        """Return what the server lacks, the most valuable first. Settle the other artifacts.
+        """Return what the server lacks: fewest attempts first, then the most valuable. Settle the
+        other artifacts.
 
         Raises:
             CacheError: the server does not answer, or does not say what it withdrew.
@@ -142,7 +143,11 @@ class CatchUp:
             )
         for found in reply.found:
             self._settle(recorded.pop(found.key), found.digest.partition(":")[2])
-        return sorted(filter(self._may_publish, recorded.values()), key=_value, reverse=True)
+        # An upload that fails in every job must not keep the others waiting in every job.
+        return sorted(
+            filter(self._may_publish, recorded.values()),
+            key=lambda each: (stash.unsent.attempts(each.key), -_value(each)),
+        )
 
     def publish(self, wanted: Sequence[BundleEntry]) -> None:
         """Publish artifacts in this order, within the limits. Repeat the look-up every minute.
@@ -185,12 +190,14 @@ class CatchUp:
             return
         with suppress(LocalTierError):  # the record stays for a later job
             if (copy := self._copy(entry)) is not None:
-                copy.file.close()
-                verdict = stash.standing.verdict_of_answer(
-                    namespace, entry.key, copy.proof, stored, origin=copy.origin
-                )
-                if verdict is Verdict.DELETE:
-                    stash.local.discard(namespace, entry.key, origin=copy.origin)
+                with copy.file:
+                    verdict = stash.standing.verdict_of_answer(
+                        namespace, entry.key, copy.proof, stored, origin=copy.origin
+                    )
+                    if verdict is Verdict.DELETE:
+                        stash.local.discard(
+                            namespace, entry.key, origin=copy.origin, opened=copy.file
+                        )
             self._forget(entry)
 
     def _may_publish(self, entry: BundleEntry) -> bool:
@@ -307,6 +314,7 @@ class CatchUp:
 
     def _upload(self, entry: BundleEntry, blob: IO[bytes]) -> Outcome:
         metadata = entry.metadata or ArtifactMetadata(compile_seconds=0, raw_size_bytes=0)
+        self._stash.unsent.count_attempt(entry.key)
         self._left_bytes -= entry.size_bytes
         self._spend(entry.size_bytes, 0.0)
         try:
@@ -319,8 +327,8 @@ class CatchUp:
                 from_origin=OWN,
                 between_chunks=self._end_if_stopped,
             )
-        except ConflictError:
-            return Sent.DIFFERING
+        except ConflictError as error:
+            return error if error.code is ErrorCode.WITHHELD else Sent.DIFFERING
         except RefusedError as error:
             if is_temporary(error) or not self._server.may_write:
                 raise

@@ -38,7 +38,6 @@ from graphstash_schema import (
     ArtifactKey,
     ArtifactMetadata,
     Digest,
-    ErrorCode,
     Namespace,
 )
 
@@ -298,7 +297,7 @@ class Stash:
         try:
             server.upload(key, envelope, digest, metadata, between_chunks=between_chunks)
         except CacheError as error:
-            if _is_withdrawn(error):
+            if isinstance(error, ConflictError):
                 self._discard(namespace, key)
                 self.unsent.remove(key, digest.sha256)
             elif _is_not_stored(error):
@@ -317,12 +316,6 @@ def is_temporary(error: CacheError) -> bool:
             return True
         return error.code in RETRYABLE or error.status == 408
     return not isinstance(error, LocalTierError | VerificationError)
-
-
-def _is_withdrawn(error: CacheError) -> bool:
-    """Return whether the server has other bytes under the key, or withholds the key."""
-    is_withheld = isinstance(error, RefusedError) and error.code is ErrorCode.WITHHELD
-    return is_withheld or isinstance(error, ConflictError)
 
 
 def _is_not_stored(error: CacheError) -> bool:

@@ -42,6 +42,9 @@ _MAX_RECORDS: Final = 1000
 
 _MAX_BYTES: Final = 256 * 1024
 
+_MAX_ATTEMPTS: Final = 1_000_000
+"""A smaller modification time is a number of attempts."""
+
 
 class Unsent:
     """Records of one namespace, for one server and of jobs without a server. Thread-safe.
@@ -112,11 +115,27 @@ class Unsent:
 
     def remove(self, key: ArtifactKey, sha256: str) -> None:
         """Remove the records of an artifact, unless another process has recorded other bytes."""
-        for folder in (self._with_server, self._without_server):
-            path = folder / _name_of(key)
+        for path in self._paths(key):
             with suppress(OSError), open_ours(path) as file:
                 if sha256.encode() in file.read(_MAX_BYTES):
                     path.unlink()
+
+    def attempts(self, key: ArtifactKey) -> int:
+        """Return how many later uploads of an artifact have begun."""
+        return max(map(_attempts_of, self._paths(key)))
+
+    def count_attempt(self, key: ArtifactKey) -> None:
+        """Count an attempt in the record's modification time, so that earlier releases read the
+        record. `_prune` removes records with attempts first.
+        """
+        for path in self._paths(key):
+            with suppress(OSError):
+                count = _attempts_of(path) + 1
+                os.utime(path, (count, count))
+
+    def _paths(self, key: ArtifactKey) -> tuple[Path, Path]:
+        name = _name_of(key)
+        return self._with_server / name, self._without_server / name
 
     def is_empty(self, *, with_any: bool) -> bool:
         """Return whether `entries` has no record to read."""
@@ -140,6 +159,13 @@ class Unsent:
             for path in _records(folder):
                 if line := _line_of(path):
                     yield line
+
+
+def _attempts_of(path: Path) -> int:
+    with suppress(OSError):
+        time = path.stat().st_mtime
+        return int(time) if time < _MAX_ATTEMPTS else 0
+    return 0
 
 
 def _line_of(path: Path) -> bytes:

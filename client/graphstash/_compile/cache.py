@@ -21,7 +21,7 @@ from time import monotonic, sleep
 from typing import Final, TypeVar
 
 from graphstash._artifacts.run_downloads import Source
-from graphstash._artifacts.stash import Destination, Fetched, Memory, Stash
+from graphstash._artifacts.stash import Destination, Fetched, Memory, Stash, is_temporary
 from graphstash._compile.compile_limit import CompileLimit
 from graphstash._compile.in_flight import HeldLease, InFlightCompile
 from graphstash._compile.misses import MissLog
@@ -36,11 +36,13 @@ from graphstash.errors import (
     CacheError,
     ConflictError,
     Reason,
+    RefusedError,
     VerificationError,
 )
 from graphstash_schema import (
     ArtifactKey,
     ArtifactMetadata,
+    ErrorCode,
     LeaseOutcome,
     LeaseReply,
     LeaseState,
@@ -86,11 +88,13 @@ class PackOutcome(Enum):
     """Outcome of publishing a pack."""
 
     STORED = auto()
-    """The server stores it. In a read-only job, only this host stores it, if its disk can."""
+    """The server stores it. In a read-only job, only this host stores it."""
     TAKEN = auto()
-    """The server stores another pack under the key."""
+    """The server stores another pack under the key, or withholds the key."""
     FAILED = auto()
     """The server confirmed no upload, and the reason was counted. This host may store the pack."""
+    REFUSED = auto()
+    """Like `FAILED`, but the server would refuse the pack again, for example as too large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +115,11 @@ class FetchedPack:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether this job cannot use the pack, for one of the reasons in `_DAMAGED`."""
-        return self.trouble in _DAMAGED
+        """Whether this job cannot use the pack, for one of the reasons in `_DAMAGED`.
+
+        After a digest mismatch, the next download may be sound: the server has verified its bytes.
+        """
+        return self.trouble in _DAMAGED and self.trouble is not Reason.DIGEST_MISMATCH
 
 
 class CompileCache:
@@ -304,7 +311,10 @@ class CompileCache:
                 ),
                 budget=self._upload_waits,
             )
-        except ConflictError:
+        except ConflictError as error:
+            if error.code is ErrorCode.WITHHELD:
+                self.record_fallback(error)
+                return False
             self.counters.add(conflicts=1)
             self._used[key] = None
             return True
@@ -336,8 +346,8 @@ class CompileCache:
             fetched = self._fetch(key, payload)
         except CacheError as error:
             self.record_fallback(error)
-            self._is_healed(key, error.reason)
-            return FetchedPack(None, trouble=error.reason)
+            is_gone = self._is_healed(key, error.reason)
+            return None if is_gone else FetchedPack(None, trouble=error.reason)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
             self.record_fallback(error)
             return FetchedPack(None, trouble=Reason.INTERNAL)
@@ -354,10 +364,16 @@ class CompileCache:
             sent = self._when_free(
                 lambda: self.stash.put(key, payload, metadata), budget=self._upload_waits
             )
-        except ConflictError:
+        except ConflictError as error:
+            if error.code is ErrorCode.WITHHELD:
+                self.record_fallback(error)
             return PackOutcome.TAKEN
         except Exception as error:  # noqa: BLE001 - a background thread's outermost frame
             self.record_fallback(error)
+            is_final = isinstance(error, RefusedError) and not is_temporary(error)
+            return PackOutcome.REFUSED if is_final else PackOutcome.FAILED
+        if not sent and not self.is_on_this_host(key):
+            self._count_tier_errors()
             return PackOutcome.FAILED
         if sent:
             self.counters.add(published=artifact_count, published_bytes=sent)

@@ -8,8 +8,9 @@ compilation. Therefore a job fetches a pack before its first small program, and 
     flush      publish that pack, 30 s after its first result and at the end of the job
 
 Like any other artifact, a pack is verified before use and never overwritten. The packs of a job
-form a chain, `name(0)`, `name(1)`, ..., which ends at the first missing pack. If a pack is unusable
-or the chain has its maximum length, small programs become artifacts of their own, like large ones.
+form a chain, `name(0)`, `name(1)`, ..., which ends at the first missing pack. Small programs become
+artifacts of their own, like large ones, if a pack is unusable, the server refuses the next one, or
+the chain has its maximum length.
 
 Packs have no lease. Jobs that start at the same time each compile a small program, and the first to
 publish wins. If a small program compiles slowly, the pack lists it without a payload, so that the
@@ -177,12 +178,15 @@ class Packs:
         with self._reading:
             unsent, self._unsent = self._unsent, {}
             pending = unsent | pending
+            taken: int | None = None
             for attempt in range(_MAX_CONFLICTS):
                 # A failed upload of unsent entries left a copy of their pack on this host. Reading
                 # the chain first would count that copy as published.
                 if attempt or not unsent:
                     self._read_chain()  # other jobs may have published the pending programs
                 entries = {key: pending[key] for key in pending if key not in self._packed}
+                if self._next == taken and self._trouble is None:
+                    self._next = _MAX_PACKS  # this pack is withheld, so the chain cannot grow
                 if not entries or self._next >= _MAX_PACKS:
                     return
                 request = self.name(self._next)
@@ -196,10 +200,13 @@ class Packs:
                     request.key, payload, metadata, artifact_count=count
                 )
                 if outcome is PackOutcome.TAKEN:
+                    taken = self._next
                     continue
                 if outcome is PackOutcome.STORED:
                     self._packed |= entries.keys()
                     self._next += 1
+                elif outcome is PackOutcome.REFUSED:
+                    self._next = _MAX_PACKS
                 elif len(entries) < _MAX_ENTRIES and len(payload) < _MAX_BYTES:
                     self._unsent = entries  # retry this number: a chain ends at its first gap
                 return

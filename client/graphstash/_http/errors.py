@@ -40,6 +40,7 @@ MAX_PROBLEM_BYTES: Final = 64 * 1024
 
 _CLASS_OF_CODE: Final[dict[ErrorCode, type[RefusedError]]] = {
     ErrorCode.CONFLICT: ConflictError,
+    ErrorCode.WITHHELD: ConflictError,
     ErrorCode.LEASE_LOST: LeaseLostError,
 }
 

@@ -433,7 +433,7 @@ class _Journal:
             outcome = self._cache.store_pack(request.key, payload, metadata, artifact_count=1)
             if outcome is PackOutcome.TAKEN:
                 continue
-            if outcome is PackOutcome.FAILED:
+            if outcome is not PackOutcome.STORED:
                 self._next -= 1
             else:
                 with suppress(CacheError):  # the artifact is stored without a description
