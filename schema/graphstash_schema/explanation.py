@@ -8,6 +8,7 @@ graph. Parts of the environment (versions, flags, the CPU) are the same for all 
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Final
 
@@ -29,6 +30,7 @@ __all__ = [
     "bounded_parts",
     "compare",
     "described",
+    "differing",
     "digest_of_parts",
     "identity_of",
     "is_of_program",
@@ -45,8 +47,23 @@ _OPAQUE: Final = re.compile(r"graph|name|.*_key")
 """Names of parts that only the compiler can read. They cover the program and much of its
 environment, so a difference in one is uninformative if another part differs."""
 
-_PROGRAM: Final = frozenset(
+_ADDED: Final = frozenset(
     {
+        *("attrs", "compiler_options", "donated", "function", "function_key", "globals", "layout"),
+        *("line", "operations", "precision"),
+    }
+)
+_SETTING: Final = "setting."
+"""Parts that earlier releases do not send, and the prefix of others. If only one of two
+descriptions has such a part, they do not differ in it. "constants" of jax are the same."""
+
+_HIDDEN: Final = frozenset({"script"})
+"""Parts that are in no key. They are never a cause, but make artifacts of one script nearer."""
+
+_PROGRAM: Final = (
+    _ADDED
+    | _HIDDEN
+    | {
         *(
             "command",
             "compile_options",
@@ -63,8 +80,41 @@ _PROGRAM: Final = frozenset(
 
 _TEXT: Final = frozenset({"program", "command"})
 
+_DEPENDENCIES: Final = frozenset({"values"})
+"""Parts that also change with the parts of the program, and are too long to read."""
+
+_LISTS: Final = frozenset(
+    {
+        *("attrs", "compiler_options", "constants", "globals", "inputs", "layout", "operations"),
+        *("options", "settings", "signature", "target"),
+    }
+)
+"""Parts whose values are lists, of which only the items that differ are shown."""
+
+_NAMES: Final = {
+    "donated": "donated inputs (donate_argnums)",
+    "function": "name of the function",
+    "globals": "values of globals",
+    "layout": "layout of the inputs",
+    "line": "line of the function",
+}
+"""Names of parts in sentences, if they differ from the part's own name."""
+
+_CONSEQUENCES: Final = {
+    "group": "function",
+    "matmul_precision": f"{_SETTING}mat_mul_precision",
+    "precision": f"{_SETTING}jax_default_matmul_precision",
+}
+"""Parts that another part decides, which is shown in their place."""
+
 _DIGEST: Final = re.compile(r"(sha256:)?[0-9a-f]{64}|[a-z2-7]{51,52}")
 """A digest in hex, or in base 32 as torch writes it."""
+
+_SWITCH: Final = re.compile(r"^ambient\._?(?:get_|is_)?")
+"""What precedes torch's own name of a switch in the settings that its hook sends."""
+
+_FOLLOWS: Final = re.compile(r"aot_config=|$")
+"""Settings that follow from a graph's inputs."""
 
 _SHOWN: Final = 80
 _SHOWN_WORDS: Final = 8
@@ -194,31 +244,49 @@ class ExplainResponse(WireModel):
     )
 
 
+def differing(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """Return the names of all parts that differ, including opaque keys and digests."""
+    return [
+        name
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+        and ((name in here and name in there) or not _is_added(name))
+        and not (name == "settings" and _words(here.get(name, "")) == _words(there.get(name, "")))
+    ]
+
+
 def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Difference, ...]:
-    """Return the parts that differ. For long values, return only the words that differ.
+    """Return the parts that differ, those of the environment first. For long values and lists,
+    return only the words that differ.
 
     Returns readable parts; if none differs, digests and the program's text; if none differs, opaque
-    compiler keys. Each group also changes with the groups before it.
+    compiler keys. Returns the program's text, too, if no readable part of the program differs. Each
+    group also changes with the groups before it.
     """
-    names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
+    names = [name for name in differing(here, there) if name not in _HIDDEN]
     digests = {
         name
         for name in names
         if all(_DIGEST.fullmatch(side.get(name, "0" * 64)) for side in (here, there))
     }
-    chosen = (
-        [name for name in names if name not in digests | _TEXT and not _is_opaque(name)]
-        or [name for name in names if not _is_opaque(name)]
-        or names
-    )
-    return tuple(_difference(name, here.get(name), there.get(name)) for name in chosen)
+    hidden = digests | _TEXT | _DEPENDENCIES
+    readable = [name for name in names if name not in hidden and not _is_opaque(name)]
+    if not any(_tells_of_program(name) for name in readable):
+        readable += [name for name in names if name in _TEXT]
+    readable = readable or [name for name in names if name in _DEPENDENCIES]
+    chosen = readable or [name for name in names if not _is_opaque(name)] or names
+    shown = [name for name in chosen if _CONSEQUENCES.get(name) not in names]
+    shown.sort(key=lambda name: (is_of_program(name), not name.startswith(_SETTING), name))
+    return tuple(_difference(name, here.get(name), there.get(name)) for name in shown)
 
 
 def words(difference: Difference, *, where: str = "there") -> str:
     """Return a difference as text: `XLA_FLAGS: --a=1 here, --a=2 there`."""
-    name = printable(difference.part.removeprefix("env."), most=_SHOWN)
-    if not difference.part.startswith("env."):
-        name = name.replace("_", " ")
+    name = printable(re.sub(r"^(env|setting)\.", "", difference.part), most=_SHOWN)
+    if not difference.part.startswith(("env.", _SETTING)):
+        name = _NAMES.get(name, name.replace("_", " "))
+    if difference.part in _DEPENDENCIES:
+        return f"other {name} that the program reads from its surroundings"
     if difference.part in _TEXT:
         return "the program itself changed"
     if difference.part == "graph":
@@ -228,6 +296,17 @@ def words(difference: Difference, *, where: str = "there") -> str:
     if difference.here and difference.there and _DIGEST.fullmatch(difference.here):
         return f"other {name}"
     return f"{name}: {_value_text(difference.here)} here, {_value_text(difference.there)} {where}"
+
+
+def _is_added(name: str) -> bool:
+    return name in _ADDED | _HIDDEN or name == "constants" or name.startswith(_SETTING)
+
+
+def _tells_of_program(name: str) -> bool:
+    """Return whether a difference in this part says what changed in the program's text."""
+    return (
+        name in _PROGRAM and name not in {"function", "line", "variant"} | _HIDDEN
+    ) or name.startswith(_SETTING)
 
 
 def _is_opaque(name: str) -> bool:
@@ -244,17 +323,81 @@ def _difference(name: str, here: str | None, there: str | None) -> Difference:
     if here is None or there is None:
         shown = [None if value is None else _cut(value) for value in (here, there)]
         return Difference(part=name, here=shown[0], there=shown[1])
+    words_here, words_there = _words(here), _words(there)
+    is_list = name in _LISTS or all(word.startswith("-") for word in (*words_here, *words_there))
+    if max(len(here), len(there)) <= _SHOWN and not is_list:
+        return Difference(part=name, here=here, there=there)
+    only_here, only_there = _only(words_here, words_there)
+    if is_list and (only_here or only_there):
+        return Difference(part=name, here=_first_words(only_here), there=_first_words(only_there))
     if max(len(here), len(there)) <= _SHOWN:
         return Difference(part=name, here=here, there=there)
-    words_here, words_there = re.split(r"[\s;]+", here), re.split(r"[\s;]+", there)
-    set_here, set_there = set(words_here), set(words_there)
-    only_here = [word for word in words_here if word not in set_there]
-    only_there = [word for word in words_there if word not in set_here]
     if (not only_here and not only_there) or len(words_here) == 1 or len(words_there) == 1:
         start = next(at for at, (a, b) in enumerate(_aligned(here, there)) if a != b)
         start = max(0, start - _SHOWN // 4)
         return Difference(part=name, here=_window(here, start), there=_window(there, start))
     return Difference(part=name, here=_first_words(only_here), there=_first_words(only_there))
+
+
+def _words(value: str) -> list[str]:
+    """Split a value at blanks and semicolons outside of brackets.
+
+    Removes brackets around the whole value, as in `Options(a=1, b=2)`, and around the inputs of a
+    function type, as in `(f32, f32) -> f32`. Its results become words that begin with an arrow.
+    """
+    if found := re.fullmatch(r"\((.*)\) -> (.*)", value, re.DOTALL):
+        results = found[2].removeprefix("(").removesuffix(")")
+        return [*_words(found[1]), *(f"-> {word}" for word in _words(results))]
+    if (found := re.fullmatch(r"\w+\((.*)\)", value, re.DOTALL)) and _is_balanced(found[1]):
+        value = found[1]
+    if "\n" in value:
+        return [_SWITCH.sub("", line) for line in value.splitlines() if not _FOLLOWS.match(line)]
+    words, start, depth = [], 0, 0
+    for found in re.finditer(r"->|[(\[{<]|[)\]}>]|[\s;]+", value):
+        mark = found[0]
+        if mark[0] in "([{<":
+            depth += 1
+        elif mark[0] in ")]}>":
+            depth = max(0, depth - 1)
+        elif mark != "->" and not depth:
+            words.append(value[start : found.start()])
+            start = found.end()
+    words.append(value[start:])
+    return [word.removesuffix(",") for word in words if word]
+
+
+def _is_balanced(value: str) -> bool:
+    """Return whether no parenthesis closes before it has opened."""
+    depth = 0
+    for found in re.finditer(r"[()]", value):
+        depth += 1 if found[0] == "(" else -1
+        if depth < 0:
+            return False
+    return True
+
+
+def _only(here: list[str], there: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words that only one of two lists has. If they have the same words in another
+    order, return those at other places.
+    """
+    rest_there, rest_here = Counter(there), Counter(here)
+    rest_there.subtract(here)
+    rest_here.subtract(there)
+    only_here, only_there = _taken(here, rest_here), _taken(there, rest_there)
+    if not only_here and not only_there and len(here) == len(there):  # another order
+        moved = [(one, other) for one, other in zip(here, there, strict=True) if one != other]
+        return [one for one, _ in moved], [other for _, other in moved]
+    return only_here, only_there
+
+
+def _taken(words: list[str], counts: Counter[str]) -> list[str]:
+    """Return each word as often as its count says."""
+    taken = []
+    for word in words:
+        if counts[word] > 0:
+            counts[word] -= 1
+            taken.append(word)
+    return taken
 
 
 def _aligned(here: str, there: str) -> Iterable[tuple[str | None, str | None]]:

@@ -10,7 +10,7 @@ CASES = {
         "jax-newest",
         "jit(train_step)",
         {
-            "shape": (32, {}, "inputs: (tensor<32x32xf32>)", "(tensor<16x16xf32>)"),
+            "shape": (32, {}, "inputs: tensor<32x32xf32> here, tensor<16x16xf32> there"),
             "flag": (16, FAST, "XLA_FLAGS: --xla_cpu_enable_fast_math=true here, not set there"),
         },
     ),

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import closing
+from datetime import timedelta
 
 import httpx
 import pytest
@@ -68,7 +69,8 @@ def test_single_differing_part_is_found(api):
 
 
 @pytest.mark.sql
-def test_the_same_program_is_nearer_than_the_same_name_and_fewer_differences_are_nearer(api):
+def test_artifact_with_fewest_differing_parts_is_nearest(api):
+    """Also parts count that an explanation does not show, such as the digest of the program."""
     for number in range(1, 5):
         api.put(b"executable %d" % number, number)
     describe(
@@ -80,6 +82,66 @@ def test_the_same_program_is_nearer_than_the_same_name_and_fewer_differences_are
     )
     relatives = explain(api, description(api, 9)).json()["relatives"]
     assert [each["key"] for each in relatives] == [api.key(3), api.key(2), api.key(1)]
+
+    edited = description(api, 9, program={"program": "d" * 64, "inputs": "f32[8]"})
+    relatives = explain(api, edited).json()["relatives"]
+    assert [each["key"] for each in relatives] == [api.key(1)]
+    api.put(b"executable 5", 5)
+    describe(api, description(api, 5))  # the same inputs, another program
+    nearest = explain(api, edited).json()["relatives"][0]
+    assert nearest["key"] == api.key(5)
+    assert [each["part"] for each in nearest["differences"]] == ["program"]
+
+
+def test_artifact_of_same_script_is_nearer(api):
+    for number, script in enumerate(("train.py", "eval.py", "train.py"), start=1):
+        api.put(b"executable %d" % number, number)
+        program = {"program": "a" * 64, "script": script, "inputs": f"f32[{number}]"}
+        describe(api, description(api, number, program=program))
+    wanted = {"program": "a" * 64, "script": "eval.py", "inputs": "f32[9]"}
+    answer = explain(api, description(api, 9, program=wanted))
+    assert answer.json()["relatives"][0]["key"] == api.key(2)
+    assert differences(answer) == [("inputs", "f32[9]", "f32[2]")]
+
+
+async def test_artifact_that_the_run_itself_published_is_not_compared(opened):
+    async with opened() as server:
+        described = []
+        for number in (1, 2, 3):
+            assert await server.put(b"blob %d" % number, number)
+            one = Description(
+                key=key_of(number).key, label="f", program={"inputs": f"f32[{number}]"}
+            )
+            await server.context.explanations.describe(key_of().namespace, [one])
+            described.append(one)
+            opened.clock.turn(10)
+        where, wanted = [key_of().namespace], described[-1]
+
+        async def compared(min_age):
+            answer = await server.context.explanations.explain(
+                *where, wanted, readable=where, min_age=timedelta(seconds=min_age)
+            )
+            return [each.key for each in answer.relatives]
+
+        first, second, _ = (each.key for each in described)
+        assert await compared(0) == [second, first]
+        assert await compared(25) == [first]
+        assert await compared(35) == []
+
+
+def test_artifact_of_a_line_that_moved_is_compared(api):
+    label = f"train_{api.namespace}.py:{{}}"
+    for number, line in enumerate(("7 in main", "120 in main"), start=1):
+        api.put(b"executable %d" % number, number)
+        described = description(api, number, program={"inputs": f"f32[{number}]"})
+        describe(api, described | {"label": label.format(line)})
+    wanted = description(api, 9, program={"inputs": "f32[9]"})
+    answer = explain(api, wanted | {"label": label.format("8 in main")}).json()
+    assert {each["label"] for each in answer["relatives"]} == {
+        label.format("7 in main"),
+        label.format("120 in main"),
+    }
+    assert explain(api, wanted | {"label": "other.py:8"}).json()["relatives"] == []
 
 
 @pytest.mark.sql

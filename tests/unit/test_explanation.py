@@ -71,6 +71,49 @@ def told(here, there):
             {"cpu_features": " ".join([*FEATURES[:50], *FEATURES[51:], "avx512f"])},
             ["cpu features: feature50 here, avx512f there"],
         ),
+        # Of a list, only the items that differ. Brackets are not split.
+        (
+            {"inputs": "(tensor<8x4xf32>, tensor<4xf32>) -> tensor<f32>"},
+            {"inputs": "(tensor<9x4xf32>, tensor<4xf32>) -> tensor<f32>"},
+            ["inputs: tensor<8x4xf32> here, tensor<9x4xf32> there"],
+        ),
+        (
+            {"inputs": "float32[8, 4], float32[4]"},
+            {"inputs": "float32[8, 4]"},
+            ["inputs: float32[4] here, nothing there"],
+        ),
+        (
+            {"options": "CUDAOptions(num_warps=8, libs=(('a', 'b'),))"},
+            {"options": "CUDAOptions(num_warps=4, libs=(('a', 'b'),))"},
+            ["options: num_warps=8 here, num_warps=4 there"],
+        ),
+        (
+            {"settings": "ambient._get_qengine=4\naot_config=(1, 2)"},
+            {"settings": "ambient._get_qengine=5\naot_config=(1)"},
+            ["settings: qengine=4 here, qengine=5 there"],
+        ),
+        ({"inputs": "f32 f16"}, {"inputs": "f16 f32"}, ["inputs: f32 f16 here, f16 f32 there"]),
+        # A change of the program is never left out.
+        (
+            {"program": DIGEST, "threads": "1"},
+            {"program": OTHER, "threads": "2"},
+            ["threads: 1 here, 2 there", "the program itself changed"],
+        ),
+        (
+            {"program": DIGEST, "operations": "tanh=1"},
+            {"program": OTHER, "operations": "sine=1"},
+            ["operations: tanh=1 here, sine=1 there"],
+        ),
+        # Earlier releases do not send these parts.
+        ({"jax": "1", "operations": "tanh=1"}, {"jax": "2"}, ["jax: 1 here, 2 there"]),
+        ({"jax": "1", "setting.jax_enable_x64": "True"}, {"jax": "1"}, []),
+        (
+            {"setting.jax_default_matmul_precision": "highest", "precision": "HIGHEST"},
+            {"setting.jax_default_matmul_precision": "None", "precision": "DEFAULT"},
+            ["jax_default_matmul_precision: highest here, None there"],
+        ),
+        # A script is no cause.
+        ({"script": "train.py", "jax": "1"}, {"script": "eval.py", "jax": "1"}, []),
         (
             bounded_parts({"flags": "a" * 20_000, "jax": "1"}),
             bounded_parts({"flags": "b" * 20_000, "jax": "1"}),

@@ -101,7 +101,8 @@ def explain(
     _check_server(config, records)
     if records and namespace is None:
         config = dataclasses.replace(config, namespace=Namespace(records[0].namespace))
-    causes = _causes(config, misses)
+    started_at = min((record.run_started_at for record in records or ()), default=0.0)
+    causes = _causes(config, misses, started_at=started_at)
     if as_json:
         print_json([_as_json(cause) for cause in causes])
         return
@@ -127,9 +128,14 @@ def _is_fingerprint(text: str) -> bool:
     return 4 <= len(text) <= 64 and not set(text) - set("0123456789abcdef")
 
 
-def _causes(config: ClientConfig, misses: Iterable[tuple[Description, str | None]]) -> list[Cause]:
+def _causes(
+    config: ClientConfig,
+    misses: Iterable[tuple[Description, str | None]],
+    *,
+    started_at: float,
+) -> list[Cause]:
     with server_of(config) as server:
-        return causes_of(server, list(misses))
+        return causes_of(server, list(misses), started_at=started_at)
 
 
 def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None:

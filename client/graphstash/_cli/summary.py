@@ -120,7 +120,8 @@ def _read(config: ClientConfig, records: Sequence[ProcessRecord]) -> RunSummary:
         try:
             namespace = Namespace(records[0].namespace)
             with server_of(replace(config, namespace=namespace)) as server:
-                causes = causes_of(server, asked)
+                started_at = min(record.run_started_at for record in records)
+                causes = causes_of(server, asked, started_at=started_at)
         except CacheError:
             causes = []  # the bill does not need the server
         why = {key: cause.text for cause in causes for key in cause.keys}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from time import monotonic
+from time import monotonic, time
 
 from graphstash._compile.stats import format_seconds, plural
 from graphstash._http.client import ServerClient
@@ -39,6 +39,8 @@ class Cause:
 def causes_of(
     server: ServerClient,
     misses: Sequence[tuple[Description, str | None]],
+    *,
+    started_at: float,
 ) -> list[Cause]:
     """Return the causes of misses, the most frequent first.
 
@@ -46,6 +48,8 @@ def causes_of(
         server: Server that finds the nearest artifacts, for at most 64 misses and within 10 s.
         misses: Descriptions of the programs, each with the reason why the cache failed, or None if
             there was no artifact.
+        started_at: Start of the run that missed them, in seconds since 1970. Artifacts that were
+            stored later are not compared, because the run itself may have published them.
 
     Raises:
         CacheError: The server does not answer, or refuses.
@@ -60,7 +64,8 @@ def causes_of(
             text = f"not explained: at most {_MAX_ASKED} are, within {_MAX_SECONDS:g} s"
         else:
             asked += 1
-            text, nearest = cause_of(server.explain(description))
+            age = max(0.0, time() - started_at)
+            text, nearest = cause_of(server.explain(description, min_age_seconds=age))
         cause = causes.setdefault(text, Cause(text, nearest=nearest))
         cause.labels.append(_name(description))
         cause.keys.append(description.key)

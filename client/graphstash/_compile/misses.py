@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -78,7 +80,8 @@ class MissLog:
                 return
             from graphstash_schema.explanation import described  # only a job with misses needs it
 
-            parts = {**request.details(), **request.parts}
+            script = Path(sys.argv[0] if sys.argv else "").name
+            parts = {"script": script, **request.details(), **request.parts}
             miss = Miss(described(request.key, request.label, parts), reason, detail=detail)
         except Exception:  # noqa: BLE001 - a compiler may raise any exception for `details`
             _log.debug("a miss cannot be described", exc_info=True)

@@ -233,9 +233,15 @@ class ServerClient:
         request = DescribeRequest(artifacts=tuple(descriptions))
         self._post("describe", request)
 
-    def explain(self, missing: Description) -> ExplainResponse:
-        """Return the stored artifacts that are nearest to a missing artifact."""
-        answer = self._post("explain", missing)
+    def explain(self, missing: Description, *, min_age_seconds: float = 0.0) -> ExplainResponse:
+        """Return the stored artifacts that are nearest to a missing artifact.
+
+        Args:
+            missing: description of the missing artifact.
+            min_age_seconds: seconds since the run that missed it started. Younger artifacts are not
+                compared; earlier releases of the server compare them.
+        """
+        answer = self._post(f"explain?min_age_seconds={min_age_seconds:.3f}", missing)
         from graphstash_schema.explanation import ExplainResponse
 
         return _parsed(ExplainResponse, answer)

@@ -14,6 +14,7 @@ __all__ = [
     "is_run",
     "joined",
     "new_run",
+    "started_at",
     "this_run",
 ]
 
@@ -54,3 +55,8 @@ def is_run(name: str) -> bool:
 def new_run(*, after_seconds: float = 0.0) -> str:
     """Return a name for a run that starts now, or later. Names sort by start time."""
     return f"{time.time_ns() + int(after_seconds * 1e9):020d}-{os.getpid()}"
+
+
+def started_at(run: str) -> float:
+    """Return the start of a run in seconds since 1970, by its name."""
+    return int(run.partition("-")[0]) / 1e9

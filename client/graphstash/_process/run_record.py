@@ -17,6 +17,7 @@ from typing import Any, Final
 from graphstash._artifacts import run_folder
 from graphstash._compile.misses import Miss
 from graphstash._compile.stats import Stats
+from graphstash._process import run_name
 from graphstash._process.run_name import is_run, new_run
 from graphstash.config import ClientConfig
 from graphstash_schema.explanation import Description
@@ -38,7 +39,8 @@ class ProcessRecord:
         argv: command line.
         url: server URL.
         namespace: namespace that the process wrote to.
-        started_at: start time in seconds since 1970.
+        started_at: start time of the process in seconds since 1970.
+        run_started_at: start time of the run.
         stats: the counters, by their names in `Stats`.
         misses: compiled artifacts: description, `Miss.trouble`, compile seconds.
     """
@@ -47,6 +49,7 @@ class ProcessRecord:
     url: str
     namespace: str
     started_at: float
+    run_started_at: float
     stats: Mapping[str, Any]
     misses: Sequence[tuple[Description, str | None, float]]
 
@@ -139,6 +142,7 @@ def _read(run: Path) -> Iterator[ProcessRecord]:
                 str(read["url"]),
                 str(read["namespace"]),
                 float(read["started_at"]),
+                run_name.started_at(run.name),
                 dict(read["stats"]),
                 misses,
             )

@@ -24,7 +24,7 @@ from graphstash._compile.stats import Counters, Stats, plural
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable, unforked
 from graphstash._process.notices import log_once, notices
-from graphstash._process.run_name import command_of_run, this_run
+from graphstash._process.run_name import command_of_run, started_at, this_run
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, Reason
 from graphstash.hooks import installing
@@ -395,7 +395,7 @@ class Session:
         wanted = [(each.description, each.trouble) for each in misses]
         causes: list[Cause] = []
         try:
-            causes = causes_of(self._cache.stash.server, wanted)
+            causes = causes_of(self._cache.stash.server, wanted, started_at=started_at(self.run))
             lines = text_of(causes)
             if (more := self.stats().misses - len(misses)) > 0:
                 lines.append(f"{plural(more, 'miss')}: small programs, which are not compared")

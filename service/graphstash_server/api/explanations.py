@@ -1,8 +1,10 @@
 """Descriptions of artifacts, and the nearest artifacts to a missed one."""
 
+from datetime import timedelta
 from typing import Final
 
 from fastapi import Response
+from pydantic import Field
 
 from graphstash_schema import ErrorCode, Namespace, Scope
 from graphstash_schema.explanation import (
@@ -11,9 +13,11 @@ from graphstash_schema.explanation import (
     Description,
     ExplainResponse,
 )
+from graphstash_schema.model import WireModel
 from graphstash_schema.protocol import API_PREFIX, MAX_DESCRIBE_BYTES
 from graphstash_server.api.bodies import read_model
 from graphstash_server.api.calls import Calls, NamespaceCall, in_namespace, json_answer
+from graphstash_server.api.queries import parameters_of, read_query
 from graphstash_server.errors import ServerError
 from graphstash_server.services.artifacts.explanations import MAX_NAMESPACES
 from graphstash_server.services.namespaces import check_writable
@@ -27,6 +31,16 @@ _REFUSALS: Final = (
     ErrorCode.INVALID_DEVICE_TYPE,
     ErrorCode.INVALID_FINGERPRINT,
 )
+
+
+class _ExplainQuery(WireModel):
+    min_age_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e9,
+        description="seconds since the run that missed the artifact started; younger artifacts are "
+        "not compared, because they include those that the run itself has published",
+    )
 
 
 @router.call(
@@ -51,16 +65,23 @@ async def describe_artifacts(call: NamespaceCall) -> Response:
     "POST",
     "/{namespace}/artifacts:explain",
     needs=in_namespace(Scope.READ),
+    query=parameters_of(_ExplainQuery),
     body=Description,
     answers={200: {"model": ExplainResponse}},
     refuses=_REFUSALS,
 )
 async def explain_miss(call: NamespaceCall) -> Response:
     """Return the nearest artifacts in all readable namespaces, and how they differ."""
+    query = read_query(call, _ExplainQuery)
     wanted = await read_model(call, Description, max_bytes=8 * MAX_PARTS_CHARACTERS)
     _check(wanted)
     readable, is_partial = await _readable(call)
-    explained = await call.context.explanations.explain(call.namespace, wanted, readable=readable)
+    explained = await call.context.explanations.explain(
+        call.namespace,
+        wanted,
+        readable=readable,
+        min_age=timedelta(seconds=query.min_age_seconds),
+    )
     return json_answer(explained.model_copy(update={"is_partial": is_partial}))
 
 

@@ -11,7 +11,7 @@ those keys up later, when the switches may have changed.
 import os
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import wraps
 from hashlib import sha256
@@ -36,6 +36,13 @@ _GPUS: Final = frozenset({"cuda", "xpu"})
 
 _LINE: Final = re.compile(r"\[(\w+)\] (\w+)(?:\[([^\]]*)\])?: (.*)", re.DOTALL)
 _TENSOR: Final = re.compile(r"dtype=torch\.(\w+), shape=torch\.Size\(\[([^\]]*)\]\)")
+_STRIDES: Final = re.compile(r"shape=torch\.Size\(\[([^\]]*)\]\), stride=\(([^)]*)\)")
+_SYMBOL: Final = re.compile(r"\bs\d+\b")
+_OPERATION: Final = re.compile(
+    r"\btorch\.ops\.\w+\.(\w+)|\btorch\.(?:nn\.functional\.|_C\._nn\.)?(\w+)\(|( @ )"
+)
+_NUMBER: Final = re.compile(r"(?<![\w.\[])-?\d+\.\d*(?:e[+-]?\d+)?(?![\w.])")
+_MAX_NUMBERS: Final = 200
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _READ: Final = frozenset(
     {
@@ -97,21 +104,31 @@ class KeyInfo:
         """Return environment variables, and the contents of the key in an entry's name if known."""
         with self._lock:
             lines = next((each for key, each in self._lists.items() if key in name), [])
-        inputs, settings, details = [], [], {}
+        details: dict[str, str] = {}
+        inputs: list[str] = []
+        layout: list[str] = []
+        settings: list[str] = []
         for line in lines:
             found = _LINE.fullmatch(line)
             if found is None:
                 continue
             digest, what, index, value = found.groups()
             if what == "gm":
-                details["program"] = digest
+                details |= {"program": digest, **_contents_of_graph(value)}
             elif what == "example_inputs":
+                layout += _layout(len(inputs), value)
                 inputs.append(_input(value))
             elif what != "inductor_config" or not _is_default(index):
                 label = what if index is None else f"{what}.{index}"
                 settings.append(f"{label}={_ADDRESS.sub('', value)[:_MAX_VALUE]}")
         if lines:
-            details |= {"inputs": ", ".join(inputs), "settings": "\n".join(sorted(settings))}
+            is_dynamic = any(_SYMBOL.search(each) for each in inputs)
+            details |= {
+                "inputs": ", ".join(inputs),
+                "layout": " ".join(layout),
+                "setting.dynamic": str(is_dynamic),
+                "settings": "\n".join(sorted(settings)),
+            }
         return details | _variables(os.environ)
 
 
@@ -156,6 +173,40 @@ def _input(value: str) -> str:
     """Return a tensor's type and shape, e.g. `float32[8, 4]`, or torch's text of another input."""
     found = _TENSOR.search(value)
     return f"{found[1]}[{found[2]}]" if found else value[:_MAX_VALUE]
+
+
+def _layout(number: int, value: str) -> list[str]:
+    """Return what is unusual about an input: its strides, and whether it requires a gradient."""
+    layout = []
+    if (found := _STRIDES.search(value)) and not _is_contiguous(found[1], found[2]):
+        layout.append(f"{number}:stride=({found[2].replace(' ', '')})")
+    if "requires_grad=True" in value:
+        layout.append(f"{number}:requires_grad")
+    return layout
+
+
+def _is_contiguous(shape: str, stride: str) -> bool:
+    """Return whether strides are those of a contiguous tensor; symbols count as such."""
+    try:
+        extents = [int(each) for each in shape.split(",") if each.strip()]
+        steps = [int(each) for each in stride.split(",") if each.strip()]
+    except ValueError:
+        return True
+    expected = 1
+    for extent, step in zip(reversed(extents), reversed(steps), strict=True):
+        if extent != 1 and step != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def _contents_of_graph(text: str) -> dict[str, str]:
+    """Return the operations and the numbers in the text of a graph."""
+    operations = Counter(aten or named or "matmul" for aten, named, _ in _OPERATION.findall(text))
+    return {
+        "operations": " ".join(f"{name}={count}" for name, count in sorted(operations.items())),
+        "constants": " ".join(_NUMBER.findall(text)[:_MAX_NUMBERS]),
+    }
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -23,13 +23,11 @@ from graphstash._compile.request import CompileRequest
 from graphstash.hooks import environment
 from graphstash.hooks.environment import version_of
 from graphstash.hooks.jax.compiling import Program
+from graphstash.hooks.jax.program_text import details_of, settings
 from graphstash.hooks.labels import function_label
 from graphstash_schema import ArtifactKind, DeviceType
 
 __all__ = ["request_of"]
-
-_SHOWN_ELEMENTS: Final = 64
-"""Elements above which a constant is omitted from the program text that explains misses."""
 
 _GPU_LIBRARIES: Final = re.compile(r"(jax[-_](cuda|rocm)|nvidia[-_])[\w-]*", re.IGNORECASE)
 
@@ -53,13 +51,14 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
         parts["libtpu"] = version_of("libtpu") or version_of("libtpu-nightly")
     elif program.platform == "gpu":
         parts["libraries"] = _gpu_libraries()
+    label = label or function_label(jax_key.rpartition("-")[0])
     return CompileRequest.of(
         ArtifactKind.JAX,
         _device_type(program),
         parts,
         toolchain=f"jax {parts['jax']} jaxlib {parts['jaxlib']}",
-        label=label or function_label(jax_key.rpartition("-")[0]),
-        details=partial(_details, program),
+        label=label,
+        details=partial(_details, program, label),
     )
 
 
@@ -69,27 +68,16 @@ def _threads() -> str:
     return os.environ.get("NPROC") or str(len(os.sched_getaffinity(0)))
 
 
-def _details(program: Program) -> dict[str, str]:
+def _details(program: Program, label: str) -> dict[str, str]:
     """Return environment variables and inputs of JAX's key, to explain a miss."""
-    details = environment.environment_parts(os.environ)
-    if program.computation is not None and not program.is_small:
-        text = program.computation.operation.get_asm(
-            enable_debug_info=False, large_elements_limit=_SHOWN_ELEMENTS
-        )
-        details["program"] = hashlib.sha256(text.encode()).hexdigest()
-        details["inputs"] = _inputs(program.computation)
+    details = environment.environment_parts(os.environ) | settings()
+    if program.computation is not None:
+        details |= {"function": label, **details_of(program.computation)}
     if program.options is not None:
         details["compile_options"] = hashlib.sha256(program.options.SerializeAsString()).hexdigest()
+        overrides = getattr(program.options, "env_option_overrides", ())
+        details["compiler_options"] = " ".join(f"{name}={value}" for name, value in overrides)
     return details
-
-
-def _inputs(computation: Any) -> str:
-    """Return the shapes and types of the program's inputs and outputs, in MLIR's notation."""
-    for each in computation.body.operations:
-        attributes = each.operation.attributes
-        if "function_type" in attributes and attributes["sym_name"].value == "main":
-            return str(attributes["function_type"])
-    return ""
 
 
 def _device_type(program: Program) -> DeviceType:

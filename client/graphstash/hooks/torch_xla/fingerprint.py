@@ -44,6 +44,9 @@ __all__ = ["Fingerprints"]
 _PRECISION: Final = "_ZN9torch_xla10XlaHelpers19s_mat_mul_precisionE"
 """`torch_xla::XlaHelpers::s_mat_mul_precision`, an `xla::PrecisionConfig::Precision`."""
 
+_PRECISIONS: Final = ("default", "high", "highest")
+"""Names of the values of `xla::PrecisionConfig::Precision`."""
+
 
 class Fingerprints:
     """Maps torch_xla's name of a graph to the key of its artifact.
@@ -81,7 +84,13 @@ class Fingerprints:
             self.parts(name),
             toolchain=f"torch {torch.__version__}, torch_xla {torch_xla.__version__}",
             label=_compiling_line(),
+            details=lambda: {"setting.mat_mul_precision": self._precision_name()},
         )
+
+    def _precision_name(self) -> str:
+        """Return the matmul precision as `set_mat_mul_precision` takes it."""
+        value = self._precision.value
+        return _PRECISIONS[value] if 0 <= value < len(_PRECISIONS) else str(value)
 
     def unshared(self) -> str:
         """Return why the hook must not share graphs of this process, or an empty string."""

@@ -10,6 +10,7 @@ from the surrounding modules (see `source`).
 import re
 from collections.abc import Mapping
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
@@ -140,11 +141,36 @@ def _details(source: Any) -> dict[str, str]:
     function = getattr(source, "fn", None)
     signature = getattr(source, "signature", None) or {}
     constants = getattr(source, "constants", None) or {}
-    return {
-        "program": str(getattr(function, "cache_key", "")),
+    attributes = getattr(source, "attrs", None) or {}
+    details = {
         "signature": " ".join(f"{name}:{kind}" for name, kind in signature.items()),
         "constants": " ".join(
             f"{_argument(function, place)}={value}" for place, value in constants.items()
         ),
         **compiled_for(),
+    }
+    if isinstance(attributes, Mapping):
+        details["attrs"] = " ".join(
+            f"{_argument(function, place)}:{value}" for place, value in attributes.items()
+        )
+    return details | _details_of_function(function)
+
+
+def _details_of_function(function: Any) -> dict[str, str]:
+    """Describe a kernel, with a digest of its source without its name."""
+    text, name = getattr(function, "src", None), getattr(function, "__name__", "")
+    key = str(getattr(function, "cache_key", ""))
+    if not isinstance(text, str):
+        return {"program": key}
+    body = re.sub(rf"\bdef\s+{re.escape(name)}\b", "def", text)
+    globals_read = getattr(function, "used_global_vals", None) or {}
+    return {
+        "program": sha256(body.encode()).hexdigest(),
+        "function": str(name),
+        "function_key": key,  # with the functions that it calls
+        "line": str(getattr(function, "starting_line_number", "")),
+        "globals": " ".join(
+            f"{place[0]}={getattr(value[0], 'value', value[0])}".replace(" ", "")
+            for place, value in globals_read.items()
+        ),
     }

@@ -27,6 +27,7 @@ __all__ = [
     "find_described",
     "list_by_identity",
     "list_by_label",
+    "list_by_near_label",
 ]
 
 
@@ -67,12 +68,26 @@ _NEAREST = (
     _DESCRIBED.where(
         descriptions.c.namespace == bindparam("in_namespace"),
         descriptions.c.kind == bindparam("of_kind"),
+        descriptions.c.described_at <= bindparam("until"),
     )
     .order_by(descriptions.c.described_at.desc())
     .limit(bindparam("most"))
 )
 _BY_IDENTITY = _NEAREST.where(descriptions.c.identity == bindparam("wanted"))
 _BY_LABEL = _NEAREST.where(descriptions.c.label == bindparam("wanted"))
+_AFTER_LABEL, _BEFORE_LABEL = (
+    _NEAREST.where(is_beyond).order_by(None).order_by(*order)
+    for is_beyond, order in (
+        (
+            descriptions.c.label > bindparam("wanted"),
+            (descriptions.c.label, descriptions.c.described_at),
+        ),
+        (
+            descriptions.c.label < bindparam("wanted"),
+            (descriptions.c.label.desc(), descriptions.c.described_at.desc()),
+        ),
+    )
+)
 
 
 async def add_descriptions(
@@ -118,19 +133,69 @@ async def _add_description(
 
 
 async def list_by_identity(
-    connection: AsyncConnection, namespace: str, kind: str, identity: str, *, limit: int
+    connection: AsyncConnection,
+    namespace: str,
+    kind: str,
+    identity: str,
+    *,
+    until: datetime,
+    limit: int,
 ) -> list[DescribedRow]:
-    """Return artifacts of the same program, most recently described first."""
-    chosen = {"in_namespace": namespace, "of_kind": kind, "wanted": identity, "most": limit}
+    """Return artifacts of the same program that were described until a time, latest first."""
+    chosen = {
+        "in_namespace": namespace,
+        "of_kind": kind,
+        "wanted": identity,
+        "until": until,
+        "most": limit,
+    }
     return [_row(each) for each in await connection.execute(_BY_IDENTITY, chosen)]
 
 
 async def list_by_label(
-    connection: AsyncConnection, namespace: str, kind: str, label: str, *, limit: int
+    connection: AsyncConnection,
+    namespace: str,
+    kind: str,
+    label: str,
+    *,
+    until: datetime,
+    limit: int,
 ) -> list[DescribedRow]:
-    """Return artifacts of programs with the same name, most recently described first."""
-    chosen = {"in_namespace": namespace, "of_kind": kind, "wanted": label, "most": limit}
+    """Return artifacts of programs of that name that were described until a time, latest first."""
+    chosen = {
+        "in_namespace": namespace,
+        "of_kind": kind,
+        "wanted": label,
+        "until": until,
+        "most": limit,
+    }
     return [_row(each) for each in await connection.execute(_BY_LABEL, chosen)]
+
+
+async def list_by_near_label(
+    connection: AsyncConnection,
+    namespace: str,
+    kind: str,
+    label: str,
+    *,
+    prefix: str,
+    until: datetime,
+    limit: int,
+) -> list[DescribedRow]:
+    """Return artifacts whose labels have a prefix, and come right before or after a label."""
+    chosen = {
+        "in_namespace": namespace,
+        "of_kind": kind,
+        "wanted": label,
+        "until": until,
+        "most": limit,
+    }
+    return [
+        _row(each)
+        for statement in (_AFTER_LABEL, _BEFORE_LABEL)
+        for each in await connection.execute(statement, chosen)
+        if each.label.startswith(prefix)
+    ]
 
 
 async def find_described(connection: AsyncConnection, key: StoredKey) -> DescribedRow | None:

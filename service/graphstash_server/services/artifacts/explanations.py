@@ -1,16 +1,18 @@
 """ExplanationService: stores what artifacts were made of, and finds those nearest to a missed one.
 
-From nearest to farthest: the same key in another namespace; the same program in another
-environment; a program with the same label. Within each, artifacts with fewer differences are
-nearer.
+From nearest to farthest: the same key in another namespace; then by the number of parts that
+differ, of those that the explanation does not show too. Among artifacts with equally many, the same
+program in another environment, then the one with the fewest words that differ, then the latest.
 """
 
 import asyncio
 import heapq
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from difflib import SequenceMatcher
+from operator import itemgetter
 from typing import Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -21,6 +23,7 @@ from graphstash_schema.explanation import (
     ExplainResponse,
     Relative,
     compare,
+    differing,
     identity_of,
 )
 from graphstash_server.db.engine import Database
@@ -33,6 +36,7 @@ from graphstash_server.db.queries.descriptions import (
     find_described,
     list_by_identity,
     list_by_label,
+    list_by_near_label,
 )
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.plausible_clock import PlausibleClock
@@ -40,9 +44,12 @@ from graphstash_server.services.plausible_clock import PlausibleClock
 __all__ = ["MAX_NAMESPACES", "ExplanationService"]
 
 MAX_NAMESPACES: Final = 16
-"""Maximum namespaces of one explanation. Each costs three short index scans."""
+"""Maximum namespaces of one explanation. Each costs at most five short index scans."""
 
-_CANDIDATES: Final = 16
+_CANDIDATES: Final = 32
+_NEAR_LINES: Final = 16
+_LINE: Final = re.compile(r"(.+:)\d+( in |$)")
+"""A label that is a line of a script, with the script."""
 _COMPARED: Final = 16
 _RELATIVES: Final = 3
 _LOOKED_AT: Final = 250
@@ -72,7 +79,12 @@ class ExplanationService:
             return await add_descriptions(connection, new, now=self.clock())
 
     async def explain(
-        self, namespace: Namespace, wanted: Description, *, readable: Sequence[Namespace]
+        self,
+        namespace: Namespace,
+        wanted: Description,
+        *,
+        readable: Sequence[Namespace],
+        min_age: timedelta = timedelta(),
     ) -> ExplainResponse:
         """Return the artifacts nearest to a missed one.
 
@@ -80,12 +92,15 @@ class ExplanationService:
             namespace: namespace of the missed artifact.
             wanted: description of the missed artifact.
             readable: namespaces to search, at most `MAX_NAMESPACES`.
+            min_age: Age of the run that missed it. Younger artifacts were not stored yet when it
+                started, and include those that the run itself has published.
         """
+        until = self.clock() - min_age
         async with self._comparing:  # only one call at a time holds descriptions in memory
             async with self.database.reading() as connection:
                 rows: dict[StoredKey, DescribedRow] = {}
                 for where in readable:
-                    for row in await self._candidates(connection, where, wanted):
+                    for row in await self._candidates(connection, where, wanted, until=until):
                         rows.setdefault(row.key, row)
                 # The caller may have stored the missed artifact in the meantime.
                 rows.pop(StoredKey.of(namespace, wanted.key), None)
@@ -104,45 +119,63 @@ class ExplanationService:
 
     @staticmethod
     async def _candidates(
-        connection: AsyncConnection, namespace: Namespace, wanted: Description
+        connection: AsyncConnection,
+        namespace: Namespace,
+        wanted: Description,
+        *,
+        until: datetime,
     ) -> list[DescribedRow]:
         kind = wanted.key.kind.value
         found = []
         same = await find_described(connection, StoredKey.of(namespace, wanted.key))
-        if same is not None:
+        if same is not None and same.created_at <= until:
             found.append(same)
         if identity := identity_of(wanted.program):
             found += await list_by_identity(
-                connection, namespace, kind, identity, limit=_CANDIDATES
+                connection, namespace, kind, identity, limit=_CANDIDATES, until=until
             )
         if wanted.label:
             found += await list_by_label(
-                connection, namespace, kind, wanted.label, limit=_CANDIDATES
+                connection, namespace, kind, wanted.label, limit=_CANDIDATES, until=until
+            )
+        if line := _LINE.match(wanted.label):  # lines above the program may have moved it
+            found += await list_by_near_label(
+                connection,
+                namespace,
+                kind,
+                wanted.label,
+                prefix=line[1],
+                limit=_NEAR_LINES,
+                until=until,
             )
         return found
 
 
 def _nearest(rows: Sequence[DescribedRow], wanted: Description) -> tuple[Relative, ...]:
     """Rank candidates. Run this in a thread: many large ones take some milliseconds."""
-    relatives = heapq.nsmallest(_COMPARED, (_relative(row, wanted) for row in rows), key=_distance)
-    relatives.sort(key=lambda each: (_distance(each)[:3], _tie_break(each)))  # stable
-    return tuple(relatives[:_RELATIVES])
+    identity = identity_of(wanted.program)
+
+    def distance(row: DescribedRow) -> tuple[int, bool, float]:
+        return (
+            len(differing(wanted.parts, row.parts)),
+            not identity or identity != row.identity,
+            -row.created_at.timestamp(),
+        )
+
+    nearest = heapq.nsmallest(_COMPARED, ((distance(row), row) for row in rows), key=itemgetter(0))
+    relatives = [(away[:2], _relative(row, wanted)) for away, row in nearest]
+    relatives.sort(key=lambda each: (each[0], _tie_break(each[1])))  # stable
+    return tuple(relative for _, relative in relatives[:_RELATIVES])
 
 
-def _distance(relative: Relative) -> tuple[bool, bool, int, float]:
+def _tie_break(relative: Relative) -> tuple[int, float]:
+    """Return how much values differ, in words, then in characters: among many shapes, the nearest
+    differs in its type only.
+    """
+    sides = [(each.here or "", each.there or "") for each in relative.differences]
     return (
-        bool(relative.differences),
-        not relative.is_same_program,
-        len(relative.differences),
-        -relative.created_at.timestamp(),
-    )
-
-
-def _tie_break(relative: Relative) -> float:
-    """Return how much values differ: among many shapes, the nearest differs in its type only."""
-    return sum(
-        1 - SequenceMatcher(None, each.here or "", each.there or "").quick_ratio()
-        for each in relative.differences
+        sum(len(here.split()) + len(there.split()) for here, there in sides),
+        sum(1 - SequenceMatcher(None, here, there).quick_ratio() for here, there in sides),
     )
 
 
