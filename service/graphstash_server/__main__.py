@@ -21,6 +21,15 @@ from graphstash_server.settings import Settings, is_loopback, load_settings, war
 
 __all__ = ["main", "serve"]
 
+_LOGGER = logging.getLogger(__name__)
+
+_FILES_PER_CONNECTION = 4
+"""Open files for one connection: its socket, a blob with a duplicate of the socket while it is
+sent, and the socket of another connection that waits for the place."""
+
+_OWN_FILES = 256
+"""Open files for everything else: listeners, the database, the store, workers."""
+
 _WITH_SOCKET = (
     "jobs of this user on this host find it by themselves: graphstash run -- python train.py\n"
     "other users need GRAPHSTASH_URL={url} and a token as GRAPHSTASH_TOKEN: "
@@ -76,7 +85,7 @@ def serve(
         find_tracing(settings)
         listener = _listen(settings)
         _make_data_dir(settings)
-        _allow_files(settings)
+        settings = _within_open_files(settings)
     except StartError as error:
         fail(str(error))
     _run(settings, listener, port_file)
@@ -196,16 +205,27 @@ def _url(settings: Settings, listener: socket.socket, *, address: str | None = N
     return f"{'http' if settings.tls_cert_file is None else 'https'}://{address}:{port}"
 
 
-def _allow_files(settings: Settings) -> None:
-    """Raise this process's limit of open files, often 1,024, as far as allowed. A connection needs
-    one file, and another while it sends a blob.
+def _within_open_files(settings: Settings) -> Settings:
+    """Raise this process's limit of open files, often 1,024, as far as allowed. Return the settings
+    with as many connections as the limit allows.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * settings.max_connections + 512
+    wanted = _FILES_PER_CONNECTION * settings.max_connections + _OWN_FILES
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    most = max(1, (wanted - _OWN_FILES) // _FILES_PER_CONNECTION)
+    if most == settings.max_connections:
+        return settings
+    if "max_connections" in settings.model_fields_set:
+        _LOGGER.warning(
+            "GRAPHSTASH_MAX_CONNECTIONS is %d, but the limit of %d open files allows only %d",
+            settings.max_connections,
+            hard,
+            most,
+        )
+    return settings.model_copy(update={"max_connections": most})
 
 
 if __name__ == "__main__":

@@ -79,9 +79,10 @@ class ListenSettings(_Group):
     workers: Annotated[int, Option()] = Field(1, ge=1, le=_MAX_WORKERS)
     """Processes that serve the port, 1 to 64. Default: 1, which is enough for a team. More
     processes use more cores, and if one crashes, the others keep serving."""
-    max_connections: int = Field(2048, ge=1, le=1_000_000)
-    """Limit for the connections of one process, 1 to 1000000. The server answers further ones with
-    503. Default: 2048, which covers all hosts of a large job at once."""
+    max_connections: int = Field(16_384, ge=1, le=1_000_000)
+    """Limit for the connections of one process, 1 to 1000000. Beyond it, idle connections are
+    closed, or new ones wait and are then answered with 503. Default: 16384, all processes of a
+    large job. The hard limit of open files may lower it: four files per connection, and 256."""
     header_seconds: float = Field(10.0, gt=0, le=3600)
     """Seconds within which a request's headers must arrive, up to 3600; also the idle timeout of a
     new connection. Default: 10."""

@@ -1,6 +1,8 @@
 """Callers that take their time, or come in crowds: a server waits for each of them with a bound."""
 
 import resource
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -53,4 +55,19 @@ def test_as_many_files_may_be_open_as_connections_need(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     (line,) = [line for line in said.splitlines() if line.startswith("Max open files")]
-    assert int(line.split()[3]) == min(2 * 2048 + 512, hard)
+    assert int(line.split()[3]) == min(4 * 16_384 + 256, hard)
+
+
+@pytest.mark.parametrize(("files", "connections"), [(1024, 192), (300, 11)])
+def test_limit_of_files_bounds_connections_and_leaves_room_for_others(tmp_path, files, connections):
+    environment = {"GRAPHSTASH_MIN_FREE_BYTES": "0"}
+    if files == 300:
+        environment["GRAPHSTASH_MAX_CONNECTIONS"] = "500"
+    command = ("prlimit", f"--nofile={files}:{files}", sys.executable, "-m", "graphstash_server")
+    with ServerProcess(tmp_path / "data", command=command, environment=environment) as server:
+        assert ("allows only 11" in server.log) == (files == 300)
+        with ExitStack() as stack:
+            for _ in range(connections):
+                stack.enter_context(Wire(server.url)).send(HEALTH[:-4].encode())
+            beyond = stack.enter_context(Wire(server.url)).answer()
+        assert beyond.problem["limit"] == connections

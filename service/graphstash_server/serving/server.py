@@ -55,6 +55,10 @@ KEEP_ALIVE_SECONDS: Final = 120
 a new TLS connection costs 23 times as much as a request. At the limit, idle ones are closed sooner.
 """
 
+_BACKLOG = 65_535
+"""Connections that the kernel keeps until the server accepts them, at most `net.core.somaxconn`. If
+there are more, clients time out."""
+
 _FIRST_REQUEST_SECONDS = 5.0
 """Seconds that a connection without a request may delay the shutdown. Its client is about to send a
 request, which takes a while on a loaded host. Closing the connection would fail that request.
@@ -213,6 +217,7 @@ def make_server(
         server_header=False,
         proxy_headers=False,  # /metrics and the audit log need the address of the peer
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        backlog=_BACKLOG,
         timeout_graceful_shutdown=settings.shutdown_seconds,
     )
     config.load()
