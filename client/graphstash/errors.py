@@ -14,7 +14,7 @@
     ├── MeasuringError         a search can measure nothing here; tuning/measuring/pool.py
     └── CacheError             the cache cannot help now; fallbacks are counted by its `reason`
         ├── TransportError     no usable response: absent, slow, reset, malformed, circuit open
-        ├── BusyError          429 or 503: retry after `retry_after_seconds`
+        ├── BusyError          the server is busy: retry after `retry_after_seconds`
         ├── RefusedError       the server refused: a problem document
         │   ├── ConflictError  409: different bytes are stored under the key
         │   └── LeaseLostError 410: the lease expired or was released
@@ -26,6 +26,7 @@ A miss is not an error: it is `None`.
 """
 
 from enum import StrEnum
+from math import inf
 from typing import Final
 
 from graphstash_schema import ErrorCode, Namespace
@@ -114,7 +115,8 @@ class Reason(StrEnum):
     minute.
     """
     BUSY = "busy"
-    """The server asked the client to retry later (HTTP 429 or 503).
+    """The server asked the client to retry later (HTTP 429 or 503), and the job could not wait any
+    longer, or compiling was quicker.
 
     If this is temporary, do nothing. Otherwise add workers or servers, or raise the namespace's
     rate.
@@ -261,17 +263,27 @@ class TransportError(CacheError):
 
 
 class BusyError(CacheError):
-    """The server asks the client to pause.
+    """The server cannot take the call now, but probably will soon.
 
     Attributes:
         retry_after_seconds: seconds to wait before the next call.
+        patience_seconds: maximum seconds to wait in total. Infinite if the server is only loaded.
         is_full: whether the server only lacks a free connection.
     """
 
-    def __init__(self, detail: str, *, retry_after_seconds: float, is_full: bool = False) -> None:
+    def __init__(
+        self,
+        detail: str,
+        *,
+        retry_after_seconds: float,
+        patience_seconds: float = inf,
+        is_full: bool = False,
+        reason: Reason = Reason.BUSY,
+    ) -> None:
         self.retry_after_seconds = retry_after_seconds
+        self.patience_seconds = patience_seconds
         self.is_full = is_full
-        super().__init__(Reason.BUSY, detail)
+        super().__init__(reason, detail)
 
 
 _REASON_OF_STATUS: Final = {401: Reason.UNAUTHENTICATED, 403: Reason.FORBIDDEN}

@@ -202,7 +202,8 @@ class ErrorCode(StrEnum):
     `graphstash restore`. `graphstash fsck` names the damage.
     """
     TOO_MANY_CONNECTIONS = "too_many_connections"
-    """A process of the server has as many connections as it may, and none of them is idle.
+    """A process of the server has as many connections as it may, and none of them became idle
+    within a second. A proxy may also limit the connections of one address.
 
     Wait for the seconds in `Retry-After`, as graphstash's client does within the time that a job
     may wait. If it lasts, raise `GRAPHSTASH_MAX_CONNECTIONS` or `GRAPHSTASH_WORKERS`.
@@ -211,8 +212,8 @@ class ErrorCode(StrEnum):
     """The server cannot answer now: it is shutting down, or its database or blob store does not
     respond.
 
-    Wait for the seconds in `Retry-After`. Jobs compile in the meantime. If it lasts, check
-    `/readyz` and the server's log.
+    Wait for the seconds in `Retry-After`. Jobs wait for up to 30 seconds, then compile. If it
+    lasts, check `/readyz` and the server's log.
     """
     INSUFFICIENT_STORAGE = "insufficient_storage"
     """The disk, the store or the namespace is full, and eviction could not free enough space. An

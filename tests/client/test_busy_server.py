@@ -1,19 +1,33 @@
 """A server whose connections are all taken is busy and not down: jobs share them, and wait."""
 
+import json
+import os
+import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from threading import Thread
 
+import httpx
 import pytest
 
+from graphstash.testing import FakeServer
+from graphstash_schema import ArtifactMetadata
+from graphstash_server.api import connection
 from graphstash_server.testing import LiveServer
 from support.host import Host, key
-from support.wire import Wire
+from support.run_case import RUN_CASE, case_arguments
+from support.waiting import PATIENT, until
+from support.wire import Wire, head
 
 CONNECTIONS = 3
 GRAPHS = 6
+ANSWER = b"HTTP/1.1 200 OK\r\nGraphstash-Protocol: 1\r\nContent-Length: 2\r\n\r\nok"
 HALF_A_REQUEST = b"GET /healthz HTTP/1.1\r\nHo"
+REST_OF_IT = b"st: a\r\n\r\n"
 
 
 @pytest.fixture
@@ -98,3 +112,153 @@ def test_an_upload_waits_for_a_connection(host, server, monkeypatch):
         job.build(key(0))
     assert job.stats.published == 1
     assert job.fallbacks == {}
+
+
+def test_processes_share_connections_and_each_host_downloads_a_graph_once(
+    server, namespace, hosts, tmp_path
+):
+    publisher, large = hosts("publisher"), 20_000
+    for number in range(GRAPHS):
+        metadata = ArtifactMetadata(raw_size_bytes=large, compile_seconds=60)
+        publisher.put(key(number), os.urandom(large), metadata)
+    processes, host_count, report = 8 * CONNECTIONS, 4 * CONNECTIONS, tmp_path / "report.json"
+    case = case_arguments(
+        "fleet:read_at_once",
+        settings={"url": server.url, "namespace": namespace, **PATIENT},
+        directory=tmp_path,
+        processes=processes,
+        hosts=host_count,
+        graphs=GRAPHS,
+    )
+    subprocess.run([sys.executable, RUN_CASE, report, *case], check=True, timeout=300)
+
+    told = json.loads(report.read_text())
+    assert [(each["compiles"], each["fallbacks"]) for each in told] == [(0, {})] * processes
+    fetched_bytes = sum(each["fetched_bytes"] for each in told)
+
+    def counted():
+        (row,) = httpx.get(f"{server.url}/v1/stats", timeout=30).json()["namespaces"]
+        return row
+
+    until(lambda: counted()["served_bytes"] >= fetched_bytes)
+    assert counted()["served_bytes"] <= 1.02 * host_count * counted()["size_bytes"]
+
+
+def test_connections_wait_for_their_turn_and_the_oldest_comes_first(server, namespace, monkeypatch):
+    monkeypatch.setattr(connection, "_WAITING_SECONDS", 600)
+    path = f"/v1/{namespace}/artifacts:lookup"
+    body = json.dumps({"keys": [key(1).model_dump()]}).encode()
+    asked = head("POST", path, f"Content-Length: {len(body)}", "Content-Type: application/json")
+    with ExitStack() as stack:
+        held = [stack.enter_context(Wire(server.url)) for _ in range(CONNECTIONS)]
+        for wire in held:
+            wire.send(HALF_A_REQUEST)
+        waiting = [stack.enter_context(Wire(server.url)) for _ in range(CONNECTIONS)]
+        for wire in waiting:
+            wire.send(asked)
+            wire.send(body)
+        assert held[0].ask(REST_OF_IT).status == 200
+        for wire in waiting:
+            answer = wire.answer()
+            assert (answer.status, len(json.loads(answer.body)["missing"])) == (200, 1)
+        # Each of them yielded to the next one.
+        assert all(wire.is_closed for wire in (held[0], *waiting[:-1]))
+        assert waiting[-1].ask(asked + body).status == 200
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_job_waits_when_the_server_asks_it_to(tmp_path, status):
+    with FakeServer() as fake:
+        with Host(fake.config(cache_dir=tmp_path / "publisher")) as publisher:
+            publisher.build(key(0))
+        settings = {"cache_dir": tmp_path / "job", **PATIENT}
+        with (
+            Host(fake.config(**settings)) as job,
+            fake.fail_on("get", status=status, times=2) as failure,
+        ):
+            assert job.build(key(0)) == b"graph"
+            assert (job.compiles, job.fallbacks, failure.count) == (0, {}, 2)
+
+
+def test_a_job_compiles_when_that_is_quicker_than_the_wait(tmp_path):
+    with FakeServer() as fake:
+        for number, seconds in ((0, 0.5), (1, 500.0)):
+            with Host(fake.config(cache_dir=tmp_path / "publisher")) as publisher:
+                metadata = ArtifactMetadata(raw_size_bytes=5, compile_seconds=seconds)
+                publisher.stash.put(key(number), b"graph", metadata)
+        settings = {"cache_dir": tmp_path / "job", **PATIENT}
+        with Host(fake.config(**settings)) as job, fake.fail_on("get", status=429, times=2):
+            job.stash.server.lookup([key(0), key(1)])
+            job.build(key(0))  # the server asks for a pause of a second
+            assert (job.compiles, job.fallbacks) == (1, {"busy": 1})
+            job.build(key(1))
+            assert (job.compiles, job.fallbacks) == (1, {"busy": 1})
+
+
+class Backlog:
+    """A listener that accepts no connection until `open`."""
+
+    def __init__(self, directory, family):
+        self._listener = socket.socket(family)
+        directory.mkdir(mode=0o700)
+        is_unix = family == socket.AF_UNIX
+        self._listener.bind(str(directory / "socket") if is_unix else ("127.0.0.1", 0))
+        self._listener.listen(0)
+        address = self._listener.getsockname()
+        self.url = f"unix:{address}" if is_unix else f"http://127.0.0.1:{address[1]}"
+        self._pending = [socket.socket(family) for _ in range(4)]
+        for each in self._pending:
+            each.setblocking(False)
+            each.connect_ex(address)
+
+    def open(self):
+        """Accept the earlier connections, and answer the later ones."""
+        self._listener.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                self._listener.accept()[0].close()
+        self._listener.setblocking(True)
+        Thread(target=self._answer, daemon=True).start()
+
+    def _answer(self):
+        with suppress(OSError):
+            while True:
+                accepted = self._listener.accept()[0]
+                with accepted, suppress(OSError):
+                    accepted.recv(65536)
+                    accepted.sendall(ANSWER)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        for each in (self._listener, *self._pending):
+            each.close()
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
+def test_a_full_backlog_is_waited_for_until_the_circuit_opens(host, tmp_path, family, monkeypatch):
+    """The kernel drops or refuses connections while the server accepts none."""
+    for name, is_opened in (("late", True), ("never", False)):
+        with Backlog(tmp_path / name, family) as backlog:
+            slept = []
+
+            def sleep(seconds, backlog=backlog, slept=slept, is_opened=is_opened):
+                slept.append(seconds)
+                if is_opened:
+                    backlog.open()
+
+            monkeypatch.setattr("graphstash._compile.cache.sleep", sleep)
+            job = host(name, url=backlog.url, connect_seconds=0.3)
+            ask = partial(job.stash.server._transport.call, "GET", "/v1/stats")
+            if is_opened:
+                assert job.cache._when_free(ask).body == b"ok"
+                assert len(slept) == 1
+            else:
+                job.build(key(0))
+                job.build(key(1))
+                assert job.compiles == 2
+                assert job.fallbacks.keys() == {"connect", "circuit_open"}
+                assert len(slept) == 2

@@ -3,6 +3,7 @@
 import pytest
 
 from graphstash._compile.waiting import WaitBudget
+from graphstash.errors import BusyError
 
 
 class Clock:
@@ -106,3 +107,39 @@ def test_ranks_share_one_budget(budget, clock):
     budget.share(other.left)
     other.share(budget.left)
     assert budget.left == other.left == 30.0
+
+
+def busy(seconds, patience=float("inf")):
+    return BusyError("full", retry_after_seconds=seconds, patience_seconds=patience)
+
+
+def wait_for(budget, clock, error, *, compile_seconds=None):
+    """Waits for a server that stays busy; gives how long that was."""
+    started = clock.now
+    with budget.wait() as one:
+        while pause := one.pause_seconds(error, compile_seconds=compile_seconds):
+            assert 0.0 < pause <= error.retry_after_seconds
+            clock.now += pause
+    return clock.now - started
+
+
+def test_busy_server_is_awaited_until_compiling_is_quicker(budget, clock):
+    budget.compiled(1e6)  # the average of other graphs says nothing
+    assert wait_for(budget, clock, busy(2.0), compile_seconds=1.0) == 0.0
+    assert 10.0 < wait_for(budget, clock, busy(2.0), compile_seconds=10.0) <= 12.0
+    assert wait_for(budget, clock, busy(60.0)) == 0.0  # longer than the share of the budget
+    assert wait_for(WaitBudget(0.0), clock, busy(1.0)) == 0.0
+
+
+def test_busy_server_uses_at_most_its_share_and_its_patience(clock):
+    budget = WaitBudget(100.0, clock=clock)
+    waited = wait_for(budget, clock, busy(1.0, patience=30.0))
+    assert 29.0 <= waited <= 30.0
+    assert wait_for(budget, clock, busy(1.0, patience=30.0)) == 0.0
+    assert 49.0 <= wait_for(budget, clock, busy(1.0)) <= 50.0
+
+
+def test_waits_that_never_began_cause_no_pause(budget, clock):
+    for _ in range(5):
+        assert wait_for(budget, clock, busy(60.0)) == 0.0
+    assert not budget.is_paused

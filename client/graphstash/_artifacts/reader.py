@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import time
-from typing import IO, Literal, cast
+from typing import IO, Literal, TypeAlias, cast
 
 from graphstash._artifacts.envelope import Unsealed, unseal
 from graphstash._artifacts.local_tier import LocalTier
@@ -34,12 +34,22 @@ from graphstash._trust.provenance import (
     read_provenance,
 )
 from graphstash.config import SignaturePolicy
-from graphstash.errors import CacheError, LocalTierError, Reason, VerificationError
+from graphstash.errors import (
+    BusyError,
+    CacheError,
+    LocalTierError,
+    Reason,
+    VerificationError,
+)
 from graphstash_schema import ArtifactKey, Digest, Namespace
 
-__all__ = ["Fetched", "Reader"]
+__all__ = ["Fetched", "Reader", "WhenBusy"]
 
 _log = logging.getLogger("graphstash")
+
+WhenBusy: TypeAlias = Callable[[BusyError, Callable[[], None]], bool]
+"""Called when the server is busy, with a function to call at least once per second of a wait.
+Returns True to call the server again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +113,12 @@ class Reader:
         self._reported: set[tuple[Namespace, ArtifactKey]] = set()
         self._may_report = True
 
-    def read(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
+    def read(
+        self, key: ArtifactKey, into: IO[bytes], *, when_busy: WhenBusy = lambda *_: False
+    ) -> Fetched | None:
         """Write the verified payload to `into`. Return None for a miss in every namespace.
+
+        If `when_busy` waits for a busy server, other processes of this host wait for this one.
 
         Raises:
             CacheError: the cache cannot answer, or no copy verifies.
@@ -112,13 +126,18 @@ class Reader:
         if fetched := self._from_disk(self._config.readable[0], key, into):
             return fetched
         # If another process downloads the artifact, wait as long as the server may take to begin
-        # its answer, and longer only while bytes arrive. If the server hangs, processes must not
-        # time out one after another.
+        # its answer, and longer only while bytes arrive or the server is busy. If the server hangs,
+        # processes must not time out one after another.
         timeout = self._config.connect_seconds + self._config.first_byte_seconds
         with self._tier.exclusive(
             key, timeout_seconds=timeout, most_seconds=self._config.fetch_seconds
         ) as signal_progress:
-            return self._read_namespaces(key, into, signal_progress)
+            while True:
+                try:
+                    return self._read_namespaces(key, into, signal_progress)
+                except BusyError as error:
+                    if not when_busy(error, signal_progress):
+                        raise
 
     def _read_namespaces(
         self, key: ArtifactKey, into: IO[bytes], signal_progress: Callable[[], None]

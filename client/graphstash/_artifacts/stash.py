@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Final, Self, TypeAlias
 
 from graphstash._artifacts.envelope import Nowhere, seal
 from graphstash._artifacts.local_tier import OWN, LocalTier
-from graphstash._artifacts.reader import Fetched, Reader
+from graphstash._artifacts.reader import Fetched, Reader, WhenBusy
 from graphstash._artifacts.run_downloads import RunDownloads
 from graphstash._artifacts.standing import Standing
 from graphstash._artifacts.unsent import Unsent
@@ -136,24 +136,31 @@ class Stash:
         buffer = io.BytesIO()
         return buffer.getvalue() if self.fetch(key, buffer) else None
 
-    def fetch(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
+    def fetch(
+        self,
+        key: ArtifactKey,
+        destination: Destination,
+        *,
+        when_busy: WhenBusy = lambda *_: False,
+    ) -> Fetched | None:
         """Write the verified payload of an artifact to `destination`. Return None for a miss.
 
         A file appears by rename, whole or not at all, and memory stays constant. A buffer must be
-        empty. If this call raises, its contents are undefined.
+        empty. If this call raises, its contents are undefined. `when_busy` may wait for a busy
+        server. By default, the call then raises `BusyError`.
 
         Raises:
             CacheError: the cache cannot answer, or the artifact does not verify.
         """
         if isinstance(destination, io.BytesIO):
-            return self._reader.read(key, destination)
+            return self._reader.read(key, destination, when_busy=when_busy)
         try:
             with tempfile.NamedTemporaryFile(
                 dir=destination.parent, prefix=".graphstash-", delete=False
             ) as file:
                 partial = Path(file.name)
                 try:
-                    fetched = self._reader.read(key, file)
+                    fetched = self._reader.read(key, file, when_busy=when_busy)
                     file.close()
                     if fetched:
                         partial.replace(destination)

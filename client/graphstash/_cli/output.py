@@ -17,7 +17,7 @@ from rich.text import Text
 
 from graphstash._compile.stats import format_seconds, plural
 from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig
-from graphstash.errors import CacheError, ConfigError, TransportError
+from graphstash.errors import BusyError, CacheError, ConfigError, TransportError
 from graphstash_schema.exit_status import ExitStatus, error_line
 from graphstash_schema.names import printable
 from graphstash_schema.settings import annotated_option
@@ -129,8 +129,8 @@ def fail(message: str, *, status: ExitStatus = ExitStatus.FAILED) -> NoReturn:
 
 def fail_for(error: CacheError) -> NoReturn:
     """End the command with an error of the cache."""
-    advice = "; `graphstash doctor` finds the cause" if isinstance(error, TransportError) else ""
-    fail(error.detail + advice)
+    has_advice = isinstance(error, BusyError | TransportError)
+    fail(error.detail + ("; `graphstash doctor` finds the cause" if has_advice else ""))
 
 
 def say(text: str, *, style: str = "") -> None:

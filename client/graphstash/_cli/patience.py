@@ -62,6 +62,8 @@ def patiently(call: Callable[[], _T]) -> _T:
         try:
             return call()
         except BusyError as error:
+            if error.reason is not Reason.BUSY:
+                raise
             time.sleep(min(max(error.retry_after_seconds, 0.1), _PATIENCE_SECONDS))
     return call()
 

@@ -3,7 +3,8 @@
     local tier -> server -> lease: granted   compile here, publish in the background
                                    ready     fetch the artifact
                                    held      wait, as long as `WaitBudget` allows
-    all connections of the server in use     wait in the same budget, then retry
+    the server is busy                       wait in the same budget, then retry, unless
+                                             compiling is expected to be quicker
     any other error                          compile here, and count the reason
 
 Errors of the cache never reach the hooks, and every wait is bounded.
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from random import uniform
 from time import monotonic, sleep
 from typing import Final, TypeVar
 
@@ -27,7 +27,7 @@ from graphstash._compile.in_flight import HeldLease, InFlightCompile
 from graphstash._compile.misses import MissLog
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
-from graphstash._compile.waiting import WaitBudget
+from graphstash._compile.waiting import Wait, WaitBudget
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable, unforked
 from graphstash.config import ClientConfig
@@ -55,6 +55,9 @@ _log = logging.getLogger("graphstash")
 
 _MIN_POLL_SECONDS: Final = 0.5
 
+_SIGNAL_SECONDS: Final = 1.0
+"""Maximum seconds between two signals to the processes of this host that wait for a download."""
+
 _MAX_POLL_SECONDS: Final = 20.0
 """Maximum seconds of one call in a longer wait, below the idle timeouts of common proxies."""
 
@@ -64,9 +67,6 @@ malicious server may return a new one in each reply."""
 
 _OWN_COMPILE: Final = "this process compiles something itself, which that one may wait for"
 """Reason not to wait: two processes could wait for each other, see `InFlightCompile.is_awaited`."""
-
-_NO_CONNECTION: Final = "a server without a free connection"
-"""Replaces the holder's name in a wait for a connection."""
 
 _DAMAGED: Final = (
     *(Reason.DIGEST_MISMATCH, Reason.CORRUPT, Reason.WRONG_KEY, Reason.TOO_LARGE),
@@ -126,7 +126,7 @@ class CompileCache:
     """Fetches artifacts or starts compilations; one instance per process.
 
     Attributes:
-        waits: Remaining budget for waits for other jobs' compilations and for free connections.
+        waits: Remaining budget for waits for other jobs' compilations and for a busy server.
         log: Programs that this process had to compile.
         limit: Limit of compilations, or None if the user has set none.
 
@@ -467,11 +467,10 @@ class CompileCache:
         return fetched
 
     def _when_free(self, call: Callable[[], _T], *, budget: WaitBudget | None = None) -> _T:
-        """Call the server, and retry while all its connections are in use.
+        """Call the server, and retry while it is busy.
 
         Raises:
-            BusyError: The budget (default: `waits`) does not allow a wait, or the server is busy
-                for another reason.
+            BusyError: The budget (default: `waits`) does not allow a wait.
             CacheError: The call failed.
         """
         with (budget or self.waits).wait() as wait:
@@ -480,15 +479,31 @@ class CompileCache:
                     with unforked():
                         result = call()
                 except BusyError as error:
-                    if not error.is_full or wait.reason_to_skip(_NO_CONNECTION) is not None:
+                    if not _pause(wait, error):
                         raise
-                    # The server refuses many processes at once; they must not all return at once.
-                    pause = error.retry_after_seconds * uniform(0.1, 1.0)  # noqa: S311 - no secret
-                    with forkable():
-                        sleep(min(pause, wait.left))
                 else:
-                    wait.saved_seconds = 0.0  # even after a miss, the wait was not in vain
+                    wait.saved_seconds = 0.0  # the wait was not in vain
                     return result
+
+    def _fetch_when_free(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
+        """Fetch an artifact, and retry while the server is busy.
+
+        Raises:
+            BusyError: The budget does not allow a wait, or compiling is expected to be quicker.
+            CacheError: The call failed.
+        """
+        known = self.stash.server.compile_seconds(key)
+        with self.waits.wait() as wait, unforked():
+            fetched = self.stash.fetch(
+                key,
+                destination,
+                when_busy=lambda busy, signal: _pause(
+                    wait, busy, compile_seconds=known, signal_progress=signal
+                ),
+            )
+            # Even after a miss, the wait was not in vain.
+            wait.saved_seconds = 0.0 if fetched is None else fetched.compile_seconds
+            return fetched
 
     def _source_of(self, key: ArtifactKey, fetched: Fetched) -> Source:
         return "server" if fetched.source == "remote" else self.stash.downloads.source_of(key)
@@ -496,9 +511,7 @@ class CompileCache:
     def _fetch(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
         started = monotonic()
         try:
-            fetched = self._copy_unsent(key, destination) or self._when_free(
-                lambda: self.stash.fetch(key, destination)
-            )
+            fetched = self._copy_unsent(key, destination) or self._fetch_when_free(key, destination)
         except VerificationError as error:
             for refused in error.earlier:
                 self.record_fallback(refused)
@@ -585,3 +598,22 @@ class CompileCache:
                             pause = min(requested_at + _MIN_POLL_SECONDS - monotonic(), wait.left)
                             with forkable():
                                 sleep(max(0.0, pause))
+
+
+def _pause(
+    wait: Wait,
+    busy: BusyError,
+    *,
+    compile_seconds: float | None = None,
+    signal_progress: Callable[[], None] = lambda: None,
+) -> bool:
+    """Sleep until the next call of a busy server. Return False if the job must not wait."""
+    seconds = wait.pause_seconds(busy, compile_seconds=compile_seconds)
+    if seconds is None:
+        return False
+    with forkable():
+        while seconds > 0.0:
+            signal_progress()
+            sleep(min(seconds, _SIGNAL_SECONDS))
+            seconds -= _SIGNAL_SECONDS
+    return True

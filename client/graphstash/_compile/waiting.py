@@ -1,5 +1,8 @@
 """WaitBudget: the total time that a job waits for other jobs' compilations or a busy server.
 
+A wait for a busy server ends when a compilation is expected to finish sooner. The rest of the wait
+is expected to last as long as the server says, and at least as long as the wait has lasted.
+
 A lease does not show that its holder will ever finish. Any writer can hold a lease, and a server
 can reply "held" forever. Therefore waiting has a budget:
 
@@ -7,8 +10,8 @@ can reply "held" forever. Therefore waiting has a budget:
   the compile time that it saved. All refunds together are at most twice the budget. So a job waits
   for at most three budgets, at most one of them in vain, even with a malicious server or holder.
 * After three consecutive waits in vain, the job starts no wait for five minutes.
-* A wait does not begin if less time is left than this process's average compilation takes: the
-  wait would likely end before the artifact exists.
+* A wait for a holder does not begin if less time is left than this process's average compilation
+  takes: the wait would likely end before the artifact exists.
 
 The ranks of a distributed job depend on each other's waits, so they share one budget.
 """
@@ -16,14 +19,24 @@ The ranks of a distributed job depend on each other's waits, so they share one b
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from math import inf
+from random import uniform
 from time import monotonic
 from typing import Final, Self
+
+from graphstash.errors import BusyError
 
 __all__ = ["Wait", "WaitBudget"]
 
 _HOLDER_SHARE: Final = 0.5
 _CREDIT: Final = 2.0
 """Maximum sum of all refunds, in budgets."""
+
+_LOADED: Final = "a loaded server"
+_UNAVAILABLE: Final = "a server that cannot answer"
+"""Replace the holder's name in a wait for a server."""
+
+_MIN_PAUSE_SECONDS: Final = 0.1
 
 _MAX_VAIN_WAITS: Final = 3
 _PAUSE_SECONDS: Final = 300.0
@@ -58,18 +71,23 @@ class WaitBudget:
         """Return a wait that has not begun, as a context manager."""
         return Wait(self)
 
-    def left_for(self, holder: str) -> float:
-        """Return the seconds that the job may still wait for a holder (or a connection)."""
+    def left_for(self, holder: str, *, most_seconds: float = inf) -> float:
+        """Return the seconds that the job may still wait for a holder or a server."""
         with self._lock:
-            share = _HOLDER_SHARE * self._seconds - self._spent_on[holder]
+            share = min(most_seconds, _HOLDER_SHARE * self._seconds) - self._spent_on[holder]
             return max(0.0, min(self._left, share))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the job begins no wait now, because its last waits brought nothing."""
+        return self.clock() < self._paused_until
 
     def reason_to_skip(self, holder: str) -> str | None:
         """Return why the job must not begin a wait for a holder, or None if it may."""
         left = self.left_for(holder)
         if left <= 0.0:
             return self.spent_message()
-        if self.clock() < self._paused_until:
+        if self.is_paused:
             return f"the last {self._vain_waits} waits brought nothing"
         expected = self._compile_seconds / max(1, self._compile_count)
         if left < expected:
@@ -129,7 +147,7 @@ class WaitBudget:
 
 
 class Wait:
-    """One wait, which begins when the server reports a holder or has no free connection.
+    """One wait, which begins when the server reports a holder or is busy.
 
     Attributes:
         left: Seconds that the wait may still last; 0 before it begins.
@@ -146,7 +164,7 @@ class Wait:
         self.saved_seconds: float | None = None
         self._budget = budget
         self._holder = ""
-        self._since = 0.0
+        self._began = self._since = 0.0
         self._spent: defaultdict[str, float] = defaultdict(float)
 
     def reason_to_skip(self, holder: str) -> str | None:
@@ -160,11 +178,44 @@ class Wait:
             reason_to_skip = None if self._budget.left_for(holder) else self._budget.spent_message()
         else:
             reason_to_skip = self._budget.reason_to_skip(holder)
-            self.has_begun = reason_to_skip is None
-            self._since = self._budget.clock()
+            if reason_to_skip is None:
+                self._begin()
         self._holder = holder
         self.left = self._budget.left_for(holder)
         return reason_to_skip
+
+    def pause_seconds(
+        self, busy: BusyError, *, compile_seconds: float | None = None
+    ) -> float | None:
+        """Begin or continue the wait for a busy server.
+
+        Args:
+            busy: Answer of the server.
+            compile_seconds: Known time of the compilation that would replace the call.
+
+        Returns:
+            Seconds until the next call, or None if the job must not wait any longer. They are
+            random, because the server refuses many processes at once, which must not all return at
+            once.
+        """
+        if self.has_begun:
+            self._pay()
+        elif self._budget.is_paused:
+            return None
+        self._holder = _LOADED if busy.patience_seconds == inf else _UNAVAILABLE
+        self.left = self._budget.left_for(self._holder, most_seconds=busy.patience_seconds)
+        waited = self._since - self._began
+        expected = max(busy.retry_after_seconds, _MIN_PAUSE_SECONDS)
+        is_slower = compile_seconds is not None and compile_seconds < max(expected, waited)
+        if is_slower or expected > self.left:
+            return None
+        if not self.has_begun:
+            self._begin()
+        return expected * uniform(0.1, 1.0)  # noqa: S311 - no secret
+
+    def _begin(self) -> None:
+        self.has_begun = True
+        self._began = self._since = self._budget.clock()
 
     def _pay(self) -> None:
         now = self._budget.clock()

@@ -62,8 +62,8 @@ class CircuitBreaker:
             self._failures = 0
             self._open_until = self._trying_until = 0.0
 
-    def failed(self) -> None:
-        """Record a failed call, and open the circuit at the threshold."""
+    def failed(self) -> bool:
+        """Record a failed call. Return whether it opens the circuit, as at the threshold."""
         with self._lock:
             self._failures += 1
             self._trying_until = 0.0
@@ -72,6 +72,13 @@ class CircuitBreaker:
                 # Bound the exponent: after very many failures, the power would overflow a float.
                 pause = self._first_pause_seconds * 2.0 ** min(beyond, 16)
                 self._open_until = self._clock() + min(pause, self._longest_pause_seconds)
+            return beyond >= 0
+
+    @property
+    def asked_seconds(self) -> float:
+        """Seconds left of the pause that the server has requested."""
+        with self._lock:
+            return max(0.0, self._asked_until - self._clock())
 
     def pause(self, seconds: float) -> None:
         """Refuse calls for the seconds that the server requests with `Retry-After`."""

@@ -82,12 +82,17 @@ class ServerClient:
         self.config = config
         self._download = download
         self._transport = _transport(config, tracer)
+        self._compile_seconds: dict[schema.ArtifactKey, float] = {}
         self.may_write = True
 
     @property
     def is_configured(self) -> bool:
         """Whether a server is configured. Without a server, every call raises `CacheError`."""
         return bool(self.config.url)
+
+    def compile_seconds(self, key: schema.ArtifactKey) -> float | None:
+        """Return the compile time that a look-up announced for an artifact, or None."""
+        return self._compile_seconds.get(key)
 
     def name_job(self, job: schema.ManifestName) -> None:
         """Send this job name with all further calls."""
@@ -184,6 +189,11 @@ class ServerClient:
             answer = self._post("lookup", request, namespace=namespace)
             reply = _parsed(schema.LookupResponse, answer)
             found |= {each.key: each for each in reply.found if each.key in known}
+            self._compile_seconds |= {
+                each.key: each.compile_seconds
+                for each in reply.found
+                if each.compile_seconds is not None and each.key in known
+            }
             missing += reply.missing
             withdrawn += (each for each in reply.withdrawn if each.key in known)
             newest = reply.newest_withdrawal

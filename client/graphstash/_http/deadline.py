@@ -259,9 +259,10 @@ class _Backend(httpcore.NetworkBackend):
                 finally:
                     os.close(directory)
             except OSError as error:
+                # If the listener's backlog is full, the kernel refuses the connection at once.
                 kind = (
                     httpcore.ConnectTimeout
-                    if isinstance(error, TimeoutError)
+                    if isinstance(error, TimeoutError | BlockingIOError)
                     else httpcore.ConnectError
                 )
                 raise kind(error.strerror or str(error)) from error

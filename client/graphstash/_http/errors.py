@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 import httpx
@@ -37,6 +38,10 @@ _MAX_SMALL_VALUES: Final = 100_000
 """Limit for JSON values in such a response: a parsed value takes a hundred times its bytes."""
 
 MAX_PROBLEM_BYTES: Final = 64 * 1024
+
+_UNAVAILABLE_SECONDS: Final = 30.0
+"""Maximum seconds that a job waits for a server that cannot answer. A restart of the server or of
+its database takes less; an outage takes longer."""
 
 _CLASS_OF_CODE: Final[dict[ErrorCode, type[RefusedError]]] = {
     ErrorCode.CONFLICT: ConflictError,
@@ -115,7 +120,12 @@ def refuse_errors(response: httpx.Response, *, url: str) -> None:
     detail = problem.detail if problem else f"{url} answered {status}"
     if status in (429, 503):
         is_full = problem is not None and problem.code is ErrorCode.TOO_MANY_CONNECTIONS
-        raise BusyError(detail, retry_after_seconds=retry_after(response), is_full=is_full)
+        raise BusyError(
+            detail,
+            retry_after_seconds=retry_after(response),
+            patience_seconds=inf if is_full or status == 429 else _UNAVAILABLE_SECONDS,
+            is_full=is_full,
+        )
     code = problem.code if problem else None
     kind = _CLASS_OF_CODE.get(code, RefusedError) if code else RefusedError
     raise kind(detail, code=code, status=status)

@@ -1,14 +1,20 @@
 """Transport: make one call that ends with a response or a `CacheError`.
 
-Every connection attempt, every read and every whole call has a time limit. Failures of the server
-feed the circuit breaker. During a pause that the server requests with `Retry-After`, calls fail at
-once.
+Every connection attempt, every read and every whole call has a time limit. The client
+distinguishes three kinds of failures:
+
+    busy     429, 503, and `BusyError`. During a pause that the server requests with `Retry-After`,
+             calls fail at once, with the same error
+    down     nothing answers, which feeds the circuit breaker. After a timeout, the server may only
+             be slow, so the error is a `BusyError` until the circuit opens
+    broken   a wrong answer, which feeds the circuit breaker
 """
 
 import ssl
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from random import uniform
 from typing import Final
 
 import httpx
@@ -32,6 +38,13 @@ __all__ = ["Answer", "Transport"]
 
 _SLOWEST_UPLOAD_BYTES_PER_SECOND: Final = 256 * 1024
 """Minimum mean rate. A slower upload is abandoned. Uploads run in the background."""
+
+_SLOW_SECONDS: Final = 1.0
+"""Maximum seconds until the next call after a timeout."""
+
+_MAX_SLOW_SECONDS: Final = 10.0
+"""Maximum seconds that a job waits for a server that does not answer, with the timeouts. The
+circuit breaker usually ends the wait before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,7 @@ class Transport:
         self.job = config.job
         self.is_copying = False
         self._breaker = CircuitBreaker()
+        self._busy: BusyError | None = None  # the reason of the breaker's last pause
         self._credentials = Credentials(config)
         # Without these files, delay loading the system's certificate authorities, about 20 ms.
         self._context = server_context(config) if config.ca_file or config.client_cert else None
@@ -248,31 +262,58 @@ class Transport:
                 "set GRAPHSTASH_URL, or start a server on this host with `graphstash serve`",
             )
         token = self._credentials.token()
+        self._check_circuit()
+        timeout = self._timeout(patience_seconds)
+        with self._judged(method, token) as exchange, named_failures(self._config.url):
+            client, transport = self._client.connected()
+            with (
+                transport.within(deadline),
+                client.stream(
+                    method,
+                    path,
+                    headers={**headers, HEADER_JOB: self.job} if self.job else headers,
+                    content=content,
+                    timeout=timeout,
+                    auth=_Bearer(token) if token else None,
+                ) as response,
+            ):
+                exchange.is_answered = True
+                refuse_errors(response, url=self._config.url)
+                yield response
+
+    def _check_circuit(self) -> None:
+        """Raise if the client must make no call now."""
+        busy, seconds = self._busy, self._breaker.asked_seconds
+        if busy is not None and seconds > 0.0:
+            patience = busy.patience_seconds
+            raise BusyError(busy.detail, retry_after_seconds=seconds, patience_seconds=patience)
         if not self._breaker.allows():
             raise TransportError(Reason.CIRCUIT_OPEN, "earlier calls failed; the client pauses")
-        timeout = self._timeout(patience_seconds)
+
+    @contextmanager
+    def _judged(self, method: str, token: str) -> Iterator["_Exchange"]:
+        """Report the outcome of a call to the circuit breaker."""
+        exchange = _Exchange()
         try:
-            with named_failures(self._config.url):
-                client, transport = self._client.connected()
-                with (
-                    transport.within(deadline),
-                    client.stream(
-                        method,
-                        path,
-                        headers={**headers, HEADER_JOB: self.job} if self.job else headers,
-                        content=content,
-                        timeout=timeout,
-                        auth=_Bearer(token) if token else None,
-                    ) as response,
-                ):
-                    refuse_errors(response, url=self._config.url)
-                    yield response
+            yield exchange
         except BusyError as error:
-            # A full server refuses new connections only; other threads may have an open one.
-            self._breaker.pause(0.0 if error.is_full else error.retry_after_seconds)
+            self._busy = error
+            if error.is_full:
+                # It refuses new connections only; other threads may have an open one.
+                self._breaker.succeeded()
+            else:
+                # The server asks many processes at once, which must not all return at once.
+                self._breaker.pause(error.retry_after_seconds * uniform(1.0, 1.5))  # noqa: S311 - no secret
             raise
-        except TransportError:
-            self._breaker.failed()
+        except TransportError as error:
+            is_open = self._breaker.failed()
+            if not is_open and not exchange.is_answered and _may_be_slow(error, method):
+                raise BusyError(
+                    error.detail,
+                    retry_after_seconds=_SLOW_SECONDS,
+                    patience_seconds=_MAX_SLOW_SECONDS,
+                    reason=error.reason,
+                ) from error.__cause__
             raise
         except RefusedError as error:
             if error.reason is Reason.SERVER_ERROR:
@@ -287,6 +328,20 @@ class Transport:
             raise
         else:
             self._breaker.succeeded()
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """A call. `is_answered` is true once the head of the response has arrived."""
+
+    is_answered: bool = False
+
+
+def _may_be_slow(error: TransportError, method: str) -> bool:
+    """Return whether a server that is only slow causes this error, and a retry does no harm."""
+    timeout = error.__cause__
+    is_unsent = isinstance(timeout, httpx.ConnectTimeout | httpx.PoolTimeout)
+    return is_unsent or (isinstance(timeout, httpx.ReadTimeout) and method == "GET")
 
 
 class _Bearer(httpx.Auth):

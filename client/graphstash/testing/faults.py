@@ -39,6 +39,7 @@ _CODES: Final = {
     **{status: code for code, status in reversed(STATUS.items())},
     400: ErrorCode.INVALID_REQUEST,
     404: ErrorCode.NOT_FOUND,
+    503: ErrorCode.UNAVAILABLE,
 }
 """Error code for each status that `fail_on` accepts. Only a proxy sends the other statuses."""
 

@@ -15,6 +15,10 @@ requests for the longest time, among addresses with at least as many connections
 unused connections while they compile. Clients retry a request if a kept connection ends before the
 response begins.
 
+If no connection is idle, the new one waits for a second, and its request stays unread. The
+connection that has waited longest takes the next place. So a crowd of processes shares a few
+connections without pauses.
+
 A refusal is a problem document, after which the connection ends. If a response is in progress, the
 server finishes it and then closes the connection.
 """
@@ -25,8 +29,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable
 from ipaddress import IPv6Address
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, islice
 from secrets import token_hex
 from typing import Any, ClassVar, Final
 
@@ -75,6 +78,15 @@ request bytes unread, the kernel would reset it and the refusal would be lost.""
 _MAX_LINGERING: Final = 64
 """Maximum connections beyond the limit that get a refusal. The server aborts any others."""
 
+_MAX_WAITING: Final = 1024
+"""Maximum connections that wait for a place. They are also at most as many as there are places."""
+
+_WAITING_SECONDS: Final = 1.0
+"""Seconds that a connection waits for a place. Clients wait two seconds for the first byte."""
+
+_MAX_OFFERS: Final = 16
+"""Maximum waiting connections for which one idle connection is considered."""
+
 _MAX_REFUSED_BYTES: Final = 8 * 1024**2
 """Maximum bytes to discard after a refusal, or in a chunked body, which is always refused. Callers
 read the response only after they have sent the body."""
@@ -85,11 +97,15 @@ class Connection(HttpToolsProtocol):
 
     limits: ClassVar[ListenSettings]
     count_refusal: "ClassVar[staticmethod[[ErrorCode], None]]"
-    by_address: "ClassVar[defaultdict[str, dict[Connection, None]]]"
+    places: "ClassVar[set[Connection]]"
+    by_address: "ClassVar[defaultdict[str, dict[Connection, None]]]"  # of those in `places`
+    idle: "ClassVar[dict[Connection, None]]"  # those between two requests, the idlest first
+    waiting: "ClassVar[dict[Connection, None]]"  # those without a place, the oldest first
     is_owners: ClassVar[bool] = False
 
     _address = ""
     _is_deaf = False  # further input is discarded
+    _early = b""  # input that arrived before the connection had a place
     _is_in_head = False
     _is_in_body = False
     _head_bytes = 0
@@ -103,36 +119,64 @@ class Connection(HttpToolsProtocol):
     _moved_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
-        """Refuse the connection if there are too many and none can be evicted."""
+        """Let the connection wait if there are too many and none can be evicted."""
         super().connection_made(transport)
         self._address = _group_of(self.client[0] if self.client else "")
-        self.by_address[self._address][self] = None
         most = self.limits.max_connections
-        if len(self.connections) <= most or self._take_place():
-            self._head_timer = self.loop.call_later(self.limits.header_seconds, self._head_is_late)
-        elif len(self.connections) <= most + _MAX_LINGERING:
-            self._refuse(
-                ServerError(
-                    ErrorCode.TOO_MANY_CONNECTIONS,
-                    f"this server process has {most} connections, its limit: retry, or raise "
-                    "GRAPHSTASH_MAX_CONNECTIONS or GRAPHSTASH_WORKERS",
-                    limit=most,
-                )
-            )
+        if len(self.places) < most or self._take_place():
+            self._enter()
+        elif len(self.waiting) < min(most, _MAX_WAITING):
+            self.waiting[self] = None
+            self._head_timer = self.loop.call_later(_WAITING_SECONDS, self._turn_away)
+        elif len(self.connections) <= most + len(self.waiting) + _MAX_LINGERING:
+            self._turn_away()
         else:
             self.cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timers."""
+        """Cancel the timers, and give the place to the connection that has waited longest."""
         self._stop_listening()
         self.resume_writing()
         super().connection_lost(exc)
+        while self.waiting and len(self.places) < self.limits.max_connections:
+            next(iter(self.waiting))._enter()  # noqa: SLF001 - another connection of this class
+
+    def _enter(self) -> None:
+        """Take a place, and wait for the first request."""
+        self._unset_head_timer()
+        self.waiting.pop(self, None)
+        self.places.add(self)
+        self.by_address[self._address][self] = None
+        self._head_timer = self.loop.call_later(self.limits.header_seconds, self._head_is_late)
+        if self._early:
+            self.loop.call_soon(self._read_early)
+
+    def _read_early(self) -> None:
+        early, self._early = self._early, b""
+        self.flow.resume_reading()  # only now: otherwise later input could come first
+        self.data_received(early)
+
+    def _turn_away(self) -> None:
+        most = self.limits.max_connections
+        self._refuse(
+            ServerError(
+                ErrorCode.TOO_MANY_CONNECTIONS,
+                f"this server process has {most} connections, its limit: retry, or raise "
+                "GRAPHSTASH_MAX_CONNECTIONS or GRAPHSTASH_WORKERS",
+                limit=most,
+            )
+        )
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, and limit how much it buffers."""
+        if self in self.waiting:
+            self._early += data
+            self.flow.pause_reading()
+            return
         if self._is_deaf:
             self._drop(len(data))
             return
+        self.idle.pop(self, None)
         was_in_head = self._is_in_head
         self._unset_keepalive_if_required()
         try:
@@ -159,6 +203,7 @@ class Connection(HttpToolsProtocol):
         elif self._is_in_body and _is_chunked(self.headers):
             self._drop(len(data))
         self._watch(len(data))
+        self._rest_if_idle()
 
     def on_message_begin(self) -> None:
         """Handle the start of a head."""
@@ -240,11 +285,30 @@ class Connection(HttpToolsProtocol):
         is_reading = self._is_in_head or self._is_in_body
         return newest is not None and newest.response_complete and not is_reading
 
-    @property
-    def idle_since(self) -> float:
-        """When the last response ended, on the loop's clock; 0 during a request."""
-        timer = self.timeout_keep_alive_task
-        return 0.0 if timer is None else timer.when() - self.timeout_keep_alive
+    def on_response_complete(self) -> None:
+        """Handle the end of a response."""
+        super().on_response_complete()
+        self._rest_if_idle()
+
+    def _rest_if_idle(self) -> None:
+        if self.is_between_requests and not self.transport.is_closing():
+            self._rest()
+
+    def _rest(self) -> None:
+        """Become idle. If another connection waits, give it the place of this one."""
+        self.idle[self] = None
+        for other in islice(self.waiting, _MAX_OFFERS):
+            if self._may_yield_to(other):
+                self.end()
+                other._enter()  # noqa: SLF001 - another connection of this class
+                return
+
+    def _may_yield_to(self, other: "Connection") -> bool:
+        """Return whether another connection may take this one's place. Its address then has at most
+        as many connections as this one's has now.
+        """
+        mine, others = (self.by_address.get(each._address, ()) for each in (self, other))  # noqa: SLF001 - as above
+        return mine is others or len(mine) > len(others)
 
     @property
     def is_stalled(self) -> bool:
@@ -269,21 +333,20 @@ class Connection(HttpToolsProtocol):
         that waits for a request, otherwise the oldest stalled one. If there is none, close the
         connection with the longest idle time, among addresses with at least as many.
         """
-        own_count = len(self.by_address[self._address])
-        for others in sorted(self.by_address.values(), key=len, reverse=True):
-            if len(others) <= own_count:
-                break
+        own_count = len(self.by_address.get(self._address, ())) + 1
+        larger = (others for others in self.by_address.values() if len(others) > own_count)
+        for others in sorted(larger, key=len, reverse=True):
             idle = (other for other in others if not other.is_answering)
             stalled = (other for other in others if other.is_stalled)
             if (other := next(chain(idle, stalled), None)) is not None:
                 self.count_refusal(ErrorCode.TOO_MANY_CONNECTIONS)
                 other.cut()
                 return True
-        peers = (others for others in self.by_address.values() if len(others) >= own_count)
-        unused = [other for other in chain.from_iterable(peers) if other.is_between_requests]
-        if unused:
-            min(unused, key=attrgetter("idle_since")).end()
-        return bool(unused)
+        for other in self.idle:
+            if other._may_yield_to(self):  # noqa: SLF001 - as above
+                other.end()
+                return True
+        return False
 
     def cut(self) -> None:
         """End the connection at once."""
@@ -299,6 +362,9 @@ class Connection(HttpToolsProtocol):
         """Discard further input, and stop counting the connection for its address."""
         self._is_deaf = True
         self._unset_head_timer()
+        for group in (self.idle, self.waiting):
+            group.pop(self, None)
+        self.places.discard(self)
         mates = self.by_address[self._address]
         mates.pop(self, None)
         if not mates:
@@ -385,7 +451,10 @@ def connections(
     members |= {
         "limits": limits,
         "count_refusal": staticmethod(count_refusal),
+        "places": set(),
         "by_address": defaultdict(dict),
+        "idle": {},
+        "waiting": {},
     }
     return type("Connection", (kind,), members)
 

@@ -55,7 +55,7 @@ class FastConnection(Connection):
 
     def data_received(self, data: bytes) -> None:
         """Handle requests on the fast path, and leave the rest to the parser."""
-        if not (self._is_deaf or self._is_in_head or self._is_in_body):
+        if not (self._is_deaf or self._is_in_head or self._is_in_body or self in self.waiting):
             data = self._left_of(data)
         if data:
             super().data_received(data)
@@ -97,6 +97,7 @@ class FastConnection(Connection):
             return False
         self._unset_head_timer()
         self._unset_keepalive_if_required()
+        self.idle.pop(self, None)
         if answer is not None and answer.reader is None:
             self.cycle = _ANSWERED  # type: ignore[assignment] # uvicorn reads no other attributes
             self.server_state.total_requests += 1
@@ -118,11 +119,6 @@ class FastConnection(Connection):
             self.transport.close()
         return keep_alive
 
-    @property
-    def idle_since(self) -> float:
-        """When the last response ended, on the loop's clock. Only valid between requests."""
-        return super().idle_since or self._idle_since
-
     def _wait_for_more(self) -> None:
         """Close the connection if no request arrives for a while. One timer serves many requests,
         because starting a timer per request costs more than reading the clock.
@@ -130,6 +126,7 @@ class FastConnection(Connection):
         self._idle_since = self.loop.time()
         if self._idle_timer is None:
             self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._end_if_idle)
+        self._rest()
 
     def _end_if_idle(self) -> None:
         self._idle_timer = None

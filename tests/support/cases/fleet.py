@@ -1,0 +1,55 @@
+"""Many processes of a job that want the same stored graphs at once."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from graphstash import ClientConfig
+from support.host import Host, key
+
+__all__ = ["read_at_once"]
+
+
+def read_at_once(
+    *, settings: dict[str, Any], directory: str, processes: int, hosts: int, graphs: int
+) -> list[dict[str, Any]]:
+    """Fork processes that read all graphs, and return what each of them counted.
+
+    Args:
+        settings: settings of all clients.
+        directory: where each host has its local tier.
+        processes: number of processes.
+        hosts: number of hosts that they are spread over.
+        graphs: number of graphs, see `support.host.key`.
+    """
+    waiting, starting = os.pipe()
+    told = [Path(directory) / f"{number}.json" for number in range(processes)]
+    for number, report in enumerate(told):
+        if os.fork() == 0:
+            try:
+                os.close(starting)
+                os.read(waiting, 1)  # until all processes exist
+                host = Path(directory) / f"host{number % hosts}"
+                config = ClientConfig.load({}, **settings, cache_dir=host)
+                report.write_text(json.dumps(_read(config, graphs)))
+            finally:
+                os._exit(0)
+    os.close(waiting)
+    os.close(starting)
+    for _ in told:
+        os.wait()
+    return [json.loads(report.read_text()) for report in told]
+
+
+def _read(config: ClientConfig, graphs: int) -> dict[str, Any]:
+    with Host(config) as host:
+        for number in range(graphs):
+            host.build(key(number))
+        stats = host.stats
+    return {
+        "compiles": host.compiles,
+        "fallbacks": dict(stats.fallbacks),
+        "fetched_bytes": stats.fetched_bytes,
+        "hits": stats.hits_server + stats.hits_host,
+    }
