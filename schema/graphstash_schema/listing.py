@@ -37,6 +37,8 @@ class ListOrder(StrEnum):
     its place or missing."""
     NEWEST = "newest"
     """Newest first."""
+    SIZE = "size"
+    """Largest first."""
 
 
 class ArtifactQuery(RequestModel):

@@ -66,8 +66,8 @@ def terminal(config):
     return run
 
 
-def listed(command, *options):
-    return json.loads(command("ls", "--json", *options).stdout)
+def listed(command, *options, **settings):
+    return json.loads(command("ls", "--json", *options, **settings).stdout)
 
 
 def numbers(found):
@@ -96,6 +96,26 @@ def test_the_list_is_sorted_filtered_and_read_page_by_page(put, command):
     rest = listed(command, "--after", page["next"], "--limit", "0")
     assert (numbers(rest), rest["next"]) == ([1, 3], None)
     assert command("ls", "--limit", "1").stderr == f"more: --after {page['next']}\n"
+
+
+def test_largest_artifacts_are_sorted_by_the_server_or_here_if_it_is_older(server, put, command):
+    for number, size in ((1, 200), (2, 3000), (3, 1000)):
+        put(number, size=size)
+    with Middlebox(server.url) as box:
+        page = listed(command, "--sort", "size", "--limit", "2", url=box.url)
+        assert numbers(page) == [2, 3]
+        after = ("--after", page["next"], "--limit", "1")
+        assert numbers(listed(command, "--sort", "size", *after, url=box.url)) == [1]
+        assert len(box.requests) == 2
+
+        def refuse_size(request, answer):
+            other = request.path.replace("order=size", "order=largest")
+            return answer if other == request.path else box.ask(request, path=other)
+
+        box.change = refuse_size
+        assert numbers(listed(command, "--sort", "size", "--limit", "2", url=box.url)) == [2, 3]
+        refused = command("ls", "--sort", "size", *after, url=box.url, status=1)
+        assert "order" in refused.stderr
 
 
 def test_labels_are_cut_to_a_terminal_of_80_columns_and_whole_elsewhere(

@@ -77,14 +77,14 @@ def test_artifact_is_listed_with_all_its_details(api, eventually):
 
 
 @pytest.mark.sql
-@pytest.mark.parametrize("order", ["fingerprint", "newest"])
+@pytest.mark.parametrize("order", ["fingerprint", "newest", "size"])
 def test_the_pages_hold_every_artifact_once_that_is_not_withheld(api, order):
     for number in range(0, 16, 2):
-        api.put(b"executable %d" % number, number)
+        api.put(b"executable %02d" % number, number)
     api.withhold(b"executable 14", 14)
     wanted = [api.fingerprint(number) for number in range(0, 14, 2)]
-    if order == "newest":
-        wanted.reverse()
+    if order != "fingerprint":
+        wanted.reverse()  # all have the same size
     found = [fingerprints(each) for each in pages(api, limit=3, order=order)]
     assert found == [wanted[:3], wanted[3:6], wanted[6:]]
 
@@ -92,6 +92,14 @@ def test_the_pages_hold_every_artifact_once_that_is_not_withheld(api, order):
     api.put(b"later", 1)  # which moves no artifact into a later page, or out of it
     second = page(api, limit=3, order=order, after=first["next"])
     assert fingerprints(second["artifacts"]) == wanted[3:6]
+
+
+@pytest.mark.sql
+def test_largest_artifacts_come_first(api):
+    for number, size_bytes in enumerate((10, 5000, 300, 5000, 0)):
+        api.put(b"." * size_bytes, number)
+    found = [each["size_bytes"] for found in pages(api, order="size", limit=2) for each in found]
+    assert found == [5000, 5000, 300, 10, 0]
 
 
 @pytest.mark.sql
@@ -132,7 +140,11 @@ def test_malformed_query_parameter_is_named(api, problem):
     last = f"{'0' * 64}/jax/cpu"
     for query, named in (
         ({"limit": 501}, "limit"),
-        ({"order": "size"}, "order"),
+        ({"order": "hits"}, "order"),
+        ({"order": "size", "after": f"2026-01-01T00:00:00+00:00/{last}"}, "next"),
+        ({"order": "size", "after": f"-1/{last}"}, "next"),
+        ({"order": "size", "after": f"{10**19}/{last}"}, "next"),
+        ({"order": "newest", "after": f"10/{last}"}, "next"),
         ({"label": "a\0b"}, "label"),
         ({"fingerprint": "xyz"}, "fingerprint"),
         ({"kind": "java"}, "kind"),
@@ -148,7 +160,7 @@ def test_malformed_query_parameter_is_named(api, problem):
 
 
 @pytest.mark.sql
-@pytest.mark.parametrize("order", ["fingerprint", "newest"])
+@pytest.mark.parametrize("order", ["fingerprint", "newest", "size"])
 async def test_a_rare_artifact_is_found_over_several_bounded_calls(opened, monkeypatch, order):
     """A page may be empty although there are more. All were stored at the same time."""
     monkeypatch.setattr(listing, "_SCANNED", 3)
@@ -156,7 +168,7 @@ async def test_a_rare_artifact_is_found_over_several_bounded_calls(opened, monke
         for number in range(8):
             await client.put(b"executable %d" % number, number)
         keys = sorted((key_of(number) for number in range(8)), key=lambda key: key.fingerprint)
-        rare = keys[0 if order == "newest" else -1]
+        rare = keys[-1 if order == "fingerprint" else 0]
         described = Description(key=rare.key, label="jit(rare)", program={}, environment={})
         await client.context.explanations.describe(rare.namespace, [described])
         found, after = [], ""

@@ -129,9 +129,16 @@ async def test_hot_queries_use_an_index(context):
     assert len(await plans_of(context.database, statements)) > 6
 
 
-@pytest.mark.parametrize("order", ["fingerprint", "newest"])
-async def test_artifact_listing_follows_an_index(context, order):
-    """Nothing is sorted but what was stored at the same moment."""
+@pytest.mark.parametrize(
+    ("order", "index"),
+    [
+        ("fingerprint", "artifacts"),
+        ("newest", "ix_artifacts_namespace_created_at"),
+        ("size", "ix_artifacts_by_size"),
+    ],
+)
+async def test_artifact_listing_follows_an_index(context, order, index):
+    """Nothing is sorted but what was stored at the same moment or has the same size."""
     query = ArtifactQuery(order=order, limit=10)
     first = await context.listing.list_artifacts(BENCH, query)
     with recorded("artifacts") as statements:
@@ -139,7 +146,6 @@ async def test_artifact_listing_follows_an_index(context, order):
         await context.listing.list_artifacts(BENCH, after)
     plans = await plans_of(context.database, statements)
     assert len(plans) == 2
-    index = "ix_artifacts_namespace_created_at" if order == "newest" else "artifacts"
     for plan in plans.values():
         assert "TEMP B-TREE FOR ORDER BY" not in plan, plan
         assert index in plan, plan

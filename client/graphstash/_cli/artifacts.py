@@ -26,8 +26,15 @@ from graphstash._cli.output import (
     shown,
 )
 from graphstash.config import ClientConfig, SignaturePolicy
-from graphstash.errors import CacheError, ConfigError
-from graphstash_schema import ArtifactKey, ArtifactKind, Digest, InvalidValueError, Namespace
+from graphstash.errors import CacheError, ConfigError, RefusedError
+from graphstash_schema import (
+    ArtifactKey,
+    ArtifactKind,
+    Digest,
+    ErrorCode,
+    InvalidValueError,
+    Namespace,
+)
 from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.explanation import is_of_program
 from graphstash_schema.listing import ArtifactQuery, ListedArtifact, ListOrder
@@ -62,13 +69,19 @@ class Sort(StrEnum):
     USED = "used"
 
 
+_ORDERS: Final = {
+    Sort.NEWEST: ListOrder.NEWEST,
+    Sort.FINGERPRINT: ListOrder.FINGERPRINT,
+    Sort.SIZE: ListOrder.SIZE,
+}
+
 _SORT_KEYS: Final[dict[Sort, Callable[[ListedArtifact], Any]]] = {
-    Sort.SIZE: lambda each: each.size_bytes,
+    Sort.SIZE: lambda each: each.size_bytes,  # for servers of earlier releases
     Sort.COMPILE: lambda each: each.metadata.compile_seconds if each.metadata else 0.0,
     Sort.HITS: lambda each: each.hits,
     Sort.USED: lambda each: each.last_used_at,
 }
-"""Sort keys of orders that the server has no index for. `ls` sorts the whole list itself."""
+"""Sort keys of orders that a server has no index for. `ls` sorts the whole list itself."""
 
 
 def ls(
@@ -82,7 +95,7 @@ def ls(
         Sort,
         typer.Option(
             metavar="ORDER",
-            help=f"What comes first: {', '.join(Sort)}. The last four read the whole list first.",
+            help=f"What comes first: {', '.join(Sort)}. The last three read the whole list first.",
         ),
     ] = Sort.NEWEST,
     limit: Annotated[
@@ -101,13 +114,13 @@ def ls(
     and `graphstash explain` accept the beginning of a fingerprint.
     """
     config = load_config(url=url, namespace=namespace)
-    if after and sort in _SORT_KEYS:
+    if after and sort not in _ORDERS:
         fail(
-            f"--after goes with --sort newest or fingerprint, not with {sort}: raise --limit",
+            f"--after goes with --sort {', '.join(_ORDERS)}, not with {sort}: raise --limit",
             status=ExitStatus.USAGE,
         )
     chosen = {
-        "order": ListOrder.NEWEST if sort is Sort.NEWEST else ListOrder.FINGERPRINT,
+        "order": _ORDERS.get(sort, ListOrder.FINGERPRINT),
         "kind": kind,
         "device_type": device_type,
         "label": label,
@@ -265,20 +278,34 @@ def _key_or_prefix(text: str) -> tuple[ArtifactKey | None, str]:
 def _listed(
     server: "ServerClient", query: ArtifactQuery, *, sort: Sort, limit: int
 ) -> tuple[list[ListedArtifact], str | None]:
-    if sort in _SORT_KEYS:
-        with err.status("reading the list"):
-            every = server.every_artifact(query.model_copy(update={"limit": 500}))
-            if not limit:
-                return sorted(every, key=_SORT_KEYS[sort], reverse=True), None
-            return heapq.nlargest(limit, every, key=_SORT_KEYS[sort]), None
+    if sort not in _ORDERS:
+        return _sorted_here(server, query, sort=sort, limit=limit), None
     found: list[ListedArtifact] = []
     following: str | None = query.after
     while following is not None and (not limit or len(found) < limit):
         most = min(limit - len(found), 500) if limit else 500
-        page = server.list_artifacts(query.model_copy(update={"after": following, "limit": most}))
+        try:
+            page = server.list_artifacts(
+                query.model_copy(update={"after": following, "limit": most})
+            )
+        except RefusedError as error:  # by a server of an earlier release
+            if sort is not Sort.SIZE or following or error.code is not ErrorCode.INVALID_REQUEST:
+                raise
+            return _sorted_here(server, query, sort=sort, limit=limit), None
         found += page.artifacts
         following = None if page.next == following else page.next
     return found[: limit or None], following
+
+
+def _sorted_here(
+    server: "ServerClient", query: ArtifactQuery, *, sort: Sort, limit: int
+) -> list[ListedArtifact]:
+    with err.status("reading the list"):
+        whole = query.model_copy(update={"order": ListOrder.FINGERPRINT, "limit": 500})
+        every = server.every_artifact(whole)
+        if not limit:
+            return sorted(every, key=_SORT_KEYS[sort], reverse=True)
+        return heapq.nlargest(limit, every, key=_SORT_KEYS[sort])
 
 
 def _print_list(found: list[ListedArtifact]) -> None:

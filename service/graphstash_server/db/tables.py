@@ -140,6 +140,10 @@ artifacts = Table(
     Index(None, "eviction_rank"),
     Index(None, "namespace", "eviction_rank"),
     Index(None, "namespace", "created_at"),
+    # With fewer columns, PostgreSQL reads the whole namespace if most sizes are equal.
+    Index(
+        "ix_artifacts_by_size", *("namespace", "size_bytes", "fingerprint", "kind", "device_type")
+    ),
     Index(None, "last_used_at"),
     *(
         # For artifacts that no upload can evict. The server sums them when a limit is reached.

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import Column, ColumnElement, and_, literal, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from graphstash_schema.listing import ListOrder
 from graphstash_server.artifact import Artifact, DescribedArtifact
 from graphstash_server.db.queries.shared import KEYED_ARTIFACT_COLUMNS, KNOWN_KINDS, described_of
 from graphstash_server.db.tables import artifacts, descriptions, environments
@@ -18,7 +19,11 @@ _BEYOND_HEX: Final = "g"
 """Sorts after every hex digit."""
 
 _KEY: Final = (artifacts.c.fingerprint, artifacts.c.kind, artifacts.c.device_type)
-_BY_TIME: Final = (artifacts.c.created_at, *_KEY)
+_DESCENDING: Final[dict[ListOrder, tuple[Column[Any], ...]]] = {
+    ListOrder.NEWEST: (artifacts.c.created_at, *_KEY),
+    ListOrder.SIZE: (artifacts.c.size_bytes, *_KEY),
+}
+"""Columns of each order that begins with the largest values. Each has an index."""
 
 _LISTED = (
     select(*KEYED_ARTIFACT_COLUMNS, descriptions.c.label)
@@ -36,7 +41,8 @@ _AT_ONCE: Final = 50
 class Place(NamedTuple):
     """The end of a page: the last artifact that the query scanned, perhaps excluded by filters."""
 
-    created_at: datetime
+    first: datetime | int
+    """Size in bytes if the largest artifacts come first, otherwise the time of creation."""
     fingerprint: str
     kind: str
     device_type: str
@@ -45,12 +51,12 @@ class Place(NamedTuple):
 class PageRequest(NamedTuple):
     """Order and filters of a page.
 
-    Without `is_newest_first`, sort by key. `after` is the end of the previous page. An empty filter
-    matches all; `fingerprint` is a prefix, `label` a part in any case.
+    `after` is the end of the previous page. An empty filter matches all; `fingerprint` is a prefix,
+    `label` a part in any case.
     """
 
     namespace: str
-    is_newest_first: bool
+    order: ListOrder
     after: Place | None
     kind: str
     device_type: str
@@ -72,7 +78,13 @@ async def list_page(
     match. It reads descriptions' parts only `with_details`.
     """
     order, within = _order_of(request), _range_of(request)
-    ends = select(*_BY_TIME).where(within).order_by(*order).offset(most_scanned - 1).limit(1)
+    ends = (
+        select(*_place_columns(request.order))
+        .where(within)
+        .order_by(*order)
+        .offset(most_scanned - 1)
+        .limit(1)
+    )
     end = (await connection.execute(ends)).first()
     last = None if end is None else Place(*end)
     chosen = (_DETAILED if with_details else _LISTED).where(within, *_filters_of(request))
@@ -84,17 +96,23 @@ async def list_page(
         found += map(described_of, part)
         await asyncio.sleep(0)  # a whole page takes ten milliseconds; let other tasks run
     if len(found) > limit:
-        return found[:limit], _place_of(found[limit - 1].artifact)
+        return found[:limit], _place_of(found[limit - 1].artifact, request.order)
     return found, last
 
 
-def _place_of(artifact: Artifact) -> Place:
-    key = artifact.key
-    return Place(artifact.created_at, key.fingerprint, key.kind.value, key.device_type)
+def _place_of(artifact: Artifact, order: ListOrder) -> Place:
+    key, is_size = artifact.key, order is ListOrder.SIZE
+    first = artifact.digest.size_bytes if is_size else artifact.created_at
+    return Place(first, key.fingerprint, key.kind.value, key.device_type)
+
+
+def _place_columns(order: ListOrder) -> Sequence[Column[Any]]:
+    return _DESCENDING[order if order in _DESCENDING else ListOrder.NEWEST]
 
 
 def _order_of(request: PageRequest) -> Sequence[ColumnElement[Any]]:
-    return [column.desc() for column in _BY_TIME] if request.is_newest_first else _KEY
+    columns = _DESCENDING.get(request.order)
+    return _KEY if columns is None else [column.desc() for column in columns]
 
 
 def _range_of(request: PageRequest) -> ColumnElement[bool]:
@@ -109,8 +127,9 @@ def _range_of(request: PageRequest) -> ColumnElement[bool]:
 
 
 def _is_after(request: PageRequest, place: Place) -> ColumnElement[bool]:
-    if request.is_newest_first:
-        return tuple_(*_BY_TIME) < _values(_BY_TIME, place)
+    columns = _DESCENDING.get(request.order)
+    if columns is not None:
+        return tuple_(*columns) < _values(columns, place)
     return tuple_(*_KEY) > _values(_KEY, place[1:])
 
 

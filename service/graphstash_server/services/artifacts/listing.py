@@ -14,6 +14,7 @@ from graphstash_schema.listing import (
     ListedArtifact,
     ListOrder,
 )
+from graphstash_schema.stats import MAX_COUNT
 from graphstash_server.artifact import DescribedArtifact
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.listing import PageRequest, Place, list_page
@@ -40,11 +41,10 @@ class ListingService:
         Raises:
             ServerError: 400 if `after` does not have the form of a page's `next`.
         """
-        is_newest_first = query.order is ListOrder.NEWEST
         request = PageRequest(
             namespace=namespace,
-            is_newest_first=is_newest_first,
-            after=_parse(query.after) if query.after else None,
+            order=query.order,
+            after=_parse(query.after, query.order) if query.after else None,
             kind=query.kind or "",
             device_type=query.device_type or "",
             fingerprint=query.fingerprint,
@@ -92,22 +92,35 @@ def _listed(row: DescribedArtifact, *, with_details: bool) -> ListedArtifact:
 
 
 def _format(place: Place) -> str:
-    return "/".join((place.created_at.isoformat(), *place[1:]))
+    first = place.first if isinstance(place.first, int) else place.first.isoformat()
+    return "/".join((str(first), *place[1:]))
 
 
-def _parse(text: str) -> Place:
+def _parse(text: str, order: ListOrder) -> Place:
     try:
-        created_at, fingerprint, kind, device_type = text.split("/")
-        parsed = datetime.fromisoformat(created_at)
-        at = parsed.astimezone(UTC)
-        place = Place(at, Fingerprint(fingerprint), kind, DeviceType(device_type))
-        is_valid = parsed.tzinfo is not None and kind.isidentifier()
+        first, fingerprint, kind, device_type = text.split("/")
+        value = _size(first) if order is ListOrder.SIZE else _time(first)
+        place = Place(value, Fingerprint(fingerprint), kind, DeviceType(device_type))
+        is_valid = kind.isidentifier()
     except (ValueError, OverflowError):
         is_valid = False
     if not is_valid:
         raise ServerError(
             ErrorCode.INVALID_REQUEST,
-            f"after={text[:120]!r} does not come from a page: use its `next` as it is, or leave it "
-            "out to begin",
+            f"after={text[:120]!r} does not come from a page in this order: use its `next` as it "
+            "is, or leave it out to begin",
         )
     return place
+
+
+def _size(text: str) -> int:
+    if not 0 <= (size_bytes := int(text)) <= MAX_COUNT:
+        raise ValueError(text)
+    return size_bytes
+
+
+def _time(text: str) -> datetime:
+    parsed = datetime.fromisoformat(text)
+    if parsed.tzinfo is None:
+        raise ValueError(text)
+    return parsed.astimezone(UTC)
