@@ -1,7 +1,7 @@
 """SharedText: a text in memory that all workers of a host share."""
 
 import mmap
-from zlib import crc32
+from binascii import crc32
 
 __all__ = ["SharedText"]
 
