@@ -80,13 +80,11 @@ def _add(url: str, **added: tuple[Sequence[str], Iterable[tuple[Any, ...]]]) -> 
     if parsed.get_backend_name() == "postgresql":
         asyncio.run(_copy(parsed, added))
         return
-    with closing(sqlite3.connect(str(parsed.database))) as connection:
-        with connection:
-            for table, (columns, rows) in added.items():
-                marks = ", ".join("?" * len(columns))
-                statement = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})"
-                connection.executemany(statement, map(_without_timezone, rows))
-        connection.execute("ANALYZE")
+    with closing(sqlite3.connect(str(parsed.database))) as connection, connection:
+        for table, (columns, rows) in added.items():
+            marks = ", ".join("?" * len(columns))
+            statement = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})"
+            connection.executemany(statement, map(_without_timezone, rows))
 
 
 def _without_timezone(row: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ from graphstash_server.db.prepared import NOTHING, Parameters, Prepared, Row
 from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.reads import PostgresLane, Reads, SqliteLane
 from graphstash_server.db.sqlite import (
+    HintingCompiler,
     SqliteConnection,
     SqliteHere,
     SqliteThread,
@@ -133,6 +134,7 @@ class Database:
             pool_timeout=_POOL_SECONDS,
             pool_reset_on_return=None,
         )
+        self._reading.dialect.statement_compiler = HintingCompiler
         event.listen(self._reading.sync_engine, "connect", set_pragmas)
         self._writing = make_engine(
             self.url, pool_size=1, max_overflow=0, pool_timeout=_POOL_SECONDS
@@ -330,6 +332,7 @@ def make_engine(url: URL, **pool: Any) -> AsyncEngine:
         # A connection is tested before use, so that a restart of the database fails no request.
         return create_async_engine(url, connect_args=arguments, pool_pre_ping=is_pool, **pool)
     engine = create_async_engine(url, connect_args={"factory": SqliteConnection}, **pool)
+    engine.dialect.statement_compiler = HintingCompiler
     event.listen(engine.sync_engine, "connect", set_pragmas)
     event.listen(engine.sync_engine, "connect", _begin_nothing)
     event.listen(engine.sync_engine, "begin", _begin_immediate)

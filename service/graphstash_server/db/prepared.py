@@ -30,7 +30,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.types import TypeEngine
 
-from graphstash_server.db.sqlite import SqliteTransaction
+from graphstash_server.db.sqlite import HintingCompiler, SqliteTransaction
 
 __all__ = [
     "NOTHING",
@@ -59,6 +59,8 @@ _DIALECTS: Final[dict[str, Dialect]] = {
     "postgresql": PGDialect_asyncpg(),  # type: ignore[no-untyped-call] # of SQLAlchemy
     "sqlite": SQLiteDialect_aiosqlite(),
 }
+
+_DIALECTS["sqlite"].statement_compiler = HintingCompiler
 
 _Convert: TypeAlias = Callable[[Any], Any] | None
 

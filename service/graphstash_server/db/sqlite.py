@@ -16,10 +16,12 @@ from queue import SimpleQueue
 from resource import RUSAGE_THREAD, getrusage
 from typing import Any, Final, TypeAlias, TypeVar
 
+from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 from sqlalchemy.engine import URL, Dialect
 from sqlalchemy.exc import DBAPIError
 
 __all__ = [
+    "HintingCompiler",
     "SqliteConnection",
     "SqliteHere",
     "SqliteThread",
@@ -41,6 +43,14 @@ _TOO_SLOW_SECONDS: Final = 0.05
 
 _MAX_BLOCKED_SHARE: Final = 0.01
 """Maximum share of the event loop's time that slow reads take."""
+
+
+class HintingCompiler(SQLiteCompiler):
+    """Renders `Select.with_hint` (INDEXED BY), which SQLAlchemy ignores on SQLite."""
+
+    def get_from_hint_text(self, _table: Any, text: str | None) -> str | None:
+        """Return the text that follows the name of a table."""
+        return text
 
 
 class SqliteConnection(sqlite3.Connection):

@@ -145,15 +145,20 @@ artifacts = Table(
         "ix_artifacts_by_size", *("namespace", "size_bytes", "fingerprint", "kind", "device_type")
     ),
     Index(None, "last_used_at"),
+    # The toolchain comes first: without statistics, PostgreSQL takes an index of namespace and kind
+    # for as selective as the primary key, and reads the namespace to find one artifact.
+    Index(None, "toolchain", "namespace", "kind", "last_used_at"),
     *(
         # For artifacts that no upload can evict. The server sums them when a limit is reached.
         Index(
             None,
+            *before,
             name,
             postgresql_where=text(f"{name} IS NOT NULL"),
             sqlite_where=text(f"{name} IS NOT NULL"),
         )
         for name in ("pinned_until", "withheld_at")
+        for before in ((), ("namespace",))
     ),
 )
 """One row per artifact. The key never changes. Digest and size change only if the policy of the

@@ -15,6 +15,7 @@ from sqlalchemy import (
     bindparam,
     case,
     delete,
+    func,
     literal_column,
     or_,
     select,
@@ -246,10 +247,10 @@ async def list_stored_rows(
     connection: AsyncConnection, namespace: Namespace, *, after: StoredKey | None, limit: int
 ) -> list[Artifact]:
     """Return a page of a namespace's artifacts in key order, including withheld ones."""
-    columns = [artifacts.c[name] for name in KEY_COLUMNS]
+    columns = [artifacts.c[name] for name in KEY_COLUMNS[1:]]
     statement = _SELECT.where(artifacts.c.namespace == namespace, artifacts.c.kind.in_(KNOWN_KINDS))
     if after is not None:
-        statement = statement.where(tuple_(*columns) > after.columns)
+        statement = statement.where(tuple_(*columns) > after.columns[1:])
     return await _rows_of(connection, statement.order_by(*columns).limit(limit))
 
 
@@ -263,9 +264,9 @@ async def list_digests(
     if until_sha256 is not None:
         wanted = and_(wanted, artifacts.c.sha256 <= until_sha256)
     statement = (
-        select(artifacts.c.sha256, artifacts.c.size_bytes)
+        select(artifacts.c.sha256, func.min(artifacts.c.size_bytes))  # all have the same size
         .where(wanted)
-        .distinct()
+        .group_by(artifacts.c.sha256)
         .order_by(artifacts.c.sha256)
         .limit(limit)
     )

@@ -3,7 +3,9 @@ the order of an index, so its cost does not grow with the number of artifacts.
 """
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
@@ -23,14 +25,17 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
-from graphstash_server.db.prepared import Prepared, is_one_of
+from graphstash_server.db.prepared import NOTHING, Prepared, is_one_of
 from graphstash_server.db.queries.artifacts import delete_rows
 from graphstash_server.db.queries.costs import METADATA_BYTES
 from graphstash_server.db.queries.deletions import add_deletions
 from graphstash_server.db.queries.locks import share_blobs
 from graphstash_server.db.queries.shared import (
     KNOWN_KINDS,
+    are_keys,
+    prefixed,
     stored_key,
+    unindexed,
 )
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.db.tables import artifacts, usage
@@ -100,8 +105,11 @@ async def list_least_valuable(
     """
     statement = _evictable(now, spares_looked_up=spares_looked_up)
     statement = statement.order_by(artifacts.c.eviction_rank, *_KEY).limit(limit)
+    index = "ix_artifacts_rank"
     if namespace is not None:
         statement = statement.where(artifacts.c.namespace == namespace)
+        index = "ix_artifacts_namespace_rank"
+    statement = _in_order_of(statement, index)
     if after is not None:
         statement = statement.where(
             # Implied by the next condition, but databases use the index only for this one.
@@ -123,25 +131,42 @@ async def list_unused(
     """Return a page of evictable artifacts that were last used before a time, oldest use first."""
     statement = _evictable(now).where(artifacts.c.last_used_at < before)
     if namespace is not None:
-        statement = statement.where(artifacts.c.namespace == namespace)
+        statement = statement.where(unindexed(artifacts.c.namespace) == namespace)
     if after is not None:
-        statement = statement.where(
-            tuple_(artifacts.c.last_used_at, *_KEY) > (after.last_used_at, *after.key.columns)
-        )
+        statement = statement.where(*_is_used_after(after))
     statement = statement.order_by(artifacts.c.last_used_at, *_KEY).limit(limit)
     return await _candidates(connection, statement)
 
 
 async def list_toolchains(connection: AsyncConnection) -> list[Toolchain]:
-    """Return all toolchains by namespace, kind, and latest use first. Reads every artifact."""
-    last_used_at = func.max(artifacts.c.last_used_at).label("last_used_at")
-    group = (artifacts.c.namespace, artifacts.c.kind, artifacts.c.toolchain)
-    statement = (
-        select(*group, last_used_at)
-        .group_by(*group)
-        .order_by(artifacts.c.namespace, artifacts.c.kind, last_used_at.desc())
+    """Return all toolchains by namespace, kind, and latest use first. One statement finds each, at
+    the end of its part of an index.
+    """
+    found: list[Toolchain] = []
+    row = await _LAST_TOOLCHAIN.fetch_one(connection, NOTHING)
+    while row is not None:
+        toolchain, namespace, kind, last_used_at = row
+        found.append(Toolchain(namespace, kind, toolchain, last_used_at))
+        # With the time, because SQLite would read all rows that are equal in the other columns.
+        before = prefixed("before_", found[-1]._replace(last_used_at=_FIRST_TIME)._asdict())
+        row = await _TOOLCHAIN_BEFORE.fetch_one(connection, before)
+    found.sort(key=lambda each: each.last_used_at, reverse=True)
+    return sorted(found, key=lambda each: (each.namespace, each.kind))
+
+
+_FIRST_TIME = datetime.min.replace(tzinfo=UTC)
+_BY_TOOLCHAIN = tuple(
+    artifacts.c[name] for name in ("toolchain", "namespace", "kind", "last_used_at")
+)
+_LAST_TOOLCHAIN = Prepared(
+    lambda _: select(*_BY_TOOLCHAIN).order_by(*(each.desc() for each in _BY_TOOLCHAIN)).limit(1)
+)
+_TOOLCHAIN_BEFORE = Prepared(
+    lambda dialect: _LAST_TOOLCHAIN.statement(dialect).where(  # type: ignore[attr-defined]
+        tuple_(*_BY_TOOLCHAIN)
+        < tuple_(*(bindparam(f"before_{each.name}", type_=each.type) for each in _BY_TOOLCHAIN))
     )
-    return [Toolchain(*found) for found in await connection.execute(statement)]
+)
 
 
 async def list_of_toolchain(
@@ -152,15 +177,35 @@ async def list_of_toolchain(
     limit: int,
     after: Candidate | None = None,
 ) -> list[Candidate]:
-    """Return a page of evictable artifacts of a toolchain, ordered by key."""
-    statement = _evictable(now).where(
+    """Return a page of evictable artifacts of a toolchain, oldest use first."""
+    if wanted.kind not in KNOWN_KINDS:
+        return []
+    statement = select(*_COLUMNS).where(
+        _is_evictable(now),
         artifacts.c.namespace == wanted.namespace,
         artifacts.c.kind == wanted.kind,
         artifacts.c.toolchain == wanted.toolchain,
     )
     if after is not None:
-        statement = statement.where(tuple_(*_KEY) > after.key.columns)
-    return await _candidates(connection, statement.order_by(*_KEY).limit(limit))
+        statement = statement.where(*_is_used_after(after))
+    statement = statement.order_by(artifacts.c.last_used_at, *_KEY).limit(limit)
+    statement = _in_order_of(statement, "ix_artifacts_toolchain_namespace_kind_last_used_at")
+    return await _candidates(connection, statement)
+
+
+def _in_order_of(statement: Select[Any], index: str) -> Select[Any]:
+    """Make SQLite use an index. With statistics, it prefers to read and sort all rows, because it
+    does not regard the LIMIT.
+    """
+    return statement.with_hint(artifacts, f"INDEXED BY {index}", "sqlite")
+
+
+def _is_used_after(place: Candidate) -> tuple[ColumnElement[bool], ...]:
+    """Match artifacts after a place in the order of last use."""
+    return (
+        artifacts.c.last_used_at >= place.last_used_at,  # implied by the next one; for the index
+        tuple_(artifacts.c.last_used_at, *_KEY) > (place.last_used_at, *place.key.columns),
+    )
 
 
 async def renew_uses(
@@ -172,13 +217,22 @@ async def renew_uses(
     used = artifacts.c.last_used_at
     chosen = select(*_KEY).where(used >= since, used < until).limit(limit)
     keys = sorted(tuple(row) for row in await connection.execute(chosen))
-    are_chosen = tuple_(*_KEY).in_(keys)
-    await connection.execute(select(*_KEY).where(are_chosen).order_by(*_KEY).with_for_update())
-    await connection.execute(
-        update(artifacts)
-        .where(are_chosen, used < until)
-        .values(last_used_at=until, eviction_rank=artifacts.c.density + aged(until))
-    )
+    are_these = are_keys(artifacts, connection.dialect.name)
+    for namespace, group in groupby(keys, key=itemgetter(0)):
+        names = [name for _, *name in group]
+        given = {
+            "of_namespace": namespace,
+            "fingerprints": [fingerprint for fingerprint, _, _ in names],
+            "names": [" ".join(name) for name in names],
+        }
+        locked = select(*_KEY).where(are_these).order_by(*_KEY).with_for_update()
+        await connection.execute(locked, given)
+        statement = (
+            update(artifacts)
+            .where(are_these, (used < until).is_(true()))  # so that no index of `used` is read
+            .values(last_used_at=until, eviction_rank=artifacts.c.density + aged(until))
+        )
+        await connection.execute(statement, given)
     return len(keys)
 
 

@@ -7,15 +7,14 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from sqlalchemy import (
     ColumnElement,
-    and_,
     bindparam,
     case,
     delete,
     func,
     literal,
-    or_,
     select,
     text,
+    union_all,
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -105,17 +104,16 @@ def _bounded(
 
 
 _LIST_GROUPS = Prepared(
-    lambda _: select(history.c.step, *(history.c[name] for name in _GROUP)).where(
-        history.c.namespace == bindparam("of_namespace"),
-        or_(
-            *(
-                and_(
-                    history.c.step == literal(step.value, history.c.step.type),
-                    history.c.at == bindparam(f"of_{step}", type_=history.c.at.type),
-                )
-                for step in Step
+    # With OR instead of UNION, SQLite reads all rows of the namespace.
+    lambda _: union_all(
+        *(
+            select(history.c.step, *(history.c[name] for name in _GROUP)).where(
+                history.c.namespace == bindparam("of_namespace"),
+                history.c.step == literal(step.value, history.c.step.type),
+                history.c.at == bindparam(f"of_{step}", type_=history.c.at.type),
             )
-        ),
+            for step in Step
+        )
     )
 )
 

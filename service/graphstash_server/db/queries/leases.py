@@ -34,6 +34,7 @@ from graphstash_server.db.queries.shared import (
     key_parameters,
     key_values,
     stored_key,
+    unindexed,
     where_key,
 )
 from graphstash_server.db.tables import leases
@@ -215,7 +216,7 @@ async def list_held_leases(
         .where(
             leases.c.released_at.is_(None),
             leases.c.expires_at > now,
-            leases.c.namespace.in_(namespaces),
+            unindexed(leases.c.namespace).in_(namespaces),
             leases.c.kind.in_(KNOWN_KINDS),
         )
         .order_by(leases.c.expires_at.desc())

@@ -31,6 +31,7 @@ from graphstash_server.db.queries.shared import (
     prefixed,
 )
 from graphstash_server.db.tables import manifest_entries as entries
+from graphstash_server.db.tables import usage
 from graphstash_server.keys import StoredKey
 
 __all__ = [
@@ -146,7 +147,8 @@ async def drop_unused_entries(
 
 async def list_unused(connection: AsyncConnection, *, before: datetime) -> Sequence[str]:
     """Return the namespaces with entries that were last used before a time."""
-    statement = select(entries.c.namespace).distinct().where(entries.c.used_at < before)
+    is_unused = and_(entries.c.namespace == usage.c.namespace, entries.c.used_at < before)
+    statement = select(usage.c.namespace).where(select(entries.c.name).where(is_unused).exists())
     return (await connection.scalars(statement)).all()
 
 

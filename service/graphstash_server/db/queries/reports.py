@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, delete, func, select
+from sqlalchemy import and_, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace, ReportReason
 from graphstash_server.db.prepared import Prepared
 from graphstash_server.db.queries.shared import (
+    KEY_COLUMNS,
     KNOWN_KINDS,
     are_keys,
     insert_into,
@@ -88,45 +89,43 @@ _DROP = Prepared(lambda dialect: delete(reports).where(are_keys(reports, dialect
 async def list_reports(
     connection: AsyncConnection, *, namespace: Namespace | None, limit: int
 ) -> Sequence[ReportRow]:
-    """Return at most `limit` withheld artifacts of one namespace or all, newest report first."""
-    statement = (
-        select(
-            *reports.primary_key,
-            artifacts.c.sha256,
-            artifacts.c.size_bytes,
-            artifacts.c.metadata_header,
-            reports.c.reason,
-            reports.c.reported_by,
-            reports.c.reported_at,
-        )
-        .join(artifacts, _is_same())
-        .where(reports.c.kind.in_(KNOWN_KINDS), artifacts.c.withheld_at.is_not(None))
-        .order_by(reports.c.reported_at.desc(), *reports.primary_key)
+    """Return at most `limit` withheld artifacts of one namespace or all, newest report first: the
+    report that withholds an artifact is its last one.
+    """
+    chosen = (
+        select(*_KEY, *(artifacts.c[name] for name in _SHOWN))
+        .where(artifacts.c.withheld_at.is_not(None), artifacts.c.kind.in_(KNOWN_KINDS))
+        .order_by(artifacts.c.withheld_at.desc(), *_KEY)
         .limit(limit)
     )
     if namespace is not None:
-        statement = statement.where(reports.c.namespace == namespace)
-    return [_row(found) for found in await connection.execute(statement)]
+        chosen = chosen.where(artifacts.c.namespace == namespace)
+    withheld = chosen.subquery()
+    is_same = and_(*(reports.c[name] == withheld.c[name] for name in (*KEY_COLUMNS, "sha256")))
+    # Instead of a join, for which PostgreSQL may read all reports.
+    told = (
+        select(reports.c[name]).where(is_same).scalar_subquery().label(name)
+        for name in ("reason", "reported_by", "reported_at")
+    )
+    statement = select(withheld, *told).order_by(
+        withheld.c.withheld_at.desc(), *(withheld.c[name] for name in KEY_COLUMNS)
+    )
+    found = await connection.execute(statement)
+    return [_row(each) for each in found if each.reason is not None]
+
+
+_KEY = tuple(artifacts.c[name] for name in KEY_COLUMNS)
+_SHOWN = ("sha256", "size_bytes", "metadata_header", "withheld_at")
 
 
 async def count_withheld(connection: AsyncConnection) -> dict[str, int]:
-    """Return the number of withheld artifacts by namespace, without zeros. Reports whose artifact a
-    server of the previous release has deleted do not count.
-    """
+    """Return the number of withheld artifacts by namespace, without zeros."""
     statement = (
-        select(reports.c.namespace, func.count())
-        .join(artifacts, _is_same())
+        select(artifacts.c.namespace, func.count())
         .where(artifacts.c.withheld_at.is_not(None))
-        .group_by(reports.c.namespace)
+        .group_by(artifacts.c.namespace)
     )
     return {found[0]: int(found[1]) for found in await connection.execute(statement)}
-
-
-def _is_same() -> ColumnElement[bool]:
-    return and_(
-        *(column == artifacts.c[column.name] for column in reports.primary_key),
-        reports.c.sha256 == artifacts.c.sha256,
-    )
 
 
 def _row(found: Any) -> ReportRow:

@@ -33,6 +33,7 @@ __all__ = [
     "new_values",
     "prefixed",
     "stored_key",
+    "unindexed",
     "where_key",
 ]
 
@@ -153,6 +154,15 @@ def in_parts(fingerprints: Sequence[str]) -> list[Sequence[str]]:
         fingerprints[start : start + _KEYS_PER_STATEMENT]
         for start in range(0, len(fingerprints), _KEYS_PER_STATEMENT)
     ]
+
+
+def unindexed(column: ColumnElement[str]) -> ColumnElement[str]:
+    """Return a text column as an expression that no index has.
+
+    Without statistics, SQLite prefers an index whose column equals a value over one that has the
+    order of the statement. A namespace may have every row, and the statement would sort them all.
+    """
+    return column + ""
 
 
 Upsert: TypeAlias = sqlite.Insert | postgresql.Insert
