@@ -34,6 +34,7 @@ if _absent:
     sys.modules.pop("httpx._main", None)
 
 from graphstash._forking import forkable, unforked  # noqa: E402 - see above
+from graphstash._http.lean_client import LeanClient  # noqa: E402 - see above
 from graphstash.config import UNIX  # noqa: E402 - see above
 from graphstash.errors import Reason, TransportError  # noqa: E402 - see above
 from graphstash_schema.own_files import open_own_directory  # noqa: E402 - see above
@@ -146,7 +147,7 @@ class DeadlineTransport(httpx.HTTPTransport):
 
 
 class ProcessClient:
-    """An httpx client over `DeadlineTransport`. Thread-safe, and usable in a forked child.
+    """A client over `DeadlineTransport`. Thread-safe, and usable in a forked child.
 
     Args:
         base_url: base URL of all requests, or `unix:<path>` for a Unix socket.
@@ -165,10 +166,10 @@ class ProcessClient:
         self._context = context
         self._headers = headers
         self._lock = threading.Lock()  # guards the fields below
-        self._connection: tuple[int, httpx.Client, DeadlineTransport] | None = None
+        self._connection: tuple[int, LeanClient, DeadlineTransport] | None = None
         self._closed = False
 
-    def connected(self) -> tuple[httpx.Client, DeadlineTransport]:
+    def connected(self) -> tuple[LeanClient, DeadlineTransport]:
         """Return the client of this process and its transport.
 
         Raises:
@@ -182,12 +183,10 @@ class ProcessClient:
                 limits = httpx.Limits(max_connections=16, keepalive_expiry=_KEEP_ALIVE_SECONDS)
                 path = self._url.removeprefix(UNIX) if self._url.startswith(UNIX) else None
                 transport = DeadlineTransport(limits, context=self._context(), socket_path=path)
-                client = httpx.Client(
-                    transport=transport,
+                client = LeanClient(
+                    transport,
                     base_url=self._url if path is None else "http://localhost",
-                    headers=self._headers,
-                    follow_redirects=False,
-                    trust_env=False,  # proxies for the internet do not reach the team's cache
+                    headers=self._headers or {},
                 )
                 self._connection = (os.getpid(), client, transport)
             return self._connection[1:]
@@ -196,7 +195,7 @@ class ProcessClient:
         """Close the connections of this process. Further requests fail."""
         with self._lock:
             if self._connection is not None and self._connection[0] == os.getpid():
-                self._connection[1].close()
+                self._connection[2].close()
             self._connection = None
             self._closed = True
 
