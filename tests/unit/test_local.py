@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import os
 import stat
 import subprocess
@@ -7,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from filelock import FileLock, Timeout
 
 from graphstash._artifacts import local_tier
 from graphstash._artifacts.local_tier import LocalTier
@@ -170,6 +173,49 @@ with LocalTier(Path(sys.argv[1]), limit_bytes=1000).exclusive(
         holder.kill()
         holder.wait()
         holder.stdout.close()
+
+
+def test_lock_of_an_artifact_excludes_earlier_releases(tmp_path):
+    """They lock the same file with filelock."""
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    path = tmp_path / "locks" / f"{key(1).fingerprint[:3]}.lock"
+    with tier.exclusive(key(1), timeout_seconds=60), pytest.raises(Timeout):
+        FileLock(path, timeout=0).acquire()
+    earlier = FileLock(path, timeout=0, thread_local=False)
+    with earlier:
+        threading.Timer(0.3, earlier.release, [True]).start()
+        with tier.exclusive(key(1), timeout_seconds=60):
+            assert not earlier.is_locked
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])
+def test_file_system_without_locks_does_not_delay_a_download(tmp_path, monkeypatch, code):
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    calls = []
+
+    def flock(_descriptor, operation):
+        calls.append(operation)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with tier.exclusive(key(1), timeout_seconds=3600, most_seconds=3600) as signal_progress:
+        signal_progress()
+    assert [each for each in calls if each != fcntl.LOCK_UN] == [fcntl.LOCK_EX | fcntl.LOCK_NB]
+
+
+def test_temporary_file_is_truncated_only_if_it_has_another_size(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    with tier.temporary() as file:
+        assert file.truncate() == 0
+        file.write(b"twelve bytes")
+        os.utime(file.fileno(), (0, 0))
+        assert file.truncate() == file.truncate(12) == 12
+        assert os.fstat(file.fileno()).st_mtime == 0, "ftruncate would change it"
+        file.seek(6)
+        assert file.truncate() == 6
+        file.seek(0)
+        assert file.read() == b"twelve"
+        assert file.truncate(8) == 8
 
 
 def test_process_that_reports_progress_is_waited_for(tmp_path, monkeypatch):

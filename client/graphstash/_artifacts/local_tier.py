@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic, sleep, time
 from typing import IO, Final, NamedTuple
 
 from filelock import FileLock, Timeout
@@ -73,6 +73,8 @@ _MAX_TROUBLES: Final = 1000
 
 _TOUCH_SECONDS: Final = 0.5
 """Seconds between two signals of a downloading process to waiting processes."""
+
+_LOCK_POLL_SECONDS: Final = 0.02
 
 _STALE_SECONDS: Final = 24 * 3600.0
 """Age in seconds from which a temporary file is removed, unless a process holds it."""
@@ -144,10 +146,12 @@ class LocalTier:
 
     def path(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> Path:
         """Return the path of a key's envelope. Keys are validated, so the path is safe."""
-        return self._directory_of(namespace, key, origin) / key.fingerprint[:2] / key.fingerprint
+        fingerprint = key.fingerprint
+        return Path(f"{self._directory_of(namespace, key, origin)}/{fingerprint[:2]}/{fingerprint}")
 
-    def _directory_of(self, namespace: Namespace, key: ArtifactKey, origin: str) -> Path:
-        return self._place / "v2" / origin / namespace / key.kind / key.device_type
+    def _directory_of(self, namespace: Namespace, key: ArtifactKey, origin: str) -> str:
+        # Joining paths takes several times as long, and a hit needs eight of them.
+        return f"{self._place}/v2/{origin}/{namespace}/{key.kind}/{key.device_type}"
 
     def has(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> bool:
         """Return whether an envelope exists. Its content may be damaged."""
@@ -366,25 +370,17 @@ class LocalTier:
         Returns:
             Function that signals progress to waiting processes.
         """
-        path = self._place / "locks" / f"{key.fingerprint[:3]}.lock"
-        goes_on = path.with_suffix(".on")  # trying the lock touches the lock file
-        lock = FileLock(path, timeout=timeout_seconds)
+        name = f"{self._place}/locks/{key.fingerprint[:3]}"
+        goes_on = Path(f"{name}.on")
         until = monotonic() + most_seconds
         is_held = False
-        while not is_held:
-            try:
-                with forkable():
-                    lock.acquire(poll_interval=0.02)
-                is_held = True
-            except Timeout:
-                if monotonic() > until or not _is_younger(goes_on, timeout_seconds):
-                    break
-            except (OSError, NotImplementedError):
-                break
-        try:
+        with _lock_file(f"{name}.lock") as descriptor:
+            with contextlib.suppress(OSError):  # a file system without locks
+                while descriptor is not None:
+                    is_held = _lock(descriptor, timeout_seconds)
+                    if is_held or monotonic() > until or not _is_younger(goes_on, timeout_seconds):
+                        break
             yield _touching(goes_on) if is_held else lambda: None
-        finally:
-            lock.release()
 
     @contextmanager
     def downloading(self) -> Iterator[None]:
@@ -510,6 +506,39 @@ def _remove_unless_held(path: Path) -> None:
         except OSError:  # a file system without locks
             pass
         path.unlink()
+
+
+@contextmanager
+def _lock_file(path: str) -> Iterator[int | None]:
+    """Yield a descriptor of a file to lock, or None if it cannot be opened. Unlock at the end."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        with contextlib.suppress(OSError):  # a forked child has a copy of the descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, timeout_seconds: float) -> bool:
+    """Lock a file, or return False after the timeout. filelock takes six times as much CPU time.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    until = monotonic() + timeout_seconds
+    while True:
+        with contextlib.suppress(BlockingIOError, PermissionError):  # POSIX allows both errors
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if monotonic() >= until:
+            return False
+        with forkable():
+            sleep(_LOCK_POLL_SECONDS)
 
 
 def _is_younger(path: Path, seconds: float) -> bool:

