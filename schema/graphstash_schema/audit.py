@@ -23,6 +23,8 @@ class AuditAction(StrEnum):
     POLICY_REMOVE = "policy_remove"
     WITHHOLD = "withhold"
     RELEASE = "release"
+    PIN = "pin"
+    UNPIN = "unpin"
 
 
 class AuditEntry(WireModel):

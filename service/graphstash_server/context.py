@@ -176,7 +176,7 @@ class ProcessContext:
         self.manifests = ManifestService(
             database=database, allocator=self.allocator, clock=plausible
         )
-        self.pins = PinService(database=database)
+        self.pins = PinService(database=database, clock=clock)
         self.history = HistoryService(database=database, clock=clock)
         self.runs = RunService(database=database, clock=clock)
         self.health = HealthService(

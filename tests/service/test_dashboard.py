@@ -112,6 +112,7 @@ def paths(server):
         "search that finds": "/search?q=train",
         "search that finds nothing": "/search?q=nothing+at+all",
         "audit": "/audit",
+        "tokens": "/tokens",
         "reference": "/docs",
         "sign-in": "/sign-in",
         "refusal": f"/jobs/{NAMESPACE}/no-such-job",
@@ -120,7 +121,7 @@ def paths(server):
 
 SHOWN_OFTEN = {
     "desktop": ("overview", "run", "refusal"),
-    "phone": ("artifact of a stranger", "search that finds"),
+    "phone": ("artifact of a stranger", "search that finds", "tokens"),
 }
 """What `make test` looks at; `make test-all` looks at every page, in every combination."""
 
@@ -145,6 +146,7 @@ def test_every_page_is_accessible_fits_and_loads_nothing_from_elsewhere(
         visit.complaints.clear()
         status = visit.open(paths[name])
         assert status == (404 if name == "refusal" else 200), name
+        visit.page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
         found = Axe().run(visit.page)
         assert found.violations_count == 0, f"{name}\n{found.generate_report()}"
         wide = visit.page.evaluate("document.documentElement.scrollWidth")
@@ -279,6 +281,22 @@ def _colour(element, part):
     clip = {**part, "x": box["x"] + part["x"], "y": box["y"] + part["y"]}
     element.scroll_into_view_if_needed()
     return element.page.screenshot(clip=clip, full_page=True)
+
+
+def test_artifact_is_deleted_by_a_button_that_is_confirmed(server, tab):
+    key = server.team.put(40, label="to be deleted")
+    visit = tab()
+    visit.sign_in(server.admin)
+    visit.open(f"/artifacts/{NAMESPACE}/{key}")
+    button = visit.page.get_by_role("button", name="Delete it for good")
+    assert not button.is_visible()
+    visit.page.get_by_text("Delete", exact=True).click()
+    button.click()
+    visit.page.wait_for_url(f"{server.url}/?namespace={NAMESPACE}#recent")
+    assert "to be deleted" not in visit.text
+    assert visit.open(f"/artifacts/{NAMESPACE}/{key}") == 404
+    visit.open("/audit?action=delete")
+    assert str(key) in visit.text
 
 
 def test_three_questions_are_answered_within_three_clicks(server, tab):

@@ -3,12 +3,14 @@
 CONTRIBUTING.md has the convention that authors follow; docs/tools/snippets.py reads the pages.
 """
 
+import getpass
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +43,7 @@ def run_page(page: Page, directory: Path) -> Result:
     work = directory / "work"
     for each in (home, work, directory / "tmp"):
         each.mkdir(parents=True)
+    _share_headers(directory / "tmp")
     (work / "client").mkdir()
     (work / "client" / "examples").symlink_to(ROOT / "client" / "examples")
     script = directory / "session.sh"
@@ -63,6 +66,15 @@ def run_page(page: Page, directory: Path) -> Result:
         output.seek(0)
         result = Result(session.returncode, output.read().decode(errors="replace"))
     return result if result.status else _compared(page, result)
+
+
+def _share_headers(directory: Path) -> None:
+    """Lets pages share the header that torch precompiles once for a user of a machine."""
+    folder = Path(f"torchinductor_{getpass.getuser()}", "precompiled_headers")
+    shared = tempfile.gettempdir() / folder
+    shared.mkdir(parents=True, exist_ok=True)
+    (directory / folder).parent.mkdir()
+    (directory / folder).symlink_to(shared)
 
 
 def _compared(page: Page, result: Result) -> Result:

@@ -6,7 +6,8 @@ once per process.
 Importing torch_xla takes ten to twenty seconds of relocations, torch with its distributed parts
 four, and JAX two. A fork of a process that has imported them and has not touched a device takes
 none. Everything after the import is as in a job of its own: its process, its environment, the hook
-as the import hook installs it, its exit handlers.
+as the import hook installs it, its exit handlers. The HTTP library of the client comes
+with the compiler, as every job would import it otherwise.
 
 Reads one JSON request a line from standard input: {"argv", "environment", "errors", "hook"};
 the hook is empty for none.
@@ -22,6 +23,8 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
+
+import graphstash._http.deadline  # noqa: F401 - see above
 
 __all__: list[str] = []
 

@@ -54,6 +54,7 @@ __all__ = [
     "Calls",
     "NamespaceCall",
     "Right",
+    "actor_of",
     "hidden_namespace",
     "in_namespace",
     "json_answer",
@@ -96,13 +97,7 @@ class Call:
     @property
     def actor(self) -> Actor:
         """The caller, for the audit log."""
-        state = self.request.scope["state"]
-        return Actor(
-            self.principal.name,
-            state["request_id"],
-            state["server_request_id"],
-            _address(self.request),
-        )
+        return actor_of(self.request, self.principal)
 
     async def reauthorize(self) -> None:
         """Check again that the caller may make the call, without counting against the rate.
@@ -239,6 +234,12 @@ async def principal_of(request: Request, context: ProcessContext) -> Principal:
     if not credentials and request.scope["state"].get("is_owner"):
         return OWNER
     return await context.access.principal_of(credentials[0] if credentials else None)
+
+
+def actor_of(request: Request, principal: Principal) -> Actor:
+    """Return the caller of a request, for the audit log."""
+    state = request.scope["state"]
+    return Actor(principal.name, state["request_id"], state["server_request_id"], _address(request))
 
 
 def _address(request: Request) -> str:

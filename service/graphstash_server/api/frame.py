@@ -71,9 +71,8 @@ _HSTS = (b"strict-transport-security", b"max-age=31536000")
 _PAGE_HEADERS = frozenset({b"content-security-policy", b"referrer-policy"})
 """Headers that a page may set to other values."""
 
-_FORMS = frozenset({"/sign-in", "/sign-out"})
-"""Paths of the dashboard's forms. They check the Origin themselves, and change only the session of
-the browser."""
+_FORMS = ("/sign-in", "/sign-out", "/actions/")
+"""Beginnings of the paths of the dashboard's forms, which check the Origin themselves."""
 
 
 def request_ids() -> Callable[[], bytes]:
@@ -229,7 +228,8 @@ def _header_refusal(scope: Scope, given: dict[bytes, bytes], *, hosts: int) -> S
         return ServerError(
             ErrorCode.LENGTH_REQUIRED, "send Content-Length instead of Transfer-Encoding"
         )
-    if b"origin" in given and scope["method"] not in _SAFE_METHODS and scope["path"] not in _FORMS:
+    is_change = scope["method"] not in _SAFE_METHODS
+    if b"origin" in given and is_change and not scope["path"].startswith(_FORMS):
         return ServerError(
             ErrorCode.FORBIDDEN,
             "requests with an Origin header come from a page in a browser, which may change "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graphstash_schema import ManifestName, Namespace
+from graphstash_server.actor import Actor
 from graphstash_server.commands.running import (
     Json,
     fail,
@@ -49,7 +50,10 @@ def pin(
             _WITHOUT_END if age is None else max(context.clock(), context.plausible_clock()) + age
         )
         count = await context.pins.pin(
-            parse(Namespace, namespace), parse(ManifestName, job), until=until
+            parse(Namespace, namespace),
+            parse(ManifestName, job),
+            until=until,
+            actor=Actor.local(),
         )
         what = "pinned until unpinned" if for_ is None else f"pinned for {for_}"
         _print_result(count, job, what, until=until, as_json=as_json)
@@ -61,7 +65,9 @@ def unpin(job: _Job, *, namespace: _Namespace = "default", as_json: Json = False
     """Allow eviction of a job's artifacts again."""
 
     async def work(context: "ProcessContext") -> None:
-        count = await context.pins.unpin(parse(Namespace, namespace), parse(ManifestName, job))
+        count = await context.pins.unpin(
+            parse(Namespace, namespace), parse(ManifestName, job), actor=Actor.local()
+        )
         _print_result(count, job, "no longer pinned", until=None, as_json=as_json)
 
     run_with_services(work)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
-from graphstash_schema import ErrorCode, InvalidValueError, Namespace
+from graphstash_schema import ErrorCode, InvalidValueError, Namespace, ReportReason, Scope
 from graphstash_schema.explanation import Relative, described, words
 from graphstash_server.api.calls import key_of
 from graphstash_server.errors import ServerError
@@ -50,6 +50,8 @@ async def artifact_of(visitor: Visitor) -> dict[str, Any]:
         "artifact": details.entry.artifact,
         "against": against,
         "comparison": await _comparison(visitor, details, against) if against else None,
+        "may_administer": visitor.session is not None and await visitor.may(Scope.ADMIN, where),
+        "reasons": [each for each in ReportReason if each.is_about_artifact],
         "relatives": [
             (relative, _in_words(relative.differences))
             for relative in await _relatives(visitor, where, details)

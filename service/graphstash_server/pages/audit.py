@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from graphstash_schema import AuditAction, ErrorCode, Namespace
 from graphstash_server.errors import ServerError
-from graphstash_server.pages.visitor import Visitor, unauthenticated
+from graphstash_server.pages.visitor import Visitor
 from graphstash_server.services.identity.audit import MAX_AUDIT_ENTRIES
 
 __all__ = ["audit_of"]
@@ -22,14 +22,7 @@ async def audit_of(visitor: Visitor) -> dict[str, Any]:
         ServerError: 401 for an anonymous visitor, 403 for one who does not administer the server,
             400 for an unknown action or a malformed place, 503.
     """
-    if visitor.is_anonymous:
-        raise unauthenticated()
-    if not visitor.principal.is_administrator:
-        raise ServerError(
-            ErrorCode.FORBIDDEN,
-            f"{visitor.principal.name} does not administer this server: sign in with a token with "
-            "the grant admin:*",
-        )
+    visitor.require_administrator()
     asked = visitor.request.query_params
     namespace = Namespace(asked["namespace"]) if asked.get("namespace") else None
     before, action = _place(asked.get("before", "")), asked.get("action", "")

@@ -4,7 +4,7 @@ from collections import defaultdict
 from functools import partial
 from typing import Any, Final
 
-from graphstash_schema import ErrorCode, ManifestName
+from graphstash_schema import ErrorCode, ManifestName, Scope
 from graphstash_schema.run import Run, RunName
 from graphstash_server.errors import ServerError
 from graphstash_server.pages import charts
@@ -48,6 +48,7 @@ async def job_of(visitor: Visitor) -> dict[str, Any]:
         "entries": len(entries),
         "used_at": max((each.used_at for each in entries), default=None),
         "device_types": _device_types(runs),
+        "may_administer": visitor.session is not None and await visitor.may(Scope.ADMIN, where),
     }
 
 

@@ -6,6 +6,7 @@ call. After a session has ended, its visitor is anonymous and sees the sign-in p
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -16,6 +17,7 @@ from graphstash_server.api.calls import KEY
 from graphstash_server.api.problems import log_refusal
 from graphstash_server.errors import ServerError
 from graphstash_server.pages import sign_in
+from graphstash_server.pages.actions import ACTIONS, act
 from graphstash_server.pages.artifact import artifact_of
 from graphstash_server.pages.audit import audit_of
 from graphstash_server.pages.job import job_of, run_of
@@ -23,6 +25,7 @@ from graphstash_server.pages.overview import overview_of
 from graphstash_server.pages.reference import reference_of
 from graphstash_server.pages.rendering import PAGE_HEADERS, Renderer, asset
 from graphstash_server.pages.search import search_of
+from graphstash_server.pages.tokens import tokens_of
 from graphstash_server.pages.visitor import Visitor, visitor_of
 
 __all__ = ["add_pages"]
@@ -54,6 +57,7 @@ def add_pages(app: FastAPI, *, document: Document) -> Callable[[Request], Awaita
         "/runs/{namespace}/{run}": pages.page("run.html", run_of),
         "/search": pages.page("search.html", search_of),
         "/audit": pages.page("audit.html", audit_of),
+        "/tokens": pages.page("tokens.html", tokens_of),
         "/docs": pages.page("reference.html", pages.reference),
         "/sign-in": pages.answering(pages.welcome),
         "/assets/{name}": _asset,
@@ -62,6 +66,8 @@ def add_pages(app: FastAPI, *, document: Document) -> Callable[[Request], Awaita
         router.add_api_route(path, endpoint, methods=["GET", "HEAD"])
     router.post("/sign-in")(pages.answering(sign_in.begin))
     router.post("/sign-out")(pages.answering(sign_in.end))
+    for action in ACTIONS:
+        router.post("/actions/" + action)(pages.answering(partial(pages.act, action)))
     app.include_router(router)
     return pages.answering(_unknown)
 
@@ -112,6 +118,17 @@ class _Pages:
         return await self._render(
             visitor, "sign_in.html", way_back=sign_in.way_back(asked), refusal="", is_refused=False
         )
+
+    async def act(self, action: str, visitor: Visitor) -> Response:
+        """Carry out an action, and redirect to the page that shows its result.
+
+        A new token is a part of this response only, because no other one may contain it.
+        """
+        visitor, done = await act(visitor, action)
+        if done.issued is None:
+            return Response(status_code=303, headers={**PAGE_HEADERS, "Location": done.path})
+        view = await tokens_of(visitor)
+        return await self._render(visitor, "tokens.html", **{**view, "issued": done.issued})
 
     async def reference(self, _: Visitor) -> dict[str, Any]:
         """Return the API reference, which is the same for all visitors and rendered once."""

@@ -25,7 +25,7 @@ from graphstash_server.pages.visitor import (
 )
 from graphstash_server.services.identity.sessions import Session
 
-__all__ = ["begin", "check_origin", "end", "way_back"]
+__all__ = ["begin", "check_origin", "end", "read_form", "way_back"]
 
 _MAX_FORM_BYTES: Final = 8 * 1024
 """Maximum size of a form. A token has 64 characters, and the way back fits the limit of a path."""
@@ -41,7 +41,7 @@ async def begin(visitor: Visitor) -> Response:
         ServerError: 401 for a wrong token, 403 for a form of another site, 413, 408, 503.
     """
     check_origin(visitor.request)
-    form = await _read_form(visitor)
+    form = await read_form(visitor)
     session = await visitor.context.sessions.begin(form.get("token", "").strip())
     if visitor.session is not None:
         await visitor.context.sessions.end(visitor.session.id)
@@ -114,7 +114,7 @@ def _set_cookie(answer: Response, session: Session, visitor: Visitor, *, is_secu
     )
 
 
-async def _read_form(visitor: Visitor) -> dict[str, str]:
+async def read_form(visitor: Visitor) -> dict[str, str]:
     """Parse the fields of a small form. If a field is repeated, the last one counts."""
     raw = b""
     idle_seconds = visitor.context.settings.upload_idle_seconds
@@ -123,13 +123,13 @@ async def _read_form(visitor: Visitor) -> dict[str, str]:
         if len(raw) > _MAX_FORM_BYTES:
             raise ServerError(
                 ErrorCode.TOO_LARGE,
-                f"the form has more than {_MAX_FORM_BYTES} bytes: paste one token only",
+                f"the form has more than {_MAX_FORM_BYTES} bytes",
                 limit=_MAX_FORM_BYTES,
             )
     try:
         fields = parse_qs(raw.decode(), max_num_fields=8)
     except ValueError:
         raise ServerError(
-            ErrorCode.INVALID_REQUEST, "the body is not a form: open /sign-in in a browser"
+            ErrorCode.INVALID_REQUEST, "the body is not a form: open the page in a browser"
         ) from None
     return {name: values[-1] for name, values in fields.items()}

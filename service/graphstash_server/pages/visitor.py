@@ -4,6 +4,7 @@ A visitor authenticates like a caller of the API, or with the cookie of a sessio
 only for pages, so another site's page cannot use it for a call.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,6 +24,7 @@ __all__ = [
     "HOST_COOKIE",
     "PLAIN_COOKIE",
     "Visitor",
+    "form_token_of",
     "is_over_tls",
     "proxied_scheme",
     "unauthenticated",
@@ -60,6 +62,26 @@ class Visitor:
     def is_anonymous(self) -> bool:
         """Whether signing in would help."""
         return self.principal.kind is AccessKind.ANONYMOUS
+
+    @property
+    def form_token(self) -> str:
+        """Value that the forms of this session's pages contain."""
+        return form_token_of("" if self.session is None else self.session.id)
+
+    def require_administrator(self) -> None:
+        """Refuse a visitor who does not administer the server.
+
+        Raises:
+            ServerError: 401 for an anonymous visitor, otherwise 403.
+        """
+        if self.is_anonymous:
+            raise unauthenticated()
+        if not self.principal.is_administrator:
+            raise ServerError(
+                ErrorCode.FORBIDDEN,
+                f"{self.principal.name} does not administer this server: sign in with a token with "
+                "the grant admin:*",
+            )
 
     @property
     def may_see_server(self) -> bool:
@@ -110,6 +132,11 @@ class Visitor:
         """Return the namespaces with the most artifacts, at most `_MAX_LISTED`."""
         largest = sorted(stats, key=lambda each: -each.artifacts)
         return [Namespace(each.namespace) for each in largest[:_MAX_LISTED] if each.artifacts]
+
+
+def form_token_of(session_id: str) -> str:
+    """Return the value of the forms of a session. It does not reveal the session's ID."""
+    return hashlib.sha256(f"form of {session_id}".encode()).hexdigest()
 
 
 async def visitor_of(request: Request) -> Visitor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from compilers.wrong_hits.pairs import Pair, Program
+from compilers.wrong_hits.pairs import Program
 from support.environments import python_of
 
 __all__ = ["Asked", "Host", "PairOfHosts", "Ran"]
@@ -55,6 +55,7 @@ class Host:
         directory.mkdir(parents=True)
         self._directory = directory
         self._count = 0
+        self._asked: dict[tuple[object, ...], Asked] = {}
         command = [python_of(environment), "-m", "compilers.wrong_hits.runner", compiler]
         self._process = subprocess.Popen(
             list(map(str, command)),
@@ -66,14 +67,17 @@ class Host:
         )
 
     def ask(self, program: Program) -> Asked:
-        """Runs a program until it would compile.
+        """Runs a program until it would compile, unless this host has run it: pairs share programs.
 
         Raises:
             AssertionError: the program failed, or asked for nothing.
         """
-        answer = self._answer(program, {})
-        assert "key" in answer, f"{answer.get('failed')}\n{program.text}"
-        return Asked(**answer)
+        parts = (program.text, *program.variables.items(), *program.files.items())
+        if parts not in self._asked:
+            answer = self._answer(program, {})
+            assert "key" in answer, f"{answer.get('failed')}\n{program.text}"
+            self._asked[parts] = Asked(**answer)
+        return self._asked[parts]
 
     def run(self, program: Program, tier: Path | None) -> Ran:
         """Runs a program to its end, with the artifacts in a directory or without a cache."""
@@ -110,21 +114,17 @@ class PairOfHosts:
     """Two hosts that differ in paths, in the user's directories and in the seed of hashes."""
 
     def __init__(self, compiler: str, directory: Path, *, environment: str = "") -> None:
-        self._one = Host(compiler, directory / "one", seed=1, environment=environment)
-        self._other = Host(
+        self.one = Host(compiler, directory / "one", seed=1, environment=environment)
+        self.other = Host(
             compiler, directory / "elsewhere" / "other", seed=2, environment=environment
         )
-
-    def ask(self, pair: Pair) -> tuple[Asked, Asked, Asked]:
-        """What is asked for by `a` on one host, by `a` on the other one, and by `b` there."""
-        return self._one.ask(pair.a), self._other.ask(pair.a), self._other.ask(pair.b)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._one.__exit__()
-        self._other.__exit__()
+        self.one.__exit__()
+        self.other.__exit__()
 
 
 def _environment(directory: Path, seed: int) -> dict[str, str]:

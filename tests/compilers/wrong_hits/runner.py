@@ -17,6 +17,7 @@ import ast
 import gc
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import graphstash
+import graphstash._http.download  # when a client is made, for every program
 from graphstash import ClientConfig, CompileCache, Stash
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
@@ -100,6 +102,7 @@ def run(
 def load(compiler: Any) -> None:
     """Import what programs of a compiler need, in the parent of their processes."""
     compiler.prepare()
+    inspect.getmodule(compile("", "unknown", "exec"))  # looks through the files of all modules
     gc.disable()
     gc.freeze()  # so that children share the memory of their parent
 

@@ -30,7 +30,7 @@ def bert() -> dict[str, Any]:
     from transformers import BertConfig, BertForMaskedLM
 
     settings = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(vocab_size=64, **settings, **layers)
     return _trained(lambda: BertForMaskedLM(config), _loss_of_tokens)
 
@@ -39,7 +39,7 @@ def gpt2() -> dict[str, Any]:
     """Hugging Face's GPT-2 in training mode, with its dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2)
     return _trained(lambda: GPT2LMHeadModel(config), _loss_of_tokens)
 
 
@@ -48,7 +48,7 @@ def llama() -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(vocab_size=64, **settings, **layers)
     return _trained(lambda: LlamaForCausalLM(config), _loss_of_tokens)
 

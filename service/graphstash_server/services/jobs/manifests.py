@@ -8,12 +8,14 @@ from typing import TypeAlias
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import ManifestName, Namespace
+from graphstash_schema import AuditAction, ManifestName, Namespace
 from graphstash_schema.protocol import MAX_MANIFEST_ENTRIES
 from graphstash_server.actor import Actor
+from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.queries.artifacts import pin_artifacts, unpin_artifacts
+from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.db.queries.costs import MANIFEST_ENTRY_BYTES
 from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.manifests import (
@@ -131,20 +133,33 @@ class PinService:
     """Protect the artifacts of a job from eviction. Only `unpin` shortens a pin."""
 
     database: Database
+    clock: Clock
 
-    async def pin(self, namespace: Namespace, job: ManifestName, *, until: datetime) -> int:
+    async def pin(
+        self, namespace: Namespace, job: ManifestName, *, until: datetime, actor: Actor
+    ) -> int:
         """Pin the artifacts in a job's manifest. Return the number of its entries."""
-        return await self._change(namespace, job, partial(pin_artifacts, until=until))
+        change = partial(pin_artifacts, until=until)
+        record = self._record(actor, AuditAction.PIN, namespace, job, f"until {until:%Y-%m-%d}")
+        return await self._change(namespace, job, change, record)
 
-    async def unpin(self, namespace: Namespace, job: ManifestName) -> int:
+    async def unpin(self, namespace: Namespace, job: ManifestName, *, actor: Actor) -> int:
         """Unpin the artifacts in a job's manifest. Return the number of its entries."""
-        return await self._change(namespace, job, unpin_artifacts)
+        record = self._record(actor, AuditAction.UNPIN, namespace, job)
+        return await self._change(namespace, job, unpin_artifacts, record)
+
+    def _record(
+        self, actor: Actor, action: AuditAction, namespace: Namespace, job: str, detail: str = ""
+    ) -> AuditRecord:
+        subject = f"job {job}"
+        return AuditRecord(self.clock(), actor, action, namespace, subject=subject, detail=detail)
 
     async def _change(
         self,
         namespace: Namespace,
         job: ManifestName,
         change: Callable[[AsyncConnection, Sequence[StoredKey]], Awaitable[None]],
+        record: AuditRecord,
     ) -> int:
         entries = await list_entries(self.database, namespace, job)
         keys = [
@@ -159,4 +174,5 @@ class PinService:
         async with self.database.writing() as connection:
             if keys:
                 await change(connection, keys)
+                await add_audit(connection, [record])
         return len(keys)

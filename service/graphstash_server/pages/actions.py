@@ -1,0 +1,215 @@
+"""Actions of the dashboard: forms that withhold, delete, pin, limit, and manage tokens.
+
+A form is as safe as a call of the API. It needs this server's Origin and a browser session. It also
+needs a value that only a page of the same session contains, so that no other page can send it. Each
+action checks the rights of the call that does the same, and the audit log names the visitor.
+"""
+
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import timedelta
+from typing import Final, NamedTuple
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from graphstash_schema import (
+    ErrorCode,
+    Grant,
+    ManifestName,
+    Namespace,
+    NamespacePolicy,
+    ReportReason,
+    ReportRequest,
+    Scope,
+    TokenIssued,
+    TokenRequest,
+)
+from graphstash_server.api.calls import actor_of
+from graphstash_server.errors import ServerError
+from graphstash_server.keys import StoredKey
+from graphstash_server.pages.sign_in import check_origin, read_form
+from graphstash_server.pages.visitor import Visitor, unauthenticated, visitor_of
+from graphstash_server.reading.representation import absent
+
+__all__ = ["ACTIONS", "Done", "act"]
+
+Form = Mapping[str, str]
+
+_MAX_DAYS: Final = 3650
+_SIZE: Final = TypeAdapter(ByteSize)
+
+
+class Done(NamedTuple):
+    """The result of an action: the path of the page to show, or a new token to show once."""
+
+    path: str = "/"
+    issued: TokenIssued | None = None
+
+
+async def act(visitor: Visitor, action: str) -> tuple[Visitor, Done]:
+    """Carry out the form's action, and return its visitor as authenticated after the form arrived.
+
+    Raises:
+        InvalidValueError: a field is malformed.
+        ServerError: 400 for an invalid field, 401 without a session, 403 for a form of another page
+            or without the right, 404 for an absent object, 413, 408, 503, 507.
+    """
+    request = visitor.request
+    check_origin(request)
+    if visitor.session is None:
+        raise unauthenticated()
+    form = await read_form(visitor)
+    visitor = await visitor_of(request)  # the session may have ended while the form arrived
+    if visitor.session is None:
+        raise unauthenticated()
+    if not hmac.compare_digest(form.get("csrf", "").encode(), visitor.form_token.encode()):
+        raise ServerError(
+            ErrorCode.FORBIDDEN,
+            "the form is not of a page of this browser session: open the page again",
+        )
+    return visitor, await ACTIONS[action](visitor, form)
+
+
+async def _withhold(visitor: Visitor, form: Form) -> Done:
+    key = await _key(visitor, form)
+    try:
+        report = ReportRequest(
+            key=key.key,
+            digest=form.get("digest", ""),
+            reason=ReportReason(form.get("reason", "")),
+        )
+    except ValueError:
+        raise _invalid("the digest or the reason is missing: open the artifact's page") from None
+    reply = await visitor.context.quarantine.report(
+        key,
+        report,
+        actor=actor_of(visitor.request, visitor.principal),
+        party=visitor.principal.party,
+        may_withhold=True,
+        may_decide=True,
+    )
+    if not reply.found:
+        raise absent(key)
+    return Done(f"/?namespace={key.namespace}#quarantine")
+
+
+async def _release(visitor: Visitor, form: Form) -> Done:
+    key = await _key(visitor, form)
+    actor = actor_of(visitor.request, visitor.principal)
+    if not await visitor.context.quarantine.release(key, actor=actor):
+        raise ServerError(ErrorCode.NOT_FOUND, f"artifact {key.key} is not withheld")
+    return Done(f"/artifacts/{key.namespace}/{key.key}")
+
+
+async def _delete(visitor: Visitor, form: Form) -> Done:
+    key = await _key(visitor, form)
+    actor = actor_of(visitor.request, visitor.principal)
+    if not await visitor.context.artifacts.delete(key, actor=actor):
+        raise absent(key)
+    return Done(f"/?namespace={key.namespace}#recent")
+
+
+async def _pin(visitor: Visitor, form: Form) -> Done:
+    namespace, job = await _administered(visitor, form), ManifestName(form.get("job", ""))
+    days = form.get("days", "")
+    if not (days.isascii() and days.isdecimal() and 1 <= int(days[:8]) <= _MAX_DAYS):
+        raise _invalid(f"a pin lasts from 1 to {_MAX_DAYS} days")
+    begin = max(visitor.now, visitor.context.plausible_clock())
+    count = await visitor.context.pins.pin(
+        namespace,
+        job,
+        until=begin + timedelta(days=int(days)),
+        actor=actor_of(visitor.request, visitor.principal),
+    )
+    return _of_job(namespace, job, count)
+
+
+async def _unpin(visitor: Visitor, form: Form) -> Done:
+    namespace, job = await _administered(visitor, form), ManifestName(form.get("job", ""))
+    actor = actor_of(visitor.request, visitor.principal)
+    return _of_job(namespace, job, await visitor.context.pins.unpin(namespace, job, actor=actor))
+
+
+def _of_job(namespace: Namespace, job: ManifestName, count: int) -> Done:
+    if not count:
+        raise ServerError(ErrorCode.NOT_FOUND, f"the job {job} has no manifest in {namespace}")
+    return Done(f"/jobs/{namespace}/{job}")
+
+
+async def _limit(visitor: Visitor, form: Form) -> Done:
+    visitor.require_administrator()
+    namespace, text = Namespace(form.get("namespace", "")), form.get("limit", "").strip()
+    found = await visitor.context.policies.find(namespace)
+    policy = (found.policy if found is not None else NamespacePolicy()).model_dump()
+    try:
+        limit = int(_SIZE.validate_python(text)) if text else None
+        changed = NamespacePolicy.model_validate(policy | {"limit_bytes": limit})
+    except ValidationError:
+        raise _invalid(f"{text!r} is no size above 0: write 10GiB, or nothing for none") from None
+    actor = actor_of(visitor.request, visitor.principal)
+    await visitor.context.policies.put(namespace, changed, actor)
+    return Done(f"/?namespace={namespace}#store")
+
+
+async def _create_token(visitor: Visitor, form: Form) -> Done:
+    visitor.require_administrator()
+    days = form.get("days", "")
+    if not (days.isascii() and days.isdecimal() and 1 <= int(days[:8]) <= _MAX_DAYS):
+        raise _invalid(f"a token of this page lasts from 1 to {_MAX_DAYS} days")
+    try:
+        request = TokenRequest(
+            description=form.get("description", ""),
+            grants=tuple(map(Grant.parse, form.get("grants", "").replace(",", " ").split())),
+            expires_at=visitor.now + timedelta(days=int(days)),
+        )
+    except ValidationError:
+        raise _invalid("a token needs a description of one line, and grants") from None
+    actor = actor_of(visitor.request, visitor.principal)
+    return Done("/tokens", await visitor.context.tokens.create(request, actor=actor))
+
+
+async def _revoke_token(visitor: Visitor, form: Form) -> Done:
+    visitor.require_administrator()
+    token_id, actor = form.get("id", ""), actor_of(visitor.request, visitor.principal)
+    if await visitor.context.tokens.revoke(token_id, actor=actor) is None:
+        raise ServerError(ErrorCode.NOT_FOUND, "there is no token of that id")
+    visitor.context.access.forget_token(token_id)
+    return Done("/tokens")
+
+
+ACTIONS: Final[dict[str, Callable[[Visitor, Form], Awaitable[Done]]]] = {
+    "withhold": _withhold,
+    "release": _release,
+    "delete": _delete,
+    "pin": _pin,
+    "unpin": _unpin,
+    "limit": _limit,
+    "create-token": _create_token,
+    "revoke-token": _revoke_token,
+}
+"""Actions by their name, the end of their path."""
+
+
+async def _administered(visitor: Visitor, form: Form) -> Namespace:
+    """Return the form's namespace, which the visitor may administer."""
+    namespace = await visitor.enter(form.get("namespace", ""))
+    if not await visitor.may(Scope.ADMIN, namespace):
+        raise ServerError(
+            ErrorCode.FORBIDDEN,
+            f"{visitor.principal.name} may not administer namespace {namespace}: sign in with a "
+            f"token with a grant such as admin:{namespace}",
+        )
+    return namespace
+
+
+async def _key(visitor: Visitor, form: Form) -> StoredKey:
+    namespace = await _administered(visitor, form)
+    names = ("kind", "device_type", "fingerprint")
+    segments = form.get("key", "").split("/")
+    if len(segments) != len(names):
+        raise _invalid("the artifact's key is missing: open its page")
+    return StoredKey.parse(namespace=namespace, **dict(zip(names, segments, strict=True)))
+
+
+def _invalid(detail: str) -> ServerError:
+    return ServerError(ErrorCode.INVALID_REQUEST, detail)

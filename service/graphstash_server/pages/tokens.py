@@ -1,0 +1,20 @@
+"""The page of tokens, for administrators of the server."""
+
+from typing import Any, Final
+
+from graphstash_server.pages.visitor import Visitor
+
+__all__ = ["tokens_of"]
+
+_MAX_ROWS: Final = 200
+
+
+async def tokens_of(visitor: Visitor) -> dict[str, Any]:
+    """Return the content of the page: the newest tokens, without their secrets.
+
+    Raises:
+        ServerError: 401, 403 for a visitor who does not administer the server, 503.
+    """
+    visitor.require_administrator()
+    tokens = (await visitor.context.tokens.list_all()).tokens
+    return {"tokens": tokens[:_MAX_ROWS], "more": max(0, len(tokens) - _MAX_ROWS), "issued": None}

@@ -1,0 +1,229 @@
+"""Actions of the dashboard do what their calls do, with the same rights, from their page only."""
+
+import re
+
+import httpx
+import pytest
+
+from graphstash_schema import TOKEN_FORM
+from graphstash_server.pages.visitor import form_token_of
+from support.dashboard import JOB, Team, key_of
+from support.sessions import HTML, sign_in
+
+
+@pytest.fixture
+def browse(guarded):
+    clients = []
+
+    def make(*grants):
+        clients.append(sign_in(guarded.url, guarded.token(*grants)))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def team(guarded, namespace):
+    team = Team(guarded.url, namespace, guarded.admin)
+    yield team
+    team.close()
+
+
+def fields_of(client, page, action):
+    """The hidden fields of the first form of an action on a page, or {} without such a form."""
+    text = client.get(page).text.partition(f'action="/actions/{action}"')[2].partition("</form>")[0]
+    return dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', text))
+
+
+def send(client, action, fields, **headers):
+    origin = {"Origin": str(client.base_url).rstrip("/")}
+    return client.post(f"/actions/{action}", data=fields, headers=origin | headers)
+
+
+def audited(guarded, namespace):
+    log = guarded.http(guarded.admin).get("/v1/-/audit", params={"namespace": namespace}).json()
+    return [(each["action"], each["subject"], each["actor"]) for each in log["entries"]]
+
+
+def test_namespace_administrator_withholds_releases_and_deletes_artifact(
+    guarded, team, browse, namespace
+):
+    key = team.put(0)
+    path = f"/artifacts/{namespace}/{key}"
+    client = browse(f"admin:{namespace}")
+
+    fields = fields_of(client, path, "withhold")
+    answer = send(client, "withhold", fields | {"reason": "wrong_key"})
+    assert (answer.status_code, answer.headers["location"]) == (
+        303,
+        f"/?namespace={namespace}#quarantine",
+    )
+    assert client.get(path).status_code == 404
+    page = f"/?namespace={namespace}"
+    answer = send(client, "release", fields_of(client, page, "release"))
+    assert (answer.status_code, answer.headers["location"]) == (303, path)
+    answer = send(client, "delete", fields_of(client, path, "delete"))
+    assert (answer.status_code, answer.headers["location"]) == (303, f"{page}#recent")
+    assert client.get(path).status_code == 404
+
+    actions = audited(guarded, namespace)
+    assert [each[0] for each in actions] == ["delete", "release", "withhold", "put"]
+    assert {subject for _, subject, _ in actions} == {str(key)}
+    (actor,) = {actor for _, _, actor in actions[:3]}
+    assert actor != actions[3][2]
+    for action in ("delete", "release", "withhold"):
+        again = send(client, action, fields | {"reason": "corrupt"})
+        assert again.status_code == 404, action
+
+
+def test_pins_and_limits_apply_and_are_audited(guarded, team, browse, namespace):
+    team.work()
+    job, owner = f"/jobs/{namespace}/{JOB}", browse("admin:*")
+    pinned = send(owner, "pin", fields_of(owner, job, "pin") | {"days": "30"})
+    assert (pinned.status_code, pinned.headers["location"]) == (303, job)
+    artifact = f"/artifacts/{namespace}/{key_of(0)}"
+    assert "Pinned" in owner.get(artifact).text
+    assert send(owner, "unpin", fields_of(owner, job, "unpin")).status_code == 303
+    assert "Pinned" not in owner.get(artifact).text
+
+    page = f"/?namespace={namespace}"
+    guarded.set_policy(namespace, anonymous_read=True)
+    fields = fields_of(owner, page, "limit")
+    assert send(owner, "limit", fields | {"limit": "10GiB"}).status_code == 303
+    policy = guarded.http(guarded.admin).get(f"/v1/-/namespaces/{namespace}").json()["policy"]
+    assert (policy["limit_bytes"], policy["anonymous_read"]) == (10 * 1024**3, True)
+    assert "10.0 GiB" in owner.get(page).text
+    assert send(owner, "limit", fields).status_code == 303
+    policy = guarded.http(guarded.admin).get(f"/v1/-/namespaces/{namespace}").json()["policy"]
+    assert (policy["limit_bytes"], policy["anonymous_read"]) == (None, True)
+    actions = [each[:2] for each in audited(guarded, namespace)]
+    assert actions[-1] != ("pin", f"job {JOB}")
+    for expected in (("pin", f"job {JOB}"), ("unpin", f"job {JOB}"), ("policy_set", namespace)):
+        assert expected in actions
+
+
+def test_token_is_shown_once_works_and_is_revoked(guarded, browse, namespace):
+    owner = browse("admin:*")
+    fields = fields_of(owner, "/tokens", "create-token")
+    wanted = {"description": f"for {namespace}", "grants": f"write:{namespace}", "days": "7"}
+    page = send(owner, "create-token", fields | wanted)
+    assert page.status_code == 200
+    assert page.headers["cache-control"] == "no-store"
+    (token,) = re.findall(r"<code>(gst_[^<]+)</code>", page.text)
+    assert TOKEN_FORM.fullmatch(token)
+    secret = token.split("_", 2)[2]
+    assert secret not in owner.get("/tokens").text
+    assert guarded.http(token).get(f"/v1/{namespace}/manifests/x").status_code == 404
+
+    token_id = TOKEN_FORM.fullmatch(token)["id"]
+    revoked = send(owner, "revoke-token", fields | {"id": token_id})
+    assert (revoked.status_code, revoked.headers["location"]) == (303, "/tokens")
+    assert guarded.http(token).get(f"/v1/{namespace}/manifests/x").status_code == 401
+
+
+def attempts(client, namespace, key, csrf):
+    """Each action with valid fields, on what another team has."""
+    named = {"csrf": csrf, "namespace": namespace, "key": str(key)}
+    return {
+        "withhold": named | {"reason": "corrupt", "digest": "sha256:" + "0" * 64},
+        **dict.fromkeys(("release", "delete"), named),
+        "pin": named | {"job": JOB, "days": "1"},
+        "unpin": named | {"job": JOB},
+        "limit": named | {"limit": "1"},
+        "create-token": named | {"description": "x", "grants": "admin:*", "days": "1"},
+        "revoke-token": named | {"id": "a" * 16},
+    }
+
+
+@pytest.mark.parametrize(
+    "grant", ["read:{namespace}", "write:{namespace}", "admin:{namespace}-other", "write:*"]
+)
+def test_visitor_without_right_sees_no_action_and_changes_nothing(
+    guarded, team, browse, namespace, grant
+):
+    key = team.work()
+    before = audited(guarded, namespace)
+    client = browse(grant.format(namespace=namespace))
+    csrf = fields_of(browse("admin:*"), "/tokens", "create-token")["csrf"]
+    for page in (f"/artifacts/{namespace}/{key}", f"/jobs/{namespace}/{JOB}", "/", "/tokens"):
+        assert "/actions/" not in client.get(page).text, page
+    own = client.cookies["graphstash"]
+    for action, fields in attempts(client, namespace, key, form_token_of(own)).items():
+        assert send(client, action, fields).status_code in (403, 404), action
+        assert send(client, action, fields | {"csrf": csrf}).status_code == 403, action
+    assert audited(guarded, namespace) == before
+
+
+def test_administrator_of_a_namespace_changes_neither_limits_nor_tokens(
+    guarded, team, browse, namespace
+):
+    key = team.work()
+    client = browse(f"admin:{namespace}")
+    csrf = fields_of(client, f"/artifacts/{namespace}/{key}", "delete")["csrf"]
+    for action in ("limit", "create-token", "revoke-token"):
+        fields = attempts(client, namespace, key, csrf)[action]
+        assert send(client, action, fields).status_code == 403, action
+
+
+def test_form_of_another_page_or_without_a_session_changes_nothing(
+    guarded, team, browse, namespace
+):
+    key = team.work()
+    before = audited(guarded, namespace)
+    client, other = browse("admin:*"), browse("admin:*")
+    page = f"/artifacts/{namespace}/{key}"
+    csrf = fields_of(client, page, "delete")["csrf"]
+    for action, fields in attempts(client, namespace, key, csrf).items():
+        for wrong in ("", "x", "\u00e9", fields_of(other, page, "delete")["csrf"]):
+            assert send(client, action, fields | {"csrf": wrong}).status_code == 403, action
+        for headers in (
+            {"Origin": "http://elsewhere.example"},
+            {"Origin": "null"},
+            {"Sec-Fetch-Site": "cross-site"},
+            {"Sec-Fetch-Site": "same-site"},
+        ):
+            assert send(client, action, fields, **headers).status_code == 403, action
+        bare = client.post(f"/actions/{action}", data=fields)
+        assert bare.status_code == 403
+        with httpx.Client(base_url=guarded.url, headers=HTML) as nobody:
+            assert send(nobody, action, fields).status_code == 401, action
+            bearer = {"Authorization": f"Bearer {guarded.admin}"}
+            assert send(nobody, action, fields, **bearer).status_code == 401, action
+        assert client.get(f"/actions/{action}").status_code == 405
+    assert audited(guarded, namespace) == before
+    client.post("/sign-out", headers={"Origin": guarded.url})
+    client.cookies = other.cookies
+    assert (
+        send(client, "delete", attempts(client, namespace, key, csrf)["delete"]).status_code == 403
+    )
+
+
+@pytest.mark.parametrize(
+    ("action", "fields"),
+    [
+        ("withhold", {"reason": "x"}),
+        ("withhold", {"digest": "x"}),
+        ("delete", {"key": "x"}),
+        ("delete", {"key": "jax/cpu/x"}),
+        ("delete", {"namespace": "A B"}),
+        ("pin", {"days": "0"}),
+        ("pin", {"days": "9" * 30}),
+        ("pin", {"job": "/"}),
+        ("limit", {"limit": "much"}),
+        ("limit", {"limit": "0"}),
+        ("limit", {"limit": "9" * 400}),
+        ("create-token", {"days": "-1"}),
+        ("create-token", {"grants": "all"}),
+        ("create-token", {"grants": ""}),
+        ("create-token", {"description": "a\nb"}),
+    ],
+)
+def test_invalid_field_is_refused_with_a_page(team, browse, namespace, action, fields):
+    key = team.work()
+    owner = browse("admin:*")
+    csrf = fields_of(owner, f"/artifacts/{namespace}/{key}", "delete")["csrf"]
+    answer = send(owner, action, attempts(owner, namespace, key, csrf)[action] | fields)
+    assert answer.status_code == 400
+    assert "<h1>" in answer.text
