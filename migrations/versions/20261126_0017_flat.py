@@ -3,8 +3,8 @@
 On PostgreSQL, the indexes are built CONCURRENTLY, as in 0010, so servers of the release before go
 on reading and storing. An interrupted revision begins again, and drops an index that is not valid.
 
-Revision: 0016
-Follows: 0015
+Revision: 0017
+Follows: 0016
 """
 
 import logging
@@ -12,8 +12,8 @@ import logging
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0016"
-down_revision = "0015"
+revision = "0017"
+down_revision = "0016"
 branch_labels = None
 depends_on = None
 
