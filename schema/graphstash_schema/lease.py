@@ -5,11 +5,13 @@ never depends on them. A PUT works without a lease, and an expired lease only le
 compile.
 """
 
+from datetime import datetime
 from enum import StrEnum
 
 from pydantic import Field
 
-from graphstash_schema.model import RequestModel, WireModel
+from graphstash_schema.key import ArtifactKey
+from graphstash_schema.model import Items, RequestModel, WireModel
 from graphstash_schema.names import LINE
 from graphstash_schema.protocol import (
     DEFAULT_LEASE_SECONDS,
@@ -17,7 +19,7 @@ from graphstash_schema.protocol import (
     MIN_LEASE_SECONDS,
 )
 
-__all__ = ["LeaseOutcome", "LeaseReply", "LeaseRequest", "LeaseState"]
+__all__ = ["HeldLease", "HeldLeases", "LeaseOutcome", "LeaseReply", "LeaseRequest", "LeaseState"]
 
 
 class LeaseState(StrEnum):
@@ -75,3 +77,18 @@ class LeaseReply(WireModel):
     expires_in_seconds: float | None = Field(default=None, description="held: without a renewal")
     digest: str | None = Field(default=None, description="ready: `sha256:<hex>`")
     size_bytes: int | None = Field(default=None, description="ready: size of the blob")
+
+
+class HeldLease(WireModel):
+    """A running compilation."""
+
+    key: ArtifactKey
+    holder: str = Field(description="who compiles, as it says")
+    expires_at: datetime = Field(description="without a renewal")
+    waiters: int = Field(ge=0, description="requests that wait for it at this server process")
+
+
+class HeldLeases(WireModel):
+    """Running compilations of a namespace, latest expiry first."""
+
+    leases: Items[HeldLease] = ()

@@ -229,7 +229,7 @@ def test_server_options_are_listed_without_the_packages_of_a_server():
         (("run", "--job=a/b", "true"), 2, "--job='a/b'"),
         (("prefetch", "no/job"), 2, "manifest name 'no/job'"),
         (("ls", "--namespace", "Bad"), 2, "--namespace='Bad'"),
-        (("ls", "--sort", "size", "--after", "x"), 2, "raise --limit"),
+        (("ls", "--sort", "hits", "--after", "x"), 2, "raise --limit"),
         (("ls", "--kind", "java"), 2, "'triton'"),
         (("show", "xyz"), 2, "write 4 to 64 of its characters"),
         (("show", "a/b"), 2, "is no key: write kind/device type/fingerprint"),

@@ -63,6 +63,11 @@ _LISTED: Final = {
         "one.",
         "publish:publish",
     ),
+    "top": _Listed(
+        _JOBS,
+        "Show what the jobs of this host and of the team are doing now, until Ctrl-C.",
+        "top:top",
+    ),
     "explain": _Listed(
         _JOBS,
         "Explain why a run compiled: which flag, version, shape or line differs from "

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from graphstash._tracing import Tracer
     from graphstash_schema.explanation import Description, ExplainResponse
     from graphstash_schema.history import History
+    from graphstash_schema.lease import HeldLeases
     from graphstash_schema.listing import ArtifactList, ArtifactQuery, ListedArtifact
     from graphstash_schema.run import Run, RunList, RunName, RunReport
     from graphstash_schema.withdrawals import WithdrawalList, WithdrawalQuery
@@ -372,6 +373,12 @@ class ServerClient:
         from graphstash_schema.history import History
 
         return self._read(f"{API_PREFIX}/stats/history", query, History)
+
+    def held_leases(self) -> HeldLeases:
+        """Return the running compilations of the namespace."""
+        from graphstash_schema.lease import HeldLeases
+
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/leases", {}, HeldLeases)
 
     def _read(self, path: str, query: Mapping[str, object], model: type[_Model]) -> _Model:
         """Call a GET path whose 404 is an error, unlike the 404 of an artifact."""

@@ -6,6 +6,7 @@ from typing import Final
 from fastapi import Request, Response
 
 from graphstash_schema import ErrorCode, LeaseOutcome, LeaseReply, LeaseRequest, LeaseState, Scope
+from graphstash_schema.lease import HeldLease, HeldLeases
 from graphstash_schema.protocol import API_PREFIX, HEADER_LEASE, MAX_WAIT_SECONDS
 from graphstash_server.api.bodies import read_model
 from graphstash_server.api.calls import (
@@ -35,7 +36,29 @@ _OUTCOME: Final = {
     "schema": {"type": "string", "enum": [outcome.value for outcome in LeaseOutcome]},
 }
 _SHOWN: Final = 40
+_MAX_LISTED: Final = 200
 _STATUS: Final = {LeaseState.GRANTED: 201, LeaseState.READY: 200, LeaseState.HELD: 202}
+
+
+@router.call(
+    "GET",
+    "/{namespace}/leases",
+    needs=in_namespace(Scope.WRITE),
+    answers={200: {"model": HeldLeases}},
+)
+async def list_leases(call: NamespaceCall) -> Response:
+    """Return the running compilations, at most 200, and how many requests wait for each."""
+    held = await call.context.leases.list_held([call.namespace], limit=_MAX_LISTED)
+    leases = tuple(
+        HeldLease(
+            key=each.key.key,
+            holder=each.holder,
+            expires_at=each.expires_at,
+            waiters=each.waiters,
+        )
+        for each in held
+    )
+    return json_answer(HeldLeases(leases=leases))
 
 
 @router.call(
