@@ -138,7 +138,9 @@ def wrk():
 
 
 def get(port, paths, *, connections, seconds, headers="", status=200):
-    """GETs paths by turns, over and over; every answer has the status."""
+    """GETs paths by turns, over and over; every answer has the status. `%d` in the headers stands
+    for another number in each request.
+    """
     if wrk() is None:
         turns = itertools.cycle(paths)
         return many(port, connections, seconds, ask("GET", turns, headers, status))
@@ -168,8 +170,11 @@ def get(port, paths, *, connections, seconds, headers="", status=200):
 def ask(method, turns, headers, expected):
     """For `many`: asks for the next path and checks the status."""
 
+    numbers = itertools.count()
+
     def work(connection):
-        status, _, size = connection.request(method, next(turns), headers)
+        lines = headers.replace("%d", str(next(numbers)), 1)
+        status, _, size = connection.request(method, next(turns), lines)
         assert status == expected, status
         return size
 

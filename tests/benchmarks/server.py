@@ -40,11 +40,18 @@ from support.postgres import Postgres
 KIB, MIB = 1024, 1024**2
 HOT = (
     ("GET 4 KiB, hot", "4KiB", 4 * KIB, 16),
+    ("GET 4 KiB, hot, 1 connection", "4KiB", 4 * KIB, 1),
     ("GET 1 MiB", "1MiB", MIB, 16),
     ("GET 64 MiB", "64MiB", 64 * MIB, 4),
     ("GET 64 MiB, 64 streams", "64MiB", 64 * MIB, 64),
 )
 COLD = 2048  # artifacts, twice as many as a server keeps rows of; asked for by turns
+RANGE = "Range: bytes=1024-2047\r\n"
+PROXY = (
+    "X-Forwarded-For: 192.0.2.1\r\nX-Forwarded-Proto: https\r\nX-Forwarded-Port: 443\r\n"
+    "X-Real-IP: 192.0.2.1\r\nVia: 1.1 proxy\r\nCookie: affinity=1\r\nX-Request-Id: %d\r\n"
+)
+"""What a load balancer adds; the ID differs in each request."""
 WRITERS = (1, 16)
 PUTS = (("4 KiB", 4 * KIB), ("1 MiB", MIB))
 WAITERS = (1, 16, 256)
@@ -125,8 +132,16 @@ def measure(figures, target, seconds):
         count(label, target.get, names=[name], connections=connections, answer_bytes=large)
     names = [cold(number) for number in range(COLD)]
     count("GET 4 KiB, cold row", target.get, names=names, connections=16)
+    if not isinstance(target, Redis):
+        more = {"names": ["4KiB"], "connections": 16}
+        count("GET 4 KiB, headers of a proxy", target.get, more=PROXY, **more)
+    if target.has_ranges:
+        count("GET 1 KiB of 4 KiB, hot", target.get, more=RANGE, status=206, **more)
+        more["names"] = names
+        count("GET 1 KiB of 4 KiB, cold row", target.get, more=RANGE, status=206, **more)
     count("miss", target.miss, connections=16)
-    count("HEAD", target.head, name="4KiB", connections=16)
+    count("HEAD, hot", target.head, names=["4KiB"], connections=16)
+    count("HEAD, cold row", target.head, names=names, connections=16)
     figures.add(TIMES, "memory after reading, MiB", target.name, peak_bytes(target.pid) / MIB)
     if not isinstance(target, Nginx):
         measure_puts(figures, target, seconds)

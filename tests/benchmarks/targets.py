@@ -76,11 +76,13 @@ class Target:
         pid: the process whose tree's CPU time counts.
         headers: lines that every request to it needs.
         connection: what `put` takes.
+        has_ranges: whether it answers a request for a part with this part.
     """
 
     name: str
     headers = ""
     connection = HttpConnection
+    has_ranges = True
 
     def publish(self, name, payload):
         """Stores bytes to be read later under a name."""
@@ -88,18 +90,19 @@ class Target:
         self.put(connection, (payload,), hashlib.sha256(payload), name)
         connection.close()
 
-    def get(self, names, **load):
-        """GETs what was published, by turns."""
-        return get(self.port, [self.path(name) for name in names], headers=self.headers, **load)
+    def get(self, names, *, more="", **load):
+        """GETs what was published, by turns, with more headers."""
+        paths = [self.path(name) for name in names]
+        return get(self.port, paths, headers=self.headers + more, **load)
 
     def miss(self, **load):
         """GETs what was never stored."""
         paths = [self.unknown() for _ in range(1000)]
         return get(self.port, paths, headers=self.headers, status=404, **load)
 
-    def head(self, name, *, connections, seconds):
-        """Asks whether something is there, and how large it is."""
-        turns = itertools.repeat(self.path(name))
+    def head(self, names, *, connections, seconds):
+        """Asks, by turns, whether something is there, and how large it is."""
+        turns = itertools.cycle([self.path(name) for name in names])
         return many(self.port, connections, seconds, ask("HEAD", turns, self.headers, 200))
 
 
@@ -309,6 +312,7 @@ class Turborepo(Peer):
     install = f"npm install --prefix {folder} turborepo-remote-cache@2.12.0"
     token = "bench"
     headers = f"Authorization: Bearer {token}\r\n"
+    has_ranges = False
 
     @classmethod
     def found(cls):
@@ -349,6 +353,7 @@ class Redis(Peer):
     name = "redis"
     install = "apt install redis-server"
     binary = "redis-server"
+    has_ranges = False
     connection = RedisConnection
 
     def command(self, directory):
@@ -371,8 +376,8 @@ class Redis(Peer):
         commands = [(b"GET", secrets.token_hex(32).encode()) for _ in range(1000)]
         return self._ask(commands, connections, seconds)
 
-    def head(self, name, *, connections, seconds):
-        return self._ask([(b"STRLEN", name.encode())], connections, seconds)
+    def head(self, names, *, connections, seconds):
+        return self._ask([(b"STRLEN", name.encode()) for name in names], connections, seconds)
 
     def put(self, connection, parts, _digest, name=None):
         key = (name or secrets.token_hex(32)).encode()

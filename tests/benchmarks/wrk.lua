@@ -1,6 +1,6 @@
 -- Asks for the paths of the file $PATHS by turns, and prints wrk's figures as one line of JSON on
--- standard error.
-local paths, turn = {}, 0
+-- standard error. `%d` in a header stands for another number in each request.
+local paths, turn, number = {}, 0, 0
 
 function init()
    for path in io.lines(os.getenv("PATHS")) do paths[#paths + 1] = wrk.format("GET", path) end
@@ -8,7 +8,9 @@ end
 
 function request()
    turn = turn % #paths + 1
-   return paths[turn]
+   if not paths[turn]:find("%d", 1, true) then return paths[turn] end
+   number = number + 1
+   return (paths[turn]:gsub("%%d", number, 1))
 end
 
 function done(summary, latency, requests)
