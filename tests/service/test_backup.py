@@ -58,8 +58,9 @@ def sha256_of(number):
 class Site:
     """A server's database and blob store, with artifacts that have small numbers."""
 
-    def __init__(self, directory, database_url, **store):
+    def __init__(self, directory, database_url, jobs, **store):
         self.directory = directory
+        self.jobs = jobs
         self.settings = {"database_url": database_url, **store}
 
     @contextmanager
@@ -85,12 +86,17 @@ class Site:
 
     def run_killed(self, *arguments, at=0):
         """Returns how many steps the command took; None if it was killed before."""
-        program = KILLED.format(at=at, arguments=[str(each) for each in arguments])
-        done = python(program, **self.variables)
-        if at and done.returncode < 0:
+        program = self.directory.with_suffix(".py")
+        program.write_text(KILLED.format(at=at, arguments=[str(each) for each in arguments]))
+        variables = {name: str(value) for name, value in self.variables.items()}
+        ran = self.jobs.start(
+            self.directory.with_suffix(".jobs"), script=program, under="backup", variables=variables
+        )
+        status, errors = ran.status(), ran.errors.read_text()
+        if at and status < 0:
             return None
-        assert done.returncode == 0, done.stderr
-        return int(done.stderr.rpartition("steps: ")[2])
+        assert status == 0, errors
+        return int(errors.rpartition("steps: ")[2])
 
     def execute(self, statement):
         execute(self.settings["database_url"], statement)
@@ -115,7 +121,7 @@ class Site:
 
 
 @pytest.fixture
-def new_site(tmp_path, request):
+def new_site(tmp_path, request, jobs):
     """Makes sites that have these artifacts."""
     numbers = iter(range(100))
 
@@ -129,7 +135,7 @@ def new_site(tmp_path, request):
         if store != "disk":
             s3 = request.getfixturevalue(store)
             bucket = s3_settings(s3.url, s3.new_bucket())
-        site = Site(directory, url, **bucket)
+        site = Site(directory, url, jobs, **bucket)
         if stored:
             site.put(stored)
         return site
@@ -498,7 +504,7 @@ def test_too_little_space_is_refused_before_a_blob_is_copied(new_site, backup, m
 
     site.run("backup", backup)
     other = new_site(stored=range(3, 5))
-    full = Site(other.directory, **other.settings, min_free_bytes="1PiB")
+    full = Site(other.directory, jobs=other.jobs, **other.settings, min_free_bytes="1PiB")
     assert "the disk has room for 0" in full.run("restore", backup, "--replace", status=1)
     assert len(blobs_in(other.directory)) == 2
     assert other.stored() == {3, 4}

@@ -3,8 +3,9 @@
 `under="graphstash run"` is the whole way of a user, from the command line on; it pays for importing
 torch_xla every time. `under="fork"`, the default, begins right after that import (see `zygote`).
 `under=""` is the same without a hook, and `under="torch"` begins after importing torch alone,
-and `under="tuning"` after importing the client's searches. `under="fork:NAME"` begins after
-importing the compiler of the hook of that name, and installs the hook.
+`under="tuning"` after importing the client's searches, and `under="backup"` the command of that
+name. `under="fork:NAME"` begins after importing the compiler of the hook of that name, and installs
+the hook.
 `under="python -I"` is a Python with nothing but a variable, and `under="python"` a Python without
 even that.
 """
@@ -47,6 +48,10 @@ _IMPORTED = {
     "triton": (
         *("triton", "triton.compiler"),
         *("triton.compiler.compiler:triton_key", "triton.runtime.cache:triton_key"),
+    ),
+    "backup": (
+        *("graphstash.__main__", "graphstash_server.commands.backup", "graphstash_server.context"),
+        *("graphstash_server.services.maintenance.backup", "aiosqlite", "asyncpg"),
     ),
     "tuning": ("numpy", "graphstash._process.session", "graphstash.tuning.task"),
 }
