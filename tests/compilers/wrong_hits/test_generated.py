@@ -28,13 +28,15 @@ VERSIONS = (
 
 
 def cases():
-    """Those of torch's compiler are extended: it takes long to start."""
+    """Those of torch's compilers are extended: they take long to start."""
     return [
         pytest.param(
             name,
             environment,
             id=f"{name}-{version}",
-            marks=[pytest.mark.extended] if environment or name == "inductor" else [],
+            marks=[pytest.mark.extended]
+            if environment or name in {"inductor", "torch_xla"}
+            else [],
         )
         for name, version, environment in VERSIONS
     ]
