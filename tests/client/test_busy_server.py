@@ -18,6 +18,7 @@ from graphstash.testing import FakeServer
 from graphstash_schema import ArtifactMetadata
 from graphstash_server.api import connection
 from graphstash_server.testing import LiveServer
+from support.cases.fleet import graph
 from support.host import Host, key
 from support.run_case import RUN_CASE, case_arguments
 from support.waiting import PATIENT, until
@@ -120,7 +121,7 @@ def test_processes_share_connections_and_each_host_downloads_a_graph_once(
     publisher, large = hosts("publisher"), 20_000
     for number in range(GRAPHS):
         metadata = ArtifactMetadata(raw_size_bytes=large, compile_seconds=60)
-        publisher.put(key(number), os.urandom(large), metadata)
+        publisher.put(graph(number), os.urandom(large), metadata)
     processes, host_count, report = 8 * CONNECTIONS, 4 * CONNECTIONS, tmp_path / "report.json"
     case = case_arguments(
         "fleet:read_at_once",

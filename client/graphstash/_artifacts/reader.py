@@ -266,6 +266,7 @@ class Reader:
                 self._between_chunks()
 
         asked_at, before = time(), self._standing.state(namespace)
+        signal_progress()
         with self._tier.temporary() as envelope:
             with nullcontext() if is_prefetch else self._tier.downloading():
                 try:
@@ -276,6 +277,7 @@ class Reader:
                     self.received_bytes += os.fstat(envelope.fileno()).st_size
             if downloaded is None:
                 return None
+            signal_progress()
             digest, metadata = downloaded.digest, downloaded.metadata
             proof = Provenance(sha256=digest.sha256, stored_at=asked_at)
             if metadata:

@@ -1,14 +1,22 @@
 """Many processes of a job that want the same stored graphs at once."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from graphstash import ClientConfig
-from support.host import Host, key
+from graphstash_schema import ArtifactKey
+from support.host import Host
 
-__all__ = ["read_at_once"]
+__all__ = ["graph", "read_at_once"]
+
+
+def graph(number: int) -> ArtifactKey:
+    """Return a key whose fingerprint looks as random as a real one."""
+    fingerprint = hashlib.sha256(str(number).encode()).hexdigest()
+    return ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", fingerprint)
 
 
 def read_at_once(
@@ -21,7 +29,7 @@ def read_at_once(
         directory: where each host has its local tier.
         processes: number of processes.
         hosts: number of hosts that they are spread over.
-        graphs: number of graphs, see `support.host.key`.
+        graphs: number of graphs, see `graph`.
     """
     waiting, starting = os.pipe()
     told = [Path(directory) / f"{number}.json" for number in range(processes)]
@@ -45,7 +53,7 @@ def read_at_once(
 def _read(config: ClientConfig, graphs: int) -> dict[str, Any]:
     with Host(config) as host:
         for number in range(graphs):
-            host.build(key(number))
+            host.build(graph(number))
         stats = host.stats
     return {
         "compiles": host.compiles,
