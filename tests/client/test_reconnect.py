@@ -117,18 +117,35 @@ def test_request_on_closed_connection_is_retried(transport_to, end):
         assert body is None or all(request.endswith(body) for request in requests)
 
 
-def test_upload_always_uses_a_new_connection(transport_to):
-    """Its body is a stream, which cannot be sent twice."""
-    with Forgetful(End.CLOSE) as server:
+def upload(transport, text):
+    body = [text[:1], text[1:]]
+    answer = transport.upload("/y", headers={}, chunks=lambda: iter(body), size_bytes=len(text))
+    assert answer.status == 200
+
+
+def test_upload_uses_a_kept_connection(transport_to):
+    with Forgetful(End.CLOSE, kept=5) as server:
         transport = transport_to(server)
+        transport.call("GET", "/x")
         for number in range(4):
+            upload(transport, b"%dabc" % number)
+    assert server.connections == 1
+    assert [request[-4:] for request in server.heard[1:]] == [b"0abc", b"1abc", b"2abc", b"3abc"]
+
+
+@pytest.mark.parametrize("end", [End.CLOSE, End.RESET])
+@pytest.mark.parametrize("size", [4, 8 * 1024**2])
+def test_whole_upload_is_repeated_if_its_connection_is_closed(transport_to, end, size):
+    text = bytes(size - 1) + b"1"
+    with Forgetful(end) as server:
+        transport = transport_to(server)
+        for _ in range(3):
             transport.call("GET", "/x")
-            chunks = iter([b"%d" % number, b"abc"])
-            answer = transport.upload("/y", headers={}, chunks=chunks, size_bytes=4)
-            assert answer.status == 200
+            upload(transport, text)
 
     uploads = [request for request in server.heard if request.startswith(b"PUT")]
-    assert [upload[-4:] for upload in uploads] == [b"0abc", b"1abc", b"2abc", b"3abc"]
+    assert len(uploads) == 2 * 3  # each on a kept connection first
+    assert all(request.partition(b"\r\n\r\n")[2] == text for request in uploads)
 
 
 @pytest.mark.parametrize("end", [End.CLOSE, End.RESET])

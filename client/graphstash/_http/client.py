@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import IO, TYPE_CHECKING, Final, TypeVar
 
 import graphstash_schema as schema
@@ -161,7 +162,7 @@ class ServerClient:
             answer = self._transport.upload(
                 key.artifact_path(self.config.namespace),
                 headers={"Repr-Digest": digest.repr_digest, HEADER_METADATA: metadata.to_header()},
-                chunks=_read_chunks(blob, digest.size_bytes, between_chunks),
+                chunks=partial(_read_chunks, blob, digest.size_bytes, between_chunks),
                 size_bytes=digest.size_bytes,
             )
         if answer.headers.get("Repr-Digest") != digest.repr_digest:

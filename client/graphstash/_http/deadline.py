@@ -39,7 +39,11 @@ from graphstash.config import UNIX  # noqa: E402 - see above
 from graphstash.errors import Reason, TransportError  # noqa: E402 - see above
 from graphstash_schema.own_files import open_own_directory  # noqa: E402 - see above
 
-__all__ = ["Deadline", "DeadlineTransport", "ProcessClient"]
+__all__ = ["REPEATABLE", "Deadline", "DeadlineTransport", "ProcessClient"]
+
+REPEATABLE: Final = "graphstash.repeatable"
+"""Extension of a request whose streamed body can be iterated again, and whose repetition changes
+nothing. Other requests with a streamed body never use a kept-alive connection."""
 
 _WRITE_BYTES: Final = 64 * 1024
 
@@ -121,8 +125,8 @@ class DeadlineTransport(httpx.HTTPTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request and read the response's status and headers."""
-        if not isinstance(request.stream, httpx.ByteStream):
-            # A streamed body cannot be sent twice, so never send it on a kept-alive connection.
+        is_repeatable = isinstance(request.stream, httpx.ByteStream)
+        if not is_repeatable and REPEATABLE not in request.extensions:
             return self._unkept.handle_request(request)
         self._current.is_fresh = self._current.is_answered = False
         try:

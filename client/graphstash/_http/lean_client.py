@@ -46,6 +46,7 @@ class LeanClient:
         timeout: httpx.Timeout,
         headers: Mapping[str, str] | None = None,
         content: bytes | Iterable[bytes] | None = None,
+        extensions: Mapping[str, object] | None = None,
         auth: httpx.Auth | None = None,
     ) -> Iterator[httpx.Response]:
         """Send a request, and yield the response with its unread body.
@@ -59,7 +60,11 @@ class LeanClient:
             self._url,
             headers={**self._headers, **(headers or {})},
             content=content,
-            extensions={"timeout": timeout.as_dict(), "target": self._prefix + raw_path},
+            extensions={
+                "timeout": timeout.as_dict(),
+                "target": self._prefix + raw_path,
+                **(extensions or {}),
+            },
         )
         if auth is not None:
             request = next(auth.sync_auth_flow(request))

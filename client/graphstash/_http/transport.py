@@ -11,7 +11,7 @@ distinguishes three kinds of failures:
 """
 
 import ssl
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from random import uniform
@@ -21,7 +21,7 @@ import httpx
 
 from graphstash._http.circuit_breaker import CircuitBreaker
 from graphstash._http.credentials import Credentials
-from graphstash._http.deadline import Deadline, ProcessClient
+from graphstash._http.deadline import REPEATABLE, Deadline, ProcessClient
 from graphstash._http.errors import MAX_PROBLEM_BYTES, named_failures, read_small, refuse_errors
 from graphstash._http.tls import server_context, storage_context
 from graphstash.config import ClientConfig
@@ -204,9 +204,20 @@ class Transport:
                 yield Answer(200, headers, is_redirected=True), response.iter_raw()
 
     def upload(
-        self, path: str, *, headers: Mapping[str, str], chunks: Iterable[bytes], size_bytes: int
+        self,
+        path: str,
+        *,
+        headers: Mapping[str, str],
+        chunks: Callable[[], Iterator[bytes]],
+        size_bytes: int,
     ) -> Answer:
         """Make a PUT whose body is streamed.
+
+        Args:
+            path: path with a leading slash.
+            headers: headers in addition to the protocol header.
+            chunks: returns the body. Called again if a kept connection turns out to be closed.
+            size_bytes: length of the body.
 
         Raises:
             CacheError: the subclass and reason say what failed.
@@ -222,7 +233,7 @@ class Transport:
             "PUT",
             path,
             headers=all_headers,
-            content=chunks,
+            content=_Repeated(chunks),
             patience_seconds=patience,
             deadline=deadline,
         ) as response:
@@ -274,6 +285,7 @@ class Transport:
                     headers={**headers, HEADER_JOB: self.job} if self.job else headers,
                     content=content,
                     timeout=timeout,
+                    extensions={REPEATABLE: True} if isinstance(content, _Repeated) else None,
                     auth=_Bearer(token) if token else None,
                 ) as response,
             ):
@@ -328,6 +340,16 @@ class Transport:
             raise
         else:
             self._breaker.succeeded()
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """A body that can be iterated more than once."""
+
+    chunks: Callable[[], Iterator[bytes]]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self.chunks()
 
 
 @dataclass(slots=True)
