@@ -27,6 +27,7 @@ __all__ = [
     "Difference",
     "ExplainResponse",
     "Relative",
+    "Removal",
     "bounded_parts",
     "compare",
     "described",
@@ -229,10 +230,24 @@ class Relative(WireModel):
     )
 
 
+class Removal(WireModel):
+    """The last time that an artifact was taken away from a namespace."""
+
+    action: str = Field(description="as in the audit log: `evict`, `delete` or `withhold`")
+    at: AwareDatetime
+    actor: str = Field(description="who, as in the audit log")
+    reason: str = Field(default="", description="such as `retention` or `corrupt`")
+
+
 class ExplainResponse(WireModel):
     """The nearest artifacts of all namespaces that the caller may read, nearest first."""
 
     relatives: Items[Relative]
+    removal: Removal | None = Field(
+        default=None,
+        description="last removal of the missed artifact from the namespace, if it was among the "
+        "latest 4,000 changes of the namespace, and before the run started",
+    )
     is_partial: bool = Field(
         default=False,
         description="whether the caller may read more namespaces than the server searched",

@@ -1,7 +1,10 @@
 """`graphstash explain`: why a job compiled, and how two runs of a job differ."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Annotated, Final, NoReturn
 
 import typer
@@ -22,9 +25,9 @@ from graphstash._cli.output import (
     server_of,
     shown,
 )
-from graphstash._compile.explaining import Cause, cause_of, causes_of, text_of
+from graphstash._compile.explaining import Cause, Earlier, cause_of, causes_of, text_of
 from graphstash._http.client import ServerClient
-from graphstash._process.run_record import ProcessRecord, read_last_run
+from graphstash._process.run_record import ProcessRecord, read_earlier_runs, read_last_run
 from graphstash.config import ClientConfig
 from graphstash_schema import InvalidValueError, ManifestName, Namespace
 from graphstash_schema.exit_status import ExitStatus
@@ -101,10 +104,10 @@ def explain(
     _check_server(config, records)
     if records and namespace is None:
         config = dataclasses.replace(config, namespace=Namespace(records[0].namespace))
-    started_at = min((record.run_started_at for record in records or ()), default=0.0)
-    causes = _causes(config, misses, started_at=started_at)
+    causes = _causes(config, misses, records or ())
+    notes = _notes(records or ()) if which == "last" else []
     if as_json:
-        print_json([_as_json(cause) for cause in causes])
+        print_json([_as_json(cause) for cause in (*map(Cause, notes), *causes)])
         return
     command = shown(" ".join(records[0].argv), most=2000) if records else ""
     hits = sum(
@@ -113,6 +116,8 @@ def explain(
         for source in ("server", "prefetched", "host", "ranks")
     )
     say(f"{command}: {plural(hits, 'hit')}, {plural(len(misses), 'miss')}")
+    for note in notes:
+        say(shown(note, most=400))
     for line in text_of(causes):
         say(line)
 
@@ -130,12 +135,40 @@ def _is_fingerprint(text: str) -> bool:
 
 def _causes(
     config: ClientConfig,
-    misses: Iterable[tuple[Description, str | None]],
-    *,
-    started_at: float,
+    misses: Sequence[tuple[Description, str | None]],
+    records: Sequence[ProcessRecord],
 ) -> list[Cause]:
+    started_at = min((record.run_started_at for record in records), default=0.0)
+    earlier: Sequence[ProcessRecord] = ()
+    with suppress(OSError):
+        earlier = read_earlier_runs(config.cache_dir, before=started_at)
+    on_disk = Earlier(
+        compiled=[
+            (
+                description,
+                datetime.fromtimestamp(record.run_started_at, UTC),
+                Namespace(record.namespace),
+            )
+            for record in earlier
+            for description, _, _ in record.misses
+        ],
+        unsent={key: why for record in earlier for key, why in record.unsent.items()},
+    )
     with server_of(config) as server:
-        return causes_of(server, list(misses), started_at=started_at)
+        return causes_of(server, misses, started_at=started_at, earlier=on_disk)
+
+
+def _notes(records: Iterable[ProcessRecord]) -> list[str]:
+    """Return what kept the processes of a run from using the cache, or from sharing results."""
+    notes = dict.fromkeys(note for record in records for note in record.notes)
+    failed = Counter(why for record in records for why in record.unsent.values())
+    return [
+        *notes,
+        *(
+            f"{plural(count, 'upload')} failed ({why}), so other hosts compile again"
+            for why, count in failed.most_common(_MAX_SHOWN_LABELS)
+        ),
+    ]
 
 
 def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None:

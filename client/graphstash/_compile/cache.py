@@ -148,6 +148,7 @@ class CompileCache:
         self._open: set[InFlightCompile] = set()
         self._leases: set[HeldLease] = set()
         self._used: dict[ArtifactKey, None] = {}
+        self._refused: dict[ArtifactKey, Reason] = {}  # bad artifacts of trusted namespaces
         self._count_tier_errors()
 
     @property
@@ -238,7 +239,7 @@ class CompileCache:
             self.counters.uncached(key)
             fallback_reason = Reason.INTERNAL
         try:
-            self.log.add(request, reason=fallback_reason)
+            self.log.add(request, reason=fallback_reason or self._refused.pop(key, None))
             return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
         except BaseException:  # a signal: no process should wait for the lease
             if held is not None:
@@ -320,6 +321,7 @@ class CompileCache:
             return True
         except Exception as error:  # noqa: BLE001 - a background thread's outermost frame
             self.record_fallback(error)
+            self.log.not_sent(key, str(error))
             return False
         self._count_tier_errors()
         if sent:
@@ -519,6 +521,7 @@ class CompileCache:
                 raise
             # This job can still publish its own artifact in its own namespace.
             self.record_fallback(error)
+            self._refused[key] = error.reason
             return None
         if fetched is None:
             return None

@@ -1,22 +1,54 @@
 """Explain misses: which parts of a program's key differ from the nearest stored artifact."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from time import monotonic, time
+from typing import Final
 
 from graphstash._compile.stats import format_seconds, plural
 from graphstash._http.client import ServerClient
-from graphstash_schema import ArtifactKey
-from graphstash_schema.explanation import Description, ExplainResponse, Relative, words
+from graphstash.errors import CacheError, Reason
+from graphstash_schema import ArtifactKey, Namespace
+from graphstash_schema.explanation import (
+    Description,
+    Difference,
+    ExplainResponse,
+    Relative,
+    Removal,
+    compare,
+    differing,
+    identity_of,
+    words,
+)
 from graphstash_schema.names import printable
 
-__all__ = ["Cause", "cause_of", "causes_of", "text_of"]
+__all__ = ["Cause", "Earlier", "cause_of", "causes_of", "text_of"]
 
 _MAX_ASKED = 64
 _MAX_SECONDS = 10.0
 _SHOWN_DIFFERENCES = 4
 _SHOWN_LABELS = 4
+
+_STATES: Final[Mapping[str, str]] = {
+    Reason.BUSY: "the server was busy",
+    Reason.CIRCUIT_OPEN: "the server did not answer earlier calls, so it was not asked",
+    Reason.CONNECT: "the server was down or unreachable",
+    Reason.FORBIDDEN: "the token does not grant this",
+    Reason.NO_SERVER: "no server was configured",
+    Reason.TIMEOUT: "the server did not answer in time",
+    Reason.UNAUTHENTICATED: "the server did not accept the token",
+    Reason.UNKNOWN_KEY: "it is stored, but signed by a key that this host does not trust",
+    Reason.UNSIGNED: "it is stored, but a signature is required and it has none",
+    Reason.WAIT_BUDGET: "another job was compiling it, and this job stopped waiting",
+}
+"""What a reason says about the state of the server or the artifact."""
+
+_REMOVED: Final = {
+    "delete": "it was deleted",
+    "evict": "it was evicted",
+    "withhold": "it is withheld since it was reported",
+}
 
 
 @dataclass(slots=True)
@@ -36,13 +68,29 @@ class Cause:
     nearest: Relative | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What earlier runs left on this host.
+
+    Attributes:
+        compiled: Programs that they compiled, with the time and the namespace.
+        unsent: Why the upload of a program failed, by key.
+    """
+
+    compiled: Sequence[tuple[Description, datetime, Namespace]] = ()
+    unsent: Mapping[ArtifactKey, str] = field(default_factory=dict)
+
+
 def causes_of(
     server: ServerClient,
     misses: Sequence[tuple[Description, str | None]],
     *,
     started_at: float,
+    earlier: Earlier | None = None,
 ) -> list[Cause]:
     """Return the causes of misses, the most frequent first.
+
+    If the server does not answer, compare with what earlier runs on this host compiled.
 
     Args:
         server: Server that finds the nearest artifacts, for at most 64 misses and within 10 s.
@@ -50,26 +98,75 @@ def causes_of(
             there was no artifact.
         started_at: Start of the run that missed them, in seconds since 1970. Artifacts that were
             stored later are not compared, because the run itself may have published them.
-
-    Raises:
-        CacheError: The server does not answer, or refuses.
+        earlier: What earlier runs left on this host.
     """
+    earlier = earlier or Earlier()
     causes: dict[str, Cause] = {}
     asked, until = 0, monotonic() + _MAX_SECONDS
+    failure: CacheError | None = None
     for description, reason in misses:
         nearest = None
         if reason is not None:
-            text = f"the cache could not help ({reason})"
+            text = _trouble(reason)
         elif asked == _MAX_ASKED or monotonic() > until:
             text = f"not explained: at most {_MAX_ASKED} are, within {_MAX_SECONDS:g} s"
         else:
-            asked += 1
-            age = max(0.0, time() - started_at)
-            text, nearest = cause_of(server.explain(description, min_age_seconds=age))
+            if failure is None:
+                asked += 1
+                try:
+                    age = max(0.0, time() - started_at)
+                    answer = server.explain(description, min_age_seconds=age)
+                except CacheError as error:
+                    failure = error
+            if failure is not None:
+                text, nearest = _from_disk(description, earlier, failure)
+            elif why := earlier.unsent.get(description.key):
+                text = f"an earlier run on this host compiled it, but its upload failed ({why})"
+            else:
+                text, nearest = cause_of(answer, read=server.config.readable)
         cause = causes.setdefault(text, Cause(text, nearest=nearest))
         cause.labels.append(_name(description))
         cause.keys.append(description.key)
     return sorted(causes.values(), key=lambda each: -len(each.labels))
+
+
+def _trouble(reason: str) -> str:
+    """Return why the cache could not help as a sentence. `reason` is that of `Miss.trouble`."""
+    known = _STATES.get(reason.partition(":")[0])
+    return f"the cache could not help ({reason})" + (f": {known}" if known else "")
+
+
+def _from_disk(
+    missed: Description, earlier: Earlier, failure: CacheError
+) -> tuple[str, Relative | None]:
+    """Compare with what earlier runs on this host compiled."""
+    why = f"the server cannot be asked ({failure.reason})"
+    alike = [
+        (len(differing(missed.parts, described.parts)), -at.timestamp(), described, at, namespace)
+        for described, at, namespace in earlier.compiled
+        if described.key.kind == missed.key.kind
+        and (described.label == missed.label or _is_same_body(described, missed))
+    ]
+    if not alike:
+        return f"not explained: {why}, and no earlier run on this host compiled it", None
+    _, _, described, at, namespace = min(alike, key=lambda each: each[:2])
+    differences = compare(missed.parts, described.parts)
+    nearest = Relative(
+        key=described.key,
+        namespace=namespace,
+        label=described.label,
+        created_at=at,
+        is_same_program=_is_same_body(described, missed),
+        differences=differences,
+    )
+    if not differences:
+        return f"an earlier run on this host compiled it; {why}", nearest
+    return f"{_differences(differences)} (compared with earlier runs on this host: {why})", nearest
+
+
+def _is_same_body(one: Description, other: Description) -> bool:
+    identity = identity_of(one.program)
+    return bool(identity) and identity == identity_of(other.program)
 
 
 def text_of(causes: Sequence[Cause]) -> list[str]:
@@ -86,23 +183,48 @@ def text_of(causes: Sequence[Cause]) -> list[str]:
     return lines
 
 
-def cause_of(answer: ExplainResponse) -> tuple[str, Relative | None]:
-    """Return the server's explanation as a sentence, and the nearest artifact, or None."""
-    if not answer.relatives:
+def cause_of(
+    answer: ExplainResponse, *, read: Sequence[Namespace] = ()
+) -> tuple[str, Relative | None]:
+    """Return the server's explanation as a sentence, and the nearest artifact, or None.
+
+    Args:
+        answer: The server's explanation.
+        read: Namespaces that the job reads.
+    """
+    nearest = answer.relatives[0] if answer.relatives else None
+    if answer.removal is not None:
+        return _removed(answer.removal), None
+    if nearest is None:
         unknown = ""
         if answer.undescribed:
             unknown = f" ({plural(answer.undescribed, 'artifact')} here without a description)"
         where = " in the namespaces that were looked through, which are not all"
         partly = where if answer.is_partial else ""
         return f"new program: nothing like it is stored{partly}{unknown}", None
-    nearest = answer.relatives[0]
     if not nearest.differences:
+        if nearest.namespace in read:
+            return f"it is stored in the namespace {nearest.namespace}, but was not found", nearest
         return f"it is stored in the namespace {nearest.namespace}, which was not read", nearest
-    shown = [words(each) for each in nearest.differences[:_SHOWN_DIFFERENCES]]
-    more = len(nearest.differences) - _SHOWN_DIFFERENCES
+    return _differences(nearest.differences), nearest
+
+
+def _removed(removal: Removal) -> str:
+    """Return who took an artifact away, and when."""
+    done = _REMOVED.get(removal.action, printable(removal.action, most=32))
+    if removal.action == "evict" and removal.reason == "retention":
+        done = "it has expired: evicted"
+    reason = f": {printable(removal.reason, most=80)}" if removal.reason else ""
+    actor = printable(removal.actor, most=80)
+    return f"{done} on {removal.at.astimezone(UTC):%Y-%m-%d %H:%M} UTC by {actor}{reason}"
+
+
+def _differences(differences: Sequence[Difference]) -> str:
+    shown = [words(each) for each in differences[:_SHOWN_DIFFERENCES]]
+    more = len(differences) - _SHOWN_DIFFERENCES
     if more > 0:
         shown.append(f"{more} more")
-    return "; ".join(dict.fromkeys(shown)), nearest
+    return "; ".join(dict.fromkeys(shown))
 
 
 def _origin(nearest: Relative) -> str:

@@ -40,12 +40,14 @@ class Miss:
         reason: Why the cache could not help, or None if the artifact did not exist.
         compile_seconds: Wall time of the compilation, or 0 until it has finished.
         detail: More about the reason, such as the value that makes a program unshareable.
+        unsent: Why the upload of the result failed, or "".
     """
 
     description: Description
     reason: Reason | None
     compile_seconds: float = 0.0
     detail: str = ""
+    unsent: str = ""
 
     @property
     def trouble(self) -> str | None:
@@ -97,6 +99,13 @@ class MissLog:
                 miss.compile_seconds = seconds
                 if is_published:
                     self._published.append(miss.description)
+
+    def not_sent(self, key: ArtifactKey, why: str) -> None:
+        """Record why the upload of a result failed."""
+        with self._lock:
+            miss = self._misses.get(key)
+            if miss is not None:
+                miss.unsent = why
 
     def description_of(self, key: ArtifactKey) -> Description | None:
         """Return the description of a program, or None if the log does not contain it."""

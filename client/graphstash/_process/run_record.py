@@ -20,10 +20,11 @@ from graphstash._compile.stats import Stats
 from graphstash._process import run_name
 from graphstash._process.run_name import is_run, new_run
 from graphstash.config import ClientConfig
+from graphstash_schema import ArtifactKey
 from graphstash_schema.explanation import Description
 from graphstash_schema.own_files import make_own_directory, open_own_directory
 
-__all__ = ["ProcessRecord", "read_last_run", "save"]
+__all__ = ["ProcessRecord", "read_earlier_runs", "read_last_run", "save"]
 
 _FOLDER: Final = "records"
 _KEPT: Final = 20
@@ -43,6 +44,8 @@ class ProcessRecord:
         run_started_at: start time of the run.
         stats: the counters, by their names in `Stats`.
         misses: compiled artifacts: description, `Miss.trouble`, compile seconds.
+        unsent: why the upload of a compiled artifact failed, by key.
+        notes: what kept the process from using the cache, such as a hook that is off.
     """
 
     argv: Sequence[str]
@@ -52,10 +55,18 @@ class ProcessRecord:
     run_started_at: float
     stats: Mapping[str, Any]
     misses: Sequence[tuple[Description, str | None, float]]
+    unsent: Mapping[ArtifactKey, str]
+    notes: Sequence[str]
 
 
 def save(
-    config: ClientConfig, stats: Stats, misses: Sequence[Miss], *, run: str, started_at: float
+    config: ClientConfig,
+    stats: Stats,
+    misses: Sequence[Miss],
+    *,
+    run: str,
+    started_at: float,
+    notes: Sequence[str] = (),
 ) -> None:
     """Write the record of this process, and keep only the twenty latest runs.
 
@@ -78,6 +89,8 @@ def save(
             )
             for each in misses
         ],
+        "unsent": {str(each.description.key): each.unsent for each in misses if each.unsent},
+        "notes": list(notes),
     }
     config.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _opened(make_own_directory(config.cache_dir / _FOLDER)) as runs:
@@ -106,6 +119,17 @@ def read_last_run(cache_dir: Path) -> list[ProcessRecord] | None:
             if any((runs / name).glob("*.json")):
                 return list(_read(runs / name))
     return None
+
+
+def read_earlier_runs(cache_dir: Path, *, before: float) -> list[ProcessRecord]:
+    """Return the records of the runs that started before a time.
+
+    Raises:
+        OSError: other users may write to the directory, or it does not exist.
+    """
+    with _opened(open_own_directory(cache_dir / _FOLDER)) as runs:
+        names = [name for name in _names(runs) if run_name.started_at(name) < before]
+        return [record for name in names for record in _read(runs / name)]
 
 
 @contextmanager
@@ -145,6 +169,11 @@ def _read(run: Path) -> Iterator[ProcessRecord]:
                 run_name.started_at(run.name),
                 dict(read["stats"]),
                 misses,
+                {
+                    ArtifactKey.parse(*key.split("/")): str(why)
+                    for key, why in read.get("unsent", {}).items()
+                },
+                [str(note) for note in read.get("notes", ())],
             )
 
 

@@ -28,6 +28,7 @@ from graphstash._process.run_name import command_of_run, started_at, this_run
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, Reason
 from graphstash.hooks import installing
+from graphstash.hooks.import_hook import is_imported
 from graphstash.hooks.registry import hook_specs
 from graphstash_schema import ManifestName
 
@@ -426,15 +427,40 @@ class Session:
     def _record(self, stats: Stats) -> None:
         """Write the record that `graphstash explain` reads."""
         misses = () if self._cache is None else self._cache.log.misses
-        if stats.hits or misses:
+        notes = self._notes(looked_up=bool(stats.hits or misses))
+        if stats.hits or misses or notes:
             from graphstash._process import run_record
 
             try:
                 run_record.save(
-                    self.config, stats, misses, run=self.run, started_at=self._started_at
+                    self.config,
+                    stats,
+                    misses,
+                    run=self.run,
+                    started_at=self._started_at,
+                    notes=notes,
                 )
             except (OSError, ValueError) as error:
                 _log.debug("the record of this run cannot be written: %s", error)
+
+    def _notes(self, *, looked_up: bool) -> list[str]:
+        """Return what kept this process from using the cache, or from sharing its results.
+
+        A hook that is off is a note only if the process has looked up nothing.
+        """
+        notes = []
+        in_place = {name for name, hook in self._hooks.items() if hook is not None}
+        specs = [spec for spec in hook_specs().values() if any(map(is_imported, spec.modules))]
+        used = {module for spec in specs if spec.name in in_place for module in spec.modules}
+        for spec in specs:
+            if used.isdisjoint(spec.modules):
+                if self.config.wants_hook(spec.name):
+                    notes.append(f"the hook {spec.name} stepped aside; the log says why")
+                elif not looked_up:
+                    notes.append(f"the hook {spec.name} is off (GRAPHSTASH_HOOKS)")
+        if self.config.read_only and self.config.url:
+            notes.append("the job only reads (GRAPHSTASH_READ_ONLY): its results stay on this host")
+        return notes
 
     def _tell(self, stats: Stats) -> None:
         if not (stats.hits or stats.misses or stats.published or stats.fallbacks):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sqlalchemy import delete, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -14,7 +14,9 @@ from graphstash_server.db.queries.shared import new_values
 from graphstash_server.db.tables import audit
 from graphstash_server.keys import StoredKey
 
-__all__ = ["AuditRecord", "add_audit", "prune_audit", "read_audit"]
+__all__ = ["AuditRecord", "add_audit", "find_removal", "prune_audit", "read_audit"]
+
+_REMOVALS: Final = (AuditAction.EVICT.value, AuditAction.DELETE.value, AuditAction.WITHHOLD.value)
 
 
 class AuditRecord(NamedTuple):
@@ -88,6 +90,33 @@ async def read_audit(
         AuditEntry.model_validate(result._asdict())
         for result in await connection.execute(statement)
     ]
+
+
+async def find_removal(
+    connection: AsyncConnection, key: StoredKey, *, until: datetime, looked_at: int
+) -> AuditEntry | None:
+    """Return the last removal of an artifact until a time, among the `looked_at` latest entries of
+    its namespace. No index has the subject, so a longer search would take too long.
+    """
+    latest = (
+        select(audit)
+        .where(audit.c.namespace == key.namespace)
+        .order_by(audit.c.id.desc())
+        .limit(looked_at)
+        .subquery()
+    )
+    statement = (
+        select(latest)
+        .where(
+            latest.c.subject == str(key.key),
+            latest.c.action.in_(_REMOVALS),
+            latest.c.at <= until,
+        )
+        .order_by(latest.c.id.desc())
+        .limit(1)
+    )
+    found = (await connection.execute(statement)).first()
+    return None if found is None else AuditEntry.model_validate(found._asdict())
 
 
 async def prune_audit(connection: AsyncConnection, *, older_than: datetime, limit: int) -> int:

@@ -17,16 +17,18 @@ from typing import Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import ArtifactMetadata, InvalidValueError, Namespace
+from graphstash_schema import ArtifactMetadata, AuditEntry, InvalidValueError, Namespace
 from graphstash_schema.explanation import (
     Description,
     ExplainResponse,
     Relative,
+    Removal,
     compare,
     differing,
     identity_of,
 )
 from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.audit import find_removal
 from graphstash_server.db.queries.descriptions import (
     DescribedRow,
     NewDescription,
@@ -53,6 +55,7 @@ _LINE: Final = re.compile(r"(.+:)\d+( in |$)")
 _COMPARED: Final = 16
 _RELATIVES: Final = 3
 _LOOKED_AT: Final = 250
+_LOOKED_AT_CHANGES: Final = 4000
 
 _UNUSED: Final = timedelta(days=1)
 
@@ -103,14 +106,20 @@ class ExplanationService:
                     for row in await self._candidates(connection, where, wanted, until=until):
                         rows.setdefault(row.key, row)
                 # The caller may have stored the missed artifact in the meantime.
-                rows.pop(StoredKey.of(namespace, wanted.key), None)
+                missed = StoredKey.of(namespace, wanted.key)
+                rows.pop(missed, None)
+                removal = await find_removal(
+                    connection, missed, until=until, looked_at=_LOOKED_AT_CHANGES
+                )
                 undescribed = 0
                 if not rows:
                     undescribed = await count_undescribed(
                         connection, namespace, looked_at=_LOOKED_AT
                     )
             relatives = await asyncio.to_thread(_nearest, list(rows.values()), wanted)
-        return ExplainResponse(relatives=relatives, undescribed=undescribed)
+        return ExplainResponse(
+            relatives=relatives, undescribed=undescribed, removal=_removal(removal)
+        )
 
     async def drop_unused(self) -> None:
         """Delete environments that no artifact has used for a day."""
@@ -149,6 +158,13 @@ class ExplanationService:
                 until=until,
             )
         return found
+
+
+def _removal(entry: AuditEntry | None) -> Removal | None:
+    if entry is None:
+        return None
+    reason = re.split(r"\s?sha256:", entry.detail, maxsplit=1)[0]
+    return Removal(action=entry.action.value, at=entry.at, actor=entry.actor, reason=reason)
 
 
 def _nearest(rows: Sequence[DescribedRow], wanted: Description) -> tuple[Relative, ...]:

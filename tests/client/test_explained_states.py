@@ -1,0 +1,154 @@
+"""Promise: if the cache or its server is the cause of a miss, `graphstash explain` says so."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from graphstash.testing import FakeServer
+from support.processes import graphstash_here
+from support.server import Server
+from support.signing import Team
+from support.waiting import PATIENT, PATIENT_VARIABLES
+
+JOB = """
+import json, sys
+from pathlib import Path
+
+import graphstash
+from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
+
+for label, parts in json.loads(sys.argv[2]).items():
+    key = ArtifactKey(
+        kind=ArtifactKind.SCHEDULE,
+        device_type=DeviceType("cpu"),
+        fingerprint=fingerprint_of(ArtifactKind.SCHEDULE, parts),
+    )
+    graphstash.get_or_compile(key, label.encode, parts=parts, label=label)
+Path(sys.argv[1]).write_text("{}")
+"""
+
+
+@pytest.fixture(scope="module")
+def team(tmp_path_factory):
+    """A server without artifacts of other tests, and its directory."""
+    directory = tmp_path_factory.mktemp("team")
+    with Server(directory) as server:
+        yield SimpleNamespace(url=server.url, data=directory / "data")
+
+
+@pytest.fixture
+def run(jobs, team, namespace, tmp_path):
+    """Run a job on a host. Its programs have parts that no other test has."""
+    script = tmp_path / "train.py"
+    script.write_text(JOB)
+
+    def run(host, *labels, **settings):
+        programs = {f"{label}_{namespace}": {"program": namespace + label} for label in labels}
+        settings = {"url": team.url, "namespace": namespace} | PATIENT | settings
+        parts = settings.pop("parts", {})
+        named = {label: program | parts for label, program in programs.items()}
+        return jobs.start(
+            tmp_path / host, json.dumps(named), script=script, under="tuning", **settings
+        ).finish()
+
+    return run
+
+
+@pytest.fixture
+def explain(team, namespace, tmp_path):
+    def explain(host, **settings):
+        variables = {"GRAPHSTASH_URL": team.url, "GRAPHSTASH_NAMESPACE": namespace}
+        variables |= PATIENT_VARIABLES | {"GRAPHSTASH_CACHE_DIR": tmp_path / host / "tier"}
+        variables |= {f"GRAPHSTASH_{name.upper()}": value for name, value in settings.items()}
+        return graphstash_here("explain", check=True, **variables).stdout
+
+    return explain
+
+
+def test_evicted_artifact_is_named_with_time_and_actor(run, explain, team, namespace):
+    run("a", "step")
+    variables = {"GRAPHSTASH_DATA_DIR": team.data, "GRAPHSTASH_NAMESPACE": namespace}
+    graphstash_here("gc", "--unused-for=0s", f"--namespace={namespace}", check=True, **variables)
+    run("b", "step")
+    told = explain("b")
+    assert re.search(
+        r"1 miss: it was evicted on \d{4}-\d\d-\d\d \d\d:\d\d UTC by local:\S+: ", told
+    ), told
+
+
+def test_deleted_and_withheld_artifacts_are_named(run, explain, team, namespace):
+    run("a", "step", "loss")
+    with httpx.Client(base_url=f"{team.url}/v1/{namespace}") as http:
+        for each in http.get("/artifacts").json()["artifacts"]:
+            key = each["key"]
+            if each["label"].startswith("step"):
+                path = f"/artifacts/{key['kind']}/{key['device_type']}/{key['fingerprint']}"
+                assert http.delete(path).status_code == 204
+            else:
+                wrong = {"key": key, "digest": each["digest"], "reason": "wrong_key"}
+                assert http.post("/artifacts:report", json=wrong).json()["withheld"]
+    run("b", "step", "loss")
+    told = explain("b")
+    assert re.search(r"it was deleted on .* UTC by \S+\n    step_", told), told
+    assert re.search(r"it is withheld since it was reported on .* UTC by \S+: .*\n    loss", told)
+
+
+def test_failed_upload_is_named_by_this_run_and_by_the_next(run, explain, tmp_path):
+    with FakeServer() as server:
+        server.fail_on("put", status=403, times=1)
+        run("a", "step", url=server.url)
+        told = explain("a", url=server.url)
+        assert "1 upload failed (forbidden: " in told
+        assert "so other hosts compile again" in told
+        (artifact,) = (tmp_path / "a/tier/v2").glob("*/*/schedule/cpu/??/*")
+        artifact.unlink()
+        run("a", "step", url=server.url)
+        told = explain("a", url=server.url)
+    assert "an earlier run on this host compiled it, but its upload failed (forbidden" in told
+
+
+def test_namespace_that_is_not_read_is_named(run, explain, namespace):
+    run("a", "step", namespace=f"{namespace}-theirs")
+    run("b", "step")
+    assert f"it is stored in the namespace {namespace}-theirs, which was not read" in explain("b")
+
+
+def test_unsigned_artifact_of_a_trusted_namespace_is_named(run, explain, namespace, tmp_path):
+    run("a", "step", namespace=f"{namespace}-theirs")
+    team = Team(tmp_path)
+    team.trust("ci")
+    signed = {"signatures": "require", "trusted_keys": team.file}
+    run("b", "step", read_namespaces=f"{namespace}-theirs", **signed)
+    told = explain("b", read_namespaces=f"{namespace}-theirs")
+    assert "it is stored, but a signature is required and it has none" in told
+
+
+def test_server_that_is_down_is_named_and_the_disk_is_used(run, explain, namespace):
+    down = "http://127.0.0.1:9"
+    run("a", "step", url=down)
+    told = explain("a", url=down)
+    assert "the cache could not help (connect): the server was down or unreachable" in told
+    with FakeServer() as server:
+        run("b", "step", url=server.url)
+        run("b", "step", url=server.url, parts={"flags": "--fast"})
+        url = server.url
+    told = explain("b", url=url)
+    assert "flags: --fast here, not set there (compared with earlier runs on this host" in told
+
+
+def test_frozen_server_is_named(run, explain):
+    with FakeServer() as server:
+        server.fail_on("get", fault="hang")
+        run("a", "step", url=server.url, first_byte_seconds=0.2)
+        told = explain("a", url=server.url)
+    assert "the cache could not help (timeout): the server did not answer in time" in told
+
+
+def test_job_that_only_reads_says_so(run, explain):
+    run("a", "step", read_only=True)
+    told = explain("a")
+    assert "the job only reads (GRAPHSTASH_READ_ONLY)" in told
+    assert "1 miss: new program" in told
