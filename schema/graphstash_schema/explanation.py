@@ -22,6 +22,7 @@ from graphstash_schema.protocol import MAX_DESCRIPTIONS
 __all__ = [
     "MAX_LABEL_CHARACTERS",
     "MAX_PARTS_CHARACTERS",
+    "PACK_PART",
     "DescribeRequest",
     "Description",
     "Difference",
@@ -58,7 +59,10 @@ _SETTING: Final = "setting."
 """Parts that earlier releases do not send, and the prefix of others. If only one of two
 descriptions has such a part, they do not differ in it. "constants" of jax are the same."""
 
-_HIDDEN: Final = frozenset({"script"})
+PACK_PART: Final = "pack"
+"""Part of the description of a program in a pack: the label of the pack."""
+
+_HIDDEN: Final = frozenset({PACK_PART, "script"})
 """Parts that are in no key. They are never a cause, but make artifacts of one script nearer."""
 
 _PROGRAM: Final = (

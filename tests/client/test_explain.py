@@ -152,7 +152,7 @@ def test_artifact_in_unread_namespace_is_named(run, namespace):
 def test_explanation_without_server_names_the_reason_and_a_hostile_label_in_one_line(run, explain):
     alone = run("alone", {"step\x1b]0;owned\x07": {}}, url="http://127.0.0.1:9")
     assert lines_of(alone)[-2:] == [
-        "1 miss: the cache could not help (connect)",
+        "1 miss: the cache could not help (connect): the server was down or unreachable",
         "    jit(step ]0;owned )",
     ]
     asked = explain("alone", GRAPHSTASH_URL="http://127.0.0.1:9")

@@ -3,6 +3,9 @@
 Real compilers run each pair of `support/causes`.
 """
 
+import re
+from types import MappingProxyType
+
 import pytest
 
 from support.explained import causes_of_compiler, grade, sentences_in
@@ -24,31 +27,41 @@ def team(tmp_path_factory):
         yield server
 
 
-def explained(cause, *, compiler, url, jobs, host):
-    """Run the script of a cause on a host of its own. Return what `graphstash explain` says."""
+SMALL_PROGRAMS = """
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+
+x = jnp.full((4,), 2.0)
+print((x * 3).sum(), (x - 1).max(), jnp.tanh(x))
+Path(sys.argv[1]).write_text("{}")
+"""
+
+
+def explained(script, *, compiler, url, jobs, host, changed=MappingProxyType({}), **settings):
+    """Run a script on a host of its own. Return the run, and a function for `explain`."""
     hook, variables = COMPILERS[compiler]
     host.mkdir()
-    script = host / "train.py"
-    script.write_text(cause.script)
+    (host / "train.py").write_text(script)
     own = {
         "TORCHINDUCTOR_CACHE_DIR": str(host / "inductor"),
         "TRITON_CACHE_DIR": str(host / "triton"),
     }
-    settings = {"url": url, "namespace": compiler.replace("_", "-"), "hooks": hook}
-    running = jobs.start(
+    settings = {"url": url, "namespace": compiler.replace("_", "-"), "hooks": hook} | settings
+    ran = jobs.start(
         host,
-        script=script,
+        script=host / "train.py",
         under=f"fork:{hook}",
-        variables=variables | own | dict(cause.variables),
+        variables=variables | own | dict(changed),
         **settings,
-    )
-    running.finish()
+    ).finish()
     asked = {
         "GRAPHSTASH_URL": url,
         "GRAPHSTASH_CACHE_DIR": host / "tier",
         "GRAPHSTASH_NAMESPACE": settings["namespace"],
     }
-    return sentences_in(graphstash_here("explain", "--json", check=True, **asked).stdout)
+    return ran, lambda *options: graphstash_here("explain", *options, check=True, **asked).stdout
 
 
 @pytest.mark.parametrize(
@@ -60,11 +73,56 @@ def test_cause_of_each_miss_is_named(jobs, team, tmp_path, is_extended, compiler
     for number, cause in enumerate(causes_of_compiler(compiler)):
         if number and not (cause.is_light or is_extended):
             continue
-        told = explained(
-            cause, compiler=compiler, url=team.url, jobs=jobs, host=tmp_path / str(number)
+        _, explain = explained(
+            cause.script,
+            compiler=compiler,
+            url=team.url,
+            jobs=jobs,
+            host=tmp_path / str(number),
+            changed=cause.variables,
         )
+        told = sentences_in(explain("--json"))
         given = grade(cause, told) if told else "no miss"
         print(given, compiler, cause.name, told, sep="\t")  # shown with -rP
         if given != cause.expected:
             grades[cause.name] = (given, told)
     assert grades == {}
+
+
+def test_small_programs_count_as_in_the_summary_and_are_explained(jobs, team, tmp_path, namespace):
+    def run(host, **changed):
+        ran, explain = explained(
+            SMALL_PROGRAMS,
+            compiler="jax",
+            url=team.url,
+            jobs=jobs,
+            host=tmp_path / host,
+            changed=changed,
+            namespace=namespace,
+            job=namespace,
+        )
+        told = explain()
+        misses = ran.stats["misses"]
+        assert misses > 3
+        assert f": 0 hits, {misses} misses\n" in told
+        groups = re.findall(r"^(\d+) miss(?:es)?: (.*)$", told, re.MULTILINE)
+        assert sum(int(count) for count, _ in groups) == misses
+        return [cause for _, cause in groups]
+
+    assert run("first") == ["new small program: no pack of this job has it"]
+    flag = "--xla_cpu_enable_fast_math=true"
+    assert run("flag", XLA_FLAGS=flag) == [f"XLA_FLAGS: {flag} here, not set there"]
+
+
+def test_hook_that_is_off_is_named(jobs, team, tmp_path, namespace):
+    script = next(causes_of_compiler("jax")).script
+    _, explain = explained(
+        script,
+        compiler="jax",
+        url=team.url,
+        jobs=jobs,
+        host=tmp_path / "host",
+        namespace=namespace,
+        hooks="triton",
+    )
+    assert "the hook jax is off (GRAPHSTASH_HOOKS)\n" in explain()

@@ -66,7 +66,7 @@ LOOKS = """
 
 
 @pytest.mark.parametrize("environment", VERSIONS)
-def test_thirty_small_programs_cost_a_job_three_requests(
+def test_thirty_small_programs_cost_a_job_four_requests(
     jax_program, server, namespace, environment
 ):
     def run(host, url):
@@ -76,13 +76,14 @@ def test_thirty_small_programs_cost_a_job_three_requests(
 
     with FaultProxy(server.port) as proxy:  # one connection for each request
         assert run("a", proxy.url) == ["0 30 {}"]
-        # The first pack is asked for twice: before the first program, and before the upload.
-        assert proxy.connections == 3
-        assert run("b", proxy.url) == ["30 0 {}"]
+        # The first pack is asked for twice: before the first program, and before the upload. The
+        # last request describes it.
         assert proxy.connections == 4
-        # The copies on its disk cost a run one look-up: whether the server still has them.
         assert run("b", proxy.url) == ["30 0 {}"]
         assert proxy.connections == 5
+        # The copies on its disk cost a run one look-up: whether the server still has them.
+        assert run("b", proxy.url) == ["30 0 {}"]
+        assert proxy.connections == 6
     counted = server.stats(namespace)
     assert counted["puts"] == counted["artifacts"] == 1
 

@@ -115,7 +115,7 @@ def explain(
         for record in records
         for source in ("server", "prefetched", "host", "ranks")
     )
-    say(f"{command}: {plural(hits, 'hit')}, {plural(len(misses), 'miss')}")
+    say(f"{command}: {plural(hits, 'hit')}, {_counted(misses, records or (), which)}")
     for note in notes:
         say(shown(note, most=400))
     for line in text_of(causes):
@@ -156,6 +156,18 @@ def _causes(
     )
     with server_of(config) as server:
         return causes_of(server, misses, started_at=started_at, earlier=on_disk)
+
+
+def _counted(
+    misses: Sequence[tuple[Description, str | None]], records: Iterable[ProcessRecord], which: str
+) -> str:
+    """Return the number of misses, as in the summary line of the run, and of failures."""
+    failed = sum(reason is not None for _, reason in misses)
+    count = len(misses) - failed
+    if which == "last":
+        count = sum(int(record.stats.get("misses", 0)) for record in records)
+        failed = max(0, len(misses) - count)
+    return plural(count, "miss") + (f", {failed} compiled without the cache" if failed else "")
 
 
 def _notes(records: Iterable[ProcessRecord]) -> list[str]:

@@ -11,6 +11,7 @@ from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError, Reason
 from graphstash_schema import ArtifactKey, Namespace
 from graphstash_schema.explanation import (
+    PACK_PART,
     Description,
     Difference,
     ExplainResponse,
@@ -104,7 +105,8 @@ def causes_of(
     causes: dict[str, Cause] = {}
     asked, until = 0, monotonic() + _MAX_SECONDS
     failure: CacheError | None = None
-    for description, reason in misses:
+    # Programs in packs last: a job has many of them, and they compile fast.
+    for description, reason in sorted(misses, key=lambda miss: PACK_PART in miss[0].program):
         nearest = None
         if reason is not None:
             text = _trouble(reason)
@@ -124,6 +126,8 @@ def causes_of(
                 text = f"an earlier run on this host compiled it, but its upload failed ({why})"
             else:
                 text, nearest = cause_of(answer, read=server.config.readable)
+                if PACK_PART in description.program and not answer.relatives:
+                    text = "new small program: no pack of this job has it"
         cause = causes.setdefault(text, Cause(text, nearest=nearest))
         cause.labels.append(_name(description))
         cause.keys.append(description.key)

@@ -80,6 +80,8 @@ class MissLog:
         try:
             if len(self._misses) >= _MAX_MISSES:
                 return
+            if reason is None and request.key in self._misses:
+                return  # a program in a pack that turned out to be slow
             from graphstash_schema.explanation import described  # only a job with misses needs it
 
             script = Path(sys.argv[0] if sys.argv else "").name
@@ -90,6 +92,20 @@ class MissLog:
             return
         with self._lock:
             self._misses[request.key] = miss
+
+    def describe_pack(self, request: CompileRequest) -> None:
+        """Send a description of a published pack, which has an environment and no program."""
+        try:
+            from graphstash_schema.explanation import described, is_of_program
+
+            parts = {**request.details(), **request.parts}
+            shared = {name: value for name, value in parts.items() if not is_of_program(name)}
+            description = described(request.key, request.label, shared)
+        except Exception:  # noqa: BLE001 - a compiler may raise any exception for `details`
+            _log.debug("a pack cannot be described", exc_info=True)
+            return
+        with self._lock:
+            self._published.append(description)
 
     def compiled(self, key: ArtifactKey, *, seconds: float, is_published: bool) -> None:
         """Record the end of a compilation. `is_published`: whether the server has the artifact."""

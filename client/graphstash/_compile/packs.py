@@ -22,7 +22,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Final, TypeAlias
 
@@ -116,6 +116,16 @@ class Packs:
         )
         return entry.payload
 
+    def log_miss(self, request: CompileRequest) -> None:
+        """Log a program for which `get` has found nothing, to explain it. Never raises."""
+
+        def details() -> Mapping[str, str]:
+            from graphstash_schema.explanation import PACK_PART  # only a job with misses needs it
+
+            return {**request.details(), PACK_PART: self.name(0).label}
+
+        self._cache.log.add(replace(request, details=details), reason=self._trouble)
+
     def is_alone(self, key: ArtifactKey) -> bool:
         """Return whether the program has, or will have, an artifact of its own."""
         entry = self._entries.get(key)
@@ -150,6 +160,7 @@ class Packs:
             return seconds
         self._cache.waits.compiled(seconds)
         self._cache.compiled(key, seconds=seconds)
+        self._cache.log.compiled(key, seconds=seconds, is_published=False)
         return None
 
     def reject(self, key: ArtifactKey) -> None:
@@ -203,6 +214,7 @@ class Packs:
                     taken = self._next
                     continue
                 if outcome is PackOutcome.STORED:
+                    self._cache.log.describe_pack(request)
                     self._packed |= entries.keys()
                     self._next += 1
                 elif outcome is PackOutcome.REFUSED:

@@ -399,7 +399,7 @@ class Session:
             causes = causes_of(self._cache.stash.server, wanted, started_at=started_at(self.run))
             lines = text_of(causes)
             if (more := self.stats().misses - len(misses)) > 0:
-                lines.append(f"{plural(more, 'miss')}: small programs, which are not compared")
+                lines.append(f"{plural(more, 'miss')}: not recorded")
         except Exception as error:  # noqa: BLE001 - an explanation must not fail the job
             lines = [f"the misses cannot be explained: {error}"]
         _print_to_stderr("\n".join(f"graphstash: {line}" for line in lines))

@@ -102,6 +102,7 @@ class Entries:
                 program.given[jax_key] = key
                 return pack(payload)
             if not packs.is_alone(key):
+                packs.log_miss(request)
                 program.missed.add(jax_key)
                 program.packed.add(jax_key)
                 return None

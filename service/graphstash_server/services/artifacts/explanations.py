@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import ArtifactMetadata, AuditEntry, InvalidValueError, Namespace
 from graphstash_schema.explanation import (
+    PACK_PART,
     Description,
     ExplainResponse,
     Relative,
@@ -26,6 +27,7 @@ from graphstash_schema.explanation import (
     compare,
     differing,
     identity_of,
+    is_of_program,
 )
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.audit import find_removal
@@ -117,6 +119,8 @@ class ExplanationService:
                         connection, namespace, looked_at=_LOOKED_AT
                     )
             relatives = await asyncio.to_thread(_nearest, list(rows.values()), wanted)
+            if not relatives and (pack := wanted.program.get(PACK_PART)):
+                relatives = await self._other_environments(wanted, pack, readable, until=until)
         return ExplainResponse(
             relatives=relatives, undescribed=undescribed, removal=_removal(removal)
         )
@@ -125,6 +129,28 @@ class ExplanationService:
         """Delete environments that no artifact has used for a day."""
         async with self.database.writing() as connection:
             await drop_unused_environments(connection, before=self.clock.ago(_UNUSED))
+
+    async def _other_environments(
+        self, wanted: Description, pack: str, readable: Sequence[Namespace], *, until: datetime
+    ) -> tuple[Relative, ...]:
+        """Return the packs with a label that were made in another environment than a program."""
+        environment = wanted.model_copy(update={"program": {}})
+        async with self.database.reading() as connection:
+            rows = [
+                row._replace(parts={n: v for n, v in row.parts.items() if not is_of_program(n)})
+                for where in readable
+                for row in await list_by_label(
+                    connection,
+                    where,
+                    wanted.key.kind.value,
+                    pack,
+                    limit=_CANDIDATES,
+                    until=until,
+                )
+            ]
+        relatives = await asyncio.to_thread(_nearest, rows, environment)
+        is_same = any(not each.differences for each in relatives)
+        return () if is_same else relatives
 
     @staticmethod
     async def _candidates(
