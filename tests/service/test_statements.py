@@ -22,7 +22,7 @@ from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import find_artifact, find_stored
 from graphstash_server.db.queries.usage import UsageChange, add_usage, list_usage
 from graphstash_server.db.reads import PostgresLane, SqliteLane
-from graphstash_server.db.sqlite import SqliteConnection, SqliteHere
+from graphstash_server.db.sqlite import SqliteConnection, SqliteHere, SqliteTransaction
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from support.services import ACTOR, OVERWRITE, FakeClock, key_of
@@ -164,6 +164,34 @@ async def test_upload_single_read_and_transaction_return_same_row(opened):
         assert alone.created_at.utcoffset() == timedelta(0)
         for each in (server, other):  # in memory since the upload, and from the database
             assert (await each.context.artifacts.open(key_of())).row == alone
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_counts_of_many_namespaces_share_a_transaction(opened, monkeypatch):
+    names = [f"team-{number}" for number in range(300)]
+    begun = 0
+    begin = SqliteTransaction._begin
+
+    def counted(transaction, connection):
+        nonlocal begun
+        begun += not transaction._is_open
+        begin(transaction, connection)
+
+    async with opened() as server:
+
+        async def add_all(connection):
+            for name in names:
+                await add_usage(connection, name, UsageChange(artifacts=1))
+
+        async with server.context.database.writing_in_steps() as steps:
+            await steps.run(add_all, is_last=True)
+        for name in names:
+            server.context.accounting.count_hit(key_of(0, name), saved_seconds=1)
+        monkeypatch.setattr(SqliteTransaction, "_begin", counted)
+        await server.context.accounting.flush()
+        assert begun == 2  # 256 and 44
+        written = await list_usage(server.context.database)
+        assert [UsageChange(*counters).hits for _, *counters in written] == [1] * 300
 
 
 async def test_failing_step_leaves_nothing_behind(opened):

@@ -7,7 +7,7 @@ only statistics and the order of eviction depend.
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, TypeAlias
@@ -36,6 +36,10 @@ and device types in misses. Further groups share the row of their kind."""
 
 _MAX_IN_MEMORY: Final = 16_384
 """Maximum number of groups since the last flush, and of unwritten groups per hour and namespace."""
+
+_NAMESPACES_AT_ONCE: Final = 256
+"""Namespaces whose counts one transaction writes on SQLite, in some tens of milliseconds: meanwhile
+no upload can commit."""
 
 _Group: TypeAlias = tuple[str, str, str, str]
 """Namespace, kind, device type and job."""
@@ -276,9 +280,12 @@ class Accounting:
             failure: ServerError | None = None
             try:
                 await self._drop_unknown(counts)
-                for namespace in sorted(counts.namespaces):
+                namespaces = sorted(counts.namespaces)
+                # On PostgreSQL, no namespace waits for a lock on another one. SQLite has one lock.
+                most = 1 if self.database.is_postgresql else _NAMESPACES_AT_ONCE
+                for start in range(0, len(namespaces), most):
                     try:
-                        await self._write(namespace, counts)
+                        await self._write(namespaces[start : start + most], counts)
                     except ServerError as error:
                         failure = error  # continue with the other namespaces
                 if counts.token_uses:
@@ -298,33 +305,46 @@ class Accounting:
         for namespace in counts.usage.keys() - known:
             del counts.usage[namespace]
 
-    async def _write(self, namespace: str, counts: _Counts) -> None:
-        """Write one namespace in its own transaction, so that no other namespace waits for it."""
-        uses = sorted(counts.uses.get(namespace, {}).items(), key=lambda use: use[0].columns)
-
-        hours = counts.usage.get(namespace, _new_hours())
+    async def _write(self, namespaces: Sequence[str], counts: _Counts) -> None:
+        """Write the counts of some namespaces in one transaction."""
+        uses = {
+            namespace: sorted(
+                counts.uses.get(namespace, {}).items(), key=lambda use: use[0].columns
+            )
+            for namespace in namespaces
+        }
 
         async def write(connection: Transaction) -> None:
-            if uses:  # all transactions lock artifacts, then usage, then history
-                used = [(key, use.hits, self.bounded(use.at)) for key, use in uses]
-                await touch_artifacts(connection, used)
-            if hours:
-                total = _Usage()
-                for groups in hours.values():
-                    for usage in groups.values():
-                        total.add(usage)
-                await add_counts(connection, namespace, total.change)
-            for hour, groups in sorted(hours.items()):
-                changes = {
-                    group[1:]: usage.step for group, usage in groups.items() if any(usage.step)
-                }
-                await add_history(connection, namespace, hour, changes, max_groups=MAX_GROUPS)
+            for namespace in namespaces:
+                await self._write_one(connection, namespace, counts, uses[namespace])
 
         async with self.database.writing_in_steps() as steps:
             await steps.run(write, is_last=True)
-        self.when_written([key for key, _ in uses])
-        counts.uses.pop(namespace, None)
-        counts.usage.pop(namespace, None)
+        for namespace in namespaces:
+            self.when_written([key for key, _ in uses[namespace]])
+            counts.uses.pop(namespace, None)
+            counts.usage.pop(namespace, None)
+
+    async def _write_one(
+        self,
+        connection: Transaction,
+        namespace: str,
+        counts: _Counts,
+        uses: Sequence[tuple[StoredKey, _Use]],
+    ) -> None:
+        if uses:  # all transactions lock artifacts, then usage, then history
+            used = [(key, use.hits, self.bounded(use.at)) for key, use in uses]
+            await touch_artifacts(connection, used)
+        hours = counts.usage.get(namespace, _new_hours())
+        if hours:
+            total = _Usage()
+            for groups in hours.values():
+                for usage in groups.values():
+                    total.add(usage)
+            await add_counts(connection, namespace, total.change)
+        for hour, groups in sorted(hours.items()):
+            changes = {group[1:]: usage.step for group, usage in groups.items() if any(usage.step)}
+            await add_history(connection, namespace, hour, changes, max_groups=MAX_GROUPS)
 
     async def run(self, *, every_seconds: float) -> None:
         """Flush until cancelled, or until the database is corrupt."""
