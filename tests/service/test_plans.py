@@ -2,8 +2,8 @@
 
 Every public coroutine of `db.queries` is called on two stores of which one has twelve times as
 many rows in each table. For each statement, the database counts what it does: SQLite its virtual
-machine's instructions, PostgreSQL the rows of each node of the plan. Neither database has
-statistics of the large store, as a server's database may have none.
+machine's instructions, PostgreSQL the rows of each node of the plan. The large store has statistics
+of its own, old ones of the small store, or none.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from graphstash_schema.withdrawals import WithdrawalCause
 from graphstash_server.actor import Actor
 from graphstash_server.artifact import Artifact
 from graphstash_server.db import queries
-from graphstash_server.db.engine import make_engine
+from graphstash_server.db.engine import Database, make_engine
 from graphstash_server.db.migrate import migrate
 from graphstash_server.db.queries.audit import AuditRecord
 from graphstash_server.db.queries.descriptions import NewDescription
@@ -355,6 +355,16 @@ async def costs_of(url, count):
     return dearest
 
 
+async def analyze(url):
+    """Gather statistics, on SQLite as maintenance does."""
+    database = Database(url)
+    if database.is_postgresql:
+        async with database.writing() as connection:
+            await connection.exec_driver_sql("ANALYZE")
+    await database.update_statistics()
+    await database.close()
+
+
 async def explain_on_sqlite(driver, sql, parameters):
     """The instructions that a statement takes, by tens."""
     count = itertools.count()
@@ -395,8 +405,8 @@ def stores(request, tmp_path_factory):
                         off = f"ALTER TABLE {table.name} SET (autovacuum_enabled = off)"
                         await connection.exec_driver_sql(off)
                 await fill(connection, part)
-                if number == analyzed_after:
-                    await connection.exec_driver_sql("ANALYZE")
+            if number == analyzed_after:
+                await analyze(url)
         await engine.dispose()
 
     def new(*parts, analyzed_after=None):
@@ -435,3 +445,13 @@ async def test_no_statement_costs_more_in_a_large_store(stores):
             if title not in GROWING
         ]
     assert not told, "\n\n".join(told)
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_maintenance_updates_the_statistics_of_sqlite(opened):
+    async with opened() as server:
+        await server.put(b"blob")
+        await server.context.maintenance.run_once()
+        async with server.context.database.reading() as connection:
+            count = sa.text("SELECT count(*) FROM sqlite_stat1 WHERE tbl = 'artifacts'")
+            assert await connection.scalar(count) > 5

@@ -171,6 +171,7 @@ class Maintenance:
             await self.tokens.forget_ended(now=now, kept_for=self.audit_kept_for)
         if await self._is_due("compare rows and blobs", _DAILY):
             await self.reconciler.reconcile(blobs_before=self.clock() - _ORPHAN_AGE)
+            await self.database.update_statistics()
 
     async def retain(self) -> int:
         """Evict the artifacts that retention chooses. Return their number."""
