@@ -13,6 +13,7 @@ import pytest
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
 from support.hostile import Answer, Middlebox
+from support.processes import graphstash_on_terminal
 from support.waiting import variables_of
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
@@ -116,6 +117,16 @@ def test_largest_artifacts_are_sorted_by_the_server_or_here_if_it_is_older(serve
         assert numbers(listed(command, "--sort", "size", "--limit", "2", url=box.url)) == [2, 3]
         refused = command("ls", "--sort", "size", *after, url=box.url, status=1)
         assert "order" in refused.stderr
+
+
+def test_list_that_is_sorted_here_shows_how_much_it_has_read_on_a_terminal(put, config):
+    for number in (1, 2, 3):
+        put(number)
+    own = config("host")
+    settings = {"GRAPHSTASH_URL": own.url, "GRAPHSTASH_NAMESPACE": own.namespace}
+    status, shown = graphstash_on_terminal("ls", "--sort", "hits", **settings, COLUMNS="100")
+    assert status == 0
+    assert re.search(r"reading the list .* 3/", shown)
 
 
 def test_labels_are_cut_to_a_terminal_of_80_columns_and_whole_elsewhere(

@@ -129,6 +129,10 @@ def test_job_page_compares_runs_and_run_page_lists_causes(reader, used):
     links = set(re.findall(r'href="([^"]+)"', job))
     assert {f"/runs/{namespace}/run-{number}" for number in (1, 2)} <= links
     assert "2 artifacts in its manifest" in text_of(job)
+    assert "latest run compiled 2 programs. The 1 run before compiled at most 0: see why" in (
+        text_of(job).replace(" .", ".").replace(" :", ":")
+    )
+    assert "Hit rate of each of the last 2 runs" in job
     for text in (CAUSE, "cause unknown", "jit(init)", "2 of 50 programs", "2 misses"):
         assert text in run, text
 

@@ -12,6 +12,7 @@ from graphstash._cli.output import (
     Json,
     NamespaceOption,
     Url,
+    count_progress,
     err,
     fail,
     format_age,
@@ -300,9 +301,9 @@ def _listed(
 def _sorted_here(
     server: "ServerClient", query: ArtifactQuery, *, sort: Sort, limit: int
 ) -> list[ListedArtifact]:
-    with err.status("reading the list"):
+    with count_progress() as progress:
         whole = query.model_copy(update={"order": ListOrder.FINGERPRINT, "limit": 500})
-        every = server.every_artifact(whole)
+        every = progress.track(server.every_artifact(whole), description="reading the list")
         if not limit:
             return sorted(every, key=_SORT_KEYS[sort], reverse=True)
         return heapq.nlargest(limit, every, key=_SORT_KEYS[sort])

@@ -33,18 +33,27 @@ async def job_of(visitor: Visitor) -> dict[str, Any]:
         )
     earliest_first = sorted(runs, key=lambda run: run.started_at)
     compiled = [run.sums.compiled for run in earliest_first]
+    labels = [f"{run.started_at:%-d %b %H:%M}" for run in earliest_first]
     chart = partial(
         charts.bars,
         f"Programs compiled in each of the last {len(runs)} runs, the latest on the right",
-        [f"{run.started_at:%-d %b %H:%M}" for run in earliest_first],
+        labels,
         compiled,
         written="{:g}".format,
+    )
+    rate_chart = partial(
+        charts.lines,
+        f"Hit rate of each of the last {len(runs)} runs, the latest on the right",
+        labels,
+        {"hit rate": [_rate(run) for run in earliest_first]},
     )
     return {
         "namespace": where,
         "job": job,
         "runs": earliest_first[::-1],
         "chart": chart if any(compiled) else None,
+        "rate_chart": rate_chart if len(runs) > 1 else None,
+        "most_before": max(compiled[:-1], default=None),
         "entries": len(entries),
         "used_at": max((each.used_at for each in entries), default=None),
         "device_types": _device_types(runs),
@@ -72,6 +81,12 @@ async def run_of(visitor: Visitor) -> dict[str, Any]:
         "sums": run.sums,
         "causes": _causes(run),
     }
+
+
+def _rate(run: Run) -> float | None:
+    """Return the share of programs that the run found, in percent, or None if it needed none."""
+    needed = run.sums.hits + run.sums.compiled
+    return 100 * run.sums.hits / needed if needed else None
 
 
 def _device_types(runs: tuple[Run, ...]) -> list[str]:
