@@ -153,7 +153,7 @@ def read_provenance(file: IO[bytes]) -> tuple[Provenance, int]:
         file.seek(0)
 
 
-def open_ours(path: Path) -> IO[bytes]:
+def open_ours(path: Path | str) -> IO[bytes]:
     """Open a file that no other user can change during the check. Never block.
 
     Raises:
