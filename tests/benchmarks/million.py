@@ -164,6 +164,8 @@ class Store:
         """What people look at, and what explains a miss."""
         for what, where in (
             ("the overview", "/"),
+            ("the overview of a namespace", "/?namespace=bench"),
+            ("the list of withheld artifacts", "/v1/-/quarantine?namespace=bench"),
             ("search for one word", "/search?q=torch"),
             ("search for a word that nothing has", "/search?q=nowhere"),
         ):
