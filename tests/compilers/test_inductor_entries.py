@@ -2,6 +2,8 @@
 
 import base64
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -283,3 +285,33 @@ def test_no_secret_of_the_environment_is_in_a_description(host, monkeypatch):
     for miss in misses:
         assert "secret" not in miss.description.model_dump_json()
     assert any("env.TORCHINDUCTOR_MAX_AUTOTUNE_GEMM" in miss.description.parts for miss in misses)
+
+
+def test_registrations_after_the_first_key_change_the_next_ones(tmp_path):
+    """The hook keeps what it has read of torch's tables while they are the same."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import torch
+import torch._inductor.compile_fx
+from graphstash.hooks.inductor.kernels import _definitions
+from graphstash.hooks.inductor.user_code import user_code_of
+
+graph = torch.fx.symbolic_trace(lambda x: x.sin())
+keys = [user_code_of(graph, []), user_code_of(graph, [])]
+definition = _definitions()[0]
+definition._backend_fns = {**definition._backend_fns}
+keys.append(user_code_of(graph, []))
+assert len(set(keys)) == 1
+definition._backend_fns["other"] = lambda x: x
+keys.append(user_code_of(graph, []))
+for by in (2, 3):
+    operation = torch.ops.prims.sin.default
+    operation.py_kernels.pop(torch._C.DispatchKey.Autograd, None)
+    operation.py_impl(torch._C.DispatchKey.Autograd)(lambda x: x * by)
+    keys.append(user_code_of(graph, []))
+print(len(set(keys)))
+"""
+    )
+    command = [sys.executable, program]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"4\n"

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from itertools import chain
+from operator import is_
 from types import ModuleType
 from typing import Any, Final
 
@@ -161,11 +162,16 @@ def operations_of_program() -> frozenset[str]:
 def changed_definitions() -> list[CustomOpDef]:
     """Return torch's definitions of operations that a program extended."""
     definitions = _definitions()
-    tables = [getattr(each, name, {}) for each in definitions for name in _TABLES]
+    # This runs for every graph, and `getattr` is slow for the names that a release of torch lacks.
+    own = [*chain.from_iterable(map(dict.values, map(vars, definitions)))]
+    if len(_held[0]) != len(own) or not all(map(is_, _held[0], own)):
+        tables = [getattr(each, name, {}) for each in definitions for name in _TABLES]
+        _held[:] = [own, tables, [each._disabled_kernel for each in definitions]]
+    _, tables, disabled = _held
     values = [
-        *chain.from_iterable(map(dict.values, map(vars, definitions))),
+        own,
         *chain.from_iterable(map(dict.values, tables)),
-        *chain.from_iterable([each._disabled_kernel for each in definitions]),
+        *chain.from_iterable(disabled),
     ]
     if _known_definitions[0] != values:
         changed = [each for each in definitions if _is_changed(each)]
@@ -215,6 +221,10 @@ def _unchecked(function: Any) -> Any:
         return function
     return inspect.getclosurevars(function).nonlocals["func"]
 
+
+_held: list[Any] = [[], [], []]
+"""Cache of `changed_definitions`: the values of all attributes, and the tables and sets of disabled
+kernels among them."""
 
 _known_definitions: list[Any] = [None, []]
 """Cache of `changed_definitions`: the values in torch's definitions, and the result."""

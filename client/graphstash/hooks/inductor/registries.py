@@ -187,13 +187,22 @@ def _operations(count: int, _overload_count: int) -> tuple[list[OpOverload], lis
     return operations, [each.py_kernels for each in operations]
 
 
+_known_sizes: list[Any] = [None, [], []]
+"""Cache of `_foreign_kernels`: the tables, their sizes, and those tables that are not empty."""
+
+
 def _foreign_kernels() -> list[tuple[str, Any]]:
     """Return the kernels that a program registered for operations of torch with `py_impl`."""
     count = sum(map(len, _namespaces()))
     operations, tables_of_kernels = _operations(count, sum(map(len, _packets(count))))
-    keys = chain.from_iterable(tables_of_kernels)
-    kernels = chain.from_iterable(map(dict.values, tables_of_kernels))
-    state = [*map(len, tables_of_kernels), *keys, *kernels]
+    # This runs for every graph, and most of the thousands of tables are empty.
+    sizes = list(map(len, tables_of_kernels))
+    if _known_sizes[0] is not tables_of_kernels or _known_sizes[1] != sizes:
+        _known_sizes[:] = [tables_of_kernels, sizes, [each for each in tables_of_kernels if each]]
+    used = _known_sizes[2]
+    keys = chain.from_iterable(used)
+    kernels = chain.from_iterable(map(dict.values, used))
+    state = [_known_sizes[1], *keys, *kernels]
     return remembered(
         "kernels",
         state,
