@@ -4,10 +4,8 @@ The file holds these two settings only. If it is damaged, it is ignored, and a s
 a job, such as the trusted keys, must not be ignored. Options and the environment take precedence.
 """
 
-import json
 import os
 import stat
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -73,6 +71,9 @@ def write_user_file(path: Path, values: Mapping[str, str]) -> None:
     Raises:
         OSError: the directory or the file cannot be written.
     """
+    import json  # slow to import, and only one command writes the file
+    import tempfile
+
     path = Path(os.path.realpath(path))  # keep a link that a user's tool for settings has made
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in values.items()]

@@ -155,6 +155,13 @@ _CLIENTS = ("run", "status", "ls", "show", "forget", "explain", "report", "keys"
 """Commands that fail on their arguments without the client of a server and the local tier."""
 
 
+def test_settings_of_job_import_nothing_that_only_commands_need():
+    program = (
+        "import sys, graphstash.config; print({'json', 'tempfile', 'tomllib'} & {*sys.modules})"
+    )
+    assert processes.python(program, check=True).stdout == "set()\n"
+
+
 def test_run_imports_nothing_heavy_before_the_job():
     program = """
         import os, sys
