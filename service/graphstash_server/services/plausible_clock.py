@@ -53,8 +53,7 @@ __all__ = ["TOLERANCE", "PlausibleClock"]
 _LOGGER = logging.getLogger(__name__)
 
 TOLERANCE: Final = timedelta(hours=1)
-"""Maximum difference of clock and recorded time at which the servers delete by age. A shorter age,
-which the setting `retain_days` allows, is not protected from a wrong clock."""
+"""Maximum difference of clock and recorded time at which the servers delete by age."""
 
 _PACE: Final = 10
 
@@ -99,8 +98,15 @@ class PlausibleClock:
         return min(max(at, self._recorded), self._recorded + self._passed() + TOLERANCE)
 
     def ago(self, age: timedelta) -> datetime:
-        """Return the time before which stored times are older than `age`."""
-        limit = self() - age
+        """Return the time before which stored times are older than `age`.
+
+        A clock that is ahead by less than `TOLERANCE` may also be wrong, which matters for short
+        ages. So the age ends at the recorded time.
+        """
+        now = self()
+        if self._recorded is not None:
+            now = min(now, self._recorded + self._passed())
+        limit = now - age
         for suspension in reversed(self._suspensions):
             began_at = suspension.began_at - _OVERLAP
             if suspension.ended_at is not None and began_at <= limit < suspension.ended_at:
