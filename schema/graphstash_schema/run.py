@@ -177,3 +177,4 @@ class RunList(WireModel):
     """Runs, the latest report first."""
 
     runs: Items[Run]
+    next: str | None = Field(default=None, description="where the next page begins; null: it ends")

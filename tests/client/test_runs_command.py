@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from graphstash_schema import ArtifactMetadata
+from graphstash_schema.run import MAX_LISTED_RUNS
 from support.host import key
 from support.waiting import until
 
@@ -23,7 +24,7 @@ def report_run(server, namespace, hosts):
     metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1)
     hosts("publisher").put(key_of(99), b"x", metadata)
 
-    def report(run, *misses, job="nightly", hits=0):
+    def report(run, *misses, job="nightly", hits=0, started_at=NOW):
         counts = {
             "kind": "jax",
             "device_type": key().device_type,
@@ -35,7 +36,7 @@ def report_run(server, namespace, hosts):
         body = {
             "job": job,
             "program": "train.py",
-            "started_at": NOW.isoformat(),
+            "started_at": started_at.isoformat(),
             "seconds": 600,
             "saved_wall_seconds": 20,
             "counts": [counts],
@@ -125,6 +126,18 @@ def test_a_month_is_reported_in_markdown(two_runs, command, hosts, namespace, re
         return {each["group"] for each in made["by"]["namespace"]}
 
     until(lambda: {namespace, "(others)"} & groups())
+
+
+def test_month_before_the_latest_runs_is_reported_whole(report_run, server, namespace, command):
+    before = datetime(2026, 1, 31, 23, tzinfo=UTC)
+    for number in range(MAX_LISTED_RUNS + 3):
+        report_run(f"old-{number:03}", ("jit(old)", ""), started_at=before)
+    for number in range(MAX_LISTED_RUNS):
+        report_run(f"run-{number:03}", ("jit(new)", ""))
+    arguments = ("report", "--month", "2026-01", "--namespace", namespace, "--json")
+    made = json.loads(command(*arguments).stdout)
+    assert made["runs"] == MAX_LISTED_RUNS + 3
+    assert [each["label"] for each in made["misses"]] == ["jit(old)"]
 
 
 def test_empty_month_is_reported_and_malformed_one_refused(command):

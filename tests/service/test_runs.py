@@ -129,6 +129,25 @@ def test_the_list_has_the_latest_first_and_a_report_replaces_that_of_its_process
     assert (run["program"], only["label"], only["cause"]) == (label,) * 3
 
 
+@pytest.mark.sql
+def test_runs_of_a_month_are_listed_page_by_page(reports, problem):
+    for number in range(7):
+        month = 1 + number % 2
+        assert reports.report(f"run-{number}", started_at=f"2025-0{month}-03T00:00:00Z").is_success
+        reports.report(f"run-{number}", "1", started_at="2025-02-27T00:00:00Z")
+    january = {"since": "2025-01-01T00:00:00Z", "until": "2025-02-01T00:00:00Z", "limit": 3}
+    answers = [reports.http.get(reports.path, params=january).json()]
+    while answers[-1]["next"]:
+        query = january | {"after": answers[-1]["next"]}
+        answers.append(reports.http.get(reports.path, params=query).json())
+    found = [[each["run"] for each in answer["runs"]] for answer in answers]
+    assert found == [["run-6", "run-4", "run-2"], ["run-0"]]
+    assert {each["processes"] for answer in answers for each in answer["runs"]} == {2}
+    for after in ("x", "2025-01-01T00:00:00/run", "2025-01-01T00:00:00Z/a b"):
+        answer = reports.http.get(reports.path, params={"after": after})
+        problem(answer, 400, "invalid_request", "after=")
+
+
 def test_malformed_or_oversized_report_name_or_query_is_refused(reports, problem):
     for query, code, named in (
         ({"limit": MAX_LISTED_RUNS + 1}, "invalid_request", "limit"),

@@ -1,6 +1,6 @@
 """`graphstash report`: what the cache saved in a month, in Markdown for a manager."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -88,7 +88,7 @@ class MonthReport:
         total: counts of the whole month.
         by: groups by kind of grouping, longest saved compile time first.
         misses: labels with the longest compile time in `runs_read` runs.
-        runs: number of runs that started in the month, among the latest of each namespace.
+        runs: number of runs that started in the month and that the server still has.
         runs_read: number of these runs whose misses were read.
         saved_wall_seconds: estimate of how much earlier all `runs` runs ended.
     """
@@ -185,10 +185,9 @@ def _add_runs(
     with count_progress() as progress:
         for where in progress.track(namespaces, description="runs"):
             with closing(ServerClient(_in(config, where))) as server:
-                for run in server.runs(limit=MAX_LISTED_RUNS).runs:
-                    if since <= run.started_at < until:
-                        seconds = sum(each.compile_seconds for each in run.counts)
-                        found.append((seconds, where, run))
+                for run in _runs_of(server, since, until):
+                    seconds = sum(each.compile_seconds for each in run.counts)
+                    found.append((seconds, where, run))
         found.sort(key=lambda each: -each[0])
         content.runs = len(found)
         content.saved_wall_seconds = sum(run.saved_wall_seconds for _, _, run in found)
@@ -201,6 +200,19 @@ def _add_runs(
                     _add_miss(sums, where, miss)
     longest = sorted(sums.values(), key=lambda each: -each.seconds)
     content.misses = longest[:_SHOWN_MISSES]
+
+
+def _runs_of(server: ServerClient, since: datetime, until: datetime) -> Iterator[Run]:
+    """Yield the runs that started in a month. A server of an earlier release lists only its latest
+    runs, of all months.
+    """
+    place: str | None = ""
+    while place is not None:
+        page = server.runs(
+            limit=MAX_LISTED_RUNS, since=since.isoformat(), until=until.isoformat(), after=place
+        )
+        yield from (run for run in page.runs if since <= run.started_at < until)
+        place = None if page.next == place else page.next
 
 
 def _add_miss(sums: dict[tuple[str, str], MissSums], where: Namespace, miss: RunMiss) -> None:
@@ -235,7 +247,7 @@ def _markdown(content: MonthReport, since: datetime) -> str:
     )
     if content.saved_wall_seconds:
         lines.append(
-            f"The latest runs of the month ({content.runs} that reported) ended about "
+            f"The runs of the month ({content.runs} that the server still knows) ended about "
             f"{format_seconds(content.saved_wall_seconds)} earlier together, by their own "
             "estimate.\n"
         )

@@ -356,11 +356,19 @@ class ServerClient:
         """Return the server's statistics."""
         return _parsed(schema.ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
 
-    def runs(self, job: schema.ManifestName | None = None, *, limit: int = 20) -> RunList:
-        """Return the latest runs of the namespace, or of one job, without their misses."""
+    def runs(
+        self, job: schema.ManifestName | None = None, *, limit: int = 20, **chosen: str
+    ) -> RunList:
+        """Return the latest runs of the namespace, or of one job, without their misses.
+
+        Args:
+            job: name of the job.
+            limit: maximum number of runs.
+            **chosen: further parameters of the call.
+        """
         from graphstash_schema.run import RunList
 
-        query = {"limit": limit, **({} if job is None else {"job": job})}
+        query = {"limit": limit, **({} if job is None else {"job": job}), **chosen}
         return self._read(f"{API_PREFIX}/{self.config.namespace}/runs", query, RunList)
 
     def run(self, name: RunName) -> Run:

@@ -3,7 +3,7 @@
 from typing import Final
 
 from fastapi import Request, Response
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
 from graphstash_schema import ErrorCode, ManifestName, Namespace, Scope
 from graphstash_schema.model import WireModel
@@ -31,6 +31,15 @@ _PATH: Final = "/{namespace}/runs"
 class _RunsQuery(WireModel):
     job: ManifestName | None = Field(default=None, description="only runs of it")
     limit: int = Field(default=20, ge=1, le=MAX_LISTED_RUNS, description="most runs")
+    since: AwareDatetime | None = Field(
+        default=None, description="only runs that started at this time or later"
+    )
+    until: AwareDatetime | None = Field(
+        default=None, description="only runs that started before this time"
+    )
+    after: str = Field(
+        default="", max_length=256, description="`next` of the page before; empty for the first"
+    )
 
 
 def _hidden(request: Request) -> ServerError:
@@ -74,9 +83,7 @@ async def put_report(call: NamespaceCall) -> Response:
 async def list_runs(call: NamespaceCall) -> Response:
     """Return the runs that reported last, without their misses."""
     query = read_query(call, _RunsQuery)
-    return json_answer(
-        await call.context.runs.list_latest(call.namespace, job=query.job, limit=query.limit)
-    )
+    return json_answer(await call.context.runs.list_latest(call.namespace, **dict(query)))
 
 
 @router.call(

@@ -13,6 +13,7 @@ from graphstash_server.db.tables import runs
 __all__ = [
     "HeldRun",
     "ReportRow",
+    "RunRequest",
     "count_processes",
     "delete_old_runs",
     "delete_runs",
@@ -42,6 +43,18 @@ class ReportRow(NamedTuple):
     saved_wall_seconds: float
     counts: str
     misses: str
+
+
+class RunRequest(NamedTuple):
+    """Which runs to list: those that started in `[since, until)`, after the end of the page before
+    (the time of its last run's last report, and that run's name). None does not restrict.
+    """
+
+    limit: int
+    job: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    after: tuple[datetime, str] | None = None
 
 
 class HeldRun(NamedTuple):
@@ -132,20 +145,28 @@ async def delete_old_runs(connection: AsyncConnection, *, before: datetime, limi
 
 
 async def list_latest(
-    connection: AsyncConnection, namespace: str, *, job: str | None, limit: int
-) -> list[tuple[str, int, int]]:
-    """Return the latest runs: name, number of processes, and bytes."""
+    connection: AsyncConnection, namespace: str, chosen: RunRequest
+) -> list[tuple[str, int, int, datetime]]:
+    """Return the latest runs: name, number of processes, bytes, and time of the last report."""
+    last = func.max(runs.c.reported_at)
     statement = (
-        select(runs.c.run, func.count(), func.sum(runs.c.size_bytes))
+        select(runs.c.run, func.count(), func.sum(runs.c.size_bytes), last)
         .where(runs.c.namespace == namespace)
         .group_by(runs.c.run)
-        .order_by(func.max(runs.c.reported_at).desc(), runs.c.run)
-        .limit(limit)
+        .order_by(last.desc(), runs.c.run)
+        .limit(chosen.limit)
     )
-    if job is not None:
-        statement = statement.where(runs.c.job == job)
+    if chosen.job is not None:
+        statement = statement.where(runs.c.job == chosen.job)
+    if chosen.since is not None:
+        statement = statement.having(func.min(runs.c.started_at) >= chosen.since)
+    if chosen.until is not None:
+        statement = statement.having(func.min(runs.c.started_at) < chosen.until)
+    if chosen.after is not None:
+        at, name = chosen.after
+        statement = statement.having(or_(last < at, and_(last == at, runs.c.run > name)))
     rows = await connection.execute(statement)
-    return [(name, int(count), int(size_bytes)) for name, count, size_bytes in rows]
+    return [(name, int(count), int(size_bytes), at) for name, count, size_bytes, at in rows]
 
 
 async def list_reports(

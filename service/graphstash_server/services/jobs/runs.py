@@ -14,7 +14,7 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from pydantic import TypeAdapter
@@ -42,6 +42,7 @@ from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.runs import (
     HeldRun,
     ReportRow,
+    RunRequest,
     count_processes,
     delete_old_runs,
     delete_runs,
@@ -169,17 +170,29 @@ class RunService:
                 await delete_runs(connection, self._surplus(held))
 
     async def list_latest(
-        self, namespace: Namespace, *, job: ManifestName | None = None, limit: int = 20
+        self,
+        namespace: Namespace,
+        *,
+        job: ManifestName | None = None,
+        limit: int = 20,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        after: str = "",
     ) -> RunList:
-        """Return at most `limit` runs of a job or of all jobs, by their latest report."""
+        """Return a page of at most `limit` runs, by their latest report. `job` restricts the list
+        to runs of a job, and the times to runs that started in `[since, until)`.
+
+        Raises:
+            ServerError: 400 if `after` does not have the form of a page's `next`.
+        """
+        place = _parse(after) if after else None
+        chosen = RunRequest(min(limit, MAX_LISTED_RUNS), job, since, until, place)
         async with self._summing:  # only one call at a time holds reports in memory
             async with self.database.reading() as connection:
-                latest = await list_latest(
-                    connection, namespace, job=job, limit=min(limit, MAX_LISTED_RUNS)
-                )
+                latest = await list_latest(connection, namespace, chosen)
                 names: list[str] = []
                 processes = size_bytes = 0
-                for name, count, size in latest:
+                for name, count, size, _ in latest:
                     processes += count
                     size_bytes += size
                     if names and (
@@ -194,7 +207,9 @@ class RunService:
             runs = await asyncio.to_thread(
                 lambda: tuple(_sum(of_run[name]) for name in names if of_run[name])
             )
-        return RunList(runs=runs)
+        has_more = len(names) == chosen.limit or len(names) < len(latest)
+        end = latest[len(names) - 1] if has_more and names else None
+        return RunList(runs=runs, next=f"{end[3].isoformat()}/{end[0]}" if end else None)
 
     async def find(self, namespace: Namespace, run: RunName) -> Run | None:
         """Return one run with its misses, or None if it has no report."""
@@ -244,6 +259,25 @@ class RunService:
 
     def _share(self, run: HeldRun) -> float:
         return max(run.reports / self.max_reports, run.size_bytes / self.max_bytes)
+
+
+def _parse(text: str) -> tuple[datetime, str]:
+    at, _, name = text.partition("/")
+    try:
+        return _time(at), RunName(name)
+    except (ValueError, OverflowError):
+        raise ServerError(
+            ErrorCode.INVALID_REQUEST,
+            f"after={text[:120]!r} does not come from a page: use its `next` as it is, or leave it "
+            "out to begin",
+        ) from None
+
+
+def _time(text: str) -> datetime:
+    parsed = datetime.fromisoformat(text)
+    if parsed.tzinfo is None:
+        raise ValueError(text)
+    return parsed.astimezone(UTC)
 
 
 def _sum(reports: Sequence[ReportRow]) -> Run:
