@@ -184,6 +184,20 @@ async def test_explanation_of_new_program_reads_oldest_and_latest_artifacts(cont
     assert plans[statements[-1].sql].count("ix_artifacts_namespace_created_at") == 2
 
 
+async def test_explanation_of_moved_line_follows_indexes(context):
+    """Neighboring labels come from the index of labels, and removals from that of the audit log."""
+    wanted = Description(key=key(COUNT + 1).key, label="train.py:7", program={}, environment={})
+    with recorded() as statements:
+        await context.explanations.explain(BENCH, wanted, readable=[BENCH])
+    plans = await plans_of(context.database, statements)
+    near = [plan for sql, plan in plans.items() if "ORDER BY descriptions.label" in sql]
+    (removals,) = (plan for sql, plan in plans.items() if "audit" in sql)
+    assert len(near) == 2
+    for plan in near:
+        assert "ix_descriptions_namespace_kind_label_described_at" in plan, plan
+    assert "ix_audit_namespace_id" in removals, removals
+
+
 async def test_eviction_follows_the_index_of_value(context):
     with recorded("ORDER BY artifacts.rank") as statements:
         planned = [candidate async for candidate in context.evictor.plan()]
