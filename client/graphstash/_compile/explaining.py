@@ -28,6 +28,8 @@ __all__ = ["Cause", "Earlier", "cause_of", "causes_of", "text_of"]
 
 _MAX_ASKED = 64
 _MAX_SECONDS = 10.0
+_MAX_AGE_SECONDS: Final = 1e9
+"""Longest age of a run that a server accepts. A run is older if its host's clock began at 1970."""
 _SHOWN_DIFFERENCES = 4
 _SHOWN_LABELS = 4
 
@@ -116,7 +118,7 @@ def causes_of(
             if failure is None:
                 asked += 1
                 try:
-                    age = max(0.0, time() - started_at)
+                    age = min(max(0.0, time() - started_at), _MAX_AGE_SECONDS)
                     answer = server.explain(description, min_age_seconds=age)
                 except CacheError as error:
                     failure = error
