@@ -23,8 +23,6 @@ class AuditAction(StrEnum):
     POLICY_REMOVE = "policy_remove"
     WITHHOLD = "withhold"
     RELEASE = "release"
-    PIN = "pin"
-    UNPIN = "unpin"
 
 
 class AuditEntry(WireModel):

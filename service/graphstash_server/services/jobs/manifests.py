@@ -140,17 +140,18 @@ class PinService:
     ) -> int:
         """Pin the artifacts in a job's manifest. Return the number of its entries."""
         change = partial(pin_artifacts, until=until)
-        record = self._record(actor, AuditAction.PIN, namespace, job, f"until {until:%Y-%m-%d}")
+        record = self._record(actor, namespace, job, f"pinned until {until:%Y-%m-%d}")
         return await self._change(namespace, job, change, record)
 
     async def unpin(self, namespace: Namespace, job: ManifestName, *, actor: Actor) -> int:
         """Unpin the artifacts in a job's manifest. Return the number of its entries."""
-        record = self._record(actor, AuditAction.UNPIN, namespace, job)
+        record = self._record(actor, namespace, job, "not pinned")
         return await self._change(namespace, job, unpin_artifacts, record)
 
-    def _record(
-        self, actor: Actor, action: AuditAction, namespace: Namespace, job: str, detail: str = ""
-    ) -> AuditRecord:
+    def _record(self, actor: Actor, namespace: Namespace, job: str, detail: str) -> AuditRecord:
+        # Servers and clients of earlier releases do not know an action for pins, and would fail to
+        # show the log.
+        action = AuditAction.POLICY_SET
         subject = f"job {job}"
         return AuditRecord(self.clock(), actor, action, namespace, subject=subject, detail=detail)
 
