@@ -158,11 +158,10 @@ _FIRST_TIME = datetime.min.replace(tzinfo=UTC)
 _BY_TOOLCHAIN = tuple(
     artifacts.c[name] for name in ("toolchain", "namespace", "kind", "last_used_at")
 )
-_LAST_TOOLCHAIN = Prepared(
-    lambda _: select(*_BY_TOOLCHAIN).order_by(*(each.desc() for each in _BY_TOOLCHAIN)).limit(1)
-)
+_LATEST_FIRST = select(*_BY_TOOLCHAIN).order_by(*(each.desc() for each in _BY_TOOLCHAIN)).limit(1)
+_LAST_TOOLCHAIN = Prepared(lambda _: _LATEST_FIRST)
 _TOOLCHAIN_BEFORE = Prepared(
-    lambda dialect: _LAST_TOOLCHAIN.statement(dialect).where(  # type: ignore[attr-defined]
+    lambda _: _LATEST_FIRST.where(
         tuple_(*_BY_TOOLCHAIN)
         < tuple_(*(bindparam(f"before_{each.name}", type_=each.type) for each in _BY_TOOLCHAIN))
     )
