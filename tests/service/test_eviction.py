@@ -18,12 +18,15 @@ from graphstash_schema import (
     NamespacePolicy,
 )
 from graphstash_server.actor import Actor
+from graphstash_server.db.queries.identifiers import claim_recount, last_recount
+from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.db.tables import usage
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.eviction_order import HALF_LIFE, aged, density
 from graphstash_server.services.artifacts import service
 from graphstash_server.services.maintenance.garbage import GarbageOptions, collect_garbage
 from support.services import ACTOR, ServiceClient, key_of, upload_of
+from support.statements import recorded
 
 pytestmark = pytest.mark.anyio
 
@@ -610,3 +613,26 @@ async def test_uncounted_artifacts_of_previous_release_are_counted(opened):
             await connection.execute(sa.update(usage).values(metadata_bytes=0))
         await store.context.reconciler.reconcile(blobs_before=store.clock.now)
         assert (await store.used()).metadata_bytes == 4096 - 10
+
+
+async def test_recount_beside_another_corrects_once_and_reads_no_artifact_while_it_writes(opened):
+    """A transaction that counted a large namespace would keep all writers of SQLite waiting."""
+    async with opened() as one, opened() as two:
+        await one.add(0, 10)
+        async with one.context.database.writing() as connection:
+            await connection.execute(sa.update(usage).values(size_bytes=77, artifacts=3))
+        async with two.context.database.reading() as connection:
+            mark = await last_recount(connection)
+            assert list(await recount_usage(connection)) == [TEAM]
+        await one.add(1, 20)
+        with recorded("FROM artifacts") as statements:
+            assert await one.context.reconciler.recount(is_repair=True) == [TEAM]
+        assert len(statements) == 1
+        async with two.context.database.writing() as connection:
+            assert await claim_recount(connection, mark) is None
+        used = await one.used()
+        assert (used.artifacts, used.size_bytes) == (2, 30)
+        async with one.context.database.writing() as connection:
+            await connection.execute(sa.update(usage).values(size_bytes=1))
+        assert await two.context.reconciler.recount(is_repair=True) == [TEAM]
+        assert (await one.used()).size_bytes == 30

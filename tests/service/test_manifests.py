@@ -108,7 +108,7 @@ async def test_entries_of_a_namespace_are_bounded_counted_and_dropped_when_unuse
         assert kept == [0, 2, 4, 4]
         assert (await server.used()).manifest_bytes == 10 * 512
         async with server.context.database.reading() as connection:
-            assert await recount_usage(connection) == []
+            assert await recount_usage(connection) == {}
 
         opened.clock.turn(91 * 24 * 3600)
         await server.context.manifests.drop_unused()

@@ -214,7 +214,7 @@ async def assert_whole(opened, server):
         marks = (await connection.execute(sa.select(deletions.c.sha256))).all()
         miscounted = await recount_usage(connection)
     assert marks == []
-    assert miscounted == []
+    assert miscounted == {}
     assert set(opened.blobs.blobs) == {row.sha256 for row in rows}
     used = await server.used()
     assert (used.artifacts, used.size_bytes) == (len(rows), sum(row.size_bytes for row in rows))

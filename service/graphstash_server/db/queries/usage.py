@@ -127,11 +127,12 @@ async def stored_bytes(connection: AsyncConnection, namespace: str | None = None
     return int(await connection.scalar(statement) or 0)
 
 
-async def recount_usage(
-    connection: AsyncConnection, *, corrected: str | None = None
-) -> Sequence[str]:
-    """Count artifacts and manifest entries again, and return the namespaces whose counters differ.
-    If `corrected` is given, check only that namespace and correct it, in a transaction.
+async def recount_usage(connection: AsyncConnection) -> dict[str, UsageChange]:
+    """Count artifacts and manifest entries again. Return the namespaces whose counters differ, and
+    the changes that correct them.
+
+    Every transaction changes rows and counters together, so concurrent writes change no difference:
+    it can be added later, once.
     """
     # One statement reads all tables at the same time, so concurrent writes cause no difference.
     counted = [
@@ -149,8 +150,6 @@ async def recount_usage(
         ),
         select(usage.c.namespace, *(-usage.c[name] for name in _RECOUNTED)),
     ]
-    if corrected is not None:
-        counted = [each.where(each.selected_columns.namespace == corrected) for each in counted]
     parts = union_all(*counted).subquery()
     differences = [func.sum(parts.c[name]) for name in _RECOUNTED]
     statement = (
@@ -159,12 +158,10 @@ async def recount_usage(
         .having(or_(*(difference != 0 for difference in differences)))
         .order_by(parts.c.namespace)
     )
-    wrong = (await connection.execute(statement)).all()
-    if corrected is not None:
-        for namespace, *found in wrong:
-            change = dict(zip(_RECOUNTED, map(int, found), strict=True))
-            await add_usage(connection, namespace, UsageChange(**change))
-    return [namespace for namespace, *_ in wrong]
+    return {
+        namespace: UsageChange(**dict(zip(_RECOUNTED, map(int, found), strict=True)))
+        for namespace, *found in await connection.execute(statement)
+    }
 
 
 _RECOUNTED = ("artifacts", "size_bytes", "metadata_bytes", "manifest_bytes")

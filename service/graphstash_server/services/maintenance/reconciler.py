@@ -19,8 +19,9 @@ from graphstash_server.clock import Clock
 from graphstash_server.db.corruption import find_corruption
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import list_artifacts_of, list_digests
+from graphstash_server.db.queries.identifiers import claim_recount, last_recount
 from graphstash_server.db.queries.leases import drop_ended_leases
-from graphstash_server.db.queries.usage import recount_usage, stored_bytes
+from graphstash_server.db.queries.usage import add_usage, recount_usage, stored_bytes
 from graphstash_server.errors import StartError
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.service import ArtifactService
@@ -197,14 +198,19 @@ class Reconciler:
             yield Finding("miscounted", namespace, 0)
 
     async def recount(self, *, is_repair: bool) -> Sequence[str]:
-        """Return the namespaces with wrong counters. Repair each in its own transaction."""
+        """Return the namespaces with wrong counters. Repair each in its own short transaction,
+        unless another process is repairing them.
+        """
         async with self.database.reading() as connection:  # a long read of every row, not a write
+            mark = await last_recount(connection)
             wrong = await recount_usage(connection)
-        if is_repair:
-            for namespace in wrong:
-                async with self.database.writing() as connection:
-                    await recount_usage(connection, corrected=namespace)
-        return wrong
+        for namespace, change in wrong.items() if is_repair else ():
+            async with self.database.writing() as connection:
+                mark = await claim_recount(connection, mark)
+                if mark is None:
+                    break
+                await add_usage(connection, namespace, change)
+        return list(wrong)
 
     async def drop_old_leases(self) -> None:
         """Delete leases that ended more than `_LEASES_KEPT` ago."""
