@@ -17,9 +17,17 @@ from graphstash_server.settings import load_settings
 
 LOGGER = logging.getLogger("migrations")
 
-IDLE_SECONDS = 60
-
 LOOK_SECONDS = 1.0
+
+LOOKS = 10  # attempts to take the lock between two looks at the session that holds it
+
+IDLE_HOLDERS = text("""
+SELECT pid, pg_terminate_backend(pid) AS is_ended FROM pg_stat_activity WHERE state = 'idle'
+AND state_change < clock_timestamp() - make_interval(secs => :seconds)
+AND pid = (SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND classid = 0
+    AND objid = 8077 AND objsubid = 1
+    AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))
+""")
 
 BLOCKERS = text("""
 SELECT pid, application_name, usename, round(extract(epoch FROM now() - xact_start)) AS seconds
@@ -37,17 +45,24 @@ def take_turn(connection: Connection) -> None:
 
     A revision that builds an index CONCURRENTLY commits in between, and waits for every statement
     that began before. So no transaction can hold the lock, and nobody may wait for it in one. A
-    migrator that is frozen between two statements is cut off, or it would keep the lock for ever; a
-    statement may take as long as it needs.
+    migrator that is frozen between two statements would keep the lock for ever, so the servers that
+    wait end its session; a statement may take as long as it needs.
     """
-    if (connection.dialect.server_version_info or ()) >= (14,):
-        connection.exec_driver_sql(f"SET idle_session_timeout = '{IDLE_SECONDS}s'")
-    is_waiting = False
+    waited = 0
     while not connection.exec_driver_sql("SELECT pg_try_advisory_lock(8077)").scalar_one():
         connection.commit()
-        if not is_waiting:
+        if not waited:
             LOGGER.warning("another server migrates the database: waiting until it is done")
-            is_waiting = True
+        elif waited % LOOKS == 0:
+            for holder in connection.execute(IDLE_HOLDERS, {"seconds": limits.IDLE_SECONDS}):
+                LOGGER.warning(
+                    "session %d has been idle for more than %d s in the middle of a migration: %s",
+                    holder.pid,
+                    limits.IDLE_SECONDS,
+                    "ended it" if holder.is_ended else "could not end it",
+                )
+            connection.commit()
+        waited += 1
         time.sleep(0.1)
     connection.commit()
 

@@ -18,6 +18,7 @@ from alembic import command
 
 from graphstash_schema import ArtifactMetadata
 from graphstash_server.context import prepare_database
+from graphstash_server.db import migrate as migration
 from graphstash_server.db.engine import make_engine
 from graphstash_server.db.migrate import alembic_config, find_revision, migrate, newest_revision
 from graphstash_server.db.tables import metadata
@@ -221,7 +222,7 @@ def settings_of_the_build(url):
 
     def look(connection, _cursor, statement, *_):
         if statement.startswith("CREATE INDEX") and INDEX in statement:
-            for name in ("lock_timeout", "idle_session_timeout", "statement_timeout"):
+            for name in ("lock_timeout", "statement_timeout"):
                 found[name] = connection.exec_driver_sql(f"SHOW {name}").scalar_one()
 
     sa.event.listen(sa.Engine, "before_cursor_execute", look)
@@ -245,6 +246,19 @@ async def test_migrator_that_waits_for_another_logs_it_once(url_before, caplog, 
         await other.execute("SELECT pg_advisory_unlock(8077)")
         await upgrading
     assert caplog.text.count("another server migrates") == 1
+
+
+@pytest.mark.anyio
+async def test_waiting_server_ends_session_that_is_idle_in_the_middle_of_a_migration(
+    url_before, caplog, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(migration, "IDLE_SECONDS", 1)
+    async with connected(url_before) as frozen:
+        await frozen.execute("SELECT pg_advisory_lock(8077)")
+        await asyncio.to_thread(migrate, url_before, lock_path=tmp_path / "lock")
+        assert "has been idle for more than 1 s in the middle of a migration" in caplog.text
+        with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
+            await frozen.execute("SELECT 1")
 
 
 @pytest.mark.anyio
@@ -285,7 +299,6 @@ async def test_interrupted_index_build_is_completed(url_before, is_whole):
     # Also after the limits of what goes first.
     assert await asyncio.to_thread(settings_of_the_build, url_before) == {
         "lock_timeout": "6h",
-        "idle_session_timeout": "1min",
         "statement_timeout": "0",
     }
     async with connected(url_before) as other:

@@ -281,6 +281,20 @@ async def test_migration_behind_a_lasting_transaction_ends_with_one_line(
     await prepare_database(settings, is_migrating=True)
 
 
+@pytest.mark.anyio
+async def test_start_names_a_database_that_does_not_answer_for_its_revision(
+    outdated, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(migration, "_READ_SECONDS", 1.0)
+    settings = load_settings(database_url=outdated, data_dir=tmp_path)
+    async with connected(outdated) as slow:
+        await slow.execute("BEGIN; LOCK TABLE alembic_version")
+        with pytest.raises(StartError, match=r"has not answered for 1 s: .*alembic_version"):
+            await prepare_database(settings, is_migrating=True)
+        await slow.execute("COMMIT")
+    await prepare_database(settings, is_migrating=True)
+
+
 def test_server_whose_first_workers_are_killed_again_and_again_ends(start):
     killed = "import os, graphstash_server.app as app; from graphstash_server.__main__ import main;"
     killed += "app.open_context = lambda *_, **__: os.kill(os.getpid(), 9); main()"

@@ -24,6 +24,7 @@ from graphstash_server.errors import StartError
 from graphstash_server.file_locks import wait_for_lock
 
 __all__ = [
+    "IDLE_SECONDS",
     "LOCK_SECONDS",
     "alembic_config",
     "check_revision",
@@ -41,6 +42,12 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 LOCK_SECONDS = 60
 """Seconds that a migration waits for one lock of PostgreSQL. Requests of other servers queue behind
 such a wait."""
+
+IDLE_SECONDS = 60
+"""Seconds for which a migration may be idle between two statements while another server waits."""
+
+_READ_SECONDS = 20.0
+"""Maximum seconds to connect and to read the revision."""
 
 _ATTEMPTS = 5
 _DEADLOCK = "40P01"
@@ -99,9 +106,16 @@ async def find_revision(url: str) -> str | None:
 
     engine = make_engine(make_url(url))
     try:
-        with failures_named(url):
-            async with engine.connect() as connection:
-                return await connection.run_sync(read)
+        async with asyncio.timeout(_READ_SECONDS):
+            with failures_named(url):
+                async with engine.connect() as connection:
+                    return await connection.run_sync(read)
+    except TimeoutError:
+        shown = make_url(url).render_as_string(hide_password=True)
+        raise StartError(
+            f"the database {shown} has not answered for {_READ_SECONDS:g} s: is it frozen, or does "
+            "a transaction lock the table alembic_version?"
+        ) from None
     finally:
         await engine.dispose()
 
