@@ -9,10 +9,10 @@ from datetime import timedelta
 import pytest
 from fastapi.routing import APIRoute
 
-from graphstash_schema import AccessKind, Grant, NamespacePattern, TokenRequest
+from graphstash_schema import AccessKind, ErrorCode, Grant, NamespacePattern, TokenRequest
 from graphstash_server.app import create_app
 from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.tokens import find_tokens
+from graphstash_server.db.queries.tokens import find_tokens, find_unrevoked
 from graphstash_server.errors import ServerError
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.counters import Counters
@@ -342,6 +342,91 @@ async def test_cached_decision_needs_no_statement_and_ends_in_time(services, clo
     assert not await is_let_in(access, elsewhere.token)
     clock.turn(-3600)  # a clock that is set back extends no decision
     assert not await is_let_in(access, before.token)
+
+
+def knows(access, issued):
+    """Whether a decision needs no query."""
+    return access.principal_now(f"Bearer {issued.token}") is not None
+
+
+async def renewed(access):
+    while access.tokens._reader is not None:
+        await access.tokens._reader
+
+
+async def test_one_statement_renews_all_tokens_in_use(services, clock, statements):
+    access, tokens = services
+    unused, revoked, *used = [await new_token(tokens) for _ in range(40)]
+    assert await is_let_in(access, unused.token)
+    clock.turn(60)
+    assert all([await is_let_in(access, each.token) for each in (revoked, *used)])
+    statements.clear()
+    for _ in range(3):
+        clock.turn(1)
+        for each in used:
+            assert knows(access, each)
+        await renewed(access)
+    assert len(statements) == 3
+    assert "count" in statements[0].sql
+
+    await tokens.revoke(revoked.info.id, actor=ACTOR)
+    statements.clear()
+    assert knows(access, revoked), "read less than two seconds ago"
+    clock.turn(1)
+    assert knows(access, used[0])
+    await renewed(access)
+    assert not knows(access, revoked)
+    assert len(statements) == 2
+    clock.turn(1.5)
+    assert all(knows(access, each) for each in used)
+    assert not knows(access, unused)
+    assert not await is_let_in(access, revoked.token)
+    await renewed(access)
+
+
+async def test_a_revocation_during_a_renewal_is_not_undone(services, clock, monkeypatch):
+    access, tokens = services
+    issued, other = [await new_token(tokens) for _ in range(2)]
+    assert all([await is_let_in(access, each.token) for each in (issued, other)])
+
+    async def slow(source, ids):
+        found = await find_unrevoked(source, ids)
+        await tokens.revoke(issued.info.id, actor=ACTOR)
+        access.forget_token(issued.info.id)
+        return found
+
+    monkeypatch.setattr("graphstash_server.services.identity.authentication.find_unrevoked", slow)
+    clock.turn(1)
+    assert knows(access, issued)
+    await renewed(access)
+    assert not knows(access, issued)
+    assert not await is_let_in(access, issued.token)
+    assert knows(access, other)
+
+
+async def test_a_failed_renewal_is_not_retried_at_once_and_extends_no_decision(
+    services, clock, monkeypatch
+):
+    access, tokens = services
+    issued = await new_token(tokens)
+    assert await is_let_in(access, issued.token)
+    asked = []
+
+    async def failing(_source, ids):
+        asked.append(ids)
+        raise ServerError(ErrorCode.UNAVAILABLE, "the database is down")
+
+    monkeypatch.setattr(
+        "graphstash_server.services.identity.authentication.find_unrevoked", failing
+    )
+    clock.turn(1)
+    for _ in range(10):
+        assert knows(access, issued)
+        await renewed(access)
+    assert asked == [[issued.info.id]]
+    clock.turn(1)
+    assert not knows(access, issued)
+    assert await is_let_in(access, issued.token), "the query of this token alone does not fail"
 
 
 async def test_a_query_from_before_a_revocation_is_not_used_after_it(services, monkeypatch):

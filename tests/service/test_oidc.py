@@ -17,6 +17,7 @@ from jwt.algorithms import get_default_algorithms
 from graphstash_schema import AccessKind
 from graphstash_server.claims import ClaimRule, TrustedIssuer
 from graphstash_server.errors import ServerError, StartError
+from graphstash_server.services.identity.authentication import AccessService, KnownTokens
 from graphstash_server.services.identity.oidc import IssuerKeys, OidcVerifier
 from graphstash_server.settings import load_settings
 from support.issuer import Issuer, new_key
@@ -246,6 +247,57 @@ def test_new_key_is_found_after_the_pause_and_an_old_one_forgotten(verify, issue
     assert verify(new) is None, "it was asked a moment ago"
     clock.turn(15)
     assert verify(new) is not None
+
+
+async def test_decision_about_jwt_lasts_until_keys_are_fetched_again(issuer, clock, monkeypatch):
+    trusted = TrustedIssuer(issuer=issuer.url, audience="graphstash", rules=RULES)
+    oidc = OidcVerifier([trusted], seconds=clock.steady)
+    tokens = KnownTokens(database=None, clock=clock)
+    access = AccessService(is_open=False, tokens=tokens, oidc=oidc, accounting=None, clock=clock)
+    verified = []
+    verify = oidc.verify
+
+    async def counted(token):
+        verified.append(token)
+        return await verify(token)
+
+    monkeypatch.setattr(oidc, "verify", counted)
+    shown = f"Bearer {issuer.token('first')}"
+    caller = await access.principal_of(shown)
+    for seconds in (1.5, 100, 198):
+        clock.turn(seconds)
+        assert access.principal_now(shown) is caller
+        assert await access.principal_of(shown) is caller
+    assert len(verified) == 1
+
+    clock.turn(0.5)
+    assert access.principal_now(shown) is None
+    assert await access.principal_of(shown) == caller
+    assert access.principal_now(shown) == caller
+    assert len(verified) == 2
+
+    issuer.keys.clear()
+    clock.turn(300)
+    assert access.principal_now(shown) is None
+    with pytest.raises(ServerError, match="token"):
+        await access.principal_of(shown)
+
+
+async def test_decision_about_jwt_of_failing_provider_lasts_two_seconds(issuer, clock):
+    trusted = TrustedIssuer(issuer=issuer.url, audience="graphstash", rules=RULES)
+    oidc = OidcVerifier([trusted], seconds=clock.steady)
+    tokens = KnownTokens(database=None, clock=clock)
+    access = AccessService(is_open=False, tokens=tokens, oidc=oidc, accounting=None, clock=clock)
+    shown = f"Bearer {issuer.token('first')}"
+    await access.principal_of(shown)
+    issuer.answer = (500, b"")
+    clock.turn(300)
+    assert access.principal_now(shown) is None
+    assert await access.principal_of(shown) is not None, "a known key still counts"
+    clock.turn(1.5)
+    assert access.principal_now(shown) is not None
+    clock.turn(0.5)
+    assert access.principal_now(shown) is None
 
 
 def test_failing_provider_gives_503_and_known_keys_still_work(verify, issuer, clock):

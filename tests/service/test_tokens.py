@@ -22,7 +22,7 @@ from support.tokens import Guarded, issue
 pytestmark = pytest.mark.anyio
 
 READ_ALL = [{"scope": "read", "namespaces": "*"}]
-MAX_DECISION_AGE = "graphstash_server.services.identity.authentication.MAX_DECISION_AGE"
+AUTHENTICATION = "graphstash_server.services.identity.authentication."
 
 
 @pytest.fixture
@@ -135,7 +135,8 @@ def test_malformed_token_is_neither_created_nor_revoked(admin, problem):
 
 
 def test_revoked_token_is_refused_at_once_and_logged_once(guarded, admin, monkeypatch):
-    monkeypatch.setattr(MAX_DECISION_AGE, timedelta(days=1))
+    for age in ("MAX_DECISION_AGE", "_RENEWED_AGE"):
+        monkeypatch.setattr(AUTHENTICATION + age, timedelta(days=1))
     made = make(admin).json()
     token_id = made["info"]["id"]
     used = guarded.http(made["token"])
@@ -154,7 +155,8 @@ def test_revoked_token_is_refused_at_once_and_logged_once(guarded, admin, monkey
 
 def test_postgresql_tells_every_server_of_a_revocation(tmp_path, postgres, monkeypatch, eventually):
     """What is known does not age here, so nothing but the notification can tell."""
-    monkeypatch.setattr(MAX_DECISION_AGE, timedelta(days=1))
+    for age in ("MAX_DECISION_AGE", "_RENEWED_AGE"):
+        monkeypatch.setattr(AUTHENTICATION + age, timedelta(days=1))
     url = postgres.new_database()
     with (
         Guarded(tmp_path / "1", database_url=url) as first,

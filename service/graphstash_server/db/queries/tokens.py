@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
+    Select,
     and_,
     bindparam,
     delete,
@@ -27,6 +29,7 @@ __all__ = [
     "count_live_tokens",
     "delete_ended_tokens",
     "find_tokens",
+    "find_unrevoked",
     "insert_token",
     "list_tokens",
     "revoke_token",
@@ -67,6 +70,23 @@ async def find_tokens(source: Source, ids: Sequence[str]) -> dict[str, TokenRow]
 
 
 _FIND = Prepared(lambda dialect: select(tokens).where(is_one_of(tokens.c.id, "ids", dialect)))
+
+
+async def find_unrevoked(source: Source, ids: Sequence[str]) -> set[str]:
+    """Return which tokens exist and are not revoked. If all are, no row is read into Python."""
+    ((count,),) = await _COUNT_UNREVOKED.fetch(source, {"ids": ids})
+    if count == len(ids):
+        return set(ids)
+    return {row[0] for row in await _FIND_UNREVOKED.fetch(source, {"ids": ids})}
+
+
+def _of_unrevoked(column: ColumnElement[Any], dialect: str) -> Select[tuple[Any]]:
+    is_wanted = is_one_of(tokens.c.id, "ids", dialect)
+    return select(column).select_from(tokens).where(is_wanted, tokens.c.revoked_at.is_(None))
+
+
+_COUNT_UNREVOKED = Prepared(partial(_of_unrevoked, func.count()))
+_FIND_UNREVOKED = Prepared(partial(_of_unrevoked, tokens.c.id))
 
 
 async def list_tokens(connection: AsyncConnection) -> list[TokenInfo]:

@@ -2,13 +2,16 @@
 
 The service stores no token: it identifies a token by its id, which is not secret, and a JWT by its
 SHA-256. It caches a decision for two seconds (`MAX_DECISION_AGE`) to save queries. Every server
-refuses a revoked token within two seconds, and at once with notifications of PostgreSQL. A JWT
-cannot be revoked, only the token that it was exchanged for. Expiry is checked on every use.
+refuses a revoked token within two seconds, and at once with notifications of PostgreSQL. While
+tokens are in use, one query per second renews the decisions about all of them. A JWT cannot be
+revoked, only the token that it was exchanged for. The decision about a JWT lasts until the keys of
+its issuer are fetched again. Expiry is checked on every use.
 """
 
 import asyncio
 import hashlib
 import hmac
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ from typing import Final, NamedTuple
 from graphstash_schema import TOKEN_FORM, AccessKind, ErrorCode
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.tokens import TokenRow, find_tokens
+from graphstash_server.db.queries.tokens import TokenRow, find_tokens, find_unrevoked
 from graphstash_server.errors import ServerError
 from graphstash_server.logs import in_background
 from graphstash_server.services.accounting import Accounting
@@ -32,12 +35,22 @@ __all__ = ["MAX_DECISION_AGE", "AccessService", "KnownToken", "KnownTokens"]
 MAX_DECISION_AGE: Final = timedelta(seconds=2)
 """Maximum age of a decision about a caller."""
 
+_LOGGER = logging.getLogger(__name__)
+
+_NO_TIME: Final = timedelta(0)
+
 _MAX_KNOWN = 10_000
 _MAX_UNKNOWN = 10_000
 """Maximum cached ids of unknown or revoked tokens. An id has 16 characters: about 2 MB."""
 
 _AT_ONCE = 500
 """Maximum tokens that one statement reads."""
+
+_RENEWED_AGE = MAX_DECISION_AGE / 2
+"""Age at which a use of a token renews the decisions about all tokens in use."""
+
+_IN_USE = timedelta(minutes=1)
+"""How long after its last use a token counts as in use."""
 
 
 class KnownToken(NamedTuple):
@@ -47,14 +60,11 @@ class KnownToken(NamedTuple):
     secret_sha256: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Seen:
     read_at: datetime
+    used_at: datetime
     token: KnownToken | None
-
-    def is_fresh(self, now: datetime, max_age: timedelta) -> bool:
-        """Whether the result is still usable. It is not if the clock was turned back."""
-        return timedelta(0) <= now - self.read_at < max_age
 
 
 @dataclass(kw_only=True, eq=False)
@@ -63,6 +73,9 @@ class KnownTokens:
 
     Unknown ids are cached separately, and all look-ups of a process share one statement at a time.
     Guessing tokens therefore costs the database almost nothing and evicts no known token.
+
+    A stored token changes only by revocation and deletion. So a renewal needs no rows: it counts
+    how many tokens in use are unrevoked. It finds the revoked ones only if the count differs.
     """
 
     database: Database
@@ -74,6 +87,8 @@ class KnownTokens:
         self._pending: dict[str, asyncio.Future[KnownToken | None]] = {}
         self._reading: set[str] = set()  # being queried, except ids forgotten since
         self._reader: asyncio.Task[None] | None = None
+        self._renewed_at: datetime | None = None  # the last attempt
+        self._is_renewal_due = False
 
     async def find(self, token_id: str) -> KnownToken | None:
         """Return a token as of at most two seconds ago, or None if it is unknown or revoked."""
@@ -83,20 +98,37 @@ class KnownTokens:
         found = self._pending.get(token_id)
         if found is None:
             found = self._pending[token_id] = asyncio.get_running_loop().create_future()
-        if self._reader is None:
-            self._reader = in_background(self._read())
+        self._begin_reading()
         return await asyncio.shield(found)
 
-    def find_now(
-        self, token_id: str, *, max_age: timedelta = MAX_DECISION_AGE
-    ) -> KnownToken | None:
-        """Return the token if it is cached. None otherwise, or if it is unknown or revoked."""
+    def find_now(self, token_id: str, *, max_age: timedelta | None = None) -> KnownToken | None:
+        """Return the token if it is cached. None otherwise, or if it is unknown or revoked. Default
+        of `max_age`: `MAX_DECISION_AGE`.
+        """
         seen = self._seen(token_id, max_age)
         return seen.token if seen is not None else None
 
-    def _seen(self, token_id: str, max_age: timedelta = MAX_DECISION_AGE) -> _Seen | None:
+    def _seen(self, token_id: str, max_age: timedelta | None = None) -> _Seen | None:
         seen = self._known.get(token_id) or self._unknown.get(token_id)
-        return seen if seen is not None and seen.is_fresh(self.clock(), max_age) else None
+        if seen is None:
+            return None
+        seen.used_at = now = self.clock()
+        age = now - seen.read_at
+        if not _NO_TIME <= age < (max_age or MAX_DECISION_AGE):  # also if the clock was turned back
+            return None
+        if age >= _RENEWED_AGE and seen.token is not None:
+            self._renew_at(now)
+        return seen
+
+    def _renew_at(self, now: datetime) -> None:
+        if self._renewed_at is None or not _NO_TIME <= now - self._renewed_at < _RENEWED_AGE:
+            self._renewed_at = now
+            self._is_renewal_due = True
+            self._begin_reading()
+
+    def _begin_reading(self) -> None:
+        if self._reader is None:
+            self._reader = in_background(self._read())
 
     def forget(self, token_id: str) -> None:
         """Make the next use of a token query the database. A query in progress may miss the
@@ -108,25 +140,49 @@ class KnownTokens:
 
     async def _read(self) -> None:
         try:
-            while self._pending:
-                batch = dict(islice(self._pending.items(), _AT_ONCE))
-                read_at = self.clock()
-                self._reading = set(batch)
-                try:
-                    rows = await find_tokens(self.database, list(batch))
-                except Exception as error:  # noqa: BLE001 - raised to the waiters
-                    self._settle(batch, error)
-                else:
-                    batch = {name: found for name, found in batch.items() if name in self._reading}
-                    known = {token_id: _known(rows.get(token_id)) for token_id in batch}
-                    for token_id, token in known.items():
-                        self._remember(token_id, _Seen(read_at, token))
-                    self._settle(batch, known)
+            while self._pending or self._is_renewal_due:
+                if self._pending:
+                    await self._read_pending()
+                if self._is_renewal_due:
+                    self._is_renewal_due = False
+                    await self._renew()
         finally:
             self._reader = None
             for found in self._pending.values():
                 found.cancel()
             self._pending.clear()
+
+    async def _read_pending(self) -> None:
+        batch = dict(islice(self._pending.items(), _AT_ONCE))
+        read_at = self.clock()
+        self._reading = set(batch)
+        try:
+            rows = await find_tokens(self.database, list(batch))
+        except Exception as error:  # noqa: BLE001 - raised to the waiters
+            self._settle(batch, error)
+        else:
+            batch = {name: found for name, found in batch.items() if name in self._reading}
+            known = {token_id: _known(rows.get(token_id)) for token_id in batch}
+            for token_id, token in known.items():
+                self._remember(token_id, _Seen(read_at, read_at, token))
+            self._settle(batch, known)
+
+    async def _renew(self) -> None:
+        """Renew the decisions about all tokens in use, or forget those of revoked tokens."""
+        read_at = self.clock()
+        used = {
+            name: seen for name, seen in self._known.items() if read_at - seen.used_at < _IN_USE
+        }
+        try:
+            unrevoked = await find_unrevoked(self.database, list(used))
+        except Exception as error:  # noqa: BLE001 - the next use of each token raises it
+            _LOGGER.debug("could not renew the decisions about tokens: %s", error)
+            return
+        for token_id, seen in used.items():
+            if token_id in unrevoked:
+                seen.read_at = read_at
+            else:
+                self.forget(token_id)
 
     def _settle(
         self,
@@ -165,13 +221,16 @@ def _known(row: TokenRow | None) -> KnownToken | None:
     return KnownToken(principal, row.secret_sha256)
 
 
-_MAX_VERIFIED = 1024
-"""Maximum cached JWTs. A CI job has one."""
+_MAX_VERIFIED = 10_000
+"""Maximum cached JWTs. A CI job has one, with about 1 KB in here."""
 
 
 class _Verified(NamedTuple):
+    """A JWT that was verified with `keys`, or None if the provider did not answer then."""
+
     at: datetime
     principal: Principal
+    keys: object | None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -212,10 +271,10 @@ class AccessService:
         return principal
 
     def principal_now(
-        self, authorization: str | None, *, max_age: timedelta = MAX_DECISION_AGE
+        self, authorization: str | None, *, max_age: timedelta | None = None
     ) -> Principal | None:
         """Return the caller without waiting. None if refused, or if the decision is not cached. A
-        decision about a token may be as old as `max_age`.
+        decision about a token may be as old as `max_age`, by default `MAX_DECISION_AGE`.
         """
         if self.is_open:
             return OPEN_ACCESS
@@ -281,16 +340,27 @@ class AccessService:
         self._verified.pop(name, None)
         principal = await oidc.verify(token)
         if principal is not None:
-            self._verified[name] = _Verified(now, principal)
+            assert principal.issuer is not None  # noqa: S101 - its provider vouches for it
+            keys = oidc.fresh_keys(principal.issuer)
+            self._verified[name] = _Verified(now, principal, keys)
             if len(self._verified) > _MAX_VERIFIED:
                 self._verified.popitem(last=False)
         return principal
 
     def _verified_now(self, name: bytes) -> Principal | None:
         verified = self._verified.get(name)
-        if verified is None or not timedelta(0) <= self.clock() - verified.at < MAX_DECISION_AGE:
+        if verified is None:
+            return None
+        age = self.clock() - verified.at
+        if age < _NO_TIME or (age >= MAX_DECISION_AGE and not self._are_keys_fresh(verified)):
             return None
         return verified.principal
+
+    def _are_keys_fresh(self, verified: _Verified) -> bool:
+        issuer = verified.principal.issuer
+        if self.oidc is None or issuer is None or verified.keys is None:
+            return False
+        return self.oidc.fresh_keys(issuer) is verified.keys
 
 
 def _name_of(jwt: str) -> bytes:

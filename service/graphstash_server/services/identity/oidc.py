@@ -102,6 +102,11 @@ class IssuerKeys:
             )
         return key
 
+    @property
+    def fresh(self) -> Mapping[str | None, PyJWK] | None:
+        """The keys of the last fetch, or None if they have to be fetched again."""
+        return self._keys if self._is_younger(self._read_at, _FRESH_SECONDS) else None
+
     def _is_known(self, key_id: str | None) -> bool:
         return key_id in self._keys and self._is_younger(self._read_at, _KEPT_SECONDS)
 
@@ -246,6 +251,12 @@ class OidcVerifier:
     def trusts(self, issuer: str) -> bool:
         """Whether this server accepts JWTs of an issuer."""
         return issuer in self._issuers
+
+    def fresh_keys(self, issuer: str) -> object | None:
+        """Return the keys of an issuer, which are another object after each fetch. None if they
+        have to be fetched again.
+        """
+        return self._keys[issuer].fresh
 
     async def verify(self, token: str) -> Principal | None:
         """Return the caller that a JWT names, or None if the JWT is not valid or grants nothing.
