@@ -5,6 +5,8 @@ import inspect
 import pytest
 
 from graphstash_schema import protocol
+from graphstash_server.fast import answers
+from graphstash_server.reading import headers
 from graphstash_server.reading.headers import READ, relevant_name, strangers
 
 
@@ -50,3 +52,25 @@ def test_strangers_are_unknown_and_repeated_headers():
     names = b"host via via range if-match x-new range graphstash-job x-new x-other".split()
     assert strangers(names) == ["range", "x-new", "x-other"]
     assert not strangers([b"host", b"cookie", b"cookie", b"authorization"])
+
+
+@pytest.mark.parametrize(
+    ("header", "are_kept"),
+    [
+        (b"Range: bytes=7-", True),
+        (b"Cookie: " + b"9" * 60_000, True),
+        (b"Authorization: Bearer " + b"9" * 60_000, True),
+        (b"Range: bytes=7-" + b"9" * 60_000, False),
+        (b"Host-" + b"n" * 60_000 + b": 1", False),
+        (b"X-Forwarded-" + b"n" * 60_000 + b": 1", True),
+    ],
+)
+def test_long_headers_are_parsed_alike_but_not_kept(header, are_kept):
+    answers._meaning.cache_clear()
+    headers._kept.cache_clear()
+    found = [answers._fields_of(b"Host: a\r\n" + header + b"\r\n\r\n") for _ in range(2)]
+    assert found[0] == found[1]
+    assert answers._meaning.cache_info().currsize == are_kept
+    long_name = len(header.split(b":")[0]) > 64
+    assert headers._kept.cache_info().currsize == 2 - long_name
+    assert (found[0] is None) == header.startswith(b"Host-")

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import chain
 from typing import Final, NamedTuple, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -64,8 +65,8 @@ _MAX_KEPT: Final = 1024
 """Maximum entries of each cache below, as many as `RecentRows` has rows. Each has a few KiB."""
 
 _MAX_KEPT_BYTES: Final = 2048
-"""Maximum size of a cached header block, which bounds the memory of the cache. The server parses
-longer header blocks for each request."""
+"""Maximum size of cached headers, which bounds the memory of the caches. The server parses longer
+header blocks for each request."""
 
 
 class FastRequest(NamedTuple):
@@ -280,7 +281,9 @@ def _fields_of(lines: bytes) -> _Fields | None:
         return None
     # Each caller has another token, and a proxy may give each request an ID.
     authorization, request_id = fields.pop(b"authorization", None), fields.pop(_ID, None)
-    meaning = _meaning(tuple(fields.items()))
+    common = tuple(fields.items())
+    is_small = len(lines) <= _MAX_KEPT_BYTES or sum(map(len, chain(*common))) <= _MAX_KEPT_BYTES
+    meaning = _meaning(common) if is_small else _meaning_of(common)
     if meaning is None:
         return None
     return _Fields(
@@ -329,8 +332,7 @@ def _absence(namespace: Namespace, kind: ArtifactKind, device_type: DeviceType) 
     return _Absence((before, after), (begin, between, end))
 
 
-@lru_cache(_MAX_KEPT)
-def _meaning(headers: tuple[tuple[bytes, bytes], ...]) -> _Meaning | None:
+def _meaning_of(headers: tuple[tuple[bytes, bytes], ...]) -> _Meaning | None:
     """Interpret headers. Return None if the application might not accept them unchanged."""
     fields = dict(headers)
     connection = fields.get(b"connection", b"keep-alive").lower()
@@ -347,6 +349,9 @@ def _meaning(headers: tuple[tuple[bytes, bytes], ...]) -> _Meaning | None:
         fields.get(_COPY) == b"1",
         connection == b"keep-alive",
     )
+
+
+_meaning: Final = lru_cache(_MAX_KEPT)(_meaning_of)
 
 
 def _principal(

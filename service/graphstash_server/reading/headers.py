@@ -53,14 +53,21 @@ _FAMILIES: Final = re.compile(
 )
 """Headers that browsers, load balancers and tracers add under a prefix of their own."""
 
-_MAX_KEPT: Final = 1024
+_MAX_KEPT_BYTES: Final = 64
+"""Maximum length of a cached name. A caller without a token may send names of any length."""
 
 
-@lru_cache(_MAX_KEPT)
 def relevant_name(name: bytes) -> bytes | None:
     """Return a header's lower-case name, or None for a header that every read ignores."""
+    return _kept(name) if len(name) <= _MAX_KEPT_BYTES else _relevant_name(name)
+
+
+def _relevant_name(name: bytes) -> bytes | None:
     lower = name.lower()
     return None if lower in _IGNORED or _FAMILIES.fullmatch(lower) else lower
+
+
+_kept: Final = lru_cache(1024)(_relevant_name)
 
 
 def strangers(names: Iterable[bytes]) -> list[str]:
