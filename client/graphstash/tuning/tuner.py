@@ -115,7 +115,7 @@ def search(
     known_count = _replay_known(searcher, known)
     measurements: list[Measurement] = []
     failures: Counter[str] = Counter()
-    best_cost = searcher.best.cost if searcher.best else None
+    best_cost = min((trial.cost for trial in searcher.trials), default=math.inf)
 
     def record(measurement: Measurement) -> None:
         measurements.append(measurement)
@@ -126,14 +126,15 @@ def search(
         if measurement.failure is not None:
             failures[measurement.failure] += 1
         elif measurement.cost is not None:
-            best_cost = min(measurement.cost, best_cost or math.inf)
+            best_cost = min(measurement.cost, best_cost)
         record(measurement)
         searcher.tell(*measurement.trial(searcher.space))
         report()
 
     def report(ended: Ended | None = None) -> None:
         seconds = monotonic() - started
-        observe(Progress(len(measurements), dict(failures), best_cost, seconds, ended))
+        best = best_cost if math.isfinite(best_cost) else None
+        observe(Progress(len(measurements), dict(failures), best, seconds, ended))
 
     with executor(target, workers=workers, method=method or Method()) as pool:
         report()
