@@ -101,10 +101,10 @@ class PlausibleClock:
         """Return the time before which stored times are older than `age`.
 
         A clock that is ahead by less than `TOLERANCE` may also be wrong, which matters for short
-        ages. So the age ends at the recorded time.
+        ages. So the age ends at the recorded time. An age of zero means everything.
         """
         now = self()
-        if self._recorded is not None:
+        if age and self._recorded is not None:
             now = min(now, self._recorded + self._passed())
         limit = now - age
         for suspension in reversed(self._suspensions):
