@@ -64,7 +64,7 @@ def save(config):
     """Leaves the record of another run, as a process does when it ends."""
 
     def save(run):
-        run_record.save(config("a"), Stats(), [], run=run, started_at=time.time())
+        run_record.save(config("a"), Stats(), [], run=run, started_at=time.time(), uncached=0)
 
     return save
 

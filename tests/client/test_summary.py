@@ -82,7 +82,19 @@ def test_host_without_a_run_has_an_empty_summary(tmp_path, server):
     variables = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_CACHE_DIR": str(tmp_path / "none")}
     told = graphstash_here("summary", **variables, **PATIENT_VARIABLES)
     assert told.returncode == 0, told.stderr
-    assert "did not use the cache" in told.stdout
+    assert "No run on this host" in told.stdout
+    told = graphstash_here("summary", "--json", "--minimum-hit-rate", "0.1", **variables)
+    assert told.returncode == 1
+    assert "no hit rate" in told.stderr
+    assert json.loads(told.stdout)["hit_rate"] is None
+
+
+def test_compilations_beyond_the_record_count(run):
+    programs = [f"program {number}" for number in range(600)]
+    variables = run("many", *programs, GRAPHSTASH_URL="http://127.0.0.1:9")
+    told = json.loads(graphstash_here("summary", "--json", **variables).stdout)
+    assert (told["troubled"], len(told["compiled"])) == (600, 512)
+    assert "And 580 programs more." in graphstash_here("summary", **variables).stdout
 
 
 @pytest.mark.parametrize("rate", ["-0.1", "1.5", "most"])

@@ -109,7 +109,7 @@ def guarded(github, tmp_path_factory):
 def act(github, guarded, tmp_path):
     """Runs the action's step on a new runner; the outcome and the job's summary."""
 
-    def act(program, *, fork=False, job=github.job, **inputs):
+    def act(program, *, fork=False, job_environment=github.job, **inputs):
         (step,) = (
             each
             for each in yaml.safe_load(ACTION.read_text())["runs"]["steps"]
@@ -141,7 +141,7 @@ def act(github, guarded, tmp_path):
             capture_output=True,
             text=True,
             cwd=runner,
-            env=env | PATIENT_VARIABLES | ({} if fork else job),
+            env=env | PATIENT_VARIABLES | ({} if fork else job_environment),
             timeout=120,
         )
         summary = Path(env["GITHUB_STEP_SUMMARY"])
@@ -153,11 +153,10 @@ def act(github, guarded, tmp_path):
 def evaluated(expression, inputs, *, fork):
     """What GitHub makes of the expressions that the action uses."""
     text = expression.removeprefix("${{ ").removesuffix(" }}")
-    flag = "github.event.pull_request.head.repo.fork"
-    if text.startswith(f"{flag} && 'true' || inputs."):
-        return "true" if fork else inputs[text.rpartition("inputs.")[2]]
-    if text == f"{flag} || 'false'":
-        return "true" if fork else "false"
+    if text == "github.event.pull_request.head.repo.full_name || github.repository":
+        return "stranger/model" if fork else "team/model"
+    if text == "github.repository":
+        return "team/model"
     assert text.startswith("inputs."), text
     return inputs[text.removeprefix("inputs.")]
 
@@ -179,10 +178,38 @@ def test_job_below_the_rate_fails_and_still_has_its_summary(act):
     assert "| new program |" in summary
 
 
-def test_status_of_the_command_is_the_status_of_the_job(act):
-    done, summary = act("x", command="exit 7")
-    assert done.returncode == 7
-    assert "did not use the cache" in summary
+@pytest.mark.parametrize("status", [0, 7])
+def test_status_of_the_command_is_the_status_of_the_job(act, status):
+    done, summary = act("x", command=f"exit {status}")
+    assert done.returncode == status
+    assert "No run on this host" in summary
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"job": ".github/workflows/train.yml/" + "j" * 200},
+        {"url": "no address"},
+        {"namespace": "no namespace!"},
+        {"audience": ""},
+    ],
+)
+def test_no_input_of_the_cache_fails_the_job(act, inputs):
+    done, _ = act("x", **inputs)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_graphstash_the_command_runs_and_a_minimum_is_not_reached(act):
+    empty = {"PATH": "/usr/bin:/bin"}
+    done, _ = act("x", job_environment=empty, command="echo trained")
+    assert (done.returncode, done.stdout.strip()) == (0, "trained")
+    done, _ = act("x", job_environment=empty, command="echo trained", **{"minimum-hit-rate": "0.5"})
+    assert (done.returncode, done.stdout.strip()) == (1, "trained")
+
+
+def test_the_command_does_not_see_the_inputs_of_the_action(act):
+    done, _ = act("x", command="echo ${JOB-}${COMMAND-}${AUDIENCE-}${SOURCE-}.")
+    assert done.stdout.splitlines()[-1] == "."
 
 
 def test_failed_login_warns_and_the_job_compiles(act, github):
@@ -201,6 +228,6 @@ def test_pull_request_of_a_fork_does_not_log_in_and_publishes_nothing(act):
 
 
 def test_words_of_a_command_are_not_read_as_shell_of_the_action(act, tmp_path):
-    done, _ = act("x", job={}, command="echo '$(touch " + str(tmp_path / "never") + ")'")
+    done, _ = act("x", command="echo '$(touch " + str(tmp_path / "never") + ")'")
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "never").exists()

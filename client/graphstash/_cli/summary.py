@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from typing import Annotated, Final
 
 import typer
@@ -52,27 +53,35 @@ class RunSummary:
 
     Attributes:
         command: command line of its first process.
+        started_at: its start, or None if no run is recorded.
         hits: artifacts that it did not compile.
         misses: artifacts that it compiled because nobody had stored them.
         troubled: artifacts that it compiled because the cache could not help.
         compile_seconds: time spent on these two.
         saved_compile_seconds: compile time that the publishers of the hits measured.
-        compiled: programs, longest compile time first.
+        compiled: the recorded programs, at most 512 per process, longest compile time first.
+        notes: what kept the run from using the cache.
     """
 
     command: str
+    started_at: datetime | None
     hits: int
     misses: int
     troubled: int
     compile_seconds: float
     saved_compile_seconds: float
     compiled: Sequence[Compiled]
+    notes: Sequence[str]
 
     @property
-    def hit_rate(self) -> float:
-        """Share of hits, from 0 to 1. A run that needed nothing compiled has 1."""
-        needed = self.hits + self.misses + self.troubled
-        return self.hits / needed if needed else 1.0
+    def needed(self) -> int:
+        """Number of artifacts that the run needed."""
+        return self.hits + self.misses + self.troubled
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of hits, from 0 to 1, or None if the run needed no artifact."""
+        return self.hits / self.needed if self.needed else None
 
 
 def summary(
@@ -80,7 +89,10 @@ def summary(
     minimum_hit_rate: Annotated[
         float,
         typer.Option(
-            min=0.0, max=1.0, help="Share of hits below which the exit status is 1, from 0 to 1."
+            min=0.0,
+            max=1.0,
+            help="Share of hits below which the exit status is 1, from 0 to 1. Above 0, it is also "
+            "1 for a run that did not use the cache.",
         ),
     ] = 0.0,
     url: Url = None,
@@ -90,7 +102,8 @@ def summary(
     """Print what the last run on this host hit and compiled, in Markdown.
 
     The table lists the programs that compiled longest, and why no stored artifact served them. In
-    CI it shows what a change makes the team compile again. Example:
+    CI it shows what a change makes the team compile again. A run that did not use the cache is not
+    recorded. Example:
 
         graphstash summary >> "$GITHUB_STEP_SUMMARY"
     """
@@ -101,11 +114,13 @@ def summary(
         fail(f"the records of earlier runs are not used: {error}")
     found = _read(config, records or ())
     if as_json:
-        print_json({**asdict(found), "hit_rate": found.hit_rate})
+        started_at = found.started_at and found.started_at.isoformat()
+        print_json({**asdict(found), "started_at": started_at, "hit_rate": found.hit_rate})
     else:
         typer.echo(_markdown(found))
-    if found.hit_rate < minimum_hit_rate:
-        fail(f"hit rate {found.hit_rate:.1%}, and --minimum-hit-rate={minimum_hit_rate:g}")
+    if (found.hit_rate or 0.0) < minimum_hit_rate:
+        rate = "no hit rate" if found.hit_rate is None else f"hit rate {found.hit_rate:.1%}"
+        fail(f"{rate}, and --minimum-hit-rate={minimum_hit_rate:g}")
 
 
 def _read(config: ClientConfig, records: Sequence[ProcessRecord]) -> RunSummary:
@@ -127,9 +142,10 @@ def _read(config: ClientConfig, records: Sequence[ProcessRecord]) -> RunSummary:
         why = {key: cause.text for cause in causes for key in cause.keys}
     return RunSummary(
         command=" ".join(records[0].argv) if records else "",
+        started_at=datetime.fromtimestamp(records[0].started_at, UTC) if records else None,
         hits=int(sum(total(f"hits_{source}") for source in _SOURCES)),
         misses=int(total("misses")),
-        troubled=sum(trouble is not None for _, trouble, _ in misses),
+        troubled=sum(record.uncached for record in records),
         compile_seconds=total("compile_seconds"),
         saved_compile_seconds=total("saved_compile_seconds"),
         compiled=[
@@ -140,25 +156,30 @@ def _read(config: ClientConfig, records: Sequence[ProcessRecord]) -> RunSummary:
             )
             for description, _, seconds in misses
         ],
+        notes=list(dict.fromkeys(note for record in records for note in record.notes)),
     )
 
 
 def _markdown(found: RunSummary) -> str:
     lines = ["## graphstash", ""]
-    if not (found.hits or found.compiled):
-        return "\n".join([*lines, "The last run on this host did not use the cache.", ""])
+    if found.started_at is None:
+        return "\n".join([*lines, "No run on this host is recorded to have used the cache.", ""])
+    troubled = f", {found.troubled:,} compiled without the cache" if found.troubled else ""
+    rate = "" if found.hit_rate is None else f" ({found.hit_rate:.0%} hits)"
     lines.append(
-        f"`{shown(found.command.replace('`', ' '), most=200)}`: {plural(found.hits, 'hit')}, "
-        f"{plural(found.misses, 'miss')} ({found.hit_rate:.0%} hits). It compiled for "
-        f"{format_seconds(found.compile_seconds)}; the hits saved "
+        f"`{shown(found.command.replace('`', ' '), most=200)}` of {found.started_at:%F %R} UTC: "
+        f"{plural(found.hits, 'hit')}, {plural(found.misses, 'miss')}{troubled}{rate}. It compiled "
+        f"for {format_seconds(found.compile_seconds)}; the hits saved "
         f"{format_seconds(found.saved_compile_seconds)}.\n"
     )
+    lines += [f"* {plain(note)}" for note in found.notes]
+    lines += [""] if found.notes else []
     if found.compiled:
         rows = [
             (plain(each.label), format_seconds(each.seconds), plain(each.why) or "not known")
             for each in found.compiled[:_SHOWN]
         ]
         lines += ["### Compiled", "", *table(("program", "compiled", "why"), rows, numbers="-:-")]
-        if (more := len(found.compiled) - _SHOWN) > 0:
+        if (more := found.misses + found.troubled - min(len(found.compiled), _SHOWN)) > 0:
             lines.append(f"And {plural(more, 'program')} more.\n")
     return "\n".join(lines)

@@ -214,6 +214,11 @@ class Counters:
             sums["saved_wall_seconds"] = self._saved.wall_seconds
         return dataclasses.replace(Stats(fallbacks=fallbacks), **sums)  # type: ignore[arg-type] # fields by name
 
+    def uncached_total(self) -> int:
+        """Return the number of compilations without the cache."""
+        with self._lock:
+            return int(sum(counts["fallbacks"] for counts in self._by_kind.values()))
+
     def by_kind(self) -> Mapping[tuple[str, str], Mapping[str, float]]:
         """Return the fields of `RunCounts` (hits, misses, ...) by kind and device type."""
         with self._lock:

@@ -43,6 +43,7 @@ class ProcessRecord:
         started_at: start time of the process in seconds since 1970.
         run_started_at: start time of the run.
         stats: the counters, by their names in `Stats`.
+        uncached: number of compilations without the cache.
         misses: compiled artifacts: description, `Miss.trouble`, compile seconds.
         unsent: why the upload of a compiled artifact failed, by key.
         notes: what kept the process from using the cache, such as a hook that is off.
@@ -54,6 +55,7 @@ class ProcessRecord:
     started_at: float
     run_started_at: float
     stats: Mapping[str, Any]
+    uncached: int
     misses: Sequence[tuple[Description, str | None, float]]
     unsent: Mapping[ArtifactKey, str]
     notes: Sequence[str]
@@ -66,6 +68,7 @@ def save(
     *,
     run: str,
     started_at: float,
+    uncached: int,
     notes: Sequence[str] = (),
 ) -> None:
     """Write the record of this process, and keep only the twenty latest runs.
@@ -81,6 +84,7 @@ def save(
         "namespace": config.namespace,
         "started_at": started_at,
         "stats": asdict(stats),
+        "uncached": uncached,
         "misses": [
             (
                 each.description.model_dump(mode="json"),
@@ -117,7 +121,7 @@ def read_last_run(cache_dir: Path) -> list[ProcessRecord] | None:
     with _opened(descriptor) as runs:
         for name in reversed(_names(runs)):
             if any((runs / name).glob("*.json")):
-                return list(_read(runs / name))
+                return _read(runs / name)
     return None
 
 
@@ -150,9 +154,14 @@ def _names(runs: Path) -> list[str]:
     return sorted(names, key=lambda name: (name <= latest, name))
 
 
-def _read(run: Path) -> Iterator[ProcessRecord]:
+def _read(run: Path) -> list[ProcessRecord]:
+    """Return the records of a run, in the order in which its processes started."""
+    return sorted(_readable(run), key=lambda record: record.started_at)
+
+
+def _readable(run: Path) -> Iterator[ProcessRecord]:
     """Yield the records of a run. Skip damaged records."""
-    for path in sorted(run.glob("*.json")):
+    for path in run.glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             if path.stat().st_size > _MAX_BYTES:
                 continue
@@ -168,6 +177,7 @@ def _read(run: Path) -> Iterator[ProcessRecord]:
                 float(read["started_at"]),
                 run_name.started_at(run.name),
                 dict(read["stats"]),
+                int(read.get("uncached", 0)),
                 misses,
                 {
                     ArtifactKey.parse(*key.split("/")): str(why)
