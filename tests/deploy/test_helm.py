@@ -135,9 +135,10 @@ def test_every_setting_of_the_server_is_the_charts_or_can_be_set():
     taken = {each["name"] for each in env}
     assert "GRAPHSTASH_DATABASE_URL" in taken
     names = [f"GRAPHSTASH_{name.upper()}" for name in Settings.model_fields]
-    free = [name for name in names if name not in taken]
+    tls = {name for name in names if name.startswith("GRAPHSTASH_TLS_")}
+    free = [name for name in names if name not in taken | tls]
     given = render({**SMALLEST, "settings": dict.fromkeys(free, "x")})
-    assert {each["name"] for each in container_of(given)["env"]} == {*names}
+    assert {each["name"] for each in container_of(given)["env"]} == {*names} - tls
 
 
 @pytest.mark.parametrize(
@@ -153,9 +154,14 @@ def test_every_setting_of_the_server_is_the_charts_or_can_be_set():
         ({"settings": {"GRAPHSTASH_PORT": 80}}, "the chart sets this variable itself"),
         ({"settings": {"GRAPHSTASH_RETAIN_DAYS": None}}, "GRAPHSTASH_RETAIN_DAYS has no value"),
         ({"settings": {"PATH": "/"}}, "invalid propertyName 'PATH'"),
+        ({"settings": {"GRAPHSTASH_NAMESPACE_LIMITS": {"*": "1GiB"}}}, "as JSON in a string"),
+        ({"settings": {"GRAPHSTASH_TLS_CERT_FILE": "/tls"}}, "end TLS at the ingress"),
         ({"ingress": {"enabled": True}}, "set ingress.host"),
         ({"networkPolicy": {"enabled": True}}, "set networkPolicy.clients"),
-        ({"serviceMonitor": {"enabled": True}}, "set serviceMonitor.tokenSecret"),
+        (
+            {"serviceMonitor": {"enabled": True}, "settings": {"GRAPHSTASH_METRICS": False}},
+            "set serviceMonitor.tokenSecret",
+        ),
         ({"podDisruptionBudget": {"minAvailable": 2}}, "leaves no server to drain of 2"),
         ({"autoscaling": {"enabled": True, "minReplicas": 9}}, "is above autoscaling.maxReplicas"),
     ],
@@ -166,14 +172,28 @@ def test_wrong_values_are_refused_by_name(values, told):
         render(merged(needed, values))
 
 
-def test_large_numbers_stay_whole():
-    values = {**SMALLEST, "settings": {"GRAPHSTASH_STORE_LIMIT_BYTES": 500_000_000_000}}
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(500_000_000_000, "500000000000"), (0.5, "0.5"), (True, "true"), ([{"a": 1}], '[{"a":1}]')],
+)
+def test_settings_keep_their_values(value, text):
+    values = {**SMALLEST, "settings": {"GRAPHSTASH_STORE_LIMIT_BYTES": value}}
     (given,) = (
         each["value"]
         for each in container_of(render(values))["env"]
         if each["name"] == "GRAPHSTASH_STORE_LIMIT_BYTES"
     )
-    assert given == "500000000000"
+    assert given == text
+
+
+@pytest.mark.parametrize("name", ["123", "true", "null", "1e3", "team.a", "g" * 53])
+def test_names_that_yaml_reads_as_other_types_stay_names(name):
+    values = merged(EVERYTHING, {"database": {"secret": "123"}, "serviceAccount": {"name": "true"}})
+    objects = render(values, name=name)["objects"]
+    validate(objects)
+    assert all(isinstance(each["metadata"]["name"], str) for each in objects)
+    # A Service's name is a label of DNS.
+    assert all(re.fullmatch(r"[-a-z0-9]{1,63}", each["metadata"]["name"]) for each in objects)
 
 
 def test_every_reference_leads_to_an_object_with_that_name():

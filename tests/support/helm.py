@@ -26,7 +26,7 @@ chart = helm_python.Chart.load(asked["chart"])
 told = []
 for values in asked["values"]:
     try:
-        files = chart.render(values, name="graphstash", namespace="ml")
+        files = chart.render(values, name=asked["name"], namespace="ml")
     except helm_python.HelmError as error:
         told.append(str(error))
         continue
@@ -53,27 +53,27 @@ class HelmError(Exception):
     """Helm refuses the values; its message."""
 
 
-def render(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The `objects` and the `notes` of an installation as `graphstash` in the namespace `ml`.
+def render(values: Mapping[str, Any], *, name: str = "graphstash") -> dict[str, Any]:
+    """The `objects` and the `notes` of an installation in the namespace `ml`.
 
     Raises:
         HelmError: Helm refuses the values.
     """
-    (told,) = render_all([values])
+    (told,) = render_all([values], name=name)
     if isinstance(told, str):
         raise HelmError(told)
     return told
 
 
-def render_all(values: Sequence[Mapping[str, Any]]) -> list[Any]:
+def render_all(values: Sequence[Mapping[str, Any]], *, name: str = "graphstash") -> list[Any]:
     """For each values file what `render` returns, or the text of Helm's refusal."""
-    told: list[Any] = _run(values=values, objects=[])["told"]
+    told: list[Any] = _run(values=values, name=name, objects=[])["told"]
     return told
 
 
 def validate(objects: Sequence[Mapping[str, Any]]) -> None:
     """Fails unless the objects are valid in all `VERSIONS`, which know all of their fields."""
-    _run(values=[], objects=objects)
+    _run(values=[], name="", objects=objects)
 
 
 def _run(**asked: object) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 {{- define "graphstash.name" -}}
 {{- if contains .Chart.Name .Release.Name -}}
-{{ .Release.Name | trunc 50 | trimSuffix "-" }}
+{{ .Release.Name | replace "." "-" | trunc 50 | trimSuffix "-" }}
 {{- else -}}
-{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" }}
+{{ printf "%s-%s" .Release.Name .Chart.Name | replace "." "-" | trunc 50 | trimSuffix "-" }}
 {{- end -}}
 {{- end -}}
 
 {{- define "graphstash.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "graphstash.labels" -}}
@@ -46,10 +46,10 @@ capabilities: {drop: [ALL]}
 - name: GRAPHSTASH_DATABASE_URL
   valueFrom:
     secretKeyRef:
-      name: {{ required "set database.secret to the name of a Secret with the URL of PostgreSQL" .Values.database.secret }}
-      key: {{ .Values.database.key }}
+      name: {{ required "set database.secret to the name of a Secret with the URL of PostgreSQL" .Values.database.secret | quote }}
+      key: {{ .Values.database.key | quote }}
 {{- $chosen := dict
-    "GRAPHSTASH_HOST" "0.0.0.0"
+    "GRAPHSTASH_HOST" (ternary "::" "0.0.0.0" .Values.ipv6)
     "GRAPHSTASH_PORT" "8077"
     "GRAPHSTASH_AUTO_MIGRATE" "false"
     "GRAPHSTASH_WORKERS" .Values.workers
@@ -64,6 +64,12 @@ capabilities: {drop: [ALL]}
 {{- if hasKey $chosen $name -}}
 {{- fail (printf "settings.%s: the chart sets this variable itself, from another value" $name) -}}
 {{- end -}}
+{{- if hasPrefix "GRAPHSTASH_TLS_" $name -}}
+{{- fail (printf "settings.%s: the probes and nginx speak plain HTTP in the pod; end TLS at the ingress" $name) -}}
+{{- end -}}
+{{- if kindIs "map" $value -}}
+{{- fail (printf "settings.%s: write the object as JSON in a string, because Helm sorts its names and the server goes by their order" $name) -}}
+{{- end -}}
 {{- if kindIs "invalid" $value -}}
 {{- fail (printf "settings.%s has no value: give one, or leave it out" $name) -}}
 {{- end -}}
@@ -76,7 +82,7 @@ capabilities: {drop: [ALL]}
 {{- if and (eq .Values.blobs.store "s3") .Values.blobs.credentialsSecret }}
 {{- range list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" }}
 - name: {{ . }}
-  valueFrom: {secretKeyRef: {name: {{ $.Values.blobs.credentialsSecret }}, key: {{ . }}}}
+  valueFrom: {secretKeyRef: {name: {{ $.Values.blobs.credentialsSecret | quote }}, key: {{ . }}}}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -102,13 +108,13 @@ capabilities: {drop: [ALL]}
 - name: data
 {{- if eq .Values.blobs.store "disk" }}
   persistentVolumeClaim:
-    claimName: {{ required "set blobs.claim to a PersistentVolumeClaim that all servers can mount (ReadWriteMany), or blobs.store to s3" .Values.blobs.claim }}
+    claimName: {{ required "set blobs.claim to a PersistentVolumeClaim that all servers can mount (ReadWriteMany), or blobs.store to s3" .Values.blobs.claim | quote }}
 {{- else if .Values.blobs.tier.storageClass }}
   ephemeral:
     volumeClaimTemplate:
       spec:
         accessModes: [ReadWriteOnce]
-        storageClassName: {{ .Values.blobs.tier.storageClass }}
+        storageClassName: {{ .Values.blobs.tier.storageClass | quote }}
         resources: {requests: {storage: {{ .Values.blobs.tier.size }}}}
 {{- else }}
   emptyDir: {sizeLimit: {{ .Values.blobs.tier.size }}}
