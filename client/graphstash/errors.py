@@ -250,7 +250,11 @@ class CacheError(GraphstashError):
     Attributes:
         reason: label under which the fallback is counted.
         detail: what happened. One line of bounded length, because a server may have written it.
+        is_in_doubt: whether the server refused the repetition of a request that it may have
+            carried out before.
     """
+
+    is_in_doubt = False
 
     def __init__(self, reason: Reason, detail: str) -> None:
         self.reason = reason

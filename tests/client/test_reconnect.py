@@ -10,10 +10,12 @@ from socketserver import StreamRequestHandler, ThreadingTCPServer
 import httpx
 import pytest
 
-from graphstash import ClientConfig
+from graphstash import ClientConfig, Stash
 from graphstash._http.deadline import Deadline, DeadlineTransport
 from graphstash._http.transport import Transport
 from graphstash.errors import Reason, TransportError
+from graphstash_schema import ArtifactMetadata
+from support.host import key
 from support.refusals import refusal
 from support.waiting import PATIENT
 
@@ -28,6 +30,10 @@ class End(StrEnum):
     HALF = "half"
     """The connection ends within the head of the answer."""
     SILENT = "silent"
+    DOWN = "down"
+    """The server accepts no further connection."""
+    BUSY = "busy"
+    """The server answers 429 to every later request."""
 
 
 class Forgetful(ThreadingTCPServer):
@@ -41,7 +47,7 @@ class Forgetful(ThreadingTCPServer):
 
     def __init__(self, end: End, *, kept: int = 1) -> None:
         super().__init__(("127.0.0.1", 0), Connection)
-        self.end, self.kept = end, kept
+        self.end, self.kept, self.answer = end, kept, ANSWER
         self.heard: list[bytes] = []
         self.connections = 0
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -66,7 +72,7 @@ class Connection(StreamRequestHandler):
                     self._leave()
                     return
                 kept -= 1
-                self.request.sendall(ANSWER)
+                self.request.sendall(self.server.answer)
 
     def _read(self):
         head, size = b"", 0
@@ -86,6 +92,10 @@ class Connection(StreamRequestHandler):
                 self.request.sendall(ANSWER[:20])
             case End.SILENT:
                 self.request.recv(1)
+            case End.DOWN:
+                self.server.socket.shutdown(socket.SHUT_RDWR)
+            case End.BUSY:
+                self.server.answer = ANSWER.replace(b"200 OK", b"429 Busy")
 
 
 @pytest.fixture
@@ -160,6 +170,30 @@ def test_request_is_retried_at_most_once_and_not_after_a_new_connection(transpor
         server.kept = 0
         assert isinstance(refusal(transport.call, "GET", "/x"), TransportError)
         assert len(server.heard) == 3
+
+
+@pytest.mark.parametrize("end", [End.DOWN, End.BUSY])
+def test_copy_stays_on_offer_if_only_the_repetition_was_certainly_not_stored(tmp_path, end):
+    """The server may have stored the first upload, and may delete the artifact later."""
+    answers = []
+
+    def when_busy(_):
+        answers.append(server.answer)
+        return len(answers) < 2
+
+    with Forgetful(end) as server:
+        config = ClientConfig.load({}, url=server.url, cache_dir=str(tmp_path), **PATIENT)
+        with Stash(config) as stash:
+            stash.server._transport.call("GET", "/x")
+            metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=5)
+            error = refusal(stash.put, key(1), b"graph", metadata, when_busy=when_busy)
+            assert error.reason is (Reason.BUSY if end is End.BUSY else Reason.RESET)
+            assert len(answers) == (2 if end is End.BUSY else 0)
+            origins = ("own", stash.standing.offered)
+            assert [stash.local.has(config.namespace, key(1), origin=each) for each in origins] == [
+                False,
+                True,
+            ]
 
 
 @pytest.mark.parametrize("end", [End.HALF, End.SILENT])

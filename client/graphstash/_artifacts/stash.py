@@ -199,6 +199,7 @@ class Stash:
         *,
         local_only: bool = False,
         description: "Description | None" = None,
+        when_busy: Callable[[BusyError], bool] = lambda _: False,
     ) -> int:
         """Publish an artifact and keep it on this host's disk.
 
@@ -212,6 +213,7 @@ class Stash:
             metadata: metadata of the artifact.
             local_only: whether to skip the server.
             description: description to publish with the artifact if that happens later.
+            when_busy: as for `upload`.
 
         Returns:
             Bytes sent. 0 if only the local tier stored the artifact, also in a read-only job.
@@ -264,6 +266,7 @@ class Stash:
                             metadata,
                             from_origin=origin,
                             asked_at=stored_at,
+                            when_busy=when_busy,
                         )
                     except CacheError as error:
                         if not is_temporary(error):
@@ -284,6 +287,7 @@ class Stash:
         from_origin: str,
         asked_at: float | None = None,
         between_chunks: Callable[[], None] = lambda: None,
+        when_busy: Callable[[BusyError], bool] = lambda _: False,
     ) -> None:
         """Upload a copy of this host, and move or delete the copy as the server answers.
 
@@ -296,20 +300,32 @@ class Stash:
             from_origin: origin of the copy.
             asked_at: time from which the server certainly has the blob. Default: now.
             between_chunks: called before each chunk.
+            when_busy: may wait for a busy server. Returns whether to upload again.
 
         Raises:
             CacheError: as for `put`.
         """
         namespace, to_origin = self.config.namespace, self.standing.origin
-        try:
-            server.upload(key, envelope, digest, metadata, between_chunks=between_chunks)
-        except CacheError as error:
-            if isinstance(error, ConflictError):
-                self._discard(namespace, key)
-                self.unsent.remove(key, digest.sha256)
-            elif _is_not_stored(error):
-                self.local.hand_over(namespace, key, from_origin=from_origin, to_origin=OWN)
-            raise
+        is_in_doubt = False
+        while True:
+            try:
+                server.upload(key, envelope, digest, metadata, between_chunks=between_chunks)
+            except CacheError as error:
+                is_in_doubt |= error.is_in_doubt
+                if isinstance(error, BusyError) and when_busy(error):
+                    continue
+                if isinstance(error, ConflictError):
+                    self._discard(namespace, key)
+                    self.unsent.remove(key, digest.sha256)
+                else:
+                    is_absent = _is_not_stored(error) and not is_in_doubt
+                    origin = OWN if is_absent else self.standing.offered
+                    if origin != from_origin:
+                        self.local.hand_over(
+                            namespace, key, from_origin=from_origin, to_origin=origin
+                        )
+                raise
+            break
         at = time() if asked_at is None else asked_at
         self.standing.note(namespace, key, digest.sha256, asked_at=at)
         self.local.hand_over(namespace, key, from_origin=from_origin, to_origin=to_origin)

@@ -39,11 +39,15 @@ from graphstash.config import UNIX  # noqa: E402 - see above
 from graphstash.errors import Reason, TransportError  # noqa: E402 - see above
 from graphstash_schema.own_files import open_own_directory  # noqa: E402 - see above
 
-__all__ = ["REPEATABLE", "Deadline", "DeadlineTransport", "ProcessClient"]
+__all__ = ["REPEATABLE", "REPEATED", "Deadline", "DeadlineTransport", "ProcessClient"]
 
 REPEATABLE: Final = "graphstash.repeatable"
 """Extension of a request whose streamed body can be iterated again, and whose repetition changes
 nothing. Other requests with a streamed body never use a kept-alive connection."""
+
+REPEATED: Final = "graphstash.repeated"
+"""Extension of the response to a repeated request: the server may have carried out the first one.
+"""
 
 _WRITE_BYTES: Final = 64 * 1024
 
@@ -131,10 +135,19 @@ class DeadlineTransport(httpx.HTTPTransport):
         self._current.is_fresh = self._current.is_answered = False
         try:
             return super().handle_request(request)
-        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
             if self._current.is_fresh or self._current.is_answered:
                 raise
-        return self._unkept.handle_request(request)
+            first = error
+        try:
+            response = self._unkept.handle_request(request)
+        except httpx.TransportError as error:
+            if is_repeatable:
+                raise
+            # "Not connected" would mean that the server stores nothing of the upload.
+            raise first from error
+        response.extensions[REPEATED] = True
+        return response
 
     def close(self) -> None:
         self._unkept.close()

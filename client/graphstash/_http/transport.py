@@ -21,7 +21,7 @@ import httpx
 
 from graphstash._http.circuit_breaker import CircuitBreaker
 from graphstash._http.credentials import Credentials
-from graphstash._http.deadline import REPEATABLE, Deadline, ProcessClient
+from graphstash._http.deadline import REPEATABLE, REPEATED, Deadline, ProcessClient
 from graphstash._http.errors import MAX_PROBLEM_BYTES, named_failures, read_small, refuse_errors
 from graphstash._http.tls import server_context, storage_context
 from graphstash.config import ClientConfig
@@ -290,7 +290,11 @@ class Transport:
                 ) as response,
             ):
                 exchange.is_answered = True
-                refuse_errors(response, url=self._config.url)
+                try:
+                    refuse_errors(response, url=self._config.url)
+                except CacheError as error:
+                    error.is_in_doubt = REPEATED in response.extensions
+                    raise
                 yield response
 
     def _check_circuit(self) -> None:
