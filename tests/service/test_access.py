@@ -350,8 +350,7 @@ def knows(access, issued):
 
 
 async def renewed(access):
-    while access.tokens._reader is not None:
-        await access.tokens._reader
+    await access.tokens._renewal
 
 
 async def test_one_statement_renews_all_tokens_in_use(services, clock, statements):
@@ -402,6 +401,33 @@ async def test_a_revocation_during_a_renewal_is_not_undone(services, clock, monk
     assert not knows(access, issued)
     assert not await is_let_in(access, issued.token)
     assert knows(access, other)
+
+
+async def test_look_up_of_new_token_does_not_wait_for_a_renewal(services, clock, monkeypatch):
+    access, tokens = services
+    issued, new = [await new_token(tokens) for _ in range(2)]
+    assert await is_let_in(access, issued.token)
+    may_go_on, calls = asyncio.Event(), []
+
+    async def slow(source, ids):
+        calls.append(ids)
+        await may_go_on.wait()
+        return await find_unrevoked(source, ids)
+
+    monkeypatch.setattr("graphstash_server.services.identity.authentication.find_unrevoked", slow)
+    for _ in range(3):
+        clock.turn(1)
+        assert await is_let_in(access, issued.token)
+        await asyncio.sleep(0)  # a renewal begins
+    async with asyncio.timeout(20):
+        assert await is_let_in(access, new.token)
+    assert calls == [[issued.info.id]]
+    may_go_on.set()
+    await renewed(access)
+    clock.turn(0.5)
+    assert knows(access, issued)
+    await renewed(access)
+    assert len(calls) == 2
 
 
 async def test_a_failed_renewal_is_not_retried_at_once_and_extends_no_decision(

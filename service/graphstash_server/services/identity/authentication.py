@@ -72,7 +72,8 @@ class KnownTokens:
     """Tokens as stored in the database, cached for two seconds.
 
     Unknown ids are cached separately, and all look-ups of a process share one statement at a time.
-    Guessing tokens therefore costs the database almost nothing and evicts no known token.
+    Guessing tokens therefore costs the database almost nothing and evicts no known token. A renewal
+    is a task of its own, because a look-up must not wait for it.
 
     A stored token changes only by revocation and deletion. So a renewal needs no rows: it counts
     how many tokens in use are unrevoked. It finds the revoked ones only if the count differs.
@@ -87,8 +88,8 @@ class KnownTokens:
         self._pending: dict[str, asyncio.Future[KnownToken | None]] = {}
         self._reading: set[str] = set()  # being queried, except ids forgotten since
         self._reader: asyncio.Task[None] | None = None
+        self._renewal: asyncio.Task[None] | None = None
         self._renewed_at: datetime | None = None  # the last attempt
-        self._is_renewal_due = False
 
     async def find(self, token_id: str) -> KnownToken | None:
         """Return a token as of at most two seconds ago, or None if it is unknown or revoked."""
@@ -98,7 +99,8 @@ class KnownTokens:
         found = self._pending.get(token_id)
         if found is None:
             found = self._pending[token_id] = asyncio.get_running_loop().create_future()
-        self._begin_reading()
+        if self._reader is None:
+            self._reader = in_background(self._read())
         return await asyncio.shield(found)
 
     def find_now(self, token_id: str, *, max_age: timedelta | None = None) -> KnownToken | None:
@@ -121,14 +123,11 @@ class KnownTokens:
         return seen
 
     def _renew_at(self, now: datetime) -> None:
+        if self._renewal is not None and not self._renewal.done():
+            return
         if self._renewed_at is None or not _NO_TIME <= now - self._renewed_at < _RENEWED_AGE:
             self._renewed_at = now
-            self._is_renewal_due = True
-            self._begin_reading()
-
-    def _begin_reading(self) -> None:
-        if self._reader is None:
-            self._reader = in_background(self._read())
+            self._renewal = in_background(self._renew())
 
     def forget(self, token_id: str) -> None:
         """Make the next use of a token query the database. A query in progress may miss the
@@ -140,12 +139,8 @@ class KnownTokens:
 
     async def _read(self) -> None:
         try:
-            while self._pending or self._is_renewal_due:
-                if self._pending:
-                    await self._read_pending()
-                if self._is_renewal_due:
-                    self._is_renewal_due = False
-                    await self._renew()
+            while self._pending:
+                await self._read_pending()
         finally:
             self._reader = None
             for found in self._pending.values():
