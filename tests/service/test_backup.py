@@ -470,26 +470,29 @@ def test_artifacts_withheld_and_tokens_revoked_since_the_backup_stay_so(
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
 def test_token_that_was_revoked_and_deleted_since_the_backup_stays_revoked(
-    new_site, backup, database
+    new_site, tmp_path, backup, database
 ):
     site = new_site(database, stored=range(1))
     grant = ("token", "create", "--grant", "read:team", "--description", "ci", "--json")
     tokens = [json.loads(site.run(*grant))["info"]["id"] for _ in range(2)]
     site.run("backup", backup)
     site.run("token", "revoke", tokens[0])
-    site.execute("DELETE FROM tokens WHERE revoked_at IS NOT NULL")  # as a chore does in time
-    site.run("restore", backup, "--replace")
-    assert site.unrevoked_tokens() == {tokens[1]}
+    for chore in ("DELETE FROM audit WHERE at < '2000-01-01'", "DELETE FROM audit"):
+        site.execute("DELETE FROM tokens WHERE revoked_at IS NOT NULL")
+        site.execute(chore)
+        site.run(*grant)  # on SQLite, the numbers of an empty log begin again
+        site.run("restore", backup, "--replace")
+        assert site.unrevoked_tokens() == {tokens[1]}
 
     other = new_site(database, stored=range(1))  # another cache, which never had the tokens
     other.run("restore", backup, "--replace")
     assert other.unrevoked_tokens() == set(tokens)
 
-    site.run("backup", backup)  # by a state of the same cache that is later than the database
+    site.run("backup", tmp_path / "first")
     later = json.loads(site.run(*grant))["info"]["id"]
     site.run("backup", backup)
-    site.execute(f"DELETE FROM tokens WHERE id = '{later}'")
-    site.execute(f"DELETE FROM audit WHERE subject = '{later}'")
+    site.run("restore", tmp_path / "first", "--replace")  # by mistake
+    site.put(range(1, 4))
     site.run("restore", backup, "--replace")
     assert site.unrevoked_tokens() == {tokens[1], later}
 

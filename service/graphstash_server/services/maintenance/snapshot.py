@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import Executable, exists, func, insert, select, text
+from sqlalchemy import Executable, exists, insert, select, text
 from sqlalchemy.engine import URL, make_url
 
 from graphstash_schema import Digest
@@ -210,18 +210,24 @@ def apply_withdrawals(path: Path, url: str, *, now: datetime) -> bool:
 
 def _is_earlier(path: Path, url: str) -> bool:
     """Return whether a snapshot is of the same cache as a database, and not of a later time: the
-    audit log of the database has at least the snapshot's last record, or no records.
+    database's audit log has the snapshot's last record, begins after that record, or is empty.
     """
     cache = select(identifiers.c.value).where(identifiers.c.name == "cache")
+    records = select(audit.c.id, audit.c.at, audit.c.subject)
+    snapshot = _url_of(path)
     try:
-        own = [tuple(row) for row in _read(url, cache)]
-        ((last,),) = _read(url, select(func.max(audit.c.id)))
+        own = _read(url, cache)
+        first = _read(url, records.order_by(audit.c.id).limit(1))
     except StartError:  # the database is of a release without identifiers
         return False
-    with closing(_open(path)) as snapshot:
-        of = snapshot.execute("SELECT value FROM identifiers WHERE name = 'cache'").fetchall()
-        ((last_there,),) = snapshot.execute("SELECT max(id) FROM audit").fetchall()
-    return bool(own) and own == of and (last is None or (last_there or 0) <= last)
+    if not own or own != _read(snapshot, cache):
+        return False
+    last = _read(snapshot, records.order_by(audit.c.id.desc()).limit(1))
+    if not first or not last:
+        return True
+    # An ID alone identifies no record: after a restore or in an emptied log, IDs repeat.
+    is_there = last == _read(url, records.where(audit.c.id == last[0].id))
+    return is_there or bool(first[0].at > last[0].at)
 
 
 def _withdraw(snapshot: sqlite3.Connection, row: dict[str, Any], key: Sequence[str]) -> None:
