@@ -1,6 +1,7 @@
 """`graphstash fsck`: checks the database, and that rows, blobs and counters agree."""
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,10 +55,14 @@ def fsck(
 async def _check(
     context: "ProcessContext", *, age: "timedelta", is_repair: bool, is_deep: bool, is_json: bool
 ) -> None:
-    total_bytes = sum(
-        namespace.size_bytes for namespace in (await context.statistics.read()).namespaces
-    )
-    await context.plausible_clock.observe()
+    from graphstash_server.errors import CorruptDatabaseError
+
+    total_bytes = 0
+    with suppress(CorruptDatabaseError):  # the check finds it, too, and says where
+        if is_deep:
+            namespaces = (await context.statistics.read()).namespaces
+            total_bytes = sum(namespace.size_bytes for namespace in namespaces)
+        await context.plausible_clock.observe()
     found = 0
     with progress_bar("checking", is_shown=is_deep) as advance:
         async for finding in context.reconciler.check(
