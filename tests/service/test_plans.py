@@ -33,6 +33,7 @@ from graphstash_schema import (
     TokenInfo,
 )
 from graphstash_schema.history import Grouping, Step
+from graphstash_schema.listing import ListOrder
 from graphstash_schema.names import ManifestName
 from graphstash_schema.withdrawals import WithdrawalCause
 from graphstash_server.actor import Actor
@@ -47,7 +48,7 @@ from graphstash_server.db.queries.history import HistoryChange, Selection
 from graphstash_server.db.queries.leases import LeaseRow
 from graphstash_server.db.queries.listing import PageRequest, Place
 from graphstash_server.db.queries.recorded_times import Suspension
-from graphstash_server.db.queries.runs import HeldRun, ReportRow
+from graphstash_server.db.queries.runs import HeldRun, ReportRow, RunRequest
 from graphstash_server.db.queries.sessions import SessionRow
 from graphstash_server.db.queries.shared import key_values
 from graphstash_server.db.queries.tokens import TokenRow
@@ -194,7 +195,10 @@ def arguments_of(count):
         id="new", description="", grants=(Grant.parse("read:*"),), created_at=NOW, created_by="5"
     )
     report = ReportRow(BENCH, RUN, "new", "5", "5", NOW, 512, "", "", NOW, 1.0, 0.0, "[]", "[]")
-    place = Place(at(100), fingerprint(100), "jax", "cpu")
+    places = {
+        order: Place(4096 if order is ListOrder.SIZE else at(100), fingerprint(100), "jax", "cpu")
+        for order in ListOrder
+    }
     either = [{"namespace": BENCH}, {"writer": "5"}]
     return {
         "runs.list_runs": either,
@@ -213,6 +217,10 @@ def arguments_of(count):
         "change": [UsageChange(hits=1)],
         "changes": [{("jax", "cpu", "5"): HistoryChange(hits=1)}],
         "chosen": [[candidate]],
+        "runs.list_latest.chosen": [
+            RunRequest(PAGE),
+            RunRequest(PAGE, "x", at(30), NOW, (NOW, RUN)),
+        ],
         "corrected": [None, BENCH],
         "digest": [digest(100)],
         "digests": [digests],
@@ -238,6 +246,7 @@ def arguments_of(count):
         "label": ["0100"],
         "lease": [LeaseRow("0100", 1, "x", at(100), None, None)],
         "limit": [PAGE],
+        "last": [None, "x"],
         "looked_at": [PAGE],
         "max_groups": [128],
         "most": [10],
@@ -260,8 +269,8 @@ def arguments_of(count):
         "replaces": [artifact(count)],
         "reported_by": ["x"],
         "request": [
-            PageRequest(BENCH, is_newest, after, "", "", "", label)
-            for is_newest in (True, False)
+            PageRequest(BENCH, order, after, "", "", "", label)
+            for order, place in places.items()
             for after in (None, place)
             for label in ("", "x")
         ],
