@@ -239,8 +239,15 @@ class Removal(WireModel):
 
     action: str = Field(description="as in the audit log: `evict`, `delete` or `withhold`")
     at: AwareDatetime
-    actor: str = Field(description="who, as in the audit log")
-    reason: str = Field(default="", description="such as `retention` or `corrupt`")
+    actor: str = Field(
+        default="",
+        description="who, as in the audit log; empty unless the caller administers the namespace",
+    )
+    reason: str = Field(
+        default="",
+        description="such as `retention` or `corrupt`; empty unless the caller administers the "
+        "namespace",
+    )
 
 
 class ExplainResponse(WireModel):
@@ -249,8 +256,9 @@ class ExplainResponse(WireModel):
     relatives: Items[Relative]
     removal: Removal | None = Field(
         default=None,
-        description="last removal of the missed artifact from the namespace, if it was among the "
-        "latest 4,000 changes of the namespace, and before the run started",
+        description="last removal of the missed artifact from the namespace before the artifact "
+        "was first stored after the start of the run, among the latest 4,000 changes of the "
+        "namespace; null if the artifact was stored again before the start",
     )
     is_partial: bool = Field(
         default=False,

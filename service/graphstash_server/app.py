@@ -123,8 +123,8 @@ def create_app(
     ):
         app.include_router(api.router)
         routes += api.router.routes
-    unknown_page = add_pages(app, document=app.document)
-    routes += app.routes[len(routes) :]
+    unknown_page, pages = add_pages(app, document=app.document)
+    routes += pages
     add_problem_handlers(app, routes, unknown_page=unknown_page)
     app.add_middleware(RequestFrame, counters=counters)
     if tracing is not None:

@@ -1,6 +1,8 @@
 """Actions of the dashboard do what their calls do, with the same rights, from their page only."""
 
 import re
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
 
 import httpx
 import pytest
@@ -16,7 +18,7 @@ def browse(guarded):
     clients = []
 
     def make(*grants):
-        clients.append(sign_in(guarded.url, guarded.token(*grants)))
+        clients.append(signed_in(guarded, guarded.token(*grants)))
         return clients[-1]
 
     yield make
@@ -29,6 +31,12 @@ def team(guarded, namespace):
     team = Team(guarded.url, namespace, guarded.admin)
     yield team
     team.close()
+
+
+def signed_in(guarded, token):
+    client = sign_in(guarded.url, token)
+    client.token = token
+    return client
 
 
 def fields_of(client, page, action):
@@ -109,7 +117,12 @@ def test_pins_and_limits_apply_and_are_audited(guarded, team, browse, namespace)
 def test_token_is_shown_once_works_and_is_revoked(guarded, browse, namespace):
     owner = browse("admin:*")
     fields = fields_of(owner, "/tokens", "create-token")
-    wanted = {"description": f"for {namespace}", "grants": f"write:{namespace}", "days": "7"}
+    wanted = {
+        "description": f"for {namespace}",
+        "grants": f"write:{namespace}",
+        "days": "7",
+        "token": owner.token,
+    }
     page = send(owner, "create-token", fields | wanted)
     assert page.status_code == 200
     assert page.headers["cache-control"] == "no-store"
@@ -119,10 +132,45 @@ def test_token_is_shown_once_works_and_is_revoked(guarded, browse, namespace):
     assert secret not in owner.get("/tokens").text
     assert guarded.http(token).get(f"/v1/{namespace}/manifests/x").status_code == 404
 
+    again = send(owner, "create-token", fields | wanted)
+    assert (again.status_code, token in again.text) == (409, False)
     token_id = TOKEN_FORM.fullmatch(token)["id"]
     revoked = send(owner, "revoke-token", fields | {"id": token_id})
     assert (revoked.status_code, revoked.headers["location"]) == (303, "/tokens")
     assert guarded.http(token).get(f"/v1/{namespace}/manifests/x").status_code == 401
+
+
+def test_new_token_needs_token_of_session_and_ends_with_it(guarded, browse, namespace):
+    """A cookie alone gives no token that outlives the session."""
+    ends = datetime.now(UTC) + timedelta(minutes=20)
+    grants = [{"scope": "admin", "namespaces": "*"}]
+    body = {"description": "short", "grants": grants, "expires_at": ends.isoformat()}
+    short = guarded.http(guarded.admin).post("/v1/-/tokens", json=body).json()["token"]
+    wanted = {"description": namespace, "grants": "admin:*", "days": "3650"}
+    with closing(signed_in(guarded, short)) as owner:
+        fields = fields_of(owner, "/tokens", "create-token") | wanted
+        own = TOKEN_FORM.fullmatch(short)
+        forged = f"gst_{own['id']}_{TOKEN_FORM.fullmatch(guarded.admin)['secret']}"
+        for given in ({}, *({"token": each} for each in ("", "x", guarded.admin, forged))):
+            assert send(owner, "create-token", fields | given).status_code == 403, given
+        assert namespace not in owner.get("/tokens").text
+        page = send(owner, "create-token", fields | {"token": short})
+    (token,) = re.findall(r"<code>(gst_[^<]+)</code>", page.text)
+    access = guarded.http(token).get("/v1/-/access").json()
+    assert datetime.fromisoformat(access["expires_at"]) == ends
+
+
+def test_stale_page_does_not_delete_replacement(guarded, team, browse, namespace):
+    path = f"/artifacts/{namespace}/{team.put(0)}"
+    client = browse(f"admin:{namespace}")
+    fields = fields_of(client, path, "delete")
+    other = {"digest": "sha256:" + "0" * 64}
+    assert send(client, "delete", fields | other).status_code == 404
+    assert client.get(path).status_code == 200
+    assert send(client, "withhold", fields | {"reason": "corrupt"}).status_code == 303
+    withheld = fields_of(client, f"/?namespace={namespace}", "delete")
+    assert send(client, "delete", withheld | other).status_code == 404
+    assert send(client, "delete", withheld).status_code == 303
 
 
 def attempts(client, namespace, key, csrf):
@@ -207,16 +255,18 @@ def test_form_of_another_page_or_without_a_session_changes_nothing(
     [
         ("withhold", {"reason": "x"}),
         ("withhold", {"digest": "x"}),
+        ("delete", {"digest": ""}),
         ("delete", {"key": "x"}),
         ("delete", {"key": "jax/cpu/x"}),
         ("delete", {"namespace": "A B"}),
         ("pin", {"days": "0"}),
-        ("pin", {"days": "9" * 30}),
+        *(("pin", {"days": days}) for days in ("9" * 30, "00000001" + "9" * 12)),
         ("pin", {"job": "/"}),
         ("limit", {"limit": "much"}),
         ("limit", {"limit": "0"}),
         ("limit", {"limit": "9" * 400}),
-        ("create-token", {"days": "-1"}),
+        *(("create-token", {"days": days}) for days in ("-1", "00000001" + "9" * 12)),
+        ("create-token", {"id": "x"}),
         ("create-token", {"grants": "all"}),
         ("create-token", {"grants": ""}),
         ("create-token", {"description": "a\nb"}),
@@ -226,6 +276,7 @@ def test_invalid_field_is_refused_with_a_page(team, browse, namespace, action, f
     key = team.work()
     owner = browse("admin:*")
     csrf = fields_of(owner, f"/artifacts/{namespace}/{key}", "delete")["csrf"]
-    answer = send(owner, action, attempts(owner, namespace, key, csrf)[action] | fields)
+    valid = attempts(owner, namespace, key, csrf)[action] | {"token": owner.token, "id": "a" * 16}
+    answer = send(owner, action, valid | fields)
     assert answer.status_code == 400
     assert "<h1>" in answer.text

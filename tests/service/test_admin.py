@@ -132,6 +132,9 @@ def test_unknown_path_is_named_and_wrong_method_gets_the_allowed_ones(api, probl
         ("/v1/team/artifacts:lookup", "GET", {"POST"}),
         ("/v1/team/manifests/m", "DELETE", {"GET", "PUT"}),
         ("/healthz", "POST", {"GET"}),
+        ("/audit", "PUT", {"GET", "HEAD"}),
+        ("/sign-out", "GET", {"POST"}),
+        ("/actions/pin", "GET", {"POST"}),
     ):
         answer = api.http.request(method, path)
         problem(answer, 405, "method_not_allowed", method)

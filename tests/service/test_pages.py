@@ -133,6 +133,11 @@ def test_job_page_compares_runs_and_run_page_lists_causes(reader, used):
         text_of(job).replace(" .", ".").replace(" :", ":")
     )
     assert "Hit rate of each of the last 2 runs" in job
+    for number in (1, 2):
+        used.report(f"hits-{number}", job="hits")
+    job = reader.get(f"/jobs/{namespace}/hits").text
+    assert "Hit rate of each of the last 2 runs" in job
+    assert "Programs compiled in each" not in job
     for text in (CAUSE, "cause unknown", "jit(init)", "2 of 50 programs", "2 misses"):
         assert text in run, text
 
@@ -317,13 +322,19 @@ def test_audit_page_shows_administrators_who_changed_what(team, browse, namespac
     assert f"put {namespace} {key}" in put
     assert rows(action="delete") == [deleted]
     assert rows(action="evict") == rows(before="1") == []
-    for wrong in ({"action": "x"}, {"before": "x"}, {"before": "-1"}, {"namespace": "A B"}):
+    places = ({"before": place} for place in ("x", "-1", "0" * 19 + "1" + "9" * 30))
+    for wrong in ({"action": "x"}, *places, {"namespace": "A B"}):
         assert owner.get("/audit", params=wrong).status_code == 400, wrong
     monkeypatch.setattr(audit, "_MAX_ROWS", 1)
     assert rows() == [deleted]
     page = owner.get(f"/audit?namespace={namespace}").text
     (earlier,) = re.findall(r"/audit\?before=(\d+)&amp;", page)
     assert rows(before=earlier) == [put]
+    monkeypatch.setattr(audit, "MAX_AUDIT_ENTRIES", 1)
+    page = text_of(owner.get(f"/audit?namespace={namespace}&action=put").text)
+    assert "The 1 latest entries have none of that action." in page
+    assert "Earlier entries" in page
+    assert "No such entry" not in page
     assert browse(f"admin:{namespace}").get("/audit").status_code == 403
     assert browse().get("/audit").status_code == 401
     assert 'href="/audit"' not in browse(f"admin:{namespace}").get("/").text

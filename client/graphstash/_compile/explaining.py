@@ -216,13 +216,13 @@ def cause_of(
 
 
 def _removed(removal: Removal) -> str:
-    """Return who took an artifact away, and when."""
+    """Return when an artifact was taken away. Say by whom if the server does."""
     done = _REMOVED.get(removal.action, printable(removal.action, most=32))
     if removal.action == "evict" and removal.reason == "retention":
         done = "it has expired: evicted"
     reason = f": {printable(removal.reason, most=80)}" if removal.reason else ""
-    actor = printable(removal.actor, most=80)
-    return f"{done} on {removal.at.astimezone(UTC):%Y-%m-%d %H:%M} UTC by {actor}{reason}"
+    actor = f" by {printable(removal.actor, most=80)}" if removal.actor else ""
+    return f"{done} on {removal.at.astimezone(UTC):%Y-%m-%d %H:%M} UTC{actor}{reason}"
 
 
 def _differences(differences: Sequence[Difference]) -> str:

@@ -80,6 +80,7 @@ async def explain_miss(call: NamespaceCall) -> Response:
         call.namespace,
         wanted,
         readable=readable,
+        may_administer=call.principal.may(Scope.ADMIN, call.namespace, call.policy),
         min_age=timedelta(seconds=query.min_age_seconds),
     )
     return json_answer(explained.model_copy(update={"is_partial": is_partial}))

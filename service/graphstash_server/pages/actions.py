@@ -104,21 +104,26 @@ async def _release(visitor: Visitor, form: Form) -> Done:
 async def _delete(visitor: Visitor, form: Form) -> Done:
     key = await _key(visitor, form)
     actor = actor_of(visitor.request, visitor.principal)
-    if not await visitor.context.artifacts.delete(key, actor=actor):
-        raise absent(key)
+    digest = form.get("digest", "")
+    if not digest:
+        raise _invalid("the digest is missing: open the artifact's page")
+    if not await visitor.context.artifacts.delete(key, actor=actor, digest=digest):
+        raise ServerError(
+            ErrorCode.NOT_FOUND,
+            f"there is no artifact {key.key} with the digest {digest[:80]}: it was deleted or "
+            "replaced after the page was shown",
+        )
     return Done(f"/?namespace={key.namespace}#recent")
 
 
 async def _pin(visitor: Visitor, form: Form) -> Done:
     namespace, job = await _administered(visitor, form), ManifestName(form.get("job", ""))
-    days = form.get("days", "")
-    if not (days.isascii() and days.isdecimal() and 1 <= int(days[:8]) <= _MAX_DAYS):
-        raise _invalid(f"a pin lasts from 1 to {_MAX_DAYS} days")
+    days = _days(form, "a pin")
     begin = max(visitor.now, visitor.context.plausible_clock())
     count = await visitor.context.pins.pin(
         namespace,
         job,
-        until=begin + timedelta(days=int(days)),
+        until=begin + days,
         actor=actor_of(visitor.request, visitor.principal),
     )
     return _of_job(namespace, job, count)
@@ -152,20 +157,33 @@ async def _limit(visitor: Visitor, form: Form) -> Done:
 
 
 async def _create_token(visitor: Visitor, form: Form) -> Done:
+    """Create a token that does not outlive the visitor's.
+
+    The form needs the visitor's token again. Otherwise, a thief of the cookie could turn a session
+    of an hour into a token of years.
+    """
     visitor.require_administrator()
-    days = form.get("days", "")
-    if not (days.isascii() and days.isdecimal() and 1 <= int(days[:8]) <= _MAX_DAYS):
-        raise _invalid(f"a token of this page lasts from 1 to {_MAX_DAYS} days")
+    session = visitor.session
+    if session is None or not await visitor.context.sessions.is_token_of(
+        session, form.get("token", "").strip()
+    ):
+        raise ServerError(
+            ErrorCode.FORBIDDEN, "a new token needs the token with which you signed in: paste it"
+        )
+    ends = [visitor.now + _days(form, "a token of this page")]
+    if session.principal.expires_at is not None:
+        ends.append(session.principal.expires_at)
     try:
         request = TokenRequest(
             description=form.get("description", ""),
             grants=tuple(map(Grant.parse, form.get("grants", "").replace(",", " ").split())),
-            expires_at=visitor.now + timedelta(days=int(days)),
+            expires_at=min(ends),
         )
     except ValidationError:
         raise _invalid("a token needs a description of one line, and grants") from None
     actor = actor_of(visitor.request, visitor.principal)
-    return Done("/tokens", await visitor.context.tokens.create(request, actor=actor))
+    issued = await visitor.context.tokens.create(request, actor=actor, token_id=form.get("id", ""))
+    return Done("/tokens", issued)
 
 
 async def _revoke_token(visitor: Visitor, form: Form) -> Done:
@@ -209,6 +227,13 @@ async def _key(visitor: Visitor, form: Form) -> StoredKey:
     if len(segments) != len(names):
         raise _invalid("the artifact's key is missing: open its page")
     return StoredKey.parse(namespace=namespace, **dict(zip(names, segments, strict=True)))
+
+
+def _days(form: Form, what: str) -> timedelta:
+    days = form.get("days", "")
+    if not (days.isascii() and days.isdecimal() and len(days) <= 8 and 1 <= int(days) <= _MAX_DAYS):
+        raise _invalid(f"{what} lasts from 1 to {_MAX_DAYS} days")
+    return timedelta(days=int(days))
 
 
 def _invalid(detail: str) -> ServerError:

@@ -36,6 +36,7 @@ async def audit_of(visitor: Visitor) -> dict[str, Any]:
         "entries": shown,
         "namespace": namespace or "",
         "action": action,
+        "looked_at": len(log.entries),
         "actions": [each.value for each in AuditAction],
         "following": shown[-1].id if len(found) > len(shown) else log.next_before,
         "audit_days": visitor.context.settings.audit_days,
@@ -45,6 +46,6 @@ async def audit_of(visitor: Visitor) -> dict[str, Any]:
 def _place(text: str) -> int | None:
     if not text:
         return None
-    if not (text.isascii() and text.isdecimal() and 0 < int(text[:20]) < 2**63):
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and 0 < int(text) < 2**63):
         raise ServerError(ErrorCode.INVALID_REQUEST, f"{text[:40]!r} is no place in the audit log")
     return int(text)

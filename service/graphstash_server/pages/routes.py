@@ -5,12 +5,13 @@ call. After a session has ended, its visitor is anonymous and sees the sign-in p
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from markupsafe import Markup
+from starlette.routing import BaseRoute
 
 from graphstash_schema import STATUS, ErrorCode, InvalidValueError
 from graphstash_server.api.calls import KEY
@@ -43,8 +44,11 @@ Handler = Callable[[Visitor], Awaitable[Response]]
 Document = Callable[[], Awaitable[dict[str, Any]]]
 
 
-def add_pages(app: FastAPI, *, document: Document) -> Callable[[Request], Awaitable[Response]]:
-    """Add the dashboard to an application, and return the endpoint of the page for unknown paths.
+def add_pages(
+    app: FastAPI, *, document: Document
+) -> tuple[Callable[[Request], Awaitable[Response]], Sequence[BaseRoute]]:
+    """Add the dashboard to an application. Return the endpoint of the page for unknown paths, and
+    the routes of all pages.
 
     `document` returns the application's OpenAPI document.
     """
@@ -69,7 +73,7 @@ def add_pages(app: FastAPI, *, document: Document) -> Callable[[Request], Awaita
     for action in ACTIONS:
         router.post("/actions/" + action)(pages.answering(partial(pages.act, action)))
     app.include_router(router)
-    return pages.answering(_unknown)
+    return pages.answering(_unknown), router.routes
 
 
 class _Pages:

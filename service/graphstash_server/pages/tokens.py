@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from graphstash_server.pages.visitor import Visitor
+from graphstash_server.services.identity.tokens import new_token_id
 
 __all__ = ["tokens_of"]
 
@@ -17,4 +18,9 @@ async def tokens_of(visitor: Visitor) -> dict[str, Any]:
     """
     visitor.require_administrator()
     tokens = (await visitor.context.tokens.list_all()).tokens
-    return {"tokens": tokens[:_MAX_ROWS], "more": max(0, len(tokens) - _MAX_ROWS), "issued": None}
+    return {
+        "tokens": tokens[:_MAX_ROWS],
+        "more": max(0, len(tokens) - _MAX_ROWS),
+        "issued": None,
+        "new_id": new_token_id(),
+    }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Final, NamedTuple
 
-from sqlalchemy import delete, insert, or_, select
+from sqlalchemy import delete, func, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import AuditAction, AuditEntry, Namespace
@@ -17,6 +17,9 @@ from graphstash_server.keys import StoredKey
 __all__ = ["AuditRecord", "add_audit", "find_removal", "prune_audit", "read_audit"]
 
 _REMOVALS: Final = (AuditAction.EVICT.value, AuditAction.DELETE.value, AuditAction.WITHHOLD.value)
+
+_RETURNS: Final = (AuditAction.PUT.value, AuditAction.OVERWRITE.value, AuditAction.RELEASE.value)
+"""Actions after which a look-up finds the artifact."""
 
 
 class AuditRecord(NamedTuple):
@@ -93,10 +96,13 @@ async def read_audit(
 
 
 async def find_removal(
-    connection: AsyncConnection, key: StoredKey, *, until: datetime, looked_at: int
+    connection: AsyncConnection, key: StoredKey, *, since: datetime, looked_at: int
 ) -> AuditEntry | None:
-    """Return the last removal of an artifact until a time, among the `looked_at` latest entries of
-    its namespace. No index has the subject, so a longer search would take too long.
+    """Return the removal that made a run miss an artifact, or None if the log has none.
+
+    It is the last removal before the artifact first returned after the start of the run, `since`.
+    Without a removal after an earlier return, the artifact was there. The search covers the
+    `looked_at` latest entries of the namespace: no index has the subject.
     """
     latest = (
         select(audit)
@@ -105,18 +111,26 @@ async def find_removal(
         .limit(looked_at)
         .subquery()
     )
-    statement = (
+    of_key = (
         select(latest)
-        .where(
-            latest.c.subject == str(key.key),
-            latest.c.action.in_(_REMOVALS),
-            latest.c.at <= until,
-        )
-        .order_by(latest.c.id.desc())
+        .where(latest.c.subject == str(key.key), latest.c.action.in_(_REMOVALS + _RETURNS))
+        .cte()
+    )
+    first_return = (
+        select(func.min(of_key.c.id))
+        .where(of_key.c.action.in_(_RETURNS), of_key.c.at > since)
+        .scalar_subquery()
+    )
+    statement = (
+        select(of_key)
+        .where(or_(first_return.is_(None), of_key.c.id < first_return))
+        .order_by(of_key.c.id.desc())
         .limit(1)
     )
     found = (await connection.execute(statement)).first()
-    return None if found is None else AuditEntry.model_validate(found._asdict())
+    if found is None or found.action not in _REMOVALS:
+        return None
+    return AuditEntry.model_validate(found._asdict())
 
 
 async def prune_audit(connection: AsyncConnection, *, older_than: datetime, limit: int) -> int:

@@ -89,6 +89,7 @@ class ExplanationService:
         wanted: Description,
         *,
         readable: Sequence[Namespace],
+        may_administer: bool = False,
         min_age: timedelta = timedelta(),
     ) -> ExplainResponse:
         """Return the artifacts nearest to a missed one.
@@ -97,6 +98,8 @@ class ExplanationService:
             namespace: namespace of the missed artifact.
             wanted: description of the missed artifact.
             readable: namespaces to search, at most `MAX_NAMESPACES`.
+            may_administer: whether the caller administers the namespace, and so may know who
+                removed the artifact and why.
             min_age: Age of the run that missed it. Younger artifacts were not stored yet when it
                 started, and include those that the run itself has published.
         """
@@ -111,7 +114,7 @@ class ExplanationService:
                 missed = StoredKey.of(namespace, wanted.key)
                 rows.pop(missed, None)
                 removal = await find_removal(
-                    connection, missed, until=until, looked_at=_LOOKED_AT_CHANGES
+                    connection, missed, since=until, looked_at=_LOOKED_AT_CHANGES
                 )
                 undescribed = 0
                 if not rows:
@@ -122,7 +125,9 @@ class ExplanationService:
             if not relatives and (pack := wanted.program.get(PACK_PART)):
                 relatives = await self._other_environments(wanted, pack, readable, until=until)
         return ExplainResponse(
-            relatives=relatives, undescribed=undescribed, removal=_removal(removal)
+            relatives=relatives,
+            undescribed=undescribed,
+            removal=_removal(removal, with_names=may_administer),
         )
 
     async def drop_unused(self) -> None:
@@ -186,11 +191,14 @@ class ExplanationService:
         return found
 
 
-def _removal(entry: AuditEntry | None) -> Removal | None:
+def _removal(entry: AuditEntry | None, *, with_names: bool) -> Removal | None:
     if entry is None:
         return None
+    found = Removal(action=entry.action.value, at=entry.at)
+    if not with_names:  # the actor of an eviction may be a token of another namespace
+        return found
     reason = re.split(r"\s?sha256:", entry.detail, maxsplit=1)[0]
-    return Removal(action=entry.action.value, at=entry.at, actor=entry.actor, reason=reason)
+    return found.model_copy(update={"actor": entry.actor, "reason": reason})
 
 
 def _nearest(rows: Sequence[DescribedRow], wanted: Description) -> tuple[Relative, ...]:

@@ -268,12 +268,16 @@ class ArtifactService:
             count, _ = self._protected.take(name, count, most=most, per_second=per_second)
         return count
 
-    async def delete(self, key: StoredKey, *, actor: Actor) -> bool:
-        """Delete an artifact, withheld or not. Return False if it is absent."""
+    async def delete(self, key: StoredKey, *, actor: Actor, digest: str | None = None) -> bool:
+        """Delete an artifact, withheld or not. Return False if it is absent, or has another digest
+        than the given one.
+        """
         while True:  # retry if the artifact is replaced between the two statements
             row = await find_stored(self.database, key)
             if row is None:
                 self.forget(key)
+                return False
+            if digest is not None and str(row.digest) != digest:
                 return False
             if await self._delete([row], actor=actor):
                 return True

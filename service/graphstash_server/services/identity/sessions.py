@@ -41,6 +41,7 @@ class Session(NamedTuple):
     """A valid session. `id` is the secret in the browser's cookie."""
 
     id: str
+    token_id: str
     expires_at: datetime
     principal: Principal
 
@@ -76,7 +77,7 @@ class SessionService:
             )
         now = self.clock()
         ends = [now + SESSION_LIFETIME, *filter(None, [principal.expires_at])]
-        session = Session(secrets.token_urlsafe(32), min(ends), principal)
+        session = Session(secrets.token_urlsafe(32), form["id"], min(ends), principal)
         async with self.database.writing() as connection:
             await drop_sessions(
                 connection, expired=now, token_id=form["id"], kept=MAX_SESSIONS_OF_TOKEN - 1
@@ -96,7 +97,22 @@ class SessionService:
         if row is None or not now < row.expires_at <= now + 2 * SESSION_LIFETIME:
             return None
         principal = await self.access.principal_of_token(row.token_id)
-        return None if principal is None else Session(session_id, row.expires_at, principal)
+        if principal is None:
+            return None
+        return Session(session_id, row.token_id, row.expires_at, principal)
+
+    async def is_token_of(self, session: Session, token: str) -> bool:
+        """Return whether a session began with this token, of which a cookie's thief has nothing."""
+        form = TOKEN_FORM.fullmatch(token)
+        if form is None or form["id"] != session.token_id:
+            return False
+        try:
+            await self.access.principal_of(f"Bearer {token}")
+        except ServerError as error:
+            if error.code is not ErrorCode.UNAUTHENTICATED:
+                raise
+            return False
+        return True
 
     async def end(self, session_id: str) -> None:
         """Sign out."""

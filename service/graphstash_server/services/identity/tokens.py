@@ -48,6 +48,7 @@ __all__ = [
     "MAX_EXCHANGED_TOKENS",
     "MAX_LIVE_TOKENS",
     "TokenService",
+    "new_token_id",
     "revoked_in",
     "sha256_of_secret",
 ]
@@ -88,16 +89,22 @@ class TokenService:
     database: Database
     clock: Clock
 
-    async def create(self, request: TokenRequest, *, actor: Actor) -> TokenIssued:
+    async def create(
+        self, request: TokenRequest, *, actor: Actor, token_id: str | None = None
+    ) -> TokenIssued:
         """Create a token. Only this response ever contains the secret.
 
+        With the `new_token_id` of a form, a form that is sent twice creates one token.
+
         Raises:
-            ServerError: 400 if the expiry is past or after the year 9998, 409 if there are too
-                many tokens.
+            ServerError: 400 if the expiry is past or after the year 9998, or the ID malformed, 409
+                if there are too many tokens, or a token has this ID.
         """
+        if token_id is not None and _ID.fullmatch(token_id) is None:
+            raise ServerError(ErrorCode.INVALID_REQUEST, "the new token's ID is malformed")
         now = self.clock()
         info = TokenInfo(
-            id=_new_id(),
+            id=token_id or new_token_id(),
             description=request.description,
             grants=request.grants,
             created_at=now,
@@ -138,7 +145,7 @@ class TokenService:
             _check_included(grant, caller)
         now = self.clock()
         info = TokenInfo(
-            id=_new_id(),
+            id=new_token_id(),
             description=caller.name,
             grants=request.grants or caller.grants,
             created_at=now,
@@ -161,6 +168,12 @@ class TokenService:
                     f"there are {MAX_LIVE_TOKENS} live tokens already: revoke some unused ones "
                     "(`graphstash token list`), or give new ones an expiry",
                     limit=MAX_LIVE_TOKENS,
+                )
+            if await find_tokens(connection, [info.id]):
+                raise ServerError(
+                    ErrorCode.CONFLICT,
+                    f"the token {info.id} has been created already, and its secret is not shown "
+                    "again: if you did not copy it, revoke the token and create another",
                 )
             await insert_token(connection, TokenRow(info, sha256_of_secret(secret)))
             detail = " ".join(map(str, info.grants))
@@ -212,7 +225,8 @@ def revoked_in(payload: str) -> str | None:
     return token_id if word == _REVOKED else None
 
 
-def _new_id() -> str:
+def new_token_id() -> str:
+    """Return a random ID for a new token."""
     return "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_CHARACTERS))
 
 
