@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from threading import Thread
 
@@ -20,6 +20,7 @@ from graphstash_server.api import connection
 from graphstash_server.testing import LiveServer
 from support.cases.fleet import graph
 from support.host import Host, key
+from support.hostile import Answer, Middlebox
 from support.run_case import RUN_CASE, case_arguments
 from support.waiting import PATIENT, until
 from support.wire import Wire, head
@@ -89,6 +90,8 @@ def test_a_job_waits_for_a_connection_as_long_as_it_may(host, stored, server, mo
             others.enter_context(Wire(server.url)).send(HALF_A_REQUEST)
         assert hasty.build(key(0)) == b"graph"
         assert (hasty.compiles, hasty.fallbacks) == (1, {"busy": 2})  # the upload, too
+        # It asks no more for a while: each call would wait for a second.
+        assert hasty.stash.server._transport._breaker.asked_seconds > 20
 
         slept = []
 
@@ -189,11 +192,24 @@ def test_a_job_compiles_when_that_is_quicker_than_the_wait(tmp_path):
                 publisher.stash.put(key(number), b"graph", metadata)
         settings = {"cache_dir": tmp_path / "job", **PATIENT}
         with Host(fake.config(**settings)) as job, fake.fail_on("get", status=429, times=2):
-            job.stash.server.lookup([key(0), key(1)])
+            with closing(job.stash.server.beside()) as prefetching:
+                prefetching.lookup([key(0), key(1)])
             job.build(key(0))  # the server asks for a pause of a second
             assert (job.compiles, job.fallbacks) == (1, {"busy": 1})
             job.build(key(1))
             assert (job.compiles, job.fallbacks) == (1, {"busy": 1})
+
+
+def test_a_pause_beyond_the_budget_is_not_waited_for(tmp_path, monkeypatch):
+    slept, refusal = [], Answer(429, {"Graphstash-Protocol": "1", "Retry-After": "3600"}, b"")
+    monkeypatch.setattr("graphstash._compile.cache.sleep", slept.append)
+    with FakeServer() as fake, Middlebox(fake.url, lambda *_: refusal) as box:
+        settings = fake.config(cache_dir=tmp_path / "job", url=box.url, **PATIENT)
+        with Host(settings) as job:
+            for number in range(3):
+                job.build(key(number))
+            assert (job.compiles, job.stats.wait_seconds, slept) == (3, 0, [])
+    assert len(box.requests) == 1
 
 
 class Backlog:

@@ -65,8 +65,13 @@ def test_pause_requested_by_server_is_bounded():
     clock.now += 3.1
     assert breaker.allows()
     breaker.pause(1e9)
-    clock.now += 10.1
+    clock.now += 9.0
+    assert breaker.asked_seconds == 1e9 - 9.0  # a job must not wait for a call that is in vain
+    clock.now += 1.1
+    assert breaker.asked_seconds == 0.0
     assert breaker.allows()
+    breaker.pause(2)
+    assert breaker.asked_seconds == 2.0
 
 
 def test_requested_pause_is_not_shortened():

@@ -21,7 +21,6 @@ from graphstash._artifacts.reader import Fetched, Reader
 from graphstash._artifacts.stash import Stash
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable
-from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError, Reason
 from graphstash_schema import ArtifactInfo, ArtifactKey, ManifestEntry
 
@@ -74,7 +73,7 @@ class Prefetch:
         self._counting = threading.Lock()
         self._is_stopped = is_stopped
         self._done = done
-        self.server = ServerClient(stash.config)
+        self.server = stash.server.beside()
 
     def fetch_best(self, entries: Iterable[ManifestEntry]) -> None:
         """Download the artifacts of a manifest that this host lacks, the most valuable first.

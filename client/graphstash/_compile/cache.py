@@ -58,6 +58,10 @@ _MIN_POLL_SECONDS: Final = 0.5
 _SIGNAL_SECONDS: Final = 1.0
 """Maximum seconds between two signals to the processes of this host that wait for a download."""
 
+_FULL_SECONDS: Final = 30.0
+"""Seconds without a call after a job has waited long enough for a server without a free connection.
+Each call would wait there for a second, for each graph."""
+
 _MAX_POLL_SECONDS: Final = 20.0
 """Maximum seconds of one call in a longer wait, below the idle timeouts of common proxies."""
 
@@ -481,7 +485,7 @@ class CompileCache:
                     with unforked():
                         result = call()
                 except BusyError as error:
-                    if not _pause(wait, error):
+                    if not self._pause(wait, error):
                         raise
                 else:
                     wait.saved_seconds = 0.0  # the wait was not in vain
@@ -499,13 +503,34 @@ class CompileCache:
             fetched = self.stash.fetch(
                 key,
                 destination,
-                when_busy=lambda busy, signal: _pause(
+                when_busy=lambda busy, signal: self._pause(
                     wait, busy, compile_seconds=known, signal_progress=signal
                 ),
             )
             # Even after a miss, the wait was not in vain.
             wait.saved_seconds = 0.0 if fetched is None else fetched.compile_seconds
             return fetched
+
+    def _pause(
+        self,
+        wait: Wait,
+        busy: BusyError,
+        *,
+        compile_seconds: float | None = None,
+        signal_progress: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Sleep until the next call of a busy server. Return False if the job must not wait."""
+        seconds = wait.pause_seconds(busy, compile_seconds=compile_seconds)
+        if seconds is None:
+            if busy.is_full and wait.left < _FULL_SECONDS:
+                self.stash.server.pause(_FULL_SECONDS)
+            return False
+        with forkable():
+            while seconds > 0.0:
+                signal_progress()
+                sleep(min(seconds, _SIGNAL_SECONDS))
+                seconds -= _SIGNAL_SECONDS
+        return True
 
     def _source_of(self, key: ArtifactKey, fetched: Fetched) -> Source:
         return "server" if fetched.source == "remote" else self.stash.downloads.source_of(key)
@@ -601,22 +626,3 @@ class CompileCache:
                             pause = min(requested_at + _MIN_POLL_SECONDS - monotonic(), wait.left)
                             with forkable():
                                 sleep(max(0.0, pause))
-
-
-def _pause(
-    wait: Wait,
-    busy: BusyError,
-    *,
-    compile_seconds: float | None = None,
-    signal_progress: Callable[[], None] = lambda: None,
-) -> bool:
-    """Sleep until the next call of a busy server. Return False if the job must not wait."""
-    seconds = wait.pause_seconds(busy, compile_seconds=compile_seconds)
-    if seconds is None:
-        return False
-    with forkable():
-        while seconds > 0.0:
-            signal_progress()
-            sleep(min(seconds, _SIGNAL_SECONDS))
-            seconds -= _SIGNAL_SECONDS
-    return True

@@ -39,7 +39,9 @@ class CircuitBreaker:
         self._lock = threading.Lock()  # guards the fields below
         self._failures = 0
         self._open_until = 0.0  # set by failures
-        self._asked_until = 0.0  # set by the server's Retry-After; a success does not clear it
+        # Set by the server's Retry-After; a success does not clear them.
+        self._asked_until = 0.0
+        self._paused_until = 0.0  # at most `longest_pause_seconds` ahead
         self._trying_until = 0.0  # set while one caller makes the trial call
 
     def allows(self) -> bool:
@@ -50,7 +52,7 @@ class CircuitBreaker:
         """
         with self._lock:
             now = self._clock()
-            if now < max(self._open_until, self._asked_until, self._trying_until):
+            if now < max(self._open_until, self._paused_until, self._trying_until):
                 return False
             if self._failures >= self._threshold:
                 self._trying_until = now + self._longest_pause_seconds
@@ -76,13 +78,18 @@ class CircuitBreaker:
 
     @property
     def asked_seconds(self) -> float:
-        """Seconds left of the pause that the server has requested."""
+        """Seconds left of what the server has requested, however long. 0 if a call may be made."""
         with self._lock:
-            return max(0.0, self._asked_until - self._clock())
+            now = self._clock()
+            return self._asked_until - now if now < self._paused_until else 0.0
 
     def pause(self, seconds: float) -> None:
         """Refuse calls for the seconds that the server requests with `Retry-After`."""
         with self._lock:
             self._trying_until = 0.0
-            until = self._clock() + min(seconds, self._longest_pause_seconds)
-            self._asked_until = max(self._asked_until, until)
+            now = self._clock()
+            if now >= self._paused_until:
+                self._asked_until = 0.0
+            self._asked_until = max(self._asked_until, now + seconds)
+            until = now + min(seconds, self._longest_pause_seconds)
+            self._paused_until = max(self._paused_until, until)

@@ -72,19 +72,26 @@ class ServerClient:
     Args:
         config: URL, namespaces and limits.
         tracer: records each call as a span. Default: no spans.
+        announced: compile times that look-ups announce, of a client to share them with.
 
     Raises:
         ConfigError: the constructor cannot use a file that `config` names.
     """
 
-    def __init__(self, config: ClientConfig, *, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        config: ClientConfig,
+        *,
+        tracer: Tracer | None = None,
+        announced: dict[schema.ArtifactKey, float] | None = None,
+    ) -> None:
         # Commands that need no server do not import httpx.
         from graphstash._http.download import download
 
         self.config = config
         self._download = download
         self._transport = _transport(config, tracer)
-        self._compile_seconds: dict[schema.ArtifactKey, float] = {}
+        self._announced = {} if announced is None else announced
         self.may_write = True
 
     @property
@@ -94,7 +101,15 @@ class ServerClient:
 
     def compile_seconds(self, key: schema.ArtifactKey) -> float | None:
         """Return the compile time that a look-up announced for an artifact, or None."""
-        return self._compile_seconds.get(key)
+        return self._announced.get(key)
+
+    def beside(self) -> ServerClient:
+        """Return a client with connections of its own that shares what look-ups announce."""
+        return ServerClient(self.config, announced=self._announced)
+
+    def pause(self, seconds: float) -> None:
+        """Make no call for some seconds, because the server is busy and the job must not wait."""
+        self._transport.pause(seconds)
 
     def name_job(self, job: schema.ManifestName) -> None:
         """Send this job name with all further calls."""
@@ -191,7 +206,7 @@ class ServerClient:
             answer = self._post("lookup", request, namespace=namespace)
             reply = _parsed(schema.LookupResponse, answer)
             found |= {each.key: each for each in reply.found if each.key in known}
-            self._compile_seconds |= {
+            self._announced |= {
                 each.key: each.compile_seconds
                 for each in reply.found
                 if each.compile_seconds is not None and each.key in known

@@ -297,6 +297,10 @@ class Transport:
                     raise
                 yield response
 
+    def pause(self, seconds: float) -> None:
+        """Make no call for some seconds, because the server is busy and the job must not wait."""
+        self._breaker.pause(seconds)
+
     def _check_circuit(self) -> None:
         """Raise if the client must make no call now."""
         busy, seconds = self._busy, self._breaker.asked_seconds
