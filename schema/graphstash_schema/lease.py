@@ -7,6 +7,7 @@ compile.
 
 from datetime import datetime
 from enum import StrEnum
+from typing import Final
 
 from pydantic import Field
 
@@ -19,7 +20,18 @@ from graphstash_schema.protocol import (
     MIN_LEASE_SECONDS,
 )
 
-__all__ = ["HeldLease", "HeldLeases", "LeaseOutcome", "LeaseReply", "LeaseRequest", "LeaseState"]
+__all__ = [
+    "MAX_LISTED_LEASES",
+    "HeldLease",
+    "HeldLeases",
+    "LeaseOutcome",
+    "LeaseReply",
+    "LeaseRequest",
+    "LeaseState",
+]
+
+MAX_LISTED_LEASES: Final = 200
+"""Maximum number of running compilations in one answer."""
 
 
 class LeaseState(StrEnum):

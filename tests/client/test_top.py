@@ -9,10 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from graphstash._cli.top import Snapshot, _print
 from graphstash_schema import ArtifactKey, ArtifactMetadata
+from support.hostile import Answer, Middlebox
 from support.json_page import fields_of
 from support.processes import graphstash_here
 from support.waiting import PATIENT_VARIABLES, until
@@ -88,6 +92,52 @@ def test_without_server_the_runs_of_this_host_are_shown(job, tmp_path):
         answer = json.loads(graphstash_here("top", "--url", url, "--json").stdout)
         assert told in answer["error"]
         assert own_run(answer["runs"], tmp_path)["job"] == "nightly"
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_without_running_compilations_the_other_figures_are_shown(
+    server, command, busy, job, tmp_path, status
+):
+    def refuse(request, answer):
+        refused = Answer(status, {"graphstash-protocol": "1"}, b"")
+        return refused if request.path.endswith("/leases") else answer
+
+    with Middlebox(server.url, refuse) as box:
+        shown = command("top", url=box.url).stdout
+        told = json.loads(command("top", "--json", url=box.url).stdout)
+    assert "waiting" not in shown.splitlines()[0]
+    assert re.search(r"compiling now\nunknown: .*\n\nthe team, by job", shown), shown
+    assert re.search(rf"\n +- +1 .*{tmp_path}", shown), shown
+    assert (told["error"], bool(told["leases_error"])) == ("", True)
+
+
+def test_full_list_of_compilations_is_said_to_be_incomplete(server, command, busy):
+    def full(request, answer):
+        if not request.path.endswith("/leases"):
+            return answer
+        leases = json.loads(answer.body)["leases"] * 200
+        return Answer(200, answer.headers, json.dumps({"leases": leases}).encode())
+
+    with Middlebox(server.url, full) as box:
+        shown = command("top", url=box.url).stdout
+    assert "200 or more compiling, 0 or more waiting" in shown.splitlines()[0]
+
+
+def test_rates_are_only_of_two_complete_snapshots(capsys):
+    counts = {"namespace": "ex", "hits": 1409, "misses": 1, "served_bytes": 1, "leases": []}
+    rest = {"jobs": [], "runs": [], "leases_error": ""}
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    before, after = (
+        Snapshot(at=start + timedelta(seconds=number), error="", **counts, **rest)
+        for number in (0, 2)
+    )
+    for first, second, has_rates in (
+        (before, after, True),
+        (replace(before, error="down", hits=0), after, False),
+        (before, replace(after, error="down", hits=0), False),
+    ):
+        _print(second, first)
+        assert ("hits/s" in capsys.readouterr().out) == has_rates
 
 
 def test_terminal_is_updated_until_interrupted(server, namespace, busy):

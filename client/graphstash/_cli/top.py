@@ -37,7 +37,7 @@ from graphstash._process.run_name import COMMAND_VARIABLE, RUN_VARIABLE, is_run,
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError
 from graphstash_schema.exit_status import ExitStatus
-from graphstash_schema.lease import HeldLeases
+from graphstash_schema.lease import MAX_LISTED_LEASES, HeldLeases
 from graphstash_schema.stats import NamespaceStats
 
 __all__ = ["top"]
@@ -82,6 +82,7 @@ class Snapshot:
         leases: running compilations, and how many requests wait for each.
         jobs: hits, misses and bytes of each job in this hour.
         runs: runs of this user on this host.
+        leases_error: why the running compilations are unknown, or "".
     """
 
     at: datetime
@@ -93,6 +94,7 @@ class Snapshot:
     jobs: list[dict[str, Any]]
     runs: list[HostRun]
     error: str
+    leases_error: str
 
 
 def top(
@@ -145,7 +147,7 @@ def _watch(config: ClientConfig, server: ServerClient, interval: float) -> None:
 
 def _snapshot(config: ClientConfig, server: ServerClient) -> Snapshot:
     own: NamespaceStats | None = None
-    leases, error = HeldLeases(), ""
+    leases, error, leases_error = HeldLeases(), "", ""
     jobs: list[dict[str, Any]] = []
     runs = list(_host_runs())
     try:
@@ -163,9 +165,13 @@ def _snapshot(config: ClientConfig, server: ServerClient) -> Snapshot:
             }
             for each in sorted(points, key=lambda point: -point.hits - point.misses)
         ]
-        leases = server.held_leases()
     except CacheError as failed:
-        error = failed.detail
+        error = leases_error = failed.detail
+    else:
+        try:
+            leases = server.held_leases()
+        except CacheError as failed:
+            leases_error = failed.detail
     here = f"@{socket.gethostname()}:"
     for run in runs:
         run.compiling = sum(
@@ -182,30 +188,42 @@ def _snapshot(config: ClientConfig, server: ServerClient) -> Snapshot:
         jobs=jobs,
         runs=runs,
         error=error,
+        leases_error=leases_error,
     )
 
 
 def _print(snapshot: Snapshot, before: Snapshot | None) -> None:
-    waiting = sum(each["waiters"] for each in snapshot.leases)
-    line = f"{snapshot.namespace} at {snapshot.at:%H:%M:%S} UTC: "
-    line += f"{len(snapshot.leases)} compiling, {waiting} waiting"
-    if before is not None and (seconds := (snapshot.at - before.at).total_seconds()) > 0:
+    figures = []
+    if not snapshot.leases_error:
+        more = " or more" if len(snapshot.leases) >= MAX_LISTED_LEASES else ""
+        waiting = sum(each["waiters"] for each in snapshot.leases)
+        figures += [f"{len(snapshot.leases)}{more} compiling", f"{waiting}{more} waiting"]
+    if before is None or before.error or snapshot.error:
+        seconds = 0.0
+    else:
+        seconds = (snapshot.at - before.at).total_seconds()
+    if before is not None and seconds > 0:
         rates = [
             (getattr(snapshot, name) - getattr(before, name)) / seconds
             for name in ("hits", "misses", "served_bytes")
         ]
-        line += f", {rates[0]:.1f} hits/s, {rates[1]:.1f} misses/s, {format_bytes(rates[2])}/s"
-    say(line, style="bold")
+        figures += [f"{rates[0]:.1f} hits/s", f"{rates[1]:.1f} misses/s"]
+        figures.append(f"{format_bytes(rates[2])}/s")
+    line = f"{snapshot.namespace} at {snapshot.at:%H:%M:%S} UTC"
+    say(": ".join([line, *filter(None, [", ".join(figures)])]), style="bold")
     say("\nthis host")
     if snapshot.runs:
         columns = (">compiling", ">processes", ">runs for", ">CPU", "job", "command")
-        print_table(columns, map(_run_cells, snapshot.runs), flexible=5)
+        rows = [_run_cells(run, is_known=not snapshot.leases_error) for run in snapshot.runs]
+        print_table(columns, rows, flexible=5)
     else:
         say("no job of yours runs under `graphstash run`")
     if snapshot.error:
         return
     say("\nthe team, compiling now")
-    if snapshot.leases:
+    if snapshot.leases_error:
+        say(f"unknown: {shown(snapshot.leases_error)}")
+    elif snapshot.leases:
         headings = ("kind", "fingerprint", ">waiting", "device type", "holder")
         print_table(headings, map(_lease_cells, snapshot.leases), flexible=4)
     else:
@@ -218,9 +236,9 @@ def _print(snapshot: Snapshot, before: Snapshot | None) -> None:
         say("no look-ups")
 
 
-def _run_cells(run: HostRun) -> tuple[str, ...]:
+def _run_cells(run: HostRun, *, is_known: bool) -> tuple[str, ...]:
     return (
-        f"{run.compiling}",
+        f"{run.compiling}" if is_known else "-",
         f"{len(run.pids)}",
         format_seconds(max(0.0, time.time() - run.started_at)),
         format_seconds(run.cpu_seconds),

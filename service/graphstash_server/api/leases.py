@@ -6,7 +6,7 @@ from typing import Final
 from fastapi import Request, Response
 
 from graphstash_schema import ErrorCode, LeaseOutcome, LeaseReply, LeaseRequest, LeaseState, Scope
-from graphstash_schema.lease import HeldLease, HeldLeases
+from graphstash_schema.lease import MAX_LISTED_LEASES, HeldLease, HeldLeases
 from graphstash_schema.protocol import API_PREFIX, HEADER_LEASE, MAX_WAIT_SECONDS
 from graphstash_server.api.bodies import read_model
 from graphstash_server.api.calls import (
@@ -36,7 +36,6 @@ _OUTCOME: Final = {
     "schema": {"type": "string", "enum": [outcome.value for outcome in LeaseOutcome]},
 }
 _SHOWN: Final = 40
-_MAX_LISTED: Final = 200
 _STATUS: Final = {LeaseState.GRANTED: 201, LeaseState.READY: 200, LeaseState.HELD: 202}
 
 
@@ -48,7 +47,7 @@ _STATUS: Final = {LeaseState.GRANTED: 201, LeaseState.READY: 200, LeaseState.HEL
 )
 async def list_leases(call: NamespaceCall) -> Response:
     """Return the running compilations, at most 200, and how many requests wait for each."""
-    held = await call.context.leases.list_held([call.namespace], limit=_MAX_LISTED)
+    held = await call.context.leases.list_held([call.namespace], limit=MAX_LISTED_LEASES)
     leases = tuple(
         HeldLease(
             key=each.key.key,
