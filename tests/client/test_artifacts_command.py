@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
+import httpx
 import pytest
 
 from graphstash_schema import ArtifactKey, ArtifactMetadata
@@ -204,7 +205,7 @@ def test_hostile_labels_and_metadata_are_shown_as_text(put, command, hosts, name
         assert "[red]\\u202ejit[/red][link=http://evil]x" in told, arguments
 
 
-def test_a_stored_artifact_is_explained_by_its_nearest_relative(put, command, namespace):
+def test_a_stored_artifact_is_explained_by_its_nearest_relative(put, command, namespace, server):
     program = {"program": f"of {namespace}"}
     put(1, label=f"step {namespace}", parts={**program, "jax": "0.10.2"})
     newer = put(2, label=f"step {namespace}", parts={**program, "jax": "0.11.0"})
@@ -212,6 +213,10 @@ def test_a_stored_artifact_is_explained_by_its_nearest_relative(put, command, na
     assert "compared with its nearest relative: jax: 0.11.0 here, 0.10.2 there" in told
     (cause,) = json.loads(command("explain", newer.fingerprint[:4], "--json").stdout)
     assert cause["nearest"]["namespace"] == namespace
+    with httpx.Client(base_url=f"{server.url}/v1/{namespace}") as http:
+        assert http.delete(f"/artifacts/{newer}").status_code == 204
+    put(2, label=f"step {namespace}", parts={**program, "jax": "0.11.0"})
+    assert command("explain", newer.fingerprint[:4]).stdout.count("jax: 0.11.0 here") == 1
 
 
 def test_a_server_of_an_earlier_release_is_named(server, command):

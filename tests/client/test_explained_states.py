@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from graphstash.testing import FakeServer
+from support.hostile import Answer, Middlebox
 from support.processes import graphstash_here
 from support.server import Server
 from support.signing import Team
@@ -108,6 +109,35 @@ def test_failed_upload_is_named_by_this_run_and_by_the_next(run, explain, tmp_pa
         run("a", "step", url=server.url)
         told = explain("a", url=server.url)
     assert "an earlier run on this host compiled it, but its upload failed (forbidden" in told
+
+
+def test_failed_upload_is_not_named_of_another_namespace_or_after_a_later_cause(
+    run, explain, team, namespace, tmp_path
+):
+    class ReadOnly(Middlebox):
+        def ask(self, request):
+            if request.method != "PUT":
+                return super().ask(request)
+            return Answer(403, {"graphstash-protocol": "1"}, b"")
+
+    def again(**settings):
+        for artifact in (tmp_path / "a/tier/v2").glob("*/*/schedule/cpu/??/*"):
+            artifact.unlink()
+        run("a", "step", url=box.url, **settings)
+        return explain("a", url=box.url, **settings)
+
+    failed = "an earlier run on this host compiled it, but its upload failed (forbidden"
+    with ReadOnly(team.url) as box, httpx.Client(base_url=team.url) as http:
+        run("a", "step", url=box.url)
+        assert failed in again()
+        assert failed not in again(namespace=f"{namespace}-other")
+        run("b", "step", url=team.url)
+        (each,) = http.get(f"/v1/{namespace}/artifacts").json()["artifacts"]
+        key = "/".join(each["key"][part] for part in ("kind", "device_type", "fingerprint"))
+        assert http.delete(f"/v1/{namespace}/artifacts/{key}").status_code == 204
+        told = again()
+        assert "it was deleted on " in told, told
+        assert failed in again()  # of the run after the removal
 
 
 def test_namespace_that_is_not_read_is_named(run, explain, namespace):

@@ -1,5 +1,7 @@
 """What differs between a miss and an artifact, and how it is said."""
 
+from datetime import UTC, datetime
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from graphstash_schema.explanation import (
     Description,
     Difference,
     ExplainResponse,
+    Relative,
     bounded_parts,
     compare,
     described,
@@ -178,6 +181,24 @@ def test_a_program_is_the_same_under_other_flags_and_parts_in_any_order():
     assert digest_of_parts({"a": "1"}) != digest_of_parts({"a": "2"})
     label = described(KEY, "jit(f)\nx" * 100, {}).label
     assert label == ("jit(f) x" * 100)[:MAX_LABEL_CHARACTERS]
+
+
+def test_same_description_under_another_key_is_not_called_stored():
+    there = {"namespace": "ex", "created_at": datetime.now(UTC), "differences": ()}
+    relative = Relative(key=KEY, is_same_program=True, **there)
+    answer = ExplainResponse(relatives=[relative])
+    for missed, sentence in (
+        (KEY, "it is stored in the namespace ex, but was not found"),
+        (
+            ArtifactKey.parse("jax", "gpu", DIGEST),
+            f"device type: gpu here, {KEY.device_type} there",
+        ),
+        (
+            ArtifactKey.parse("jax", KEY.device_type, OTHER),
+            "another key, though its description is the same",
+        ),
+    ):
+        assert cause_of(answer, missed=missed, read=["ex"]) == (sentence, relative)
 
 
 def test_incomplete_search_is_reported_in_explanation():

@@ -152,7 +152,12 @@ def _causes(
             for record in earlier
             for description, _, _ in record.misses
         ],
-        unsent={key: why for record in earlier for key, why in record.unsent.items()},
+        unsent={
+            description.key: (record.unsent.get(description.key, ""), record.started_at)
+            for record in earlier
+            if (record.url, record.namespace) == (config.url, config.namespace)
+            for description, _, _ in record.misses
+        },
     )
     with server_of(config) as server:
         return causes_of(server, misses, started_at=started_at, earlier=on_disk)

@@ -77,11 +77,12 @@ class Earlier:
 
     Attributes:
         compiled: Programs that they compiled, with the time and the namespace.
-        unsent: Why the upload of a program failed, by key.
+        unsent: Why the latest upload of a program to the namespace failed, or "", and the start of
+            the process in seconds since 1970, by key.
     """
 
     compiled: Sequence[tuple[Description, datetime, Namespace]] = ()
-    unsent: Mapping[ArtifactKey, str] = field(default_factory=dict)
+    unsent: Mapping[ArtifactKey, tuple[str, float]] = field(default_factory=dict)
 
 
 def causes_of(
@@ -124,16 +125,24 @@ def causes_of(
                     failure = error
             if failure is not None:
                 text, nearest = _from_disk(description, earlier, failure)
-            elif why := earlier.unsent.get(description.key):
+            elif why := _unsent(earlier, description.key, answer.removal):
                 text = f"an earlier run on this host compiled it, but its upload failed ({why})"
             else:
-                text, nearest = cause_of(answer, read=server.config.readable)
+                text, nearest = cause_of(
+                    answer, missed=description.key, read=server.config.readable
+                )
                 if PACK_PART in description.program and not answer.relatives:
                     text = "new small program: no pack of this job has it"
         cause = causes.setdefault(text, Cause(text, nearest=nearest))
         cause.labels.append(_name(description))
         cause.keys.append(description.key)
     return sorted(causes.values(), key=lambda each: -len(each.labels))
+
+
+def _unsent(earlier: Earlier, key: ArtifactKey, removal: Removal | None) -> str:
+    """Return why the latest upload failed, or "" if the artifact was removed after it."""
+    why, at = earlier.unsent.get(key, ("", 0.0))
+    return "" if removal is not None and removal.at.timestamp() > at else why
 
 
 def _trouble(reason: str) -> str:
@@ -190,12 +199,16 @@ def text_of(causes: Sequence[Cause]) -> list[str]:
 
 
 def cause_of(
-    answer: ExplainResponse, *, read: Sequence[Namespace] = ()
+    answer: ExplainResponse,
+    *,
+    missed: ArtifactKey | None = None,
+    read: Sequence[Namespace] = (),
 ) -> tuple[str, Relative | None]:
     """Return the server's explanation as a sentence, and the nearest artifact, or None.
 
     Args:
         answer: The server's explanation.
+        missed: Key of the missed program, if an artifact with another key may have its description.
         read: Namespaces that the job reads.
     """
     nearest = answer.relatives[0] if answer.relatives else None
@@ -209,10 +222,18 @@ def cause_of(
         partly = where if answer.is_partial else ""
         return f"new program: nothing like it is stored{partly}{unknown}", None
     if not nearest.differences:
-        if nearest.namespace in read:
-            return f"it is stored in the namespace {nearest.namespace}, but was not found", nearest
-        return f"it is stored in the namespace {nearest.namespace}, which was not read", nearest
+        return _alike(nearest, missed or nearest.key, read), nearest
     return _differences(nearest.differences), nearest
+
+
+def _alike(nearest: Relative, missed: ArtifactKey, read: Sequence[Namespace]) -> str:
+    """Return why an artifact with the same description was not used."""
+    if missed.device_type != nearest.key.device_type:
+        return f"device type: {missed.device_type} here, {nearest.key.device_type} there"
+    if missed != nearest.key:
+        return "another key, though its description is the same"
+    state = "but was not found" if nearest.namespace in read else "which was not read"
+    return f"it is stored in the namespace {nearest.namespace}, {state}"
 
 
 def _removed(removal: Removal) -> str:
