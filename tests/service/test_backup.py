@@ -1,5 +1,6 @@
 """`graphstash backup` and `restore`, beside servers that write, and killed at any step."""
 
+import asyncio
 import hashlib
 import json
 import shutil
@@ -7,6 +8,7 @@ import sqlite3
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 
+import asyncpg
 import pytest
 from alembic import command
 from sqlalchemy.engine import make_url
@@ -14,6 +16,7 @@ from sqlalchemy.engine import make_url
 from graphstash_schema import Digest
 from graphstash_server.db.migrate import alembic_config
 from graphstash_server.services.maintenance import backup as backup_module
+from graphstash_server.services.maintenance import snapshot
 from graphstash_server.testing import LiveServer
 from support.api import DEVICE, Api
 from support.changes import execute
@@ -290,6 +293,33 @@ def test_killed_restore_lets_no_server_start_and_continues(
         assert site.stored() == {0, 1, 2, 3}
         left = {path.name for path in site.directory.iterdir()}
         assert not left & {"restore.json", "restore.sqlite3"}
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_session_that_postgresql_is_ending_is_no_server(postgres, monkeypatch, ends):
+    url = postgres.new_database()
+    monkeypatch.setattr(snapshot, "_CLOSING_SECONDS", 60.0 if ends else 0.1)
+    asked = []
+
+    async def ask():
+        name = {"application_name": "graphstash"}
+        plain = url.replace("postgresql+asyncpg:", "postgresql:")
+        session = await asyncpg.connect(plain, server_settings=name)
+
+        def closing_later(_):
+            asked.append(1)
+            if ends and len(asked) == 2:
+                asyncio.run_coroutine_threadsafe(session.close(), loop).result()
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(snapshot, "sleep", closing_later)
+        try:
+            return await asyncio.to_thread(snapshot.is_in_use, url)
+        finally:
+            await session.close()
+
+    assert asyncio.run(ask()) is not ends
+    assert asked
 
 
 def test_what_cannot_be_backed_up_or_restored_is_refused(new_site, tmp_path, backup, stored_in):

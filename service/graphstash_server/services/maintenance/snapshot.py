@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, Final
 
 from sqlalchemy import Executable, exists, insert, select, text
@@ -55,6 +56,8 @@ _SERVERS: Final = (
     "SELECT pid FROM pg_stat_activity WHERE application_name = 'graphstash' "
     "AND datname = current_database() AND pid <> pg_backend_pid()"
 )
+
+_CLOSING_SECONDS: Final = 2.0
 
 
 def take_snapshot(url: str, path: Path) -> None:
@@ -121,8 +124,17 @@ def has_rows(url: str) -> bool:
 
 
 def is_in_use(url: str) -> bool:
-    """Return whether a server is connected to a PostgreSQL database."""
-    return make_url(url).get_backend_name() == "postgresql" and bool(_read(url, text(_SERVERS)))
+    """Return whether a server is connected to a PostgreSQL database, which ends a session only a
+    moment after the server has closed it.
+    """
+    if make_url(url).get_backend_name() != "postgresql":
+        return False
+    until = monotonic() + _CLOSING_SECONDS
+    while _read(url, text(_SERVERS)):
+        if monotonic() > until:
+            return True
+        sleep(0.05)
+    return False
 
 
 def revision_in(path: Path) -> str:
