@@ -379,7 +379,9 @@ class LocalTier:
         goes_on = Path(f"{name}.on")
         until = monotonic() + most_seconds
         is_held = False
-        with _lock_file(f"{name}.lock") as descriptor:
+        with _opened_lock_file(
+            f"{name}.lock", unlock=lambda descriptor: fcntl.flock(descriptor, fcntl.LOCK_UN)
+        ) as descriptor:
             with contextlib.suppress(OSError):  # a file system without locks
                 while descriptor is not None:
                     is_held = _lock(descriptor, timeout_seconds)
@@ -410,18 +412,11 @@ class LocalTier:
     @contextmanager
     def _opened_lock(self) -> Iterator[int | None]:
         """Yield a descriptor of the lock file, or None if there is none. Unlock at the end."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            descriptor = os.open(self._place / "locks" / "downloading", flags, 0o600)
-        except OSError:
-            yield None
-            return
-        try:
+        with _opened_lock_file(
+            f"{self._place}/locks/downloading",
+            unlock=lambda descriptor: _lock_call(descriptor, fcntl.F_OFD_SETLK, fcntl.F_UNLCK),
+        ) as descriptor:
             yield descriptor
-        finally:
-            with contextlib.suppress(OSError):  # a forked child has a copy of the descriptor
-                _lock_call(descriptor, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
-            os.close(descriptor)
 
     def size_bytes(self) -> int:
         """Return the bytes of all envelopes. Reads the size of each."""
@@ -514,7 +509,7 @@ def _remove_unless_held(path: Path) -> None:
 
 
 @contextmanager
-def _lock_file(path: str) -> Iterator[int | None]:
+def _opened_lock_file(path: str, *, unlock: Callable[[int], object]) -> Iterator[int | None]:
     """Yield a descriptor of a file to lock, or None if it cannot be opened. Unlock at the end."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -525,7 +520,7 @@ def _lock_file(path: str) -> Iterator[int | None]:
         yield descriptor
     finally:
         with contextlib.suppress(OSError):  # a forked child has a copy of the descriptor
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            unlock(descriptor)
         os.close(descriptor)
 
 
