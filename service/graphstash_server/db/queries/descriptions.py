@@ -142,13 +142,7 @@ async def list_by_identity(
     limit: int,
 ) -> list[DescribedRow]:
     """Return artifacts of the same program that were described until a time, latest first."""
-    chosen = {
-        "in_namespace": namespace,
-        "of_kind": kind,
-        "wanted": identity,
-        "until": until,
-        "most": limit,
-    }
+    chosen = _chosen(namespace, kind, identity, until=until, limit=limit)
     return [_row(each) for each in await connection.execute(_BY_IDENTITY, chosen)]
 
 
@@ -162,13 +156,7 @@ async def list_by_label(
     limit: int,
 ) -> list[DescribedRow]:
     """Return artifacts of programs of that name that were described until a time, latest first."""
-    chosen = {
-        "in_namespace": namespace,
-        "of_kind": kind,
-        "wanted": label,
-        "until": until,
-        "most": limit,
-    }
+    chosen = _chosen(namespace, kind, label, until=until, limit=limit)
     return [_row(each) for each in await connection.execute(_BY_LABEL, chosen)]
 
 
@@ -183,19 +171,26 @@ async def list_by_near_label(
     limit: int,
 ) -> list[DescribedRow]:
     """Return artifacts whose labels have a prefix, and come right before or after a label."""
-    chosen = {
-        "in_namespace": namespace,
-        "of_kind": kind,
-        "wanted": label,
-        "until": until,
-        "most": limit,
-    }
+    chosen = _chosen(namespace, kind, label, until=until, limit=limit)
     return [
         _row(each)
         for statement in (_AFTER_LABEL, _BEFORE_LABEL)
         for each in await connection.execute(statement, chosen)
         if each.label.startswith(prefix)
     ]
+
+
+def _chosen(
+    namespace: str, kind: str, wanted: str, *, until: datetime, limit: int
+) -> dict[str, object]:
+    """Return the parameters of the statements that extend `_NEAREST`."""
+    return {
+        "in_namespace": namespace,
+        "of_kind": kind,
+        "wanted": wanted,
+        "until": until,
+        "most": limit,
+    }
 
 
 async def find_described(connection: AsyncConnection, key: StoredKey) -> DescribedRow | None:
