@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from graphstash_server.db.migrate import migrate
 from graphstash_server.testing import LiveServer, ServerProcess
 from support.api import Api, assert_problem
 from support.commands import invoke
+from support.dashboard import Team
 from support.nginx import Nginx, in_front_of
 from support.services import opener
 from support.tokens import Guarded
@@ -57,6 +58,13 @@ def live_server(start_once: Callable[..., Any]) -> LiveServer:
 def guarded(start_once: Callable[..., Any]) -> Guarded:
     """A server that asks for tokens, on each database; take a `namespace` of your own."""
     return start_once(Guarded)
+
+
+@pytest.fixture
+def team(guarded: Guarded, namespace: str) -> Iterator[Team]:
+    """A team whose work the dashboard of `guarded` shows, in a namespace of the test."""
+    with closing(Team(guarded.url, namespace, guarded.admin)) as team:
+        yield team
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 
 from graphstash_schema import TOKEN_FORM
 from graphstash_server.pages.visitor import form_token_of
-from support.dashboard import JOB, Team, key_of
+from support.dashboard import JOB, key_of
 from support.sessions import HTML, sign_in
 
 
@@ -24,13 +24,6 @@ def browse(guarded):
     yield make
     for client in clients:
         client.close()
-
-
-@pytest.fixture
-def team(guarded, namespace):
-    team = Team(guarded.url, namespace, guarded.admin)
-    yield team
-    team.close()
 
 
 def signed_in(guarded, token):

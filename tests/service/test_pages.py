@@ -47,13 +47,6 @@ def browse(guarded):
         client.close()
 
 
-@pytest.fixture
-def team(guarded, namespace):
-    team = Team(guarded.url, namespace, guarded.admin)
-    yield team
-    team.close()
-
-
 @pytest.fixture(scope="module")
 def used(guarded):
     """A team whose work tests only look at."""
