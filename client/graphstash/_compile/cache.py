@@ -522,7 +522,7 @@ class CompileCache:
         """Sleep until the next call of a busy server. Return False if the job must not wait."""
         seconds = wait.pause_seconds(busy, compile_seconds=compile_seconds)
         if seconds is None:
-            if busy.is_full and wait.left < _FULL_SECONDS:
+            if busy.is_full and wait.left < busy.retry_after_seconds:
                 self.stash.server.pause(_FULL_SECONDS)
             return False
         with forkable():
