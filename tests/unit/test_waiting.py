@@ -101,12 +101,34 @@ def test_the_holder_may_change_during_a_wait(budget, clock):
     assert (budget.left, budget.left_for("a"), budget.left_for("b")) == (40.0, 20.0, 20.0)
 
 
+def test_one_refund_is_split_between_the_holders_of_a_wait(budget, clock):
+    with budget.wait() as one:
+        for holder in ("a", "b"):
+            assert one.reason_to_skip(holder) is None
+            clock.now += 20.0
+        one.saved_seconds = 20.0
+    assert (budget.left, budget.left_for("a"), budget.left_for("b")) == (80.0, 40.0, 40.0)
+
+
+def test_a_wait_inside_another_one_is_deducted_once(budget, clock):
+    with budget.wait() as outer:
+        assert outer.reason_to_skip("a") is None
+        clock.now += 10.0
+        with budget.wait() as inner:
+            clock.now += 10.0
+            while inner.pause_seconds(busy(5.0)):
+                clock.now += 5.0
+        clock.now += 10.0
+    assert budget.left == 100.0 - 30.0 - 50.0
+
+
 def test_ranks_share_one_budget(budget, clock):
     other = WaitBudget(100.0, clock=clock)
-    other.spend("a", 70.0)
-    budget.share(other.left)
-    other.share(budget.left)
-    assert budget.left == other.left == 30.0
+    waited = wait_for(other, clock, busy(1.0, patience=30.0))
+    budget.share(other.left, other.server_waits)
+    other.share(budget.left, budget.server_waits)
+    assert budget.left == other.left == pytest.approx(100.0 - waited)
+    assert wait_for(budget, clock, busy(1.0, patience=30.0)) == 0.0
 
 
 def busy(seconds, patience=float("inf")):

@@ -190,7 +190,7 @@ class RankCoordinator:
             self._record_disagreement(f"the leader of {request.key} said nothing for {budget:g} s")
             return CompileTurn(None, no_op)
         word = json.loads(encoded)
-        self._cache.waits.share(word["wait_left"])
+        self._cache.waits.share(word["wait_left"], word["server_waits"])
         match word["word"]:
             case "artifact":
                 payload = self._artifact(request, name, word)
@@ -278,7 +278,9 @@ class RankCoordinator:
         self.store.set(f"{name}/word", self._encoded(word))
 
     def _encoded(self, word: dict[str, Any]) -> bytes:
-        return json.dumps({**word, "wait_left": self._cache.waits.left}).encode()
+        waits = self._cache.waits
+        shared = {"wait_left": waits.left, "server_waits": waits.server_waits}
+        return json.dumps(word | shared).encode()
 
     def _record_disagreement(self, detail: str) -> None:
         self._cache.record_fallback(CacheError(Reason.RANKS, detail))

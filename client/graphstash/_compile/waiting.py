@@ -13,12 +13,13 @@ can reply "held" forever. Therefore waiting has a budget:
 * A wait for a holder does not begin if less time is left than this process's average compilation
   takes: the wait would likely end before the artifact exists.
 
-The ranks of a distributed job depend on each other's waits, so they share one budget.
+A wait inside another one of the same thread suspends the outer one, so that no second is deducted
+twice. The ranks of a distributed job depend on each other's waits, so they share one budget.
 """
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 from random import uniform
 from time import monotonic
@@ -61,6 +62,7 @@ class WaitBudget:
         self._compile_count = 0
         self._vain_waits = 0
         self._paused_until = 0.0
+        self.innermost = threading.local()  # `wait`: the wait of a thread
 
     @property
     def left(self) -> float:
@@ -125,21 +127,30 @@ class WaitBudget:
         """
         with self._lock:
             if saved_seconds is not None:
-                back = min(sum(spent.values()), saved_seconds, self._credit)
+                total = sum(spent.values())
+                back = min(total, saved_seconds, self._credit)
                 self._credit -= back
                 self._left += back
                 for holder, seconds in spent.items():
-                    self._spent_on[holder] -= min(back, seconds)
+                    self._spent_on[holder] -= back * seconds / total if total else 0.0
                 self._vain_waits = 0
                 return
             self._vain_waits += 1
             if self._vain_waits >= _MAX_VAIN_WAITS:
                 self._paused_until = self.clock() + _PAUSE_SECONDS
 
-    def share(self, left: float) -> None:
+    @property
+    def server_waits(self) -> dict[str, float]:
+        """Seconds spent on a server, by the reason of the waits."""
+        with self._lock:
+            return {reason: self._spent_on[reason] for reason in (_LOADED, _UNAVAILABLE)}
+
+    def share(self, left: float, server_waits: Mapping[str, float]) -> None:
         """Lower the budget to what the leading rank has left; it waited for all ranks."""
         with self._lock:
             self._left = min(self._left, left)
+            for reason, seconds in server_waits.items():
+                self._spent_on[reason] = max(self._spent_on[reason], seconds)
 
     @property
     def _spent(self) -> float:
@@ -163,6 +174,7 @@ class Wait:
         self.has_begun = False
         self.saved_seconds: float | None = None
         self._budget = budget
+        self._outer: Wait | None = None
         self._holder = ""
         self._began = self._since = 0.0
         self._spent: defaultdict[str, float] = defaultdict(float)
@@ -213,7 +225,18 @@ class Wait:
             self._begin()
         return expected * uniform(0.1, 1.0)  # noqa: S311 - no secret
 
+    def suspend(self) -> None:
+        """Deduct the time until now, because another wait begins inside this one."""
+        if self.has_begun:
+            self._pay()
+
+    def resume(self) -> None:
+        """Deduct time from now on again."""
+        self._since = self._budget.clock()
+
     def _begin(self) -> None:
+        if self._outer is not None:
+            self._outer.suspend()
         self.has_begun = True
         self._began = self._since = self._budget.clock()
 
@@ -224,9 +247,14 @@ class Wait:
         self._since = now
 
     def __enter__(self) -> Self:
+        self._outer = getattr(self._budget.innermost, "wait", None)
+        self._budget.innermost.wait = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._budget.innermost.wait = self._outer
         if self.has_begun:
             self._pay()
             self._budget.settle(self._spent, saved_seconds=self.saved_seconds)
+            if self._outer is not None:
+                self._outer.resume()
