@@ -4,21 +4,22 @@ import json
 import random
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from hashlib import sha256
 
 import pytest
 
-from graphstash import ClientConfig
+from graphstash import ClientConfig, Stash
 from graphstash._artifacts import prefetch
 from graphstash._artifacts.prefetch import Prefetch
 from graphstash._http import deadline
+from graphstash.testing import FakeServer
 from graphstash_schema import MAX_COMPILE_SECONDS, ArtifactInfo, ArtifactKey, ArtifactMetadata
 from support.host import key
 from support.processes import graphstash
 from support.slow_link import SlowLink
 from support.tokens import Guarded
-from support.waiting import variables_of
+from support.waiting import PATIENT, variables_of
 
 GRAPHS = 12
 NAMESPACE = "prefetched"
@@ -212,6 +213,24 @@ def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, mo
     assert bool(slept) == (size > 5)
     assert [each.source for each in received] == ["remote"]
     assert reader.is_on_this_host(_key(1))
+
+
+def test_prefetch_waits_for_a_busy_server(tmp_path):
+    with FakeServer() as fake, ExitStack() as stack:
+        writer = stack.enter_context(Stash(fake.config(cache_dir=tmp_path / "writer")))
+        keys = [_key(number) for number in range(GRAPHS)]
+        for each in keys:
+            writer.put(each, b"graph", _metadata(5, 1))
+        writer.server.update_manifest("mine", keys)
+        reader = stack.enter_context(Stash(fake.config(cache_dir=tmp_path / "reader", **PATIENT)))
+        prefetching = stack.enter_context(
+            closing(Prefetch(reader, is_stopped=lambda: False, done=lambda *_: None))
+        )
+        manifest = prefetching.server.manifest("mine")
+        for call in ("lookup", "get"):
+            fake.fail_on(call, status=429, times=1)
+        prefetching.fetch_best(manifest.entries)
+        assert all(map(reader.is_on_this_host, keys))
 
 
 @pytest.mark.usefixtures("published")

@@ -3,7 +3,8 @@
 Prefetching uses its own connections and circuit breaker, so that slow or failed prefetches do not
 affect the job's calls. While the job downloads an artifact, a running prefetch pauses between two
 chunks. If the job needs an artifact that is being prefetched, the prefetch continues and the job
-uses its result. An artifact that fails verification counts only when the job requests it.
+uses its result. A prefetch waits for a busy server until `wait_seconds` have passed since it began.
+An artifact that fails verification counts only when the job requests it.
 """
 
 import logging
@@ -13,15 +14,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
+from random import uniform
 from time import monotonic, sleep, time
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from graphstash._artifacts.envelope import Nowhere
 from graphstash._artifacts.reader import Fetched, Reader
 from graphstash._artifacts.stash import Stash
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable
-from graphstash.errors import CacheError, Reason
+from graphstash.errors import BusyError, CacheError, Reason
 from graphstash_schema import ArtifactInfo, ArtifactKey, ManifestEntry
 
 __all__ = ["Outcome", "Prefetch", "value_of"]
@@ -43,9 +45,13 @@ _MOST_SECONDS: Final = 3600.0
 _LOOK_SECONDS: Final = 0.2
 """Seconds between checks of `is_stopped`."""
 
+_LEAST_WAIT_SECONDS: Final = 0.1
+
 _PAUSE_SECONDS: Final = 0.02
 _MAX_PAUSE_SECONDS: Final = 2.0
 """Maximum seconds that one download pauses in total: servers time out an idle download."""
+
+_T = TypeVar("_T")
 
 
 class Prefetch:
@@ -74,6 +80,21 @@ class Prefetch:
         self._is_stopped = is_stopped
         self._done = done
         self.server = stash.server.beside()
+        self._waits_until = monotonic() + stash.config.wait_seconds
+        self._served_at = monotonic()  # when an artifact was last fetched or absent
+
+    def when_free(self, call: Callable[[], _T]) -> _T:
+        """Call the server, and retry while it is busy.
+
+        Raises:
+            CacheError: the call failed, or the server stayed busy.
+        """
+        while True:
+            try:
+                return call()
+            except BusyError as error:
+                if not self._wait(error, lambda: None):
+                    raise
 
     def fetch_best(self, entries: Iterable[ManifestEntry]) -> None:
         """Download the artifacts of a manifest that this host lacks, the most valuable first.
@@ -112,7 +133,7 @@ class Prefetch:
         if not absent:
             return ()
         asked_at, stash = time(), self._stash
-        reply = self.server.lookup(absent)
+        reply = self.when_free(partial(self.server.lookup, absent))
         stash.standing.follow(stash.config.namespace, reply.newest_withdrawal, asked_at=asked_at)
         found = reply.found
         chosen, left = [], self._limit_bytes
@@ -138,13 +159,28 @@ class Prefetch:
         )
         outcome: Outcome
         try:
-            outcome = reader.read(key, Nowhere())
+            outcome = reader.read(key, Nowhere(), when_busy=self._wait)
+            self._served_at = monotonic()
         except CacheError as error:
             _log.debug("not prefetched: %s", error)
             outcome = error
         with self._counting:
             self._fetched_bytes += reader.received_bytes
         self._done(key, outcome)
+
+    def _wait(self, busy: BusyError, signal: Callable[[], None]) -> bool:
+        """Sleep until the next call of a busy server. Return False to give up."""
+        seconds = max(busy.retry_after_seconds, _LEAST_WAIT_SECONDS)
+        until = min(self._waits_until, self._served_at + busy.patience_seconds)
+        if monotonic() + seconds > until:
+            return False
+        seconds *= uniform(0.1, 1.0)  # noqa: S311 - no secret
+        with forkable():
+            while seconds > 0.0 and not self._is_stopped():
+                signal()
+                sleep(min(seconds, _LOOK_SECONDS))
+                seconds -= _LOOK_SECONDS
+        return not self._is_stopped()
 
     def _pacing(self) -> Callable[[], None]:
         left = _MAX_PAUSE_SECONDS

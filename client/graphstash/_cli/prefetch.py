@@ -98,7 +98,7 @@ def _fetched(config: ClientConfig, job: ManifestName) -> Mapping[ArtifactKey, Ou
                 failures.append(error)
 
         with closing(Prefetch(stash, is_stopped=lambda: bool(failures), done=done)) as prefetch:
-            manifest = prefetch.server.manifest(job)
+            manifest = prefetch.when_free(lambda: prefetch.server.manifest(job))
             if manifest is None:
                 fail(
                     f"no artifacts are remembered for job {job!r} in namespace {config.namespace!r}"

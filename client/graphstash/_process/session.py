@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from graphstash._compile.stats import Counters, Stats, plural
@@ -340,7 +340,7 @@ class Session:
         )
         try:
             prefetch.server.name_job(names[0])
-            found = (prefetch.server.manifest(name) for name in names)
+            found = (prefetch.when_free(partial(prefetch.server.manifest, name)) for name in names)
             manifest = next((each for each in found if each is not None), None)
             if manifest is not None:
                 prefetch.fetch_best(manifest.entries)
