@@ -221,17 +221,17 @@ def test_temporary_file_is_truncated_only_if_it_has_another_size(tmp_path):
 def test_process_that_reports_progress_is_waited_for(tmp_path, monkeypatch):
     holder, waiter = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
     got = []
-    is_younger, looked = local_tier._is_younger, threading.Semaphore(0)
+    recent, looked = local_tier._recent, threading.Semaphore(0)
 
     def look(path, seconds):
         looked.release()
-        return is_younger(path, seconds)
+        return recent(path, seconds)
 
     def wait():
         with waiter.exclusive(key(1), timeout_seconds=0.1, most_seconds=3600):
             got.append("the lock")
 
-    monkeypatch.setattr(local_tier, "_is_younger", look)
+    monkeypatch.setattr(local_tier, "_recent", look)
     with holder.exclusive(key(1), timeout_seconds=1) as going_on:
         going_on()
         (said,) = tmp_path.rglob("*.on")
@@ -243,6 +243,23 @@ def test_process_that_reports_progress_is_waited_for(tmp_path, monkeypatch):
         got.append("released")
     thread.join(20)
     assert got == ["released", "the lock"]
+
+
+def test_process_that_waits_for_a_busy_server_is_waited_for_while_the_caller_allows_it(tmp_path):
+    holder, waiter = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
+    answers = []
+
+    def when_busy():
+        answers.append(len(answers) < 2)
+        return answers[-1]
+
+    with holder.exclusive(key(1), timeout_seconds=1) as signal:
+        signal(is_busy=True)
+        with waiter.exclusive(key(1), timeout_seconds=3600, most_seconds=3600, when_busy=when_busy):
+            assert answers == [True, True, False]
+        signal()
+        with waiter.exclusive(key(1), timeout_seconds=0, most_seconds=3600, when_busy=when_busy):
+            assert len(answers) == 3
 
 
 def test_a_download_is_seen_by_others_until_it_ends(tmp_path):

@@ -360,8 +360,13 @@ class LocalTier:
 
     @contextmanager
     def exclusive(
-        self, key: ArtifactKey, *, timeout_seconds: float, most_seconds: float = 0.0
-    ) -> Iterator[Callable[[], None]]:
+        self,
+        key: ArtifactKey,
+        *,
+        timeout_seconds: float,
+        most_seconds: float = 0.0,
+        when_busy: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Callable[..., None]]:
         """Keep other processes of this host from fetching the same artifact.
 
         After the timeout, or on a file system without locks, continue without the lock. A second
@@ -371,23 +376,31 @@ class LocalTier:
             key: key of the artifact.
             timeout_seconds: limit of the wait for a process that signals no progress.
             most_seconds: limit of the wait for a process that signals progress.
+            when_busy: called repeatedly while that process signals that the server is busy. Returns
+                whether to wait for it.
 
         Returns:
-            Function that signals progress to waiting processes.
+            Function that signals progress to waiting processes, or with `is_busy=True` that the
+            server is busy.
         """
         name = f"{self._place}/locks/{key.fingerprint[:3]}"
-        goes_on = Path(f"{name}.on")
-        until = monotonic() + most_seconds
+        signals = Path(f"{name}.on")
+        began = monotonic()
+
+        def may_wait() -> bool:
+            signal = _recent(signals, timeout_seconds)
+            if signal is not None and signal.st_size:
+                return when_busy()
+            waited = monotonic() - began
+            return waited < timeout_seconds or (waited < most_seconds and signal is not None)
+
         is_held = False
         with _opened_lock_file(
             f"{name}.lock", unlock=lambda descriptor: fcntl.flock(descriptor, fcntl.LOCK_UN)
         ) as descriptor:
             with contextlib.suppress(OSError):  # a file system without locks
-                while descriptor is not None:
-                    is_held = _lock(descriptor, timeout_seconds)
-                    if is_held or monotonic() > until or not _is_younger(goes_on, timeout_seconds):
-                        break
-            yield _touching(goes_on) if is_held else lambda: None
+                is_held = descriptor is not None and _lock(descriptor, may_wait)
+            yield _signaling(signals) if is_held else lambda **_: None
 
     @contextmanager
     def downloading(self) -> Iterator[None]:
@@ -524,42 +537,45 @@ def _opened_lock_file(path: str, *, unlock: Callable[[int], object]) -> Iterator
         os.close(descriptor)
 
 
-def _lock(descriptor: int, timeout_seconds: float) -> bool:
-    """Lock a file, or return False after the timeout. filelock takes six times as much CPU time.
+def _lock(descriptor: int, may_wait: Callable[[], bool]) -> bool:
+    """Lock a file, or return False if the wait must end. filelock takes six times the CPU time.
 
     Raises:
         OSError: the file system has no locks.
     """
-    until = monotonic() + timeout_seconds
     while True:
         with contextlib.suppress(BlockingIOError, PermissionError):  # POSIX allows both errors
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        if monotonic() >= until:
+        if not may_wait():
             return False
         with forkable():
             sleep(_LOCK_POLL_SECONDS)
 
 
-def _is_younger(path: Path, seconds: float) -> bool:
-    """Return whether a file was touched within the last `seconds`."""
+def _recent(path: Path, seconds: float) -> os.stat_result | None:
+    """Return the status of a file that was touched within the last `seconds`, or None."""
     try:
-        return time() - path.stat().st_mtime < seconds
+        status = path.stat()
     except OSError:
-        return False
+        return None
+    return status if time() - status.st_mtime < seconds else None
 
 
-def _touching(path: Path) -> Callable[[], None]:
-    """Return a function that touches a file, at most twice per second."""
-    touched = 0.0
+def _signaling(path: Path) -> Callable[..., None]:
+    """Return a function that touches a file, at most twice per second while the signal stays the
+    same. The file has a byte if the server is busy.
+    """
+    touched, was_busy = 0.0, False
 
-    def touch() -> None:
-        nonlocal touched
-        if monotonic() - touched > _TOUCH_SECONDS:
-            touched = monotonic()
+    def touch(*, is_busy: bool = False) -> None:
+        nonlocal touched, was_busy
+        if is_busy != was_busy or monotonic() - touched > _TOUCH_SECONDS:
+            touched, was_busy = monotonic(), is_busy
             with contextlib.suppress(OSError):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptor = os.open(path, flags, 0o600)
+                os.ftruncate(descriptor, int(is_busy))
                 os.utime(descriptor)
                 os.close(descriptor)
 

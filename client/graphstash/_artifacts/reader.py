@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from time import time
 from typing import IO, Literal, TypeAlias, cast
 
@@ -126,17 +127,24 @@ class Reader:
         if fetched := self._from_disk(self._config.readable[0], key, into):
             return fetched
         # If another process downloads the artifact, wait as long as the server may take to begin
-        # its answer, and longer only while bytes arrive or the server is busy. If the server hangs,
-        # processes must not time out one after another.
+        # its answer, and longer only while bytes arrive. If the server hangs, processes must not
+        # time out one after another. While the other process waits for a busy server, wait as for
+        # a busy server.
         timeout = self._config.connect_seconds + self._config.first_byte_seconds
         with self._tier.exclusive(
-            key, timeout_seconds=timeout, most_seconds=self._config.fetch_seconds
-        ) as signal_progress:
+            key,
+            timeout_seconds=timeout,
+            most_seconds=self._config.fetch_seconds,
+            when_busy=lambda: when_busy(
+                BusyError("another process waits for the server", retry_after_seconds=0.0),
+                lambda: None,
+            ),
+        ) as signal:
             while True:
                 try:
-                    return self._read_namespaces(key, into, signal_progress)
+                    return self._read_namespaces(key, into, signal)
                 except BusyError as error:
-                    if not when_busy(error, signal_progress):
+                    if not when_busy(error, partial(signal, is_busy=True)):
                         raise
 
     def _read_namespaces(
