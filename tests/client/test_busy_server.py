@@ -14,6 +14,8 @@ from threading import Thread
 import httpx
 import pytest
 
+from graphstash._artifacts import stash
+from graphstash._artifacts.envelope import seal
 from graphstash.testing import FakeServer
 from graphstash_schema import ArtifactMetadata
 from graphstash_server.api import connection
@@ -107,14 +109,27 @@ def test_a_job_waits_for_a_connection_as_long_as_it_may(host, stored, server, mo
     assert all(0 < seconds <= 1 for seconds in slept)
 
 
-def test_an_upload_waits_for_a_connection(host, server, monkeypatch):
+def test_a_job_pays_for_the_wait_of_another_process_of_its_host(host, monkeypatch):
     job = host("job")
+    with ExitStack() as others:
+        signal = others.enter_context(job.stash.local.exclusive(key(0), timeout_seconds=0))
+        signal(is_busy=True)
+        (said,) = job.stash.config.cache_dir.rglob("*.on")
+        os.utime(said, (time.time() + 3600,) * 2)  # as if it said so from now on
+        monkeypatch.setattr("graphstash._compile.cache.sleep", lambda _: others.close())
+        job.build(key(0))
+    assert job.cache.waits.left < job.cache.config.wait_seconds
+
+
+def test_an_upload_waits_for_a_connection(host, server, monkeypatch):
+    job, sealed = host("job"), []
+    monkeypatch.setattr(stash, "seal", lambda *each: sealed.append(seal(*each)) or sealed[-1])
     with ExitStack() as others:
         for _ in range(CONNECTIONS):
             others.enter_context(Wire(server.url)).send(HALF_A_REQUEST)
         monkeypatch.setattr("graphstash._compile.cache.sleep", lambda _: others.close())
         job.build(key(0))
-    assert job.stats.published == 1
+    assert (job.stats.published, len(sealed)) == (1, 1)
     assert job.fallbacks == {}
 
 

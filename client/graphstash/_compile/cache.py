@@ -18,7 +18,7 @@ from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from graphstash._artifacts.run_downloads import Source
 from graphstash._artifacts.stash import Destination, Fetched, Memory, Stash, is_temporary
@@ -48,6 +48,9 @@ from graphstash_schema import (
     LeaseState,
 )
 from graphstash_schema.names import printable
+
+if TYPE_CHECKING:
+    from graphstash_schema.explanation import Description
 
 __all__ = ["CompileCache", "FetchedPack", "InFlightCompile", "PackOutcome"]
 
@@ -306,16 +309,8 @@ class CompileCache:
         self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
     ) -> bool:
         try:
-            sent = self._when_free(
-                lambda: self.stash.put(
-                    key,
-                    payload,
-                    metadata,
-                    local_only=local_only,
-                    description=self.log.description_of(key),
-                ),
-                budget=self._upload_waits,
-            )
+            description = self.log.description_of(key)
+            sent = self._put(key, payload, metadata, local_only=local_only, description=description)
         except ConflictError as error:
             if error.code is ErrorCode.WITHHELD:
                 self.record_fallback(error)
@@ -367,9 +362,7 @@ class CompileCache:
     ) -> PackOutcome:
         """Publish a pack of `artifact_count` artifacts. Never raises."""
         try:
-            sent = self._when_free(
-                lambda: self.stash.put(key, payload, metadata), budget=self._upload_waits
-            )
+            sent = self._put(key, payload, metadata)
         except ConflictError as error:
             if error.code is ErrorCode.WITHHELD:
                 self.record_fallback(error)
@@ -386,6 +379,28 @@ class CompileCache:
             self._used[key] = None
         self._count_tier_errors()
         return PackOutcome.STORED
+
+    def _put(
+        self,
+        key: ArtifactKey,
+        payload: bytes | Path,
+        metadata: ArtifactMetadata,
+        *,
+        local_only: bool = False,
+        description: "Description | None" = None,
+    ) -> int:
+        """Call `Stash.put`, which uploads the sealed payload again while the server is busy."""
+        with self._upload_waits.wait() as wait, unforked():
+            sent = self.stash.put(
+                key,
+                payload,
+                metadata,
+                local_only=local_only,
+                description=description,
+                when_busy=partial(self._pause, wait),
+            )
+            wait.saved_seconds = 0.0  # the wait was not in vain
+            return sent
 
     def record_fallback(self, error: Exception) -> None:
         """Count a fallback, and log the first fallback of each reason.
@@ -472,14 +487,14 @@ class CompileCache:
             )
         return fetched
 
-    def _when_free(self, call: Callable[[], _T], *, budget: WaitBudget | None = None) -> _T:
+    def _when_free(self, call: Callable[[], _T]) -> _T:
         """Call the server, and retry while it is busy.
 
         Raises:
-            BusyError: The budget (default: `waits`) does not allow a wait.
+            BusyError: The budget does not allow a wait.
             CacheError: The call failed.
         """
-        with (budget or self.waits).wait() as wait:
+        with self.waits.wait() as wait:
             while True:
                 try:
                     with unforked():
