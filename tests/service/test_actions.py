@@ -12,6 +12,9 @@ from graphstash_server.pages.visitor import form_token_of
 from support.dashboard import JOB, key_of
 from support.sessions import HTML, sign_in
 
+# Each action does what a call does, and the tests of the calls run on each database.
+pytestmark = pytest.mark.parametrize("start_once", ["sqlite"], indirect=True)
+
 
 @pytest.fixture
 def browse(guarded):
@@ -166,7 +169,7 @@ def test_stale_page_does_not_delete_replacement(guarded, team, browse, namespace
     assert send(client, "delete", withheld).status_code == 303
 
 
-def attempts(client, namespace, key, csrf):
+def attempts(namespace, key, csrf):
     """Each action with valid fields, on what another team has."""
     named = {"csrf": csrf, "namespace": namespace, "key": str(key)}
     return {
@@ -180,34 +183,22 @@ def attempts(client, namespace, key, csrf):
     }
 
 
-@pytest.mark.parametrize(
-    "grant", ["read:{namespace}", "write:{namespace}", "admin:{namespace}-other", "write:*"]
-)
-def test_visitor_without_right_sees_no_action_and_changes_nothing(
-    guarded, team, browse, namespace, grant
-):
+def test_visitor_without_right_sees_no_action_and_changes_nothing(guarded, team, browse, namespace):
     key = team.work()
     before = audited(guarded, namespace)
-    client = browse(grant.format(namespace=namespace))
-    csrf = fields_of(browse("admin:*"), "/tokens", "create-token")["csrf"]
-    for page in (f"/artifacts/{namespace}/{key}", f"/jobs/{namespace}/{JOB}", "/", "/tokens"):
-        assert "/actions/" not in client.get(page).text, page
-    own = client.cookies["graphstash"]
-    for action, fields in attempts(client, namespace, key, form_token_of(own)).items():
-        assert send(client, action, fields).status_code in (403, 404), action
-        assert send(client, action, fields | {"csrf": csrf}).status_code == 403, action
-    assert audited(guarded, namespace) == before
-
-
-def test_administrator_of_a_namespace_changes_neither_limits_nor_tokens(
-    guarded, team, browse, namespace
-):
-    key = team.work()
+    for grant in (f"read:{namespace}", f"admin:{namespace}-other", "write:*"):
+        client = browse(grant)
+        for page in (f"/artifacts/{namespace}/{key}", f"/jobs/{namespace}/{JOB}", "/", "/tokens"):
+            assert "/actions/" not in client.get(page).text, (grant, page)
+        csrf = form_token_of(client.cookies["graphstash"])
+        for action, fields in attempts(namespace, key, csrf).items():
+            assert send(client, action, fields).status_code in (403, 404), (grant, action)
     client = browse(f"admin:{namespace}")
-    csrf = fields_of(client, f"/artifacts/{namespace}/{key}", "delete")["csrf"]
+    csrf = form_token_of(client.cookies["graphstash"])
     for action in ("limit", "create-token", "revoke-token"):
-        fields = attempts(client, namespace, key, csrf)[action]
+        fields = attempts(namespace, key, csrf)[action]
         assert send(client, action, fields).status_code == 403, action
+    assert audited(guarded, namespace) == before
 
 
 def test_form_of_another_page_or_without_a_session_changes_nothing(
@@ -218,7 +209,7 @@ def test_form_of_another_page_or_without_a_session_changes_nothing(
     client, other = browse("admin:*"), browse("admin:*")
     page = f"/artifacts/{namespace}/{key}"
     csrf = fields_of(client, page, "delete")["csrf"]
-    for action, fields in attempts(client, namespace, key, csrf).items():
+    for action, fields in attempts(namespace, key, csrf).items():
         for wrong in ("", "x", "\u00e9", fields_of(other, page, "delete")["csrf"]):
             assert send(client, action, fields | {"csrf": wrong}).status_code == 403, action
         for headers in (
@@ -238,14 +229,15 @@ def test_form_of_another_page_or_without_a_session_changes_nothing(
     assert audited(guarded, namespace) == before
     client.post("/sign-out", headers={"Origin": guarded.url})
     client.cookies = other.cookies
-    assert (
-        send(client, "delete", attempts(client, namespace, key, csrf)["delete"]).status_code == 403
-    )
+    assert send(client, "delete", attempts(namespace, key, csrf)["delete"]).status_code == 403
 
 
-@pytest.mark.parametrize(
-    ("action", "fields"),
-    [
+def test_invalid_field_is_refused_with_a_page(team, browse, namespace):
+    key = team.work()
+    owner = browse("admin:*")
+    csrf = form_token_of(owner.cookies["graphstash"])
+    valid = attempts(namespace, key, csrf)
+    for action, fields in (
         ("withhold", {"reason": "x"}),
         ("withhold", {"digest": "x"}),
         ("delete", {"digest": ""}),
@@ -263,13 +255,8 @@ def test_form_of_another_page_or_without_a_session_changes_nothing(
         ("create-token", {"grants": "all"}),
         ("create-token", {"grants": ""}),
         ("create-token", {"description": "a\nb"}),
-    ],
-)
-def test_invalid_field_is_refused_with_a_page(team, browse, namespace, action, fields):
-    key = team.work()
-    owner = browse("admin:*")
-    csrf = fields_of(owner, f"/artifacts/{namespace}/{key}", "delete")["csrf"]
-    valid = attempts(owner, namespace, key, csrf)[action] | {"token": owner.token, "id": "a" * 16}
-    answer = send(owner, action, valid | fields)
-    assert answer.status_code == 400
-    assert "<h1>" in answer.text
+    ):
+        given = {"token": owner.token, "id": "a" * 16} | valid[action] | fields
+        answer = send(owner, action, given)
+        assert answer.status_code == 400, (action, fields)
+        assert "<h1>" in answer.text

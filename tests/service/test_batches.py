@@ -60,7 +60,7 @@ main()
 """
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture
 def served(request, tmp_path, database_url):
     """The services on a store whose blobs are there at once, and on one that has to be asked."""
 
@@ -88,7 +88,13 @@ async def stored(server, number, blob, **terms):
     return upload
 
 
+ON_EACH = pytest.mark.parametrize(
+    ("served", "database_url"), [("disk", "sqlite"), ("memory", "postgresql")], indirect=True
+)
+
+
 @pytest.mark.sql
+@ON_EACH
 async def test_uploads_that_wait_together_share_a_transaction_and_have_their_own_results(served):
     async with served() as server:
         await server.put(b"the first", 0, policy=ONCE)
@@ -112,6 +118,7 @@ async def test_uploads_that_wait_together_share_a_transaction_and_have_their_own
 
 
 @pytest.mark.sql
+@ON_EACH
 async def test_an_upload_that_the_database_cannot_take_fails_alone(served):
     """No client can send one; what a bug lets through must not hurt others."""
     async with served() as server:
@@ -126,6 +133,7 @@ async def test_an_upload_that_the_database_cannot_take_fails_alone(served):
         assert (await server.used()).artifacts == 3
 
 
+@pytest.mark.parametrize(("served", "database_url"), [("disk", "sqlite")], indirect=True)
 async def test_a_database_that_does_not_answer_fails_a_batch_once(served, monkeypatch):
     async with served() as server:
         uploads = [await stored(server, number, b"%d" % number) for number in range(3)]
@@ -146,9 +154,7 @@ async def test_a_database_that_does_not_answer_fails_a_batch_once(served, monkey
     ("database_url", "moment"),
     [
         ("sqlite", "after_commit"),
-        pytest.param("sqlite", "before_commit", marks=pytest.mark.extended),
         pytest.param("postgresql", "before_commit", marks=pytest.mark.extended),
-        pytest.param("postgresql", "after_commit", marks=pytest.mark.extended),
     ],
     indirect=["database_url"],
 )

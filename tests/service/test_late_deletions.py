@@ -20,7 +20,7 @@ _HOUR = 3600
 _SMALL, _IN_PARTS = b"an executable" * 100, bytes(17 * 1024**2)
 
 
-@pytest.fixture(params=["moto", pytest.param("swift", marks=pytest.mark.extended)])
+@pytest.fixture
 def s3(request):
     return request.getfixturevalue(request.param)
 
@@ -80,12 +80,16 @@ def let_it_arrive(proxy, eventually):
 
 @pytest.mark.sql
 @pytest.mark.parametrize(
-    ("blob", "tier", "is_deleted_again"),
+    ("s3", "database_url", "blob", "tier", "is_deleted_again"),
     [
-        pytest.param(_SMALL, "0", False, id="small, given up"),
-        pytest.param(_SMALL, "1GiB", True, id="small, with a disk tier, deleted again"),
-        pytest.param(_IN_PARTS, "1GiB", False, id="in parts", marks=pytest.mark.extended),
+        pytest.param("moto", "sqlite", _SMALL, "0", False, id="given up"),
+        pytest.param("moto", "postgresql", _SMALL, "1GiB", True, id="tier, deleted again"),
+        *(
+            pytest.param("swift", "sqlite", *what, marks=pytest.mark.extended)
+            for what in ((_SMALL, "1GiB", True), (_IN_PARTS, "1GiB", False))
+        ),
     ],
+    indirect=["s3", "database_url"],
 )
 async def test_deletion_delayed_by_an_hour_deletes_nothing_published_since(
     opened, proxy, s3, bucket, eventually, tier, blob, is_deleted_again
@@ -116,6 +120,14 @@ async def test_deletion_delayed_by_an_hour_deletes_nothing_published_since(
         assert objects(s3, bucket) == []
 
 
+ON_EACH = pytest.mark.parametrize(
+    ("s3", "database_url"),
+    [("moto", "sqlite"), pytest.param("swift", "postgresql", marks=pytest.mark.extended)],
+    indirect=True,
+)
+
+
+@ON_EACH
 async def test_server_of_previous_release_exchanges_artifacts_published_since(
     opened, proxy, s3, bucket
 ):
@@ -137,6 +149,7 @@ async def test_server_of_previous_release_exchanges_artifacts_published_since(
             assert await server.context.artifacts.find(key_of(1)) is not None
 
 
+@ON_EACH
 async def test_put_under_abandoned_name_is_not_acknowledged(opened, proxy, s3, bucket):
     """An upload stores its bytes; before its commit, a deletion of them begins and is lost."""
     async with opened("one") as one, opened("two") as two:

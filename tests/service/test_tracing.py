@@ -160,13 +160,12 @@ def test_unsampled_caller_is_not_recorded(traced, collector):
     assert [each for each in collector.spans if each.trace == "c" * 32] == []
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    ["parentbased_traceidratio", pytest.param("traceidratio", marks=pytest.mark.extended)],
-)
-def test_caller_cannot_raise_sampling_ratio(tmp_path, collector, sampler):
+def test_caller_cannot_raise_sampling_ratio(tmp_path, collector):
     # Of ten million; ids that end in zeros are those that a ratio takes first.
-    sampling = {"OTEL_TRACES_SAMPLER": sampler, "OTEL_TRACES_SAMPLER_ARG": "1e-7"}
+    sampling = {
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": "1e-7",
+    }
     with Server(tmp_path, **collector.environment, **sampling) as server:
         before = len(collector.spans)
         for number in range(1, 20):
@@ -262,14 +261,12 @@ def test_server_without_tracing_imports_no_exporter():
     assert subprocess.run(command, capture_output=True, check=True).stdout == b"[]\n"
 
 
-@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.extended)])
-def test_server_that_cannot_trace_logs_the_reason(tmp_path, collector, workers):
+def test_server_that_cannot_trace_logs_the_reason(tmp_path, collector):
     path = take_away(tmp_path, "opentelemetry.exporter")
     for variables, named in (
         ({"PYTHONPATH": str(path)}, r"graphstash\[server,tracing\]"),
         ({"OTEL_BSP_MAX_QUEUE_SIZE": "100"}, r"max_queue_size(.|\n)*OTEL_BSP_MAX_QUEUE_SIZE"),
     ):
-        settings = collector.environment | {"GRAPHSTASH_WORKERS": workers} | variables
         with pytest.raises(RuntimeError, match=rf"exited with 1(.|\n)*{named}") as failure:
-            Server(tmp_path, **settings)
+            Server(tmp_path, **collector.environment | variables)
         assert "Traceback" not in str(failure.value)

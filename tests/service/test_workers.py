@@ -17,7 +17,7 @@ import pytest
 
 from graphstash import CacheError, ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
-from support.tiers import most_extended
+from graphstash_server.testing import LiveServer
 from support.waiting import PATIENT
 from support.wire import Wire
 
@@ -123,33 +123,12 @@ class Load:
                 self.rounds[number] += 1
 
 
-def test_workers_share_one_port_and_stuck_worker_is_killed_at_shutdown(start):
+def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, eventually, tmp_path):
+    with LiveServer(tmp_path / "data", log_level="error") as alone:
+        rule = {"requests_per_second": 0.001}
+        assert connect(alone.url).http.put("/v1/-/namespaces/team", json=rule).is_success
     server = start("--workers", "3", **patient(0))
-    workers = server.workers
-
-    assert len(workers) == 3
     assert serving(server) == 3  # before the port was announced
-    for worker in workers:
-        others = workers - {worker}
-        for other in others:
-            os.kill(other, signal.SIGSTOP)
-        assert "ok" in asked(server)
-        for other in others:
-            os.kill(other, signal.SIGCONT)
-    stuck = min(workers)
-    os.kill(stuck, signal.SIGSTOP)
-    assert server.stop() == 0
-    assert f"worker {stuck} was killed by SIGKILL" in server.log
-    assert not any(map(is_alive, workers))
-    assert "Traceback" not in server.log
-
-
-def test_workers_share_the_rate_of_a_namespace_and_outlive_a_killed_worker(start, eventually):
-    server = start("--workers", "1")
-    rule = {"requests_per_second": 0.001}
-    httpx.put(f"{server.url}/v1/-/namespaces/team", json=rule, trust_env=False).raise_for_status()
-    assert server.stop() == 0
-    server = start("--workers", "3")
 
     def statuses() -> list[int]:
         """What each worker answers while the others stand still."""
@@ -168,6 +147,14 @@ def test_workers_share_the_rate_of_a_namespace_and_outlive_a_killed_worker(start
     os.kill(min(before), signal.SIGKILL)
     eventually(lambda: serving(server) == 4)
     assert statuses() == [429] * 3
+
+    workers = server.workers
+    stuck = min(workers)
+    os.kill(stuck, signal.SIGSTOP)
+    assert server.stop() == 0
+    assert f"worker {stuck} was killed by SIGKILL" in server.log
+    assert not any(map(is_alive, workers))
+    assert "Traceback" not in server.log
 
 
 def test_rolling_restart_fails_no_request_and_a_killed_worker_only_its_own(
@@ -205,53 +192,36 @@ def end_server(server, eventually):
     eventually(lambda: not is_listening(server))
 
 
-def end_workers(server, eventually):
-    old = server.workers
-    for worker in old:
-        os.kill(worker, signal.SIGTERM)
-    # One of them has to finish the transfer, the other one is gone.
-    eventually(lambda: len(server.workers - old) == 1 and serving(server) == 3)
-
-
-ENDS = [end_server, end_workers]
-
-
-def exit_code(server, end) -> int:
-    if end is not end_server:  # a second signal may meet a process that handles none any more
-        server.process.terminate()
-    return server.process.wait(30)
-
-
-@pytest.mark.parametrize("end", most_extended(ENDS, quick=[end_workers]))
-def test_long_download_completes_before_shutdown(start, connect, eventually, end):
+def test_long_download_completes_before_its_worker_ends(start, connect, eventually):
     server = start("--workers", "2")
-    api = connect(server.url)
+    old, api = server.workers, connect(server.url)
     api.put(LARGE)
     with api.http.stream("GET", api.path()) as answer:
         chunks = answer.iter_raw(65536)
         received = next(chunks)
-        end(server, eventually)
+        for worker in old:
+            os.kill(worker, signal.SIGTERM)
+        # One of them has to finish the transfer, the other one is gone.
+        eventually(lambda: len(server.workers - old) == 1 and serving(server) == 3)
         received += b"".join(chunks)
 
     assert received == LARGE
-    assert exit_code(server, end) == 0
+    assert server.stop() == 0
 
 
-@pytest.mark.parametrize("end", most_extended(ENDS, quick=[end_server]))
-def test_long_upload_completes_before_shutdown(start, connect, eventually, end):
+def test_long_upload_completes_before_shutdown(start, connect, eventually):
     server = start("--workers", "2")
     api = connect(server.url)
 
     def halves():
         yield LARGE[: len(LARGE) // 2]
         eventually(lambda: any((server.data_dir / "blobs" / "tmp").iterdir()))
-        end(server, eventually)
+        end_server(server, eventually)
         yield LARGE[len(LARGE) // 2 :]
 
     headers = {"Content-Length": str(len(LARGE)), "Repr-Digest": Digest.of(LARGE).repr_digest}
     assert api.http.put(api.path(), content=halves(), headers=headers).status_code == 201
-
-    assert exit_code(server, end) == 0
+    assert server.process.wait(30) == 0
 
 
 def test_shutdown_answers_lease_waiters_and_a_second_interrupt_waits_for_nothing(
@@ -300,7 +270,7 @@ def test_download_and_new_connection_are_served_before_shutdown(start, connect, 
     assert server.process.wait(30) == 0
 
 
-def test_worker_that_cannot_start_is_retried_and_stops_a_rolling_restart(start, eventually):
+def test_workers_that_cannot_start_stop_a_rolling_restart_and_are_retried(start, eventually):
     server = start("--workers", "2", command=(sys.executable, "-c", FAILING))
     old = server.workers
     (server.data_dir / "broken").touch()
@@ -312,29 +282,19 @@ def test_worker_that_cannot_start_is_retried_and_stops_a_rolling_restart(start, 
     assert "ok" in asked(server)
     server.kill_worker(min(old))
     eventually(lambda: "restarting it in 1 s" in server.log)
-    (server.data_dir / "broken").unlink()
+    assert re.findall(r"restarting it in (\S+) s", server.log)[:3] == ["0", "0.5", "1"]
     assert "ok" in asked(server)
-    eventually(lambda: serving(server) == 3)
-    assert re.findall(r"restarting it in (\S+) s", server.log) == ["0", "0.5", "1"]
-    assert server.log.count("the rolling restart stops") == 1  # the other worker was not tried
-    old = server.workers
-    server.process.send_signal(signal.SIGHUP)
-    eventually(replaced(server, old))
-
-
-def test_connections_are_closed_while_no_worker_serves(start, eventually):
-    server = start("--workers", "2", command=(sys.executable, "-c", FAILING))
-    (server.data_dir / "broken").touch()
-    for worker in server.workers:
-        server.kill_worker(worker)
-    eventually(lambda: "restarting it in 0.5 s" in server.log)
-
-    with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
+    server.kill_worker(max(old))
+    with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):  # closed: no worker serves
         asked(server)
 
     (server.data_dir / "broken").unlink()
     eventually(lambda: serving(server) == 4)
     assert "ok" in asked(server)
+    assert server.log.count("the rolling restart stops") == 1  # the other worker was not tried
+    old = server.workers
+    server.process.send_signal(signal.SIGHUP)
+    eventually(replaced(server, old))
 
 
 def test_a_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, process_environment):
