@@ -169,8 +169,8 @@ def test_stale_page_does_not_delete_replacement(guarded, team, browse, namespace
     assert send(client, "delete", withheld).status_code == 303
 
 
-def attempts(namespace, key, csrf):
-    """Each action with valid fields, on what another team has."""
+def attempts(namespace, key, csrf, token=""):
+    """Each action with valid fields, on what another team has, by the owner of a token."""
     named = {"csrf": csrf, "namespace": namespace, "key": str(key)}
     return {
         "withhold": named | {"reason": "corrupt", "digest": "sha256:" + "0" * 64},
@@ -178,7 +178,8 @@ def attempts(namespace, key, csrf):
         "pin": named | {"job": JOB, "days": "1"},
         "unpin": named | {"job": JOB},
         "limit": named | {"limit": "1"},
-        "create-token": named | {"description": "x", "grants": "admin:*", "days": "1"},
+        "create-token": named
+        | {"description": "x", "grants": "admin:*", "days": "1", "token": token},
         "revoke-token": named | {"id": "a" * 16},
     }
 
@@ -191,12 +192,12 @@ def test_visitor_without_right_sees_no_action_and_changes_nothing(guarded, team,
         for page in (f"/artifacts/{namespace}/{key}", f"/jobs/{namespace}/{JOB}", "/", "/tokens"):
             assert "/actions/" not in client.get(page).text, (grant, page)
         csrf = form_token_of(client.cookies["graphstash"])
-        for action, fields in attempts(namespace, key, csrf).items():
+        for action, fields in attempts(namespace, key, csrf, client.token).items():
             assert send(client, action, fields).status_code in (403, 404), (grant, action)
     client = browse(f"admin:{namespace}")
     csrf = form_token_of(client.cookies["graphstash"])
     for action in ("limit", "create-token", "revoke-token"):
-        fields = attempts(namespace, key, csrf)[action]
+        fields = attempts(namespace, key, csrf, client.token)[action]
         assert send(client, action, fields).status_code == 403, action
     assert audited(guarded, namespace) == before
 
@@ -236,7 +237,7 @@ def test_invalid_field_is_refused_with_a_page(team, browse, namespace):
     key = team.work()
     owner = browse("admin:*")
     csrf = form_token_of(owner.cookies["graphstash"])
-    valid = attempts(namespace, key, csrf)
+    valid = attempts(namespace, key, csrf, owner.token)
     for action, fields in (
         ("withhold", {"reason": "x"}),
         ("withhold", {"digest": "x"}),
@@ -256,7 +257,7 @@ def test_invalid_field_is_refused_with_a_page(team, browse, namespace):
         ("create-token", {"grants": ""}),
         ("create-token", {"description": "a\nb"}),
     ):
-        given = {"token": owner.token, "id": "a" * 16} | valid[action] | fields
+        given = {"id": "a" * 16} | valid[action] | fields
         answer = send(owner, action, given)
         assert answer.status_code == 400, (action, fields)
         assert "<h1>" in answer.text
