@@ -1,12 +1,17 @@
 """Callers that take their time, or come in crowds: a server waits for each of them with a bound."""
 
+import asyncio
 import resource
+import socket
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from graphstash_server.api.bodies import body_chunks
 from graphstash_server.testing import LiveServer, ServerProcess
 from support.wire import Wire
 
@@ -45,6 +50,30 @@ def test_an_idle_connection_is_closed(hasty, asked, dripped):
         assert wire.is_closed
 
 
+def test_bytes_that_arrive_while_the_server_is_stalled_are_in_time():
+    async def read():
+        loop, has_arrived = asyncio.get_running_loop(), asyncio.Event()
+        caller, connection = socket.socketpair()
+
+        def stall():
+            caller.send(b"x")
+            time.sleep(0.05)
+
+        async def receive():
+            await has_arrived.wait()
+            return {"type": "http.request", "body": connection.recv(1)}
+
+        with caller, connection:
+            loop.add_reader(connection, has_arrived.set)
+            loop.call_soon(stall)
+            request = SimpleNamespace(receive=receive)
+            found = [chunk async for chunk in body_chunks(request, idle_seconds=0.02)]
+            loop.remove_reader(connection)
+        return found
+
+    assert asyncio.run(read()) == [b"x"]
+
+
 def test_as_many_files_may_be_open_as_connections_need(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
@@ -60,7 +89,7 @@ def test_as_many_files_may_be_open_as_connections_need(tmp_path):
 
 @pytest.mark.parametrize(("files", "connections"), [(1024, 192), (300, 11)])
 def test_limit_of_files_bounds_connections_and_leaves_room_for_others(tmp_path, files, connections):
-    environment = {"GRAPHSTASH_MIN_FREE_BYTES": "0"}
+    environment = {"GRAPHSTASH_MIN_FREE_BYTES": "0", "GRAPHSTASH_HEADER_SECONDS": "600"}
     if files == 300:
         environment["GRAPHSTASH_MAX_CONNECTIONS"] = "500"
     command = ("prlimit", f"--nofile={files}:{files}", sys.executable, "-m", "graphstash_server")

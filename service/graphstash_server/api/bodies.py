@@ -7,6 +7,7 @@ from typing import Final, Protocol, TypeVar, cast
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
+from starlette.types import Message
 
 from graphstash_schema import (
     ArtifactKey,
@@ -52,8 +53,7 @@ async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator
     while True:
         began = now()
         try:
-            async with asyncio.timeout(min(idle_seconds, allowed_seconds)):
-                message = await request.receive()
+            message = await _received(request, min(idle_seconds, allowed_seconds))
         except TimeoutError:
             raise _too_slow(idle_seconds, is_idle=allowed_seconds >= idle_seconds) from None
         if message["type"] == "http.disconnect":
@@ -63,6 +63,20 @@ async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator
             yield message["body"]
         if not message.get("more_body", False):
             return
+
+
+async def _received(request: Request, seconds: float) -> Message:
+    """Return the next message, which may have arrived in time while the event loop was stalled.
+
+    Raises:
+        TimeoutError: no message arrived.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await request.receive()
+    except TimeoutError:
+        async with asyncio.timeout(0):
+            return await request.receive()
 
 
 def _too_slow(idle_seconds: float, *, is_idle: bool) -> ServerError:
