@@ -17,6 +17,7 @@ from graphstash_schema.exit_status import ExitStatus
 from support.bombs import bomb
 from support.guarded_server import DEVICE, fingerprint
 from support.signing import flipped, sealed, signature_of
+from support.waiting import PATIENT_VARIABLES
 
 NUMBERS = sorted(range(3), key=fingerprint)
 """Of three artifacts, in the order of a bundle."""
@@ -110,7 +111,7 @@ def run(fort, space, tmp_path):
     token = fort.token(f"write:{space}")
 
     def run(path, **settings):
-        variables = {
+        variables = PATIENT_VARIABLES | {
             "GRAPHSTASH_URL": fort.url,
             "GRAPHSTASH_TOKEN": token,
             "GRAPHSTASH_CACHE_DIR": str(tmp_path / "host"),

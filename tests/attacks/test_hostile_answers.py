@@ -14,6 +14,7 @@ from support.hostile import Answer
 from support.processes import graphstash_here
 from support.reader_job import OWN
 from support.run_case import RUN_CASE, case_arguments
+from support.waiting import PATIENT, PATIENT_VARIABLES
 
 MEBIBYTE = 1024**2
 JSON = {"content-type": "application/json", "graphstash-protocol": "1"}
@@ -69,7 +70,7 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e\r\nWARNING graphstash: all is well"
 
 
 def _told(box):
-    client = ServerClient(ClientConfig.load({}, url=box.url))
+    client = ServerClient(ClientConfig.load({}, url=box.url, **PATIENT))
     with pytest.raises(CacheError) as caught:
         client.manifest(ManifestName("nightly"))
     client.close()
@@ -162,7 +163,8 @@ _COUNTED = (
 
 def _status(middlebox, tmp_path, body):
     box = middlebox(lambda _, answer: Answer(200, dict(JSON), body.encode()))
-    return graphstash_here("status", "--url", box.url, GRAPHSTASH_CACHE_DIR=str(tmp_path))
+    variables = PATIENT_VARIABLES | {"GRAPHSTASH_CACHE_DIR": str(tmp_path)}
+    return graphstash_here("status", "--url", box.url, **variables)
 
 
 def _statistics(row, **fields):
@@ -198,6 +200,6 @@ def test_the_name_of_a_job_moves_the_cursor(middlebox, tmp_path):
     jwt = tmp_path / "jwt"
     jwt.write_text("a.b.c")
     options = ("--oidc", "--jwt-file", jwt, "--token-file", tmp_path / "token", "--url", box.url)
-    shown = graphstash_here("login", *map(str, options))
+    shown = graphstash_here("login", *map(str, options), **PATIENT_VARIABLES)
     assert shown.returncode == 0, shown.stderr
     _assert_harmless(shown.stdout)

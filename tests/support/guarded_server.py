@@ -5,7 +5,7 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,13 +155,13 @@ class GuardedServer(ServerProcess):
         return self.http(self.admin).get("/v1/stats").json()
 
     def picture(self) -> Picture:
-        files = {
-            str(path.relative_to(self.directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in self.directory.rglob("*")
-            if path.is_file()
-            and not path.name.startswith("graphstash.sqlite3")
-            and path.suffix != ".log"
-        }
+        files = {}
+        for path in self.directory.rglob("*"):
+            is_watched = path.suffix != ".log" and not path.name.startswith("graphstash.sqlite3")
+            with suppress(FileNotFoundError):  # the server has just removed a temporary file
+                if is_watched and path.is_file():
+                    name = str(path.relative_to(self.directory))
+                    files[name] = hashlib.sha256(path.read_bytes()).hexdigest()
         return Picture(files, asyncio.run(_rows(self.database_url)))
 
     @contextmanager

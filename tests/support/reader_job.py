@@ -4,6 +4,7 @@ from typing import Any
 
 from graphstash import ClientConfig
 from support.host import Host
+from support.waiting import PATIENT
 
 __all__ = ["OWN", "ReaderJob"]
 
@@ -15,5 +16,5 @@ class ReaderJob(Host):
     """A context manager."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(ClientConfig.load({}, connect_seconds=5, **settings))
+        super().__init__(ClientConfig.load({}, **PATIENT | settings))
         self.result = OWN
