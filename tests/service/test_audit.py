@@ -81,7 +81,7 @@ async def test_only_old_entries_are_pruned(database_url, monkeypatch):
 
 async def test_server_prunes_entries_older_than_its_setting(tmp_path, database_url):
     settings = load_settings(data_dir=tmp_path, database_url=database_url, audit_days=2)
-    written = records(3, at=system_clock() - timedelta(days=2, seconds=90))
+    written = records(3, at=system_clock() - timedelta(days=2, seconds=61))
     async with open_services(settings, blob_store=None, clock=system_clock) as context:
         async with context.database.writing() as connection:
             await add_audit(connection, written)

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections import Counter
 from contextlib import closing, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -400,25 +401,27 @@ def test_a_connection_that_is_cut_while_a_thread_sends_closes_the_file(
 
 
 class TestKeptConnections:
-    """On a server that closes an idle connection after a fifth of a second."""
+    """On a server that closes idle connections soon."""
 
-    @pytest.fixture(autouse=True)
-    def _impatient(self, live_server, monkeypatch):
-        monkeypatch.setattr(live_server._server.config, "timeout_keep_alive", 0.2)
+    @pytest.fixture
+    def close_idle(self, live_server, monkeypatch):
+        return partial(monkeypatch.setattr, live_server._server.config, "timeout_keep_alive")
 
-    def test_an_idle_connection_is_closed_after_a_fast_answer(self, api):
+    def test_an_idle_connection_is_closed_after_a_fast_answer(self, api, close_idle):
         api.put(SMALL)
+        close_idle(2.0)  # this process may pause between the two requests
         with Wire(api.url) as wire:
             for _ in range(2):
                 assert wire.ask(asked_for(api.path())).body == SMALL
             assert wire.is_closed
 
-    def test_a_connection_stays_open_while_a_later_request_waits(self, api):
+    def test_a_connection_stays_open_while_a_later_request_waits(self, api, close_idle):
         """The second request comes in the segment of the first one, which is answered fast, and
         takes five times as long as an idle connection may last.
         """
         api.put(SMALL)
         assert api.acquire(7).status_code == 201
+        close_idle(0.2)
         waiting = (
             f"POST {api.lease_path(7)} HTTP/1.1\r\nHost: a\r\nPrefer: wait=1\r\n"
             "Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"

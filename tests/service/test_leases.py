@@ -227,10 +227,10 @@ async def test_many_waiters_leave_database_connections_for_the_upload(opened, mo
         monkeypatch.setattr(artifacts, "find", slow_find)
         crowd = [asyncio.create_task(acquire(server, 0, f"caller {n}")) for n in range(100)]
         await has_begun.wait()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(_ANSWER_SECONDS):
             assert await server.put(b"graph")
         go_on.set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(_ANSWER_SECONDS):
             replies = await asyncio.gather(*crowd)
         assert {reply.state for reply in replies} == {LeaseState.READY}
 

@@ -67,7 +67,7 @@ def test_malformed_key_is_refused_naming_its_part(api, problem):
 
 
 def test_whole_artifact_is_verified_and_stays_and_damaged_or_lost_one_is_dropped(
-    api, files, problem
+    api, file_of, problem
 ):
     api.put(b"x" * 3_000_000, 1)
     answer = api.call("verify", api.key(1))
@@ -75,17 +75,17 @@ def test_whole_artifact_is_verified_and_stays_and_damaged_or_lost_one_is_dropped
     assert answer.headers["cache-control"] == "no-store"
     assert api.get(1).status_code == 200
 
-    before = set(files())
     for number, damage in ((2, lambda path: path.write_bytes(b"y" * 5000)), (3, Path.unlink)):
-        api.put(bytes([number]) * 5000, number)
-        (path,) = set(files()) - before
+        blob = f"{api.namespace} {number}".encode().ljust(5000)
+        api.put(blob, number)
+        path = file_of(blob)
         damage(path)
 
         answer = api.call("verify", api.key(number))
 
         assert answer.json() == {"found": True, "healed": True}
         assert api.get(number).status_code == 404
-        assert set(files()) == before
+        assert not path.exists()
     assert api.call("verify", api.key(9)).json() == {"found": False, "healed": False}
     problem(api.call("verify", {"kind": "jax"}), 400, "invalid_request")
 

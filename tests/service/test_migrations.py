@@ -292,7 +292,8 @@ async def test_interrupted_index_build_is_completed(url_before, is_whole):
     async with connected(url_before) as other, storing(url_before) as slow:
         if is_whole:
             await slow.execute("COMMIT")
-        await other.execute("SET lock_timeout = '50ms'")
+        else:
+            await other.execute("SET lock_timeout = '50ms'")
         with nullcontext() if is_whole else pytest.raises(asyncpg.LockNotAvailableError):
             await other.execute(CONCURRENTLY)
         assert await other.fetchval(IS_VALID) is is_whole
