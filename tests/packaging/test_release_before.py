@@ -31,10 +31,17 @@ STORED = (1, 2, 3, 4)
 
 
 class Release:
-    """One release, by its Python."""
+    """One release, by its Python; its commands and clients are forks of one process."""
 
     def __init__(self, python):
         self.python = str(python)
+        self._forks = subprocess.Popen(
+            [self.python, "-P", str(CLIENT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": ""},
+        )
 
     def serve(self, directory, **settings):
         """`graphstash serve`, in a process of its own."""
@@ -46,27 +53,26 @@ class Release:
 
     def command(self, *arguments, **settings):
         """What a command prints."""
-        return subprocess.run(
-            [self.python, "-m", "graphstash", *map(str, arguments)],
-            check=True,
-            capture_output=True,
-            text=True,
-            env=os.environ | variables(settings),
-            timeout=120,
-        ).stdout
+        return self._fork(settings, arguments=list(map(str, arguments)))
 
     def client(self, *steps, **settings):
         """What a client gets, step by step; see `release_job.py`."""
-        outcome = subprocess.run(
-            [self.python, "-P", str(CLIENT)],
-            input=json.dumps(steps),
-            check=True,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": ""} | variables(settings),
-            timeout=120,
-        )
-        return json.loads(outcome.stdout)
+        return json.loads(self._fork(settings, steps=steps))
+
+    def _fork(self, settings, **request):
+        request["environment"] = dict(os.environ) | variables(settings)
+        self._forks.stdin.write(json.dumps(request) + "\n")
+        self._forks.stdin.flush()
+        status, output = json.loads(self._forks.stdout.readline())
+        assert status == 0, output
+        return output
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with self._forks:
+            self._forks.stdin.close()
 
 
 def variables(settings):
@@ -102,12 +108,14 @@ def everything(url, token):
 
 @pytest.fixture(scope="module")
 def before():
-    return Release(python_of_release_before())
+    with Release(python_of_release_before()) as release:
+        yield release
 
 
 @pytest.fixture(scope="module")
 def now():
-    return Release(sys.executable)
+    with Release(sys.executable) as release:
+        yield release
 
 
 @pytest.fixture(scope="module")
@@ -358,6 +366,7 @@ def compile_on_both(server, tmp_path):
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory / "inductor"))
             environment.setenv("TMPDIR", str(directory))
+            environment.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # as in zygotes
             run_in(
                 release,
                 RUN_CASE,

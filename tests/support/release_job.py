@@ -1,11 +1,18 @@
-"""A client of either release: does what its standard input says, and prints what it got, as JSON.
+"""Clients and commands of either release, each in a fork of this process.
 
-The release before runs it as well: only public names, and none that is younger than that release.
-Each line of the input is a list: a method below, then its arguments.
+The release before runs it as well: only public names, and none that is younger than that release,
+but for modules that take long to import. Each line of the input is a request as JSON: the
+`environment`, and either the `arguments` of `graphstash` or the `steps` of a client, which are
+lists of a method below and its arguments. The answer to each is a line as JSON: the exit status and
+what the fork printed.
 """
 
+import importlib
 import json
+import os
 import sys
+import tempfile
+import traceback
 
 from graphstash import CacheError, ClientConfig, LeaseLostError, Stash
 from graphstash_schema import (
@@ -98,10 +105,11 @@ class Client:
         return [usage.artifacts, usage.withheld]
 
 
-def main():
+def run(steps):
+    """Prints what a client got, as JSON."""
     client = Client()
     answers = []
-    for method, *arguments in json.load(sys.stdin):
+    for method, *arguments in steps:
         try:
             answers.append(getattr(client, method)(*arguments))
         except CacheError as error:
@@ -109,6 +117,46 @@ def main():
             answers.append(f"error: {error.reason}{f' {status}' if status else ''}")
     client.stash.close()
     print(json.dumps(answers))
+
+
+def end(request):
+    """Carries out a request in this process, which is a fork, and ends it."""
+    status = 1
+    try:
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        if "steps" in request:
+            run(request["steps"])
+        else:
+            sys.argv = ["graphstash", *request["arguments"]]
+            importlib.import_module("graphstash.__main__").main()
+        status = 0
+    except SystemExit as exit_:
+        status = int(exit_.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def answer(request):
+    """The exit status of a fork and what it printed."""
+    with tempfile.TemporaryFile("w+") as output:
+        if not (child := os.fork()):
+            os.dup2(output.fileno(), sys.stdout.fileno())
+            end(request)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output.seek(0)
+        return [status, output.read()]
+
+
+def main():
+    for slow in ("graphstash._cli.main", "graphstash_server.context", "aiosqlite", "asyncpg"):
+        importlib.import_module(slow)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
