@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from support.run_case import RUN_CASE, case_arguments
 TESTS = Path(__file__).parents[2]
 EXAMPLES = TESTS.parent / "client" / "examples"
 ENVIRONMENT = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-LAZY = ("best", "ours", "ours-traced")
 COSTS = "Per step between boundaries, over all cells of the model"
 
 
@@ -35,10 +35,7 @@ def train_digits(monkeypatch, tmp_path):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    ["SGD", *(pytest.param(name, marks=pytest.mark.extended) for name in ("Adam", "AdamW"))],
-)
+@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.extended)])
 def test_every_loop_learns_the_digits_with_equal_losses(train_digits, optimizer):
     options = ("--optimizer", optimizer, "--steps", "200", "--log-every", "10")
     reports = {arm: train_digits("--loop", arm, *options) for arm in ("plain", "best", "ours")}
@@ -63,15 +60,16 @@ def test_default_run_classifies_97_percent_of_test_images(train_digits):
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(900)  # torch.compile takes a minute of CPU time
-def test_a_traced_loop_learns_the_digits(train_digits, tmp_path):
-    report = tmp_path / "traced.json"
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of torch.compile
+def test_a_traced_loop_learns_the_digits(train_digits, monkeypatch):
+    """Without C++, which takes a minute of CPU time; tests/unit/training compiles smaller steps."""
+    import torch
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     options = ("--optimizer", "SGD", "--steps", "100", "--log-every", "10")
-    command = [sys.executable, str(EXAMPLES / "train_digits.py"), "--loop", "ours-traced", *options]
-    subprocess.run([*command, "--report", str(report)], env=ENVIRONMENT, check=True)
-    traced = json.loads(report.read_text())
+    traced, lazy = (train_digits("--loop", arm, *options) for arm in ("ours-traced", "ours"))
     assert traced["accuracy"] > 0.85
-    lazy = train_digits("--loop", "ours", *options)
     assert traced["losses"][:5] == pytest.approx(lazy["losses"][:5], rel=1e-3)
 
 
@@ -81,7 +79,7 @@ def test_loops_have_equal_losses_on_torch_xla_and_only_the_plain_one_reads(jobs,
     report = jobs.start(tmp_path, *options, script=RUN_CASE, under="").finish().report
     for example in ("digits", "gpt"):
         arms = report[example]
-        for arm in LAZY:
+        for arm in arms.keys() - {"plain"}:
             counts = arms[arm]["per_step"]
             assert counts == {"reads": 0, "executions": 1, "compiles": 0}, (example, arm)
             assert arms[arm]["losses"] == pytest.approx(arms["plain"]["losses"], rel=1e-2)
