@@ -108,6 +108,8 @@ def _environment(page: Page, *, port: int, directory: Path) -> dict[str, str]:
         # A page is for an accelerator; its programs run on the CPU here.
         "PJRT_DEVICE": "CPU",
         "JAX_PLATFORMS": "cpu",
+        # Otherwise torch tries each instruction set in a process that imports torch.
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
         "COLUMNS": "120",
         "SNIPPET_ROOT": str(ROOT),
         "SNIPPET_VENV": str(venv),
