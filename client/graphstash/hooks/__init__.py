@@ -1,10 +1,10 @@
-"""Hooks put the cache inside compilers. Each hook is the only importer of its compiler.
+"""Hooks put the cache inside compilers. Only a hook's own modules import its compiler here.
 
     spec        HookSpec, which describes a hook
     registry    the hooks of all installed packages
     installing, import_hook     install a hook when its compiler is imported
 
-No hook raises into a compiler, and none waits without a bound. The names here are for packages that
+No hook raises into a compiler, and every wait has a bound. The names here are for packages that
 bring hooks of their own.
 """
 

@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["AUTOLOAD", "AUTOLOAD_OFF", "install", "install_when_needed"]
 
 AUTOLOAD: Final = "GRAPHSTASH_AUTOLOAD"
-"""Variable that is 1 in processes whose compilers get their hooks without a call, as under
-`graphstash run`."""
+"""Variable that `graphstash run` sets to 1, so that importing a compiler installs its hook."""
 
 AUTOLOAD_OFF: Final = ("", "0")
-"""Its other values; any further one is a mistake, which does nothing either."""
+"""Values that leave it off. A value other than these and 1 logs a warning."""
 
 
 def install(name: str, cache: "CompileCache") -> "Hook | None":
@@ -43,9 +42,9 @@ def install_when_needed(
     *,
     begun: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Call `action(hook name)` now for every imported compiler, for the others on their import.
+    """Call `action(hook name)` for each compiler: now if it is imported, otherwise on its import.
 
-    `begun(hook name)` is called when that import begins.
+    `begun(hook name)` is called when such an import begins.
     """
     for spec in specs:
         if any(map(is_imported, spec.modules)):

@@ -43,7 +43,6 @@ def user_line(frame: FrameType | None = None) -> str:
 
 @cache
 def _is_library(filename: str) -> bool:
-    """Return whether a file belongs to Python, to this package or to another installed one."""
     return filename.startswith(_places())
 
 

@@ -18,9 +18,8 @@ class Patches:
     def replace(self, owner: Any, name: str, new: object) -> None:
         """Set an attribute of a class or a module.
 
-        Keeps the owner's own entry instead of the result of `getattr`. `undo` therefore deletes an
-        inherited attribute, and restores a static method as such. `undo` changes nothing if another
-        tool has replaced the attribute meanwhile.
+        `undo` deletes an attribute that the owner inherits, and restores a static method as such.
+        If another tool has replaced the attribute meanwhile, `undo` leaves it.
         """
         inherited = name not in vars(owner)
         before = vars(owner).get(name)
@@ -45,10 +44,9 @@ class Patches:
         self.replace(owner, name, wrapper(getattr(owner, name)))
 
     def switch_on(self, config: Any, name: str, *, unset: bool | None = None) -> None:
-        """Set a setting of torch to True, unless it differs from `unset` or does not exist.
+        """Set a setting of torch to True if it exists and its value is `unset`.
 
-        The setting lives in this process only: an environment variable would reach child processes
-        that have no hook.
+        An environment variable would also switch it on in child processes without the hook.
         """
         if hasattr(config, name) and getattr(config, name) is unset:
             setattr(config, name, True)

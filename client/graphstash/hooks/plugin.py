@@ -15,13 +15,13 @@ def plugin_key(
 
     Args:
         hook: name of the hook, which separates the keys of different compilers.
-        parts: everything that changes what is compiled, by name: the program, options, versions of
-            the compiler and of its tools. 1 to 255 parts.
+        parts: everything that changes the result, by name: the program, options, versions of the
+            compiler and of its tools. 1 to 255 parts, none of them called `hook`.
         device_type: hardware that can load the result. Default: CPUs with the features of this
             host's CPU.
 
     Raises:
-        ValueError: there are no parts, too many parts, or a malformed part name.
+        ValueError: the number of parts or a part's name is invalid.
     """
     if not parts or "hook" in parts:
         raise ValueError("a key needs parts, and the part `hook` is the hook's name")

@@ -1,9 +1,8 @@
 """Operations for torch_xla: uploads, assignments, traced operations.
 
-On a lazy device, every tensor of a step must be recorded or already on the device. A tensor that
-was only moved there is neither. The first step that uses it turns a small number into a constant,
-and any other tensor into memory that must not be reused. That step then gets its own graph, which
-no later step has, and a full compilation.
+Tensors of a lazy step must be recorded or on the device. The result of `Tensor.to` is neither: the
+first step that uses it turns a small number into a constant, and any other tensor into memory that
+must not be reused. That step needs a graph, and a compilation, of its own.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -29,7 +28,7 @@ __all__ = [
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors from the host; on torch_xla, one transfer puts them on the device at once."""
+    """Copy tensors from the host. On torch_xla, one transfer copies them immediately."""
     if device.type != "xla":
         # CUDA copies a few bytes of pageable memory before the call returns.
         return [tensor.to(device, non_blocking=True) for tensor in tensors]
@@ -40,10 +39,10 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def assign(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Assign new values to `targets`, which stay the same objects. Call it under `no_grad`.
+    """Assign new values to `targets` in place. Call it under `no_grad`.
 
-    On torch_xla, results of `detach()`, `.data` and `state_dict()` get the new values. Other views
-    keep theirs, as with torch_xla's own optimizers.
+    On torch_xla, results of `detach()`, `.data` and `state_dict()` also get the new values. Other
+    views do not, as with torch_xla's own optimizers.
     """
     if not targets:
         return
@@ -62,8 +61,8 @@ def assign(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def donates() -> bool:
     """Return whether a torch_xla graph may write a tensor's new value over the old one.
 
-    Not on a CPU, where XLA copies memory that is still read when it is overwritten: AdamW's pass
-    over 4 M parameters took 1.6 times as long (28.7 against 18.2 ms of CPU time).
+    Not on a CPU, where XLA copies memory that is still read when it is overwritten: AdamW's step
+    for 4 M parameters took 28.7 instead of 18.2 ms of CPU time.
     """
     import torch_xla.runtime as xr
 
@@ -72,9 +71,9 @@ def donates() -> bool:
 
 @torch.no_grad()
 def materialize(tensors: Sequence[Tensor]) -> None:
-    """Compute tensors that were only recorded, and make their memory free to be overwritten.
+    """Compute recorded tensors into memory that may be overwritten.
 
-    The first step then has the same graph as the second, in which they are plain inputs.
+    They are then inputs of the first step, as of all others, so its graph is the same.
     """
     ours = [tensor for tensor in tensors if tensor.device.type == "xla"]
     if ours:
@@ -87,11 +86,10 @@ def materialize(tensors: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def settle(tensors: Sequence[Tensor]) -> None:
-    """Give loaded tensors their own memory, as they had when training began.
+    """Give loaded tensors their own memory, as they had when training began. May read the device.
 
-    A resumed run then has the same graphs as the run before, and compiles nothing. A graph orders
-    its results by the creation of their tensors; this function keeps that order. May read the
-    device.
+    A resumed run then has the graphs of the run before, and compiles nothing. Graphs order results
+    by the creation of their tensors, so this function keeps that order.
     """
     ours = [tensor for tensor in tensors if tensor.device.type == "xla"]
     if ours:
@@ -109,8 +107,8 @@ def torch_xla_functions() -> Any:
 
 
 formula_only: Final = ContextVar("formula_only", default=False)
-"""Whether optimizers compute every step by their formula, instead of a kernel that a captured graph
-could not contain. Bits are then equal, captured or not."""
+"""Whether optimizers use formulas only. A captured graph cannot contain kernels. With formulas,
+captured and other steps give the same bits."""
 
 
 Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
@@ -119,19 +117,18 @@ _Function = Callable[[list[Tensor], Any], list[Tensor]]
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
-    """Return shapes and dtypes, the tensors' part of an operation's key."""
+    """Return the tensors' part of an operation's key."""
     return tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
 
 
 class TracedOp:
     """A function of many tensors that torch_xla traces once and then calls as one operation.
 
-    Recording a lazy step costs the host about ten microseconds per operation. An optimizer that
-    uses every parameter twenty times spends more time recording than a small model needs to run. A
-    `TracedOp` lowers its function once to an XLA computation, and then records a single call of it,
-    of any size. torch_xla's own `amp.syncfree` has such operations in C++, for one parameter of one
-    optimizer; a `TracedOp` takes all parameters and any function. On other devices it simply calls
-    the function.
+    Recording a lazy step costs the host about ten microseconds per operation, so an optimizer with
+    twenty operations per parameter takes longer to record than a small model to run. A `TracedOp`
+    lowers its function once to an XLA computation, and then records single calls of it. torch_xla's
+    `amp.syncfree` has such operations only for one parameter of certain optimizers. On other
+    devices, the function runs as it is.
 
     Args:
         name: shown in graphs and profiles; letters, digits and underscores.
@@ -171,8 +168,8 @@ class _Computation:
         context.set_name_string(name)
         context.build(outputs)
         self._computation = xla_builder.computation_from_module_proto(name, context.hlo())
-        # Lowering orders the computation's parameters by first use. They are the inputs that are
-        # used, and numbers that torch_xla uploads instead of making them constants.
+        # Lowering orders the computation's parameters by first use. They are the used inputs, and
+        # numbers that torch_xla uploads instead of making them constants.
         uploaded = context.device_parameter_id_tensor_mapping()
         number_of = {context.tensor_parameter_id(x): i for i, x in enumerate(placeholders)}
         self._order = [number_of.get(i) for i in range(len(uploaded))]

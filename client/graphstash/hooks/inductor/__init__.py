@@ -16,7 +16,7 @@ SPEC: Final = HookSpec(
     kinds=("inductor", "aot_autograd", "autotune"),
     distributions=("torch",),
     runtimes=("triton",),
-    # The tests run 2.7 and 2.15. The names are equal in between and in 2.6.
+    # The tests run 2.7 and 2.15. The names that the hook needs also exist in 2.6 and in between.
     tested=TestedVersions(
         "torch", (2, 6), (2, 15), steps_aside_below=True, steps_aside_above=False
     ),

@@ -1,12 +1,11 @@
 """Entries of torch's remote caches: FX graphs, AOTAutograd results and autotuning results.
 
-torch asks by its own key and passes JSON with a pickle inside. Both pass through unchanged. This
-module adds:
+torch's keys, and its values of JSON with a pickle inside, pass through unchanged. This module adds:
 
 * a lease while an FX graph is compiled. An AOTAutograd entry takes no lease: torch puts the entry
   only after it compiled the backward, so a waiter would wait for training steps of another job.
-* several entries under one key. With dynamic shapes, entries differ in their guards, and torch asks
-  its remote cache for one entry. If its guards do not fit, `look_up` offers the next entry.
+* variants of an entry. With dynamic shapes, one key has entries with different guards, but torch
+  asks for a single entry. If its guards do not fit, `offering_variants` offers the next one.
 """
 
 import base64
@@ -33,8 +32,8 @@ from graphstash_schema import ArtifactKey, ArtifactKind
 __all__ = ["Entries", "offering_variants"]
 
 
-_VARIANTS: Final = 4
-"""Limit of entries under one of torch's keys. Further entries are not shared."""
+_MAX_VARIANTS: Final = 4
+"""Entries that are shared under one of torch's keys."""
 
 _NOT_STORED: Final = (
     "torch stored no result of AOTAutograd: it does so when it has compiled the backward pass, "
@@ -45,16 +44,12 @@ _T = TypeVar("_T")
 
 
 class _LookUp:
-    """One look-up by torch, which may be offered several variants."""
-
     def __init__(self) -> None:
         self.variant = 0
         self.served: tuple[ArtifactKey, bytes] | None = None
 
 
-class _Thread(threading.local):
-    """State of a thread inside torch."""
-
+class _ThreadState(threading.local):
     compiling = 0
     look_up: _LookUp | None = None
     traced_since: float | None = None
@@ -63,12 +58,9 @@ class _Thread(threading.local):
 
 
 class Entries:
-    """Get and put for torch's remote caches. Never raises, because an error in a put ends the job.
+    """Get and put for torch's remote caches. Never raises: an error in a put would end the job.
 
     `built_seconds` returns the seconds that this process has spent on C++ objects.
-
-    Attributes:
-        key_info: contents of torch's keys.
     """
 
     def __init__(self, cache: CompileCache, *, built_seconds: Callable[[], float]) -> None:
@@ -78,19 +70,19 @@ class Entries:
         self.use(cache)
 
     def use(self, cache: CompileCache) -> None:
-        """Switches to another cache: a forked child has its own."""
+        """Switch to a forked child's own cache."""
         self._cache = cache
         self._exchange = TwoCallCache(cache)
-        self._thread = _Thread()
+        self._thread = _ThreadState()
         self._lock = threading.Lock()  # guards the count below
         self._compilations = 0
-        self._free: dict[str, int | None] = {}  # by torch's key: number of the next put
-        self._traced: dict[str, CompileRequest] = {}  # by torch's key: misses without a put
+        self._free: dict[str, int | None] = {}  # by torch's key: the variant to put
+        self._traced: dict[str, CompileRequest] = {}  # AOTAutograd's misses before their put
 
     def close(self) -> None:
-        """Stop finding and publishing. torch may keep objects that call this one.
+        """Stop finding and publishing, although torch may keep objects that call this one.
 
-        Count each graph whose tracing torch has not stored: every job traces the graph again.
+        Record AOTAutograd's misses without a put as unshared: every job traces these graphs again.
         """
         self._closed = True
         self._exchange.close()
@@ -104,12 +96,12 @@ class Entries:
 
     @property
     def is_compiling(self) -> bool:
-        """Return whether any thread compiles a graph."""
+        """Whether any thread compiles a graph."""
         return self._compilations > 0
 
     @contextmanager
     def compilation(self) -> Iterator[None]:
-        """Enclose the compilation of one graph. Its lease ends here, even if the call fails."""
+        """Enclose the compilation of a graph. The outermost one releases leases without a put."""
         self._thread.compiling += 1
         self._count(1)
         try:
@@ -122,7 +114,7 @@ class Entries:
 
     @contextmanager
     def look_up(self) -> Iterator[_LookUp]:
-        """Enclose one look-up by torch. Each `get` within it offers the next variant."""
+        """Enclose one look-up by torch. After `did_not_fit`, `get` asks for the next variant."""
         before, self._thread.look_up = self._thread.look_up, _LookUp()
         try:
             yield self._thread.look_up
@@ -139,19 +131,19 @@ class Entries:
             self._guarded(lambda: self._put(kind, name, value))
 
     def check_bypass(self, reason: str) -> None:
-        """End the job if torch compiles an FX graph without a look-up, and the settings say so."""
+        """Apply the compile limit to an FX graph that torch does not cache. May end the job."""
         if (limit := self._cache.limit) is not None:
             request = self._request(ArtifactKind.INDUCTOR, reason, 0)
             self._guarded(lambda: limit.check(request, Reason.UNSHAREABLE))
 
     def did_not_fit(self, look_up: _LookUp) -> bool:
-        """Record that torch rejected an entry. Return True if there may be another variant."""
+        """Record that torch rejected an entry. Return whether to look up the next variant."""
         if look_up.served is None:
             return False
         self._guarded(lambda: self._check(look_up))
         look_up.served = None
         look_up.variant += 1
-        return look_up.variant < _VARIANTS
+        return look_up.variant < _MAX_VARIANTS
 
     def _get(self, kind: ArtifactKind, name: str) -> bytes | None:
         if why := self.key_info.unshared(name):
@@ -159,8 +151,8 @@ class Entries:
             return None
         look_up = self._thread.look_up or _LookUp()
         request = self._request(kind, name, look_up.variant)
-        # A look-up on behalf of an AOTAutograd entry takes none: torch looks again before it
-        # compiles the graph.
+        # To load an AOTAutograd entry, torch looks up its FX graphs. This takes no lease, because
+        # torch looks a missing graph up again before compiling it.
         lease = kind is ArtifactKind.INDUCTOR and self._thread.compiling > 0
         value = self._exchange.get(request, lease=lease, ranks=ranks())
         self._free[name] = look_up.variant if value is None else None
@@ -195,7 +187,7 @@ class Entries:
                 request = request or self._request(kind, name, 0)
                 self._cache.note_unshared(request, f"an FX graph is not shared: {why}")
                 return
-        if variant is None:  # an entry was served, or the limit is reached
+        if variant is None:  # torch got an entry, or rejected all variants
             return
         self._exchange.put(
             self._request(kind, name, variant),
@@ -207,23 +199,22 @@ class Entries:
         """Return the seconds to make the value, without those counted for other artifacts.
 
         torch's time in an FX graph includes its C++ objects, and its time in an AOTAutograd entry
-        is that of its FX graphs. An AOTAutograd entry itself took the tracing before the first
-        look-up of its FX graphs.
+        is that of the FX graphs. Only the tracing before their first look-up is the entry's own.
         """
         if kind is ArtifactKind.AOT_AUTOGRAD:
             return self._thread.traced_seconds
-        noted = json.loads(value)
+        stored = json.loads(value)
         built = self._built_seconds() - self._thread.built_seconds
         if kind is ArtifactKind.INDUCTOR:
-            return max(0.0, float(noted["time_taken_ms"]) / 1000 - built)
+            return max(0.0, float(stored["time_taken_ms"]) / 1000 - built)
         return sum(
-            float(one.get("time_taken_ms", 0)) / 1000
-            for one in (noted, *noted.values())  # of one kernel, or of a graph by file name
-            if isinstance(one, dict)
+            float(result.get("time_taken_ms", 0)) / 1000
+            for result in (stored, *stored.values())  # one kernel's, or a graph's by file name
+            if isinstance(result, dict)
         )
 
     def _check(self, look_up: _LookUp) -> None:
-        """Reject an unusable entry if torch could not load it at all."""
+        """Reject a damaged entry. A sound one only failed its guards."""
         if look_up.served is None:
             return
         key, value = look_up.served
@@ -233,7 +224,7 @@ class Entries:
             self._exchange.reject(key, f"torch could not load {key}: {error!r}")
 
     def _guarded(self, work: Callable[[], _T]) -> _T | None:
-        """Run `work` in the hook's outermost frame. No exception reaches a compilation."""
+        """Run `work` and record its exception: none reaches a compilation."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - see above
@@ -242,8 +233,6 @@ class Entries:
 
 
 class _Backend(RemoteCacheBackend[bytes]):
-    """A backend with the interface that torch expects."""
-
     def __init__(self, entries: Entries, kind: ArtifactKind) -> None:
         super().__init__()
         self._entries = entries
@@ -259,17 +248,16 @@ class _Backend(RemoteCacheBackend[bytes]):
 def offering_variants(
     original: Callable[..., Any], entries: Entries, *, is_miss: Callable[[Any], bool]
 ) -> Callable[..., Any]:
-    """Wrap a look-up of torch: repeat it while torch rejects the offered entry.
+    """Wrap a look-up of torch: repeat it while torch rejects the offered variant.
 
-    torch evaluates guards with hints instead of symbols, so a rejected entry leaves no trace in the
-    compilation.
+    torch evaluates guards on hints, not symbols, so a rejected entry leaves no trace.
     """
 
     def look_up(*args: Any, **kwargs: Any) -> Any:
-        with entries.look_up() as one:
+        with entries.look_up() as current:
             while True:
                 result = original(*args, **kwargs)
-                if not is_miss(result) or not entries.did_not_fit(one):
+                if not is_miss(result) or not entries.did_not_fit(current):
                     return result
 
     return look_up

@@ -1,4 +1,4 @@
-"""Tell torch's own functions, namespaces and compiled operations from those of programs."""
+"""Tell torch's own functions and namespaces from those of programs."""
 
 import enum
 import sys
@@ -43,16 +43,16 @@ _MAX_DEPTH: Final = 6
 
 
 class _ForeignError(Exception):
-    """A function does not belong to torch, or contains such a function."""
+    """A function is of a program, or contains such a function."""
 
 
 def is_torchs_namespace(name: str) -> bool:
-    """Return whether a namespace, or the namespace of an operation, belongs to torch."""
+    """Return whether a namespace, or an operation by its qualified name, belongs to torch."""
     return name.partition("::")[0] in _OWN
 
 
 def is_torchs(function: Any) -> bool:
-    """Return whether a function and all that it wraps or contains belong to torch."""
+    """Return whether a function, with all that it wraps or contains, belongs to torch."""
     try:
         _name(function)
     except _ForeignError:
@@ -126,7 +126,7 @@ def _content(cell: CellType) -> Any:
 
 
 def foreign_in(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Return the functions in a compiler of a backend that do not belong to torch."""
+    """Yield the functions of programs in a backend's compiler."""
     if value is None or type(value) in _PLAIN or id(value) in seen:
         return
     seen.add(id(value))
@@ -134,14 +134,14 @@ def foreign_in(value: Any, seen: set[int]) -> Iterator[Any]:
         try:
             _check(_module_of(value))
         except _ForeignError:
-            yield value  # a partial with its arguments, and a method with its object
+            yield value  # whole: a partial has arguments, a method has an object
             return
     for each in _held_by(value):
         yield from foreign_in(each, seen)
 
 
 def _held_by(value: Any) -> Iterable[Any]:
-    """Return the values in a container, a partial, or a function or callable object of torch."""
+    """Return the values in a container, partial, method, function or callable object."""
     if isinstance(value, partial):
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, list | tuple | set | frozenset | dict):
@@ -159,7 +159,7 @@ def _module_of(function: Any) -> str:
         function = function.__func__ if isinstance(function, MethodType) else function.func
     if isinstance(function, FunctionType):
         return str(function.__globals__.get("__name__"))
-    if hasattr(function, "__wrapped__"):  # written in C, such as what `functools.cache` returns
+    if hasattr(function, "__wrapped__"):  # written in C, such as results of `functools.cache`
         return _module_of(function.__wrapped__)
     named = isinstance(function, BuiltinFunctionType | type)
     return str((function if named else type(function)).__module__ or "builtins")
@@ -169,17 +169,18 @@ _remembered_states: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}
 
 
 def remembered(
-    what: str, state: Any, functions: Callable[[], Iterable[tuple[Any, Any]]]
+    name: str, state: Any, functions: Callable[[], Iterable[tuple[Any, Any]]]
 ) -> list[tuple[str, Any]]:
-    """Return the functions of the user; search again only if the state has changed.
+    """Return the functions of programs, each with its label. Cached by name while `state` is equal.
 
-    Each comes with the words of its label. Python compares lists of the same objects fast.
+    `functions` returns each function with the words of its label. A list is a good state: Python
+    compares lists of the same objects fast.
     """
-    if what not in _remembered_states or _remembered_states[what][0] != state:
+    if name not in _remembered_states or _remembered_states[name][0] != state:
         found = [
             (" ".join(map(str, words)), each)
             for words, each in functions()
             if name_once(each) is None
         ]
-        _remembered_states[what] = (state, found)
-    return _remembered_states[what][1]
+        _remembered_states[name] = (state, found)
+    return _remembered_states[name][1]

@@ -17,11 +17,10 @@ _MAX_POLL_SECONDS: Final = 0.2
 class TorchRanks:
     """A `RankStore` in torch's key-value store: a TCP, file or hash store.
 
-    No call blocks inside the store: a client has one connection, and a blocking call would keep
-    NCCL's watchdog from it.
+    No call blocks inside the store, because NCCL's watchdog uses the same connection.
 
-    The process group owns the store. A store that outlived its group would give the next group at
-    the same address stale addresses. This class therefore only refers to the store.
+    The reference is weak: a store that outlived its process group would give the next group at the
+    same address stale addresses.
     """
 
     def __init__(self, store: Any, *, rank: int, size: int) -> None:
@@ -33,9 +32,8 @@ class TorchRanks:
     def compiles_together(self) -> bool:
         """Whether Inductor gathers from all ranks while it compiles a graph.
 
-        Inductor does that to balance estimates for overlapping (`comms.py`,
-        `overlap_scheduling.py`), to compare graphs (`spmd_check.py`) and to distribute autotuning
-        (`distributed_autotune.py`).
+        It exchanges estimates for overlapping (`comms.py`, `overlap_scheduling.py`), compares
+        graphs (`spmd_check.py`) or distributes autotuning (`distributed_autotune.py`).
         """
         overlap = getattr(config, "aten_distributed_optimizations", None)
         return bool(
@@ -47,8 +45,8 @@ class TorchRanks:
 
     def claim(self, name: str, value: bytes) -> bytes:
         """See `RankStore`."""
-        there: bytes = self._store.compare_set(name, "", value.decode())
-        return there
+        found: bytes = self._store.compare_set(name, "", value.decode())
+        return found
 
     def set(self, name: str, value: bytes) -> None:
         """See `RankStore`."""
@@ -63,8 +61,8 @@ class TorchRanks:
                 return None
             time.sleep(pause)
             pause = min(2 * pause, _MAX_POLL_SECONDS)
-        there: bytes = self._store.get(name)
-        return there
+        found: bytes = self._store.get(name)
+        return found
 
     def delete(self, name: str) -> None:
         """See `RankStore`."""
@@ -77,7 +75,7 @@ _known: Final[weakref.WeakKeyDictionary[Any, TorchRanks | None]] = weakref.WeakK
 def ranks() -> TorchRanks | None:
     """Return the store of this job's ranks, or None without a process group or with one rank.
 
-    Also return None in a forked child with its parent's group: both would use one connection.
+    None also in a forked child with its parent's group, because both would use one connection.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None

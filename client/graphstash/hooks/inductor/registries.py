@@ -1,9 +1,8 @@
-"""Registrations for torch's own operations, which take part in compiling every graph.
+"""Registrations for torch's own operations, which affect the compilation of every graph.
 
-torch's keys cover torch's files, and therefore torch's own registrations. Programs add lowerings,
-decompositions, patterns of graph passes and kernels to the same tables. This module describes the
-entry of each torch operation: torch's functions by name, the user's functions by code. Removing an
-entry, or copying it from another operation, therefore also changes the description.
+torch's keys hash torch's files, and thus torch's own registrations. Programs add lowerings,
+decompositions, patterns and kernels to the same tables. This module describes torch's functions in
+these tables by name and the user's by code, so even a removed entry changes the description.
 """
 
 import sys
@@ -46,7 +45,7 @@ _COMPILERS: Final = ("fw_compiler", "bw_compiler", "inference_compiler", "partit
 
 
 def tables() -> Iterator[tuple[str, Any]]:
-    """Return the tables of functions by operation, each with its name."""
+    """Yield the tables of functions by operation, each with its name."""
     yield "lowering", lowering.lowerings
     yield "decomposition", decompositions
     yield "decomposition of random numbers", extra_random_decomps
@@ -71,13 +70,13 @@ def registered_for_torch(describer: CodeDescriber) -> Iterator[str]:
 
 
 def compilers_of(describer: CodeDescriber, settings: Any) -> Iterator[str]:
-    """Describe the functions that a backend passed to AOTAutograd in place of Inductor's.
+    """Describe the functions that a backend passes to AOTAutograd instead of Inductor's.
 
     Raises:
         UndescribableError: a function has no description.
     """
     given = _given(settings)
-    # torch copies its table once, so a program can change an entry too late.
+    # torch may have copied its table before a program changed an entry: describe the differences.
     table = given.get("decompositions") or {}
     present = table if table is decompositions else {**decompositions, **extra_random_decomps}
     for target in present.keys() | table.keys() if table != present else ():
@@ -107,7 +106,7 @@ def _given(settings: Any) -> dict[str, Any]:
     """Return the compilers passed to AOTAutograd: from its settings, or from this thread's call.
 
     Raises:
-        UndescribableError: both are absent.
+        UndescribableError: neither has a forward compiler.
     """
     held = {name: getattr(settings, name, None) for name in ("decompositions", *_COMPILERS)}
     frame = sys._getframe()
@@ -121,12 +120,12 @@ def _given(settings: Any) -> dict[str, Any]:
 
 
 _known_entries: list[Any] = [None, ("", [])]
-"""The keys and values of all tables, and the result of `_entries` for them."""
+"""Keys and values of all tables, and the result of `_entries` for them."""
 
 
 def _entries() -> tuple[str, list[tuple[str, Any]]]:
     """Return a digest of torch's functions in the tables, and the other functions."""
-    # This runs for every graph. Lists of the same objects compare without a call in Python.
+    # Each graph calls this. Comparing lists of the same objects runs no Python code.
     state = [[*table, *table.values()] for _, table in tables()]
     if _known_entries[0] == state:
         found: tuple[str, list[tuple[str, Any]]] = _known_entries[1]
@@ -140,8 +139,8 @@ def _entries() -> tuple[str, list[tuple[str, Any]]]:
             if (name := name_once(function)) is None:
                 foreign.append((f"{label} {target}", function))
                 continue
-            # Inductor adds these at its first operation without a lowering. A process
-            # that finds its graphs never does.
+            # Inductor adds these when it first compiles an operation without a lowering. A process
+            # that finds its graphs in the cache lacks them.
             if not name.startswith("function torch._inductor.lowering.fallback_handler."):
                 names.append(f"{label} {_target(target)} {name}")
     digest = sha256("\n".join(sorted(names)).encode()).hexdigest()
@@ -169,33 +168,32 @@ def _is_foreign(function: Any) -> bool:
 
 @lru_cache(maxsize=1)
 def _packets(_count: int) -> list[dict[str, Any]]:
-    """Return the overloads of each used operation of torch."""
+    """Return the overloads of each torch operation that was used so far."""
     found = [each for held in _namespaces() for each in list(held.values())]
     return [vars(each) for each in found if isinstance(each, OpOverloadPacket)]
 
 
 def _namespaces() -> list[dict[str, Any]]:
-    """Return the operations of torch's namespaces, by name."""
     return [vars(each) for name, each in vars(torch.ops).items() if is_torchs_namespace(name)]
 
 
 @lru_cache(maxsize=1)
 def _operations(count: int, _overload_count: int) -> tuple[list[OpOverload], list[dict[Any, Any]]]:
-    """Return the overloads, and their Python kernels."""
+    """Return all overloads, and the Python kernels of each."""
     found = [each for packet in _packets(count) for each in list(packet.values())]
     operations = [each for each in found if isinstance(each, OpOverload)]
     return operations, [each.py_kernels for each in operations]
 
 
 _known_sizes: list[Any] = [None, [], []]
-"""Cache of `_foreign_kernels`: the tables, their sizes, and those tables that are not empty."""
+"""Cache of `_foreign_kernels`: all tables, their sizes, and the non-empty tables."""
 
 
 def _foreign_kernels() -> list[tuple[str, Any]]:
-    """Return the kernels that a program registered for operations of torch with `py_impl`."""
+    """Return the kernels that programs registered for torch's operations with `py_impl`."""
     count = sum(map(len, _namespaces()))
     operations, tables_of_kernels = _operations(count, sum(map(len, _packets(count))))
-    # This runs for every graph, and most of the thousands of tables are empty.
+    # Each graph calls this, and most of the thousands of tables are empty.
     sizes = list(map(len, tables_of_kernels))
     if _known_sizes[0] is not tables_of_kernels or _known_sizes[1] != sizes:
         _known_sizes[:] = [tables_of_kernels, sizes, [each for each in tables_of_kernels if each]]
@@ -216,7 +214,7 @@ def _foreign_kernels() -> list[tuple[str, Any]]:
 
 
 def _passes() -> Iterator[tuple[tuple[str, str, Any], PatternMatcherPass]]:
-    """Return Inductor's passes, each with its module, its name and its place under the name."""
+    """Yield Inductor's passes, each with its module, its name and its index or key there."""
     for module in (joint_graph, post_grad, pre_grad):
         for name, value in list(vars(module).items()):
             for at, each in enumerate(value if isinstance(value, list) else [value]):
@@ -228,9 +226,10 @@ def _passes() -> Iterator[tuple[tuple[str, str, Any], PatternMatcherPass]]:
 
 
 def _foreign_patterns() -> list[tuple[str, Any]]:
-    """Return functions of the user in the patterns of Inductor's graph passes."""
+    """Return the user's functions in the patterns of Inductor's graph passes."""
     found = [
-        (place, list(chain.from_iterable(list(one.patterns.values())))) for place, one in _passes()
+        (place, list(chain.from_iterable(list(each.patterns.values()))))
+        for place, each in _passes()
     ]
     return remembered(
         "patterns",
@@ -246,7 +245,7 @@ def _foreign_patterns() -> list[tuple[str, Any]]:
 
 
 def _foreign_constraints() -> list[tuple[str, Any]]:
-    """Return the layout constraints that a program added to torch's own operations."""
+    """Return the layout constraints that programs added to torch's own operations."""
     table: dict[Any, Any] = getattr(lowering, "_maybe_layout_constraints", {})
     return remembered(
         "constraints",

@@ -6,11 +6,10 @@
     entries      translates JAX's look-ups and results to artifacts, and back
     seam         installs the hook in JAX, and removes it
 
-JAX does not check the bytes that its cache returns. An entry of another program with equal shapes
-would silently compute wrong numbers. Therefore the artifact contains its key, which the
-client verifies before JAX receives a byte. If JAX still cannot load an entry, JAX warns and
-compiles. A program in memory causes no look-up. The hook does not share a program that calls back
-into Python, or that Python code partitions: its key would contain addresses in this process.
+JAX does not check the bytes that its cache returns: another program of equal shapes would silently
+compute wrong numbers. The artifact therefore contains its key, which the client verifies first. If
+JAX still cannot load an entry, it warns and compiles. The hook does not share a program that calls
+back into Python, or that Python code partitions: its key would contain addresses in this process.
 """
 
 import logging
@@ -51,7 +50,7 @@ class JaxHook:
         self._seam = Seam(self._entries)
 
     def close(self) -> None:
-        """Restore JAX's cache and settings. Running compilations are not shared."""
+        """Restore JAX's cache and settings. The results of running compilations are not shared."""
         self._seam.close()
         self._entries.close()
 

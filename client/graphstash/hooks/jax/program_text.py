@@ -1,4 +1,4 @@
-"""Readable facts about a program and JAX's settings, which explain a miss. They are in no key."""
+"""Details about a program and JAX's settings, which explain a miss. No key contains them."""
 
 import hashlib
 import re
@@ -12,7 +12,7 @@ import jax
 __all__ = ["details_of", "settings"]
 
 _SHOWN_ELEMENTS: Final = 64
-"""Elements above which a constant is omitted from the program's text."""
+"""Maximum elements of a constant in the program's text."""
 
 _SETTINGS: Final = (
     *("jax_default_matmul_precision", "jax_default_prng_impl", "jax_disable_most_optimizations"),
@@ -23,13 +23,13 @@ _SETTINGS: Final = (
     *("jax_softmax_custom_jvp", "jax_threefry_partitionable", "jax_use_direct_linearize"),
     *("jax_use_shardy_partitioner", "jax_use_simplified_jaxpr_constants"),
 )
-"""Settings that change programs or their compilation. Releases of JAX have some of them."""
+"""Settings that change programs or their compilation. Each release of JAX has some of them."""
 
 _MODULE: Final = re.compile(r"^module @\S+", re.MULTILINE)
 _OPERATION: Final = re.compile(
     r"\b(?:stablehlo|mhlo|chlo|sdy)\.(?!(?:broadcast_in_dim|constant|reshape|return)\b)(\w+)"
 )
-"""Operations that compute. Others follow from the shapes, which are a part of their own."""
+"""Operations other than constants, returns, and those that only change shapes."""
 _ARGUMENT: Final = re.compile(r"%arg(\d+): [^%]*?(?:tf\.aliasing_output|jax\.buffer_donor)\b")
 _PRECISION: Final = re.compile(r"precision = \[(\w+), (\w+)\]")
 _CONSTANT: Final = re.compile(r"\bdense<([^<>]*)> : (tensor<[^>]*>)")
@@ -38,7 +38,7 @@ _MAX_CHARACTERS: Final = 24
 
 
 def settings() -> dict[str, str]:
-    """Return JAX's settings in this thread, each as a part of its own."""
+    """Return JAX's settings in this thread, a detail each."""
     found = {}
     for name in _SETTINGS:
         with suppress(AttributeError):
@@ -48,9 +48,9 @@ def settings() -> dict[str, str]:
 
 
 def details_of(module: Any) -> dict[str, str]:
-    """Return facts about an MLIR module: a digest of its text without its name, and what it does.
+    """Return a digest of an MLIR module, and what it computes.
 
-    The name is the function's. A renamed function thus has the same digest.
+    The digest omits the module's name, so renaming the function does not change it.
     """
     text = _MODULE.sub(
         "module",

@@ -25,7 +25,7 @@ class JaxRanks:
 
     @property
     def compiles_together(self) -> bool:
-        """Whether XLA or JAX exchanges data with the other processes during a compilation.
+        """Whether a compilation exchanges data with the job's other processes.
 
         On GPUs, XLA distributes autotuning among the processes (openxla/xla#22164). With
         `jax_share_binary_between_hosts`, all other processes wait for the first process's result.
@@ -40,8 +40,8 @@ class JaxRanks:
         except RuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-            there: bytes = self._client.blocking_key_value_get_bytes(name, 10_000)
-            return there
+            found: bytes = self._client.blocking_key_value_get_bytes(name, 10_000)
+            return found
         return value
 
     def set(self, name: str, value: bytes) -> None:
@@ -56,26 +56,26 @@ class JaxRanks:
         while True:
             seconds = min(left, _MAX_WAIT_SECONDS)
             try:
-                there: bytes = self._client.blocking_key_value_get_bytes(
+                found: bytes = self._client.blocking_key_value_get_bytes(
                     name, int(max(seconds, _SHORTEST_WAIT_SECONDS) * 1000)
                 )
             except RuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             else:
-                return there
+                return found
             left -= seconds
             if left <= 0:
                 return None
 
     def _present(self, name: str) -> bytes | None:
         try:
-            there: bytes = self._client.key_value_try_get_bytes(name)
+            found: bytes = self._client.key_value_try_get_bytes(name)
         except RuntimeError as error:
             if "NOT_FOUND" not in str(error):
                 raise
             return None
-        return there
+        return found
 
     def delete(self, name: str) -> None:
         """See `RankStore`."""

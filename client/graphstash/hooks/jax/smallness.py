@@ -1,10 +1,9 @@
 """Predict from a program's operations whether it compiles fast.
 
-Between its hot functions, a JAX job compiles dozens of programs with one operation. They fill an
-array, convert a type or print a norm. Each takes 10 to 60 ms on a CPU, and more on a GPU. A small
-program has no operation that may compile slowly: no loops, calls, sorts, products, convolutions,
-scatters or unknown operations. It also has no large constants, because XLA may compute with
-constants during the compilation.
+Between its hot functions, a JAX job compiles dozens of tiny programs that fill an array, convert a
+type or print a norm. Each takes 10 to 60 ms on a CPU, and more on a GPU. A small program has few
+operations, and none that may compile slowly, such as a loop, call, sort, matrix product,
+convolution or scatter. It has no large constant, with which XLA may compute while compiling.
 """
 
 from typing import Any, Final

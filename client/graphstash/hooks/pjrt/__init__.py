@@ -19,7 +19,7 @@ SPEC: Final = HookSpec(
     kinds=("pjrt",),
     distributions=("torch_xla", "jax"),
     runtimes=("libtpu",),
-    # What counts is the version of an interface, which a plug-in reports when it is loaded (`abi`).
+    # The hook checks the interface's version, which a plug-in reports when it is loaded (`abi`).
     tested=None,
     requirement="graphstash[torch-xla]",
     diagnose="graphstash.hooks.pjrt.diagnosis:diagnose",

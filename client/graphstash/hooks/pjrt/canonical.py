@@ -1,15 +1,13 @@
 """Canonical form of compile options: sort the entries of protobuf maps, and change nothing else.
 
-Compile options are a serialized protobuf message. Protobuf serializes the entries of a map in a
-different order in each process, so a key of the raw bytes would never hit. A serialized map is a
-run of fields with the same number. Each field is a message of exactly two fields, 1 (the key) and 2
-(the value). Writers always write both
-(https://protobuf.dev/programming-guides/encoding/#maps). Only such runs are sorted, if their keys
-have one type and no key repeats. Sequences whose order matters do not match: for example, the
-devices of a device assignment are messages of one field.
+Compile options are a protobuf message. Protobuf serializes the entries of a map in a different
+order in each process, so a key of the raw bytes would not hit. A serialized map is a run of fields
+with one number, each a message of exactly two fields, 1 (the key) and 2 (the value), both of which
+writers always write (https://protobuf.dev/programming-guides/encoding/#maps). Only such runs are
+sorted, and only if their keys have one type and none repeats. Other sequences, whose order matters,
+do not match: the devices of a device assignment, for example, are messages of one field.
 
-The code needs no schema, so it also handles messages of a newer XLA. Sorting preserves every byte
-and every length, and bytes that do not parse stay unchanged.
+No schema is needed, so messages of a newer XLA work. Bytes that do not parse stay unchanged.
 """
 
 from typing import Final, NamedTuple
@@ -22,8 +20,8 @@ _BYTES: Final = 2
 _FIXED32: Final = 5
 
 _MAX_VARINT_BYTES: Final = 10
-_DEEPEST: Final = 32
-"""Maximum nesting of messages that the code sorts. Protobuf's own limit is 100."""
+_MAX_DEPTH: Final = 32
+"""Nesting of messages down to which maps are sorted. Protobuf's own limit is 100."""
 
 
 class _Field(NamedTuple):
@@ -35,7 +33,7 @@ class _Field(NamedTuple):
 
 
 class _NotAMessageError(Exception):
-    """The bytes are no protobuf message: a text, packed numbers or damaged."""
+    """The bytes are no protobuf message, but text, packed numbers or damaged."""
 
 
 def canonical(message: bytes) -> bytes:
@@ -48,7 +46,7 @@ def _canonical(message: bytes, *, depth: int) -> bytes:
         fields = _parsed(message)
     except _NotAMessageError:
         return message
-    if depth < _DEEPEST:
+    if depth < _MAX_DEPTH:
         fields = [
             field._replace(body=_canonical(field.body, depth=depth + 1))
             if field.wire_type == _BYTES

@@ -1,11 +1,11 @@
 """Replace the compile functions in the table of one plug-in.
 
 Frameworks call these functions from any thread. JAX and torch_xla (2.9) release the interpreter
-lock before the call. The callback acquires the lock, releases it while it waits or compiles, and
-holds no other lock meanwhile. A framework would deadlock if one thread held the interpreter lock
-while it waits for a compiling thread. We know of no such framework.
+lock before the call. The callback acquires it, releases it while it waits or compiles, and then
+holds no other lock. A framework in which a thread keeps the interpreter lock while it waits for a
+compiling thread would deadlock; we know of none.
 
-If the hook fails, the framework receives the result of the plug-in's own function.
+If the hook fails, the plug-in's own function runs.
 """
 
 import ctypes
@@ -38,12 +38,10 @@ _Args = TypeVar("_Args", ClientCompileArgs, AheadOfTimeArgs)
 
 _AHEAD_OF_TIME: Final = (Function.COMPILE, *TOPOLOGY_FUNCTIONS)
 
-_KEPT: Final[list[Any]] = []
-"""All callbacks of this process, kept alive because plug-in tables may still point to them."""
+_CALLBACKS: Final[list[Any]] = []
+"""All callbacks of this process, kept alive because tables may still point to them."""
 
 _MEMORY: Final = Path("/proc/self/mem")
-
-"""Seconds between two checks whether a thread has left its callback."""
 
 
 class Interceptor:
@@ -54,7 +52,7 @@ class Interceptor:
         cache_now: Returns the cache of this process, or None if there is none at the moment.
 
     Raises:
-        OSError: The kernel refuses to write to the table.
+        OSError: The kernel refuses a write to the table, here or in `close`.
     """
 
     def __init__(self, plugin: Plugin, cache_now: Callable[[], CompileCache | None]) -> None:
@@ -73,11 +71,7 @@ class Interceptor:
             self._patches.append(_TablePatch(api, Function.COMPILE, self._compile_ahead_of_time))
 
     def close(self) -> None:
-        """Restore the plug-in's own functions.
-
-        Raises:
-            OSError: The kernel refuses to write to the table.
-        """
+        """Restore the plug-in's own functions."""
         for patch in self._patches:
             patch.close()
 
@@ -86,7 +80,7 @@ class Interceptor:
         args.client = None
 
         def create() -> int:
-            # `Shield.repeat_until_done` repeats this if a signal handler raises: create one client.
+            # A signal handler that raises repeats this step, which must not create two clients.
             return 0 if args.client else self._create(address) or 0
 
         shield = Shield(self._failed)
@@ -96,12 +90,12 @@ class Interceptor:
         return error
 
     def _client_compile(self, address: int) -> int:
-        return self._answer(self._compile, address, ClientCompileArgs, ClientCall)
+        return self._intercept(self._compile, address, ClientCompileArgs, ClientCall)
 
     def _compile_ahead_of_time(self, address: int) -> int:
-        return self._answer(self._compile_ahead, address, AheadOfTimeArgs, AheadOfTimeCall)
+        return self._intercept(self._compile_ahead, address, AheadOfTimeArgs, AheadOfTimeCall)
 
-    def _answer(
+    def _intercept(
         self,
         function: Callable[[int], int | None],
         address: int,
@@ -124,12 +118,12 @@ class Interceptor:
         return error
 
     def _call(self, args: _Args, kind: type[Call]) -> Call | None:
-        """Return the call to serve, or None if only the plug-in's own function must run."""
+        """Return the call to serve, or None to run only the plug-in's own function."""
         cache = self._cache_now()
         if cache is None or self._experience.should_give_up:
             return None
         if args.struct_size < ctypes.sizeof(args) or not args.program or _is_extended(args):
-            return None  # the hook does not support this version or extension of the arguments
+            return None  # unsupported version or extension of the arguments
         return kind(args, plugin=self._plugin, cache=cache, experience=self._experience)
 
     def _failed(self, error: Exception) -> None:
@@ -151,28 +145,23 @@ def _is_extended(args: _Args) -> bool:
 class _TablePatch:
     """Replaces one function of one table by a Python function.
 
-    A single write stores the pointer, so a concurrent reader gets the old or the new pointer. The
-    reader may call that pointer at any later time. Therefore callbacks are never freed.
+    A single write stores the pointer, so a concurrent reader gets the old or the new one.
+    The reader may call it at any later time, so callbacks are never freed.
 
     Args:
-        api: Functions of the table before the change.
-        function: Function to replace.
         stand_in: Maps the address of the arguments to a `PJRT_Error *` or 0. It must not raise.
-
-    Raises:
-        OSError: The kernel refuses to write to the table.
     """
 
     def __init__(self, api: Api, function: Function, stand_in: Callable[[int], int]) -> None:
         self._address = api.address_of(function)
         self._original = api.pointer(function)
         callback = FUNCTION_TYPE(stand_in)
-        _KEPT.append(callback)
+        _CALLBACKS.append(callback)
         self._ours = ctypes.cast(callback, ctypes.c_void_p).value or 0
         _store(self._address, self._ours)
 
     def close(self) -> None:
-        """Restore the plug-in's own function, unless another tool has replaced ours."""
+        """Restore the plug-in's own function, unless another tool has replaced the stand-in."""
         if ctypes.c_uint64.from_address(self._address).value == self._ours:
             _store(self._address, self._original)
 
@@ -181,8 +170,8 @@ def _store(address: int, value: int) -> None:
     if is_writable(address):
         ctypes.c_uint64.from_address(address).value = value
         return
-    # A constant table may lie in pages that are read-only after relocation. A write to
-    # /proc/self/mem reaches such a page without changing its protection, as a debugger's does.
+    # A constant table may lie in pages that are read-only after relocation. Debuggers also write
+    # to such pages through /proc/<pid>/mem, without changing their protection.
     with _MEMORY.open("r+b", buffering=0) as memory:
         memory.seek(address)
         memory.write(value.to_bytes(POINTER_BYTES, "little"))
@@ -191,11 +180,10 @@ def _store(address: int, value: int) -> None:
 class Shield:
     """Runs the steps of one callback, and keeps exceptions out of its C++ caller.
 
-    A ctypes callback that raises returns null, which PJRT reads as success. Signal handlers run in
-    the main thread, between any two Python steps. For example, a user presses Ctrl-C during a long
-    compilation. Python then raises KeyboardInterrupt right after the compiler has returned, in the
-    middle of the callback. Without the hook, Python would raise it when the framework returns from
-    C++ to Python. Therefore `close` has it raised there.
+    A ctypes callback that raises returns null, which PJRT reads as success. Signal handlers may
+    raise between any two Python steps in the main thread. After Ctrl-C during a compilation, Python
+    would raise KeyboardInterrupt in the callback, as soon as the compiler returns. `close` raises
+    it after the callback instead, when the framework returns to Python.
 
     Args:
         failed: Called with the errors of the hook's own steps. It must not raise.
@@ -217,7 +205,7 @@ class Shield:
         return None
 
     def repeat_until_done(self, step: Callable[[], _T]) -> _T:
-        """Return the value of a step that must finish; repeat it after a signal handler raises."""
+        """Return the value of a step, repeated while signal handlers interrupt it."""
         while True:
             try:
                 return step()
@@ -225,7 +213,6 @@ class Shield:
                 self._interrupt = interrupt
 
     def close(self) -> None:
-        """Have a signal handler's exception raised again in this thread, after the callback."""
+        """Raise a signal handler's exception in this thread after the caller has returned."""
         if self._interrupt is not None:
-            # An exception that leaves the callback ends the process.
             raise_after(sys._getframe(1), self._interrupt)

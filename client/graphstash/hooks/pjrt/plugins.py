@@ -1,7 +1,7 @@
-"""Find plug-ins, which are shared libraries with a `GetPjrtApi`, by path or among loaded libraries.
+"""Find plug-ins: shared libraries with a `GetPjrtApi`, by path or among the loaded libraries.
 
-A process loads a library once, by its real path. Every call of `GetPjrtApi` returns the same table,
-so the hook and the frameworks use the same object.
+A process loads a library once, by its real path, and `GetPjrtApi` always returns the same table. A
+change to that table therefore affects all frameworks.
 """
 
 import ctypes
@@ -23,12 +23,7 @@ _MAPS: Final = Path("/proc/self/maps")
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plug-in that is loaded in this process.
-
-    Attributes:
-        path: File that contains its code.
-        api: Functions of the plug-in.
-    """
+    """A plug-in that is loaded in this process. `path` is the file that contains its code."""
 
     path: Path
     api: Api
@@ -46,14 +41,12 @@ class Plugin:
 class _Mapping(NamedTuple):
     start: int
     end: int
-    flags: str
+    permissions: str
     path: str
 
 
 def plugin_at(path: str) -> Plugin | None:
-    """Load the library at a path and return its plug-in, or None if the library is no plug-in.
-
-    Loading does not initialize the plug-in; the framework does so later.
+    """Load the library at a path. Return its plug-in, not initialized, or None if it is none.
 
     Raises:
         OSError: The library cannot be loaded.
@@ -69,7 +62,7 @@ def loaded_plugins() -> Iterator[Plugin]:
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         except OSError:  # the file is mapped as data, or has been deleted
             continue
-        # A library that links a plug-in also resolves `GetPjrtApi`, so several have the same table.
+        # A library that links a plug-in also resolves `GetPjrtApi`, to the same table.
         plugin = _plugin_of(library)
         if plugin is not None and plugin.api.table not in seen:
             seen.add(plugin.api.table)
@@ -79,7 +72,7 @@ def loaded_plugins() -> Iterator[Plugin]:
 def is_writable(address: int) -> bool:
     """Return whether this process may write to the page that contains `address`."""
     mapping = _mapping_of(address)
-    return mapping is not None and "w" in mapping.flags
+    return mapping is not None and "w" in mapping.permissions
 
 
 def _plugin_of(library: ctypes.CDLL) -> Plugin | None:
@@ -103,6 +96,6 @@ def _mapping_of(address: int) -> _Mapping | None:
 
 def _mappings() -> Iterator[_Mapping]:
     for line in _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        span, flags, *rest = line.split(maxsplit=5)
+        span, permissions, *rest = line.split(maxsplit=5)
         start, _, end = span.partition("-")
-        yield _Mapping(int(start, 16), int(end, 16), flags, rest[3] if len(rest) > 3 else "")
+        yield _Mapping(int(start, 16), int(end, 16), permissions, rest[3] if len(rest) > 3 else "")

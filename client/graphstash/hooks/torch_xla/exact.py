@@ -1,10 +1,10 @@
 """Exact mode: fetch the artifact of a graph when torch_xla looks the graph up.
 
-The gate reports every file that torch_xla does not find in the private directory, for lazy and
-compiled steps alike. At the first report of a name, torch_xla is about to compile the graph. The
-hook fetches its artifact into the directory, or records that a compilation begins. At the second
-report, torch_xla has compiled the graph and is about to write the file. When torch_xla closes the
-file, the hook publishes it. A graph in memory causes no look-up, so a warm loop causes no reports.
+The gate reports every file that torch_xla does not find in the private directory. At the first
+report of a name, torch_xla is about to compile the graph. The hook fetches its artifact into the
+directory, or records that a compilation begins. At the second report, torch_xla has compiled the
+graph and is about to write the file. When torch_xla closes the file, the hook publishes it. A warm
+loop has its graphs in memory and causes no reports.
 """
 
 import threading
@@ -22,27 +22,24 @@ from graphstash.hooks.torch_xla.written import WrittenFiles, publish_file
 __all__ = ["ExactMode"]
 
 _MAX_REJECTIONS = 2
-"""Stop fetching after this many artifacts that the runtime could not load, unless it has loaded
-one. Such a runtime cannot load executables, so each download is wasted."""
+"""Failed loads, before any successful one, after which fetching stops. Such a runtime cannot load
+executables."""
 
 
 @dataclass(slots=True)
 class _Running:
-    """A graph between the first report of its name and its finished file.
-
-    `announced` is the monotonic time of the last report, and `seconds` the compile time.
-    """
+    """A graph between the first report of its name and its finished file."""
 
     compilation: InFlightCompile
-    announced: float
-    seconds: float = 0.0
+    announced: float  # monotonic time of the last report
+    seconds: float = 0.0  # compile time
 
 
 class ExactMode:
     """Serves the look-ups of one private cache directory.
 
     Args:
-        cache: Cache to fetch artifacts from and to publish to.
+        cache: Cache of this process.
         directory: torch_xla's persistent cache, private to this process.
         fingerprints: Fingerprints of this process.
         known_as: Path by which torch_xla opens the directory.
@@ -71,7 +68,7 @@ class ExactMode:
         self._loaded = 0
         self._rejected = 0
         self._give_ups = 0
-        self._gate = StatGate(library, f"{known_as}/", self._answer)
+        self._gate = StatGate(library, f"{known_as}/", self._handle_report)
         try:
             self._gate.open()
             self._written = WrittenFiles(directory, self._publish)
@@ -98,10 +95,10 @@ class ExactMode:
         self._delivered.clear()
         self._give_ups = 0
         self._gate.reopen_in_child()
-        # Parent and child share the descriptor of the old watch. Leave that watch to the parent.
+        # Parent and child share the old watch: leave it to the parent.
         self._written = WrittenFiles(self._directory, self._publish)
 
-    def _answer(self, path: str) -> None:
+    def _handle_report(self, path: str) -> None:
         """Handle a report of the gate, while torch_xla holds the mutex of its cache."""
         name = Path(path).name
         now = monotonic()
@@ -116,9 +113,9 @@ class ExactMode:
             rejected = self._settle_deliveries(name)
             failed = [each for each in self._running.values() if each.compilation.is_compiling]
         for each in failed:
-            # torch_xla starts another graph before it has finished this one, so the job probably
-            # caught a compile error. If another thread still compiles this graph, abandoning it
-            # only allows another host to compile it too.
+            # torch_xla starts another graph before it has finished this one: the job probably
+            # caught a compile error. If another thread still compiles this graph, another host may
+            # now compile it, too.
             each.compilation.abandon()
         request = self._fingerprints.request(name)
         if why := self._fingerprints.unshared():
@@ -138,19 +135,16 @@ class ExactMode:
                 self._running[name] = _Running(compilation, monotonic())
 
     def _settle_deliveries(self, name: str) -> bool:
-        """Update the counts of loaded and rejected artifacts.
+        """Count delivered artifacts as loaded, but `name` as rejected; return whether it was one.
 
-        A new look-up shows that torch_xla has read the artifacts delivered so far.
-
-        Returns:
-            True if `name` was among them. Then torch_xla could not load the artifact and has
-            removed it, which is why it looks the name up again.
+        At a new look-up, torch_xla has read all of them. It looks a delivered name up again because
+        it could not load the artifact, and has removed it.
         """
         rejected = name in self._delivered
         self._rejected += rejected
         self._loaded += len(self._delivered) - rejected
         for delivered in self._delivered:
-            # torch_xla has the program in memory. If it drops the program, it looks it up again.
+            # torch_xla has the program in memory. If it drops the program, it looks up the name.
             with suppress(OSError):
                 (self._directory / delivered).unlink()
         self._delivered.clear()
@@ -161,7 +155,7 @@ class ExactMode:
             running = self._running.pop(name, None)
         self._count_give_ups()
         if running is None:
-            return  # torch_xla rejected the artifact, or fetching has stopped: nothing to publish
+            return  # a graph whose artifact was rejected, or that was not fetched
         publish_file(
             self._directory / name,
             running.compilation,

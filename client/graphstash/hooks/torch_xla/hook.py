@@ -1,8 +1,7 @@
-"""The torch_xla hook: puts artifacts into torch_xla's persistent cache right before a compile.
+"""The torch_xla hook: puts artifacts into torch_xla's persistent cache before torch_xla compiles.
 
-torch_xla <= 2.7 stores compiled graphs in a directory, one file per graph. The hook gives each
-process a private directory, because two processes would read each other's half-written files. It
-serves the directory in one of two modes:
+torch_xla <= 2.7 stores each compiled graph in a file of a directory. Each process gets a private
+directory, because two processes would read each other's half-written files. The hook has two modes:
 
     exact   intercepts torch_xla's look-up of a file and fetches exactly the artifact that torch_xla
             would compile. Covers lazy `sync`, `torch_xla.compile`,
@@ -10,10 +9,8 @@ serves the directory in one of two modes:
     hint    predicts the files from the pending graph before a step. Works on every platform, but
             delays the first few steps of a loop.
 
-torch_xla 2.8 and 2.9 write such files but cannot load them. For these versions, the pjrt hook
-serves devices that are PJRT plug-ins.
-
-If torch_xla has the graph of a step in memory, neither mode looks anything up.
+torch_xla 2.8 and 2.9 write such files but cannot load them. There, the pjrt hook serves devices
+that are PJRT plug-ins. Neither mode looks up a graph that torch_xla has in memory.
 """
 
 import atexit
@@ -56,11 +53,12 @@ def install(cache: CompileCache) -> "TorchXlaHook | None":
     """Install the cache in torch_xla. Call it before the first operation on a device.
 
     Returns:
-        The hook. None if torch_xla cannot use the cache; a warning gives the reason.
+        The hook, or None if torch_xla cannot use the cache. A warning gives the reason, except
+        where the pjrt hook serves instead.
     """
     version = str(torch_xla.__version__)
     if version.startswith(_CANNOT_LOAD):
-        _tell_what_is_shared(version, by_plugin=cache.config.wants_hook("pjrt"))
+        _warn_of_useless_cache(version, by_plugin=cache.config.wants_hook("pjrt"))
         return None
     if not SPEC.is_supported(version):
         return None
@@ -89,15 +87,15 @@ def install(cache: CompileCache) -> "TorchXlaHook | None":
 
 
 def _has_pending_operations() -> bool:
-    """Return whether torch_xla has recorded operations, in any thread, before the observers ran."""
+    """Return whether any thread has recorded operations that the hook did not observe."""
     extension = torch_xla._XLAC
     return extension._xla_runtime_is_initialized() and any(
         extension._check_device_tensor_need_materialization("")  # on any device
     )
 
 
-def _tell_what_is_shared(version: str, *, by_plugin: bool) -> None:
-    """Warn if torch_xla cannot load from its own cache and the pjrt hook does not replace it."""
+def _warn_of_useless_cache(version: str, *, by_plugin: bool) -> None:
+    """Warn that torch_xla cannot load from its own cache, unless the pjrt hook replaces it."""
     device = str(xr.device_type())
     if device == _BUILT_IN:
         _log.warning(
@@ -121,11 +119,11 @@ class TorchXlaHook:
 
     def __init__(self, cache: CompileCache) -> None:
         self._make_directory()
-        # torch_xla keeps the path until the process ends, and a forked child inherits it. Name the
-        # directory by a descriptor, which the child can redirect to its own directory.
+        # torch_xla never changes the path, and a forked child inherits it. The path names a
+        # descriptor, which the child can redirect to its own directory.
         self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         self._known_as = Path(f"/proc/self/fd/{self._descriptor}")
-        _claim(self._known_as)
+        _set_directory(self._known_as)
         self._patches = Patches()
         self._patches.replace(xr, "initialize_cache", _already_initialized)
         self._fingerprints = Fingerprints()
@@ -134,18 +132,12 @@ class TorchXlaHook:
         self._mode = self._open(cache)
 
     def close(self) -> None:
-        """Publish the finished graphs and remove the hook.
-
-        torch_xla keeps the private directory, because its cache cannot change directories.
-        """
+        """Publish the finished graphs and remove the hook. torch_xla still uses the directory."""
         self._mode.close()
         self._patches.undo()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """Continue in a forked child. Return False if the parent has started the runtime.
-
-        In that case, the child compiles without the cache.
-        """
+        """Continue in a forked child. False if the parent has started the runtime: no cache."""
         if torch_xla._XLAC._xla_runtime_is_initialized():
             return False
         self._make_directory()
@@ -156,7 +148,7 @@ class TorchXlaHook:
         return True
 
     def _observe_before(self, change: Callable[..., None]) -> Callable[..., None]:
-        """Record the environment before each change: torch_xla may have read the old state."""
+        """Observe the environment before each change: torch_xla may have read the old state."""
 
         def changing(*args: Any) -> None:
             try:
@@ -193,12 +185,11 @@ class TorchXlaHook:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _claim(directory: Path) -> None:
+def _set_directory(directory: Path) -> None:
     """Make `directory` the persistent cache of this process only.
 
-    torch_xla reads the directory from the environment when it creates its cache. This function
-    triggers the creation and then restores the environment, so that no child process inherits the
-    directory.
+    torch_xla creates its cache in the directory that the environment names. Restores the
+    environment afterwards, so that no child process inherits the directory.
     """
     before = {name: os.environ.get(name) for name in (_PATH_VARIABLE, _READ_ONLY_VARIABLE)}
     if before[_PATH_VARIABLE]:

@@ -25,7 +25,7 @@ _FULL_BYTES: Final = 1024**2
 
 
 def publish_file(path: Path, compilation: InFlightCompile, *, compile_seconds: float) -> None:
-    """Publish a finished file and remove it after the upload; abandon if it may be incomplete."""
+    """Publish a file, removing it after the upload, or abandon it if it may be incomplete."""
     if not _is_whole(path):
         compilation.abandon()
         return
@@ -37,10 +37,7 @@ def publish_file(path: Path, compilation: InFlightCompile, *, compile_seconds: f
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a closed file is likely complete.
-
-    torch_xla does not check whether its write succeeded. On a full disk, the file is truncated.
-    """
+    """Return whether a closed file is likely complete: torch_xla ignores errors of a full disk."""
     try:
         disk = os.statvfs(path)
         return path.stat().st_size > 0 and disk.f_bavail * disk.f_frsize > _FULL_BYTES
@@ -51,8 +48,7 @@ def _is_whole(path: Path) -> bool:
 class WrittenFiles:
     """Calls `written(name)` when a process has written and closed a file in a directory.
 
-    It does not report files that a process renames into the directory. `written` runs in a daemon
-    thread, which `close` ends.
+    Renamed files are not reported. `written` runs in a daemon thread, which `close` ends.
 
     Raises:
         OSError: The kernel refuses the watch.

@@ -1,6 +1,6 @@
 """The triton hook, described without an import of Triton. `hook` explains how it works.
 
-Triton's variables name the two classes here.
+Users set Triton's variables to the two classes here.
 """
 
 from typing import TYPE_CHECKING, Final

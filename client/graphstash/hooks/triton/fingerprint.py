@@ -1,10 +1,9 @@
 """The key of a Triton kernel's artifact: Triton's own key, and the settings that it omits.
 
-Triton's key is a hash of its own files and library, the kernel's source with its line number, the
-target with its architecture, the options with the contents of device libraries, ptxas' version and
-a list of environment variables. Other variables also change the result, on AMD most of them. The
-key here contains all of them except those known not to matter, and the values that a kernel reads
-from the surrounding modules (see `source`).
+Triton's key hashes Triton's files, the kernel's source with its line number, the target with its
+architecture, the options with the contents of device libraries, ptxas' version and some environment
+variables. It omits others that change a kernel, on AMD most of them. This key contains all
+variables except those known not to matter, and the values that a kernel reads (see `source`).
 """
 
 import re
@@ -30,9 +29,9 @@ from graphstash_schema import ArtifactKind, DeviceType
 __all__ = ["request_of", "unshared_request"]
 
 _DEVICE: Final = DeviceType("gpu")
-"""One device type for all GPUs. Triton's key contains the architecture, and a cache manager gets
-only that key. A guess, such as the active GPU, could only make two artifacts of one kernel. On
-arrival, the hook checks the target in the kernel's description."""
+"""One device type for all GPUs. Managers get only Triton's key, which contains the architecture. A
+guess, such as the active GPU, could only store a kernel twice. The hook checks the target in the
+description of each fetched kernel."""
 
 _READ: Final = re.compile(r"(?a:(TRITON|AMDGCN|NVPTX|PTXAS)_\w+)")
 
@@ -44,8 +43,8 @@ _SAME_KERNEL: Final = re.compile(
     r"|TRITON_(PRINT_AUTOTUNING|CACHE_AUTOTUNING|ALLOW_NON_CONSTEXPR_GLOBALS|INTERPRET)"
     r"|TRITON_REPRODUCER_PATH|(NVPTX|AMDGCN)_ENABLE_DUMP"
 )
-"""Variables that name a place to find, write or print. Triton's key contains the device library's
-content; ptxas is a part of its own."""
+"""Variables that change no kernel, such as paths and outputs. Triton's key contains the contents of
+the device library, and the part `ptxas` those of the assembler."""
 
 _FOREIGN_CODE: Final = ("TRITON_KERNEL_OVERRIDE", "TRITON_SWAP_MIR", "LLVM_PASS_PLUGIN_PATH")
 """Variables that add files of the user to the compilation, which no key covers."""
@@ -54,16 +53,14 @@ _PLUGIN: Final = re.compile(r"(?a:TRITON_\w*PLUGIN\w*)")
 
 _OFF: Final = frozenset({"", "0", "false", "off", "no", "n"})
 
-_MAX_NAME_LENGTH: Final = 60  # the name of a part has at most 64 characters
+_MAX_NAME_LENGTH: Final = 60  # `env.` is added, and a part's name has at most 64
 
 
 def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) -> CompileRequest:
-    """Return the request for the kernel with Triton's key `key`.
-
-    `source` is Triton's source, or None if the hook does not have it.
+    """Return the request for the kernel with Triton's key `key` and Triton's source.
 
     Raises:
-        CacheError: no key covers everything that Triton compiles.
+        CacheError: no key covers everything that Triton compiles, or the source is None.
     """
     for name, value in environ.items():
         if value.lower() not in _OFF and (name in _FOREIGN_CODE or _PLUGIN.fullmatch(name)):
@@ -106,9 +103,9 @@ def unshared_request(key: str, group: str) -> CompileRequest:
 
 
 def _ptxas(target: Any) -> str:
-    """Return the digest of the assembler, or an empty string for targets without one.
+    """Return the digest of CUDA's assembler, or "" for other targets.
 
-    Triton's key contains only its version, which another program may also report.
+    Triton's key contains only its version, which another build may also report.
     """
     if getattr(target, "backend", "") != "cuda":
         return ""
@@ -137,7 +134,7 @@ def _argument(function: Any, place: Any) -> str:
 
 
 def _details(source: Any) -> dict[str, str]:
-    """Return the values that Triton has hashed into its key."""
+    """Return the values that Triton's key hashes, to explain a miss."""
     function = getattr(source, "fn", None)
     signature = getattr(source, "signature", None) or {}
     constants = getattr(source, "constants", None) or {}
@@ -157,7 +154,7 @@ def _details(source: Any) -> dict[str, str]:
 
 
 def _details_of_function(function: Any) -> dict[str, str]:
-    """Describe a kernel, with a digest of its source without its name."""
+    """Describe a kernel. `program` hashes its source without its name."""
     text, name = getattr(function, "src", None), getattr(function, "__name__", "")
     key = str(getattr(function, "cache_key", ""))
     if not isinstance(text, str):

@@ -1,13 +1,10 @@
-"""Cache managers that Triton calls, and their shared state. Kernels are found and published whole.
+"""Cache managers for Triton. One artifact contains all files of a kernel.
 
-Triton constructs a new cache manager from its class for every kernel. The class `Kernels` therefore
-holds the state that all managers of a process share.
-
-Triton's `RemoteCacheManager` asks its backend for every file, also for files on the disk and for
-files that must stay there. `SharedCacheManager` therefore extends `FileCacheManager`: it puts a
-fetched kernel into Triton's directory as if Triton had compiled it. It leaves other files to
-Triton: launchers built by the host's C compiler, and autotuning results. `SharedCacheBackend`
-serves users who configure Triton with `RemoteCacheManager`.
+Triton creates a manager for each kernel; `Kernels` holds the state that all managers share.
+`SharedCacheManager` writes a fetched kernel into Triton's directory, as if Triton had compiled it.
+It leaves other files to Triton: launchers built by the host's C compiler, and autotuning results.
+`SharedCacheBackend` is for users of Triton's `RemoteCacheManager`, which asks its backend for every
+file, even for files on this host's disk.
 """
 
 import json
@@ -46,7 +43,7 @@ class Kernels:
     """The cache for all kernels of this process.
 
     Attributes:
-        of_this_process: instance of the installed hook, or None.
+        of_this_process: the instance that the installed hook created, or None.
     """
 
     of_this_process: ClassVar["Kernels | None"] = None
@@ -56,17 +53,16 @@ class Kernels:
         self.switch_cache(cache)
 
     def switch_cache(self, cache: CompileCache) -> None:
-        """Switch to another cache, in a forked child."""
+        """Switch to a forked child's own cache."""
         self._cache = cache
         self._owner = os.getpid()
         self.exchange = TwoCallCache(cache)
 
     @staticmethod
     def kernel(key: str) -> "SharedKernel | None":
-        """Return the kernel with Triton's key, or None if the cache is off.
+        """Return the kernel with Triton's key. None if this process has no cache.
 
-        The cache is off in a forked child without a session of its own. If only Triton's own
-        variables name this package, this call starts the cache.
+        The first call starts the cache if only Triton's variables name this package.
         """
         if Kernels.of_this_process is None:
             _start()
@@ -77,7 +73,7 @@ class Kernels:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Enclose one call of Triton's `compile`. Its lease ends here, even if the call fails."""
+        """Enclose a call of Triton's `compile`. The outermost one releases leases without a put."""
         depth = getattr(self._thread, "depth", 0)
         self._thread.depth = depth + 1
         try:
@@ -89,11 +85,10 @@ class Kernels:
 
     @property
     def is_compiling(self) -> bool:
-        """Return whether this thread is inside `compiling`.
+        """Whether this thread is inside `compiling`; only there does a look-up take a lease.
 
-        A lease is taken only there. If an unobserved call of `compile` failed, its lease would be
-        held until the job ends. The first call is unobserved if only Triton's variables start the
-        hook.
+        Elsewhere, a failed compilation would hold its lease until the job ends. Triton's first call
+        is not wrapped if it is the call that starts the hook.
         """
         return getattr(self._thread, "depth", 0) > 0
 
@@ -102,7 +97,7 @@ class Kernels:
         self._cache.record_fallback(error)
 
     def refuse(self, request: CompileRequest, error: CacheError) -> None:
-        """Count a kernel that no key covers, and any other error of the cache."""
+        """Count a kernel that cannot be shared, or any other error of the cache."""
         if error.reason is Reason.UNSHAREABLE:
             self._cache.refuse(request, error.detail)
         else:
@@ -131,9 +126,7 @@ def _start() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A group that was looked up and not found."""
-
+class _Miss:
     group: str
     request: CompileRequest
 
@@ -144,7 +137,7 @@ class SharedKernel:
     def __init__(self, kernels: Kernels, key: str) -> None:
         self._kernels = kernels
         self._key = key
-        self._wanted: _Wanted | None = None
+        self._miss: _Miss | None = None
         self._written: dict[str, bytes] = {}
 
     def find(self, group: str) -> dict[str, bytes] | None:
@@ -159,30 +152,26 @@ class SharedKernel:
             return None
 
     def add(self, name: str, content: bytes | str) -> None:
-        """Remember a file that the compiler has written.
-
-        Keeps the bytes until the group is complete. Another process may write the same kernel to
-        the disk meanwhile, so the file is not read again.
-        """
-        if self._wanted is not None:
+        """Remember the bytes of a written file. Another process may overwrite the file."""
+        if self._miss is not None:
             # `pack_kernel` detects content that is not text.
             if isinstance(content, str):
                 content = content.encode("utf-8", "surrogatepass")
             self._written[name] = content
 
     def publish(self, group: str, names: Iterable[str]) -> None:
-        """Publish a group if all its files were written.
+        """Publish a group that was not found, if all its files were written since.
 
-        Does not publish a kernel that was found, even if it was refused: the server has it.
+        Never publishes a group that was found but could not be unpacked: the server has it.
         """
-        wanted, self._wanted = self._wanted, None
+        miss, self._miss = self._miss, None
         written, self._written = self._written, {}
-        if wanted is None or wanted.group != group:
+        if miss is None or miss.group != group:
             return
         try:
             children = {name: written[name] for name in names}
             payload = pack_kernel(group, children, key=self._key)
-            self._kernels.exchange.put(wanted.request, payload)
+            self._kernels.exchange.put(miss.request, payload)
         except KeyError as error:
             _log.debug("%s is not published: %s was never written", group, error)
         except KernelError as error:
@@ -191,7 +180,7 @@ class SharedKernel:
             self._kernels.record_fallback(error)
 
     def record_fallback(self, error: Exception) -> None:
-        """Count files that could not be used here."""
+        """Count an error of the hook."""
         self._kernels.record_fallback(error)
 
     def _find(self, group: str) -> dict[str, bytes] | None:
@@ -199,7 +188,7 @@ class SharedKernel:
         exchange = self._kernels.exchange
         payload = exchange.get(request, lease=self._kernels.is_compiling)
         if payload is None:
-            self._wanted = _Wanted(group, request)
+            self._miss = _Miss(group, request)
             return None
         try:
             return unpack_kernel(group, payload, key=self._key)
@@ -210,7 +199,7 @@ class SharedKernel:
 
 
 class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships no types
-    """One kernel's directory, backed by the shared cache. Triton defines the signatures."""
+    """A kernel's directory, backed by the shared cache. Triton defines the signatures."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         super().__init__(key, override=override, dump=dump)
@@ -223,7 +212,7 @@ class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships
             return found
         paths = self._local_group(filename)
         if paths is None and (children := self._kernel.find(filename)) is not None:
-            paths = self._keep(filename, children)
+            paths = self._store(filename, children)
         return paths
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
@@ -235,7 +224,7 @@ class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships
         return path
 
     def put_group(self, filename: str, group: Mapping[str, str]) -> str:
-        """Write the list of a kernel's files, which completes the kernel."""
+        """Write the list of a kernel's files, and publish the kernel."""
         path: str = super().put_group(filename, group)
         if self._kernel is not None:
             self._kernel.publish(filename, group)
@@ -244,8 +233,8 @@ class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships
     def _local_group(self, filename: str) -> dict[str, str] | None:
         """Return the paths in Triton's directory if the kernel there is complete.
 
-        Triton's own look-up uses the paths in the list, and finds nothing in a moved directory.
-        Some versions return half a group, and fail with a broken description.
+        Triton's own look-up uses the absolute paths in the list, which break when the directory
+        moves. Some versions return half a group, or fail on a damaged description.
         """
         listed = self.get_file(GROUP_PREFIX + filename)
         if listed is None:
@@ -258,8 +247,8 @@ class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships
             return None
         return None if None in found.values() else found
 
-    def _keep(self, filename: str, children: Mapping[str, bytes]) -> dict[str, str] | None:
-        """Write a found kernel into Triton's directory, the list of its files last."""
+    def _store(self, filename: str, children: Mapping[str, bytes]) -> dict[str, str] | None:
+        """Write a fetched kernel into Triton's directory, the list of its files last."""
         paths = {}
         try:
             for name, content in children.items():
@@ -273,10 +262,9 @@ class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships
 
 
 class SharedCacheBackend(RemoteCacheBackend):  # type: ignore[misc] # Triton ships no types
-    """One kernel's files. Triton defines the signatures.
+    """Backend of Triton's `RemoteCacheManager` for one kernel. Triton defines the signatures.
 
-    Triton gets the list first and then the files, and puts the list last. Other files stay in
-    Triton's directory on this host.
+    Triton gets the list of files first, and puts it last. Other files stay on this host.
     """
 
     def __init__(self, key: str) -> None:
@@ -291,7 +279,7 @@ class SharedCacheBackend(RemoteCacheBackend):  # type: ignore[misc] # Triton shi
         return {name: content for name, content in contents.items() if content is not None}
 
     def put(self, filename: str, data: bytes) -> None:
-        """Remember a file. The list of a kernel's files publishes all of them."""
+        """Remember a file. Putting the list publishes the kernel."""
         if self._kernel is None:
             return
         if filename.startswith(GROUP_PREFIX):

@@ -1,10 +1,9 @@
 """The values that a kernel reads from the surrounding modules, and that Triton's key omits.
 
-Triton compiles the values of globals into a kernel, and identifies kernels by their text. Its key
-lacks the values of globals in 3.3, and all but those of `constexpr` globals in 3.9. Both lack types
-(`DTYPE = tl.float16`), attributes (`config.SIZE`), defaults of inner functions, and whatever a
-`constexpr_function` reads. Two jobs that differ only there would run each other's kernel. The hook
-does not share a kernel if a value cannot be described.
+Triton compiles the values of globals into a kernel. Its key lacks them in 3.3, and all but those of
+`constexpr` globals in 3.9. Both keys lack types (`DTYPE = tl.float16`), attributes (`config.SIZE`),
+defaults of inner functions, and values that a `constexpr_function` reads. Two jobs that differ only
+there would run each other's kernel. A kernel whose values cannot be described is not shared.
 """
 
 import inspect
@@ -30,8 +29,6 @@ _KNOBS: Final = ("amd", "compilation", "language", "nvidia", "runtime")
 
 
 class _Describer(CodeDescriber):
-    """Describe Triton's values."""
-
     def __init__(self) -> None:
         super().__init__("triton")
 
@@ -73,7 +70,7 @@ def values_in(source: Any) -> str:
     """Describe the values that the functions of a source read. Empty without functions.
 
     Raises:
-        CacheError: a value cannot be described, or the source is unknown. No key covers it.
+        CacheError: the source is unknown, or a value cannot be described.
     """
     if source is None:
         raise _unshared("what Triton compiles is not known")
@@ -91,31 +88,31 @@ def values_in(source: Any) -> str:
 def settings_of(environ: Mapping[str, str]) -> str:
     """Describe the settings that a program has made in code and the environment lacks.
 
-    Triton writes most settings into the environment. The program may disable that, or change the
-    variable afterwards while the setting stays in force.
+    Triton writes most settings into the environment. A program may disable that, or change the
+    variable later, which does not change the setting.
 
     Raises:
         CacheError: a setting is code without a description.
     """
     knobs = getattr(triton, "knobs", None)
-    made = []
+    settings = []
     for group in _KNOBS:
         held = getattr(knobs, group, None)
         for name, value in sorted(vars(held).items()) if held is not None else ():
             variable = getattr(vars(type(held)).get(name), "key", "")
             if type(value) in (bool, int, str, type(None)):
-                if not _says(environ.get(variable), value):
-                    made.append(f"{group}.{name}={value!r}")
+                if not _matches(environ.get(variable), value):
+                    settings.append(f"{group}.{name}={value!r}")
             elif name == "add_stages_inspection_hook":
                 try:
-                    made.append(f"{name}={_Describer().registered(value)}")
+                    settings.append(f"{name}={_Describer().registered(value)}")
                 except (UndescribableError, RecursionError) as error:
                     raise _unshared(str(error)) from error
-    return "\n".join(made)
+    return "\n".join(settings)
 
 
-def _says(variable: str | None, value: bool | str | None) -> bool:
-    """Return whether a variable holds a setting in the form that Triton writes."""
+def _matches(variable: str | None, value: bool | str | None) -> bool:
+    """Return whether a variable holds what Triton writes for a setting."""
     if type(value) is bool:
         return variable == ("1" if value else "0")
     return variable == (None if value is None else str(value))

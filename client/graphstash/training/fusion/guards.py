@@ -1,7 +1,7 @@
-"""Guards: refuse other updates of fused parameters, and other modules that use them.
+"""Guards: refuse other optimizers that update fused parameters, and other modules that use them.
 
-No hook of the model or of its optimizer sees either, so this module uses torch's hooks for all
-optimizers and modules. They keep nothing alive.
+Only torch's global hooks for all optimizers and modules report these uses. They keep no object of
+the training alive.
 """
 
 import weakref
@@ -23,10 +23,8 @@ from graphstash.training.fusion.errors import FusionError, named
 __all__ = ["Guards"]
 
 _COLLECTED: Final[list[RemovableHandle]] = []
-"""Hooks of guards that the garbage collector has taken. It may run while torch iterates over its
-hooks, in a step of any optimizer, and a removal would then end that step with an error. The hooks
-do nothing any more; the next guards remove them.
-"""
+"""Hooks of garbage-collected guards, without effect. The next guards remove them: the collector may
+run while torch iterates over its hooks, and a removal would then fail that optimizer's step."""
 
 
 class Guards:
@@ -36,7 +34,7 @@ class Guards:
         model: the model whose modules `fuse` has inspected.
         optimizer: the only optimizer that may update the parameters in `names`.
         names: names of the fused parameters.
-        before_step: called before all other hooks of each of the optimizer's steps. Held weakly.
+        before_step: called in each of the optimizer's steps, before its own hooks. Held weakly.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class Guards:
         weakref.finalize(self, _COLLECTED.extend, self._handles)
 
     def remove(self) -> None:
-        """Remove torch's global hooks."""
+        """Remove the guards' hooks from torch."""
         for handle in self._handles:
             handle.remove()
 

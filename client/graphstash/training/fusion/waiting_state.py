@@ -18,9 +18,7 @@ _METHODS: Final = (
 class WaitingState(defaultdict[Any, Any]):
     """A mapping whose every method first makes the waiting updates, then calls the state's method.
 
-    Args:
-        state: the optimizer's state.
-        make_updates: makes the updates that wait. Held weakly.
+    `make_updates` is held weakly.
     """
 
     def __init__(self, state: defaultdict[Any, Any], make_updates: Callable[[], None]) -> None:

@@ -27,8 +27,6 @@ class _Writer(Protocol):
 
 
 class _Run(Protocol):
-    """A run of Weights & Biases."""
-
     def define_metric(self, name: str, *, step_metric: str) -> Any:
         """Set which value is the horizontal axis of a curve."""
 
@@ -37,12 +35,11 @@ class _Run(Protocol):
 
 
 class TensorBoardCallback(Callback):
-    """Writes cache hits, misses and savings at each logging boundary and at the end.
+    """Writes the process's cache hits, misses and savings at logging boundaries and at the end.
 
     Args:
-        writer: a `SummaryWriter` of torch or tensorboardX, or a `tensorboard.summary.Writer`; it is
-            not closed. Each process writes its own figures, so give a writer to the first process
-            only.
+        writer: a `SummaryWriter` of torch or tensorboardX, or a `tensorboard.summary.Writer`; not
+            closed. Give a writer to the first process only.
     """
 
     def __init__(self, writer: _Writer) -> None:
@@ -53,7 +50,7 @@ class TensorBoardCallback(Callback):
         self._write(entry.step, entry.reduced)
 
     def on_end(self, result: TrainingResult) -> None:
-        """Write the figures of the whole run."""
+        """Write the final figures."""
         self._write(result.step)
 
     def _write(self, step: int, reduced: Mapping[str, float] | None = None) -> None:
@@ -62,12 +59,12 @@ class TensorBoardCallback(Callback):
 
 
 class WandbCallback(Callback):
-    """Logs cache hits, misses and savings at each logging boundary and at the end.
+    """Logs the process's cache hits, misses and savings at logging boundaries and at the end.
 
     The curves have their own axis, `graphstash/step`, so the run may log other values at any step.
 
     Args:
-        run: the result of `wandb.init`; it is not finished.
+        run: the result of `wandb.init`; the callback does not finish it.
     """
 
     def __init__(self, run: _Run) -> None:
@@ -79,7 +76,7 @@ class WandbCallback(Callback):
         self._log(entry.step, entry.reduced)
 
     def on_end(self, result: TrainingResult) -> None:
-        """Log the figures of the whole run."""
+        """Log the final figures."""
         self._log(result.step)
 
     def _log(self, step: int, reduced: Mapping[str, float] | None = None) -> None:

@@ -1,8 +1,8 @@
 """Sync-free optimizers: the host never reads the device to decide about a step.
 
 `step(found_inf=...)` decides on the device whether the step counts. The step count and all
-scheduled values are also on the device. With `LossScale`, a whole mixed-precision step is one graph
-without a gap. No number in it changes from step to step, so the graph stays the same.
+scheduled values are also there, so the graph contains no number that changes from step to step.
+With `LossScale`, a whole mixed-precision step is one graph.
 
     sgd adam lion muon          formulas; LAMB and AdamW are in adam
     adafactor schedule_free     formulas

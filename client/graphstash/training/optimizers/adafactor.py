@@ -11,9 +11,9 @@ tensor's mean square, and W a parameter of two or more dimensions:
     W <- W - lr * weight_decay * W
     W <- W - max(eps2, RMS(W)) * min(lr, 1 / sqrt(t)) / max(1, RMS(U) / d) * U
 
-RMS(W) is computed before the step. For a parameter with fewer dimensions, V has the parameter's
-shape, is stored as `variance`, and is updated with b * G^2. A matrix of A rows and B columns has A
-+ B numbers of state; Adam has 2 A B.
+RMS(W) is that of W before the step. A parameter with fewer dimensions stores V itself, as
+`variance`, and updates it with b * G^2. A matrix of A rows and B columns has A + B numbers of
+state; Adam has 2 A B.
 
 Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018, arXiv
 1804.04235. The same as `torch.optim.Adafactor`, whose documentation lists the differences from the
@@ -87,7 +87,7 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
 
 
 def _mean_square(tensor: Tensor, dim: int) -> Tensor:
-    """Reduce one dimension to size 1, without a tensor of all squares."""
+    """Return the mean square over one dimension, without a tensor of all squares."""
     norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim, keepdim=True)
     return norm.square() / tensor.shape[dim]
 
@@ -102,13 +102,13 @@ class Adafactor(SyncFreeOptimizer):
 
     Args:
         params: parameters or groups of them, as for torch.optim.
-        lr: upper bound of a step relative to the parameter's RMS, and factor of the weight decay,
+        lr: largest RMS of a step relative to that of the parameter; also scales the weight decay;
             >= 0.
         beta2_decay: exponent with which the newest gradient's share of the mean square falls, <= 0.
         eps: eps1, lower bound for the root of a mean square, >= 0, or None for the machine epsilon
             of the parameter's type; and eps2, lower bound for the parameter's RMS, >= 0. Part of
             the graph.
-        d: an update with a larger RMS is scaled down to it, >= 1; part of the graph.
+        d: largest RMS of U, to which a larger update is scaled down, >= 1; part of the graph.
         weight_decay: decoupled weight decay, >= 0.
         maximize: maximize the loss instead of minimizing it.
         options: see `TorchOptions`. There is no fused kernel.

@@ -77,7 +77,7 @@ class Moments:
 def adam_formula(
     old: Split, step: Tensor, options: Options
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """The formula of Adam and AdamW; options are eps, amsgrad, maximize, and decoupled decay."""
+    """Return new parameters and slots; options are eps, amsgrad, maximize and decoupled decay."""
     eps, amsgrad, maximize, decoupled = options
     lr, weight_decay = old.scalars[:2]
     parameters = old.parameters
@@ -100,7 +100,7 @@ def adam_formula(
 
 
 def fused_adam(group: Group, cohort: Cohort, *, decoupled: bool) -> Kernel:
-    """Return torch's kernel with its arguments: AdamW's if the decay is decoupled, else Adam's."""
+    """Return torch's kernel with its arguments: AdamW's if `decoupled`, else Adam's."""
     beta1, beta2 = group["betas"]
     amsgrad = group.get("amsgrad", False)
     return partial(
@@ -166,11 +166,7 @@ class Adam(SyncFreeOptimizer):
 
 
 class AdamW(Adam):
-    """Sync-free `torch.optim.AdamW`: as `Adam`, with decoupled weight decay.
-
-    Takes the arguments of `Adam` and raises the same errors. weight_decay defaults to 0.01, as in
-    torch.
-    """
+    """Sync-free `torch.optim.AdamW`: `Adam` with decoupled weight decay, 0.01 by default."""
 
     _decoupled = True
 
@@ -215,7 +211,7 @@ def _lamb(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], lis
 
 
 def _trust(p_norm: Tensor, r_norm: Tensor) -> Tensor:
-    """Return the ratio, or 1 if a norm is not finite: infinity must not reach other elements."""
+    """Return the ratio, or 1 if a norm is 0 or not finite, lest infinity reach other elements."""
     is_ratio = (p_norm > 0) & (r_norm > 0) & p_norm.isfinite() & r_norm.isfinite()
     return torch.where(is_ratio, p_norm / r_norm, 1.0)
 

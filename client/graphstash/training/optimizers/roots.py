@@ -1,24 +1,23 @@
-"""RootsOptimizer: preconditions gradients with roots that a thread computes beside the training.
+"""RootsOptimizer: preconditions gradients with roots that a thread computes during training.
 
-Shampoo and SOAP keep statistics of the gradients in [d, d] matrices. From time to time they compute
-"roots" from these: inverse roots, or bases of eigenvectors, to multiply gradients by. This takes
-many times as long as the rest of a step, and reads the device. With `delay` k > 0:
+Shampoo and SOAP multiply gradients by "roots" of their statistics, [d, d] matrices: by inverse
+roots, or bases of eigenvectors. Computing roots takes many times as long as the rest of a step, and
+reads the device. With `delay` k > 0:
 
     call c          copies the statistics; the thread begins to compute
     calls c+1 ...   use the old roots
     call c+k        begins with the new roots, and waits for them if they are not ready
 
-A call waits for its roots if k is 0. It also waits for the first roots, as there are no older ones.
+If k is 0, call c waits for its roots. The first roots are always waited for.
 
-The host counts the calls of each parameter, so that no step reads the device. Only the device
-stores which calls were bad steps. The counter therefore includes bad steps, as learning-rate
-schedules do. A bad step's statistics are not used to compute roots.
+The host counts calls without reading the device, so bad steps count. If call c is a bad step, the
+old roots stay.
 
-Roots that are ready before call c+k are used at once, unless `deterministic` is set. With
-`deterministic`, equal runs give equal bits; with k of 0 or 1 they always do. A job of several
-processes is always deterministic, so that the parameters of its processes stay equal.
+If roots are ready before call c+k, the next call uses them, unless `deterministic` is set or the
+job has several processes, whose parameters must stay equal. In both cases, and if k is 0 or 1,
+equal runs give equal bits.
 
-A state dictionary contains the roots that a parameter waits for, and the call that uses them.
+State dictionaries contain pending roots, and the call that will use them.
 """
 
 import logging
@@ -54,17 +53,16 @@ class RootsOptimizer(SyncFreeOptimizer):
     `calls` (since the first roots; -1 before), and `pending` (None if no roots are pending).
 
     Attributes:
-        failed_roots: number of computations without a finite result, after which the old roots
-            stayed.
+        failed_roots: number of computations that left the old roots, for lack of a finite result.
     """
 
     works_on_host = True
     _accumulates_first: ClassVar[bool]
-    """Whether a step adds its gradient to the statistics before it uses the roots."""
+    """Whether a step updates the statistics before the parameters."""
     _splits: ClassVar[bool]
-    """Whether dimensions that are too large are split; otherwise they have no matrix."""
+    """Whether too large dimensions are split. If not, they have no matrix."""
     _own_option: ClassVar[str]
-    """An option that no other optimizer has."""
+    """An option that identifies the state dictionaries of this class."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], **options: Any) -> None:
         self._background = Background()
@@ -72,34 +70,31 @@ class RootsOptimizer(SyncFreeOptimizer):
         super().__init__(params, defaults, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled optimizer. torch also calls it when it loads a state dictionary."""
+        """Restore a pickled or loaded state."""
         self.__dict__.setdefault("_background", Background())
         self.__dict__.setdefault("failed_roots", 0)
         super().__setstate__(state)
 
     def close(self) -> None:
-        """Wait for running computations and end the thread; a later step starts another.
+        """Wait for running computations and end the thread. A later step starts a new one.
 
-        Without `close`, the thread ends with the optimizer or the process.
+        Without `close`, the thread ends with the optimizer.
         """
         self._background.close()
 
-    # Declarations of an optimizer, which subclasses override.
+    # Subclasses override these methods.
 
     def _statistics_beta(self, group: Group) -> float:
-        """Return the decay of the statistics; 1: they are a sum."""
+        """Return the decay of the statistics; 1 sums them."""
         raise NotImplementedError
 
     def _compute(self, group: Group) -> Compute:
-        """Return the function that the thread calls. It has no reference to the optimizer."""
+        """Return the function that the thread calls. It must not refer to the optimizer."""
         raise NotImplementedError
 
     def _replace(self, state: dict[str, Any], factors: Factors, roots: Roots) -> None:
-        """Copy new roots to a parameter's state."""
         del factors
         state["roots"].copy_(roots.flat)
-
-    # Options.
 
     def _options(self, group: Group) -> Options:
         return (*super()._options(group), self._blocking(group))
@@ -153,8 +148,6 @@ class RootsOptimizer(SyncFreeOptimizer):
         own = {"statistics": flat, "roots": flat, "pending": pending}
         return super()._shapes_of(group, like) | own
 
-    # The step.
-
     def _update_cohort(self, index: int, group: Group, cohort: Cohort) -> None:
         cohort.gradients = list(map(_aligned, cohort.gradients))
         for parameter in cohort.parameters:
@@ -170,7 +163,7 @@ class RootsOptimizer(SyncFreeOptimizer):
         super()._update_by_formula(group, cohort, [*scalars, *roots])
 
     def _begin_call(self, group: Group, parameter: Tensor) -> None:
-        """Count the call, and take pending roots that this call has to use."""
+        """Count the call, and take pending roots that are due, or ready and allowed early."""
         state = self.state[parameter]
         if "roots" not in state:
             wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -188,7 +181,7 @@ class RootsOptimizer(SyncFreeOptimizer):
             self._take(group, parameter)
 
     def _accumulate(self, group: Group, cohort: Cohort) -> None:
-        """Add gradients to their statistics, and begin to compute roots when they are due."""
+        """Update the statistics, and begin to compute roots at `precondition_frequency`."""
         good = None if cohort.found_inf is None else cohort.found_inf == 0
         beta = self._statistics_beta(group)
         for parameter, gradient in zip(cohort.parameters, cohort.gradients, strict=True):
@@ -200,8 +193,8 @@ class RootsOptimizer(SyncFreeOptimizer):
             wide = gradient.to(old.dtype)
             if cohort.grad_scale is not None:
                 wide = wide * cohort.grad_scale.reciprocal()
-            news = factors.statistics(wide)
-            new = old + news if beta == 1 else old.lerp(news, 1 - beta)
+            current = factors.statistics(wide)
+            new = old + current if beta == 1 else old.lerp(current, 1 - beta)
             fits = torch.isfinite(new).all()
             old.copy_(torch.where(fits if good is None else good & fits, new, old))
             is_due = max(state["calls"], 0) % group["precondition_frequency"] == 0
@@ -215,7 +208,7 @@ class RootsOptimizer(SyncFreeOptimizer):
         snapshot = Snapshot(
             self._factors(group, parameter),
             statistics=state["statistics"].clone(),
-            roots=state["roots"],  # change only after this computation
+            roots=state["roots"],  # no copy: only the results of this computation replace them
             is_first=is_first,
             found_inf=None if found_inf is None else found_inf.clone(),
         )
@@ -225,7 +218,7 @@ class RootsOptimizer(SyncFreeOptimizer):
             self._take(group, parameter)
 
     def _take(self, group: Group, parameter: Tensor) -> None:
-        """Wait for the pending roots of a parameter, and use them from now on."""
+        """Wait for a parameter's pending roots and replace the old roots."""
         state = self.state[parameter]
         pending, state["pending"] = state["pending"], None
         roots = pending.roots()
@@ -248,12 +241,8 @@ class RootsOptimizer(SyncFreeOptimizer):
     def _factors(self, group: Group, parameter: Tensor) -> Factors:
         return factors_of(parameter.shape, self._blocking(group))
 
-    # State dictionaries.
-
     def state_dict(self) -> dict[str, Any]:
-        """Wait for pending roots, and return a state dictionary that includes them. Reads the
-        device.
-        """
+        """Return a state dictionary with the pending roots. Waits for them and reads the device."""
         state_dict = super().state_dict()
         states = dict(state_dict["state"])
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
@@ -278,7 +267,7 @@ class RootsOptimizer(SyncFreeOptimizer):
         for number, parameter, group in zip(saved, ours, groups, strict=True):
             given = state_dict["state"].get(number, {})
             state = self.state[parameter] if given else {}
-            # torch has cast these to the parameter's type, and shares memory if it can.
+            # torch casts its copies to the parameter's type, or shares memory with `state_dict`.
             for name in given.keys() & {"statistics", "roots"}:
                 state[name] = given[name].to(parameter.device, copy=True)
             if "pending" in given:

@@ -17,8 +17,8 @@ In the second step, t is 1. Before each QR, the columns of Q_i, and V with them,
 share of S_i.
 
 Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024, arXiv 2409.11321. The same
-as `SOAP` of pytorch-optimizer. A background thread computes the bases; `roots` says when they are
-used. A step needs them only when the next step begins, so a delay of 1 changes nothing.
+as `SOAP` of pytorch-optimizer. A thread computes the bases during training, see `roots`. Only the
+next step needs them, so a delay of 1 changes nothing.
 """
 
 from typing import Any, Unpack
@@ -60,9 +60,9 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
         turned = factors.apply(basis, new_mean) / (new_square.sqrt() + eps)
         change = factors.apply(basis, turned, transposed=True)
         changed = (parameter - change * length) * (1 - lr * weight_decay)
-        news = ((changed, parameter), (new_mean, mean), (new_square, square))
+        pairs = ((changed, parameter), (new_mean, mean), (new_square, square))
         counts = began & can_be_squared(wide)
-        results.append(tuple(torch.where(counts, new, kept) for new, kept in news))
+        results.append(tuple(torch.where(counts, new, kept) for new, kept in pairs))
     parameters, means, squares = (list(each) for each in zip(*results, strict=True))
     return parameters, [means, squares]
 
@@ -91,8 +91,8 @@ def _sorted(tensor: Tensor, factors: Factors, order: Tensor) -> Tensor:
     """Reorder a tensor turned by old bases to the directions of the new bases."""
     result = tensor.reshape(factors.shape)
     orders = torch.split(order, [factors.shape[dimension] for dimension in factors.dimensions])
-    for dimension, which in zip(factors.dimensions, orders, strict=True):
-        result = result.index_select(dimension, which)
+    for dimension, positions in zip(factors.dimensions, orders, strict=True):
+        result = result.index_select(dimension, positions)
     return result.reshape(tensor.shape)
 
 
@@ -111,8 +111,8 @@ class SOAP(RootsOptimizer):
         precondition_frequency: calls of `step` between two computations of bases, 1 or more.
         delay: calls until bases are used, 0 to precondition_frequency; 0: wait for them. 1 gives
             the same bits as 0.
-        deterministic: never use bases earlier, so that equal runs give equal bits. With a delay of
-            0 or 1, or several processes, they always do.
+        deterministic: do not use bases before `delay` calls, so that equal runs give equal bits.
+            Always true with a delay of 0 or 1, or with several processes.
         max_preconditioner_dim: larger dimensions are not turned.
         merge_dims: merge neighboring dimensions, such as those of a convolution's filters, up to a
             product of max_preconditioner_dim.
