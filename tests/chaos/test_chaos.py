@@ -22,7 +22,7 @@ from chaos.load import Load
 from chaos.proxy import FAULTS
 from support.s3_proxy import S3Fault
 
-_ROUNDS = 12
+_ROUNDS = 6
 """Of one run. CHAOS_ROUNDS makes more."""
 
 _THREADS = 8

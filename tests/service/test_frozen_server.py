@@ -81,6 +81,9 @@ async def test_others_continue_while_a_server_is_frozen_which_then_acknowledges_
     tmp_path, database, monkeypatch
 ):
     """It stops between the rows of an upload and its commit, so its session is idle."""
+    timeouts = ("idle_in_transaction_session_timeout", "lock_timeout")
+    idle, lock = (float(engine_module._POOL_SETTINGS[each].removesuffix("s")) for each in timeouts)
+    assert 0 < idle < lock  # else those that wait are refused
     monkeypatch.setitem(engine_module._POOL_SETTINGS, "idle_in_transaction_session_timeout", "6s")
     monkeypatch.setitem(engine_module._POOL_SETTINGS, "lock_timeout", "60s")
     is_frozen, thaws = asyncio.Event(), asyncio.Event()
