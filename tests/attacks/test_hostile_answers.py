@@ -32,7 +32,7 @@ _BODIES = {
 }
 
 
-def _pairs(is_quick):
+def _pairs(*, is_quick):
     """Every body to one call, and one body to every call; the rest is extended."""
     return [
         (call, body)
@@ -42,10 +42,9 @@ def _pairs(is_quick):
     ]
 
 
-@pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.extended)])
-def test_an_answer_of_a_few_megabytes_takes_gigabytes(middlebox, jobs, tmp_path, is_quick):
+def test_an_answer_of_a_few_megabytes_takes_gigabytes(middlebox, jobs, tmp_path, is_extended):
     """All in one process, one at a time, after a first call by which everything is imported."""
-    pairs = [("statistics", "few objects"), *_pairs(is_quick)]
+    pairs = [("statistics", "few objects"), *_pairs(is_quick=not is_extended)]
     told = iter(pairs)
 
     def change(_request, _answer):

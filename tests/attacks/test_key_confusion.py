@@ -44,52 +44,50 @@ def test_a_hostile_server_answers_with_the_artifact_of_another_key(
 
 @pytest.mark.parametrize(("is_signed", "reason"), [(False, "wrong_key"), (True, "bad_signature")])
 def test_a_writer_publishes_an_artifact_under_another_key(
-    any_fort, space, key, publish, victim, team, is_signed, reason
+    fort, space, key, publish, victim, team, is_signed, reason
 ):
     """The first writer that finds it has it withheld; nobody else gets it, or can put it back."""
     signing_key = team.trust("ci") if is_signed else None
-    envelope = publish(key(1), POISON, signing_key=signing_key, server=any_fort)
+    envelope = publish(key(1), POISON, signing_key=signing_key, server=fort)
     trusted = {"trusted_keys": team.file} if is_signed else {}
-    admin, path = any_fort.http(any_fort.admin), key(2).artifact_path(space)
+    admin, path = fort.http(fort.admin), key(2).artifact_path(space)
     sound = admin.get(key(1).artifact_path(space))
     header = sound.headers["graphstash-metadata"]
     blob = envelope.path.read_bytes()
-    assert any_fort.put(path, blob, metadata=header).status_code == 201
-    writer = any_fort.token(f"write:{space}")
+    assert fort.put(path, blob, metadata=header).status_code == 201
+    writer = fort.token(f"write:{space}")
 
-    reader = any_fort.token(f"read:{space}")
-    job = victim(url=any_fort.url, token=writer, **trusted)
+    reader = fort.token(f"read:{space}")
+    job = victim(url=fort.url, token=writer, **trusted)
     assert job.build(key(2)) == OWN
     assert job.fallbacks == {reason: 1}
-    assert any_fort.stats()["reported"] >= 1
+    assert fort.stats()["reported"] >= 1
 
-    with any_fort.withstands() as refused:
-        again = victim(url=any_fort.url, token=reader, read_only=True, **trusted)
+    with fort.withstands() as refused:
+        again = victim(url=fort.url, token=reader, read_only=True, **trusted)
         assert again.build(key(2)) == OWN
         assert (again.stats.misses, again.fallbacks) == (1, {})
         assert admin.get(path).status_code == 404
-        assert any_fort.put(path, blob, metadata=header, token=writer).status_code == 409
-        assert any_fort.put(path, b"other", token=writer).status_code == 409
+        assert fort.put(path, blob, metadata=header, token=writer).status_code == 409
+        assert fort.put(path, b"other", token=writer).status_code == 409
     assert refused == {"not_found": 2, "withheld": 2}
     (listed,) = admin.get(f"/v1/-/quarantine?namespace={space}").json()["artifacts"]
     assert listed["reason"] == reason
     assert admin.get(key(1).artifact_path(space)).status_code == 200
 
 
-def test_a_report_names_what_is_not_there_or_comes_from_a_reader(any_fort, space, key, publish):
+def test_a_report_names_what_is_not_there_or_comes_from_a_reader(fort, space, key, publish):
     """Of another digest, another key or another namespace: nothing is withheld."""
-    publish(key(1), OWN, server=any_fort)
-    any_fort.fill(f"{space}-other")
-    reader, writer = (
-        any_fort.http(any_fort.token(f"{scope}:{space}")) for scope in ("read", "write")
-    )
-    digest, other = any_fort.digest_of(space), any_fort.digest_of(f"{space}-other")
+    publish(key(1), OWN, server=fort)
+    fort.fill(f"{space}-other")
+    reader, writer = (fort.http(fort.token(f"{scope}:{space}")) for scope in ("read", "write"))
+    digest, other = fort.digest_of(space), fort.digest_of(f"{space}-other")
 
     def report(caller, number, digest, where=space):
         body = {"key": key(number).model_dump(mode="json"), "digest": digest, "reason": "corrupt"}
         return caller.post(f"/v1/{where}/artifacts:report", json=body)
 
-    with any_fort.withstands() as refused:
+    with fort.withstands() as refused:
         for _ in range(20):
             assert report(reader, 1, digest).json() == {"found": True, "withheld": False}
         for number, wrong in ((1, f"sha256:{'0' * 64}"), (2, digest), (0, other)):

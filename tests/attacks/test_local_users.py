@@ -253,12 +253,9 @@ def test_the_downloaded_file_is_swapped_between_check_and_use(
     assert victim.build(key(1)) == OWN  # what was adopted under the name is not used either
 
 
-@pytest.mark.parametrize("policy", ["require", pytest.param("off", marks=pytest.mark.extended)])
 @pytest.mark.parametrize("planted", ["pipe", "link", "device", "folder", "theirs", "writable"])
-def test_something_else_lies_where_an_artifact_was_kept(
-    signed, job, key, tmp_path, planted, policy
-):
-    settings = signed | {"signatures": policy, "cache_dir": tmp_path / "cache"}
+def test_something_else_lies_where_an_artifact_was_kept(signed, job, key, tmp_path, planted):
+    settings = signed | {"cache_dir": tmp_path / "cache"}
     first = job(**settings)
     assert first.build(key(1)) == OWN
     path = first.stash.local.path(

@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from graphstash import CacheError, ClientConfig, ConfigError
-from graphstash._trust.trusted_keys import TrustedKeys
-from graphstash_schema import InvalidValueError, ManifestName, Namespace
+from graphstash import CacheError
+from graphstash_schema import ManifestName
 from support.guarded_server import DEVICE, artifact_path
 from support.wire import Wire, head
 
@@ -127,19 +126,3 @@ def test_a_hostile_servers_manifest_names_paths(middlebox, victim, tmp_path, key
             job.stash.server.manifest(ManifestName("m"))
         assert caught.value.reason == "protocol"
         assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("name", ["../../canary", "..", "/etc/passwd", "a\0b", "a/b", "A", ""])
-def test_a_setting_a_word_or_a_trusted_namespace_is_a_path(name, team):
-    with pytest.raises(ConfigError):
-        ClientConfig.load({}, namespace=name or "/")
-    with pytest.raises(ConfigError):
-        ClientConfig.load({}, read_namespaces=[name])
-    with pytest.raises(InvalidValueError):
-        Namespace(name)
-    team.trust("ci")
-    text = json.loads(team.file.read_text())
-    text["keys"][0]["namespaces"] = [name]
-    team.file.write_text(json.dumps(text))
-    with pytest.raises(ConfigError, match="namespaces"):
-        TrustedKeys.read(team.file)

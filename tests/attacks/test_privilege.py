@@ -9,23 +9,23 @@ LEASE = "/v1/{space}/leases/jax/cpu-x86_64-0123456789abcdef/" + "0" * 64
 
 
 @pytest.fixture
-def public(any_fort, space):
+def public(fort, space):
     """A namespace that anyone may read until the test ends: other tests share the server."""
-    any_fort.set_policy(space, anonymous_read=True)
+    fort.set_policy(space, anonymous_read=True)
     yield space
-    any_fort.set_policy(space)
+    fort.set_policy(space)
 
 
 def statuses(answers):
     return [answer.status_code for answer in answers]
 
 
-def test_a_reader_writes_deletes_leases_and_makes_tokens(any_fort, space):
-    any_fort.fill(space, 0)
-    reader = any_fort.http(any_fort.token(f"read:{space}"))
+def test_a_reader_writes_deletes_leases_and_makes_tokens(fort, space):
+    fort.fill(space, 0)
+    reader = fort.http(fort.token(f"read:{space}"))
     lease = LEASE.format(space=space)
 
-    with any_fort.withstands() as refused:
+    with fort.withstands() as refused:
         answers = [
             reader.put(artifact_path(space, 1), content=b"x"),
             reader.put(artifact_path(space, 0), content=b"x"),
@@ -37,7 +37,7 @@ def test_a_reader_writes_deletes_leases_and_makes_tokens(any_fort, space):
             reader.post(f"/v1/{space}/artifacts:release", json={}),
             reader.post("/v1/-/tokens", json=TOKEN),
             reader.get("/v1/-/tokens"),
-            reader.delete(f"/v1/-/tokens/{any_fort.admin[4:20]}"),
+            reader.delete(f"/v1/-/tokens/{fort.admin[4:20]}"),
             reader.get("/v1/-/audit"),
             reader.get("/v1/-/namespaces"),
             reader.put(f"/v1/-/namespaces/{space}", json={"mode": "overwrite"}),
@@ -49,30 +49,30 @@ def test_a_reader_writes_deletes_leases_and_makes_tokens(any_fort, space):
     assert refused == {"forbidden": 17}
 
 
-def test_a_writer_of_many_namespaces_writes_into_a_trusted_one(any_fort, space):
-    any_fort.set_policy(f"{space}-prod", trusted=True)
-    any_fort.fill(f"{space}-prod", 0)
+def test_a_writer_of_many_namespaces_writes_into_a_trusted_one(fort, space):
+    fort.set_policy(f"{space}-prod", trusted=True)
+    fort.fill(f"{space}-prod", 0)
     path = artifact_path(f"{space}-prod", 1)
-    many = any_fort.token(f"write:{space}-*", "write:*")
+    many = fort.token(f"write:{space}-*", "write:*")
 
-    with any_fort.withstands() as refused:
-        answer = any_fort.put(path, b"x", token=many)
+    with fort.withstands() as refused:
+        answer = fort.put(path, b"x", token=many)
     assert answer.status_code == 403
     assert f"write:{space}-prod" in answer.json()["detail"]
     assert refused == {"forbidden": 1}
-    exact = any_fort.token(f"write:{space}-*", f"write:{space}-prod")
-    assert any_fort.put(path, b"x", token=exact).status_code == 201
+    exact = fort.token(f"write:{space}-*", f"write:{space}-prod")
+    assert fort.put(path, b"x", token=exact).status_code == 201
 
 
-def test_an_administrator_by_a_pattern_changes_a_trusted_namespace(any_fort, space):
+def test_an_administrator_by_a_pattern_changes_a_trusted_namespace(fort, space):
     """Neither by the pattern nor by a way round, such as lifting the policy."""
     where = f"{space}-prod"
-    any_fort.set_policy(where, trusted=True)
-    any_fort.fill(where, 0)
-    many = any_fort.http(any_fort.token(f"admin:{space}*", "admin:**", f"read:{where}"))
+    fort.set_policy(where, trusted=True)
+    fort.fill(where, 0)
+    many = fort.http(fort.token(f"admin:{space}*", "admin:**", f"read:{where}"))
     key = {"kind": "jax", "device_type": "cpu", "fingerprint": "0" * 64}
 
-    with any_fort.withstands() as refused:
+    with fort.withstands() as refused:
         answers = [
             many.put(artifact_path(where, 1), content=b"x"),
             many.delete(artifact_path(where, 0)),
@@ -84,15 +84,15 @@ def test_an_administrator_by_a_pattern_changes_a_trusted_namespace(any_fort, spa
         ]
     assert statuses(answers) == [403] * 7
     assert refused == {"forbidden": 7}
-    named = any_fort.token(f"admin:{where}")
-    assert any_fort.put(artifact_path(where, 1), b"x", token=named).status_code == 201
+    named = fort.token(f"admin:{where}")
+    assert fort.put(artifact_path(where, 1), b"x", token=named).status_code == 201
 
 
-def test_a_caller_with_one_namespace_reads_the_totals_of_all(any_fort, space):
-    any_fort.fill(space, 0)
+def test_a_caller_with_one_namespace_reads_the_totals_of_all(fort, space):
+    fort.fill(space, 0)
     lease = LEASE.format(space=space)
-    assert any_fort.http(any_fort.admin).post(lease, json={}).status_code == 201
-    one, every = (any_fort.http(any_fort.token(grant)) for grant in (f"read:{space}", "read:*"))
+    assert fort.http(fort.admin).post(lease, json={}).status_code == 201
+    one, every = (fort.http(fort.token(grant)) for grant in (f"read:{space}", "read:*"))
     assert one.put(artifact_path(space, 1), content=b"x").status_code == 403
 
     seen, all_of_it = one.get("/v1/stats").json(), every.get("/v1/stats").json()
@@ -105,12 +105,12 @@ def test_a_caller_with_one_namespace_reads_the_totals_of_all(any_fort, space):
     assert all_of_it["refused"]["forbidden"] >= 1
 
 
-def test_a_namespace_administrator_administers_the_server(any_fort, space):
+def test_a_namespace_administrator_administers_the_server(fort, space):
     """Nor do patterns of many stars: `**` matches whatever `*` matches, and is not the same."""
-    owner = any_fort.http(any_fort.token(f"admin:{space}", "admin:attack-*", "write:*", "read:*"))
-    almost = any_fort.http(any_fort.token("admin:**", "admin:*a*", "write:*"))
+    owner = fort.http(fort.token(f"admin:{space}", "admin:attack-*", "write:*", "read:*"))
+    almost = fort.http(fort.token("admin:**", "admin:*a*", "write:*"))
 
-    with any_fort.withstands() as refused:
+    with fort.withstands() as refused:
         answers = [
             owner.post("/v1/-/tokens", json=TOKEN),
             owner.get("/v1/-/tokens"),
@@ -125,15 +125,15 @@ def test_a_namespace_administrator_administers_the_server(any_fort, space):
     assert refused == {"forbidden": 8}
 
 
-def test_an_anonymous_reader_of_one_namespace_tries_the_others(any_fort, public):
+def test_an_anonymous_reader_of_one_namespace_tries_the_others(fort, public):
     space = public
-    any_fort.fill(space, 0)
-    any_fort.fill(f"{space}-closed", 0)
-    nobody = any_fort.http()
+    fort.fill(space, 0)
+    fort.fill(f"{space}-closed", 0)
+    nobody = fort.http()
     key = {"kind": "jax", "device_type": "cpu", "fingerprint": "0" * 64}
     assert nobody.get(artifact_path(space)).status_code == 200
 
-    with any_fort.withstands() as refused:
+    with fort.withstands() as refused:
         answers = [
             nobody.get(artifact_path(f"{space}-closed")),
             nobody.get(artifact_path(f"{space}-absent")),
@@ -154,15 +154,15 @@ def test_an_anonymous_reader_of_one_namespace_tries_the_others(any_fort, public)
     assert len({answer.json()["detail"] for answer in answers}) == 1
 
 
-def test_a_pattern_reaches_a_namespace_that_it_does_not_name(any_fort):
+def test_a_pattern_reaches_a_namespace_that_it_does_not_name(fort):
     not_named = (
         *(("team-*", "team"), ("team-*", "teams-a"), ("team", "team-a")),
         *(("*-team", "a-team-b"), ("team.x", "team-x"), ("te*am", "team-x")),
     )
-    tokens = [any_fort.token(f"admin:{pattern}") for pattern, _ in not_named]
-    with any_fort.withstands() as refused:
+    tokens = [fort.token(f"admin:{pattern}") for pattern, _ in not_named]
+    with fort.withstands() as refused:
         for token, (pattern, where) in zip(tokens, not_named, strict=True):
-            caller = any_fort.http(token)
+            caller = fort.http(token)
             answers = (
                 caller.get(artifact_path(where)),
                 caller.put(artifact_path(where), content=b"x"),
@@ -185,10 +185,10 @@ _BAD_GRANTS = (
 )
 
 
-def test_a_token_is_asked_for_with_a_grant_out_of_form(any_fort):
-    admin = any_fort.http(any_fort.admin)
+def test_a_token_is_asked_for_with_a_grant_out_of_form(fort):
+    admin = fort.http(fort.admin)
 
-    with any_fort.withstands() as refused:
+    with fort.withstands() as refused:
         for grant in _BAD_GRANTS:
             wanted = {"description": "x", "grants": [grant]}
             assert admin.post("/v1/-/tokens", json=wanted).status_code == 400, grant

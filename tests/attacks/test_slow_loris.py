@@ -53,13 +53,12 @@ def test_a_head_comes_byte_by_byte(hasty, requests_before):
     assert refused == {"upload_timeout": 1}
 
 
-@pytest.mark.parametrize("call", ["upload", "lookup", "token"])
+@pytest.mark.parametrize("call", ["upload", "lookup"])
 def test_a_body_comes_byte_by_byte(hasty, space, call):
     length = "Content-Length: 9999"
     heads = {
         "upload": _upload(hasty, space),
         "lookup": head("POST", f"/v1/{space}/artifacts:lookup", length, token=hasty.admin),
-        "token": head("POST", "/v1/-/tokens", length, token=hasty.admin),
     }
 
     with hasty.withstands() as refused, Wire(hasty.url) as wire:
@@ -255,19 +254,6 @@ def test_an_endless_upload_holds_a_lease(hasty, space):
         assert wire.answer().status == 408
     lost = hasty.http(slow).put(lease, json={}, headers={"Graphstash-Lease": held.json()["token"]})
     assert lost.status_code == 410
-
-
-def test_an_answer_is_read_byte_by_byte(hasty, space):
-    """It costs a connection and nothing else."""
-    hasty.put(artifact_path(space), bytes(_LARGE_BYTES))
-    with hasty.withstands() as refused, ExitStack() as stack:
-        for _ in range(8):
-            wire = stack.enter_context(Wire(hasty.url))
-            wire.send(head("GET", artifact_path(space), token=hasty.admin))
-        answer = hasty.http(hasty.admin).get(artifact_path(space))
-        assert len(answer.content) == _LARGE_BYTES
-    assert refused == {}
-    assert hasty.http(hasty.admin).delete(artifact_path(space)).status_code == 204
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(3600, 503), (0, 200)])

@@ -1,15 +1,11 @@
 """A few bytes that unfold to gigabytes."""
 
-import hashlib
-
 import pytest
-import zstandard
 
 from graphstash_schema import ArtifactMetadata
 from support.bombs import GIANT_BYTES, bomb, count_decompressors, envelope_of, frame
 from support.reader_job import OWN
 from support.run_case import RUN_CASE, case_arguments
-from support.signing import Sealed, signature_of
 
 
 @pytest.fixture
@@ -36,20 +32,13 @@ def refuses(fort, job, key, reason):
     assert refused == {}
 
 
-def test_the_bomb_is_one():
-    with zstandard.ZstdDecompressor().stream_reader(frame(64 * 1024**2)) as reader:
-        assert sum(map(len, iter(lambda: reader.read(1 << 20), b""))) == 64 * 1024**2
-
-
 @pytest.mark.parametrize(
     ("fields", "reason", "unfolded"),
     [
         ({}, "corrupt", True),
         ({"raw_size": GIANT_BYTES + 1}, "too_large", False),
-        ({"raw_size": 2**80}, "too_large", False),
         ({"raw_size": 1e300}, "too_large", False),
         ({"raw_size": float("inf")}, "corrupt", False),
-        ({"raw_size": -1}, "corrupt", True),
     ],
     ids=str,
 )
@@ -65,28 +54,6 @@ def test_a_frame_wants_a_window_of_2_gigabytes(fort, key, plant, victim):
     plant(key(), envelope_of(key(), frame(GIANT_BYTES, window_log=31)))
 
     refuses(fort, victim(), key(), "corrupt")
-
-
-def test_a_bomb_is_unsigned_or_signed_by_a_stranger(
-    fort, space, key, plant, victim, team, decompressors, tmp_path
-):
-    team.trust("ci")
-    blob = bomb(key())
-    plant(key(), blob, signature=_signature(team.key("stranger"), space, key(), blob, tmp_path))
-    plant(key(1), bomb(key(1)))
-
-    for policy in ("require", "prefer"):
-        job = victim(trusted_keys=team.file, signatures=policy)
-        refuses(fort, job, key(), "unknown_key")
-    refuses(fort, victim(trusted_keys=team.file), key(1), "unsigned")
-    assert decompressors == []
-
-
-def _signature(key_file, space, key, blob, directory):
-    path = directory / "bomb"
-    path.write_bytes(blob)
-    envelope = Sealed(path, hashlib.sha256(blob).hexdigest(), len(blob), 10)
-    return signature_of(key_file, space, key, envelope)
 
 
 def test_a_bomb_fills_the_memory_of_a_process(fort, space, key, plant, publish, tmp_path, jobs):
