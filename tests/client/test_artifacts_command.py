@@ -2,11 +2,7 @@
 
 import json
 import os
-import pty
 import re
-import subprocess
-import sys
-from contextlib import suppress
 
 import httpx
 import pytest
@@ -44,28 +40,6 @@ def put(hosts, namespace):
         return key
 
     return put
-
-
-@pytest.fixture
-def terminal(config):
-    """Runs a command in a terminal of 80 columns; gives its lines without their colours."""
-
-    def run(*arguments):
-        ours, theirs = pty.openpty()
-        settings = variables_of(config("reader")) | {"COLUMNS": "80", "TERM": "xterm"}
-        command = [sys.executable, "-m", "graphstash", *arguments]
-        environment = os.environ | settings
-        seen = b""
-        with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
-            os.close(theirs)
-            with suppress(OSError):  # how Linux says that nobody writes any more
-                while piece := os.read(ours, 4096):
-                    seen += piece
-            os.close(ours)
-        assert process.returncode == 0, seen
-        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode()).splitlines()
-
-    return run
 
 
 def listed(command, *options, **settings):
@@ -130,9 +104,14 @@ def test_list_that_is_sorted_here_shows_how_much_it_has_read_on_a_terminal(put, 
     assert re.search(r"reading the list .* 3/", shown)
 
 
-def test_labels_are_cut_to_a_terminal_of_80_columns_and_whole_elsewhere(
-    put, terminal, command, namespace
-):
+def test_labels_are_cut_to_a_terminal_of_80_columns_and_whole_elsewhere(put, command, config):
+    def terminal(*arguments):
+        shown = graphstash_on_terminal(
+            *arguments, is_output_shown=True, COLUMNS="80", **variables_of(config("reader"))
+        )
+        assert shown[0] == 0, shown
+        return shown[1].splitlines()
+
     label = "jit(" + "x" * 100 + ")"
     put(1, label=label, size=9999)
     put(2, where="x" * 64)

@@ -187,7 +187,6 @@ def test_run_imports_nothing_heavy_before_the_job():
         (("--help",), {"pydantic", *_SLOW}),
         (("--nope",), {"rich", "pydantic", *_SLOW}),
         (("no-such-command",), {"rich", *_SLOW}),  # typer reads the options by pydantic
-        *(((command, "--nope"), _SLOW - {"graphstash_schema.model"}) for command in _CLIENTS),
     ],
 )
 def test_start_imports_only_what_the_command_line_needs(arguments, unwanted):
@@ -201,6 +200,20 @@ def test_start_imports_only_what_the_command_line_needs(arguments, unwanted):
     """
     result = processes.python(program, *arguments)
     assert result.stderr.splitlines()[-1] == "[]"
+
+
+def test_commands_that_fail_on_their_arguments_import_no_client():
+    program = f"""
+        import contextlib, sys
+        from graphstash.__main__ import main
+        for command in sys.argv[1:]:
+            sys.argv = ["graphstash", command, "--nope"]
+            with contextlib.suppress(SystemExit):
+                main()
+            print(command, sorted({_SLOW - {"graphstash_schema.model"}} & sys.modules.keys()))
+    """
+    told = processes.python(program, *_CLIENTS).stdout
+    assert told.splitlines() == [f"{command} []" for command in _CLIENTS]
 
 
 def test_the_list_of_commands_repeats_the_first_sentences_of_their_help():
@@ -261,17 +274,16 @@ def test_bad_input_gets_one_clear_line(tmp_path, arguments, status, told):
     assert line.startswith("graphstash: error: ")
 
 
-@pytest.mark.parametrize("options", [(), ("--fail-on-miss",)])
 @pytest.mark.parametrize(
-    ("program", "status", "reason"),
+    ("options", "program", "status", "reason"),
     [
-        ("/", 126, "Permission denied"),
-        ("/etc/passwd", 126, "Permission denied"),
-        ("/no-such/program", 127, "No such file or directory"),
+        ((), "/", 126, "Permission denied"),
+        (("--fail-on-miss",), "/etc/passwd", 126, "Permission denied"),
+        (("--fail-on-miss",), "/no-such/program", 127, "No such file or directory"),
     ],
 )
 def test_run_tells_a_program_that_cannot_be_run_from_a_missing_one(
-    program, status, reason, options
+    options, program, status, reason
 ):
     result = graphstash("run", *options, "--", program)
     assert (result.returncode, result.stdout) == (status, "")
@@ -287,9 +299,7 @@ def test_unusable_file_is_named_by_a_process_that_ends_with_the_status_of_usage(
     assert str(tmp_path / "absent") in result.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--version",), ("--help",), ("show", "--help"), ("ls",), ("status", "--json")]
-)
+@pytest.mark.parametrize("arguments", [("--version",), ("show", "--help"), ("status", "--json")])
 def test_command_ends_as_other_tools_when_nothing_reads_its_output(server, arguments):
     status, errors = processes.graphstash_unread(*arguments, GRAPHSTASH_URL=server.url)
     assert (status, errors) == (-signal.SIGPIPE, "")
@@ -297,7 +307,7 @@ def test_command_ends_as_other_tools_when_nothing_reads_its_output(server, argum
 
 @pytest.mark.parametrize(
     "arguments",
-    [("status",), ("ls",), ("prefetch", "job"), ("explain",), ("keys", "list"), ("doctor",)],
+    [("status",), ("keys", "list"), ("doctor",)],
 )
 def test_misspelled_setting_is_reported_once_by_every_command(tmp_path, arguments):
     settings = {"GRAPHSTASH_NAMESPCE": "x", "GRAPHSTASH_CACHE_DIR": tmp_path}
@@ -322,9 +332,8 @@ def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):
     assert (result.returncode, "remembered for job 'job'" in result.stderr) == (1, True)
 
 
-@pytest.mark.parametrize("width", ["60", "100"])
-def test_help_fills_its_paragraphs_and_names_defaults(width):
-    told = here("serve", "--help", COLUMNS=width).stdout
+def test_help_fills_its_paragraphs_and_names_defaults():
+    told = here("serve", "--help", COLUMNS="60").stdout
     flat = " ".join(told.replace("│", " ").split())
     assert "[default: 8077]" in flat
     assert "[default: tokens]" in flat
@@ -332,7 +341,7 @@ def test_help_fills_its_paragraphs_and_names_defaults(width):
     lines = [each.strip() for each in told.partition("Options")[0].splitlines()]
     for first, second in itertools.pairwise(lines):  # a line ends early only where a paragraph does
         word = second.split(" ")[0]
-        assert not second or not first or len(first) + 1 + len(word) > int(width) - 3
+        assert not second or not first or len(first) + 1 + len(word) > 57
 
 
 def all_commands():
@@ -366,14 +375,9 @@ def test_the_help_groups_every_command_and_names_every_exit_status():
         assert f"{status.value}: {meaning.replace('`', '')}" in told
 
 
-@pytest.mark.parametrize(
-    "shell",
-    ["bash", *(pytest.param(shell, marks=pytest.mark.extended) for shell in ("zsh", "fish"))],
-)
-def test_a_shell_completes_commands_options_and_values(shell):
+def test_a_shell_completes_commands_options_and_values():
     words = "graphstash ls --kind tri"
-    asked = {"_GRAPHSTASH_COMPLETE": f"complete_{shell}", "COMP_WORDS": words, "COMP_CWORD": "3"}
-    asked |= {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    asked = {"_GRAPHSTASH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "3"}
     result = processes.python(
         "import sys; sys.argv = ['graphstash']; from graphstash.__main__ import main; main()",
         **asked,

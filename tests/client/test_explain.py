@@ -11,7 +11,6 @@ from graphstash import ClientConfig
 from graphstash._compile.compile_limit import STATUS_NO_CACHE
 from graphstash._compile.misses import MissLog
 from graphstash.errors import RefusedError
-from graphstash.testing import FakeServer
 from support.host import key, request
 from support.processes import graphstash, graphstash_here
 from support.waiting import PATIENT, PATIENT_VARIABLES, variables_of
@@ -136,17 +135,6 @@ def test_unshareable_program_is_named_with_its_cause_by_run_explain_and_doctor(
     assert f"graphstash: 1 miss: the cache could not help ({cause})" in ended.stderr
     assert f"1 miss: the cache could not help ({cause})\n    scale\n" in explain("host").stdout
     assert f"1 program {cause}" in graphstash_here("doctor", **variables).stdout
-
-
-def test_artifact_in_unread_namespace_is_named(run, namespace):
-    """On a server of its own: sixteen namespaces are looked through."""
-    parts = {"step": {"jax": "0.10.2"}}
-    with FakeServer() as fake:
-        run("there", parts, namespace=f"{namespace}-theirs", url=fake.url)
-        here = run("here", parts, url=fake.url)
-    assert lines_of(here)[0] == (
-        f"1 miss: it is stored in the namespace {namespace}-theirs, which was not read"
-    )
 
 
 def test_explanation_without_server_names_the_reason_and_a_hostile_label_in_one_line(run, explain):

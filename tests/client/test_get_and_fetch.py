@@ -16,7 +16,6 @@ from support.waiting import PATIENT
 
 MIB = 1024**2
 PAYLOAD_BYTES = 48 * MIB
-EXTENDED = pytest.mark.extended
 
 
 def noise(size):
@@ -54,8 +53,6 @@ def published(server, tmp_path_factory):
     [
         ("get", "does not shrink", 1.1 * PAYLOAD_BYTES),
         ("fetch", "shrinks to a sixteenth", 24 * MIB),
-        pytest.param("get", "shrinks to a sixteenth", 1.1 * PAYLOAD_BYTES, marks=EXTENDED),
-        pytest.param("fetch", "does not shrink", 24 * MIB, marks=EXTENDED),
     ],
 )
 def test_large_artifact_takes_little_extra_memory(published, tmp_path, call, name, most):

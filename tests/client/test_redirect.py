@@ -94,7 +94,7 @@ def test_redirected_artifact_is_verified_and_no_credential_follows(
 @pytest.mark.parametrize(
     "fault",
     [
-        *(S3Fault.FAILING, S3Fault.FORBIDDEN, S3Fault.STRANGER, S3Fault.RESET),
+        *(S3Fault.FAILING, S3Fault.STRANGER, S3Fault.RESET),
         *(S3Fault.HANG, S3Fault.CUT, S3Fault.FLIP),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_report_of_the_most_and_longest_misses_is_taken_as_lines(
     hostile = "\\x1b]0;owned\\x07\\n\\N{SNOWMAN}"
     code = JOB.replace("jit(step", hostile * 300).replace("1000 * float(number)", "0")
     numbers = ",".join(["0", *(str(number) for number in range(100, 170))])
-    run("a", numbers, script="evil\x1b[2J.py", code=code, options=("--explain",))
+    run("a", numbers, script="evil\x1b[2J.py", code=code)
     ((_, report),) = reports_in(recorder)
     assert len(report.misses) == MAX_RUN_MISSES
     shown = json.dumps([report.program, report.misses[0].label])

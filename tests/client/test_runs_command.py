@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from graphstash_schema import ArtifactMetadata
-from graphstash_schema.run import MAX_LISTED_RUNS
 from support.host import key
 from support.waiting import until
 
@@ -128,15 +127,19 @@ def test_a_month_is_reported_in_markdown(two_runs, command, hosts, namespace, re
     until(lambda: {namespace, "(others)"} & groups())
 
 
-def test_month_before_the_latest_runs_is_reported_whole(report_run, server, namespace, command):
+def test_month_before_the_latest_runs_is_reported_whole(
+    report_run, namespace, command, monkeypatch
+):
+    """It takes several pages."""
+    monkeypatch.setattr("graphstash._cli.report.MAX_LISTED_RUNS", 2)
     before = datetime(2026, 1, 31, 23, tzinfo=UTC)
-    for number in range(MAX_LISTED_RUNS + 3):
-        report_run(f"old-{number:03}", ("jit(old)", ""), started_at=before)
-    for number in range(MAX_LISTED_RUNS):
-        report_run(f"run-{number:03}", ("jit(new)", ""))
+    for number in range(5):
+        report_run(f"old-{number}", ("jit(old)", ""), started_at=before)
+    for number in range(3):
+        report_run(f"run-{number}", ("jit(new)", ""))
     arguments = ("report", "--month", "2026-01", "--namespace", namespace, "--json")
     made = json.loads(command(*arguments).stdout)
-    assert made["runs"] == MAX_LISTED_RUNS + 3
+    assert (made["runs"], made["runs_read"]) == (5, 5)
     assert [each["label"] for each in made["misses"]] == ["jit(old)"]
 
 

@@ -37,7 +37,7 @@ def run(config, tmp_path):
     return run
 
 
-def test_the_bill_names_what_was_compiled_and_not_what_was_stored(run):
+def test_the_bill_names_what_was_compiled_and_a_minimum_hit_rate_decides_the_exit_status(run):
     run("main", "a|b", "second")
     variables = run("change", "a|b", "third")
 
@@ -51,6 +51,11 @@ def test_the_bill_names_what_was_compiled_and_not_what_was_stored(run):
     assert (told["hits"], told["misses"], told["troubled"]) == (1, 1, 0)
     assert [each["label"] for each in told["compiled"]] == ["third"]
     assert told["compiled"][0]["why"]
+    for minimum, status in (("0.5", 0), ("0.51", 1)):
+        told = graphstash_here("summary", "--minimum-hit-rate", minimum, **variables)
+        assert told.returncode == status
+        assert ("hit rate 50.0%" in told.stderr) == bool(status)
+        assert "1 hit, 1 miss" in told.stdout
 
 
 def test_labels_cannot_break_the_table(run):
@@ -59,23 +64,6 @@ def test_labels_cannot_break_the_table(run):
     assert len(rows) == 4
     assert all(row.replace("\\|", "").count("|") == 4 for row in rows)
     assert "<b>" not in shown.stdout.replace("\\<b\\>", "")
-
-
-@pytest.mark.parametrize(("minimum", "status"), [("0.5", 0), ("0.51", 1)])
-def test_minimum_hit_rate_decides_the_exit_status(run, minimum, status):
-    run("before", "kept")
-    variables = run("after", "kept", "new")
-    told = graphstash_here("summary", "--minimum-hit-rate", minimum, **variables)
-    assert told.returncode == status
-    assert ("hit rate 50.0%" in told.stderr) == bool(status)
-    assert "1 hit, 1 miss" in told.stdout
-
-
-def test_compilations_without_the_cache_count_against_the_rate(run):
-    variables = run("alone", "one", GRAPHSTASH_URL="http://127.0.0.1:9")
-    told = graphstash_here("summary", "--minimum-hit-rate", "0.1", **variables)
-    assert told.returncode == 1
-    assert "| one |" in told.stdout
 
 
 def test_host_without_a_run_has_an_empty_summary(tmp_path, server):
@@ -89,12 +77,14 @@ def test_host_without_a_run_has_an_empty_summary(tmp_path, server):
     assert json.loads(told.stdout)["hit_rate"] is None
 
 
-def test_compilations_beyond_the_record_count(run):
+def test_compilations_without_the_cache_count_against_the_rate_also_beyond_the_record(run):
     programs = [f"program {number}" for number in range(600)]
     variables = run("many", *programs, GRAPHSTASH_URL="http://127.0.0.1:9")
     told = json.loads(graphstash_here("summary", "--json", **variables).stdout)
     assert (told["troubled"], len(told["compiled"])) == (600, 512)
-    assert "And 580 programs more." in graphstash_here("summary", **variables).stdout
+    told = graphstash_here("summary", "--minimum-hit-rate", "0.1", **variables)
+    assert told.returncode == 1
+    assert "And 580 programs more." in told.stdout
 
 
 @pytest.mark.parametrize("rate", ["-0.1", "1.5", "most"])

@@ -63,7 +63,9 @@ def graphstash_unread(*arguments: object, **variables: object) -> tuple[int, str
     return done.returncode, done.stderr
 
 
-def graphstash_on_terminal(*arguments: object, **variables: object) -> tuple[int, str]:
+def graphstash_on_terminal(
+    *arguments: object, is_output_shown: bool = False, **variables: object
+) -> tuple[int, str]:
     """Run a command whose errors go to a terminal. Return its status and what it showed there."""
     reading, writing = pty.openpty()
     with open(reading, "rb", buffering=0) as screen:  # noqa: PTH123 - of a descriptor
@@ -71,7 +73,7 @@ def graphstash_on_terminal(*arguments: object, **variables: object) -> tuple[int
             process = subprocess.Popen(
                 [sys.executable, "-m", "graphstash", *map(str, arguments)],
                 env=os.environ | {name: str(value) for name, value in variables.items()},
-                stdout=subprocess.DEVNULL,
+                stdout=terminal if is_output_shown else subprocess.DEVNULL,
                 stderr=terminal,
             )
         shown = b""
