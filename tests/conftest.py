@@ -60,6 +60,9 @@ def _context(verify=True, cert=None, trust_env=True):  # noqa: FBT002 - as httpx
 
 httpx._transports.default.create_ssl_context = _context
 
+# A busy machine may answer no test within the five seconds that are the default.
+vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(httpx.Timeout(60).as_dict())
+
 
 def pytest_addoption(parser):
     parser.addoption("--extended", action="store_true", help="also run tests marked `extended`")

@@ -48,7 +48,7 @@ def live_server(start_once: Callable[..., Any]) -> LiveServer:
     return start_once(
         LiveServer,
         max_artifact_bytes=400 * 1024**2,
-        upload_idle_seconds=1.0,
+        upload_idle_seconds=3.0,  # longer than collecting garbage pauses this process
         flush_seconds=0.05,
         log_level="error",
     )
@@ -97,6 +97,9 @@ def through(nginx: Nginx, api: Api, connect: Callable[..., Api]) -> Api:
 
 @pytest.fixture
 def files(live_server: LiveServer) -> Callable[[], list[Path]]:
+    """What the shared server stores, without what earlier tests broke off."""
+    temporary = live_server.data_dir / "blobs" / "tmp"
+    until(lambda: not any(temporary.iterdir()))
     return lambda: files_of(live_server.data_dir)
 
 

@@ -28,10 +28,9 @@ def wire(live_server):
 
 @pytest.fixture(autouse=True)
 def _untouched_store(files):
-    before = set(files())
+    before = files()
     yield
-    until(lambda: set(files()) <= before)  # without temporary files
-    assert {path.parent.name for path in before - set(files())} <= {"tmp"}  # of an earlier test
+    until(lambda: files() == before)
 
 
 MALFORMED = (

@@ -115,7 +115,7 @@ class TestTrouble:
         settings = s3_settings(proxy.url, bucket, log_level="error")
         with LiveServer(tmp_path, **settings) as server:
             connect(server.url).put(SMALL, 1)
-        monkeypatch.setattr(bucket_module, "_READ_SECONDS", 2.0)
+        monkeypatch.setattr(bucket_module, "_READ_SECONDS", 5.0)
         with LiveServer(tmp_path, **settings) as server:
             api = connect(server.url)
             proxy.fault = S3Fault.HANG

@@ -28,6 +28,7 @@ from graphstash_server.storage.disk import ServerLock
 from graphstash_server.testing import LiveServer
 from support.database_sessions import connected, eventually
 from support.ports import reserved_port
+from support.waiting import until
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def refusal(process_environment, tmp_path):
             [sys.executable, "-m", "graphstash_server", "--data-dir", str(data_dir), *options],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             env={**os.environ, "COLUMNS": "200", **process_environment},
             check=False,
         )
@@ -285,12 +286,13 @@ async def test_migration_behind_a_lasting_transaction_ends_with_one_line(
 async def test_start_names_a_database_that_does_not_answer_for_its_revision(
     outdated, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(migration, "_READ_SECONDS", 1.0)
     settings = load_settings(database_url=outdated, data_dir=tmp_path)
     async with connected(outdated) as slow:
         await slow.execute("BEGIN; LOCK TABLE alembic_version")
-        with pytest.raises(StartError, match=r"has not answered for 1 s: .*alembic_version"):
-            await prepare_database(settings, is_migrating=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(migration, "_READ_SECONDS", 1.0)
+            with pytest.raises(StartError, match=r"has not answered for 1 s: .*alembic_version"):
+                await prepare_database(settings, is_migrating=True)
         await slow.execute("COMMIT")
     await prepare_database(settings, is_migrating=True)
 
@@ -317,7 +319,12 @@ def test_start_does_not_wait_for_ever_for_a_suspended_process(tmp_path, monkeypa
     waits = f"another process starts or migrates: waiting for {tmp_path / 'server.lock'}"
     assert caplog.messages == [waits] * 2
     monkeypatch.setattr(file_locks, "_WAIT_SECONDS", 60)
-    threading.Timer(0.2, suspended.share).start()
+
+    def resume():
+        until(lambda: len(caplog.messages) == 3)
+        suspended.share()
+
+    threading.Thread(target=resume).start()
     waiting.share()
     assert caplog.messages == [waits] * 3
     for lock in (suspended, waiting):

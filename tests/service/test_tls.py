@@ -154,7 +154,7 @@ def test_slow_reader_is_cut_only_if_it_stops(server, trusting, monkeypatch):
         return writer.transport.is_closing()
 
     monkeypatch.setattr(connection.Connection, "pause_writing", noting)
-    monkeypatch.setattr(connection, "_MOVING_SECONDS", 1e-6)
+    monkeypatch.setattr(connection, "_MOVING_SECONDS", 0.1)
     host, port = server.url.removeprefix("https://").split(":")
     with socket.socket() as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)

@@ -18,6 +18,7 @@ import pytest
 from graphstash import CacheError, ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
 from graphstash_server.testing import LiveServer
+from support.ports import reserved_port
 from support.waiting import PATIENT
 from support.wire import Wire
 
@@ -160,7 +161,7 @@ def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, even
 def test_rolling_restart_fails_no_request_and_a_killed_worker_only_its_own(
     start, tmp_path, eventually
 ):
-    server = start("--workers", "2")
+    server = start("--workers", "2", "--port", str(reserved_port()))
     with Load(server.url, tmp_path) as load:
         first = server.workers
         eventually(load.has_gone_on())
@@ -304,7 +305,7 @@ def test_a_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, pro
         [sys.executable, "-m", "graphstash_server", "--port", "0", "--workers", "2"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, **process_environment, "GRAPHSTASH_DATA_DIR": str(tmp_path)},
         check=False,
     )
