@@ -70,12 +70,6 @@ def test_second_host_measures_nothing_and_gets_the_same_schedule(search, built, 
     assert built() == 0
 
 
-def test_host_with_the_cache_off_searches_within_its_budget(search, built):
-    done = search("task", "--trials", 4, "--json", enabled=False)
-    assert json.loads(done.stdout)["searched"]
-    assert 4 <= built() <= 4 + 4  # the finalists are built again
-
-
 def test_host_without_server_searches_alone(search, built):
     done = search("task", "--trials", 20, "--json", url="http://127.0.0.1:9")
     found = json.loads(done.stdout)

@@ -58,11 +58,6 @@ NO_ANSWERS = {
         "hosts": [],
         "measured": 1,
     },
-    "a value that JSON has not": {
-        "measurements": [RECORD | {"configuration": {"a": float("nan")}}],
-        "hosts": [],
-        "measured": 1,
-    },
     "a count without bounds": {"measurements": [RECORD], "hosts": [], "measured": 10**4000},
 }
 

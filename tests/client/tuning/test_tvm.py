@@ -8,27 +8,17 @@ pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """Measures products of these sizes in TVM's environment."""
+def found(tmp_path_factory):
+    """Measurements of products in TVM's environment; the matrices are not square."""
     settings = {"cases": "tvm_products", "environment": "tvm", "under": "python"}
     with CompilerJobs(tmp_path_factory.mktemp("tvm"), **settings) as jobs:
-        yield (
-            lambda *sizes, drawn: (
-                jobs.run(
-                    "host", "measured", {"sizes": sizes, "drawn": drawn}, enabled="false"
-                ).report
-            )
-        )
-
-
-@pytest.fixture(scope="module")
-def found(measured):
-    return measured(64, 64, 64, drawn=12)
+        arguments = {"sizes": [16, 64, 32], "drawn": 6}
+        yield jobs.run("host", "measured", arguments, enabled="false").report
 
 
 def test_every_split_of_the_loops_gives_the_right_result(found):
     *legal, _ = found["TvmGemm"]
-    assert len(legal) == 14
+    assert len(legal) == 8
     for each in legal:
         assert each["failure"] is None, each
         assert 0 < each["cost"] < 1
@@ -45,11 +35,6 @@ def test_kernel_with_wrong_result_is_detected(found, kernel):
 
 
 def test_target_is_described_by_sizes_type_and_version(found):
-    sizes = dict.fromkeys("mkn", 64)
+    sizes = {"m": 16, "k": 64, "n": 32}
     others = {"target": "tvm-gemm", "dtype": "float32", "tvm": "0.27.0"}
     assert found["describe"] == sizes | others
-
-
-def test_matrices_need_not_be_square(measured):
-    found = measured(16, 64, 32, drawn=3)
-    assert [each["failure"] for each in found["TvmGemm"]] == [None] * 5 + ["compile"]

@@ -11,7 +11,6 @@ import torch
 from scipy.stats import wilcoxon
 
 from graphstash.tuning.search import SEARCHERS, make_searcher
-from graphstash.tuning.search._numpy_networks import log_softmax
 from graphstash.tuning.search.base import CostError, Trial
 from graphstash.tuning.search.gbfs import GBFS
 from graphstash.tuning.search.na2c import ActorCritic, Transitions
@@ -158,11 +157,6 @@ def test_repeated_measurement_changes_only_the_best():
     assert run(searcher, 31).trials[11:] == run(searcher_of("g-bfs", seed=2), 30).trials[10:]
 
 
-def test_an_unknown_searcher_is_refused():
-    with pytest.raises(ValueError, match="choose one of g-bfs, n-a2c"):
-        make_searcher("genetic", SMALL)
-
-
 @pytest.mark.parametrize("name", ["g-bfs", "random", "exhaustive"])
 def test_a_searcher_without_a_model_needs_no_numpy(name, monkeypatch):
     for module in [each for each in sys.modules if each.startswith("graphstash.tuning.search")]:
@@ -192,29 +186,6 @@ def test_gbfs_with_all_neighbours_is_best_first_search_by_hand():
         {(1, 2, 2), (1, 1, 4)},  # around (2, 1, 2), the cheapest; its other neighbours are known
         {(1, 4, 1)},  # around (1, 2, 2), the cheapest that is left
     ]
-
-
-def test_gbfs_draws_rho_neighbours_of_the_cheapest_that_was_not_expanded():
-    """Against the definition, written down once more, with its own bookkeeping."""
-    space = GemmSpace(16, 4, 16, factors=(3, 2, 3))
-    searcher = GBFS(space, rho=3, seed=8, starts=0)
-    queue, visited, rounds = [], set(), 0
-    while len(visited) < 60:
-        asked = searcher.ask(100)
-        if visited:
-            while True:  # those without an unvisited neighbour among the drawn ones give nothing
-                state = min(queue)[1]
-                queue.remove(min(queue))
-                if set(asked) <= set(space.neighbours(state)):
-                    break
-            assert 1 <= len(asked) <= 3
-            rounds += 1
-        assert not set(asked) & visited
-        for each in asked:
-            visited.add(each)
-            queue.append((cost_of(each), each))
-            searcher.tell(each, cost_of(each))
-    assert rounds > 10
 
 
 def test_gbfs_restarts_elsewhere_if_its_queue_is_empty():
@@ -279,11 +250,6 @@ def test_n_a2c_makes_a_move_with_a_positive_advantage_more_likely():
         assert (network.log_policy(state, legal)[0, 1] > before) == (sign == 1)
 
 
-def test_an_illegal_move_has_no_probability():
-    logs = log_softmax(np.array([[5.0, -np.inf, 5.0]]))
-    np.testing.assert_allclose(np.exp(logs), [[0.5, 0, 0.5]])
-
-
 def test_n_a2c_samples_near_the_best_so_far():
     searcher = run(make_searcher("n-a2c", GemmSpace(64, 64, 64), seed=1, steps=1, starts=0), 1)
     for _ in range(3):
@@ -331,25 +297,26 @@ def test_controller_refuses_unsupported_space():
 # --- Better than random
 
 
-@pytest.mark.parametrize("name", ["g-bfs"])
-def test_a_search_beats_random_on_a_lattice(name):
-    """The sign of it; `make bench-tuning` has the sizes."""
-    space = GemmSpace(32, 32, 32)
-    assert_beats_random(name, space, COSTS["ridge"], seeds=15, budget=150)
+def extended(*values):
+    return pytest.param(*values, marks=pytest.mark.extended)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize("name", ["g-bfs", "n-a2c", "xgboost"])
-def test_searches_beat_random_on_lattices_with_a_known_optimum(name, cost):
-    options = {"xgboost": {"plan_size": 32, "chains": 32, "steps": 60, "trees": 30}}.get(name, {})
-    assert_beats_random(name, GemmSpace(32, 32, 32), COSTS[cost], seeds=30, budget=200, **options)
+LESS = {"plan_size": 32, "chains": 32, "steps": 60, "trees": 30}
 
 
-def assert_beats_random(name, space, cost, *, seeds, budget, **options):
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("g-bfs", "ridge", {}),
+        *(extended("g-bfs", "cliffs", {}), extended("n-a2c", "valley", {})),
+        *(extended("n-a2c", "rugged", {}), extended("xgboost", "ridge", LESS)),
+    ],
+)
+def test_a_search_beats_random_on_a_lattice_with_a_known_optimum(name, shape, options):
     """Wilcoxon's signed-rank test over paired seeds: the area under the best so far, in logarithms
-    over the optimum, is smaller than random's.
+    over the optimum, is smaller than random's. `make bench-tuning` has the sizes.
     """
+    space, cost, seeds, budget = GemmSpace(32, 32, 32), COSTS[shape], 15, 150
     optimum = min(cost(space.named(each)) for each in space)
     areas = {
         which: [
@@ -363,9 +330,9 @@ def assert_beats_random(name, space, cost, *, seeds, budget, **options):
 
 
 def test_an_untrained_controller_draws_uniformly():
-    space = GemmSpace(4, 2, 4, factors=(3, 2, 3))  # 72 configurations
-    searcher = make_searcher("rnn", space, batch=4000)
+    space = GemmSpace(4, 2, 1, factors=(3, 2, 1))  # 12 configurations
+    searcher = make_searcher("rnn", space, batch=600)
     drawn = [configuration for configuration, _ in searcher._write()]
     counts = [drawn.count(each) for each in space]
-    expected = 4000 / space.size
-    assert sum((each - expected) ** 2 / expected for each in counts) < 71 + 60
+    expected = 600 / space.size
+    assert sum((each - expected) ** 2 / expected for each in counts) < 11 + 30

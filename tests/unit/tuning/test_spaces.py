@@ -1,10 +1,10 @@
 """Spaces: what is in them, what lies next to what, and what is refused."""
 
-import inspect
 import json
 import math
 import random
 import sys
+import traceback
 from contextlib import nullcontext
 from itertools import product
 
@@ -121,14 +121,7 @@ def test_draws_are_uniform(space):
 
 @pytest.mark.parametrize(
     ("length", "size"),
-    [
-        (32, 18_816),
-        (64, 49_392),
-        (256, 245_025),
-        (512, 484_000),
-        (1024, 899_756),
-        (2048, 1_589_952),
-    ],
+    [(32, 18_816), (64, 49_392), (1024, 899_756)],
 )
 def test_the_lattice_has_the_size_that_the_paper_gives(length, size):
     assert GemmSpace(length, length, length).size == size
@@ -367,7 +360,6 @@ def test_contradiction_is_reported_even_if_space_is_uncountable():
     [
         ((60, 60, 1), "in more than 2000 ways.* TableSpace"),
         ((200, 200), "more than 10000 combinations"),
-        ((100, 1000), "more than 10000 combinations"),
     ],
 )
 def test_space_that_takes_long_to_count_is_refused(sizes, message):
@@ -383,5 +375,6 @@ def test_a_condition_that_is_too_deep_to_compute_has_its_own_error():
     def at_depth(calls):
         return at_depth(calls - 1) if calls else constraint.holds({"a": 1})
 
+    here = sum(1 for _ in traceback.walk_stack(None))
     with pytest.raises(SpaceError, match="recursion"):
-        at_depth(sys.getrecursionlimit() - len(inspect.stack()) - 200)
+        at_depth(sys.getrecursionlimit() - here - 200)
