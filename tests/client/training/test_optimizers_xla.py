@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.optimizer_cases import CASES
+from support.optimizer_cases import ON_XLA
 from support.run_case import RUN_CASE, case_arguments
 
 pytestmark = pytest.mark.extended
@@ -14,12 +14,9 @@ CHECKS = [
     "state_is_written_over_in_place",
     "aliases_of_parameters_follow",
     "torch_goes_on_from_ours_and_ours_from_torch",
-    "a_group_may_be_added_later",
     "the_scalers_of_torch_and_torch_xla",
     "other_types_are_kept",
     "a_parameter_without_a_gradient_keeps_its_own_step",
-    "micro_batches_add_up_to_their_batch",
-    "the_scale_alone",
     "muon_rounds_as_bfloat16_does",
     "moments_of_eight_bits_are_rounded_as_on_the_host",
     "averages_are_put_in_and_taken_out",
@@ -32,14 +29,14 @@ def errors(jobs, tmp_path_factory):
     """By check: "", or the traceback. Two processes make all of them."""
     directory = tmp_path_factory.mktemp("optimizers")
     running = []
-    for number, names in enumerate((CHECKS, list(CASES))):
+    for number, names in enumerate((CHECKS, list(ON_XLA))):
         options = case_arguments("optimizers_xla:checks", names=names)
         at = directory / str(number)
         running.append(jobs.start(at, *options, script=RUN_CASE, under=""))
     return {name: error for job in running for name, error in job.finish().report.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ON_XLA)
 def test_run_equals_torch_with_skipped_steps_in_one_graph(errors, name):
     assert not errors[name], errors[name]
 

@@ -25,8 +25,8 @@ from support.cases import xla
 from support.cases.ranks import error_of
 from support.optimizer_cases import (
     BY_HAND,
-    CASES,
     NOT_IN_TORCH,
+    ON_XLA,
     SCHEDULES,
     SHAPES,
     give_gradients,
@@ -162,7 +162,7 @@ def new_scale() -> LossScale:
 
 def matrix(name: str) -> None:
     """A run that is not looked at, and the same again, looked at: torch's, and one graph."""
-    case = CASES[name]
+    case = ON_XLA[name]
     theirs = new_parameters()
     history = train(theirs, case.reference(theirs), torchs_scaler())
     torch_xla.sync(wait=True)
@@ -293,7 +293,7 @@ def aliases_of_parameters_follow() -> None:
 
 
 def torch_goes_on_from_ours_and_ours_from_torch() -> None:
-    for case in CASES.values():
+    for case in ON_XLA.values():
         if case.name in NOT_IN_TORCH:
             continue
         first = new_parameters()
@@ -313,21 +313,6 @@ def torch_goes_on_from_ours_and_ours_from_torch() -> None:
         alone = new_parameters()
         plain_steps(alone, case.reference(alone), range(12))
         assert_close(last, alone)
-
-
-def a_group_may_be_added_later() -> None:
-    parameters, theirs, counter = new_parameters(XLA), new_parameters(), None
-    for mine, make in ((parameters, optimizers.AdamW), (theirs, torch.optim.AdamW)):
-        optimizer: Any = make(mine[:2], lr=0.1)
-        plain_steps(mine, optimizer, range(3))
-        optimizer.add_param_group({"params": mine[2:], "lr": 0.01})
-        if mine is parameters:
-            counter = Counter()
-        after = counter.next if counter and mine is parameters else (lambda: None)
-        plain_steps(mine, optimizer, range(3, 6), after=after)
-    assert counter is not None
-    counter.require_one_graph()
-    assert_close(parameters, theirs)
 
 
 def the_scalers_of_torch_and_torch_xla() -> None:
@@ -350,6 +335,8 @@ def the_scalers_of_torch_and_torch_xla() -> None:
 def other_types_are_kept() -> None:
     for name, make in BY_NAME.items():
         for dtype, atol, rtol in ((torch.bfloat16, 0.05, 0.02), (torch.float64, 1e-9, 0.0)):
+            if dtype == torch.float64 and name not in {"SGD", "AdamW", "Adafactor"}:
+                continue
             parameters = new_parameters(XLA, dtype=dtype)
             optimizer, counter = make(parameters, lr=0.1), Counter()
             plain_steps(parameters, optimizer, range(3), dtype=dtype, after=counter.next)
@@ -379,8 +366,8 @@ def other_types_are_kept() -> None:
 
 def a_parameter_without_a_gradient_keeps_its_own_step() -> None:
     missing = {0: (1,), 2: (0, 2), 3: (3,), 5: (1, 2)}
-    for name, case in CASES.items():
-        if "0.8" in name or name == "SGD-lr=0.1-momentum=0.5-dampening=0.1-maximize=True":
+    for name, case in ON_XLA.items():
+        if "0.8" in name or "nesterov" in name:
             parameters, theirs = new_parameters(XLA), new_parameters()
             optimizer = case.ours(parameters)
             plain_steps(parameters, optimizer, range(8), missing=missing)
@@ -389,52 +376,6 @@ def a_parameter_without_a_gradient_keeps_its_own_step() -> None:
             lacking = [sum(n in each for each in missing.values()) for n in range(len(SHAPES))]
             steps = [float(optimizer.state[each]["step"]) for each in parameters]
             assert steps == [8 - count for count in lacking]
-
-
-def micro_batches_add_up_to_their_batch() -> None:
-    results = []
-    for parts in (1, 4):
-        torch.manual_seed(0)
-        model, batch = nn.Linear(5, 3), torch.randn(16, 5)
-        model = model.to(XLA)
-        optimizer = optimizers.Adam(model.parameters(), lr=0.1)
-        scale, counter = new_scale(), Counter()
-        for _ in range(4):
-            optimizer.zero_grad()
-            for part in batch.to(XLA).chunk(parts):
-                scale.scale(model(part).square().mean() / parts).backward()
-            scale.step(optimizer)
-            scale.update()
-            del part
-            torch_xla.sync()
-            counter.next()
-        counter.require_one_graph()
-        results.append(list(model.parameters()))
-    assert_close(*results)
-
-
-def the_scale_alone() -> None:
-    """It does not grow out of range, and goes on from torch's scaler in the same tensors."""
-    parameters = new_parameters(XLA)
-    optimizer = optimizers.SGD(parameters, lr=0.1)
-    scale = LossScale(2.0**126, growth_interval=1).to(XLA)
-    for _ in range(4):
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        scale.step(optimizer)
-        scale.update()
-        assert scale.get_scale() == 2.0**127
-    tensors = list(scale.device_tensors())
-    theirs = GradScaler("cpu", init_scale=32.0, growth_interval=5)
-    scale.load_state_dict(theirs.state_dict())
-    torch_xla.sync()
-    assert all(a is b for a, b in zip(tensors, scale.device_tensors(), strict=True))
-    assert scale.state_dict() == theirs.state_dict()
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    assert float(scale.unscale_(optimizer)) == 0
-    found: list[Any] = [each.grad for each in parameters]
-    assert_equal(found, [torch.full_like(each, 1 / 32) for each in on_host(parameters)])
 
 
 def here_and_on_the_host(
@@ -530,12 +471,9 @@ CHECKS: dict[str, Callable[[], None]] = {
         state_is_written_over_in_place,
         aliases_of_parameters_follow,
         torch_goes_on_from_ours_and_ours_from_torch,
-        a_group_may_be_added_later,
         the_scalers_of_torch_and_torch_xla,
         other_types_are_kept,
         a_parameter_without_a_gradient_keeps_its_own_step,
-        micro_batches_add_up_to_their_batch,
-        the_scale_alone,
         muon_rounds_as_bfloat16_does,
         moments_of_eight_bits_are_rounded_as_on_the_host,
         averages_are_put_in_and_taken_out,

@@ -245,16 +245,6 @@ class ClampedWithoutGradients(Loop):
 
 
 @hazard()
-class ClampingHookAfterFuse(Loop):
-    def after_fuse(self):
-        @torch.no_grad()
-        def clamp(*_):
-            self.net.second.weight.clamp_(-0.3, 0.3)
-
-        self.opt.register_step_post_hook(clamp)
-
-
-@hazard()
 class AssignedData(Loop):
     def after_step(self, step):
         if step == 3:
@@ -347,37 +337,6 @@ class FrozenLater(Loop):
 # Routing.
 
 
-class SharedNet(Net):
-    """Two heads use one weight, which neither of them owns."""
-
-    task = 0
-
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ModuleList([SharedHead(self.second), SharedHead(self.second)])
-
-    def forward(self, x):
-        return self.third(self.heads[self.task](torch.tanh(self.first(x))))
-
-
-class SharedHead(nn.Module):
-    def __init__(self, owner):
-        super().__init__()
-        self.owner = [owner]
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.owner[0].weight)
-
-
-@hazard()
-class ReaderThatChanges(Loop):
-    model = SharedNet
-
-    def loss(self, step):
-        self.net.task = step % 2
-        return super().loss(step)
-
-
 class RoutedNet(Net):
     route = 0
 
@@ -428,11 +387,6 @@ class Adversarial(Loop):
 
     def run(self, steps=STEPS):
         return [*super().run(steps), *self.judge.parameters()]
-
-
-@hazard()
-class GeneratorOfTwoOptimizers(Adversarial):
-    """The discriminator is not fused."""
 
 
 class _BothFused(Adversarial):
@@ -529,12 +483,6 @@ class DoubleBackward(Loop):
 # Groups.
 
 
-@hazard(backward="options .* were changed between")
-class LearningRateAfterBackward(Loop):
-    def before_step(self, step):
-        self.opt.param_groups[0]["lr"] = 0.05 / (step + 1)
-
-
 @hazard(backward="has other parameters than", forward="has other parameters than")
 class GroupThatIsAdded(Loop):
     def after_step(self, step):
@@ -604,12 +552,6 @@ class Later(Loop):
 class ClippingThatBeginsLater(Later):
     def later(self, step):
         clip(self.net.parameters())
-
-
-@hazard(backward="used between .*norm")
-class LoggedGradientNorm(Later):
-    def later(self, step):
-        self.see(*(each.grad.norm() for each in self.net.parameters() if each.grad is not None))
 
 
 @hazard(backward="removed between")
@@ -708,13 +650,6 @@ class MeasuredBeforeTheStep(Loop):
 
 
 @hazard()
-class StateThatIsCleared(Loop):
-    def after_step(self, step):
-        if step == 3:
-            self.opt.state.clear()
-
-
-@hazard()
 class StateThatIsReplaced(Loop):
     def after_step(self, step):
         if step == 3:
@@ -733,14 +668,6 @@ class StateThatIsZeroed(Loop):
 class StateThatIsLogged(Loop):
     def after_step(self, step):
         self.see(*(self.opt.state[each]["exp_avg"] for each in self.net.parameters()))
-
-
-@hazard()
-class CopiedState(Loop):
-    def after_step(self, step):
-        copied = copy.deepcopy(self.opt.state)
-        assert type(copied) is defaultdict
-        self.see(*sorted((each["exp_avg"].sum() for each in copied.values()), key=float))
 
 
 class BiasNet(nn.Module):
@@ -835,17 +762,6 @@ class Unused(Net):
 class Twice(Net):
     def forward(self, x):
         return self.third(self.second(torch.tanh(self.second(torch.tanh(self.first(x))))))
-
-
-@of_model()
-class EveryOtherStep(Net):
-    """Uses its second layer in every other step only."""
-
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x) if self.calls % 2 else self.third(self.first(x))
 
 
 def recomputed(net: Net, x: torch.Tensor, *, reentrant: bool) -> torch.Tensor:
@@ -1229,9 +1145,3 @@ class OnlyPartsAreCalled(Loop):
         x, y = self.batch(step)
         x = self.net.second(torch.tanh(self.net.first(x)))
         return mse_loss(self.net.third(x), y) + self.net.first.weight.square().mean()
-
-
-@hazard()
-class Frozen(Loop):
-    def before_fuse(self):
-        self.net.second.requires_grad_(requires_grad=False)

@@ -22,7 +22,6 @@ from graphstash.training.reduce.aggregators.datagrams import (
     Kind,
     Operation,
     Seal,
-    blocks_per_datagram,
 )
 from graphstash.training.reduce.aggregators.elements import ELEMENTS, code_of
 from graphstash.training.reduce.aggregators.quantization import dequantized, exponents, quantized
@@ -84,21 +83,8 @@ def lossy_run(seed):
 
 
 def test_sums_are_exact_under_any_network_fault(is_extended):
-    seeds = range(1000 if is_extended else 40)
+    seeds = range(200 if is_extended else 40)
     assert sum(lossy_run(seed) for seed in seeds) > len(seeds)
-
-
-def test_bits_do_not_depend_on_the_order_of_arrival():
-    seen = set()
-    for seed in range(6):
-        network = Network(seed, world=5, aggregators=2, faults=Faults(0.05, 0.05, 0.01, 0.1))
-        tensors, flags = gradients(7, 5, 2000, [0.5] * 5)
-        expected = in_order(tensors)
-        network.sum(tensors, flags, block_size=BLOCK, element=FLOAT32)
-        seen |= {each.tobytes() for each in tensors}
-        assert seen == {expected.tobytes()}
-    other_order = in_order(gradients(7, 5, 2000, [0.5] * 5)[0][::-1])
-    assert other_order.tobytes() not in seen
 
 
 @pytest.mark.parametrize(
@@ -166,15 +152,6 @@ def test_every_type_is_added_up_as_torch_would(name):
     Network(0, world=3, aggregators=2).sum(arrays, flags, block_size=BLOCK, element=element)
     for each in given_:
         assert torch.equal(each, expected.to(dtype))
-
-
-def test_nan_and_infinity_are_summed():
-    tensors, flags = gradients(1, 2, 64, [1, 1])
-    tensors[0][3], tensors[1][20] = math.nan, math.inf
-    tensors[0][40], tensors[1][40] = math.inf, -math.inf
-    Network(0, world=2, aggregators=1).sum(tensors, flags, block_size=BLOCK, element=FLOAT32)
-    assert np.flatnonzero(np.isnan(tensors[0])).tolist() == [3, 40]
-    assert tensors[1][20] == math.inf
 
 
 def test_maximum_over_ranks_is_found():
@@ -574,9 +551,3 @@ def test_shared_secret_is_not_sent_to_other_ranks(tmp_path):
     offer = object.__new__(Session)._offer(settings, 0, path, None)
     assert not offer.problem
     assert b"x" * 32 not in pickle.dumps(offer)
-
-
-def test_a_datagram_of_an_ethernet_frame_has_one_block_and_a_large_one_59():
-    assert blocks_per_datagram(1_452, 1024) == 1
-    assert blocks_per_datagram(61_440, 1024) == 59
-    assert blocks_per_datagram(1_000, 1024) == 0

@@ -297,20 +297,13 @@ def check_going_on(make, directory, stop, between):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_any_data_resumes_at_its_position(name, tmp_path, is_extended):
-    """At the begin, in the middle and at the end of each of the first epochs."""
-    for stop in range(14 if is_extended else 8):
+def test_any_data_resumes_at_its_position(name, tmp_path):
+    """At the begin, in the middle and at the end of the first epochs."""
+    for stop in range(8):
         check_going_on(LOADERS[name], tmp_path, stop, between=stop % 3)
 
 
-@pytest.mark.parametrize(
-    ("name", "stop"),
-    [
-        *(("workers", 2), ("persistent workers", 4)),
-        pytest.param("workers", 6, marks=pytest.mark.extended),
-        pytest.param("persistent workers", 0, marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize(("name", "stop"), [("workers", 2), ("persistent workers", 4)])
 def test_data_of_worker_processes_resumes_at_its_position(name, tmp_path, stop):
     check_going_on(WITH_WORKERS[name], tmp_path, stop, 1)
 

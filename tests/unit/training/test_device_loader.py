@@ -134,11 +134,6 @@ def test_exception_of_source_is_raised_after_earlier_batches():
         assert list(loader) == []
 
 
-def test_source_that_is_not_iterable_raises_at_first_batch():
-    with pytest.raises(TypeError, match="not iterable"):
-        next(DeviceLoader(7))
-
-
 def test_exception_of_upload_is_raised_in_place_of_its_batch():
     loader = DeviceLoader([2, 1, 0, 3], upload=lambda batch: 6 // batch)
     assert [next(loader), next(loader)] == [3, 6]
@@ -156,18 +151,6 @@ def test_an_exception_of_the_body_ends_the_threads():
     with pytest.raises(KeyError, match="body"):
         body()
     assert not threads()
-
-
-def test_on_loaded_runs_after_each_batch_and_before_the_next():
-    log = []
-
-    def source():
-        for number in (1, 2, 3):
-            log.append(f"make {number}")
-            yield number
-
-    list(DeviceLoader(source(), on_loaded=lambda number: log.append(f"loaded {number}")))
-    assert log == ["make 1", "loaded 1", "make 2", "loaded 2", "make 3", "loaded 3"]
 
 
 def test_on_loaded_runs_with_random_state_of_plain_loop():
@@ -271,11 +254,6 @@ def test_to_device_moves_the_tensors_in_containers():
     assert len({id(tensor) for tensor in tensors}) == 1  # one tensor is moved once
     assert [moved["list"][1], moved["pair"].b, moved["example"].name] == [1, "text", "seven"]
     assert batch["example"].image is x
-
-
-def test_to_device_keeps_tensors_of_the_device():
-    x = torch.ones(2)
-    assert to_device((x, 5), "cpu")[0] is x
 
 
 def test_inline_loader_loads_each_batch_on_demand():

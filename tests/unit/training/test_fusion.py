@@ -47,18 +47,6 @@ def many_layers(count, width):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
 
 
-class Shifting(Loop):
-    """Backward does not need what it computes its first gradient of."""
-
-    class model(Net):  # noqa: N801 - as the field is called
-        def __init__(self):
-            super().__init__()
-            self.shift = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x):
-            return super().forward(x) + self.shift
-
-
 class Compiled(Loop):
     def before_fuse(self):
         self.net = torch.compile(self.net, backend="aot_eager")
@@ -314,22 +302,6 @@ def test_run_can_switch_between_forward_and_backward_fusion(kinds):
     assert_same(alone_after(range(8)), values(rest.net))
 
 
-def test_backward_after_failed_backward_is_refused():
-    training = Shifting("backward")
-    training.step(0)
-    training.opt.zero_grad()
-    handle = training.net.third.register_full_backward_pre_hook(lambda *_: 1 / 0)
-    loss = training.loss(1)
-    with pytest.raises(ZeroDivisionError):
-        loss.backward(retain_graph=True)
-    handle.remove()
-
-    with pytest.raises(FusionError, match="a backward failed after 1 of 7"):
-        loss.backward()
-    with pytest.raises(FusionError, match="a backward failed after 1 of 7"):
-        training.loss(2)
-
-
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_model_that_is_compiled_later_is_not_fused_with_its_forward(steps):
     """As Trainer and Accelerate compile the model that they are given."""
@@ -344,33 +316,6 @@ def test_a_model_that_is_compiled_later_is_not_fused_with_its_forward(steps):
         training.step(steps)
 
     assert all(map(torch.equal, before, training.net.parameters()))
-
-
-@pytest.mark.parametrize("unit_bytes", [0, 1024**2])
-def test_gradients_are_freed_in_backward(unit_bytes, monkeypatch):
-    """At most the largest layer's and small ones are live, but for what autograd holds."""
-    monkeypatch.setattr(partial_step, "_UNIT_BYTES", unit_bytes)
-    torch.manual_seed(0)
-    model = many_layers(8, 600)  # 1.4 MB each
-    optimizer = SGD(model.parameters(), lr=0.1)
-    most = 0
-
-    def count(_):
-        nonlocal most
-        live = [each.grad for each in model.parameters() if type(each.grad) is torch.Tensor]
-        most = max(most, sum(each.numel() * each.element_size() for each in live))
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(count)  # before ours
-    with fuse(model, optimizer, "backward"):
-        for _ in range(3):
-            most = 0
-            model(torch.ones(2, 600)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    biases = 8 * 600 if unit_bytes else 600
-    assert 0 < most <= 4 * (600 * 600 + biases)
 
 
 class Large(Loop):
@@ -451,39 +396,6 @@ def test_fusion_cannot_be_closed_without_notice_after_a_failed_backward():
     fail_backward_at(training, "second")
     with pytest.raises(FusionError, match="a backward failed after 2 of 6 parameters"):
         training.fusion.close()
-
-
-@both
-def test_updates_are_prepared_once(when):
-    training = Loop(when)
-    training.step(0)
-    training.step(1)
-    training.step(2)
-    update, updates = training.opt.update, []
-    training.opt.update = lambda *given: updates.append(given) or update(*given)
-
-    training.step(3)
-    training.fusion.flush()
-
-    assert len(updates) == 1  # by the optimizer's own step, of what is left
-
-
-@pytest.mark.parametrize(
-    ("case", "error", "message"),
-    [
-        (Shifting, FusionError, "came twice between two steps"),
-        (Loop, RuntimeError, "modified by an inplace operation"),  # autograd sees it first
-    ],
-)
-def test_gradient_that_arrives_twice_in_later_step_is_an_error(case, error, message):
-    training = case("backward")
-    training.step(0)
-    training.opt.zero_grad()
-    losses = [training.loss(1), training.loss(2)]
-    losses[0].backward()
-
-    with pytest.raises(error, match=message):
-        losses[1].backward()
 
 
 def test_parameter_cannot_be_fused_twice():

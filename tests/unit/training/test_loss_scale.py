@@ -24,7 +24,7 @@ def one_step(scale, parameters, optimizer, step=0, **options):
     scale.update()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     bad=st.lists(st.sampled_from([None, math.inf, -math.inf, math.nan]), max_size=12),
     interval=st.integers(1, 4),
@@ -56,21 +56,6 @@ def test_the_scale_does_not_grow_out_of_range():
     scale.step(optimizer)
     scale.update()
     assert scale.get_scale() == 2.0**127
-
-
-def test_step_after_unscaling_equals_step_without():
-    results = []
-    for first in (False, True):
-        parameters = new_parameters()
-        optimizer, scale = AdamW(parameters, lr=0.1), LossScale(8.0)
-        for step in range(4):
-            backward(scale, parameters, optimizer, step)
-            if first:
-                scale.unscale_(optimizer)
-            scale.step(optimizer)
-            scale.update()
-        results.append(parameters)
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_a_step_can_be_clipped_as_with_torchs_scaler():

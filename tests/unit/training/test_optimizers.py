@@ -24,7 +24,6 @@ from graphstash.training.optimizers import (
     ScheduleFreeAdamW,
     Shampoo,
     SyncFreeOptimizer,
-    cohort,
 )
 from graphstash.training.optimizers.gradients import LossScale
 from support.device_reads import Reads
@@ -192,8 +191,7 @@ def test_option_or_group_changed_between_steps_acts_as_in_torch(change, name, op
     assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_model_may_change_its_memory_format_between_steps(memory_format):
+def test_a_model_may_change_its_memory_format_between_steps():
     ours, theirs = nn.Conv2d(3, 4, 2), nn.Conv2d(3, 4, 2)
     theirs.load_state_dict(ours.state_dict())
     for model, optimizer in (
@@ -206,7 +204,7 @@ def test_a_model_may_change_its_memory_format_between_steps(memory_format):
             model(torch.randn(2, 3, 4, 4)).square().sum().backward()
             optimizer.step()
             if step == 1:
-                model.to(memory_format=memory_format)
+                model.to(memory_format=torch.channels_last)
     assert_close(ours.parameters(), theirs.parameters())
 
 
@@ -491,16 +489,6 @@ def test_every_size_follows_the_formula_in_every_dtype_and_layout(name, fused, l
     assert_close([each.double() for each in ours], wide, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("optimizer_class", [LAMB, Lion, Adafactor, ScheduleFreeAdamW])
-def test_one_step_of_a_formula_changes_every_element_in_every_size_and_dtype(optimizer_class):
-    for dtype in DTYPES:
-        parameters = [nn.Parameter(torch.ones(size, dtype=dtype)) for size in (1, 15, 16, 4097)]
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer_class(parameters, lr=0.5).step()
-        assert all(bool((parameter != 1).all()) for parameter in parameters), dtype
-
-
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 @pytest.mark.parametrize(
     "fault", ["no store", "no store beyond 16", "moves on a bad step", "wrong sign"]
@@ -529,24 +517,6 @@ def test_kernel_with_wrong_result_is_not_used(name, fault, monkeypatch):
     reference.step()
     assert calls  # it was tried
     torch.testing.assert_close(ours, theirs)
-
-
-def test_kernel_is_checked_once_for_each_case(monkeypatch):
-    tried = []
-    check = cohort.computes_the_same
-
-    def counted(kernel, formula, like):
-        tried.append({"select": like.found_inf is not None, "unscale": like.grad_scale is not None})
-        return check(kernel, formula, like)
-
-    monkeypatch.setattr("graphstash.training.optimizers.base.computes_the_same", counted)
-    parameter = nn.Parameter(torch.ones(64))
-    optimizer = SGD([parameter], lr=0.1)
-    for _ in range(3):
-        parameter.grad = torch.ones(64)
-        optimizer.step()
-        optimizer.step(found_inf=torch.tensor(0.0))
-    assert tried == [{"select": False, "unscale": False}, {"select": True, "unscale": False}]
 
 
 @pytest.mark.parametrize("optimizer_class", [AdamW, partial(SGD, momentum=0.9)])
@@ -642,9 +612,8 @@ def test_gradscaler_can_be_left_to_unscale_and_to_skip():
     assert AdamW([parameter])._step_supports_amp_scaling
 
 
-@pytest.mark.parametrize("name", ["AdamW", pytest.param("SGD", marks=pytest.mark.extended)])
-def test_a_compiled_step_follows_a_schedule_and_is_compiled_once(name):
-    case = next(each for each in reversed(CASES.values()) if each.name == name)
+def test_a_compiled_step_follows_a_schedule_and_is_compiled_once():
+    case = next(each for each in reversed(CASES.values()) if each.name == "AdamW")
     ours, theirs = new_parameters(), new_parameters()
     optimizer, reference = case.ours(ours), case.reference(theirs)
     compiles = []

@@ -67,18 +67,6 @@ def test_iterates_and_averages_equal_public_implementation(options):
             assert not torch.equal(a, start)
 
 
-def test_the_average_is_that_of_all_iterates():
-    parameter = nn.Parameter(torch.zeros(3))
-    optimizer = ScheduleFreeAdamW([parameter], lr=0.1)
-    points = []
-    for step in range(9):
-        give_gradients([parameter], step)
-        optimizer.step()
-        points.append(optimizer.state[parameter]["z"].clone())
-    optimizer.eval()
-    torch.testing.assert_close(parameter.detach(), torch.stack(points).mean(0))
-
-
 @pytest.mark.parametrize(
     ("dtype", "master"),
     [

@@ -23,19 +23,6 @@ def test_as_many_calls_run_at_once_as_there_are_workers():
         assert len(threads_of("together")) == 3
 
 
-def test_the_submitter_waits_when_capacity_is_reached():
-    release, third = threading.Event(), threading.Event()
-    with WorkerPool("full", workers=1, capacity=1) as pool:
-        pool.submit(release.wait, SECONDS)
-        pool.submit(int)
-        thread = threading.Thread(target=lambda: (pool.submit(int), third.set()))
-        thread.start()
-        assert not third.wait(0.2)
-        release.set()
-        assert third.wait(SECONDS)
-        thread.join()
-
-
 def test_pool_without_queue_runs_calls():
     with WorkerPool("tight", capacity=0) as pool:
         assert [pool.submit(int, n).result() for n in range(3)] == [0, 1, 2]
@@ -94,12 +81,3 @@ def test_close_raises_the_first_unread_failure_and_names_the_others():
         pool.close()
     assert raised.value.__notes__ == ["another failure of 'closing': ValueError('second')"]
     pool.close()
-
-
-def test_worker_can_wait_for_call_of_another_worker():
-    with WorkerPool("chained", workers=2) as pool:
-        release = threading.Event()
-        first = pool.submit(lambda: release.wait(SECONDS))
-        second = pool.submit(lambda value: (value, "and more"), first)
-        release.set()
-        assert second.result() == (True, "and more")
