@@ -29,23 +29,17 @@ def run(ranks):
     return lambda case, **keywords: ranks(WORLD).run(f"aggregates:{case}", **keywords)
 
 
-@pytest.fixture
-def count(is_extended):
-    """How many tensors are summed."""
-    return 24 if is_extended else 10
-
-
 @pytest.mark.parametrize("settings", [{}, {"payload_bytes": 1_452, "slots": 3}], ids=str)
-def test_sums_equal_dense_all_reduce_and_bytes_equal_formula(run, count, settings):
-    run("sums", count=count, **settings)
+def test_sums_equal_dense_all_reduce_and_bytes_equal_formula(run, settings):
+    run("sums", count=10, **settings)
 
 
 def test_sums_over_ipv6_equal_dense_all_reduce(run):
     run("sums_on_ipv6", count=6)
 
 
-def test_lost_duplicated_and_late_datagrams_change_no_bit(run, count):
-    assert sum(run("lossy", count=count)) > 10
+def test_lost_duplicated_and_late_datagrams_change_no_bit(run):
+    assert sum(run("lossy", count=10)) > 10
 
 
 def test_datagrams_of_strangers_change_no_bit(run):
@@ -57,11 +51,8 @@ def test_ddp_trains_the_same_through_aggregators(run, name):
     run("trains_the_same", name=name)
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["whole", "with_a_fork", "told_to_end", pytest.param("late", marks=pytest.mark.extended)],
-)
-def test_whole_tensors_forks_signals_and_late_ranks_do_not_disturb_a_sum(run, case):
+@pytest.mark.parametrize("case", ["whole", "with_a_fork", "told_to_end"])
+def test_whole_tensors_forks_and_signals_do_not_disturb_a_sum(run, case):
     run(case)
 
 

@@ -46,6 +46,7 @@ def test_saved_state_is_loaded(tmp_path):
         "text": {"name": "x", 3: b"bytes"},
         "milestones": Counter([30, 30, 60]),
     }
+    state["model"] = nn.BatchNorm1d(3).state_dict()
     with Checkpoints(tmp_path) as checkpoints:
         path = checkpoints.save(7, state).result()
         loaded = checkpoints.load()
@@ -56,16 +57,9 @@ def test_saved_state_is_loaded(tmp_path):
     for name in ("numbers", "text", "milestones"):
         assert loaded.state[name] == state[name]
     assert type(loaded.state["milestones"]) is Counter
+    assert type(loaded.state["model"]) is OrderedDict
+    assert loaded.state["model"]._metadata == state["model"]._metadata  # versions of modules
     assert {type(number) for number in loaded.state["numbers"][-1]} == {float, int}
-
-
-def test_versions_of_modules_are_kept(tmp_path):
-    model = nn.BatchNorm1d(3)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"model": model.state_dict()}).result()
-        loaded = checkpoints.load().state["model"]
-    assert type(loaded) is OrderedDict
-    assert loaded._metadata == model.state_dict()._metadata
 
 
 def test_the_next_step_does_not_change_what_is_saved(tmp_path):
@@ -112,22 +106,10 @@ def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def cut_last_byte(path):
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def empty(path):
-    os.truncate(path, 0)
-
-
 def flip_a_bit_of_a_tensor(path):
     content = bytearray(path.read_bytes())
     content[content.index(torch.full((1000,), 2.0).numpy().tobytes()) + 1999] ^= 4
     path.write_bytes(content)
-
-
-def overwrite(path):
-    path.write_bytes(os.urandom(path.stat().st_size))
 
 
 def take_another_step(path):
@@ -151,10 +133,7 @@ def make_it_a_directory(path):
     "damage",
     [
         truncate,
-        cut_last_byte,
-        empty,
         flip_a_bit_of_a_tensor,
-        overwrite,
         take_another_step,
         take_another_format,
         take_something_else,
@@ -363,7 +342,7 @@ KILLS = """
 
 def test_killed_at_any_moment_the_newest_checkpoint_is_complete(tmp_path, is_extended):
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLS), tmp_path, "40" if is_extended else "10"],
+        [sys.executable, "-c", textwrap.dedent(KILLS), tmp_path, "16" if is_extended else "8"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
         capture_output=True,

@@ -12,10 +12,10 @@ REPLICATED = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.extended)])
-def run(request, ranks):
-    """Runs a case in two processes, in `make test-all` also in three."""
-    return lambda case, **keywords: ranks(request.param).run(f"fusion:{case}", **keywords)
+@pytest.fixture(scope="module")
+def run(ranks):
+    """Runs a case in three processes."""
+    return lambda case, **keywords: ranks(3).run(f"fusion:{case}", **keywords)
 
 
 @pytest.mark.parametrize(("when", "optimizer", "settings"), REPLICATED)

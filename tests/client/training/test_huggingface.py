@@ -101,8 +101,7 @@ def test_losses_equal_torchs_adamw(trainer, settings):
     assert rates == [pytest.approx(0.01 * 0.8**n) for n in range(STEPS)]
 
 
-@pytest.mark.parametrize("make", [adamw, muon])
-@pytest.mark.parametrize("when", [None, "forward"])
+@pytest.mark.parametrize(("make", "when"), [(muon, None), (adamw, "forward")])
 def test_resumed_run_ends_at_the_same_bits(trainer, make, when):
     whole = trainer(make, save_strategy="steps", save_steps=3)
     ended = train(whole, when)

@@ -14,8 +14,8 @@ HOOKS = [
 ]
 
 
-def test_sums_equal_torch_on_every_rank_and_send_union_of_blocks(ranks, is_extended):
-    ranks(3).run("reduce:sums", count=160 if is_extended else 24)
+def test_sums_equal_torch_on_every_rank_and_send_union_of_blocks(ranks):
+    ranks(3).run("reduce:sums", count=24)
 
 
 @pytest.mark.parametrize("name", HOOKS)

@@ -4,7 +4,6 @@ import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +86,7 @@ def test_benchmark_without_namespaces_counts_bytes_on_loopback(tmp_path):
     path = tmp_path / "bin"
     path.mkdir()
     (path / "setpriv").symlink_to(shutil.which("setpriv"))  # and no `ip`
-    report, said = bench(tmp_path, "--parts", "sums", PATH=str(path))
+    report, said = bench(tmp_path, "--parts", "sums", "--densities", "0.1", PATH=str(path))
     assert "no network namespaces" in said
     assert "ip is not installed" in said
     assert report["links"] == "loopback"
@@ -111,14 +110,3 @@ def test_a_killed_run_ends_its_workers_and_the_next_one_removes_its_links():
     assert len(of_process(holder.pid)) == 3
     links.sweep()
     assert of_process(holder.pid) == []
-
-
-@needs_namespaces
-def test_an_interrupted_benchmark_removes_its_links(tmp_path):
-    options = (*SMALLEST, "--rounds", "1000", "--parts", "sums", "--directory", tmp_path)
-    with subprocess.Popen([sys.executable, RUN, *options], stderr=subprocess.DEVNULL) as running:
-        while len(of_process(running.pid)) < 5:  # hub, workers, aggregators
-            assert running.poll() is None
-        running.send_signal(signal.SIGTERM)
-        assert running.wait(60) != 0
-    assert of_process(running.pid) == []

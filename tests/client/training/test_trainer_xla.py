@@ -54,16 +54,15 @@ def test_a_lazy_run_compiles_one_training_graph(whole):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("traced", [False, True])
 def test_killed_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
-    jobs, whole, tmp_path, traced
+    jobs, whole, tmp_path
 ):
     arguments = options(
         tmp_path,
         f"--checkpoints={tmp_path / 'checkpoints'}",
         "--checkpoint-every=3",
         "--slow=0.005",
-        *(("--traced",) if traced else ()),
+        "--traced",
     )
     kills = random.Random(3)
     for _ in range(2):
@@ -72,7 +71,7 @@ def test_killed_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
         job.kill()
     outcome = jobs.start(tmp_path, *arguments, script=TRAIN_JOB, under="").finish()
     assert outcome.report["resumed_from"] > 0
-    report, losses = whole[traced]
+    report, losses = whole[True]
     assert losses_of(tmp_path / "losses") == losses
     assert outcome.report["weights"] == report["weights"]
 

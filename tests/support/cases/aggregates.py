@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -334,15 +333,6 @@ def told_to_end() -> None:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             session._own._process.send_signal(number)
         require_ones(made)
-
-
-def late() -> None:
-    """A rank is busy for twice as long as a silent one would be waited for."""
-    with AggregatedAllReduce(lost_after_seconds=3) as made:
-        if distributed.get_rank() == 0:
-            time.sleep(6)
-        require_ones(made, 100_000)
-        assert made.counters.resent_bytes > 0 or distributed.get_rank() == 0
 
 
 # Until a process is killed.

@@ -347,21 +347,6 @@ def interrupted(training: Training) -> Training:
     return training.train(range(STEPS), after=after)
 
 
-def with_target(training: Training) -> Training:
-    """A second network takes over the first one's parameters now and then, and keeps its own."""
-    target = nn.Linear(32, 1).to(DEVICE)
-
-    def after(training: Training, number: int) -> None:
-        if number in (2, 9, 10):
-            target.load_state_dict(training.model[4].state_dict())
-        if number == 15:
-            training.model[4].load_state_dict(target.state_dict())
-        with torch.no_grad():
-            training.losses.append(target.weight.sum().item())
-
-    return training.train(range(STEPS), after=after)
-
-
 def drawing(training: Training) -> Training:
     """Random numbers go on where others were drawn on the device between steps."""
 
@@ -553,24 +538,14 @@ CHECKS: dict[str, Callable[[], object]] = {
     "sgd": partial(require, **STEADY),
     "capturable": partial(require, optimizer="capturable"),
     "own": partial(require, optimizer="own", **STEADY),
-    "undonated": partial(require, donate=False),
     "clipping": partial(require, function=clipping),
     "clearing": compiled_once,
-    "clearing and dropout": partial(require, function=clearing, dropout=0.3, limit=0, **STEADY),
     "dropout and draws": partial(require, drawing, dropout=0.3),
-    "two shapes": partial(
-        require,
-        lambda training: training.train(range(STEPS), size=lambda number: 8 if number % 2 else 6),
-        calls=5,
-        one_execution_from=6,
-    ),
     "many shapes": many_shapes,
     "schedule": partial(require, scheduled, optimizer="own", **STEADY),
     "rare schedule": rare_schedule,
     "accumulating": partial(require, cleared_outside, function=accumulating),
-    "interrupted": partial(require, interrupted),
-    "interrupted own": partial(require, interrupted, optimizer="own"),
-    "target": partial(require, with_target),
+    "interrupted": partial(require, interrupted, optimizer="own"),
     "branching": partial(refuse, ["graph differs from one step to the next"], function=branching),
     "step number": partial(
         refuse,
