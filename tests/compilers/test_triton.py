@@ -196,6 +196,12 @@ class TestTriton(HookContract):
         assert outcome.report["ptxas"] == 2
         assert server.stats(empty)["artifacts"] == 1
 
+    def test_uninstalled_hook_is_not_restarted_by_triton_variables(self, hosts, server, empty):
+        outcome = hosts.run("final", "uninstalled", namespace=empty, variables=MANAGER)
+        assert outcome.report["uninstalled"]["manager"] == "SharedCacheManager"
+        assert outcome.report["ptxas"] == 2
+        assert server.stats(empty)["artifacts"] == 1
+
     @pytest.mark.extended
     def test_cache_manager_of_user_is_kept(self, hosts, server, empty):
         own = {"TRITON_CACHE_MANAGER": OWN_MANAGER}

@@ -79,6 +79,7 @@ class TritonHook:
 
     def __init__(self, cache: CompileCache, *, manager: type[SharedCacheManager] | None) -> None:
         self._kernels = Kernels.of_this_process = Kernels(cache)
+        Kernels.may_start = False
         self._patches = _watch_compile(self._kernels)
         self._manager = manager
         if manager is not None:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache as once
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,9 +43,11 @@ class Kernels:
 
     Attributes:
         of_this_process: the instance that the installed hook created, or None.
+        may_start: whether no hook was installed yet, so that uninstalling is final.
     """
 
     of_this_process: ClassVar["Kernels | None"] = None
+    may_start: ClassVar[bool] = True
 
     def __init__(self, cache: CompileCache) -> None:
         self._thread = threading.local()
@@ -64,7 +65,8 @@ class Kernels:
 
         The first call starts the cache if only Triton's variables name this package.
         """
-        if Kernels.of_this_process is None:
+        if Kernels.may_start:
+            Kernels.may_start = False
             _start()
         kernels = Kernels.of_this_process
         if kernels is None or kernels._owner != os.getpid():
@@ -114,9 +116,7 @@ class Kernels:
             self.record_fallback(error)
 
 
-@once
 def _start() -> None:
-    """Install this hook at most once, so that uninstalling is final."""
     import graphstash  # the session is a layer above: use only its public name
 
     try:
