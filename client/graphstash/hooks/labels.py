@@ -24,10 +24,8 @@ def function_label(module_name: str) -> str:
 def user_line(frame: FrameType | None = None) -> str:
     """Return the innermost line of a stack outside libraries, e.g. `train.py:41 in main`.
 
-    Omits the file's directory, because the whole team can read a label.
-
-    Args:
-        frame: frame to begin at. Default: the caller's frame.
+    Omits the file's directory, because the whole team can read a label. The stack begins at
+    `frame`, by default the caller's.
     """
     frame = frame or sys._getframe(1)
     for _ in range(_MAX_FRAMES):

@@ -144,8 +144,8 @@ class TracedOp:
     def __call__(self, inputs: list[Tensor], key: Hashable = None) -> list[Tensor]:
         """Compute the function of `inputs`, which are on one device.
 
-        `key` identifies everything that the function depends on besides the values of the inputs:
-        their number, shapes and dtypes, and options.
+        `key` contains all that the function depends on, except the values of the inputs: their
+        number, shapes and dtypes, and options.
         """
         if inputs[0].device.type != "xla":
             return self._function(inputs, key)

@@ -78,8 +78,7 @@ def name_once(function: Any) -> str | None:
 def _name(value: Any, depth: int = 0) -> str:  # noqa: PLR0911 - a case each
     """Return the name of a function of torch, with the names of the functions that it contains.
 
-    Raises:
-        _ForeignError: one of them does not belong to torch.
+    Raises `_ForeignError` if one of them is of a program.
     """
     if type(value) in _PLAIN:
         return repr(value)

@@ -27,10 +27,9 @@ _log = logging.getLogger("graphstash")
 
 
 def install(cache: CompileCache) -> "JaxHook | None":
-    """Install the cache in JAX. It shares only programs that are compiled afterwards.
+    """Install the cache in JAX, for programs that are compiled afterwards.
 
-    Returns:
-        The hook. None if this version of JAX is not supported; a warning gives the reason.
+    Returns None if this version of JAX is not supported. A warning gives the reason.
     """
     version = str(jax.__version__)
     if not SPEC.is_supported(version):

@@ -45,11 +45,9 @@ _MEMORY: Final = Path("/proc/self/mem")
 
 
 class Interceptor:
-    """Owns the patches of one table.
+    """Owns the patches of the table of a plug-in, which has every function that `ClientCall` uses.
 
-    Args:
-        plugin: Owner of the table. It must have every function that `ClientCall` uses.
-        cache_now: Returns the cache of this process, or None if there is none at the moment.
+    `cache_now` returns the cache of this process, or None if it has none at the moment.
 
     Raises:
         OSError: The kernel refuses a write to the table, here or in `close`.
@@ -148,8 +146,7 @@ class _TablePatch:
     A single write stores the pointer, so a concurrent reader gets the old or the new one.
     The reader may call it at any later time, so callbacks are never freed.
 
-    Args:
-        stand_in: Maps the address of the arguments to a `PJRT_Error *` or 0. It must not raise.
+    `stand_in` maps the address of the arguments to a `PJRT_Error *` or 0. It must not raise.
     """
 
     def __init__(self, api: Api, function: Function, stand_in: Callable[[int], int]) -> None:
@@ -185,8 +182,7 @@ class Shield:
     would raise KeyboardInterrupt in the callback, as soon as the compiler returns. `close` raises
     it after the callback instead, when the framework returns to Python.
 
-    Args:
-        failed: Called with the errors of the hook's own steps. It must not raise.
+    `failed` is called with the errors of the hook's own steps. It must not raise.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:

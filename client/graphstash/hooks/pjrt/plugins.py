@@ -30,11 +30,7 @@ class Plugin:
 
     @cached_property
     def identity(self) -> str:
-        """Name, size and sampled hash of the file, which distinguish two builds of one version.
-
-        Raises:
-            OSError: The file no longer exists.
-        """
+        """Text that differs between builds. Raises OSError if the plug-in's file is gone."""
         return f"{self.path.name} {sample_of(self.path)}"
 
 

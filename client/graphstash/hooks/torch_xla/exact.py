@@ -39,9 +39,6 @@ class ExactMode:
     """Serves the look-ups of one private cache directory.
 
     Args:
-        cache: Cache of this process.
-        directory: torch_xla's persistent cache, private to this process.
-        fingerprints: Fingerprints of this process.
         known_as: Path by which torch_xla opens the directory.
         library: Path of the loaded `_XLAC` extension.
 

@@ -52,9 +52,7 @@ _READ_ONLY_VARIABLE: Final = "XLA_PERSISTENT_CACHE_READ_ONLY"
 def install(cache: CompileCache) -> "TorchXlaHook | None":
     """Install the cache in torch_xla. Call it before the first operation on a device.
 
-    Returns:
-        The hook, or None if torch_xla cannot use the cache. A warning gives the reason, except
-        where the pjrt hook serves instead.
+    Returns None if torch_xla cannot use the cache, and warns unless the pjrt hook serves instead.
     """
     version = str(torch_xla.__version__)
     if version.startswith(_CANNOT_LOAD):

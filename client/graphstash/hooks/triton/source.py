@@ -39,17 +39,17 @@ class _Describer(CodeDescriber):
 
 
 def source_being_compiled() -> Any:
-    """Return the source of Triton's running `compile` in this thread, or None."""
+    """Return the source that Triton compiles in this thread, or None."""
     return _locals_of_compile().get("src")
 
 
 def target_being_compiled() -> Any:
-    """Return the GPU of Triton's running `compile` in this thread, or None."""
+    """Return the GPU for which Triton compiles in this thread, or None."""
     return _locals_of_compile().get("target")
 
 
 def compiled_for() -> dict[str, str]:
-    """Return target and options of the running compilation in this thread, or an empty dict."""
+    """Return target and options of Triton's compilation in this thread, or an empty dict."""
     found = _locals_of_compile()
     return {name: str(found[name]) for name in ("target", "options") if name in found}
 

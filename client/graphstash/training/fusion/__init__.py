@@ -9,14 +9,13 @@
 
 Backward fusion frees each gradient once its parameter is updated, so the gradients of a model are
 never all in memory. Forward fusion keeps them, and updates a module's parameters right before the
-module runs, while they are in the processor's cache. It supports everything that needs all
-gradients first: clipping, a loss scale, accumulation.
-
-The smallest parameters, up to 1 MiB together, are left to `step`.
+module reads them from the processor's cache. It supports everything that needs all
+gradients first: clipping, a loss scale, accumulation. `step` itself updates the smallest
+parameters, up to 1 MiB together.
 
 Both kinds give the same bits as the optimizer without fusion, or raise FusionError. `fuse` checks
-what it can. The first step runs without fusion and is watched. Later uses of an already updated, or
-not yet updated, parameter are detected when they happen.
+what it can, the first step runs without fusion and is watched, and later uses of a parameter before
+or after its update are detected when they happen.
 
 Jiang et al., "Optimizer Fusion: Efficient Training with Better Locality and Parallelism", 2021,
 arXiv 2104.00237.
@@ -50,19 +49,18 @@ def fuse(
     Args:
         model: the module whose forward is called, on a CPU or on CUDA. With when="backward", pass
             the DistributedDataParallel around it, if there is one.
-        optimizer: an optimizer of some of the model's parameters, of this package or of
-            torch.optim, that updates each parameter independently. Accelerate's or Lightning's
-            wrapper is accepted.
+        optimizer: an optimizer of this package or of torch.optim that updates each parameter
+            independently, also in Accelerate's or Lightning's wrapper.
         when: "backward" uses the least memory; the gradients of one backward must be final.
             "forward" supports clipping, a loss scale and accumulation, but not FSDP2.
 
     Returns:
-        A handle, which is also a context manager.
+        The fusion, which is also a context manager.
 
     Raises:
-        FusionError: the result would differ from that of the optimizer without fusion; the message
-            says why, and what to do. The first `step()` raises it before changing anything. Later
-            uses of a parameter raise it if they would not be exact.
+        FusionError: the result would differ from that of the optimizer without fusion. The message
+            gives the reason and a remedy. The first `step()` also raises it, before it changes
+            anything, and so do later uses of a parameter that would not be exact.
         ValueError: `when` is neither "backward" nor "forward".
     """
     if when not in _KINDS:

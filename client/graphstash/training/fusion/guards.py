@@ -30,11 +30,7 @@ run while torch iterates over its hooks, and a removal would then fail that opti
 class Guards:
     """Raises FusionError before another optimizer or a changed module uses a fused parameter.
 
-    Args:
-        model: the model whose modules `fuse` has inspected.
-        optimizer: the only optimizer that may update the parameters in `names`.
-        names: names of the fused parameters.
-        before_step: called in each of the optimizer's steps, before its own hooks. Held weakly.
+    `before_step` is called in each of the optimizer's steps, before its own hooks. Held weakly.
     """
 
     def __init__(

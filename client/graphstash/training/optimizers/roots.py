@@ -76,10 +76,7 @@ class RootsOptimizer(SyncFreeOptimizer):
         super().__setstate__(state)
 
     def close(self) -> None:
-        """Wait for running computations and end the thread. A later step starts a new one.
-
-        Without `close`, the thread ends with the optimizer.
-        """
+        """End the thread early, after its computations. A later step starts a new one."""
         self._background.close()
 
     # Subclasses override these methods.

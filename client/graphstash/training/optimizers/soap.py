@@ -1,8 +1,8 @@
 """SOAP: Adam in the basis of the eigenvectors of Shampoo's statistics.
 
-G is the gradient of shape [d1, ..., dn] (negated to maximize). For each dimension i, G Gᵀ is the
-product over all other dimensions, [di, di]. A "turned" tensor is multiplied by Q_i along each
-dimension; "turned back" multiplies by the transposed Q_i:
+G is the gradient of shape [d1, ..., dn] (negated to maximize). For each dimension i, G Gᵀ [di, di]
+sums over all other dimensions. "Turned" means multiplied by Q_i along each dimension i, "turned
+back" by the transposed Q_i:
 
     M <- beta1 * M + (1 - beta1) * G                         exp_avg
     V <- beta2 * V + (1 - beta2) * (G turned)^2              exp_avg_sq
