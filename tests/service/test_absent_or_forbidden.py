@@ -8,6 +8,9 @@ from graphstash_server.app import create_app
 from graphstash_server.settings import Settings
 from support.api import Api
 
+# Rights are decided before the database is asked for anything else.
+pytestmark = pytest.mark.parametrize("start_once", ["sqlite"], indirect=True)
+
 PATHS = create_app(Settings()).openapi()["paths"]
 CALLS = [(method.upper(), path) for path in PATHS if "{" in path for method in PATHS[path]]
 

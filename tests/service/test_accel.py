@@ -15,6 +15,9 @@ from graphstash_schema import Digest
 from support.api import Api
 from support.nginx import in_front_of, seen
 
+# What is in the database does not depend on who sends the bytes.
+pytestmark = pytest.mark.parametrize("start_once", ["sqlite"], indirect=True)
+
 BLOB = os.urandom(300_000)
 ETAG = Digest.of(BLOB).etag
 

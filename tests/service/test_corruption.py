@@ -237,23 +237,20 @@ def test_a_copy_of_a_running_data_directory_serves_no_wrong_bytes(
     server = start()
     with writers([connect(server.url) for _ in range(3)]) as acknowledged:
         until(lambda: len(acknowledged) >= 200)
-        copies = [
-            copied_slowly(server.data_dir, tmp_path / f"copy-{n}", acknowledged) for n in (1, 2)
-        ]
+        copy = copied_slowly(server.data_dir, tmp_path / "copy", acknowledged)
     server.kill()
 
-    for copy in copies:
-        try:
-            started = ServerProcess(copy, environment=process_environment)
-        except RuntimeError as error:
-            assert "the database is corrupt" in str(error)  # noqa: PT017 - a copy may also be sound
-            continue
-        with started:
-            api = connect(started.url)
-            for number, blob in acknowledged.items():
-                answer = api.get(number)
-                assert answer.status_code in (200, 404, 500)
-                assert answer.status_code != 200 or answer.content == blob
+    try:
+        started = ServerProcess(copy, environment=process_environment)
+    except RuntimeError as error:
+        assert "the database is corrupt" in str(error)  # noqa: PT017 - a copy may also be sound
+        return
+    with started:
+        api = connect(started.url)
+        for number, blob in acknowledged.items():
+            answer = api.get(number)
+            assert answer.status_code in (200, 404, 500)
+            assert answer.status_code != 200 or answer.content == blob
 
 
 def copied_slowly(source, target, acknowledged):

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import tracemalloc
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,13 +19,17 @@ from graphstash_schema import (
     NamespacePolicy,
 )
 from graphstash_server.actor import Actor
+from graphstash_server.clock import system_clock
+from graphstash_server.context import open_services, prepare_database
 from graphstash_server.db.queries.identifiers import claim_recount, last_recount
 from graphstash_server.db.queries.usage import recount_usage
-from graphstash_server.db.tables import usage
+from graphstash_server.db.tables import artifacts, usage
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.eviction_order import HALF_LIFE, aged, density
 from graphstash_server.services.artifacts import service
 from graphstash_server.services.maintenance.garbage import GarbageOptions, collect_garbage
+from graphstash_server.settings import load_settings
+from support.filling import BLOB_BYTES, fill
 from support.services import ACTOR, ServiceClient, key_of, upload_of
 from support.statements import recorded
 
@@ -636,3 +641,23 @@ async def test_recount_beside_another_corrects_once_and_reads_no_artifact_while_
             await connection.execute(sa.update(usage).values(size_bytes=1))
         assert await two.context.reconciler.recount(is_repair=True) == [TEAM]
         assert (await one.used()).size_bytes == 30
+
+
+@pytest.mark.extended
+async def test_an_eviction_takes_the_memory_of_a_page(tmp_path):
+    """Eleven thousand artifacts go; what one of them needs is some kilobytes."""
+    count = 20_000
+    limit = count * BLOB_BYTES // 2
+    settings = load_settings(data_dir=tmp_path, min_free_bytes=0, soft_limit_bytes=limit)
+    await prepare_database(settings, is_migrating=True)
+    await asyncio.to_thread(fill, settings.database_url, tmp_path, count)
+    async with open_services(settings, blob_store=None, clock=system_clock) as context:
+        tracemalloc.start()
+        evicted = await context.evictor.run(actor=Actor.server())
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        async with context.database.reading() as connection:
+            left = await connection.scalar(sa.select(sa.func.count()).select_from(artifacts))
+    assert evicted > count // 2
+    assert left * BLOB_BYTES <= limit
+    assert peak < 8 * 1024**2

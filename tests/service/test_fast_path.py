@@ -93,6 +93,9 @@ LEFT = (
 )
 """Headers that the fast path leaves to the application."""
 
+ON_SQLITE = pytest.mark.parametrize("start_once", ["sqlite"], indirect=True)
+"""For what becomes of headers and connections before and after a row is read."""
+
 _OWN = re.compile(rb"^(date|x-request-id): ", re.IGNORECASE)
 
 
@@ -159,6 +162,7 @@ def paths(live_server):
         return {size: api.path(number) for number, size in enumerate(names)}
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_fast_path_and_application_give_same_answer(both, paths, method):
     for headers in (*CASES, LONG, *LEFT):
@@ -202,6 +206,7 @@ AMBIGUOUS = (
 )
 
 
+@ON_SQLITE
 def test_unusual_requests_are_left_to_the_application(api, both, paths):
     for path in PATHS:
         for method in ("GET", "HEAD"):
@@ -297,6 +302,7 @@ def asked_for(path, *lines):
     return "\r\n".join([f"GET {path} HTTP/1.1", "Host: a", *lines, "", ""]).encode()
 
 
+@ON_SQLITE
 def test_answers_on_one_connection_keep_the_order_of_the_requests(api):
     blobs = {0: SMALL, 1: LARGE}
     for number, blob in blobs.items():
@@ -312,6 +318,7 @@ def test_answers_on_one_connection_keep_the_order_of_the_requests(api):
             assert answer.body == blobs.get(number, answer.body)
 
 
+@ON_SQLITE
 def test_requests_stay_unanswered_while_client_reads_no_answers(api, live_server):
     """Otherwise a pipeline of small requests would fill the memory with large answers."""
     api.put(os.urandom(60_000))
@@ -343,6 +350,7 @@ def is_open(file):
     return False
 
 
+@ON_SQLITE
 def test_download_ends_with_its_reader_or_whole_though_the_artifact_is_deleted(api, large):
     blob, file = large
     with Wire(api.url) as wire:
@@ -358,6 +366,7 @@ def test_download_ends_with_its_reader_or_whole_though_the_artifact_is_deleted(a
         assert wire.answer().body == blob
 
 
+@ON_SQLITE
 def test_a_file_that_shrinks_during_a_download_cuts_the_connection(api, large, caplog):
     _, file = large
     with Wire(api.url) as wire:
@@ -370,6 +379,7 @@ def test_a_file_that_shrinks_during_a_download_cuts_the_connection(api, large, c
     until(lambda: "ShortBlobError" in caplog.text)
 
 
+@ON_SQLITE
 def test_a_connection_that_is_cut_while_a_thread_sends_closes_the_file(
     api, large, live_server, monkeypatch
 ):
@@ -400,6 +410,7 @@ def test_a_connection_that_is_cut_while_a_thread_sends_closes_the_file(
         until(lambda: not is_open(file))
 
 
+@ON_SQLITE
 class TestKeptConnections:
     """On a server that closes idle connections soon."""
 
@@ -432,6 +443,7 @@ class TestKeptConnections:
             assert wire.answer().status == 202
 
 
+@ON_SQLITE
 class TestCallers:
     """On a server that asks for tokens."""
 

@@ -10,6 +10,9 @@ from graphstash_schema import Digest
 from support.waiting import until
 from support.wire import Wire
 
+# Requests that never reach a database.
+pytestmark = pytest.mark.parametrize("start_once", ["sqlite"], indirect=True)
+
 DEVICE = "cpu-x86_64-0123456789abcdef"
 PATH = f"/v1/attack/artifacts/jax/{DEVICE}/{'0' * 64}"
 HEAD = f"PUT {PATH} HTTP/1.1\r\nHost: a\r\n"

@@ -245,11 +245,15 @@ def test_damaged_blob_never_looks_whole_and_its_artifact_is_dropped_and_put_agai
 
 
 @pytest.mark.parametrize(
-    ("tier", "blob", "flips"),
-    [("0", SMALL, 1), ("0", LARGE, 8), ("1GiB", SMALL, 8), ("1GiB", LARGE, 1), ("0", SMALL, 2)],
-    ids=["no tier, small", "no tier, large", "tier, small", "tier, large", "twice"],
+    ("s3", "tier", "blob", "flips"),
+    [
+        pytest.param("moto", "0", SMALL, 2, id="small"),
+        pytest.param("moto", "0", LARGE, 8, id="large"),
+        pytest.param("moto", "1GiB", SMALL, 8, id="tier, small"),
+        pytest.param("moto", "1GiB", LARGE, 1, id="tier, large"),
+        pytest.param("swift", "0", SMALL, 1, id="swift", marks=pytest.mark.extended),
+    ],
 )
-@pytest.mark.parametrize("s3", ["moto", pytest.param("swift", marks=pytest.mark.extended)])
 class TestFlippedBits:
     """Bits are flipped between an S3 and the server; the object is whole all the time."""
 
