@@ -40,7 +40,7 @@ class Deployment:
         url: where clients go.
     """
 
-    def __init__(self, directory, *files, postgres, pycache, **variables):
+    def __init__(self, directory, *files, postgres, **variables):
         self.directory = directory
         self.postgres = postgres
         self.image = Image()
@@ -52,8 +52,7 @@ class Deployment:
         self.nginx = None
         self.scripts = sysconfig.get_path("scripts")
         self.prefix = []  # in front of every server's command
-        # The image is compiled; here, compiled modules are kept between the servers of a run.
-        self.more = {"PYTHONPYCACHEPREFIX": str(pycache), "PYTHONDONTWRITEBYTECODE": ""}
+        self.more = {"PYTHONDONTWRITEBYTECODE": ""}  # in the image, all modules are compiled
         self.database = postgres.new_database().rpartition("/")[2]
         self.payload = os.urandom(500_000)
         self.token = None  # of the jobs
@@ -62,7 +61,7 @@ class Deployment:
 
     @property
     def url(self):
-        return self.nginx.url
+        return self.nginx.url if self.nginx else f"http://127.0.0.1:{self.ports['server-1']}"
 
     def substitutes(self, service):
         """What stands for addresses, ports and directories inside the containers."""
@@ -172,11 +171,14 @@ class Deployment:
         tls = "ssl" in environment["GRAPHSTASH_NGINX_LISTEN"]
         self.nginx = Nginx(self.directory / "nginx", variables={**given, **variables}, tls=tls)
 
-    def up(self):
-        """Everything in the order of depends_on."""
+    def migrate(self):
         migrated = self.run("migrate")
         assert migrated.returncode == 0, migrated.stderr
-        self.start("server-1", "server-2")
+
+    def up(self, *servers):
+        """Everything in the order of depends_on, with these of the two servers."""
+        self.migrate()
+        self.start(*servers or ("server-1", "server-2"))
         self.start_nginx()
         self.make_token()
         return self
@@ -243,29 +245,20 @@ def compose_postgres():
         yield postgres
 
 
-@pytest.fixture(scope="session")
-def pycache(tmp_path_factory):
-    return tmp_path_factory.mktemp("pycache")
-
-
 @pytest.fixture
-def deploy(tmp_path, compose_postgres, pycache):
+def deploy(tmp_path, compose_postgres):
     """Makes a deployment of these files with an empty database, and ends it."""
     with contextlib.ExitStack() as stack:
         yield lambda *files, **variables: stack.enter_context(
-            Deployment(tmp_path, *files, postgres=compose_postgres, pycache=pycache, **variables)
+            Deployment(tmp_path, *files, postgres=compose_postgres, **variables)
         )
 
 
 @pytest.fixture(scope="module")
-def standing_deployment(tmp_path_factory, compose_postgres, pycache):
+def standing_deployment(tmp_path_factory, compose_postgres):
     """One for the tests that leave everything running as they found it."""
-    with Deployment(
-        tmp_path_factory.mktemp("deployment"),
-        "compose.yaml",
-        postgres=compose_postgres,
-        pycache=pycache,
-    ) as deployment:
+    directory = tmp_path_factory.mktemp("deployment")
+    with Deployment(directory, "compose.yaml", postgres=compose_postgres) as deployment:
         yield deployment.up()
 
 

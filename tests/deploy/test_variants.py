@@ -18,7 +18,7 @@ pytestmark = pytest.mark.extended
 
 def test_example_variables_with_two_workers_are_a_working_deployment(deploy):
     variables = {name: value for name, value in example_variables().items() if value}
-    deployment = deploy("compose.yaml", **variables | {"GRAPHSTASH_WORKERS": "2"}).up()
+    deployment = deploy("compose.yaml", **variables | {"GRAPHSTASH_WORKERS": "2"}).up("server-1")
     key = deployment.new_key()
     deployment.put(key)
 
@@ -33,7 +33,7 @@ def test_tls_variant_needs_two_files(deploy, certificate):
         GRAPHSTASH_TLS_CERTIFICATE=str(certificate[0]),
         GRAPHSTASH_TLS_KEY=str(certificate[1]),
     )
-    deployment.run("migrate")
+    deployment.migrate()
     deployment.start("server-1")
     deployment.make_token()
     deployment.start_nginx(
@@ -109,12 +109,11 @@ exec "$@"
 
 def test_a_server_needs_its_volume_and_tmp_and_nothing_else_to_write_to(deploy, tmp_path):
     deployment = deploy("compose.yaml")
-    assert deployment.run("migrate").returncode == 0
+    deployment.migrate()
     deployment.prefix = ["unshare", "--mount", *as_root(), "sh", "-c", READ_ONLY, "read-only"]
     deployment.more = {
         "TMPFS": str(deployment.directory / "tmp"),
         "OUTSIDE": str(tmp_path),
-        "PYTHONPYCACHEPREFIX": "",
     }
     deployment.start("server-1")
     deployment.make_token()
@@ -157,7 +156,9 @@ def test_the_steps_of_the_dockerfile_make_a_server_that_migrates_its_database(de
         [venv / "bin" / "python", "-I", "-c", heavy], check=True, capture_output=True, text=True
     )
     assert found.stdout.strip() == "[]"
-    deployment.up()
+    deployment.migrate()
+    deployment.start("server-1")
+    deployment.make_token()
     key = deployment.new_key()
     deployment.put(key)
     assert deployment.get(key) == deployment.payload

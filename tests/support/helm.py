@@ -2,7 +2,8 @@
 
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ import helm_python, kubernetes_validate, yaml
 asked = json.load(sys.stdin)
 chart = helm_python.Chart.load(asked["chart"])
 told = []
-for values in asked["values"]:
+for name, values in asked["charts"]:
     try:
-        files = chart.render(values, name=asked["name"], namespace="ml")
+        files = chart.render(values, name=name, namespace="ml")
     except helm_python.HelmError as error:
         told.append(str(error))
         continue
@@ -53,27 +54,33 @@ class HelmError(Exception):
     """Helm refuses the values; its message."""
 
 
-def render(values: Mapping[str, Any], *, name: str = "graphstash") -> dict[str, Any]:
+def render(values: Mapping[str, Any]) -> dict[str, Any]:
     """The `objects` and the `notes` of an installation in the namespace `ml`.
 
     Raises:
         HelmError: Helm refuses the values.
     """
-    (told,) = render_all([values], name=name)
+    (told,) = render_all([values])
     if isinstance(told, str):
         raise HelmError(told)
     return told
 
 
-def render_all(values: Sequence[Mapping[str, Any]], *, name: str = "graphstash") -> list[Any]:
-    """For each values file what `render` returns, or the text of Helm's refusal."""
-    told: list[Any] = _run(values=values, name=name, objects=[])["told"]
+def render_all(
+    values: Iterable[Mapping[str, Any]], *, names: Iterable[str] = repeat("graphstash")
+) -> list[Any]:
+    """For each values file what `render` returns, or the text of Helm's refusal.
+
+    Args:
+        names: of the installations.
+    """
+    told: list[Any] = _run(charts=list(zip(names, values, strict=False)), objects=[])["told"]
     return told
 
 
 def validate(objects: Sequence[Mapping[str, Any]]) -> None:
     """Fails unless the objects are valid in all `VERSIONS`, which know all of their fields."""
-    _run(values=[], name="", objects=objects)
+    _run(charts=[], objects=objects)
 
 
 def _run(**asked: object) -> dict[str, Any]:
