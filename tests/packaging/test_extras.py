@@ -137,7 +137,12 @@ def test_each_extra_alone_shares_a_compilation_between_processes(
                 "PATH": "/usr/bin:/bin",
                 "HOME": str(tmp_path),
                 "PJRT_DEVICE": "CPU",
+                "OMP_NUM_THREADS": "1",
                 "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / host / "inductor"),
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                # The header would be precompiled for this environment, to compile one kernel.
+                "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+                "TORCHINDUCTOR_VEC_ISA_OK": "1",  # as in zygotes
             },
             capture_output=True,
             text=True,
