@@ -1,4 +1,5 @@
-"""Delay forks while another thread does work that a fork would break in the child.
+"""Delay forks while another thread does work that a fork would break in the child, and keep a child
+from sharing its parent's file locks.
 
 A fork copies every lock as it is, and only the thread that forks. If it interrupts another thread's
 import, the child can never import that module. If it interrupts OpenSSL or pydantic, a lock inside
@@ -15,12 +16,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Final
 
 from graphstash._interrupts import raise_after
 
-__all__ = ["forkable", "unforked"]
+__all__ = ["close_unshared", "forkable", "open_unshared", "unforked"]
 
 _WAIT_SECONDS: Final = 2.0
 """Maximum seconds that a fork waits, once for each block. The work may itself wait for the forking
@@ -36,6 +38,10 @@ _slow: set[int] = set()
 
 _forking: dict[int, float] = {}
 """By thread that forks: until when it waits at most."""
+
+_unshared: set[int] = set()
+"""Descriptors that a child replaces: it could release its parent's lock, or hold the lock after its
+parent's death."""
 
 _interrupts: dict[int, BaseException] = {}
 """By thread that forks: what a signal handler raised meanwhile."""
@@ -64,6 +70,25 @@ def forkable() -> Iterator[None]:
         yield
     finally:
         _enter(depth)
+
+
+def open_unshared(path: str | Path) -> int:
+    """Open a file to lock, and create it if it is absent. No forked child shares the lock.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with unforked():
+        descriptor = os.open(path, flags, 0o600)
+        _unshared.add(descriptor)
+    return descriptor
+
+
+def close_unshared(descriptor: int) -> None:
+    """Close a file that `open_unshared` has opened."""
+    _unshared.discard(descriptor)  # first, because another thread may get the number
+    os.close(descriptor)
 
 
 def _enter(depth: int) -> None:
@@ -122,6 +147,11 @@ def _after_in_child() -> None:
     for entries in (_depths, _slow, _forking, _interrupts):
         entries.clear()
     _leave(depth)
+    if _unshared:
+        empty = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in _unshared:
+            os.dup2(empty, descriptor, inheritable=False)
+        os.close(empty)
 
 
 os.register_at_fork(

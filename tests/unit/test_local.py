@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 from filelock import FileLock, Timeout
@@ -173,6 +174,47 @@ with LocalTier(Path(sys.argv[1]), limit_bytes=1000).exclusive(
         holder.kill()
         holder.wait()
         holder.stdout.close()
+
+
+def test_a_forked_child_neither_releases_nor_keeps_the_locks_of_its_parent(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    program = f"""
+import os, signal, sys
+from pathlib import Path
+from graphstash._artifacts.local_tier import LocalTier
+from graphstash._artifacts.run_folder import claim
+from graphstash_schema import ArtifactKey
+tier, key = LocalTier(Path(sys.argv[1]), limit_bytes=1000), {str(key(1))!r}.split("/")
+claimed = claim(tier.root / "claim")
+with tier.exclusive(ArtifactKey.parse(*key), timeout_seconds=0), tier.downloading():
+    if os.fork():
+        signal.pause()
+claimed.close()
+print("left", flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program, tmp_path]
+
+    def held():
+        found = [tier.is_downloading()]
+        for path in (tmp_path / "locks" / f"{key(1).fingerprint[:3]}.lock", tmp_path / "claim"):
+            with path.open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    found.append(True)
+                else:
+                    found.append(False)
+        return found
+
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as parent, ExitStack() as ends:
+        ends.callback(parent.kill)
+        assert parent.stdout.readline() == b"left\n"
+        assert held() == [True, True, True]
+        parent.kill()
+        parent.wait()
+        assert held() == [False, False, False]
 
 
 def test_lock_of_an_artifact_excludes_earlier_releases(tmp_path):

@@ -40,7 +40,7 @@ from typing import IO, Final, NamedTuple
 from filelock import FileLock, Timeout
 
 from graphstash._artifacts.spill import SpillFile
-from graphstash._forking import forkable
+from graphstash._forking import close_unshared, forkable, open_unshared
 from graphstash._trust.provenance import (
     Provenance,
     append_provenance,
@@ -525,16 +525,16 @@ def _remove_unless_held(path: Path) -> None:
 def _opened_lock_file(path: str, *, unlock: Callable[[int], object]) -> Iterator[int | None]:
     """Yield a descriptor of a file to lock, or None if it cannot be opened. Unlock at the end."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = open_unshared(path)
     except OSError:
         yield None
         return
     try:
         yield descriptor
     finally:
-        with contextlib.suppress(OSError):  # a forked child has a copy of the descriptor
+        with contextlib.suppress(OSError):  # a child that C code forked has a copy
             unlock(descriptor)
-        os.close(descriptor)
+        close_unshared(descriptor)
 
 
 def _lock(descriptor: int, may_wait: Callable[[], bool]) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import sleep
 from typing import Final
 
-from graphstash._forking import forkable
+from graphstash._forking import close_unshared, forkable, open_unshared
 
 __all__ = ["Claim", "claim", "hold", "remove_unless_held"]
 
@@ -49,8 +49,8 @@ class Claim:
         """Let another process hold the file."""
         if self._descriptor is not None:
             with suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child has a copy
-            os.close(self._descriptor)
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # as in `local_tier`
+            close_unshared(self._descriptor)
 
 
 def claim(path: Path) -> Claim | None:
@@ -59,13 +59,13 @@ def claim(path: Path) -> Claim | None:
     If the folder cannot be used, every process holds the file.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = open_unshared(path)
     except OSError:
         return Claim()
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(descriptor)
+        close_unshared(descriptor)
         return None
     except OSError:  # the file system does not support locks
         pass
