@@ -59,6 +59,13 @@ _SERVERS: Final = (
 
 _CLOSING_SECONDS: Final = 2.0
 
+_REVOKED_COLUMNS: Final = [
+    column
+    for column in tokens.c
+    if not column.nullable or column.key in {"expires_at", "revoked_at"}
+]
+"""What a restore keeps of a revoked token: columns that all releases with tokens have."""
+
 
 def take_snapshot(url: str, path: Path) -> None:
     """Copy a database of this release's revision to a new, durable file, while servers write.
@@ -179,8 +186,9 @@ def apply_withdrawals(path: Path, url: str, *, now: datetime) -> bool:
     same cache no longer has, because the servers delete revoked tokens after some time. Artifacts
     that were deleted or replaced come back: restoring is the way to get them.
 
-    The snapshot lists each withdrawal as a new one, so that the next restore applies it again. Each
-    gets a new mark, so that hosts notice that their copy of the list is of another history.
+    The snapshot lists each withdrawal as a new one, and each revoked token, so that the next
+    restore applies them again. Each withdrawal gets a new mark, so that hosts notice that their
+    copy of the list is of another history.
 
     Returns:
         False if the database cannot be read.
@@ -200,7 +208,8 @@ def apply_withdrawals(path: Path, url: str, *, now: datetime) -> bool:
     )
     try:
         found = [dict(zip(columns, row, strict=True)) for row in _read(url, withheld)]
-        known = dict(map(tuple, _read(url, select(tokens.c.id, tokens.c.revoked_at))))
+        known = {id_ for (id_,) in _read(url, select(tokens.c.id))}
+        ended = _read(url, select(*_REVOKED_COLUMNS).where(tokens.c.revoked_at.is_not(None)))
     except StartError:
         return False
     is_earlier = _is_earlier(path, url)
@@ -208,13 +217,19 @@ def apply_withdrawals(path: Path, url: str, *, now: datetime) -> bool:
         snapshot.execute("PRAGMA foreign_keys=ON")
         for row in found:
             _withdraw(snapshot, row, key)
-        revoked = {name: at for name, at in known.items() if at is not None}
+        revoked = {row.id: row.revoked_at for row in ended}
         if is_earlier:
             listed = snapshot.execute("SELECT id FROM tokens WHERE revoked_at IS NULL")
             revoked |= {name: now for (name,) in listed.fetchall() if name not in known}
         snapshot.executemany(
             "UPDATE tokens SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL",
-            [(str(at.replace(tzinfo=None)), name) for name, at in revoked.items()],
+            [(_stored(at), name) for name, at in revoked.items()],
+        )
+        names = [column.key for column in _REVOKED_COLUMNS]
+        snapshot.executemany(
+            f"INSERT OR IGNORE INTO tokens ({', '.join(names)}) "  # noqa: S608 - names of columns
+            f"VALUES ({', '.join('?' * len(names))})",
+            [tuple(map(_stored, row)) for row in ended],
         )
     _sync(path)
     return True
@@ -254,7 +269,7 @@ def _withdraw(snapshot: sqlite3.Connection, row: dict[str, Any], key: Sequence[s
     snapshot.execute(f"DELETE FROM artifacts WHERE {matched}", row)  # noqa: S608 - names of columns
     row |= {
         "mark": secrets.token_hex(8),
-        "withdrawn_at": str(row["withdrawn_at"].replace(tzinfo=None)),
+        "withdrawn_at": _stored(row["withdrawn_at"]),
     }
     ((row["number"],),) = snapshot.execute(
         "INSERT INTO withdrawal_heads VALUES (:namespace, 1, :mark) ON CONFLICT (namespace) "
@@ -263,6 +278,11 @@ def _withdraw(snapshot: sqlite3.Connection, row: dict[str, Any], key: Sequence[s
     ).fetchall()
     values = ", ".join(f":{name}" for name in row)
     snapshot.execute(f"INSERT INTO withdrawals ({', '.join(row)}) VALUES ({values})", row)  # noqa: S608 - names of columns
+
+
+def _stored(value: Any) -> Any:
+    """Return a value as SQLite stores it."""
+    return str(value.replace(tzinfo=None)) if isinstance(value, datetime) else value
 
 
 async def _export(source: URL, path: Path) -> None:
