@@ -27,6 +27,7 @@ from graphstash_server.db.tables import artifacts, usage
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.eviction_order import HALF_LIFE, aged, density
 from graphstash_server.services.artifacts import service
+from graphstash_server.services.artifacts.eviction import Planned
 from graphstash_server.services.maintenance.garbage import GarbageOptions, collect_garbage
 from graphstash_server.settings import load_settings
 from support.filling import BLOB_BYTES, fill
@@ -396,6 +397,16 @@ async def test_a_dry_run_names_what_a_run_evicts(opened):
         assert len(planned) > 5
 
 
+async def test_a_dry_run_evicts_nothing_more_once_the_planned_artifacts_free_enough(opened):
+    async with opened() as store:
+        await store.fill(7)
+    async with opened(soft_limit_bytes=60_000) as store:
+        planned = Planned()
+        first, *_ = [each async for each in store.context.evictor.plan()]
+        planned.add(first)
+        assert [each async for each in store.context.evictor.plan(planned=planned)] == []
+
+
 @pytest.mark.parametrize(
     ("limit", "where"),
     [
@@ -451,6 +462,18 @@ async def test_policy_far_below_what_is_stored_evicts_nothing_until_confirmed(op
         await store.context.policies.put(TEAM, NamespacePolicy(limit_bytes=20_000), ACTOR)
         await store.add(4)
         assert await store.kept(5) == [4]
+
+
+async def test_policy_is_doubted_by_a_server_that_missed_a_change_between(opened):
+    async with opened() as store, opened() as other:
+        limit = NamespacePolicy(limit_bytes=20_000)
+        await store.add(0)
+        await store.context.policies.put(TEAM, limit, ACTOR)
+        assert await other.evict() == 0
+        await store.context.policies.put(TEAM, NamespacePolicy(), ACTOR)
+        await store.fill(5)
+        await store.context.policies.put(TEAM, limit, ACTOR)
+        assert await other.evict() == 0
 
 
 async def test_a_failing_database_ends_a_round_and_not_the_maintenance(opened, caplog):

@@ -5,25 +5,25 @@ from dataclasses import dataclass
 
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.usage import list_stored
-from graphstash_server.services.namespaces import Budgets
+from graphstash_server.services.namespaces import Budget, Budgets
 
 __all__ = ["LimitDoubts"]
 
 
 @dataclass(kw_only=True, eq=False)
 class LimitDoubts:
-    """Doubt a limit if more than twice as much is stored when this process first uses the limit: at
-    its start, or after a change of a namespace's policy.
+    """Doubt a limit if more than twice as much is stored.
 
-    Nothing is evicted for such a limit until an operator confirms it. A limit that uploads exceed
-    later is not doubted.
+    Nothing is evicted for such a limit until an operator confirms it. Uploads cannot exceed the
+    limit of a namespace that far. They can exceed a soft limit of the store, so that limit is
+    doubted only if it is exceeded when this process first uses it.
     """
 
     database: Database
     budgets: Budgets
 
     def __post_init__(self) -> None:
-        self._judged: dict[str | None, tuple[int | None, bool]] | None = None
+        self._is_store_doubted: bool | None = None
 
     async def about(
         self, sizes: Mapping[str | None, int], limits: Mapping[str, int]
@@ -34,29 +34,20 @@ class LimitDoubts:
             sizes: bytes that each of them stores now.
             limits: limits in the policies of namespaces.
         """
-        if self._judged is None:
-            stored: dict[str | None, int] = dict(map(tuple, await list_stored(self.database)))
-            self._judged = {}
-            self._judge(self._judged, {**stored, None: sum(stored.values())}, limits)
-        doubted = self._judge(self._judged, sizes, limits)
-        return {name: _reason(name, is_policy=name in limits) for name in doubted}
+        store = self.budgets.store
+        if self._is_store_doubted is None:
+            stored = await list_stored(self.database)
+            self._is_store_doubted = _is_far(store, sum(size for _, size in stored))
+        return {
+            name: _reason(name, is_policy=name in limits)
+            for name, size_bytes in sizes.items()
+            if _is_far(store if name is None else self.budgets.of(name, limits), size_bytes)
+            and (name is not None or self._is_store_doubted)
+        }
 
-    def _judge(
-        self,
-        judged: dict[str | None, tuple[int | None, bool]],
-        sizes: Mapping[str | None, int],
-        limits: Mapping[str, int],
-    ) -> list[str | None]:
-        """Judge each limit that is new in `judged`. Return those that are doubted and exceeded."""
-        doubted = []
-        for name, size_bytes in sizes.items():
-            budget = self.budgets.store if name is None else self.budgets.of(name, limits)
-            is_far = budget.soft_bytes is not None and size_bytes > 2 * budget.soft_bytes
-            if name not in judged or judged[name][0] != budget.soft_bytes:
-                judged[name] = budget.soft_bytes, is_far
-            if is_far and judged[name][1]:
-                doubted.append(name)
-        return doubted
+
+def _is_far(budget: Budget, size_bytes: int) -> bool:
+    return budget.soft_bytes is not None and size_bytes > 2 * budget.soft_bytes
 
 
 def _reason(namespace: str | None, *, is_policy: bool) -> str:

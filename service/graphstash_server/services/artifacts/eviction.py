@@ -13,7 +13,7 @@ delete the blobs afterwards, in parallel (`BlobCollector.collect_marked`).
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,6 +41,8 @@ _LOGGER = logging.getLogger(__name__)
 
 OVER_SOFT_LIMIT: Final = "over the soft limit"
 """Reason that `Evictor.run` gives in the audit log."""
+
+_NOTHING_FREED: Final[Mapping[str | None, int]] = {}
 
 _PAGE = 200
 """Artifacts of one transaction: a few milliseconds, in which SQLite admits no other writer."""
@@ -111,7 +113,9 @@ class Evictor:
         `planned`, yield what it would evict after these artifacts, and add it to them.
         """
         planned = planned or Planned()
-        for namespace, goal_bytes in await self._passed(is_confirmed=is_confirmed):
+        for namespace, goal_bytes in await self._passed(
+            is_confirmed=is_confirmed, freed_bytes=planned.freed_bytes
+        ):
             async with self.database.reading() as connection:
                 excess = await stored_bytes(connection, namespace) - goal_bytes
             excess -= planned.freed_bytes[namespace]
@@ -144,10 +148,17 @@ class Evictor:
             evicted += len(gone)
         return evicted
 
-    async def _passed(self, *, is_confirmed: bool) -> list[tuple[str | None, int]]:
-        """Return namespaces above their soft limit (None: the store), with the size to reach."""
+    async def _passed(
+        self, *, is_confirmed: bool, freed_bytes: Mapping[str | None, int] = _NOTHING_FREED
+    ) -> list[tuple[str | None, int]]:
+        """Return namespaces above their soft limit (None: the store), with the size to reach, once
+        `freed_bytes` of each are evicted.
+        """
         limits = await self.policies.limits()
-        sizes: dict[str | None, int] = dict(map(tuple, await list_stored(self.database)))
+        stored = await list_stored(self.database)
+        sizes: dict[str | None, int] = {
+            name: size_bytes - freed_bytes.get(name, 0) for name, size_bytes in stored
+        }
         budgets = {name: self.budgets.of(name or "", limits) for name in sizes}
         budgets[None] = self.budgets.store  # last, because evictions in namespaces shrink it
         sizes[None] = sum(sizes.values())
