@@ -218,13 +218,13 @@ def _within_open_files(settings: Settings) -> Settings:
     most = max(1, (wanted - _OWN_FILES) // _FILES_PER_CONNECTION)
     if most == settings.max_connections:
         return settings
-    if "max_connections" in settings.model_fields_set:
-        _LOGGER.warning(
-            "GRAPHSTASH_MAX_CONNECTIONS is %d, but the limit of %d open files allows only %d",
-            settings.max_connections,
-            hard,
-            most,
-        )
+    _LOGGER.log(
+        logging.WARNING if "max_connections" in settings.model_fields_set else logging.INFO,
+        "GRAPHSTASH_MAX_CONNECTIONS is %d, but the limit of %d open files allows only %d",
+        settings.max_connections,
+        hard,
+        most,
+    )
     return settings.model_copy(update={"max_connections": most})
 
 

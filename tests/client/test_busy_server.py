@@ -185,6 +185,27 @@ def test_connections_wait_for_their_turn_and_the_oldest_comes_first(server, name
         assert waiting[-1].ask(asked + body).status == 200
 
 
+def test_a_refused_connection_gives_its_place_to_one_that_waits(server, monkeypatch):
+    for name in ("_WAITING_SECONDS", "_LINGER_SECONDS"):
+        monkeypatch.setattr(connection, name, 600)
+    turned_up, made = [], connection.Connection.connection_made
+
+    def turn_up(self, transport):
+        made(self, transport)
+        turned_up.append(self)
+
+    monkeypatch.setattr(connection.Connection, "connection_made", turn_up)
+    with ExitStack() as stack:
+        held = [stack.enter_context(Wire(server.url)) for _ in range(CONNECTIONS)]
+        for wire in held:
+            wire.send(HALF_A_REQUEST)
+        waiting = stack.enter_context(Wire(server.url))
+        waiting.send(HALF_A_REQUEST + REST_OF_IT)
+        until(lambda: len(turned_up) > CONNECTIONS)
+        held[0].send(b"\r\n: malformed\r\n\r\n")
+        assert waiting.answer().status == 200
+
+
 def test_a_job_waits_when_the_server_asks_it_to(tmp_path):
     with FakeServer() as fake:
         with Host(fake.config(cache_dir=tmp_path / "publisher")) as publisher:

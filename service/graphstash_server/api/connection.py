@@ -134,12 +134,10 @@ class Connection(HttpToolsProtocol):
             self.cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timers, and give the place to the connection that has waited longest."""
+        """Cancel the timers."""
         self._stop_listening()
         self.resume_writing()
         super().connection_lost(exc)
-        while self.waiting and len(self.places) < self.limits.max_connections:
-            next(iter(self.waiting))._enter()  # noqa: SLF001 - another connection of this class
 
     def _enter(self) -> None:
         """Take a place, and wait for the first request."""
@@ -359,7 +357,9 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _stop_listening(self) -> None:
-        """Discard further input, and stop counting the connection for its address."""
+        """Discard further input, and stop counting the connection for its address. If no other
+        connection takes its place at once, the one that has waited longest takes it.
+        """
         self._is_deaf = True
         self._unset_head_timer()
         for group in (self.idle, self.waiting):
@@ -369,6 +369,11 @@ class Connection(HttpToolsProtocol):
         mates.pop(self, None)
         if not mates:
             del self.by_address[self._address]
+        self.loop.call_soon(self._fill_places)
+
+    def _fill_places(self) -> None:
+        while self.waiting and len(self.places) < self.limits.max_connections:
+            next(iter(self.waiting))._enter()  # noqa: SLF001 - another connection of this class
 
     def _drop(self, size_bytes: int) -> None:
         """Count unwanted bytes. Abort at the limit, which stops an attacker."""
