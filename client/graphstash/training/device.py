@@ -54,7 +54,7 @@ def assign(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(values))
     if lazy and not donates():
         for target, value in zip(targets, values, strict=True):
-            torch._propagate_xla_data(value, target)  # mark the target as having its own memory
+            torch._propagate_xla_data(value, target)  # do not write over the old value
 
 
 @cache
