@@ -71,6 +71,7 @@ def test_misspelled_setting_of_a_server_is_reported_once(api):
     assert "GRAPHSTASH_URL" not in errors
 
 
+@ON_SQLITE
 def test_gc_evicts_what_its_dry_run_prints(api, monkeypatch, files_in):
     put(api, 5)
     assert "0 artifacts evicted" in run(gc)

@@ -508,7 +508,11 @@ async def test_concurrent_uploads_of_one_server_stay_below_the_limits(opened):
 
 
 @pytest.mark.sql
-@pytest.mark.parametrize("lost", ["cancelled", "disconnected"])
+@pytest.mark.parametrize(
+    ("database_url", "lost"),
+    [("sqlite", "cancelled"), ("postgresql", "cancelled"), ("postgresql", "disconnected")],
+    indirect=["database_url"],
+)
 async def test_deletion_that_outlives_its_transaction_spares_acknowledged_blobs(
     opened, request, lost, database_url
 ):
@@ -534,7 +538,7 @@ async def test_deletion_that_outlives_its_transaction_spares_acknowledged_blobs(
         await deleting.wait()
         if lost == "cancelled":
             under_way.cancel()
-        elif one.context.database.is_postgresql:
+        else:
             cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query <> ''"
             await asyncio.to_thread(
                 request.getfixturevalue("postgres").execute,

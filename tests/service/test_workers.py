@@ -286,6 +286,7 @@ def test_workers_that_cannot_start_stop_a_rolling_restart_and_are_retried(start,
     assert re.findall(r"restarting it in (\S+) s", server.log)[:3] == ["0", "0.5", "1"]
     assert "ok" in asked(server)
     server.kill_worker(max(old))
+    eventually(lambda: server.log.count("was killed by SIGKILL") == 2)
     with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):  # closed: no worker serves
         asked(server)
 
