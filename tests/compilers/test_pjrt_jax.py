@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 
 from support.compiler_jobs import CompilerJobs
-from support.hook_contract import HookContract
+from support.hook_contract import OF_THE_CACHE, HookContract
 
 
 @pytest.fixture
@@ -47,6 +47,7 @@ def test_what_is_compiled_ahead_of_time_for_a_tpu_is_published_once(
 class TestPjrt(HookContract):
     case = "pjrt_jax:user"
     programs = 2
+    cold_under = "fork:pjrt"  # the frames that call a program are in its key
     environment = ""
     cannot: ClassVar = {
         "test_fault_of_the_server_costs_a_compilation_and_is_counted": "test_pjrt_faults injects "
@@ -59,7 +60,7 @@ class TestPjrt(HookContract):
 
     @classmethod
     def open(cls, directory, **settings):
-        settings |= {"hooks": "pjrt", "environment": cls.environment}
+        settings |= {"hooks": "pjrt", "environment": cls.environment, "under": "fork:pjrt"}
         return CompilerJobs(directory, **settings)
 
     @pytest.mark.extended
@@ -78,4 +79,5 @@ class TestPjrt(HookContract):
 
 @pytest.mark.extended
 class TestPjrtOfAnotherPlugin(TestPjrt):
+    cannot: ClassVar = TestPjrt.cannot | OF_THE_CACHE
     environment = "jax-pjrt"

@@ -12,7 +12,7 @@ from graphstash import ClientConfig, Stash
 from graphstash.hooks.triton.kernel import pack, unpack
 from graphstash_schema import ArtifactMetadata
 from support.compiler_jobs import TritonJobs
-from support.hook_contract import HookContract
+from support.hook_contract import OF_THE_CACHE, HookContract
 from support.waiting import until
 
 KERNELS = 3
@@ -256,4 +256,5 @@ class TestTriton(HookContract):
 
 @pytest.mark.extended
 class TestNewestTriton(TestTriton):
+    cannot: ClassVar = OF_THE_CACHE
     version = "3.9.0"

@@ -45,6 +45,7 @@ _IMPORTED = {
         "torch._inductor.codecache:torch_key",
     ),
     "jax": ("jax",),
+    "pjrt": ("jax",),
     "triton": (
         *("triton", "triton.compiler"),
         *("triton.compiler.compiler:triton_key", "triton.runtime.cache:triton_key"),
@@ -53,6 +54,7 @@ _IMPORTED = {
         *("graphstash.__main__", "graphstash_server.commands.backup", "graphstash_server.context"),
         *("graphstash_server.services.maintenance.backup", "aiosqlite", "asyncpg"),
     ),
+    "helion": ("helion", "helion.language", "jax", "torch"),
     "tuning": ("numpy", "graphstash._process.session", "graphstash.tuning.task"),
 }
 """What a zygote imports before it forks jobs, by name of the zygote."""

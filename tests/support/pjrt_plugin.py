@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ _kept: list[object] = []
 
 
 def use_in_jax() -> None:
-    """Choose the plug-in for JAX; called before JAX is imported."""
+    """Choose the plug-in for JAX; called before JAX has a client."""
     os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"other:{LIBRARY}"
     os.environ["JAX_PLATFORMS"] = "other"
+    if "jax" in sys.modules:  # it has read the variable
+        sys.modules["jax"].config.update("jax_platforms", "other")
 
 
 def widen_execute_options() -> None:

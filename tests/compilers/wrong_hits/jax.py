@@ -7,7 +7,7 @@ from compilers.wrong_hits.pairs import Pair, Relation, pair
 
 __all__ = ["PAIRS", "VERSIONS", "install", "prepare"]
 
-VERSIONS = {"0.10.2": "", "0.4.31": "jax-oldest", "newest": "jax-newest"}
+VERSIONS = {"0.10.2": "", "0.4.31": "jax-oldest"}
 """Environment by JAX's version; empty is the one of the tests."""
 
 

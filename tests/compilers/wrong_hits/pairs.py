@@ -53,7 +53,8 @@ class Pair:
         b: the program that looks up.
         relation: of their keys.
         reason: for `UNSHARED`, a part of what the hook says.
-        is_extended: only `make test-all` compares the pair: another one guards the same mechanism.
+        is_extended: only `make test-all` compares the pair, and only in the version of `.venv`:
+            another pair guards the same mechanism in every version.
     """
 
     name: str

@@ -15,12 +15,14 @@ PRESENT = [name for name in COMPILERS if Path(__file__).with_name(f"{name}.py").
 
 
 def cases():
-    """Every pair in every version of its compiler; versions beside `.venv` are extended."""
+    """Each pair in its versions, see `Pair.is_extended`; versions beside `.venv` are extended."""
     found = []
     for name in PRESENT:
         compiler = importlib.import_module(f"compilers.wrong_hits.{name}")
         for version, environment in compiler.VERSIONS.items():
             for each in compiler.PAIRS:
+                if environment and each.is_extended:
+                    continue
                 marks = [pytest.mark.extended] if environment or each.is_extended else []
                 identity = f"{name}-{version}-{each}"
                 found.append(pytest.param(name, environment, each, id=identity, marks=marks))

@@ -34,7 +34,6 @@ from support.waiting import until
 __all__ = ["faults", "fork", "user"]
 
 use_in_jax()
-jax.config.update("jax_platforms", "other")  # JAX has read the variable
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 INPUT = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
