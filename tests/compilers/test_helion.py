@@ -21,9 +21,9 @@ pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
-def hosts(server, tmp_path_factory):
+def hosts(jobs, server, tmp_path_factory):
     """A host that tunes a kernel and publishes much, one after it, and one without the team."""
-    settings = {"url": server.url, "namespace": "helion-kernels", "under": "python"}
+    settings = {"url": server.url, "namespace": "helion-kernels", "under": "helion"}
     settings |= {"cases": "helion_kernels", "environment": "helion", "hooks": ""}
     settings["variables"] = {
         "HELION_CACHE_DIR": "HOST/helion",
@@ -31,10 +31,10 @@ def hosts(server, tmp_path_factory):
         "HELION_REMOTE_CACHE_BACKEND": "graphstash.tuning.targets.helion.TeamBackend",
         "JAX_PLATFORMS": "cpu",
     }
-    with CompilerJobs(tmp_path_factory.mktemp("hosts"), **settings) as jobs:
-        first = jobs.run("first", "tuned", {"plant": BAD})
-        second = jobs.run("second", "tuned", {"planted": len(BAD)})
-        yield first, second, jobs.run("third", "tuned", {"is_broken": True})
+    with CompilerJobs(tmp_path_factory.mktemp("hosts"), jobs=jobs, **settings) as team:
+        first = team.run("first", "tuned", {"plant": BAD})
+        second = team.run("second", "tuned", {"planted": len(BAD)})
+        yield first, second, team.run("third", "tuned", {"is_broken": True})
 
 
 def test_a_team_tunes_a_kernel_once(hosts):

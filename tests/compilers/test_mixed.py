@@ -4,15 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-STEPS = Path(__file__).parents[1] / "benchmarks" / "steps"
+from support.jobs import JOB
+from support.run_case import RUN_CASE, case_arguments
+
 JOBS = {
-    "xla": ("gpt_torch.py", "--backend", "xla"),
-    "inductor": ("gpt_torch.py", "--backend", "inductor"),
-    "jax": ("gpt_jax.py",),
+    "xla": (JOB,),
+    "inductor": (RUN_CASE, *case_arguments("inductor:training", matmul=True)),
+    "jax": (RUN_CASE, *case_arguments("jax_programs:training")),
 }
 TREE = """
 import subprocess, sys, json
@@ -28,7 +29,7 @@ def test_three_compilers_in_one_tree_share_with_another_host(server, namespace, 
         host = tmp_path / name
         host.mkdir()
         jobs = [
-            [str(STEPS / script), str(host / f"{job}.json"), "--layers", "1", *options]
+            [str(script), str(host / f"{job}.json"), *options]
             for job, (script, *options) in JOBS.items()
         ]
         command = [sys.executable, "-m", "graphstash", "run", "--stats-file", host / "stats"]

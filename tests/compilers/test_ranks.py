@@ -83,6 +83,7 @@ def test_all_ranks_load_one_artifact_even_without_access_to_cache(ranks):
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("ranks", [""], indirect=True)
 def test_ranks_share_results_if_no_rank_reaches_the_cache(ranks):
     lone = ranks("lone", broken=range(SIZE))
     assert sum(graphs(lone, "miss")) == 2
@@ -101,7 +102,6 @@ def processes(request, jobs, server, namespace, tmp_path):
                     f"{name}/{rank}",
                     "collective",
                     {"rank": rank, "size": 2, "port": port},
-                    under="graphstash run",
                     url=UNREACHABLE if rank in broken else server.url,
                 )
                 for rank in range(2)
