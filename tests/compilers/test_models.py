@@ -1,10 +1,11 @@
-"""Models of the libraries that people train with, which no hook was written for: every second host
-compiles nothing and computes the same. `support.cases.models` has the models, and
-`test_inductor_models` those of torch.compile.
+"""Models which no hook was written for: every second host compiles nothing and computes the same.
+
+`support.cases.models` has the models, and `test_inductor_models` those of torch.compile.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
@@ -23,23 +24,19 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture
-def run(server, namespace, tmp_path):
+def run(jobs, server, namespace, tmp_path):
     """Runs a case cold and warm."""
 
     def run(
         make: Callable[..., CompilerJobs],
         environment: str,
         case: str,
-        *,
-        plug_in: bool = False,
-        cases: str = "models",
+        keywords: Mapping[str, object] = MappingProxyType({}),
         **settings: str,
     ) -> Pair:
-        settings |= {"url": server.url, "namespace": namespace, "environment": environment}
-        settings |= {"under": "graphstash run", "cases": cases}
-        keywords = {"plug_in": True} if plug_in else {}
-        with make(tmp_path / "jobs", **settings) as jobs:
-            pair = Pair(*(jobs.run(host, case, keywords) for host in "ab"))
+        own = {"url": server.url, "namespace": namespace, "environment": environment}
+        with make(tmp_path / "jobs", jobs=jobs, **{"cases": "models", **own, **settings}) as hosts:
+            pair = Pair(*(hosts.run(host, case, keywords) for host in "ab"))
         assert pair.cold.stats["misses"] >= pair.cold.stats["published"] > 0
         assert pair.cold.stats["fallbacks"] == pair.warm.stats["fallbacks"] == {}
         assert pair.warm.stats["misses"] == pair.warm.stats["published"] == 0
@@ -49,27 +46,22 @@ def run(server, namespace, tmp_path):
     return run
 
 
-def test_an_image_classifier_of_torchvision_compiles_once_on_torch_xla(run):
-    pair = run(CompilerJobs, "models-oldest", "resnet18", hooks="torch_xla")
+def test_a_residual_block_compiles_once_on_torch_xla(run):
+    pair = run(CompilerJobs, "", "residual_block", under="fork")
     assert pair.cold.report["compiles"] == pair.cold.stats["published"] >= 2
     assert pair.warm.report["compiles"] == 0
     assert pair.warm.hits == pair.cold.stats["published"]
 
 
-def test_an_image_classifier_of_torchvision_compiles_once_on_a_plug_in(run):
-    pair = run(CompilerJobs, "models-newest", "resnet18", plug_in=True, hooks="pjrt")
-    assert pair.cold.report["compiles"] == pair.cold.stats["published"] >= 2
-    assert pair.warm.hits == pair.warm.report["compiles"] == pair.cold.stats["published"]
-
-
 def test_flax_compiles_once_on_jax(run):
-    pair = run(JaxJobs, "models-oldest", "flax_cnn")
+    pair = run(JaxJobs, "jax-oldest", "flax_cnn")
     assert pair.cold.report["compiles"] == pair.cold.stats["misses"] >= 10
     assert pair.warm.report["compiles"] == 0
 
 
 def test_flax_compiles_once_on_a_plug_in(run):
-    pair = run(JaxJobs, "models-newest", "flax_cnn", plug_in=True, hooks="pjrt")
+    keywords = {"plug_in": True}
+    pair = run(JaxJobs, "jax-newest", "flax_cnn", keywords, hooks="pjrt", under="fork:pjrt")
     assert pair.cold.report["compiles"] == pair.cold.stats["misses"] >= 10
     assert pair.warm.hits == pair.warm.report["compiles"]
 

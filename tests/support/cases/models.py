@@ -1,4 +1,4 @@
-"""Small real models of libraries that people train with, random weights, on the CPU.
+"""Small real models, random weights, on the CPU.
 
 Each model is a case. It imports its libraries itself: they lie in several environments.
 """
@@ -7,11 +7,9 @@ Each model is a case. It imports its libraries itself: they lie in several envir
 # Some libraries are typed in part, and some are not in `.venv`.
 
 import gc
-import os
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
-__all__ = ["flax_cnn", "resnet18"]
+__all__ = ["flax_cnn", "residual_block"]
 
 Report: TypeAlias = dict[str, Any]
 """The losses, and how often the compiler was at work."""
@@ -19,30 +17,31 @@ Report: TypeAlias = dict[str, Any]
 STEPS = 3
 
 
-def resnet18(*, plug_in: bool = False) -> Report:
-    """torchvision's, on small images: convolutions and batch normalization."""
-    from torchvision.models import resnet18
-
-    return _on_xla(lambda: resnet18(num_classes=10), plug_in=plug_in)
-
-
-def _on_xla(make: Callable[[], Any], *, plug_in: bool) -> Report:
-    """Trains an image classifier on torch_xla's device."""
-    if plug_in:
-        from support.pjrt_plugin import LIBRARY, widen_execute_options
-
-        os.environ |= {"PJRT_DEVICE": "LIBRARY", "PJRT_LIBRARY_PATH": str(LIBRARY)}
-        widen_execute_options()
+def residual_block() -> Report:
+    """Train an image classifier on torch_xla's device: convolutions and batch normalization."""
     import torch
     import torch_xla
     import torch_xla.debug.metrics as xla_metrics
+    from torch import nn
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(
+                nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+            )
+
+        def forward(self, x: Any) -> Any:
+            return x + self.inner(x)
 
     gc.disable()  # which tensors are alive decides what a lazy step is
     torch.manual_seed(0)
     device = torch_xla.device()
-    model = make().to(device)
+    entry = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    model = nn.Sequential(entry, nn.MaxPool2d(2), Residual(), *head).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    images, labels = torch.randn(STEPS, 4, 3, 32, 32), torch.randint(10, (STEPS, 4))
+    images, labels = torch.randn(STEPS, 4, 3, 16, 16), torch.randint(10, (STEPS, 4))
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
