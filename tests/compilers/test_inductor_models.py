@@ -11,8 +11,8 @@ from support.compiler_jobs import INDUCTOR_VERSIONS, InductorJobs
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 WITH_TRANSFORMERS = {"2.7.0": "", "2.15.0": "frameworks"}
-TRAINED = {"2.7.0": ("autocast", "convolutions"), "2.15.0": ("attention", "dropout", "lstm")}
-OF_TRANSFORMERS = {"2.7.0": ("bert",), "2.15.0": ("gpt2", "llama")}
+TRAINED = {"2.7.0": ("autocast", "convolutions"), "2.15.0": ("attention", "lstm")}
+OF_TRANSFORMERS = {"2.7.0": ("bert",), "2.15.0": ("llama",)}
 PREDICTING = {"2.7.0": ("grad", "no_grad"), "2.15.0": ("grad", "inference")}
 
 
@@ -30,8 +30,10 @@ def both(server, namespace, tmp_path, jobs):
     settings = {"url": server.url, "namespace": namespace, "cases": "inductor_models", "jobs": jobs}
 
     def both(environment, case, **keywords):
+        # A precompiled header takes longer than the few objects of a model; test_inductor has one.
+        variables = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
         with InductorJobs(tmp_path, "2.7.0", environment=environment, **settings) as hosts:
-            outcomes = [hosts.run(host, case, keywords) for host in "ab"]
+            outcomes = [hosts.run(host, case, keywords, variables=variables) for host in "ab"]
             return *outcomes, *(hosts.compiled(host) for host in "ab")
 
     return both
@@ -42,10 +44,7 @@ def run(both):
     """Runs a case on two hosts, of which the second one compiles nothing."""
 
     def run(environment, case, **keywords):
-        cold, warm, built, built_again = both(environment, case, **keywords)
-        # The first job on a machine precompiles a header, for all later ones: torch keeps it
-        # in a folder of the user. Nothing that is found needs it.
-        headers = sum(".gch" in line for line in built)
+        cold, warm, _, built_again = both(environment, case, **keywords)
         misses = warm.stats["misses"]
         unshared = {"unshareable": misses} if misses else {}
         assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == unshared
@@ -53,7 +52,7 @@ def run(both):
         assert cold.report["compiles"] > 0
         assert warm.report["compiles"] == len(built_again) == 0
         assert warm.stats["published"] == 0
-        assert warm.hits == cold.stats["published"] - headers
+        assert warm.hits == cold.stats["published"]
         assert warm.report["losses"] == cold.report["losses"]
         return warm
 

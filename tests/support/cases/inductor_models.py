@@ -16,8 +16,6 @@ __all__ = [
     "autocast",
     "bert",
     "convolutions",
-    "dropout",
-    "gpt2",
     "llama",
     "lstm",
     "predicting",
@@ -33,14 +31,6 @@ def bert() -> dict[str, Any]:
     layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(vocab_size=64, **settings, **layers)
     return _trained(lambda: BertForMaskedLM(config), _loss_of_tokens)
-
-
-def gpt2() -> dict[str, Any]:
-    """Hugging Face's GPT-2 in training mode, with its dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2)
-    return _trained(lambda: GPT2LMHeadModel(config), _loss_of_tokens)
 
 
 def llama() -> dict[str, Any]:
@@ -97,36 +87,28 @@ def autocast() -> dict[str, Any]:
     return _trained(_layers, loss)
 
 
-def dropout() -> dict[str, Any]:
-    """Layers with dropout."""
-
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 8))
-
-    return _trained(make, lambda model: model(torch.ones(4, 8)).square().mean())
-
-
 class _Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.project = nn.Linear(16, 48)
+        self.dropout = nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.project(x).view(4, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        query, key, value = self.dropout(self.project(x)).view(4, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def attention() -> dict[str, Any]:
-    """`scaled_dot_product_attention` with a causal mask."""
+    """`scaled_dot_product_attention` with a causal mask, after dropout."""
     return _trained(_Attention, lambda model: model(torch.ones(4, 8, 16)).square().mean())
 
 
 def predicting(*, context: str = "grad") -> dict[str, Any]:
-    """Only forward passes of a model, with gradients as usual or in another context."""
+    """Only forward passes of a layer, with gradients as usual or in another context."""
     contexts = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
     torch.manual_seed(0)
     torch.set_num_threads(2)
-    model = torch.compile(_layers())
+    model = torch.compile(nn.Linear(8, 8))
     with contexts[context]():
         outputs = [float(model(torch.full((4, 8), float(step))).sum()) for step in range(2)]
     return _report(outputs)
