@@ -59,6 +59,14 @@ class TestInductor(HookContract):
         assert 0 < warm.stats["saved_compile_seconds"] < 1.5 * built.report["seconds"]
 
     @pytest.mark.extended
+    def test_forked_child_shares_as_its_parent_does(self, hosts, built):
+        around = {"function": self.case, "keywords": {}}
+        outcome = hosts.run("forked", "in_a_forked_child", around, cases="contract")
+        assert outcome.report["fx"] == {"fxgraph_cache_hit": GRAPHS}
+        assert outcome.report["losses"] == built.report["losses"]
+        assert hosts.compiled("forked") == []
+
+    @pytest.mark.extended
     def test_script_that_installs_the_cache_itself_finds_the_same_beside_compile_workers(
         self, hosts, built
     ):
