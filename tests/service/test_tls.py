@@ -115,6 +115,13 @@ def test_port_serves_current_tls_to_clients_that_trust_the_authority(server, tru
         httpx.get(server.url.replace("https", "http") + "/healthz", trust_env=False)
 
 
+def test_silent_connection_ends_before_its_handshake(files, tmp_path):
+    with LiveServer(tmp_path, **files, header_seconds=0.5, log_level="error") as server:
+        host, port = server.url.removeprefix("https://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as silent:
+            assert silent.recv(1) == b""
+
+
 def test_only_client_with_certificate_of_the_authority_is_admitted(
     files, authority, trusting, tmp_path
 ):

@@ -129,13 +129,15 @@ class GraphstashServer(uvicorn.Server):
             kind = owner_connections(kind)
         else:
             allow_listening(listener)
+        tls = None if is_owners else config.ssl
         # `create_unix_server` would remove the socket file when the first of several workers ends.
         server = await asyncio.get_running_loop().create_server(
             lambda: kind(
                 config=config, server_state=self.server_state, app_state=self.lifespan.state
             ),
             sock=listener,
-            ssl=None if is_owners else config.ssl,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else kind.limits.header_seconds,
             backlog=config.backlog,
         )
         self.servers.append(server)
