@@ -117,9 +117,8 @@ def test_a_fused_backward_ends_at_the_same_bits_or_is_refused(accelerate):
             loop.run(STEPS)
 
 
-@pytest.mark.parametrize("settings", [{}, {"when": "forward"}], ids=["alone", "fused"])
-def test_no_step_reads_the_device(accelerate, settings):
-    loop = Loop(accelerate, precision="bf16", accumulate=2, clip=0.5, **settings)
+def test_no_step_reads_the_device(accelerate):
+    loop = Loop(accelerate, precision="bf16", accumulate=2, clip=0.5, when="forward")
     loop.run(2)
     with Reads() as reads:
         loop.run(STEPS)
@@ -164,10 +163,12 @@ def without_amp_scaling(*args, **options):
     return training.AdamW(*args, amp_scaling=False, **options)
 
 
-@pytest.mark.parametrize("when", [None, "forward"])
 @pytest.mark.parametrize(
-    ("ours", "theirs", "seen"),
-    [(training.AdamW, fused_of_torch, False), (without_amp_scaling, unfused, True)],
+    ("ours", "theirs", "seen", "when"),
+    [
+        (training.AdamW, fused_of_torch, False, "forward"),
+        (without_amp_scaling, unfused, True, None),
+    ],
     ids=["on the device", "on the host"],
 )
 def test_steps_that_overflow_are_skipped_as_torchs_are(accelerate, ours, theirs, seen, when):

@@ -73,16 +73,6 @@ def test_submissions_run_in_order_on_one_named_thread(device):
     assert {name for _, name in seen} == {"test-device_0"}
 
 
-def test_the_host_works_while_a_submission_runs(device):
-    held = Held()
-    running = device.submit(held)
-    assert held.started.wait(SECONDS)
-    device.submit(int)  # returns although the first still runs
-    assert not running.done()
-    held.release.set()
-    assert running.result() == ()
-
-
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_no_more_than_depth_are_unfinished(depth):
     futures = []
