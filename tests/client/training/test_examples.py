@@ -47,10 +47,10 @@ def test_every_loop_learns_the_digits_with_equal_losses(train_digits, optimizer)
 @pytest.mark.extended
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_learns_the_digits(train_digits, precision):
-    options = ("--precision", precision, "--steps", "100", "--log-every", "10")
+    options = ("--precision", precision, "--steps", "50", "--log-every", "10")
     reports = {arm: train_digits("--loop", arm, *options) for arm in ("plain", "best", "ours")}
     for report in reports.values():
-        assert report["accuracy"] > 0.85
+        assert report["accuracy"] > 0.8
         assert report["losses"][:3] == pytest.approx(reports["plain"]["losses"][:3], rel=1e-2)
 
 
@@ -64,11 +64,14 @@ def test_default_run_classifies_97_percent_of_test_images(train_digits):
 def test_a_traced_loop_learns_the_digits(train_digits, monkeypatch):
     """Without C++, which takes a minute of CPU time; tests/unit/training compiles smaller steps."""
     import torch
+    from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
+    counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     options = ("--optimizer", "SGD", "--steps", "100", "--log-every", "10")
     traced, lazy = (train_digits("--loop", arm, *options) for arm in ("ours-traced", "ours"))
+    assert counters["aot_autograd"]["ok"] > 0
     assert traced["accuracy"] > 0.85
     assert traced["losses"][:5] == pytest.approx(lazy["losses"][:5], rel=1e-3)
 
