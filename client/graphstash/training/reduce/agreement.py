@@ -15,10 +15,10 @@ def require_same(group: distributed.ProcessGroup, mine: str, *, wrong: str, way_
         ConfigError: on every rank if the texts differ; lists each text with the first rank
             that has it.
     """
-    said: list[str] = [""] * distributed.get_world_size(group)
-    distributed.all_gather_object(said, mine, group=group)
-    if len(set(said)) > 1:
-        listed = "; ".join(f"rank {said.index(each)}: {each}" for each in dict.fromkeys(said))
+    texts: list[str] = [""] * distributed.get_world_size(group)
+    distributed.all_gather_object(texts, mine, group=group)
+    if len(set(texts)) > 1:
+        listed = "; ".join(f"rank {texts.index(each)}: {each}" for each in dict.fromkeys(texts))
         raise ConfigError(f"{wrong} ({listed}): {way_out}")
 
 

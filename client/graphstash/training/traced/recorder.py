@@ -93,7 +93,7 @@ class Recorder:
         self._grads = [p.grad for p in state.parameters]
         self._places: dict[str, Place] = {}
         self._alive: list[Tensor] = []  # or an address in `_places` could be reused
-        self._twice = False
+        self._shares_data = False
         self._addresses = [self._place(t, ("state", i)) for i, t in enumerate(self.tensors)]
         for i, gradient in enumerate(self._grads):
             if gradient is not None:
@@ -181,7 +181,7 @@ class Recorder:
 
     def _place(self, tensor: Tensor, place: Place) -> str:
         address, data = bindings.handle(tensor)
-        self._twice |= address in self._places
+        self._shares_data |= address in self._places
         self._places[address] = place
         self._alive.append(data)
         return address
@@ -212,7 +212,7 @@ class Recorder:
                     f"{show(tensor)}; torch.optim keeps step counts there: use the optimizers of "
                     "graphstash.training, or capturable=True"
                 )
-        if self._twice:
+        if self._shares_data:
             raise CannotFreezeError(
                 "two tensors of the state or the batch share their device data; clone() one"
             )

@@ -48,7 +48,7 @@ class Snapshot:
         kept = [*state.tensors(), *(grad for _, grad in self._grads if grad is not None)]
         self._values = [(tensor, tensor.detach().clone()) for tensor in kept] if values else []
         self._optimizers = [
-            (optimizer, {parameter: dict(of) for parameter, of in optimizer.state.items()})
+            (optimizer, {parameter: dict(values) for parameter, values in optimizer.state.items()})
             for optimizer in state.optimizers
         ]
         self._random = torch.get_rng_state()

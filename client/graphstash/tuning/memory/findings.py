@@ -38,7 +38,7 @@ WRONG: Final = "wrong"
 
 _MAX_COUNT: Final = 10**6
 _MAX_MEASURED: Final = 10**12
-_MOST_WEIGHT: Final = 10
+_MAX_WEIGHT: Final = 10
 _HOST_CHARACTERS: Final = 128
 
 Finding: TypeAlias = Measurement[Configuration]
@@ -145,7 +145,7 @@ def _one(found: Sequence[Finding]) -> Finding:
         each.cost
         for each in working
         if each.cost is not None
-        for _ in range(min(max(1, each.count), _MOST_WEIGHT))
+        for _ in range(min(max(1, each.count), _MAX_WEIGHT))
     )
     if len(working) == 1 or not costs:
         return together

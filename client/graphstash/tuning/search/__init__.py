@@ -19,7 +19,7 @@ from graphstash.tuning.space import Configuration, SearchSpace
 
 __all__ = ["SEARCHERS", "make_searcher"]
 
-_HOME: Final = {
+_CLASSES: Final = {
     "g-bfs": ("gbfs", "GBFS"),
     "n-a2c": ("na2c", "NA2C"),
     "xgboost": ("xgb", "XGBoostSearch"),
@@ -28,7 +28,7 @@ _HOME: Final = {
     "exhaustive": ("exhaustive", "Exhaustive"),
 }
 
-SEARCHERS: Final = tuple(_HOME)
+SEARCHERS: Final = tuple(_CLASSES)
 """The names of the searchers."""
 
 
@@ -46,10 +46,10 @@ def make_searcher(
         ValueError: no searcher has this name.
         ModuleNotFoundError: it needs numpy or xgboost, which the extra `tuning` installs.
     """
-    if name not in _HOME:
+    if name not in _CLASSES:
         raise ValueError(f"there is no searcher {name!r}: choose one of {', '.join(SEARCHERS)}")
-    module, of = _HOME[name]
-    made: Searcher = getattr(import_module(f"graphstash.tuning.search.{module}"), of)(
+    module, class_name = _CLASSES[name]
+    made: Searcher = getattr(import_module(f"graphstash.tuning.search.{module}"), class_name)(
         space, seed=seed, first=first, **options
     )
     return made

@@ -68,11 +68,11 @@ class GBFS(Searcher):
 
     def _propose(self) -> list[Configuration]:
         chosen: dict[Configuration, None] = {}
-        left = 0
-        while self._queue and left < self._width:
+        expanded = 0
+        while self._queue and expanded < self._width:
             neighbours = self.space.neighbours(heappop(self._queue)[-1])
             drawn = self._random.sample(neighbours, min(self._rho, len(neighbours)))
             new = [each for each in drawn if each not in self._visited and each not in chosen]
             chosen.update(dict.fromkeys(new))
-            left += bool(new)
+            expanded += bool(new)
         return list(chosen) or self._unvisited(1)

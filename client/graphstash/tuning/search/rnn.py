@@ -88,15 +88,15 @@ class Controller:
             before = written.places[:, t - 1] if t else None
             logits, h, c, cache = self.step(t, before, h, c)
             logs = log_softmax(logits + written.prior[:, t])
-            chances = np.exp(logs)
+            probabilities = np.exp(logs)
             finite = np.where(np.isfinite(logs), logs, 0)
-            entropy = -(chances * finite).sum(axis=1, keepdims=True)
-            into = chances.copy()
-            into[rows, written.places[:, t]] -= 1
-            into *= advantage[:, None]
-            into += entropy_weight * chances * (finite + entropy)
+            entropy = -(probabilities * finite).sum(axis=1, keepdims=True)
+            gradient = probabilities.copy()
+            gradient[rows, written.places[:, t]] -= 1
+            gradient *= advantage[:, None]
+            gradient += entropy_weight * probabilities * (finite + entropy)
             kept.append(cache)
-            into_logits.append(into / count)
+            into_logits.append(gradient / count)
         return self._backwards(written, kept, into_logits)
 
     def _backwards(

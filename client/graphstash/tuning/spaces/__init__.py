@@ -13,17 +13,17 @@ __all__ = ["GemmSpace", "ParameterSpace", "TableSpace", "from_description"]
 _KINDS: Final[dict[str, tuple[set[str], Callable[[Mapping[str, Any]], SearchSpace]]]] = {
     "gemm": (
         {"m", "k", "n", "factors"},
-        lambda told: GemmSpace(told["m"], told["k"], told["n"], factors=tuple(told["factors"])),
+        lambda data: GemmSpace(data["m"], data["k"], data["n"], factors=tuple(data["factors"])),
     ),
     "parameters": (
         {"parameters", "constraints"},
-        lambda told: ParameterSpace(
-            {each["name"]: each["values"] for each in told["parameters"]}, told["constraints"]
+        lambda data: ParameterSpace(
+            {each["name"]: each["values"] for each in data["parameters"]}, data["constraints"]
         ),
     ),
     "table": (
         {"names", "rows"},
-        lambda told: TableSpace(told["names"], map(tuple, told["rows"])),
+        lambda data: TableSpace(data["names"], map(tuple, data["rows"])),
     ),
 }
 

@@ -27,13 +27,13 @@ class ListedSpace(SearchSpace):
     moves = 0
 
     def __init__(self, kind: str, things: Iterable[tuple[Mapping[str, object], Any]]) -> None:
-        offered = list(things)
-        self.names = tuple(sorted({name for told, _ in offered for name in told}))
+        entries = list(things)
+        self.names = tuple(sorted({name for parameters, _ in entries for name in parameters}))
         self._kind = kind
         self._things: dict[Configuration, Any] = {}
         self._types: dict[Configuration, list[type]] = {}
-        for told, thing in offered:
-            row = tuple(_plain(told.get(name, _ABSENT)) for name in self.names)
+        for parameters, thing in entries:
+            row = tuple(_plain(parameters.get(name, _ABSENT)) for name in self.names)
             self._things.setdefault(row, thing)
             self._types.setdefault(row, [*map(type, row)])
 

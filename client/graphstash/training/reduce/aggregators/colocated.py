@@ -42,9 +42,9 @@ class ColocatedAggregator:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
-        told = {"secret": self.secret.hex(), "process": os.getpid()}
+        greeting = {"secret": self.secret.hex(), "process": os.getpid()}
         try:
-            self.address = self._started(json.dumps(told).encode() + b"\n")
+            self.address = self._started(json.dumps(greeting).encode() + b"\n")
         except BaseException:
             self._process.kill()
             self._process.wait()
@@ -67,20 +67,20 @@ class ColocatedAggregator:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
-    def _started(self, told: bytes) -> Address:
+    def _started(self, greeting: bytes) -> Address:
         assert self._process.stdin is not None  # noqa: S101 - both are pipes
         assert self._process.stdout is not None  # noqa: S101 - as above
         answer: dict[str, object] = {}
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(told)
+            self._process.stdin.write(greeting)
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if selector.select(_START_SECONDS):
-                said = self._process.stdout.readline()
+                line = self._process.stdout.readline()
                 try:
-                    answer = json.loads(said or b"{}")
+                    answer = json.loads(line or b"{}")
                 except ValueError:  # the environment may make Python print something at startup
-                    answer["error"] = f"its first line is {said[:200]!r}"
+                    answer["error"] = f"its first line is {line[:200]!r}"
         match answer:
             case {"address": [str(host), int(port)]}:
                 return host, port

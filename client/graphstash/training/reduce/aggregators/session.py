@@ -35,7 +35,7 @@ _PAYLOADS: Final = (1_452, 8_952, 61_440)
 headers), and the largest datagram to use where IP may fragment it.
 """
 
-_MOST_SLOTS: Final = 16
+_MAX_SLOTS: Final = 16
 """Default upper limit; more slots only lengthen queues."""
 
 _ANY_PORT: Final = 9
@@ -337,5 +337,5 @@ def _agreed(
         raise AggregationError("no size of datagrams passes between all ranks and aggregators")
     fitting = [size for size in common if size * world <= room]
     payload = fitting[-1] if fitting else common[0]
-    slots = min(max(room // (payload * world), 1), _MOST_SLOTS)
+    slots = min(max(room // (payload * world), 1), _MAX_SLOTS)
     return payload, slots if settings.slots is None else settings.slots
