@@ -97,8 +97,7 @@ def test_largest_artifacts_are_sorted_by_the_server_or_here_if_it_is_older(serve
 def test_list_that_is_sorted_here_shows_how_much_it_has_read_on_a_terminal(put, config):
     for number in (1, 2, 3):
         put(number)
-    own = config("host")
-    settings = {"GRAPHSTASH_URL": own.url, "GRAPHSTASH_NAMESPACE": own.namespace}
+    settings = variables_of(config("host"))
     status, shown = graphstash_on_terminal("ls", "--sort", "hits", **settings, COLUMNS="100")
     assert status == 0
     assert re.search(r"reading the list .* 3/", shown)

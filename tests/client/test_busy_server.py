@@ -36,7 +36,8 @@ REST_OF_IT = b"st: a\r\n\r\n"
 
 @pytest.fixture
 def server(tmp_path):
-    with LiveServer(tmp_path / "small", max_connections=CONNECTIONS) as server:
+    limits = {"max_connections": CONNECTIONS, "header_seconds": 600}  # half a request stays
+    with LiveServer(tmp_path / "small", **limits) as server:
         yield server
 
 
@@ -208,7 +209,7 @@ def test_a_refused_connection_gives_its_place_to_one_that_waits(server, monkeypa
 
 def test_a_job_waits_when_the_server_asks_it_to(tmp_path):
     with FakeServer() as fake:
-        with Host(fake.config(cache_dir=tmp_path / "publisher")) as publisher:
+        with Host(fake.config(cache_dir=tmp_path / "publisher", **PATIENT)) as publisher:
             publisher.build(key(0))
         settings = {"cache_dir": tmp_path / "job", **PATIENT}
         with (
@@ -222,7 +223,7 @@ def test_a_job_waits_when_the_server_asks_it_to(tmp_path):
 def test_a_job_compiles_when_that_is_quicker_than_the_wait(tmp_path):
     with FakeServer() as fake:
         for number, seconds in ((0, 0.5), (1, 500.0)):
-            with Host(fake.config(cache_dir=tmp_path / "publisher")) as publisher:
+            with Host(fake.config(cache_dir=tmp_path / "publisher", **PATIENT)) as publisher:
                 metadata = ArtifactMetadata(raw_size_bytes=5, compile_seconds=seconds)
                 publisher.stash.put(key(number), b"graph", metadata)
         settings = {"cache_dir": tmp_path / "job", **PATIENT}

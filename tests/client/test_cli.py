@@ -301,7 +301,8 @@ def test_unusable_file_is_named_by_a_process_that_ends_with_the_status_of_usage(
 
 @pytest.mark.parametrize("arguments", [("--version",), ("show", "--help"), ("status", "--json")])
 def test_command_ends_as_other_tools_when_nothing_reads_its_output(server, arguments):
-    status, errors = processes.graphstash_unread(*arguments, GRAPHSTASH_URL=server.url)
+    settings = PATIENT_VARIABLES | {"GRAPHSTASH_URL": server.url}
+    status, errors = processes.graphstash_unread(*arguments, **settings)
     assert (status, errors) == (-signal.SIGPIPE, "")
 
 

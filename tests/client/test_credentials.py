@@ -15,6 +15,7 @@ from support.listener import Listener
 from support.processes import python
 from support.refusals import refusal
 from support.tokens import Guarded
+from support.waiting import PATIENT, PATIENT_VARIABLES
 
 CANARY = "gst_canarycanary2345_c4n4ryc4n4ryc4n4ryc4n4ryc4n4ryc4n4ryc4n4r7"
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
@@ -33,7 +34,7 @@ def listener():
 def asked(listener, **settings):
     """The heads of one request with these settings."""
     listener.heads.clear()
-    transport = Transport(ClientConfig.load({}, url=listener.url, **settings))
+    transport = Transport(ClientConfig.load({}, url=listener.url, **PATIENT, **settings))
     transport.call("GET", "/v1/stats")
     transport.close()
     (head,) = listener.heads
@@ -140,8 +141,8 @@ def test_refused_token_is_retried_after_a_minute_or_with_a_new_one(tmp_path):
 
 def test_unauthenticated_job_asks_once_and_compiles(listener, tmp_path, caplog):
     listener.status, listener.body = 401, problem(ErrorCode.UNAUTHENTICATED)
-    config = ClientConfig.load({}, url=listener.url, token=CANARY, cache_dir=tmp_path)
-    with Host(config) as host:
+    settings = {"token": CANARY, "cache_dir": tmp_path, **PATIENT}
+    with Host(ClientConfig.load({}, url=listener.url, **settings)) as host:
         for number in range(4):
             host.build(key(number))
             assert set(host.fallbacks) == {"unauthenticated"}
@@ -231,7 +232,7 @@ for call in (lambda: session.cache.stash.get(key), session.cache.stash.server.se
 
 @pytest.mark.parametrize(("source", "status"), [("variable", 200), ("file", 401), ("netrc", 500)])
 def test_the_token_leaves_no_trace(tmp_path, listener, server, namespace, status, source):
-    variables = {
+    variables = PATIENT_VARIABLES | {
         "GRAPHSTASH_URL": server.url if status == 200 else listener.url,
         "GRAPHSTASH_NAMESPACE": namespace,
         "GRAPHSTASH_CACHE_DIR": str(tmp_path / "cache"),

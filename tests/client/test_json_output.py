@@ -10,6 +10,7 @@ from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
 from support.json_page import fields_of
 from support.processes import graphstash_here
+from support.waiting import PATIENT_VARIABLES
 
 ARTIFACT = {"key", "digest", "size_bytes", "created_at", "last_used_at", "hits", "label"}
 ARTIFACT |= {"metadata", "description"}
@@ -63,9 +64,8 @@ def test_each_command_prints_the_fields_of_the_page(command, key, server, tmp_pa
         (("explain",), []),
         (("explain", "--job", "never"), {"job": "never", "run": None, "against": None}),
     ):
-        failed = graphstash_here(
-            *words, "--json", GRAPHSTASH_URL=server.url, GRAPHSTASH_CACHE_DIR=tmp_path / "none"
-        )
+        settings = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_CACHE_DIR": tmp_path / "none"}
+        failed = graphstash_here(*words, "--json", **settings, **PATIENT_VARIABLES)
         assert failed.returncode == 1
         assert failed.stderr.startswith("graphstash: error: no run ")
         answer = json.loads(failed.stdout)

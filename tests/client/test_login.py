@@ -21,7 +21,7 @@ from support.issuer import Cluster, Issuer
 from support.processes import graphstash_here
 from support.services import FakeClock
 from support.tokens import Guarded
-from support.waiting import PATIENT_VARIABLES
+from support.waiting import PATIENT, PATIENT_VARIABLES
 
 RULES = [{"claims": {"repository": "team/model"}, "grants": ["write:ci-*", "read:trusted"]}]
 ACCOUNT = {"namespace": "ci", "serviceaccount": {"name": "trainer"}}
@@ -121,7 +121,9 @@ def test_a_job_logs_in_with_a_jwt_from_standard_input(guarded, github, tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "graphstash", "login", "--oidc", "--jwt-file", "-", "--json"],
         input=github.token("first") + "\n",
-        env=os.environ | {"GRAPHSTASH_URL": guarded.url, "GRAPHSTASH_TOKEN_FILE": "token"},
+        env=os.environ
+        | PATIENT_VARIABLES
+        | {"GRAPHSTASH_URL": guarded.url, "GRAPHSTASH_TOKEN_FILE": "token"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -149,11 +151,12 @@ def test_two_hour_job_publishes_with_login_token_after_jwt_expires(
         """What the server says to uploads with the JWT and with the token of the login."""
         for file in (tmp_path / "jwt", place):
             number = next(numbers)
-            cache_dir = tmp_path / str(number)
-            config = ClientConfig(
-                url=guarded.url, token_file=file, namespace="ci-1", cache_dir=cache_dir
-            )
-            with Stash(config) as stash:
+            settings = {
+                "token_file": file,
+                "namespace": "ci-1",
+                "cache_dir": tmp_path / str(number),
+            }
+            with Stash(ClientConfig(url=guarded.url, **settings, **PATIENT)) as stash:
                 try:
                     stash.put(ArtifactKey.parse("jax", "cpu", f"{number:064x}"), b"x", metadata)
                     yield 201

@@ -20,7 +20,7 @@ from graphstash_server.testing import LiveServer
 from support.fault_proxy import Fault, FaultProxy
 from support.host import Host, key, request
 from support.offline import unplugged
-from support.waiting import until
+from support.waiting import PATIENT, until
 from support.withdrawing import withhold
 
 
@@ -255,7 +255,7 @@ def test_withheld_pack_is_not_uploaded_again_and_programs_travel_alone(jobs):
 
 
 def test_pack_that_the_server_never_accepts_is_uploaded_once(tmp_path):
-    with FakeServer() as fake, Job(fake.config(cache_dir=tmp_path)) as job:
+    with FakeServer() as fake, Job(fake.config(cache_dir=tmp_path, **PATIENT)) as job:
         with fake.fail_on("put", status=413) as failure:
             for number in (1, 2):
                 job.build((number,))
@@ -283,7 +283,8 @@ def test_read_only_job_whose_disk_refuses_a_pack_keeps_it_for_later(jobs):
 @pytest.mark.parametrize("where", ["on the way", "on the server"])
 def test_damaged_pack_delays_only_its_own_programs(tmp_path, where):
     def job(name):
-        return Job(ClientConfig.load({}, url=link, namespace="packs", cache_dir=tmp_path / name))
+        settings = {"namespace": "packs", "cache_dir": tmp_path / name, **PATIENT}
+        return Job(ClientConfig.load({}, url=link, **settings))
 
     with (
         LiveServer(tmp_path / "server") as server,
@@ -309,7 +310,7 @@ def test_damaged_pack_delays_only_its_own_programs(tmp_path, where):
 
 def test_failed_upload_of_pack_leaves_no_gap_in_chain(tmp_path):
     with FakeServer() as fake:
-        first, other = (Job(fake.config(cache_dir=tmp_path / name)) for name in "ab")
+        first, other = (Job(fake.config(cache_dir=tmp_path / name, **PATIENT)) for name in "ab")
         with first, other:
             first.build([1])
             fake.fail_on("put", times=1, fault="reset")

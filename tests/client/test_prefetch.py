@@ -217,7 +217,7 @@ def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, mo
 
 def test_prefetch_waits_for_a_busy_server(tmp_path):
     with FakeServer() as fake, ExitStack() as stack:
-        writer = stack.enter_context(Stash(fake.config(cache_dir=tmp_path / "writer")))
+        writer = stack.enter_context(Stash(fake.config(cache_dir=tmp_path / "writer", **PATIENT)))
         keys = [_key(number) for number in range(GRAPHS)]
         for each in keys:
             writer.put(each, b"graph", _metadata(5, 1))

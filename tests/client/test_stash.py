@@ -15,7 +15,7 @@ from graphstash_schema import ArtifactMetadata, LeaseOutcome, LeaseState
 from support.host import Host, key, request
 from support.listener import Listener
 from support.refusals import refusal
-from support.waiting import until
+from support.waiting import PATIENT, until
 
 
 def metadata(payload=b"", seconds=3.0):
@@ -163,7 +163,7 @@ def test_upload_counts_only_with_digest_confirmed_by_server(tmp_path):
     """A proxy may answer 200 to anything."""
     with (
         Listener() as proxy,
-        Host(ClientConfig.load({}, url=proxy.url, cache_dir=tmp_path)) as host,
+        Host(ClientConfig.load({}, url=proxy.url, cache_dir=tmp_path, **PATIENT)) as host,
     ):
         proxy.status = 200
         compilation = host.cache.begin(request(1))

@@ -19,7 +19,7 @@ from graphstash_server.settings import Settings
 from support.host import key
 from support.processes import python
 from support.refusals import refusal
-from support.waiting import until_waiting
+from support.waiting import PATIENT, PATIENT_VARIABLES, until_waiting
 
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 DEVICE = key().device_type
@@ -43,14 +43,14 @@ def fake():
 
 @pytest.fixture
 def stash(fake, tmp_path):
-    with Stash(fake.config(cache_dir=tmp_path / "one")) as stash:
+    with Stash(fake.config(cache_dir=tmp_path / "one", **PATIENT)) as stash:
         yield stash
 
 
 @pytest.fixture
 def other(fake, tmp_path):
     """The same on another host."""
-    with Stash(fake.config(cache_dir=tmp_path / "other")) as stash:
+    with Stash(fake.config(cache_dir=tmp_path / "other", **PATIENT)) as stash:
         yield stash
 
 
@@ -126,17 +126,17 @@ def test_double_answers_every_call_as_the_server_does(server, fake, namespace):
     ids=str,
 )
 def test_requested_failure_of_download_ends(fake, tmp_path, fault, reason):
-    with Stash(fake.config(cache_dir=tmp_path / "one")) as stash:
+    with Stash(fake.config(cache_dir=tmp_path / "one", **PATIENT)) as stash:
         stash.put(key(1), b"graph", METADATA)
         stash.put(key(2), b"other", METADATA)
     seconds = 0.5 if reason is Reason.TIMEOUT else 30
-    settings = {"cache_dir": tmp_path / "two", "first_byte_seconds": seconds}
+    settings = PATIENT | {"cache_dir": tmp_path / "two", "first_byte_seconds": seconds}
     with Stash(fake.config(**settings)) as stash, fake.fail_on("get", **fault) as failure:
         assert refusal(stash.get, key(1)).reason is reason
     assert failure.count >= 1
     assert [call.failure for call in fake.calls if call.operation == "get"][-1] is failure
     if reason is not Reason.WRONG_KEY:  # which the client reports, so that nobody gets it any more
-        with Stash(fake.config(cache_dir=tmp_path / "three")) as stash:
+        with Stash(fake.config(cache_dir=tmp_path / "three", **PATIENT)) as stash:
             assert stash.get(key(1)) == b"graph"
 
 
@@ -180,7 +180,7 @@ def test_failure_of_unknown_call_is_refused(fake, operation, settings):
 
 def test_hanging_call_is_answered_when_its_failure_ends(fake, stash, tmp_path):
     stash.put(key(1), b"graph", METADATA)
-    settings = {"first_byte_seconds": 60, "fetch_seconds": 60}
+    settings = PATIENT | {"first_byte_seconds": 60, "fetch_seconds": 60}
     with (
         Stash(fake.config(cache_dir=tmp_path / "two", **settings)) as patient,
         ThreadPoolExecutor(1) as pool,
@@ -232,9 +232,9 @@ def test_every_call_of_the_server_can_fail(fake):
 
 def test_double_requires_its_token(tmp_path):
     with FakeServer(token="secret") as fake:
-        with Stash(fake.config(cache_dir=tmp_path)) as stash:
+        with Stash(fake.config(cache_dir=tmp_path, **PATIENT)) as stash:
             assert stash.get(key(1)) is None
-        with Stash(fake.config(cache_dir=tmp_path, token="wrong")) as stash:
+        with Stash(fake.config(cache_dir=tmp_path, token="wrong", **PATIENT)) as stash:
             assert refusal(stash.get, key(1)).reason is Reason.UNAUTHENTICATED
         assert httpx.get(f"{fake.url}/healthz").status_code == 200
 
@@ -242,7 +242,7 @@ def test_double_requires_its_token(tmp_path):
 def test_memory_of_double_is_bounded(tmp_path):
     with (
         FakeServer(max_bytes=10_000) as fake,
-        Stash(fake.config(cache_dir=tmp_path)) as stash,
+        Stash(fake.config(cache_dir=tmp_path, **PATIENT)) as stash,
     ):
         stash.put(key(1), os.urandom(4000), METADATA)
         with pytest.raises(CacheError, match="max_bytes"):
@@ -256,7 +256,7 @@ def test_clearing_answers_calls_that_wait_and_closing_ends_threads_and_socket(tm
     before = set(threading.enumerate())
     fake = FakeServer().start()
     assert fake._real._server.config.timeout_keep_alive == KEEP_ALIVE_SECONDS  # as the server
-    with Stash(fake.config(cache_dir=tmp_path)) as stash:
+    with Stash(fake.config(cache_dir=tmp_path, **PATIENT)) as stash:
         stash.put(key(1), b"graph", METADATA)
         stash.server.acquire(key(2))
 
@@ -293,7 +293,8 @@ def test_job_in_another_process_uses_double(fake, tmp_path):
     )
 
     def run(host):
-        return python(job, check=True, **fake.environment(cache_dir=tmp_path / host)).stdout
+        variables = fake.environment(cache_dir=tmp_path / host) | PATIENT_VARIABLES
+        return python(job, check=True, **variables).stdout
 
     with fake.fail_on():
         assert run("one") == "compiled\n"
@@ -324,7 +325,7 @@ def test_double_is_imported_with_the_light_install_and_names_the_extra_for_its_s
 def test_settings_of_a_server_in_the_environment_do_not_reach_it(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", f"sqlite:///{tmp_path}/production.sqlite3")
     monkeypatch.setenv("GRAPHSTASH_AUTH", "tokens")
-    with FakeServer() as fake, Stash(fake.config(cache_dir=tmp_path / "one")) as stash:
+    with FakeServer() as fake, Stash(fake.config(cache_dir=tmp_path / "one", **PATIENT)) as stash:
         stash.put(key(1), b"graph", METADATA)
         assert len(fake.artifacts) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["one"]

@@ -12,6 +12,7 @@ from support.environments import packages_of
 from support.explained import causes_of_compiler, grade, sentences_in
 from support.processes import graphstash_here
 from support.server import Server
+from support.waiting import PATIENT_VARIABLES
 
 LIBRARY = packages_of("") / "xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so"
 COMPILERS = {
@@ -72,7 +73,7 @@ def explained(script, *, compiler, url, jobs, host, changed=MappingProxyType({})
         variables=variables | own | dict(changed),
         **settings,
     ).finish()
-    asked = {
+    asked = PATIENT_VARIABLES | {
         "GRAPHSTASH_URL": url,
         "GRAPHSTASH_CACHE_DIR": host / "tier",
         "GRAPHSTASH_NAMESPACE": settings["namespace"],

@@ -12,6 +12,7 @@ from snippets import read
 from support.compiler_jobs import CompilerJobs
 from support.hook_contract import HookContract
 from support.processes import graphstash, graphstash_here
+from support.waiting import PATIENT_VARIABLES
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ class TestToycc(HookContract):
 
     def test_its_artifacts_are_listed_by_their_kind(self, hosts, cold, server, namespace):
         variables = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_NAMESPACE": namespace}
-        told = graphstash_here("ls", "--kind", "plugin", **variables)
+        told = graphstash_here("ls", "--kind", "plugin", **variables, **PATIENT_VARIABLES)
         assert told.stdout.count("plugin") == cold.stats["published"]
 
     @pytest.mark.parametrize(("hooks", "is_wanted"), [("toycc", True), ("jax,triton", False)])

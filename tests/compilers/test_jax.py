@@ -10,6 +10,7 @@ from graphstash import ClientConfig, Stash
 from graphstash_schema import ArtifactMetadata
 from support.compiler_jobs import JaxJobs
 from support.hook_contract import HookContract
+from support.waiting import PATIENT
 
 PROGRAMS = 3  # the step, and the norms of two parameters, which are small
 STEP = '"jit_step"'
@@ -203,7 +204,8 @@ class TestJax(HookContract):
         metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(noise))
         keys = hosts.artifacts("cold")
         assert len(keys) == 2  # the step, and the pack with the two norms
-        with Stash(ClientConfig(url=server.url, namespace=empty, cache_dir=tmp_path)) as stash:
+        settings = {"namespace": empty, "cache_dir": tmp_path, **PATIENT}
+        with Stash(ClientConfig(url=server.url, **settings)) as stash:
             for key in keys:
                 stash.put(key, noise, metadata)
         noisy = hosts.run("noisy", "training", namespace=empty)

@@ -9,6 +9,7 @@ import pytest
 
 from support.jobs import JOB
 from support.run_case import RUN_CASE, case_arguments
+from support.waiting import PATIENT_VARIABLES
 
 JOBS = {
     "xla": (JOB,),
@@ -36,6 +37,7 @@ def test_three_compilers_in_one_tree_share_with_another_host(server, namespace, 
         ended = subprocess.run(
             [*command, "--", sys.executable, "-c", TREE, json.dumps(jobs)],
             env=os.environ
+            | PATIENT_VARIABLES
             | {
                 "GRAPHSTASH_URL": server.url,
                 "GRAPHSTASH_NAMESPACE": namespace,

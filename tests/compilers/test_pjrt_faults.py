@@ -10,6 +10,7 @@ from graphstash_schema import ArtifactKey, ArtifactMetadata
 from support.fault_proxy import Fault, FaultProxy
 from support.run_case import RUN_CASE, case_arguments
 from support.tiers import each_of
+from support.waiting import PATIENT
 
 STRANGER = ArtifactKey.parse("pjrt", "cpu-other", "0" * 64)
 REASONS = {
@@ -28,10 +29,8 @@ def report(request, jobs, server, tmp_path_factory):
     """What one process has met."""
     directory = tmp_path_factory.mktemp("pjrt-faults")
     settings = {"namespace": f"pjrt-faults-{request.param}", "hooks": "pjrt"}
-    config = ClientConfig(
-        url=server.url, namespace=settings["namespace"], cache_dir=directory / "here"
-    )
-    with Stash(config) as stash:
+    here = {"namespace": settings["namespace"], "cache_dir": directory / "here", **PATIENT}
+    with Stash(ClientConfig(url=server.url, **here)) as stash:
         stash.put(STRANGER, b"sound", ArtifactMetadata(compile_seconds=1, raw_size_bytes=5))
     urls = {"sound": server.url, "absent": "http://127.0.0.1:9"}
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ from graphstash.hooks.triton.kernel import pack, unpack
 from graphstash_schema import ArtifactMetadata
 from support.compiler_jobs import TritonJobs
 from support.hook_contract import OF_THE_CACHE, HookContract
-from support.waiting import until
+from support.waiting import PATIENT, until
 
 KERNELS = 3
 MANAGER = {"TRITON_CACHE_MANAGER": "graphstash.hooks.triton:SharedCacheManager"}
@@ -218,7 +218,8 @@ class TestTriton(HookContract):
     def test_damaged_kernel_in_a_sound_envelope_is_compiled_instead(
         self, hosts, cold, server, namespace, empty, tmp_path
     ):
-        source = ClientConfig(url=server.url, namespace=namespace, cache_dir=tmp_path / "source")
+        settings = {"namespace": namespace, "cache_dir": tmp_path / "source", **PATIENT}
+        source = ClientConfig(url=server.url, **settings)
         target = dataclasses.replace(source, namespace=empty, cache_dir=tmp_path / "target")
         metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1)
         with Stash(source) as sound, Stash(target) as damaged:

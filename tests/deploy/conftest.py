@@ -26,6 +26,7 @@ from support.compose import Image, load
 from support.nginx import Nginx
 from support.ports import reserved_port
 from support.postgres import Postgres
+from support.waiting import PATIENT
 
 PASSWORD = "secret"  # of support.postgres
 _START_SECONDS = 90
@@ -209,7 +210,7 @@ class Deployment:
             return stash.get(key)
 
     def _stash(self, disk):
-        return Stash(ClientConfig(url=self.url, cache_dir=disk, token=self.token))
+        return Stash(ClientConfig(url=self.url, cache_dir=disk, token=self.token, **PATIENT))
 
     def close(self):
         if self.nginx is not None:

@@ -25,7 +25,7 @@ from support.moto import CREDENTIALS, Moto
 from support.nginx import Nginx
 from support.ports import reserved_port
 from support.tokens import Guarded
-from support.waiting import until
+from support.waiting import PATIENT_VARIABLES, until
 
 pytestmark = pytest.mark.extended
 
@@ -498,7 +498,8 @@ def test_job_of_the_page_exchanges_the_token_of_its_service_account(tmp_path):
         )
         place.write_text(jwt)
         with Guarded(tmp_path / "server", oidc_issuers=[issuer]) as guarded:
-            env = {each["name"]: each["value"] for each in container["env"]} | {
+            env = {each["name"]: each["value"] for each in container["env"]} | PATIENT_VARIABLES
+            env |= {
                 "GRAPHSTASH_URL": guarded.url,
                 "GRAPHSTASH_TOKEN_FILE": str(tmp_path / "exchanged"),
                 "GRAPHSTASH_CACHE_DIR": str(tmp_path / "cache"),

@@ -18,6 +18,7 @@ from support.jobs import Jobs, Outcome
 from support.offline import unplugged
 from support.server import Server
 from support.tiers import most_extended
+from support.waiting import PATIENT
 
 __all__ = ["OF_THE_CACHE", "HookContract"]
 
@@ -143,8 +144,8 @@ class HookContract:
     def stranger(cls, hosts: CompilerJobs, server: Server, namespace: str) -> str:
         """The key of a sound artifact that no compiler asks for."""
         place = hosts.directory / "stranger"
-        config = ClientConfig(url=server.url, namespace=Namespace(namespace), cache_dir=place)
-        with Stash(config) as stash:
+        settings = {"namespace": Namespace(namespace), "cache_dir": place, **PATIENT}
+        with Stash(ClientConfig.load({}, url=server.url, **settings)) as stash:
             stash.put(STRANGER, b"sound", ArtifactMetadata(compile_seconds=1, raw_size_bytes=5))
         return str(STRANGER)
 

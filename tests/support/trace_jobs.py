@@ -10,6 +10,7 @@ from typing import Any
 
 from support.cases.tracing import LARGE
 from support.run_case import RUN_CASE, case_arguments
+from support.waiting import PATIENT_VARIABLES
 
 __all__ = ["LARGE", "run_trace_job", "take_away"]
 
@@ -31,6 +32,7 @@ def run_trace_job(
             "PATH": "/usr/bin:/bin",
             "HOME": str(directory),
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            **PATIENT_VARIABLES,
             "GRAPHSTASH_URL": url,
             "GRAPHSTASH_CACHE_DIR": str(directory / host),
             "GRAPHSTASH_PREFETCH_LIMIT": "0",  # what it asks for comes when it asks

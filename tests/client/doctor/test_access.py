@@ -11,6 +11,7 @@ from graphstash._cli.doctor.server import ReachedServer
 from graphstash.config import ClientConfig
 from graphstash_schema import TOKEN_FORM
 from support.doctor import CANARY, altering, diagnose, doctor, expect
+from support.waiting import PATIENT
 
 
 @pytest.fixture
@@ -92,7 +93,8 @@ def test_token_from_file_or_netrc_is_reported_with_its_source(
 @pytest.mark.parametrize(("is_loopback", "state"), [(False, State.WARN), (True, State.OK)])
 def test_a_token_in_the_clear_to_another_host_is_a_warning(guarded, namespace, is_loopback, state):
     token = guarded.token(f"write:{namespace}")
-    config = ClientConfig.load({}, url=guarded.url, namespace=namespace, token=token)
+    settings = {"namespace": namespace, "token": token, **PATIENT}
+    config = ClientConfig.load({}, url=guarded.url, **settings)
     found = list(check_access(config, ReachedServer(is_loopback=is_loopback)))
     told = expect(found, "token", state)
     assert ("sent unencrypted" in told.found) == ("https://" in told.advice) == (not is_loopback)

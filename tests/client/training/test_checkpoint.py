@@ -322,7 +322,7 @@ KILLS = """
                 step += 1
                 state = {str(n): torch.full((20_000,), float(step)) for n in range(40)}
                 checkpoints.save(step, state)
-        while not any(directory.glob(f"step-{last + 1:08}.pt")):
+        while not any(int(path.stem[5:]) > last for path in directory.glob("step-*.pt")):
             time.sleep(0.001)
         while not any(directory.glob(".step-*.tmp")):
             pass

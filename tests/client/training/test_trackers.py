@@ -9,6 +9,7 @@ import pytest
 from graphstash import Stats
 from support.environments import python_of
 from support.run_case import RUN_CASE, case_arguments
+from support.waiting import PATIENT_VARIABLES
 
 pytestmark = pytest.mark.extended  # an environment of its own
 
@@ -19,7 +20,7 @@ def curves(server, namespace, tmp_path):
         report, folder = tmp_path / "report.json", tmp_path / "log"
         folder.mkdir()
         options = case_arguments(f"trackers:{tracker}", folder=folder)
-        settings = {
+        settings = PATIENT_VARIABLES | {
             "GRAPHSTASH_URL": server.url,
             "GRAPHSTASH_NAMESPACE": namespace,
             "GRAPHSTASH_CACHE_DIR": tmp_path / "tier",

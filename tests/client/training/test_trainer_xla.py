@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from support.jobs import TRAIN_JOB, losses_of, until_step
+from support.waiting import PATIENT_VARIABLES
 
 STEPS = 30
 
@@ -89,7 +90,8 @@ def test_a_resumed_run_finds_all_its_graphs_in_the_cache(jobs, server, namespace
     assert second.report["resumed_from"] == 12
     assert second.report["counts"][str(STEPS)]["UncachedCompile"] == 0
     assert second.hits > 0
-    elsewhere = os.environ | {
+    elsewhere = os.environ | PATIENT_VARIABLES
+    elsewhere |= {
         "GRAPHSTASH_URL": server.url,
         "GRAPHSTASH_NAMESPACE": namespace,
         "GRAPHSTASH_CACHE_DIR": str(tmp_path / "c"),

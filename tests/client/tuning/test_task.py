@@ -12,6 +12,7 @@ from graphstash._process.session import uninstall
 from graphstash_schema import DeviceType
 from support.json_page import fields_of
 from support.processes import graphstash, graphstash_on_terminal
+from support.waiting import variables_of
 
 KERNEL = Path(__file__).parents[2] / "support" / "tuned_kernel.py"
 BEST = {"tile": 32, "vector": 8}
@@ -47,9 +48,7 @@ def search(command):
 
 
 def test_second_host_measures_nothing_and_gets_the_same_schedule(search, built, config):
-    own = config("first")
-    settings = {"GRAPHSTASH_URL": own.url, "GRAPHSTASH_NAMESPACE": own.namespace}
-    settings |= {"GRAPHSTASH_CACHE_DIR": str(own.cache_dir)}
+    settings = variables_of(config("first"))
     words = ("tune", "search", f"{KERNEL}:task", "--trials", 20, "--json")
     found = json.loads(graphstash(*words, **settings).stdout)
     assert found["searched"]

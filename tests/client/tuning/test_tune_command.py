@@ -14,6 +14,7 @@ from graphstash.tuning.memory.problem import HELION_LABEL, Problem
 from graphstash_schema import ArtifactKey, ArtifactMetadata, DeviceType
 from graphstash_schema.explanation import described
 from support.json_page import fields_of
+from support.waiting import variables_of
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_malformed_answer_is_reported_and_left_out(command, hosts, namespace, ca
 
 @pytest.mark.usefixtures("tuned")
 def test_terminal_without_micro_sign_shows_the_rest(config):
-    settings = {"GRAPHSTASH_URL": config().url, "GRAPHSTASH_NAMESPACE": config().namespace}
+    settings = variables_of(config())
     shown = subprocess.run(
         [sys.executable, "-m", "graphstash", "tune", "show"],
         env=os.environ | settings | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
