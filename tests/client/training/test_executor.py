@@ -391,12 +391,14 @@ def test_a_result_lives_as_long_as_its_future(device):
 
 
 def test_arguments_are_released_before_a_submission_is_done(device):
-    argument = Thing()
+    held, argument, released = Held(), Thing(), []
     watched = weakref.ref(argument)
-    future = device.submit(lambda _: None, argument)
+    future = device.submit(lambda _: held(), argument)
     del argument
-    future.result()
-    assert watched() is None
+    future._future.add_done_callback(lambda _: released.append(watched() is None))
+    held.release.set()
+    device.close()
+    assert released == [True]
 
 
 def test_executor_releases_submissions_dropped_after_failure():
