@@ -1,8 +1,8 @@
-"""Search spaces: the configurations of a kernel, and which are neighbours.
+"""Search spaces: the configurations of a kernel, and the moves between neighbours.
 
-A configuration is a tuple of values in the order of the space's parameters, so it can be a
-dictionary key and is short in JSON. A *move* changes it into a neighbour. A space numbers its moves
-in the same way for all configurations, as a policy network needs.
+A configuration is a tuple of values in the order of the space's parameters, so it is hashable and
+short in JSON. A move leads to a neighbour. Moves have the same numbers for all configurations, as a
+policy network needs.
 """
 
 import random
@@ -15,8 +15,7 @@ from graphstash.errors import GraphstashError
 __all__ = ["MAX_COST", "Configuration", "EmptySpaceError", "SearchSpace", "SpaceError", "Value"]
 
 MAX_COST: Final = 1e18
-"""Largest cost in seconds or a target's own unit: large enough for cycles or bytes, and small
-enough to add up."""
+"""Maximum cost, in seconds or a target's own unit such as cycles. Sums of costs stay finite."""
 
 Value: TypeAlias = int | float | str | bool
 """Value of one parameter."""
@@ -52,7 +51,7 @@ class SearchSpace(ABC):
     @property
     @abstractmethod
     def start(self) -> Configuration:
-        """Starting configuration of a search without earlier results."""
+        """Starting configuration of a search that has no results yet."""
 
     @abstractmethod
     def __contains__(self, configuration: object) -> bool:
@@ -72,11 +71,11 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def features(self, configuration: Configuration) -> Sequence[float]:
-        """Return input for a model: numbers of about -1 to 1, equally many per configuration."""
+        """Return input for a model: numbers of about -1 to 1, as many for every configuration."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return the space as JSON, equal for equal spaces; part of a stored measurement's key."""
+        """Return JSON that identifies the space; a part of the keys of stored measurements."""
 
     def neighbours(self, configuration: Configuration) -> list[Configuration]:
         """Return the configurations one legal move away, each once, in the order of moves."""
@@ -84,9 +83,9 @@ class SearchSpace(ABC):
         return list(dict.fromkeys(each for each in found if each is not None))
 
     def has_types(self, configuration: Configuration) -> bool:
-        """Return whether a contained configuration's values have the types of the space.
+        """Return whether the values of a configuration of the space have the space's types.
 
-        1, 1.0 and True are equal. By default, the types are those of `start`.
+        `in` does not check this, because 1, 1.0 and True are equal. Default: the types in `start`.
         """
         return all(type(a) is type(b) for a, b in zip(configuration, self.start, strict=True))
 
@@ -95,7 +94,7 @@ class SearchSpace(ABC):
         return dict(zip(self.names, configuration, strict=True))
 
     def configuration(self, values: Mapping[str, Value]) -> Configuration:
-        """Return a configuration from values by name; the inverse of `named`.
+        """Return the configuration with these values; the inverse of `named`.
 
         Raises:
             SpaceError: a parameter is missing or unknown, or the space lacks the configuration.

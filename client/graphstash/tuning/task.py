@@ -1,9 +1,9 @@
-"""Tune a kernel once for the team: the task, and the search for its schedule.
+"""Tune a kernel once for the team.
 
     task = Task(problem, space, target)
     schedule = tune(task, budget=Budget(measurements=500))
 
-A second host gets the same schedule without a measurement.
+Other hosts get the same schedule without measuring.
 """
 
 import json
@@ -27,7 +27,7 @@ __all__ = ["Task", "tune"]
 _log = logging.getLogger("graphstash")
 
 _TARGET: Final = "target"
-"""Name of the part that `tune` adds to a problem."""
+"""Name under which `tune` adds the target's description to the parts of a problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,7 @@ class Task:
     """A kernel to tune.
 
     Attributes:
-        problem: identifies the kernel for the team. `tune` adds the result of `target.describe`, so
-            another target makes another problem.
+        problem: identifies the kernel for the team, together with `target.describe()`.
         space: the possible schedules.
         target: builds, checks and runs a schedule.
 
@@ -49,8 +48,7 @@ class Task:
     target: Target
 
     def __post_init__(self) -> None:
-        # `tune` adds the target's description under this name. Two problems that differ only in a
-        # part of that name would share an answer.
+        # `tune` would overwrite it, and problems that differ only in this part would share answers.
         if _TARGET in self.problem.parts:
             raise ValueError(
                 f"the part {_TARGET!r} of the problem cannot be used: it holds what "
@@ -72,25 +70,25 @@ def tune(
 ) -> Schedule | None:
     """Return the team's schedule for a task; search for one if there is none.
 
-    One host searches while the others wait for its schedule, which they use without measuring. A
-    search starts with the measurements of the whole team and the schedules of the nearest shapes
-    and devices, and publishes each measurement. Without a server, or with the cache off, this host
+    One host searches. The others wait for its schedule, and use it without measuring. A search
+    starts with the measurements of the whole team and the schedules of the nearest shapes and
+    devices, and publishes its own measurements. Without a server, or with the cache off, this host
     searches alone.
 
     Args:
         task: the kernel to tune.
-        budget: limits the search, and a second search if the measurements of other hosts do not
-            hold here. Comparing the best few configurations is not counted.
+        budget: limit of each search. A second search follows if the measurements of other hosts do
+            not hold here. The final comparison of the best configurations is not counted.
         searcher: a name of `SEARCHERS`.
         seed: seed of the searcher.
-        workers: number of configurations built in parallel.
+        workers: maximum configurations built in parallel.
         method: how thoroughly each configuration is measured.
-        executor: where to measure. Default: processes of this host. `RayPool` uses the machines of
+        executor: where to measure. Default: processes on this host. `RayPool` uses the machines of
             a Ray cluster, which must be of the problem's device type.
-        fit: turns a configuration of another shape into one of this space; see `TeamMemory`.
-            Default: a search starts only at configurations that are in the space already.
-        observe: called with the progress of each search of this host: at the start, after each
-            measurement and when measuring ends. Exceptions end the search.
+        fit: turns a configuration of another shape into one of this space; see `Fit`. Default: a
+            search starts only from configurations that are also in this space.
+        observe: called with the progress of a search on this host: at its start, after each
+            measurement, and when measuring ends. An exception ends the search.
 
     Returns:
         None if no configuration works.
@@ -135,7 +133,7 @@ def tune(
     problem = replace(task.problem, parts={**task.problem.parts, _TARGET: about})
 
     def in_turn(turn: Search) -> None:
-        searched(turn)  # every measurement was published to the memory
+        searched(turn)  # `TeamMemory` chooses among the published measurements
 
     with _measuring(task, method, executor) as measure:
         return memory.schedule(problem, space, in_turn, measure=measure, confirm=measure, fit=fit)
@@ -147,7 +145,7 @@ class _Measure(Protocol):
 
 @contextmanager
 def _measuring(task: Task, method: Method | None, executor: MakeExecutor) -> Iterator[_Measure]:
-    """Measure configurations one at a time, in a process that the first one starts."""
+    """Yield a function that measures one configuration in a new process."""
     with executor(task.target, method=method or Method()) as pool:
 
         def measure(configuration: Configuration) -> Finding:

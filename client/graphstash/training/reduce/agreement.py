@@ -1,4 +1,4 @@
-"""Checks that all ranks do the same, with errors that every rank gets."""
+"""Checks of arguments, above all that they are equal on all ranks."""
 
 import torch
 from torch import Tensor, distributed
@@ -9,11 +9,10 @@ __all__ = ["require_floats", "require_same"]
 
 
 def require_same(group: distributed.ProcessGroup, mine: str, *, wrong: str, way_out: str) -> None:
-    """Compare a text of this rank with those of all ranks; a collective call.
+    """Check that `mine` is the same text on all ranks; a collective call.
 
     Raises:
-        ConfigError: on every rank if the texts differ; lists each text with the first rank
-            that has it.
+        ConfigError: the texts differ; on every rank. The message has each text and its first rank.
     """
     texts: list[str] = [""] * distributed.get_world_size(group)
     distributed.all_gather_object(texts, mine, group=group)
@@ -23,7 +22,7 @@ def require_same(group: distributed.ProcessGroup, mine: str, *, wrong: str, way_
 
 
 def require_floats(values: Tensor, wire_dtype: torch.dtype | None) -> None:
-    """Reject a conversion that would drop imaginary parts or fractions.
+    """Reject a conversion that may lose most of a value.
 
     Raises:
         ConfigError: the types differ, and at least one is not a floating-point type.

@@ -1,6 +1,6 @@
-"""Decides when a tensor is sent whole.
+"""Decides when to send a tensor whole.
 
-The gate uses only values that all ranks share, so all ranks decide alike.
+The gate uses only values that are equal on all ranks, so all ranks decide alike.
 """
 
 __all__ = ["DensityGate"]
@@ -9,17 +9,16 @@ __all__ = ["DensityGate"]
 class DensityGate:
     """Switches between sparse and dense sending, with hysteresis.
 
-    Call `skips` before each send, and `record` after a look at the blocks. While dense, the gate
-    skips 1, 2, 4, ... and at most `longest` sends between two looks. A tensor that stays dense
-    therefore costs almost nothing. The gate needs the density of the union, which is the same on
-    every rank.
+    A look at the blocks finds their density. Call `skips` before each send. If it returns False,
+    look, and pass the density to `record`. While looks find the tensor dense, the gate skips 1, 2,
+    4, ..., at most `longest` looks, so a dense tensor costs almost nothing.
 
     Attributes:
-        is_dense: Result of the last look.
+        is_dense: Whether the last look found the tensor dense.
     """
 
     def __init__(self, *, dense_above: float, sparse_below: float, longest: int = 64) -> None:
-        """Take the limits as shares of the blocks.
+        """Set the limits, as shares of the blocks.
 
         Raises:
             ValueError: not 0 <= sparse_below <= dense_above <= 1.
@@ -38,18 +37,18 @@ class DensityGate:
 
     @property
     def limit(self) -> float:
-        """Density of the union above which the next look makes the tensor dense."""
+        """Density of the union above which the next look counts the tensor as dense."""
         return self._sparse_below if self.is_dense else self._dense_above
 
     def skips(self) -> bool:
-        """Whether to send the tensor whole without a look this time. Call it once for each send."""
+        """Return whether to send the tensor whole, without a look. Call it once for each send."""
         if self.is_dense and self._left > 0:
             self._left -= 1
             return True
         return False
 
     def record(self, union_density: float) -> None:
-        """Record the density that a look has found."""
+        """Record the density of the union, which is equal on all ranks."""
         was_dense, self.is_dense = self.is_dense, union_density > self.limit
         if self.is_dense:
             self._pause = min(self._pause * 2, self._longest) if was_dense else 1

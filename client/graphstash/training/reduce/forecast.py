@@ -1,7 +1,7 @@
 """Estimates whether sparse reduction pays, from a few batches and the speed of the link.
 
-The model follows the paper's section on performance. A ring sends 2(N-1)/N of a gradient. This
-package sends the same share of the union's blocks, and of one bit for each block.
+As in the OmniReduce paper, a ring of N ranks sends 2(N-1)/N of each gradient. This package sends
+the same share of the union's blocks and of one bit per block.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,10 +19,11 @@ class Forecast(NamedTuple):
     """Estimated traffic of one training step.
 
     Attributes:
-        density: Share of the gradients' blocks that are nonzero in one batch, 0 to 1.
+        density: Share of the gradients' blocks that are nonzero in one batch, 0 to 1. A batch
+            counts only for the parameters that have a gradient in it.
         union_density: Share of blocks that are nonzero in at least one of `workers` batches.
-        dense_seconds: Time for a ring to send all gradients.
-        sparse_seconds: Time to send the bitmaps and the blocks of the union.
+        dense_seconds: Seconds for a ring to send all gradients.
+        sparse_seconds: Seconds to send the bitmaps and the blocks of the union.
         densities: `density` of each parameter, by name.
     """
 
@@ -34,7 +35,7 @@ class Forecast(NamedTuple):
 
     @property
     def times_faster(self) -> float:
-        """Ratio of `dense_seconds` to `sparse_seconds`; does not include the cost of computing."""
+        """`dense_seconds` divided by `sparse_seconds`; ignores the time to find and pack blocks."""
         return self.dense_seconds / self.sparse_seconds
 
     def __str__(self) -> str:
@@ -56,19 +57,18 @@ def report(
     link_gbits: float = 1.0,
     block_size: int = BLOCK_ELEMENTS,
 ) -> Forecast:
-    """Compute the gradients of a few batches, and estimate how long sending them takes.
+    """Compute the gradients of a few batches, and estimate the time to send them.
 
-    Clears the model's gradients and leaves its parameters unchanged. Buffers, such as those of
-    batch normalization, are updated by the batches.
+    Clears the model's gradients. The batches update buffers, such as those of batch normalization,
+    but no parameters.
 
     Args:
         model: The model, on the device where it trains.
-        data: Batches. The first `workers` of them stand for one step of as many workers.
+        data: Batches. Each of the first `workers` batches stands for one rank.
         loss: `loss(model, batch)`. Default: `model(*batch)`.
         workers: Number of ranks that reduce, 2 or more.
-        link_gbits: Rate at which each rank can send and receive at the same time, Gbit/s,
-            above 0.
-        block_size: Elements of a block.
+        link_gbits: Rate of each rank's full-duplex link, Gbit/s, above 0.
+        block_size: Number of elements of a block.
 
     Raises:
         ValueError: there are fewer batches than workers, fewer than 2 workers, or

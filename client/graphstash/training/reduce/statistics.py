@@ -18,7 +18,7 @@ class BucketStatistics:
         self._sums: defaultdict[str, float] = defaultdict(int)
 
     def add(self, sent: Sent) -> None:
-        """Add one `Sent`. If it has 0 blocks, the bucket was sent without a look at its blocks."""
+        """Add one `Sent`. It has 0 blocks if the bucket was sent without a look at its blocks."""
         self._sums["looks" if sent.blocks else "whole"] += 1
         self._sums["sent_bytes"] += sent.bitmap_bytes + sent.block_bytes
         self._sums["dense_bytes"] += sent.dense_bytes
@@ -31,11 +31,11 @@ class BucketStatistics:
             self._sums[name] += value
 
     def report(self) -> dict[str, float]:
-        """Return how often the bucket was sent with a look at its blocks (`looks`) and `whole`,
-        without. `density` and `union_density` are the means of these looks, 0 to 1. `sent_bytes`
-        counts what was sent, and all of a bucket that went to `dense=`. `saved_bytes` is the size
-        of the dense gradients less `sent_bytes`. `pack_seconds`, `send_seconds` and
-        `unpack_seconds` are totals.
+        """Return the totals by name.
+
+        `looks` and `whole` count the sends with and without a look at the blocks. `density` and
+        `union_density` are means over the looks, 0 to 1. `sent_bytes` includes whole buckets.
+        `saved_bytes` is the size of all gradients less `sent_bytes`.
         """
         sums = self._sums
         return {

@@ -1,13 +1,13 @@
-"""Dynamic communication thresholding: hold small blocks back until they have grown.
+"""Dynamic communication thresholding: hold back small blocks until they have grown.
 
 After Gupta et al., "Training Recommender Models at Scale: Communication-Efficient Model and Data
-Parallelism" (KDD 2021, arXiv 2010.08899). The paper drops single elements; this module holds back
-blocks, the unit that is sent. It adds held-back values to the next gradient (error feedback). They
-are only lost in steps that the optimizer skips. Since they arrive late, training gives other
-results than without thresholding.
+Parallelism" (KDD 2021, arXiv 2010.08899). The paper selects single elements; this module selects
+blocks, the unit of sending. It adds held-back blocks to the next gradient (error feedback). Values
+arrive late, so training gives other results than without thresholding. If the optimizer skips a
+step, the values sent in this step are lost.
 
-A gradient that is all zero releases nothing. Its parameter may not have been used, and then DDP
-throws the sum away.
+An all-zero gradient releases no held-back values: DDP discards the sum if no rank used the
+parameter.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ __all__ = ["Thresholding"]
 
 
 class Thresholding:
-    """Holds back the blocks of each gradient whose norm is below the gradient's threshold.
+    """Holds back each block whose norm is below the threshold of its gradient.
 
-    Do not use it with a changing loss scale: held-back values keep the scale of their step.
+    Do not use it with a dynamic loss scale: held-back values keep the scale of their step.
     """
 
     def __init__(
@@ -35,16 +35,15 @@ class Thresholding:
         refresh_every: int = 100,
         largest_error: float = 0.5,
     ) -> None:
-        """Choose how much is held back.
+        """Choose how much to hold back.
 
         Args:
-            model: The model that the gradients belong to. Checkpoints identify gradients by
-                parameter name.
-            keep: Share of a gradient's nonzero blocks that pass a new threshold, above 0 and up
-                to 1.
-            refresh_every: Steps between two computations of a gradient's threshold, 1 or more.
-            largest_error: Upper bound for the norm of the held-back blocks, as a share of the
-                gradient's norm, 0 to 1. If the bound is exceeded, the whole gradient is sent.
+            model: The model whose gradients are sent. Checkpoints use its parameter names.
+            keep: Share of a gradient's nonzero blocks that a new threshold lets pass, above 0 and
+                up to 1.
+            refresh_every: Steps after which a gradient's threshold is computed again, 1 or more.
+            largest_error: Maximum norm of the held-back blocks, as a share of the gradient's norm,
+                0 to 1. Above it, the whole gradient is sent.
 
         Raises:
             ValueError: an argument is out of its range.
@@ -64,17 +63,17 @@ class Thresholding:
         self._held: dict[str, Tensor] = {}
 
     def __str__(self) -> str:
-        """Describe the settings that all ranks have to agree on."""
+        """Return the settings, which must be equal on all ranks."""
         return f"keep {self._keep:g} every {self._refresh_every}, {self._largest_error:g} at most"
 
     def hold_back_(self, parameter: Tensor, gradient: Tensor, *, block_size: int) -> None:
-        """Add the values held back so far to a gradient, then zero the blocks to hold back now.
+        """Add the held-back values to a gradient, then hold back its small blocks and zero them.
 
-        Never reads a value back to the host. Blocks with NaN or infinity are always sent.
+        Reads nothing from the device. Blocks with NaN or infinity are always sent.
 
         Args:
             parameter: A parameter of the model.
-            gradient: Its gradient: flat, contiguous, of a floating-point type; changed in place.
+            gradient: Its flat, contiguous, floating-point gradient; changed in place.
             block_size: Elements of a block.
         """
         key = self._name_of(parameter)
@@ -95,7 +94,7 @@ class Thresholding:
             passing = (self._keep * finite.count_nonzero()).ceil().long().clamp(min=1)
             new = finite.sort(descending=True).values[passing - 1]
             self._thresholds[key] = torch.where(is_used, new, self._thresholds[key]).to(norms.dtype)
-        waits = norms < self._thresholds[key]  # false for NaN
+        waits = norms < self._thresholds[key]  # False for NaN
         waiting = norms.masked_fill(~waits, 0).norm()
         waits &= waiting <= self._largest_error * finite.norm()
         torch.where(is_used, gradient, held, out=held)
@@ -119,8 +118,8 @@ class Thresholding:
     def state_dict(self, group: distributed.ProcessGroup) -> dict[str, Any]:
         """Return the held-back values, thresholds and step counts, for a checkpoint.
 
-        A collective call: held-back values are averaged over the ranks. Any number of ranks can
-        therefore load the result.
+        A collective call. The held-back values are the mean over all ranks, so any number of ranks
+        can load them.
         """
         world = distributed.get_world_size(group)
         held = {key: value / world for key, value in sorted(self._held.items())}

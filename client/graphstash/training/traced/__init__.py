@@ -5,23 +5,24 @@
         loss = step(*batch)
 
 `train_step(*batch)` is forward, backward and optimizer; it reads nothing from the device. In a lazy
-step, the host spends most of its time recording the same operations as in the step before. The
-traced step records a few real steps, and checks that they are the same graph over the same
-arguments. From then on it runs that graph: one execution, no compile, and no Python of the step.
+step, the host mostly records the same operations as in the step before. On torch_xla, the traced
+step records two real steps, and checks that they are the same graph over the same arguments. From
+then on it runs that graph: one execution, no compile, and no Python of the step.
 
 Rules for `train_step`:
 
-* Everything that changes from step to step must be a tensor: in `state`, in the batch, or the
-  random seed. A Python number that changes with every step is detected, named, and refused.
+* Everything that changes from step to step must be a tensor in `state` or in the batch, or the
+  random seed. torch_xla's traced step detects, names and refuses a Python number that changes with
+  every step. A CUDA graph does not.
 * A Python number that changes rarely is detected if it is an option of an optimizer, `training` or
-  `requires_grad` of a module, or part of the batch. Any other number keeps its old value, and so
-  does a tensor outside of `state` and the batch. Other effects of the Python code, such as a
-  counter, do not happen. Call `retrace()` after such a change.
-* Results come without their autograd graph. A batch must be on the device and stay unchanged.
-* Between steps, everything may be read and changed as usual. Views of the state other than
-  `detach()`, `.data` and `state_dict()` keep their old values.
+  `requires_grad` of a module, or part of the batch. Call `retrace()` after any other change.
+  Otherwise a graph keeps the old number, or the old tensor from outside of `state` and the batch.
+* A graph repeats no other effect of the Python code, such as a counter.
+* Results have no autograd graph. A batch must be on the device; `train_step` must not change it.
+* Between steps, everything may be read and changed as usual. On torch_xla, a traced step does not
+  update views of the state, except `detach()`, `.data` and `state_dict()`.
 
-A step that cannot be frozen runs lazily, with a warning that says why. Results are always correct.
+A step that cannot be traced runs as usual, with a warning that says why.
 
     step        the state of a step, and what all implementations share
     xla         torch_xla: when to record, to refuse, and to run the frozen step
@@ -44,15 +45,15 @@ R = TypeVar("R")
 def traced_step(
     function: Callable[..., R], state: Sequence[StateElement], *, donate: bool | None = None
 ) -> TracedStep[R]:
-    """Return a training step that is traced once.
+    """Return a training step that traces `function`, and then runs it as a graph.
 
     Args:
         function: One whole training step. Returns a tensor, or tuples, lists and dictionaries of
             tensors, None and Python constants.
         state: Everything that the step changes, or that changes between steps: modules, optimizers,
             objects with `device_tensors()` and `refresh()`, tensors. All on one device.
-        donate: Let the graph overwrite old state, so that it is in memory only once. None: True,
-            except on a CPU, where donation is slower.
+        donate: Whether a graph of torch_xla overwrites old state, which needs less memory. Default:
+            only if the device is not a CPU, where donation is slower.
 
     Raises:
         ValueError: the state has no tensor.

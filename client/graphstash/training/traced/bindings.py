@@ -1,6 +1,6 @@
 """Bindings: the functions of torch_xla that a traced step uses.
 
-They are not public; torch_xla's own dynamo bridge uses the same functions.
+They are private, but torch_xla's dynamo bridge depends on the same functions.
 """
 
 from collections.abc import Sequence
@@ -62,14 +62,14 @@ def unusable() -> str | None:
 
 
 def inner(tensor: Tensor) -> Tensor:
-    """Return the tensor below functionalization; the next change may replace it."""
+    """Return the tensor below functionalization. The next in-place change may replace it."""
     unwrapped: Tensor = torch._from_functional_tensor(tensor)
     return unwrapped
 
 
 def write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Assign `values`, below functionalization, to `targets`; their detach() aliases follow."""
-    # Below functionalization, copying the same shape and dtype computes nothing. One call for all.
+    """Assign `values`, below functionalization, to `targets` and their detach() aliases."""
+    # There, copying a tensor of the same shape and dtype computes nothing. One call is quicker.
     if targets:
         torch._foreach_copy_([torch._from_functional_tensor(t) for t in targets], list(values))
 
@@ -81,13 +81,13 @@ def outer(tensor: Tensor) -> Tensor:
 
 
 def without_functionalization() -> AbstractContextManager[Any]:
-    """Create tensors below functionalization, which is cheaper."""
+    """Return a context in which tensors are created below functionalization, which is cheaper."""
     guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_FUNCTIONALIZE)
     return guard
 
 
 def handle(tensor: Tensor) -> tuple[str, Tensor]:
-    """Return the identity of a computed tensor's device data, and a tensor that keeps it alive."""
+    """Return an id of a computed tensor's device data, and a tensor that keeps the data alive."""
     (data,) = XLA._get_tensors_xla_device_data_node([tensor])[1]
     return XLA._unique_id_for_ir_and_data(data), data
 
@@ -95,16 +95,15 @@ def handle(tensor: Tensor) -> tuple[str, Tensor]:
 class Ownership:
     """Makes sure that no other tensor shares device data that a step overwrites.
 
-    torch_xla's `copy_` does not copy: afterwards both tensors refer to the same data. If one of
-    them were donated, the other would lose its value. A clone gets its own data as soon as anything
-    is computed.
+    After torch_xla's `copy_`, both tensors refer to the same data. If a step overwrote the data of
+    one tensor, the other would lose its value. A clone gets its own data at the next sync.
     """
 
     def __init__(self) -> None:
         self._copies: int | None = None
 
     def ensure(self, tensors: Sequence[Tensor], device: str) -> None:
-        """Give `tensors` their own data if anything was copied since the last `settle`."""
+        """Give each tensor its own data if `copy_` has run since the last `settle`."""
         if XLA._xla_counter_value("xla::copy") == self._copies:
             return
         clones = [inner(tensor.detach().clone()) for tensor in tensors]
@@ -113,15 +112,15 @@ class Ownership:
         self.settle()
 
     def settle(self) -> None:
-        """Record that everything copied until now has its own data."""
+        """Record that after all copies until now, every tensor has its own data."""
         self._copies = XLA._xla_counter_value("xla::copy")
 
 
 class Seeds:
-    """The random seed of each step: the same numbers as in lazy steps, in the same order.
+    """The random seeds of traced steps, equal to those of lazy steps.
 
-    A lazy step derives its random numbers from the device's seed, and advances the seed at its end.
-    Random numbers drawn between steps advance the running seed, and the step starts from that.
+    A lazy step derives its random numbers from the device's base seed, and advances the seed at its
+    end. Random numbers drawn between steps advance a running seed. The next step starts from it.
     """
 
     def __init__(self, device: str) -> None:
@@ -139,10 +138,10 @@ class Seeds:
         return seed
 
     def skip(self) -> None:
-        """Begin a step without random numbers."""
+        """Begin a step that draws no random numbers."""
         self._base = XLA._xla_get_rng_seed(self._device)
 
     def advance(self) -> None:
-        """End a step, as torch::lazy::LazyGraphExecutor::DeviceContextArena::MarkStep does."""
+        """Advance the seed as torch::lazy::LazyGraphExecutor::DeviceContextArena::MarkStep does."""
         following = (1012031 + self._base * 7012063) % 2**64
         XLA._xla_set_rng_seed(following, self._device)

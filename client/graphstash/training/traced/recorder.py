@@ -1,13 +1,13 @@
-"""Recorder: runs one step as usual, and makes a graph of what torch_xla recorded of it.
+"""Recorder: runs one step lazily, and compiles what the step leaves uncomputed into one graph.
 
-Everything on the device is computed beforehand, so what the step leaves uncomputed is its work. The
-recorded step runs through the cache of torch_xla's dynamo bridge. All later steps use the same
-graph, so recording twice compiles once.
+The recorder first computes everything pending on the device, so only the step's work is uncomputed
+afterwards. It runs the graph through torch_xla's cache of compiled graphs. The second recording of
+a step, and every later step, finds the graph there.
 
-roots      tensors that the step computed: changed state, gradients, results; the graph's outputs
+roots      the graph's outputs, tensors that the step computed: changed state, gradients, results
 arguments  the device data that the roots depend on. Each is a tensor of the state, a gradient, a
-           tensor of the batch, the random seed, or frozen: a number that Python gave to the
-           device, or a tensor that the function had from elsewhere
+           tensor of the batch, the random seed, or frozen: a number that Python uploaded, or a
+           tensor from outside of state and batch
 """
 
 import gc
@@ -31,38 +31,38 @@ from graphstash.training.traced.step import State, detached
 __all__ = ["CannotFreezeError", "Place", "Record", "Recorder", "difference"]
 
 Place = tuple[str, Any]
-"""("state", index), ("grad", index), ("batch", index), ("seed", 0), ("output", index),
-("frozen", None), ("constant", value)"""
+"""Origin of an argument or a result: ("state", index), ("grad", index), ("batch", index),
+("seed", 0), ("output", index), ("frozen", None), or ("constant", value)."""
 
 
 class CannotFreezeError(Exception):
-    """The step has an effect that running its graph again would not have; names it."""
+    """The step has an effect that its graph would not repeat. The message names the effect."""
 
 
 @dataclass
 class Record:
     """One step as a graph."""
 
-    graph: bytes  # torch_xla's hash of it
+    graph: bytes  # torch_xla's hash of the graph
     arguments: tuple[Place, ...]
-    targets: tuple[Place, ...]  # what the first outputs overwrite: state, then gradients
-    new_grads: tuple[tuple[int, int], ...]  # (parameter, output): gradients new in this step
+    targets: tuple[Place, ...]  # overwritten by the first outputs: state, then gradients
+    new_grads: tuple[tuple[int, int], ...]  # (parameter, output) of each new gradient
     cleared: tuple[int, ...]  # parameters whose gradient becomes None
     results: tuple[Place, ...]
-    nesting: Any  # of the results
+    nesting: Any  # pytree structure of the results
     values: list[Tensor]  # the arguments
     roots: list[Tensor]
 
     def release(self) -> None:
-        """Release the step's data, except what later steps are compared with."""
+        """Release the step's data, except frozen values, which `difference` compares."""
         self.roots = []
         for position, (kind, _) in enumerate(self.arguments):
             if kind != "frozen":
-                self.values[position] = None  # type: ignore[call-overload] # read no more
+                self.values[position] = None  # type: ignore[call-overload] # never read again
 
 
 def show(tensor: Tensor) -> str:
-    """Return a number on the host as text; of other tensors, dtype and shape."""
+    """Return the value of a host tensor with one element as text; otherwise dtype and shape."""
     if tensor.numel() == 1 and tensor.device.type == "cpu":
         return f"{tensor.item():.9g}"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
@@ -92,7 +92,7 @@ class Recorder:
         self._options = state.options()
         self._grads = [p.grad for p in state.parameters]
         self._places: dict[str, Place] = {}
-        self._alive: list[Tensor] = []  # or an address in `_places` could be reused
+        self._alive: list[Tensor] = []  # so that no other data gets an address in `_places`
         self._shares_data = False
         self._addresses = [self._place(t, ("state", i)) for i, t in enumerate(self.tensors)]
         for i, gradient in enumerate(self._grads):
@@ -106,13 +106,13 @@ class Recorder:
         self._before = [bindings.inner(t).detach() for t in self.tensors]
 
     def run(self, function: Callable[..., Any], batch: Sequence[Any]) -> Any:
-        """Run the step, and return its result, which is not computed yet."""
+        """Run the step lazily, and return its uncomputed result."""
         self._executions = executions()
         self._reads = Reads()
         with self._reads:
             result = detached(function(*batch))
-        # Reading an alias also makes functionalization drop the intermediates of in-place changes.
-        # An alias that does not follow shows that the tensor was given other data.
+        # If an alias no longer has the id of its tensor, the function assigned the tensor's data.
+        # Reading the ids also makes functionalization drop intermediates of in-place changes.
         self._moved = [
             i
             for i, (tensor, alias) in enumerate(zip(self.tensors, self._aliases, strict=True))
@@ -126,7 +126,7 @@ class Recorder:
         """Compile what the step has left uncomputed.
 
         Raises:
-            CannotFreezeError: the step cannot become a graph; its tensors are unchanged.
+            CannotFreezeError: the step cannot become a graph. It can still be computed lazily.
         """
         self._check()
         roots, targets = self._changed_state()
@@ -162,18 +162,18 @@ class Recorder:
         )
 
     def execute(self, record: Record) -> None:
-        """Run the recorded step, which computes everything that it left uncomputed."""
+        """Run the graph, and store its outputs in the step's tensors."""
         with bindings.without_functionalization():
             outputs = XLA._run_cached_graph(record.graph, record.values)
-        for index in self._moved:  # restore, so that aliases from before the step follow
+        for index in self._moved:  # so that older aliases get the new values
             self.tensors[index].data = bindings.outer(self._before[index])
         bindings.write(record.roots, outputs)
         record.release()
-        self._alive.clear()  # donated data is gone and must not be read
+        self._alive.clear()  # donated data must not be read
         self._before.clear()
 
     def end(self) -> None:
-        """End the step, and compute what is still uncomputed."""
+        """Compute what is still uncomputed, and advance the random seed."""
         torch_xla.sync()
         self._seeds.advance()
         if self._ownership is not None:
@@ -247,7 +247,7 @@ class Recorder:
             elif after is before:
                 accumulated.append(i)
             else:
-                parameter.grad = bindings.outer(bindings.inner(after))  # without intermediates
+                parameter.grad = bindings.outer(bindings.inner(after))  # drops intermediates
                 new.append(i)
         for i in (*accumulated, *new):
             gradient = self._state.parameters[i].grad
@@ -275,9 +275,9 @@ class Recorder:
 
 
 def difference(old: Record, new: Record) -> str | None:
-    """Return how two consecutive steps differ, or None if their graphs are the same.
+    """Return how two recordings of a step differ, or None if they are equal.
 
-    Reads frozen values from the device: numbers, and tensors that were created again.
+    Downloads a frozen value from the device unless both recordings share its data.
     """
     if old.graph != new.graph:
         return (
@@ -333,7 +333,7 @@ _READS: Final = frozenset(
 
 
 class Reads(TorchFunctionMode):
-    """While entered, stores the place of this thread's first device read; changes no result."""
+    """Records where this thread first reads from the device; changes no result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ def _reads(func: Any, args: tuple[Any, ...], result: Any) -> bool:
 
 
 def _caller() -> str:
-    """Return the innermost line outside of torch and this package."""
+    """Return file and line of the innermost caller outside of torch and this package."""
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(inside):
@@ -365,9 +365,7 @@ def _caller() -> str:
 
 
 def executions() -> int:
-    """Return how many graphs torch_xla has looked up in its cache, as it does before each
-    execution.
-    """
+    """Return the number of torch_xla's graph look-ups, one before each execution."""
     counts = (XLA._xla_counter_value(name) for name in ("CachedCompile", "UncachedCompile"))
     return sum(count or 0 for count in counts)
 

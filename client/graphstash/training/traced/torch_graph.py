@@ -1,13 +1,13 @@
 """TorchStep and CudaGraphStep: the traced step on plain torch.
 
-On a CPU, `torch.compile` compiles the function and splits it at `backward()`. Forward, backward and
-optimizer become one program each. torch.compile guards every Python value that it used, so no step
-is refused, unless the compiler is missing or fails.
+On a CPU, `torch.compile` compiles forward, backward and optimizer to one program each. It guards
+the Python values that the function uses. Steps run uncompiled only if the compiler is missing or
+fails.
 
 On CUDA, the whole step is captured as one CUDA graph
 (https://pytorch.org/docs/2.7/notes/cuda.html#whole-network-capture). A captured graph runs no
-Python and guards nothing. As on torch_xla, there is one graph for each structure of a batch and of
-the host's state, as far as `State` detects it.
+Python and has no guards. There is one graph for each structure of the batch and each host state
+that `State` detects. A graph keeps all other Python values of its capture, without a warning.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -32,14 +32,14 @@ __all__ = ["plain_torch_step"]
 
 
 class Snapshot:
-    """A copy of a state, its gradients and the CPU's random state, while an attempt runs.
+    """A copy of state, gradients and the CPU's random state, to undo a failed attempt.
 
     Args:
         state: State of the step.
-        values: Whether to copy the tensors' values; not needed if nothing is executed.
+        values: Whether to copy the tensors' values. A CUDA graph capture does not change them.
 
     Raises:
-        FusionError: `fuse` makes the updates outside of the optimizer.
+        FusionError: `fuse` has moved the updates out of the optimizer.
     """
 
     def __init__(self, state: State, *, values: bool = True) -> None:
@@ -55,7 +55,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore everything. Tensors stay the same objects; new optimizer state is dropped."""
+        """Restore the copied state in the same tensor objects. Drop new optimizer state."""
         for tensor, value in self._values:
             tensor.copy_(value)
         for parameter, gradient in self._grads:
@@ -71,23 +71,23 @@ R = TypeVar("R")
 _CAUSE_LENGTH: Final = 500
 
 _WARM_UP: Final = 3
-"""Steps before a capture, as torch recommends."""
+"""Ordinary steps before a capture, as torch recommends."""
 
 _WARM_UP_OF_DDP: Final = 11
-"""DDP rebuilds and times its buckets in the first steps (the page above)."""
+"""Under DDP, torch's page requires 11 steps, in which DDP rebuilds and times its buckets."""
 
 
 def plain_torch_step(
     function: Callable[..., R], state: State, *, device: torch.device
 ) -> TracedStep[R]:
-    """Return the implementation for a device of plain torch."""
+    """Return the traced step for a CUDA device or a CPU."""
     if device.type == "cuda":
         return CudaGraphStep(function, state, device=device)
     return TorchStep(function, state)
 
 
 class TorchStep(TracedStep[R]):
-    """Compiles the function. If that fails, restores the state and runs the function uncompiled."""
+    """Compiles the function. If that fails, restores the state, and runs all steps uncompiled."""
 
     def __init__(self, function: Callable[..., R], state: State) -> None:
         super().__init__(function, state)
@@ -95,7 +95,7 @@ class TorchStep(TracedStep[R]):
         self.retrace()
 
     def retrace(self) -> None:
-        """Forget the compiled programs."""
+        """Discard the compiled programs."""
         self._restart()
         self._begun = self._state.has_begun()
         self._seen: set[Hashable] = set()
@@ -105,7 +105,7 @@ class TorchStep(TracedStep[R]):
         """Run one step."""
         self._state.refresh()
         if self._refused or not self._begun:
-            self._begun = True  # do not compile this step: it creates the state of later steps
+            self._begun = True  # uncompiled: this step creates the optimizers' state
             return detached(self._function(*batch))
         try:
             structure: Hashable = (flatten_batch(batch)[1], self._state.structure())
@@ -129,10 +129,10 @@ class TorchStep(TracedStep[R]):
         return detached(result)
 
     def _run(self, *batch: Any) -> R:
-        """Run the compiled step, with a backward that torch.compile does not trace again.
+        """Run the compiled step, and exclude `backward()` from tracing.
 
-        torch.compile leaves the function at `backward()`. It would then trace the Python that runs
-        there: the code that Inductor has generated.
+        torch.compile breaks the graph at `backward()`, and would then trace the code that Inductor
+        generated for it.
         """
         original = torch.autograd.backward
         torch.autograd.backward = self._backward
@@ -145,14 +145,13 @@ class TorchStep(TracedStep[R]):
 class CudaGraphStep(TracedStep[R]):
     """Captures the step as a CUDA graph.
 
-    Written after torch's documentation, and tested on a CPU with a double that follows CUDA's
-    rules. It has not run on a GPU.
+    Written after torch's documentation, and tested only on a CPU, with a double that follows CUDA's
+    rules.
 
-    Optimizers have to be capturable. Those of graphstash.training are, and always compute by their
-    formula here, captured or not, so that a resumed run gives the same bits. Those of torch.optim
-    are with `capturable=True`. The function must not wait for the device: CUDA refuses to capture
-    that, and the step then runs uncaptured. DDP has to be created on a side stream;
-    `train(traced=True)` does so.
+    Optimizers must be capturable: those of graphstash.training, or those of torch.optim with
+    `capturable=True`. Here the former never use fused kernels, captured or not, so that a resumed
+    run gives the same bits. If the function waits for the device, CUDA refuses the capture, and
+    all steps run uncaptured. Create DDP on a side stream, as `train(traced=True)` does.
     """
 
     def __init__(self, function: Callable[..., R], state: State, *, device: torch.device) -> None:
@@ -161,7 +160,7 @@ class CudaGraphStep(TracedStep[R]):
         self.retrace()
 
     def retrace(self) -> None:
-        """Forget the graphs."""
+        """Discard the graphs."""
         self._restart()
         self._steps: dict[Hashable, int] = {}
         self._captures: dict[Hashable, _Capture] = {}
@@ -215,7 +214,7 @@ class CudaGraphStep(TracedStep[R]):
             formula_only.reset(token)
 
     def _warm_up(self, batch: Sequence[Any]) -> R:
-        """Run an ordinary step on a side stream, as capturing requires."""
+        """Run an ordinary step on a side stream, which torch requires before a capture."""
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
@@ -225,7 +224,7 @@ class CudaGraphStep(TracedStep[R]):
 
 
 class _Capture:
-    """One captured step, with its memory for batches and results."""
+    """One captured step, with its static inputs and results."""
 
     def __init__(
         self,
@@ -239,7 +238,7 @@ class _Capture:
         static = iter(self._inputs)
         leaves = [next(static) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads use CUDA to upload batches. Only this thread may invalidate the capture.
+        # Other threads upload batches, which must not invalidate the capture.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._result = function(*pytree.tree_unflatten(leaves, nesting))
 
@@ -250,7 +249,7 @@ class _Capture:
 
 
 def _cause(error: Exception) -> str:
-    """Return the original error on one line. torch wraps it and puts its own name first."""
+    """Return the error that torch wrapped, on one line."""
     cause = getattr(error, "inner_exception", None) or error
     text = " ".join(str(cause).split("\n\n")[0].split())
     return f"{type(cause).__name__}: {text[:_CAUSE_LENGTH]}"

@@ -16,7 +16,7 @@ class Executor(ABC):
     """Measures configurations of a target, in processes that may crash; a context manager.
 
     Attributes:
-        workers: number of configurations in progress at a time.
+        workers: maximum configurations in progress.
     """
 
     workers: int
@@ -47,7 +47,7 @@ class Executor(ABC):
         """Queue a configuration; `results` returns its measurement."""
 
     def results(self) -> list[Measurement]:
-        """Wait for a result, and return all available results; empty if none is pending.
+        """Return the available results; wait for one if configurations are pending.
 
         Raises:
             MeasuringError: nothing can be measured.
@@ -59,7 +59,7 @@ class Executor(ABC):
         return found
 
     def compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
-        """Measure configurations in turns on one machine, without other load.
+        """Measure configurations in turns on one machine, without other work of this executor.
 
         Raises:
             MeasuringError: nothing can be measured.
@@ -77,11 +77,11 @@ class Executor(ABC):
 
     @abstractmethod
     def _compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
-        """Measure in turns; nothing else is pending."""
+        """Implement `compare`; no configuration is pending."""
 
 
 class MakeExecutor(Protocol):
-    """`Pool`, `RayPool`, or a `partial` of one."""
+    """Creates an executor: `Pool`, `RayPool`, or a `partial` of one."""
 
     def __call__(self, target: Target, *, workers: int = 1, method: Method) -> Executor:
         """Return an executor for a target."""

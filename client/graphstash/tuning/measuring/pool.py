@@ -1,12 +1,11 @@
 """Several measuring processes, which build in parallel and run one at a time.
 
-A kernel that runs beside another is measured with the other's load. So only one process at a time
-runs its kernels, while others may build. `Pool.compare` measures without such builds, for figures
-that must be right.
+Load distorts measurements, so only one process at a time runs kernels, while others may build.
+`Pool.compare` also avoids these builds, for exact figures.
 
-Damage by a trial may show in a later trial of the same process. A process is therefore replaced
-after every failure except failed builds and invalid costs. A failure in a process that has measured
-before counts only if it happens again in a new process.
+A trial may damage its process, so a later trial there fails. The pool therefore replaces a process
+after every failure except a failed build or an invalid cost. It repeats the failures in `_REPEATED`
+in a new process, unless the process was new.
 """
 
 import logging
@@ -37,12 +36,12 @@ _HARMLESS: Final = frozenset({None, "compile", "cost"})
 """Outcomes of a trial after which its process continues."""
 
 _REPEATED: Final = frozenset({"run", "wrong", "memory", "crash"})
-"""Failures that an earlier trial of the process may have caused. A timeout is not repeated: it
-would take as long again."""
+"""Failures that an earlier trial of the process may have caused. Repeating a timeout takes too
+long."""
 
 
 class MeasuringError(GraphstashError):
-    """No process is ready to measure; the message gives the target's or process's reason."""
+    """Nothing can be measured. The message gives the error of the target or the process."""
 
 
 @dataclass(eq=False)
@@ -62,8 +61,8 @@ class _Worker:
 
     Attributes:
         state: starting, idle, building, built (waiting for its turn), or running.
-        is_new: whether it has measured nothing before its job.
-        results: results of the job received so far.
+        is_new: whether the process has not measured before this job.
+        results: the job's results so far.
     """
 
     process: MeasuringProcess
@@ -82,7 +81,7 @@ class Pool(Executor):
 
     Args:
         target: the target, or its pickle.
-        workers: largest number of processes, 1 or more. With one, results come in the order of
+        workers: maximum number of processes, 1 or more. With one, results come in the order of
             `submit`.
         method: how thoroughly to measure.
 
@@ -127,7 +126,7 @@ class Pool(Executor):
         self._jobs.append(_Job([_plain(configuration)]))
 
     def _compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
-        """Measure in a new process; if a configuration ends it, measure each in its own process."""
+        """Measure in one new process. If a failure ends it, measure each in its own process."""
         found = self._in_turns(configurations)
         if len(configurations) > 1 and any(each.failure not in _HARMLESS for each in found):
             found = [alone for each in configurations for alone in self._in_turns([each])]
@@ -210,7 +209,7 @@ class Pool(Executor):
                 worker.results.append(message)
             case "measured":
                 self._finish(worker)
-            case _:  # a step with its own deadline begins
+            case _:  # the next build, check or sample begins
                 self._begin(worker, worker.state)
 
     def _finish(self, worker: _Worker) -> None:
@@ -226,7 +225,7 @@ class Pool(Executor):
         self._settle(worker, found)
 
     def _lose(self, worker: _Worker, failure: str, reason: str) -> None:
-        """Fail the job of a process that has ended or must end."""
+        """End a process that crashed or timed out; its job fails with `failure`."""
         if worker.state == "starting":
             raise MeasuringError(f"a measuring process did not become ready: {reason}")
         if worker.job is None:
@@ -238,7 +237,7 @@ class Pool(Executor):
         self._settle(worker, found)
 
     def _settle(self, worker: _Worker, found: list[Measurement]) -> None:
-        """Accept a job's results, or repeat it in a new process."""
+        """Accept a job's results, or requeue the job for a new process."""
         assert worker.job is not None  # noqa: S101 - these are its results
         failures = {measurement.failure for measurement in found}
         if not worker.is_new and failures & _REPEATED:

@@ -1,13 +1,13 @@
 """Take samples of built kernels, in a measuring process.
 
-    check       the first two runs; their results are compared with the reference result. The
-                second run detects a kernel that writes into its inputs. After a failure, inputs
-                are renewed, as the kernel may have corrupted them for the next one
-    warm-up     one more run fills caches, maps pages and lets clocks rise
-    samples     rounds of one sample of each kernel; every second round is in reverse order
-    check       once more, with other inputs: a kernel may be right on its first call only
+    check       compare the results of the first two runs with the reference result. The second run
+                detects a kernel that writes into its inputs
+    warm-up     run once more, to fill caches, map pages and raise clocks. If the kernel has failed
+                by now, renew the inputs, which it may have corrupted
+    samples     take one sample of each kernel per round; reverse the order after each round
+    check       once more, with other inputs, to detect a kernel that repeats its first result
 
-Rounds make the comparison fair: changing load affects all kernels alike.
+In rounds, changing load affects all kernels alike.
 """
 
 import gc
@@ -25,14 +25,14 @@ from graphstash.tuning.measuring.target import Kernel, Target
 __all__ = ["Built", "ending_forks", "take_samples"]
 
 _MAX_CALLS: Final = 1_000_000
-"""Most calls of a kernel for one sample, in case a clock stands still."""
+"""Maximum calls per sample, if the clock did not advance during the warm-up."""
 
 
 @contextmanager
 def ending_forks() -> Iterator[None]:
-    """End forked copies of this process when they leave the block.
+    """End forked children of this process when they leave the block.
 
-    They would otherwise measure and answer beside this process.
+    Otherwise a child would go on to measure and to send results, as its parent does.
     """
     process = os.getpid()
     status: object = 0
@@ -48,13 +48,15 @@ def ending_forks() -> Iterator[None]:
 
 @dataclass
 class Built:
-    """A configuration that a measuring process was told to build.
+    """A configuration in a measuring process.
 
     Attributes:
-        kernel: the built kernel; None after a failure.
+        kernel: the built kernel; None before the build and after a failure.
         failure: see `measurement.FAILURES`.
-        reason: description of the failure, for people.
-        samples: costs that the target returned, not checked yet.
+        reason: description of the failure.
+        samples: values that `Target.cost` returned, unchecked.
+        calls: number of calls per sample.
+        seconds: seconds of the warm-up and the samples so far.
     """
 
     kernel: Kernel | None = None
@@ -65,7 +67,7 @@ class Built:
     seconds: float = 0.0
 
     def attempt(self, word: str, call: Callable[[], object]) -> object:
-        """Return a call's result; if it raises, fail with the given word."""
+        """Return a call's result. If it raises, fail with `word`; a `MemoryError` with "memory"."""
         try:
             with ending_forks():
                 return call()
@@ -76,7 +78,7 @@ class Built:
         return None
 
     def fail(self, failure: str, reason: str) -> None:
-        """Mark as failed, which excludes it from further steps."""
+        """Set the failure, and drop the kernel, which ends its trial."""
         self.kernel, self.failure, self.reason = None, failure, reason
 
 
@@ -89,7 +91,8 @@ def take_samples(
         target: the target that built them.
         built: the configurations to compare.
         method: how thoroughly to measure.
-        begin: called with a kernel's index before each of its checks and samples.
+        begin: called with a kernel's index before its first two checks and warm-up, before each
+            sample, and before its last check.
     """
     for index, each in enumerate(built):
         if each.kernel is not None:
@@ -116,7 +119,7 @@ def _begin(target: Target, built: Built, method: Method) -> None:
             _check(target, built)
     _warm_up(target, built, method)
     if built.kernel is None:
-        with suppress(Exception), ending_forks():  # the last check raises the same error
+        with suppress(Exception), ending_forks():  # the last checks report it
             target.renew()
 
 
@@ -135,7 +138,7 @@ def _check(target: Target, built: Built, *, renew: Callable[[], object] | None =
 
 
 def _warm_up(target: Target, built: Built, method: Method) -> None:
-    """Run a kernel once more, and compute how many calls make a sample."""
+    """Run a kernel once more, and set the number of calls per sample."""
     if (kernel := built.kernel) is None:
         return
     started = perf_counter()

@@ -10,22 +10,22 @@ from graphstash.tuning.space import Value
 __all__ = ["Kernel", "Target"]
 
 Kernel: TypeAlias = Callable[[], object]
-"""A built configuration. A call runs it once, and returns when its result is complete."""
+"""A built configuration. A call runs it once, and returns when the result is complete."""
 
 
 class Target(ABC):
     """Builds, checks and runs configurations.
 
     A target is pickled once into each measuring process, which calls all methods except `describe`.
-    Keep it small, and create inputs and the reference result in `prepare`.
+    Create inputs and the reference result in `prepare`, so that the pickle stays small.
     """
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return what is tuned, as JSON; equal if costs are comparable on equal machines."""
+        """Return JSON, equal for targets whose costs on equal machines are comparable."""
 
     def prepare(self) -> None:  # noqa: B027 - optional
-        """Prepare a measuring process, once, before it builds anything.
+        """Prepare a measuring process, once, before the first build.
 
         Raises:
             Exception: nothing can be measured here; ends the search.
@@ -36,14 +36,14 @@ class Target(ABC):
         """Compile a configuration.
 
         Raises:
-            Exception: compiling fails; counted as the failure "compile".
+            Exception: compiling fails; counts as failure "compile", a `MemoryError` as "memory".
         """
 
     def check(self, kernel: Kernel) -> bool:
         """Run a kernel once, and return whether its result is right.
 
-        Called twice before the first sample and once after the last. Write garbage into the outputs
-        before each run: a kernel may skip elements, or add to old values.
+        Called twice before the first sample and once after the last. Fill the outputs with garbage
+        before each run, to detect a kernel that skips elements or adds to old values.
         """
         kernel()
         return True
@@ -51,8 +51,8 @@ class Target(ABC):
     def renew(self) -> None:  # noqa: B027 - optional
         """Change the values of the inputs in place, and the result that `check` expects.
 
-        Called before a kernel's last check, to detect a kernel that returns the result of an
-        earlier call. Also called after a kernel fails, as it may have written into the inputs.
+        Called before a kernel's last check, to detect a kernel that repeats an earlier result. Also
+        called after a kernel fails before its first sample, as it may have written into the inputs.
         """
 
     def cost(self, kernel: Kernel, calls: int) -> float:
@@ -60,8 +60,8 @@ class Target(ABC):
 
         Args:
             kernel: the kernel to measure; `check` has accepted it.
-            calls: number of calls, 1 or more, that gives a sample a clock can resolve. A target
-                with its own clocks, such as a GPU's, may ignore it.
+            calls: number of calls, 1 or more, that take long enough for the host's clock. A target
+                with a more precise clock, such as a GPU's, may ignore it.
         """
         started = perf_counter()
         for _ in range(calls):

@@ -1,3 +1,3 @@
-"""The team's memory of measurements: one search serves all hosts with the same problem."""
+"""The team's memory: measurements and schedules that all hosts share."""
 
 __all__: list[str] = []

@@ -1,7 +1,7 @@
-"""Findings: the cost of a configuration on one host and over all hosts.
+"""Findings: measurements of configurations, by one host or merged over hosts.
 
-Other hosts wrote this data. This module accepts JSON of bounded size, checks every number, and
-returns only configurations of the searched space.
+Other hosts wrote this data. `read` accepts JSON of bounded size, checks every number, and rejects
+configurations outside of the searched space.
 """
 
 import json
@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 MAX_RECORD_BYTES: Final = 256 * 1024
-"""Largest size of one artifact's JSON."""
+"""Maximum bytes of an artifact."""
 
 MAX_MEASUREMENTS: Final = 512
-"""Most measurements in one artifact."""
+"""Maximum measurements in an artifact."""
 
 WRONG: Final = "wrong"
 """Failure of a configuration that gave a wrong result."""
@@ -42,17 +42,17 @@ _MAX_WEIGHT: Final = 10
 _HOST_CHARACTERS: Final = 128
 
 Finding: TypeAlias = Measurement[Configuration]
-"""What is known of a configuration of a space, on one host or over all hosts."""
+"""A measurement whose configuration is a tuple, as in a `SearchSpace`."""
 
 
 class Answer(NamedTuple):
-    """An answer for display; nothing in it is checked against a space.
+    """An answer for display. Its configurations are not checked against a space.
 
     Attributes:
         compiler: name and version.
         hosts: names of the hosts that measured.
-        measured: number of configurations that these hosts measured.
-        best: the record of the best configuration, in the form of `Measurement.to_json`.
+        measured: number of distinct configurations that hosts measured.
+        best: measurement of the best configuration, as `Measurement.to_json` returns it.
     """
 
     compiler: str
@@ -88,7 +88,7 @@ def read(payload: bytes, space: SearchSpace) -> list[Finding]:
     """Return the measurements of an artifact.
 
     Raises:
-        ValueError: it has no measurements, too many, or one that is malformed or not of the space.
+        ValueError: the artifact has no measurements, too many, or an invalid one.
     """
     record = _parsed(payload)
     host = record.get("host")
@@ -98,14 +98,14 @@ def read(payload: bytes, space: SearchSpace) -> list[Finding]:
 
 
 def _typed(found: Finding, space: SearchSpace) -> Finding:
-    """Check the types, because 1, 1.0 and true are equal and a space may contain any of them."""
+    """Check the types of the values: 1, 1.0 and true are equal, but only one is in the space."""
     if not space.has_types(found.configuration):
         raise ValueError(f"{found.configuration!r} has not the types of the space's values")
     return found
 
 
 def values_of(payload: bytes) -> list[Mapping[str, Value]]:
-    """Return the configurations of another space's artifact; only their form is checked.
+    """Return the configurations in another space's artifact; checks only their form.
 
     Raises:
         ValueError: the artifact is malformed.
@@ -120,11 +120,11 @@ def values_of(payload: bytes) -> list[Mapping[str, Value]]:
 def merged(batches: Iterable[Sequence[Finding]]) -> dict[Configuration, Finding]:
     """Merge the measurements of all hosts, by configuration.
 
-    The cost is the median of the hosts' medians. Each median counts as often as it was measured,
-    but at most 10 times, so that no host outvotes all others. The spread is the median of the
-    hosts' spreads, or the interquartile range between their costs if that is larger. A
-    configuration that works on any host works, since a failure may be specific to a host. A
-    configuration with a wrong result on any host is wrong: other hosts may have been lucky.
+    The cost is the median of the hosts' costs, each weighted by its number of samples, at most 10.
+    The cap limits the influence of one host. The spread is the median of the hosts' spreads, or the
+    interquartile range of the weighted costs if that is larger. A configuration that works on any
+    host works: a failure may be specific to a host. A configuration with a wrong result on any host
+    is wrong: other hosts may have been lucky.
     """
     by_configuration: defaultdict[Configuration, list[Finding]] = defaultdict(list)
     for batch in batches:

@@ -1,6 +1,6 @@
 """Searchers: choose which configuration to measure next.
 
-    g-bfs       greedy best-first search: neighbours of the best so far
+    g-bfs       greedy best-first search: neighbours of the cheapest state not yet expanded
     n-a2c       a policy and a value network walk from the best so far
     xgboost     simulated annealing over a model of the costs, as in AutoTVM
     rnn         a recurrent controller writes configurations value by value
@@ -44,7 +44,7 @@ def make_searcher(
 
     Raises:
         ValueError: no searcher has this name.
-        ModuleNotFoundError: it needs numpy or xgboost, which the extra `tuning` installs.
+        ModuleNotFoundError: the searcher needs numpy or xgboost; install the extra `tuning`.
     """
     if name not in _CLASSES:
         raise ValueError(f"there is no searcher {name!r}: choose one of {', '.join(SEARCHERS)}")

@@ -1,8 +1,8 @@
 """Common parts of the two searchers with networks: rewards, a masked softmax, and Adam.
 
-The networks are small (some thousand parameters, ten rows at a time). numpy runs a step in a
-hundredth of the time that importing torch takes, JAX users have it, and it starts no threads that
-disturb measurements. The gradients are written by hand; tests compare them with torch's.
+The networks are small: some thousand parameters, about ten rows at a time. A step in numpy takes a
+hundredth of the time of importing torch. JAX users have numpy, and it starts no threads that
+disturb measurements. Tests compare the hand-written gradients with torch's.
 """
 
 import math
@@ -18,9 +18,9 @@ Floats: TypeAlias = NDArray[np.float64]
 
 
 class Rewards:
-    """Rewards log(first cost / cost): 0 for the first that works, 0.69 for twice its speed.
+    """Rewards log(first cost / cost): 0 for the first configuration, 0.69 for twice its speed.
 
-    A configuration that fails gets 1 less than the worst that works.
+    A failure gets 1 less than the lowest reward so far.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Rewards:
         self._worst = 0.0
 
     def of(self, cost: float) -> float:
-        """Return the reward for a cost; the first working configuration sets the scale."""
+        """Return the reward for a cost. The first finite cost sets the scale."""
         if not math.isfinite(cost):
             return self._worst - 1
         if self._first is None:
@@ -39,7 +39,7 @@ class Rewards:
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """Return the log-softmax over the last axis; illegal entries stay minus infinity."""
+    """Return the log-softmax over the last axis. Entries of minus infinity remain."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     with np.errstate(divide="ignore"):
         result: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -47,14 +47,14 @@ def log_softmax(logits: Floats) -> Floats:
 
 
 def choose(log_probabilities: Floats, random: random.Random) -> int:
-    """Draw an index with these log probabilities."""
+    """Draw an index from its log probabilities."""
     sums = np.cumsum(np.exp(log_probabilities))
     place = int(np.searchsorted(sums, random.random() * sums[-1], side="right"))
     return min(place, int(np.flatnonzero(np.isfinite(log_probabilities))[-1]))
 
 
 class Adam:
-    """Adam (Kingma and Ba, arXiv 1412.6980, 2014) on arrays, in place."""
+    """Adam (Kingma and Ba, arXiv 1412.6980, 2014); updates the arrays in place."""
 
     def __init__(self, parameters: dict[str, Floats], learning_rate: float) -> None:
         self._parameters = parameters
@@ -64,7 +64,7 @@ class Adam:
         self._step = 0
 
     def step(self, gradients: dict[str, Floats]) -> None:
-        """Take one step against the gradients."""
+        """Take one step."""
         self._step += 1
         for name, gradient in gradients.items():
             self._mean[name] += 0.1 * (gradient - self._mean[name])

@@ -1,4 +1,4 @@
-"""Exhaustive search: for small spaces, and to find the optimum."""
+"""Exhaustive search, for small spaces."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ __all__ = ["Exhaustive"]
 
 
 class Exhaustive(Searcher):
-    """Proposes every configuration, in the order of the space. The seed has no effect."""
+    """Proposes all configurations in the order of the space, after `first`. Ignores the seed."""
 
     waits = False
 

@@ -2,16 +2,16 @@
 
     Q = {start}
     while Q and there is budget:
-        s = the cheapest of Q, taken from it
-        measure up to rho random neighbours of s; put those that were not visited into Q
+        remove the cheapest state s from Q
+        draw up to rho random neighbours of s; measure the unvisited ones, and put them into Q
 
 (Zhang et al., "Compiler-Level Matrix Multiplication Optimization for Deep Learning", arXiv
-1909.10616, 2019.) A state leaves the queue once, so its undrawn neighbours are reached from other
-states or not at all. The paper leaves an empty queue open; this search then continues from a random
-unvisited configuration.
+1909.10616, 2019.) A state is expanded once, so its other neighbours are reached from other states
+or not at all. The paper does not say what follows an empty queue; this search continues from a
+random unvisited configuration.
 
-The queue starts with a few random configurations. The paper's starts with the untiled one, which is
-slow, as are its neighbours; on most spaces, a short search then loses to random search.
+The queue starts with a few random configurations. The paper's queue starts with the untiled one,
+which is slow, like its neighbours; on most spaces, a short search then loses to random search.
 """
 
 from collections.abc import Sequence
@@ -24,18 +24,17 @@ __all__ = ["GBFS"]
 
 
 class GBFS(Searcher):
-    """Greedy best-first search: continues from the cheapest configuration to its neighbours.
+    """Greedy best-first search: measures neighbours of the cheapest configuration found.
 
     Args:
         space: the space to search.
         seed: seed of every choice.
-        first: measured before anything else, instead of the starts.
+        first: configurations to measure before all others, instead of `starts`.
         starts: number of random configurations in the initial queue; 0 for the start of the space,
             as in the paper.
-        rho: number of neighbours drawn per configuration. If all are drawn, the search is
-            exhaustive on a space that moves connect.
-        width: number of configurations expanded per round; 1 in the paper. With more, up to rho *
-            width can be measured in parallel.
+        rho: maximum neighbours drawn per configuration.
+        width: maximum configurations expanded per round; 1 in the paper. Up to rho * width can be
+            measured in parallel.
 
     Raises:
         SpaceError: a configuration of `first` is not in the space.
@@ -64,7 +63,7 @@ class GBFS(Searcher):
     def _learn(self, trials: list[Trial]) -> None:
         for trial in trials:
             heappush(self._queue, (trial.cost, self._pushed, trial.configuration))
-            self._pushed += 1  # of equal costs, the first found comes first
+            self._pushed += 1  # of equal costs, the first is expanded first
 
     def _propose(self) -> list[Configuration]:
         chosen: dict[Configuration, None] = {}

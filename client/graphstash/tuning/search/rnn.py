@@ -1,13 +1,13 @@
 """A recurrent controller that writes configurations value by value.
 
     h_0 = 0;  h_t, c_t = LSTM(embedding of value t-1, h_t-1, c_t-1)
-    P(value t | values before) = softmax(W_t h_t + log of the configurations that each leaves)
+    P(value t | values before) = softmax(W_t h_t + log of the number of configurations below it)
     descend -(r - baseline) * sum over t of log P(value t), the baseline a running mean of r
 
 (Policy gradients: Williams, "Simple statistical gradient-following algorithms for connectionist
 reinforcement learning", 1992. arXiv 1909.10616 compares with such a controller; these details are
-our own.) While W is 0, configurations are drawn uniformly. A configuration that the controller
-writes again is not measured again; the controller learns from its known cost.
+our own.) W starts at 0, so the first configurations are drawn uniformly. If the controller repeats
+a configuration, it learns from the known cost.
 """
 
 import math
@@ -25,14 +25,14 @@ from graphstash.tuning.spaces.tree import TreeSpace
 __all__ = ["Controller", "RNNController", "Written"]
 
 MAX_ROUNDS_OF_OLD = 2
-"""Number of times a batch is written to find enough new configurations."""
+"""Maximum batches that the controller writes per round to find enough new configurations."""
 
 
 class Written(NamedTuple):
-    """Sequences of the controller: B sequences, T parameters, at most V values."""
+    """B configurations that the controller wrote, of T parameters with at most V values."""
 
-    places: NDArray[np.int64]  # [B, T], of the chosen values
-    prior: Floats  # [B, T, V], log of how many configurations follow; minus infinity for none
+    places: NDArray[np.int64]  # [B, T], index of the chosen value
+    prior: Floats  # [B, T, V], log share of the configurations below; -inf for none
 
 
 class Controller:
@@ -46,7 +46,7 @@ class Controller:
         scale = hidden**-0.5
         self.hidden = hidden
         self.parameters: dict[str, Floats] = {
-            "embedding": draw.normal(0, 1, (steps, most, hidden)),  # of the value before; 0 unused
+            "embedding": draw.normal(0, 1, (steps, most, hidden)),  # previous value; [0] unused
             "lstm": draw.normal(0, scale, (2 * hidden, 4 * hidden)),
             "lstm_bias": np.zeros(4 * hidden),
             "heads": np.zeros((steps, hidden, most)),
@@ -55,13 +55,13 @@ class Controller:
         self._adam = Adam(self.parameters, learning_rate)
 
     def start(self, count: int) -> tuple[Floats, Floats]:
-        """Return h and c before the first value."""
+        """Return h and c before the first value, [count, hidden]."""
         return np.zeros((count, self.hidden)), np.zeros((count, self.hidden))
 
     def step(
         self, t: int, before: NDArray[np.int64] | None, h: Floats, c: Floats
     ) -> tuple[Floats, Floats, Floats, tuple[Floats, ...]]:
-        """Return logits of parameter t's values, [B, V], the new state, and data for gradients."""
+        """Return the logits of parameter t, [B, V], the new h and c, and data for `gradients`."""
         p = self.parameters
         x = np.zeros_like(h) if before is None else p["embedding"][t, before]
         both = np.concatenate([x, h], axis=1)
@@ -141,8 +141,8 @@ class RNNController(Searcher):
     Args:
         space: the space to search.
         seed: seed of every choice.
-        first: measured before anything else.
-        batch: number of configurations per round.
+        first: configurations to measure before all others.
+        batch: maximum configurations per round.
         hidden: width of the LSTM.
         learning_rate: learning rate of Adam.
         entropy_weight: weight of the policy's entropy, which rewards exploration.

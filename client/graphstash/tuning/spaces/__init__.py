@@ -1,4 +1,4 @@
-"""Spaces as data: the paper's lattice of GEMM, named parameters with constraints, and tables."""
+"""Search spaces that JSON can describe: tilings of a GEMM, parameters with constraints, tables."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -29,7 +29,7 @@ _KINDS: Final[dict[str, tuple[set[str], Callable[[Mapping[str, Any]], SearchSpac
 
 
 def from_description(description: Any) -> SearchSpace:
-    """Return the space of a description by `SearchSpace.describe`, also after JSON.
+    """Return a space from its `describe()`, which may have passed through JSON.
 
     Raises:
         SpaceError: the description is invalid.

@@ -12,16 +12,16 @@ from graphstash.tuning.space import Configuration, SearchSpace, Value
 __all__ = ["ListedSpace"]
 
 _ABSENT: Final = "-"
-"""Value of a parameter that only other entries of the list have."""
+"""Value of a parameter that an entry lacks."""
 
 
 class ListedSpace(SearchSpace):
-    """A compiler's candidates, and the parameters that distinguish them; without neighbours.
+    """A compiler's candidates, identified by their parameters; without moves.
 
     Args:
-        kind: kind of the listed things, for hosts that share measurements.
-        things: one or more things, each with its parameters by name. A value that is not plain is
-            identified by its `repr`. Of equal entries, the first is used.
+        kind: kind of the candidates; part of `describe`.
+        things: one or more candidates, each after its parameters by name. The `repr` stands for a
+            value that is not plain. Of candidates with equal parameters, only the first is used.
     """
 
     moves = 0
@@ -39,12 +39,12 @@ class ListedSpace(SearchSpace):
 
     @property
     def size(self) -> int:
-        """Number of things."""
+        """Number of distinct candidates."""
         return len(self._things)
 
     @property
     def start(self) -> Configuration:
-        """The first thing of the list."""
+        """The first candidate."""
         return next(iter(self))
 
     def __contains__(self, configuration: object) -> bool:
@@ -54,7 +54,7 @@ class ListedSpace(SearchSpace):
         return iter(self._things)
 
     def thing(self, configuration: Configuration) -> Any:
-        """Return the thing of a configuration."""
+        """Return the candidate of a configuration."""
         return self._things[configuration]
 
     def draw(self, random: Random) -> Configuration:
@@ -65,18 +65,18 @@ class ListedSpace(SearchSpace):
         """Return None: there are no moves."""
 
     def has_types(self, configuration: Configuration) -> bool:
-        """Return whether the list has the configuration with values of these types."""
+        """Return whether the values have the types of the listed entry."""
         return [*map(type, configuration)] == self._types[configuration]
 
     def features(self, configuration: Configuration) -> Sequence[float]:
-        """Return logarithms of the numbers, relative to 2**16; 0 for texts."""
+        """Return log2(abs(value) + 1) / 16 of numbers, and 0 for texts."""
         return [
             0.0 if isinstance(each, str) else math.log2(abs(each) + 1) / 16
             for each in configuration
         ]
 
     def describe(self) -> dict[str, Any]:
-        """Return the list as JSON, independent of its order."""
+        """Return JSON that identifies the candidates in any order."""
         rows = sorted(json.dumps(row) for row in self)
         listed = hashlib.sha256("\n".join(rows).encode()).hexdigest()
         return {"space": self._kind, "names": list(self.names), "rows": listed}

@@ -1,4 +1,4 @@
-"""A table of valid configurations, for replays and for listed spaces."""
+"""A space given as a table of its configurations."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,19 +12,19 @@ __all__ = ["TableSpace"]
 
 
 class TableSpace(TreeSpace):
-    """The configurations of a list, and no others.
+    """The configurations in a table.
 
-    A move takes one parameter to the next smaller or larger value that it has in the table. Texts
-    are ordered by first appearance. A move is illegal if its result is not in the table.
+    A move changes one parameter to its next smaller or larger value in the table. Values that
+    include texts are ordered by first appearance. A move that leaves the table is illegal.
 
     Args:
         names: names of the parameters.
-        rows: the configurations, each a tuple of as many values.
+        rows: the configurations, each a tuple with a value for each name.
 
     Raises:
         EmptySpaceError: there is no row.
-        SpaceError: a row has the wrong length, occurs twice, or holds an invalid value; or a
-            parameter has 1, 1.0 or true, which are equal, in different rows.
+        SpaceError: a row has the wrong length, occurs twice, or has an invalid value; or a
+            parameter has equal values of different types, such as 1, 1.0 and True.
     """
 
     def __init__(self, names: Iterable[str], rows: Iterable[Any]) -> None:
@@ -49,7 +49,7 @@ class TableSpace(TreeSpace):
         if len(self._valid) < len(self._rows):
             twice = next(a for a, b in zip(self._rows, self._rows[1:], strict=False) if a == b)
             raise SpaceError(f"the row {self._row(twice)} is in the table twice")
-        self._known: dict[Configuration, Mapping[Value, int]] = {}  # one entry per prefix
+        self._known: dict[Configuration, Mapping[Value, int]] = {}  # by prefix
         self.moves = 2 * len(self.names)
 
     def __contains__(self, configuration: object) -> bool:
@@ -59,7 +59,7 @@ class TableSpace(TreeSpace):
         return map(self._row, self._rows)
 
     def continuations(self, prefix: Configuration) -> Mapping[Value, int]:
-        """Return the next parameter's values, with the number of configurations below each."""
+        """Return the values that may follow a prefix, with their numbers of configurations."""
         if (known := self._known.get(prefix)) is not None:
             return known
         places = self._places(prefix)
@@ -73,7 +73,7 @@ class TableSpace(TreeSpace):
         return found
 
     def moved(self, configuration: Configuration, move: int) -> Configuration | None:
-        """Move a parameter to its previous value (even moves) or its next value (odd moves)."""
+        """Move a parameter to its previous value (even moves) or to its next value (odd moves)."""
         which, up = divmod(move, 2)
         places = list(self._places(configuration))
         places[which] += 1 if up else -1
@@ -97,7 +97,7 @@ def _different(values: Iterable[Value]) -> list[Value]:
 
 
 def _ordered(values: Iterable[Value]) -> list[Value]:
-    """Sort numbers by size; keep the order of other values."""
+    """Sort the values if all are numbers; otherwise keep their order."""
     found = list(values)
     numbers = [each for each in found if isinstance(each, int | float)]
     return sorted(numbers) if len(numbers) == len(found) else found

@@ -1,6 +1,6 @@
 """Spaces whose configurations are chosen value by value.
 
-Such a space reports how many configurations start with given values. That suffices to list the
+Such a space counts the configurations that start with given values. The counts suffice to list the
 space, to draw from it uniformly without a list, and to let a controller choose value by value.
 """
 
@@ -16,21 +16,18 @@ __all__ = ["TreeSpace"]
 
 
 class TreeSpace(SearchSpace):
-    """A space that counts the continuations of a prefix.
+    """A space that counts the configurations with a prefix.
 
     Attributes:
-        values: possible values of each parameter, neighbours next to each other; not every
-            combination is a configuration.
+        values: possible values of each parameter, with neighbours side by side. Some combinations
+            are not configurations.
     """
 
     values: tuple[tuple[Value, ...], ...]
 
     @abstractmethod
     def continuations(self, prefix: Configuration) -> Mapping[Value, int]:
-        """Return the next parameter's values after a prefix, with the configurations below each.
-
-        Values without configurations are left out.
-        """
+        """Return the values that may follow a prefix, with their numbers of configurations."""
 
     @cached_property
     def size(self) -> int:
@@ -39,7 +36,7 @@ class TreeSpace(SearchSpace):
 
     @property
     def start(self) -> Configuration:
-        """A configuration near the middle of every list, chosen from the first parameter on."""
+        """The configuration that takes each value as near to the middle of its list as possible."""
         chosen: Configuration = ()
         for values in self.values:
             there = self.continuations(chosen)
@@ -82,7 +79,7 @@ class TreeSpace(SearchSpace):
         ]
 
     def _fits(self, configuration: object) -> TypeGuard[Configuration]:
-        """Return whether this is a tuple of listed values; True is not 1."""
+        """Return whether this is a tuple of listed values. True is not 1, but 1.0 is."""
         return (
             isinstance(configuration, tuple)
             and len(configuration) == len(self.names)
@@ -95,7 +92,7 @@ class TreeSpace(SearchSpace):
         )
 
     def has_types(self, configuration: Configuration) -> bool:
-        """Return whether each value also has the type that its parameter's list has."""
+        """Return whether each value has the type of the listed value."""
         return all(
             listed[value] is type(value)
             for value, listed in zip(configuration, self._types, strict=True)

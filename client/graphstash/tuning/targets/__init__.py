@@ -3,7 +3,7 @@
     callable      any Python function that builds a kernel
     tvm_gemm      matrix multiplication in TVM, on the CPU
     triton        kernels, by a decorator that replaces Triton's own
-    helion        Helion's kernels: the team as their remote cache
+    helion        Helion's kernels, with the team's memory as their remote cache
     inductor      matrix products of torch.compile; inductor_candidates identifies them, and
                   inductor_table fills torch's own table
 

@@ -22,21 +22,21 @@ class CallableTarget(Target):
 
         target = CallableTarget(build, name="row sums of 4096x4096 float32", is_right=is_right)
 
-    Measuring processes import the functions by name, so define them at the top level of a module.
-    In a script, start the search under `if __name__ == "__main__":`.
+    Measuring processes import the functions, so define them at the top level of a module. In a
+    script, start the search under `if __name__ == "__main__":`.
 
     Args:
         build: takes a configuration's values by name, and returns a callable that runs the kernel
             once and waits for its end. May raise anything.
-        name: name of the kernel for all that share measurements. Include everything that the cost
-            depends on, such as shapes and types.
-        is_right: takes the kernel's result, twice before the first sample and once after the last;
-            returns False if it is wrong. Without it, wrong results are not detected.
-        renew: changes the inputs in place, and the result that `is_right` expects, before the last
-            check. Without it, a kernel that repeats its first result is not detected, and a kernel
-            that writes into the inputs can make others look wrong. See `CheckedOutput`.
-        cost: takes a kernel and a number of calls, and returns the cost of a call. Default: wall
-            time. See `Target.cost`.
+        name: identifies the kernel for all hosts that share measurements. Include everything that
+            the cost depends on, such as shapes and types.
+        is_right: takes the kernel's result, and returns False if it is wrong. See `Target.check`.
+            Without it, wrong results are not detected.
+        renew: changes the inputs in place, and the result that `is_right` expects. See
+            `Target.renew` and `CheckedOutput`. Without it, a kernel that repeats its first result
+            is not detected, and a kernel that writes into the inputs can make others look wrong.
+        cost: takes a kernel and a number of calls, and returns the cost of a call. See
+            `Target.cost`. Default: wall time.
     """
 
     def __init__(
@@ -55,25 +55,25 @@ class CallableTarget(Target):
         self._renew = renew
 
     def describe(self) -> dict[str, Any]:
-        """Return the given name."""
+        """Return the name."""
         return {"target": "callable", "name": self._name}
 
     def build(self, configuration: Mapping[str, Value]) -> Kernel:
-        """Build a kernel with the function."""
+        """Call `build`."""
         return self._build(configuration)
 
     def check(self, kernel: Kernel) -> bool:
-        """Return whether the kernel's result is right."""
+        """Run the kernel, and pass its result to `is_right`."""
         result = kernel()
         return self._is_right is None or bool(self._is_right(result))
 
     def renew(self) -> None:
-        """Call the function that changes the inputs."""
+        """Call `renew`."""
         if self._renew is not None:
             self._renew()
 
     def cost(self, kernel: Kernel, calls: int) -> float:
-        """Return the cost function's value, by default the mean seconds of a call."""
+        """Call `cost`; by default, return the mean seconds of a call."""
         if self._cost is None:
             return super().cost(kernel, calls)
         return self._cost(kernel, calls)

@@ -1,7 +1,7 @@
 """A clock that excludes the time during which its process was suspended.
 
-Heartbeats sent during a suspension have not been read yet when the process resumes. With another
-clock, the process would take their senders for dead.
+When a suspended process resumes, it has not yet read the heartbeats that arrived meanwhile. By an
+ordinary clock, their senders would count as dead.
 """
 
 import time
@@ -11,7 +11,7 @@ from typing import Final
 __all__ = ["AwakeClock"]
 
 _LONGEST_SECONDS: Final = 2.0
-"""Maximum advance per call; twice the longest wait of a running process."""
+"""Maximum advance per call. A running process waits at most half of it."""
 
 
 class AwakeClock:
@@ -23,7 +23,7 @@ class AwakeClock:
         self._missed = 0.0
 
     def __call__(self) -> float:
-        """Return the time now, in seconds."""
+        """Return the time in seconds."""
         now = self._clock()
         self._missed += max(0.0, now - self._last - _LONGEST_SECONDS)
         self._last = now

@@ -1,7 +1,7 @@
 """A flat tensor as rows, one per block, dealt out to streams.
 
-With n streams, stream i has the blocks i, i + n, i + 2n, and so on. Nonzero blocks that lie close
-together are therefore shared by all streams.
+Of n streams, stream i has the blocks i, i + n, i + 2n, and so on. Clustered nonzero blocks are
+therefore spread over all streams.
 """
 
 import numpy as np
@@ -13,13 +13,12 @@ __all__ = ["BlockRows"]
 
 
 class BlockRows:
-    """Reads and writes the blocks of a contiguous array of one dimension and a wire type, in place.
-    A shorter last block is padded with zeros when it is read.
+    """Reads and writes the blocks of a contiguous, one-dimensional array of a wire type.
 
     Attributes:
         count: Number of blocks, including a shorter last one.
-        elements: Elements of the tensor.
-        block_size: Elements of a block.
+        elements: Number of elements of the array.
+        block_size: Number of elements of a block.
         itemsize: Bytes of an element.
     """
 
@@ -33,7 +32,7 @@ class BlockRows:
         self._tail = flat[whole * block_size :]
 
     def deal(self, nonzero: npt.NDArray[np.bool_], streams: int) -> list[Numbers]:
-        """Return the numbers of the nonzero blocks for each stream, ascending."""
+        """Return each stream's numbers of nonzero blocks, ascending."""
         table = np.zeros(-(-self.count // streams) * streams, np.bool_)
         table[: self.count] = nonzero
         stream, row = np.nonzero(table.reshape(-1, streams).T)
@@ -41,14 +40,14 @@ class BlockRows:
         return np.split(numbers, np.searchsorted(stream, np.arange(1, streams)))
 
     def read(self, numbers: Numbers, into: Values) -> None:
-        """Copy blocks, ascending, to a zero array [len(numbers), block_size]."""
+        """Copy the blocks with ascending `numbers` to the zeros [len(numbers), block_size]."""
         whole = self._whole_of(numbers)
         np.take(self._rows, numbers[:whole], axis=0, out=into[:whole], mode="clip")
         if whole < len(numbers):
             into[whole, : len(self._tail)] = self._tail
 
     def write(self, numbers: Numbers, values: Values) -> None:
-        """Copy values back to the blocks; the inverse of `read`."""
+        """Write values to the blocks; the inverse of `read`."""
         whole = self._whole_of(numbers)
         self._rows[numbers[:whole]] = values[:whole]
         if whole < len(numbers):

@@ -1,7 +1,7 @@
 """The aggregator process of one rank, which starts and ends with the rank.
 
-The process exits when its standard input closes. If the rank is killed, its forked children may
-keep that pipe open. Therefore the process also checks every second whether its parent is alive.
+The process stops when its standard input is readable or closed. If the rank is killed, its forked
+children may keep the pipe open, so the process also checks every second that its parent is alive.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ class ColocatedAggregator:
 
     Attributes:
         address: Address on which the aggregator listens.
-        secret: Secret of the aggregator, which seals are made from.
+        secret: Random key for the seals.
 
     Raises:
-        AggregationError: the process does not start; includes its reason.
+        AggregationError: the process does not start; the message says why.
     """
 
     def __init__(self, host: str, *, rank: int) -> None:
@@ -55,10 +55,12 @@ class ColocatedAggregator:
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """End the process. It stays up to 2 seconds for ranks that miss the last sums."""
+        """End the process. It still answers ranks that miss the last sums for up to 2 seconds."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(b"end")  # a fork may hold the pipe open after close()
+                self._process.stdin.write(
+                    b"end"
+                )  # a forked child may hold the pipe open after close()
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
@@ -79,7 +81,7 @@ class ColocatedAggregator:
                 line = self._process.stdout.readline()
                 try:
                     answer = json.loads(line or b"{}")
-                except ValueError:  # the environment may make Python print something at startup
+                except ValueError:  # something else was printed at Python's startup
                     answer["error"] = f"its first line is {line[:200]!r}"
         match answer:
             case {"address": [str(host), int(port)]}:

@@ -1,23 +1,23 @@
-"""The messages between workers and aggregators: one message per datagram, sealed.
+"""The messages between workers and aggregators: one message per datagram, authenticated.
 
     header, 56 bytes   fixed fields, little-endian: `Header`
-    values             `filled` blocks, or the text of FAILED and LEAVE, or the ranks of WAITING
-    numbers            `filled` numbers of blocks, uint32, ascending
-    seal, 16 bytes     the first 16 bytes of HMAC-SHA256 over everything before it
+    body               DATA and RESULT: `filled` blocks, and then their ascending numbers, uint32
+                       FAILED and LEAVE: text. WAITING: ranks, uint16. OPEN and WELCOME: zeros
+    seal, 16 bytes     the first 16 bytes of HMAC-SHA256 over header and body
 
     OPEN     worker      begins a session; padded to a datagram size that the worker tries
     WELCOME  aggregator  answers OPEN, with the same size
     DATA     worker      blocks of a round, and the number of the worker's next nonzero block
     RESULT   aggregator  the sums of a round, and the number at which the next round begins
-    WAITING  aggregator  answers a repeated DATA: it has arrived, and these ranks are missing
+    WAITING  aggregator  answers a repeated DATA or an ASK: these other ranks are missing
     ASK      worker      repeats DATA without its blocks, after WAITING
     ALIVE    worker      heartbeat; `round` counts them
     LEAVE    worker      ends the worker's part in the session; has a text if the worker failed
     LEFT     aggregator  answers LEAVE
     FAILED   aggregator  the session is over; the text says why
 
-Receivers drop datagrams of another job, session or aggregator, truncated datagrams, and forgeries:
-the seal, or a field under the seal, does not match. A duplicate has the number of an old round.
+Receivers drop a datagram whose seal, session or aggregator number does not match, and recognize a
+duplicate by its round.
 """
 
 import hmac
@@ -50,7 +50,7 @@ Numbers: TypeAlias = npt.NDArray[np.uint32]
 Values: TypeAlias = npt.NDArray[Any]
 
 END: Final = 2**32 - 1
-"""Stands for "no next block" where a block number is expected."""
+"""Block number that means "no next block"."""
 
 LONGEST: Final = 65_507
 """Maximum payload of a UDP datagram over IPv4, bytes."""
@@ -66,7 +66,7 @@ _NUMBER_BYTES: Final = 4
 
 
 class Kind(IntEnum):
-    """The kind of a message; see the module."""
+    """Kind of a message; see the module's docstring."""
 
     OPEN = 1
     WELCOME = 2
@@ -88,7 +88,7 @@ class Operation(IntEnum):
 
 
 class Header(NamedTuple):
-    """The fields of every message. Fields that a kind does not use are 0, and `next` is END.
+    """The fields of every message. Receivers ignore the fields that a kind does not use.
 
     Attributes:
         kind: Kind of the message. OPEN stores the number of workers in `filled`, and
@@ -96,19 +96,19 @@ class Header(NamedTuple):
             receive buffer in `elements`, in bytes.
         element: Code of the blocks' type in `ELEMENTS`.
         operation: SUM or MAX.
-        session: A random number.
-        rank: Rank of the worker that sends or is answered.
+        session: Random number of the session.
+        rank: Rank of the worker that sends, or that WELCOME, WAITING or LEFT answers.
         aggregator: Number of the aggregator that sends or is addressed.
         slot: Number of the slot in the aggregator's pool.
-        streams: Number of streams of the tensor's blocks.
+        streams: Number of streams that share the tensor's blocks.
         tensor: Number of earlier tensors in the session, modulo 2**32.
-        capacity: Number of blocks that fit into a datagram.
+        capacity: Maximum number of blocks in a datagram.
         filled: Number of blocks in this datagram.
         round: Number of earlier rounds of the slot.
-        elements: Elements of the tensor.
-        block_size: Elements of a block.
-        next: In DATA the worker's next block, in RESULT the smallest next block of all ranks; or
-            END.
+        elements: Number of elements of the tensor.
+        block_size: Number of elements of a block.
+        next: Number of a block, or END. In DATA the worker's next block after this datagram, in
+            RESULT the block at which the next round begins.
     """
 
     kind: int
@@ -129,7 +129,7 @@ class Header(NamedTuple):
 
     @property
     def tensor_fields(self) -> tuple[int, ...]:
-        """The fields that are equal in all datagrams of a tensor, on all ranks."""
+        """Fields that are equal in every DATA and RESULT of a tensor, on all ranks."""
         return (
             *(self.tensor, self.elements, self.element, self.block_size),
             *(self.operation, self.capacity, self.streams),
@@ -137,28 +137,28 @@ class Header(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A datagram with a valid seal; `body` is what lies between header and seal."""
+    """Header and body of a datagram with a valid seal."""
 
     header: Header
     body: memoryview
 
     @property
     def text(self) -> str:
-        """Text of FAILED and LEAVE."""
+        """Text of FAILED or LEAVE."""
         return bytes(self.body).decode("utf-8", "replace")
 
     @property
     def ranks(self) -> list[int]:
-        """Missing ranks of WAITING."""
+        """Missing ranks in WAITING."""
         return [int(rank) for rank in np.frombuffer(self.body, "<u2")]
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the body of DATA or RESULT has the length that the header requires."""
+        """Whether the length of the body of DATA or RESULT matches the header."""
         return len(self.body) == self._value_bytes + self.header.filled * _NUMBER_BYTES
 
     def blocks(self) -> tuple[Numbers, Values]:
-        """Return numbers and elements [filled, block_size] of a message with blocks."""
+        """Return numbers [filled] and elements [filled, block_size] of the blocks in the body."""
         header = self.header
         values = np.frombuffer(self.body[: self._value_bytes], ELEMENTS[header.element].wire)
         numbers = np.frombuffer(self.body[self._value_bytes :], "<u4")
@@ -171,8 +171,9 @@ class Message(NamedTuple):
 
 
 class Seal:
-    """Seals and opens the datagrams of one session, 0 to 2**64 - 1. `key` is a secret of the
-    session's processes, 32 bytes or more.
+    """Seals and opens the datagrams of one session.
+
+    `key` is a secret of the session's processes, 32 bytes or more. `session` is below 2**64.
     """
 
     def __init__(self, key: bytes, session: int) -> None:
@@ -188,10 +189,10 @@ class Seal:
     def close_blocks(
         self, header: Header, numbers: Numbers, fill: Callable[[Values], object]
     ) -> bytearray:
-        """Return the sealed datagram of a message with blocks, whose numbers are ascending.
+        """Return the sealed datagram of a message with blocks. Their numbers must ascend.
 
-        Calls `fill` with a zero array [filled, block_size] of the wire type, to write the blocks
-        to.
+        `fill` writes the blocks to the array that it receives: zeros [filled, block_size] of the
+        wire type.
         """
         element = ELEMENTS[header.element]
         value_bytes = header.filled * header.block_size * element.wire.itemsize
@@ -205,7 +206,7 @@ class Seal:
         return self._sealed(datagram)
 
     def open(self, datagram: bytes | bytearray) -> Message | None:
-        """Return the message. Return None for another session or an invalid seal."""
+        """Return the message, or None if the session differs or the seal is invalid."""
         if session_of(datagram) != self.session:
             return None
         view = memoryview(datagram)
@@ -227,8 +228,8 @@ class Seal:
 
 
 def session_of(datagram: bytes | bytearray) -> int | None:
-    """Return the session in a datagram's header, before its seal is checked. Return None if the
-    datagram is not of this protocol.
+    """Return the session number in a datagram, without checking the seal. Return None if the
+    datagram is too short or of another protocol.
     """
     if len(datagram) < OVERHEAD_BYTES or datagram[:4] != _MAGIC:
         return None

@@ -1,14 +1,13 @@
-"""Blocks of fp32 as int32, as SwitchML adds them up.
+"""Blocks of fp32 as int32, as in SwitchML, whose switches can only add integers.
 
-A switch can only add integers. For each block, the ranks agree on an exponent e such that every
-element on every rank is below 2**e in absolute value. Each rank sends rint(x * 2**(k - e)), and
-multiplies the sums by 2**(e - k). For N ranks, k = 30 - ceil(log2(N)), so that no sum overflows.
-Each rank rounds by at most half a step:
+For each block, the ranks agree on an exponent e such that every element on every rank is below 2**e
+in absolute value. Each rank sends rint(x * 2**(k - e)), and multiplies the sums by 2**(e - k). For
+N ranks, k = 30 - ceil(log2(N)), so that no sum overflows. Each rank rounds by at most half a step:
 
-    |sum - exact sum| <= N / 2 * 2**(e - k), and half a unit in the last place of fp32
+    |sum - exact sum| <= N / 2 * 2**(e - k), plus half a unit in the last place of fp32
 
-SwitchML agrees on exponents one round ahead. Here the ranks agree on those of the whole tensor
-first. If any element of a block is infinite or NaN on any rank, all elements of its sum are NaN.
+SwitchML agrees on exponents one round ahead. Here the ranks first agree on all exponents of the
+tensor. If a block has an infinity or NaN on any rank, its whole sum is NaN.
 """
 
 from typing import Any, Final
@@ -20,12 +19,12 @@ __all__ = ["dequantized", "exponents", "quantized"]
 
 _ZERO: Final = 0
 _OFFSET: Final = 126
-"""Added to an exponent, -125 to 128, to make a byte, 1 to 254. Smaller exponents become -125."""
+"""A block's byte, 1 to 254, less its exponent, -125 to 128. Smaller exponents become -125."""
 _NOT_FINITE: Final = 255
 
 
 def exponents(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Return a byte for each block [blocks, block_size]. Take the maximum over the ranks."""
+    """Return a byte per block [blocks, block_size]. The caller max-reduces them over the ranks."""
     largest = np.abs(rows).max(axis=1, initial=0)
     _, found = np.frexp(largest)
     codes: npt.NDArray[np.int32] = np.clip(found + _OFFSET, 1, _NOT_FINITE - 1)
@@ -37,7 +36,7 @@ def exponents(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
 def quantized(
     rows: npt.NDArray[np.float32], codes: npt.NDArray[np.uint8], world: int
 ) -> npt.NDArray[np.int32]:
-    """Return the integers that a rank sends, given the maximum codes of all ranks."""
+    """Return the integers that a rank sends. `codes` are the maxima over all ranks."""
     safe = np.where((codes == _NOT_FINITE)[:, None], np.float32(0), rows)
     steps: npt.NDArray[np.float32] = np.ldexp(safe, -_shifts(codes, world))
     return np.rint(steps).astype(np.int32)
@@ -46,8 +45,8 @@ def quantized(
 def dequantized(
     sums: npt.NDArray[np.int32], codes: npt.NDArray[np.uint8], world: int
 ) -> npt.NDArray[np.float32]:
-    """Return the sums as fp32, given the same codes."""
-    with np.errstate(over="ignore"):  # sums that are too large become inf, as in fp32
+    """Return the sums as fp32."""
+    with np.errstate(over="ignore"):  # large sums become inf, as in fp32
         exact: npt.NDArray[np.float64] = np.ldexp(sums.astype(np.float64), _shifts(codes, world))
         found = exact.astype(np.float32)
     found[codes == _NOT_FINITE] = np.nan

@@ -12,10 +12,10 @@ _MIN_BYTES: Final = 32
 
 
 def read_secret(path: Path) -> bytes:
-    """Return the content of a file without white space at its ends.
+    """Return the secret, without white space at its ends.
 
     Raises:
-        ConfigError: other users may read the file, it cannot be read, or it is too short.
+        ConfigError: the file cannot be read, other users may read it, or the secret is short.
     """
     secret = read_private(path, "the aggregators' secret").strip()
     if len(secret) < _MIN_BYTES:

@@ -1,7 +1,7 @@
-"""The process of an aggregator: one socket, and an `Aggregator` for each session.
+"""The server loop of an aggregator process: one socket, and an `Aggregator` for each session.
 
-One loop waits for datagrams and for the order to stop. A rank's own aggregator stops with its
-rank. An aggregator that serves many jobs stops on a signal.
+A rank's own aggregator stops when the rank closes its session or exits. A dedicated aggregator,
+which serves many jobs, stops on a signal.
 """
 
 import os
@@ -20,15 +20,15 @@ __all__ = ["Owner", "Server"]
 
 _MAX_SESSIONS: Final = 64
 _REMEMBERED: Final = 4096
-"""Ended sessions to remember, so that a replayed OPEN does not begin one of them again."""
+"""Number of ended sessions that a replayed OPEN cannot begin again."""
 _TICK_SECONDS: Final = 1.0
 _LINGER_SECONDS: Final = 2.0
-"""Seconds to stay for ranks that miss the last sums."""
+"""Seconds to still answer ranks that miss the last sums, after the end of a session or a stop."""
 
 
 @dataclass
 class Owner:
-    """The rank that started this aggregator: its number and its process id."""
+    """The rank that started this aggregator, and its process id."""
 
     rank: int
     process: int
@@ -42,13 +42,13 @@ class _Session:
 
 
 class Server:
-    """Serves sessions on a bound, non-blocking socket until it is told to stop.
+    """Serves sessions until it is told to stop.
 
     Args:
-        at: The socket.
+        at: Bound, non-blocking socket.
         secret: Key material for seals, 32 bytes or more.
-        end: Descriptor that signals the stop when it becomes readable or reaches its end.
-        owner: Rank to stop with. None: serves all jobs that have the secret.
+        end: File descriptor that tells the server to stop by becoming readable.
+        owner: Rank with whose process the server stops. None: none.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Server:
         self._stopped_since: float | None = None
 
     def run(self) -> None:
-        """Serve, and return when the server has stopped."""
+        """Serve until the server has stopped."""
         next_tick = self._clock() + _TICK_SECONDS
         while not self._has_ended(now := self._clock()):
             is_busy = bool(self._sessions) or self._owner is not None
@@ -121,7 +121,7 @@ class Server:
             self._stop()
 
     def _stop(self) -> None:
-        """Fail all sessions; with an owner, only those that the owner has not left."""
+        """Begin to stop: fail all sessions, except those that the owner has left."""
         if self._stopped_since is not None:
             return
         self._stopped_since = self._clock()
@@ -145,10 +145,10 @@ class Server:
 
 
 def _unknown(seal: Seal, header: Header, source: sockets.Name, *, is_over: bool) -> list[Reply]:
-    """Answer a sender with the key about a session that has ended or has not begun here."""
+    """Answer an authenticated datagram of a session that is over or unknown here."""
     if header.kind == Kind.LEAVE:
         kind, text = Kind.LEFT, ""
-    elif is_over:  # perhaps a replay of recorded datagrams
+    elif is_over:  # perhaps a replay
         kind = Kind.FAILED
         text = f"aggregator {header.aggregator} has ended that aggregation session"
     elif header.kind == Kind.OPEN:

@@ -1,6 +1,6 @@
-"""A session: the ranks of a process group, their aggregators, and the agreement on settings.
+"""A session: the ranks of a process group and their aggregators.
 
-The ranks use the process group only to agree. The sums go through the aggregators.
+The ranks use the process group only to agree on the session. The aggregators compute the sums.
 """
 
 import hashlib
@@ -31,20 +31,20 @@ from graphstash.training.reduce.agreement import require_same
 __all__ = ["Session", "Settings"]
 
 _PAYLOADS: Final = (1_452, 8_952, 61_440)
-"""Datagram sizes to try: the payloads of frames of 1,500 and 9,000 bytes (less IPv6 and UDP
-headers), and the largest datagram to use where IP may fragment it.
+"""Datagram sizes to try: the UDP payloads of frames of 1,500 and 9,000 bytes over IPv6, and a large
+datagram that IP fragments.
 """
 
 _MAX_SLOTS: Final = 16
-"""Default upper limit; more slots only lengthen queues."""
+"""Maximum slots unless the settings give a number. More slots only lengthen queues."""
 
 _ANY_PORT: Final = 9
-"""Any port will do: connecting a UDP socket sends nothing and only selects a route."""
+"""Placeholder: connecting a UDP socket selects a route and sends nothing."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that all ranks have to agree on; see `AggregatedAllReduce`."""
+    """The arguments of `AggregatedAllReduce` that must be equal on all ranks."""
 
     block_size: int
     aggregators: tuple[str, ...] | None
@@ -56,8 +56,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What one rank sends to the others at the start. The process group may transmit it in the
-    clear. The secret of dedicated aggregators, which other jobs share, is therefore sent as a hash.
+    """What each rank sends to all ranks at the start, perhaps unencrypted.
+
+    Attributes:
+        secret: Secret of the rank's own aggregator. For dedicated aggregators, whose secret other
+            jobs share, its SHA-256.
+        problem: Why the rank cannot take part.
     """
 
     session: int
@@ -68,10 +72,10 @@ class _Offer:
 
 
 class Session:
-    """A session that begins on all ranks together; see `AggregatedAllReduce` for the arguments.
+    """A session of all ranks, which construct it together. For arguments see `AggregatedAllReduce`.
 
     Attributes:
-        payload_bytes: Size of the longest datagram.
+        payload_bytes: Maximum size of a datagram.
         counters: Datagrams that this rank has sent and received.
 
     Raises:
@@ -138,7 +142,7 @@ class Session:
 
         Raises:
             AggregationError: the session is over, or belongs to the process that forked this one.
-            RuntimeError: another thread is in the middle of a sum.
+            RuntimeError: another thread is reducing a tensor.
         """
         if self._process != os.getpid():
             raise AggregationError(
@@ -179,14 +183,14 @@ class Session:
             raise
 
     def _why(self, error: BaseException) -> str:
-        """Return the reason for all ranks; names the rank in errors from outside this package."""
+        """Return the failure to report to all ranks. Name this rank if the error is not ours."""
         if isinstance(error, GraphstashError):
             return str(error)
         return f"rank {self._rank} has given up: {type(error).__name__} {error}".rstrip()
 
     def close(self, why: str = "") -> None:
-        """End this rank's part. The other ranks fail only if they still need this one."""
-        if self._process != os.getpid():  # a fork shares the sockets, but must not end the session
+        """Leave the session. Other ranks fail if they still need this rank, or if `why` is set."""
+        if self._process != os.getpid():  # a forked child shares the sockets
             return
         if self._client is not None:
             self._client.leave(why)
@@ -228,7 +232,7 @@ class Session:
         rank: int,
         world: int,
     ) -> PathLimits | GraphstashError:
-        """Return how this rank reaches the aggregators, or the error that every rank raises."""
+        """Return the limits of this rank's paths, or an error, which every rank then raises."""
         sizes = _PAYLOADS if settings.payload_bytes is None else (settings.payload_bytes,)
         try:
             self._client = Client(
@@ -267,10 +271,9 @@ def _host(listen: str | None) -> str | None:
 
 
 def _own_host() -> str:
-    """Return the address of the interface that routes to the host of torch's store.
+    """Return the address of the interface that routes to torch's store, which every rank reaches.
 
-    Every rank has reached that host. If the store has no host, use the address of this host's own
-    name. As a last resort, return `127.0.0.1`.
+    If the store has no host, resolve this host's name. If that fails, return `127.0.0.1`.
     """
     store = _store_host()
     for name in (store, socket.gethostname()) if store else (socket.gethostname(),):
@@ -324,8 +327,10 @@ def _require_agreement(offers: Sequence[_Offer], settings: Settings) -> None:
 def _agreed(
     found: Sequence[PathLimits | GraphstashError], settings: Settings, world: int
 ) -> tuple[int, int]:
-    """Return datagram bytes and slots per aggregator, the same on all ranks. The smallest receive
-    buffer has to hold the datagrams of all ranks at once; otherwise many would be lost.
+    """Return datagram bytes and slots per aggregator, equal on all ranks.
+
+    All ranks may send to an aggregator at once, so the smallest receive buffer must hold a datagram
+    from each rank for each slot.
     """
     problems = [each for each in found if isinstance(each, GraphstashError)]
     if problems:
