@@ -1,14 +1,14 @@
 """CatchUp: publish later what jobs on this host compiled while the server was down.
 
-`Unsent` records these artifacts. An artifact is published as the first upload would have published
-it, with its signature, metadata and description, if all of this is true:
+`Unsent` records these artifacts. An artifact is published with its original signature, metadata and
+description if all of this is true:
 
-    the local tier still has the same bytes, compiled by this user, and they verify
+    the local tier still has the recorded bytes, compiled by this user, and they verify
     the server has no artifact under the key
-    according to the server's list, it never withdrew these bytes
-    the job checks and makes signatures no more strictly than the job that compiled the artifact
+    the server's list of withdrawals does not contain these bytes
+    the signature satisfies this job's policy, and is by this job's signing key if it has one
 
-So a server of a release without such lists gets nothing later.
+Servers of earlier releases have no such list, so they get no late uploads.
 """
 
 import math
@@ -44,17 +44,17 @@ from graphstash_schema.protocol import MAX_DESCRIPTIONS
 __all__ = ["CatchUp", "Outcome", "Sent", "describe"]
 
 _LOOKUP_SECONDS: Final = 60.0
-"""Maximum age of a look-up when an upload begins: the server may withdraw the bytes meanwhile."""
+"""Maximum age of the look-up when an upload begins. The server may have withdrawn bytes since."""
 
 _OF_SETTINGS: Final = (
     *(Reason.BAD_SIGNATURE, Reason.UNKNOWN_KEY, Reason.REVOKED_KEY, Reason.UNSIGNED),
     Reason.TOO_LARGE,
 )
-"""Reasons that depend on the job's settings. The artifact stays for other jobs."""
+"""Failures due to this job's settings. The artifact stays for jobs with other settings."""
 
 
 class Sent(Enum):
-    """What became of an artifact that was not refused."""
+    """Outcome for an artifact without an error."""
 
     PUBLISHED = auto()
     PRESENT = auto()
@@ -62,30 +62,29 @@ class Sent(Enum):
     DIFFERING = auto()
     """The server has other bytes under the key, which stay."""
     GONE = auto()
-    """This host has evicted its copy, or has deleted it after a withdrawal."""
+    """This host has evicted its copy, or has deleted it because the server withdrew it."""
 
 
 Outcome: TypeAlias = Sent | CacheError
-"""Outcome for one artifact: an error if its bytes cannot be read or do not verify, or if the server
-refuses them."""
+"""Outcome for one artifact. An error: the bytes are unreadable, do not verify, or are refused."""
 
 
 class CatchUp:
-    """Publishes the unsent artifacts of a namespace, the most valuable first.
+    """Publishes the unsent artifacts of a namespace.
 
     Args:
         stash: cache that holds the artifacts. The caller closes it.
-        server: client for all calls, so that they do not affect those of the job. The caller closes
-            it.
-        with_any: whether to include what jobs without a server compiled.
-        done: called for each artifact that is settled.
+        server: client for all calls; its failures do not open the circuit breaker of the job's
+            client. The caller closes it.
+        with_any: whether to include artifacts of jobs that had no server.
+        done: called with each artifact that has an outcome.
         before_each: called before each upload.
-        is_stopped: polled repeatedly. If true, uploads end.
+        is_stopped: polled between artifacts and chunks. If true, the running upload is aborted.
         limit_bytes: maximum bytes to upload.
         limit_seconds: maximum seconds of all uploads. An upload in progress is finished.
-        spend: called with the bytes of each upload when it begins, and with its seconds when it
-            ends, also if it fails.
-        is_dry: whether to verify the artifacts, and neither to publish nor to settle them.
+        spend: called with (bytes, 0) when an upload begins, and with (0, seconds) for the time of
+            each artifact, also after a failure.
+        is_dry: whether only to verify the artifacts. Records and copies stay.
     """
 
     def __init__(
@@ -116,11 +115,12 @@ class CatchUp:
         self._asked_at = -math.inf
 
     def wanted(self) -> Sequence[BundleEntry]:
-        """Return what the server lacks: fewest attempts first, then the most valuable. Settle the
-        other artifacts.
+        """Return the artifacts to publish: fewest attempts first, then the most valuable.
+
+        Report the outcome of the other artifacts.
 
         Raises:
-            CacheError: the server does not answer, or does not say what it withdrew.
+            CacheError: the server does not answer, or does not list its withdrawals in time.
         """
         return self._absent(self._stash.unsent.entries(with_any=self._with_any))
 
@@ -143,7 +143,7 @@ class CatchUp:
             )
         for found in reply.found:
             self._settle(recorded.pop(found.key), found.digest.partition(":")[2])
-        # An upload that fails in every job must not keep the others waiting in every job.
+        # Otherwise an upload that always fails would be the first in every job.
         return sorted(
             filter(self._may_publish, recorded.values()),
             key=lambda each: (stash.unsent.attempts(each.key), -_value(each)),
@@ -152,10 +152,11 @@ class CatchUp:
     def publish(self, wanted: Sequence[BundleEntry]) -> None:
         """Publish artifacts in this order, within the limits. Repeat the look-up every minute.
 
-        One upload that fails does not stop the others while the server accepts uploads.
+        After a failed upload, continue unless the next upload would fail for the same reason.
 
         Raises:
-            CacheError: something was not published that may be published later.
+            CacheError: an upload failed that may succeed later. The first such error, or the one
+                that ended the loop.
         """
         failure: CacheError | None = None
         left = deque(wanted)
@@ -183,7 +184,11 @@ class CatchUp:
             raise failure
 
     def _settle(self, entry: BundleEntry, stored: str) -> None:
-        """Let this host's copy become the server's, or yield to the server's other bytes."""
+        """Report an artifact after the server returned the SHA-256 `stored` for its key.
+
+        Drop the record. An equal copy on this host becomes a copy of the server's artifact. A
+        different copy is deleted, unless it is set aside.
+        """
         stash, namespace = self._stash, self._stash.config.namespace
         self._done(entry, Sent.PRESENT if stored == entry.sha256 else Sent.DIFFERING)
         if self._is_dry:
@@ -201,7 +206,9 @@ class CatchUp:
             self._forget(entry)
 
     def _may_publish(self, entry: BundleEntry) -> bool:
-        """Return whether the list allows it. Settle the artifact otherwise.
+        """Return whether the artifact is still here, absent on the server, and not withdrawn.
+
+        Report its outcome otherwise.
 
         Raises:
             CacheError: the server does not answer.
@@ -231,17 +238,17 @@ class CatchUp:
             self._stash.unsent.remove(entry.key, entry.sha256)
 
     def _copy(self, entry: BundleEntry) -> "_Copy | None":
-        """Return this host's copy of the recorded bytes, or None if they are not there any more.
+        """Return this host's copy of the recorded bytes, or None if it is gone.
 
         Raises:
-            LocalTierError: the copy cannot be read now.
+            LocalTierError: the copy cannot be read.
         """
         tier, namespace = self._stash.local, self._stash.config.namespace
         offered = self._stash.standing.offered
-        for origin in (OWN, offered, OWN):  # a failed upload moves the copy back
+        for origin in (OWN, offered, OWN):  # another process may move it back to OWN
             path = tier.path(namespace, entry.key, origin=origin)
             try:
-                file = open_ours(path)  # a copy stays as old as its last use
+                file = open_ours(path)  # unlike `LocalTier.open`, not counted as a use
                 proof, size_bytes = read_provenance(file)
             except FileNotFoundError:
                 continue
@@ -258,7 +265,7 @@ class CatchUp:
         if copy is None:
             raise LocalTierError(f"{entry.key} is no longer on this host")
         with copy.file:
-            # The server has nothing of the upload that did not end.
+            # The server has nothing under the key, so an interrupted upload has stored nothing.
             if copy.origin != OWN and not self._is_dry:
                 self._stash.local.hand_over(
                     self._stash.config.namespace,
@@ -275,7 +282,7 @@ class CatchUp:
             raise VerificationError(
                 Reason.UNSIGNED, f"{entry.key} was compiled without GRAPHSTASH_SIGNING_KEY"
             )
-        # The other key may be out of use. The first upload stays, even if no reader accepts it.
+        # Readers may no longer trust another key, and most servers refuse to replace an artifact.
         if own and signature and signature.key_id != own:
             raise VerificationError(
                 Reason.UNKNOWN_KEY,
@@ -332,7 +339,7 @@ class CatchUp:
         except RefusedError as error:
             if is_temporary(error) or not self._server.may_write:
                 raise
-            # For example, the artifact is too large for the server.
+            # A permanent refusal: for example, the artifact is too large for the server.
             self._forget(entry)
             return error
         if entry.description is not None:
@@ -360,7 +367,7 @@ def _concerns_all(error: CacheError) -> bool:
 
 
 def describe(server: ServerClient, described: list[Description]) -> None:
-    """Upload descriptions, best effort, and clear the list. The server has the artifacts."""
+    """Upload descriptions of published artifacts, best effort, and clear the list."""
     if described:
         with suppress(CacheError):
             server.describe(described)

@@ -1,10 +1,10 @@
 """Prefetch: download artifacts to this host's disk before the job needs them, at low priority.
 
 Prefetching uses its own connections and circuit breaker, so that slow or failed prefetches do not
-affect the job's calls. While the job downloads an artifact, a running prefetch pauses between two
-chunks. If the job needs an artifact that is being prefetched, the prefetch continues and the job
-uses its result. A prefetch waits for a busy server until `wait_seconds` have passed since it began.
-An artifact that fails verification counts only when the job requests it.
+affect the job's calls. While the job downloads an artifact, prefetches pause between two chunks. If
+the job needs an artifact that is being prefetched, it waits for the prefetch. Prefetches wait for a
+busy server until `wait_seconds` after the first began. A failed verification counts only when the
+job requests the artifact.
 """
 
 import logging
@@ -31,16 +31,16 @@ __all__ = ["Outcome", "Prefetch", "value_of"]
 _log = logging.getLogger("graphstash")
 
 Outcome: TypeAlias = Fetched | CacheError | None
-"""Outcome for one artifact: on this host; an error or a failed verification; or a miss."""
+"""Outcome for one artifact: on this host, an error, or None for a miss."""
 
 _WORKERS: Final = 8
-"""Parallel downloads: round trips overlap, and the server keeps capacity for other jobs."""
+"""Parallel downloads. More would take the server's capacity from other jobs."""
 
 _LEAST_BYTES: Final = 4096
-"""Cost of a request, as a number of bytes."""
+"""Bytes that a smaller artifact counts as, because every request has a cost."""
 
 _MOST_SECONDS: Final = 3600.0
-"""Maximum compile time that counts. A longer one makes an artifact no more urgent."""
+"""Maximum compile time that counts for the order: publishers may claim any time."""
 
 _LOOK_SECONDS: Final = 0.2
 """Seconds between checks of `is_stopped`."""
@@ -49,7 +49,7 @@ _LEAST_WAIT_SECONDS: Final = 0.1
 
 _PAUSE_SECONDS: Final = 0.02
 _MAX_PAUSE_SECONDS: Final = 2.0
-"""Maximum seconds that one download pauses in total: servers time out an idle download."""
+"""Maximum seconds of all pauses of one download: servers time out an idle download."""
 
 _T = TypeVar("_T")
 
@@ -61,7 +61,7 @@ class Prefetch:
         stash: cache whose disk receives the artifacts. The caller closes it.
         limit_bytes: maximum bytes to download. Sizes are known in advance only for
             `config.namespace`, so downloads in progress at the limit are finished.
-        is_stopped: polled repeatedly. If true, no further artifact is downloaded.
+        is_stopped: polled repeatedly. If true, downloads end.
         done: called for each artifact, in the thread that downloaded it.
     """
 
@@ -99,8 +99,8 @@ class Prefetch:
     def fetch_best(self, entries: Iterable[ManifestEntry]) -> None:
         """Download the artifacts of a manifest that this host lacks, the most valuable first.
 
-        Each writer of the manifest gets an equal share of the bytes, because a writer can list
-        artifacts that no job needs, and claim any compile time for them.
+        Each writer of the manifest gets an equal share of the bytes: a writer can list artifacts
+        that no job needs, and claim any compile time.
 
         Raises:
             CacheError: the server does not answer the look-up.
@@ -108,11 +108,11 @@ class Prefetch:
         self.fetch(self._in_order({entry.key: entry.writer for entry in entries}))
 
     def fetch(self, wanted: Sequence[ArtifactKey]) -> None:
-        """Download the artifacts in this order, except those that this host has and that verify.
+        """Download the artifacts in this order, unless this host has a valid copy.
 
-        Returns when all downloads are done or `is_stopped` returns true.
+        Return when all downloads have ended or `is_stopped` returns true.
         """
-        # Use daemon threads, which do not delay the end of the process.
+        # Daemon threads, so that downloads do not delay the end of the process.
         workers = BoundedExecutor(
             "graphstash-fetch", workers=_WORKERS, capacity=len(wanted), delays_forks=True
         )
@@ -128,7 +128,7 @@ class Prefetch:
         self.server.close()
 
     def _in_order(self, writers: Mapping[ArtifactKey, int | None]) -> Sequence[ArtifactKey]:
-        """Return the artifacts to download, by saved seconds per byte, within the limit."""
+        """Return the artifacts to download within the limit, in order."""
         absent = [key for key in writers if not self._stash.is_on_this_host(key)]
         if not absent:
             return ()
@@ -169,7 +169,7 @@ class Prefetch:
         self._done(key, outcome)
 
     def _wait(self, busy: BusyError, signal: Callable[[], None]) -> bool:
-        """Sleep until the next call of a busy server. Return False to give up."""
+        """Sleep before the next call to a busy server. Return False to give up."""
         seconds = max(busy.retry_after_seconds, _LEAST_WAIT_SECONDS)
         until = min(self._waits_until, self._served_at + busy.patience_seconds)
         if monotonic() + seconds > until:
@@ -202,10 +202,10 @@ class Prefetch:
 def _shared(
     found: Iterable[ArtifactInfo], writers: Mapping[ArtifactKey, int | None]
 ) -> Sequence[ArtifactInfo]:
-    """Order artifacts so that the writers who listed them have equal shares of the bytes.
+    """Reorder artifacts so that the writers who listed them get equal shares of the bytes.
 
-    Each artifact has its turn when it would be complete if the writers' bytes were sent in
-    parallel (Demers, Keshav, Shenker: Analysis and Simulation of a Fair Queueing Algorithm, 1989).
+    Fair queueing: sort by the time at which each download would end if all writers' queues shared
+    the connection (Demers, Keshav, Shenker 1989).
     """
     taken_bytes: Counter[int | None] = Counter()
     turns = []
@@ -221,8 +221,5 @@ def _value(info: ArtifactInfo) -> float:
 
 
 def value_of(compile_seconds: float, size_bytes: int) -> float:
-    """Return the value of a transfer: compile seconds that it saves, per byte.
-
-    The seconds are a publisher's claim, and count up to a limit.
-    """
+    """Return the value of a transfer: compile seconds that it saves, per byte."""
     return min(compile_seconds, _MOST_SECONDS) / max(size_bytes, _LEAST_BYTES)

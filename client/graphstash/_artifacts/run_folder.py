@@ -1,8 +1,8 @@
-"""Folder of a run, `<local tier>/records/<run>`, which exists while a process of the run lives.
+"""Folder of a run, `<local tier>/records/<run>`, kept at least while a process of the run lives.
 
-Every process holds a file lock in the folder, which the kernel releases when the process ends for
-any reason. Process ids would not work, because containers and hosts that share a disk number
-processes independently. If a run has no live process for a moment, its folder is not held.
+Every process holds a shared lock on a file in the folder. The kernel releases the lock when the
+process ends for any reason. Process ids would not work: containers and hosts that share a disk
+number processes independently. While no process of a run lives, another job may remove its folder.
 """
 
 import fcntl
@@ -21,14 +21,14 @@ _LOCK: Final = "lock"
 
 _TRIES: Final = 5
 _RETRY_SECONDS: Final = 0.02
-"""Seconds to retry: a process that removes a folder holds the lock only briefly."""
+"""Seconds between two tries: a process that removes a folder holds the lock only briefly."""
 
 
 class Claim:
-    """A file that one process of a run holds at a time, until it closes the file or ends.
+    """A file that one process of a run at a time holds, until it calls `close` or ends.
 
     Attributes:
-        text: what this process or an earlier holder has kept in the file.
+        text: contents of the file, written by this process or an earlier holder.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -38,7 +38,7 @@ class Claim:
         )
 
     def keep(self, text: str) -> None:
-        """Replace the text, for the next holder."""
+        """Replace the text."""
         self.text = text
         if self._descriptor is not None:
             with suppress(OSError):
@@ -46,17 +46,17 @@ class Claim:
                 os.ftruncate(self._descriptor, len(text))
 
     def close(self) -> None:
-        """Let another process hold the file."""
+        """Release the file."""
         if self._descriptor is not None:
-            with suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # as in `local_tier`
+            with suppress(OSError):  # a child that C code forked has a copy
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             close_unshared(self._descriptor)
 
 
 def claim(path: Path) -> Claim | None:
     """Hold a file of the run, or return None if another process holds it.
 
-    If the folder cannot be used, every process holds the file.
+    If the file cannot be opened or locked, every process gets a claim.
     """
     try:
         descriptor = open_unshared(path)
@@ -75,8 +75,7 @@ def claim(path: Path) -> Claim | None:
 def hold(folder: Path) -> int | None:
     """Create a folder if it is absent, and keep other processes from removing it.
 
-    Returns:
-        The descriptor to close at the end, or None if the folder cannot be held.
+    Return the descriptor to close at the end, or None if the folder cannot be held.
     """
     for _ in range(_TRIES):
         try:
@@ -100,7 +99,7 @@ def hold(folder: Path) -> int | None:
 
 
 def remove_unless_held(folder: Path) -> None:
-    """Remove a folder unless a process holds it."""
+    """Remove a folder unless a process holds it. Without support for locks, remove it."""
     with ExitStack() as stack:
         try:
             descriptor = _open(folder)
@@ -108,7 +107,7 @@ def remove_unless_held(folder: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        except OSError:  # no lock file, or no support for locks
+        except OSError:  # no lock file, or the file system does not support locks
             pass
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -17,19 +17,19 @@ from typing import Any, BinaryIO, Final, Self
 __all__ = ["SpillFile"]
 
 _MAX_MEMORY_BYTES: Final = 1024**3
-"""Maximum bytes in memory, which the job needs."""
+"""Maximum size of a file in memory: the job needs the memory."""
 
 _COPY_BYTES: Final = 1024**2
 
 
 class SpillFile(io.RawIOBase, BinaryIO):
-    """A file for writing and reading. It is unbuffered, so that a full disk is detected at once.
+    """A file for writing and reading. It is unbuffered, so that a write detects a full disk.
 
     Attributes:
-        trouble: why the file is not in its directory. None while it is there.
+        trouble: why the file has left its directory, or None.
 
     Args:
-        directory: first place of the file. The creator removes the file there.
+        directory: first place of the file. The creator calls `remove`.
 
     Raises:
         OSError: a write would exceed the limit for memory, the last resort.
@@ -47,7 +47,7 @@ class SpillFile(io.RawIOBase, BinaryIO):
         else:
             self._path = Path(name)
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is not stale
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # marks the file as in use
             self._file = os.fdopen(descriptor, "r+b", buffering=0)
 
     @property
@@ -69,7 +69,7 @@ class SpillFile(io.RawIOBase, BinaryIO):
         return size
 
     def _move(self, error: OSError) -> None:
-        """Continue in the next place that accepts the data written so far."""
+        """Continue in the next place with enough space for the data written so far."""
         self.trouble = self.trouble or error
         written = self.tell()
         while True:
@@ -95,7 +95,7 @@ class SpillFile(io.RawIOBase, BinaryIO):
         raise error
 
     def remove(self) -> None:
-        """Remove the file from its directory, unless it was renamed. It stays open."""
+        """Unlink the file in its directory, unless it was renamed. It stays open."""
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
@@ -122,10 +122,10 @@ class SpillFile(io.RawIOBase, BinaryIO):
         return self._file.tell()
 
     def truncate(self, size: int | None = None, /) -> int:
-        """Truncate the file if it has another size.
+        """Truncate the file if its size differs.
 
-        On ext4, closing a truncated file starts writing it to the disk, which takes ten times the
-        CPU time of all other calls for a small file (`auto_da_alloc`).
+        On ext4, closing a truncated file writes it to the disk at once (`auto_da_alloc`). For a
+        small file, that takes ten times the CPU time of all other calls.
         """
         wanted = self.tell() if size is None else size
         if os.fstat(self.fileno()).st_size == wanted:
@@ -144,7 +144,7 @@ def _copy(source: io.FileIO, target: io.FileIO, size: int) -> None:
     while size and (part := source.read(min(size, _COPY_BYTES))):
         size -= len(part)
         left = memoryview(part)
-        while left:  # a write may be partial, before the next write fails
+        while left:  # on a full disk, a write may be partial, and the next one fails
             left = left[target.write(left) or 0 :]
 
 

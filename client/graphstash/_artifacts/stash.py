@@ -1,9 +1,7 @@
-"""Stash: the cache for programs: one server, with this host's disk in front.
+"""Stash: this host's disk and one server as one store of verified artifacts.
 
-A stash reads from one or several namespaces, writes to one, and returns verified artifacts.
-
-Calls block, and raise `CacheError` if the cache cannot help. A miss is None. To get a graph in any
-case, use `CompileCache.get_or_compile`, which never fails because of the cache.
+A stash reads from one or several namespaces and writes to one. Calls block, return None for a miss,
+and raise `CacheError` if the cache cannot help. `CompileCache.get_or_compile` compiles instead.
 """
 
 import io
@@ -50,16 +48,16 @@ if TYPE_CHECKING:
 __all__ = ["Destination", "Fetched", "Memory", "Stash", "is_temporary"]
 
 _UNSENT: Final = frozenset((Reason.CONNECT, Reason.TLS, Reason.CIRCUIT_OPEN, Reason.NO_SERVER))
-"""Reasons of failed uploads that the server did not receive."""
+"""Reasons of failed uploads of which the server has received nothing."""
 
 Destination: TypeAlias = Path | io.BytesIO
-"""Destination of a payload: a file, which appears whole by rename, or memory."""
+"""Destination of a payload: a file, which is renamed into place, or memory."""
 
 
 class Memory(io.BytesIO):
-    """Memory for one payload of at most `max_bytes`. None sets no limit.
+    """Memory for one payload of at most `max_bytes`. Default: no limit.
 
-    Refuses a larger payload by the size in its header, before decompression.
+    Refuses a larger payload before its decompression, because `unseal` writes the last byte first.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -67,10 +65,10 @@ class Memory(io.BytesIO):
         self._max_bytes = max_bytes
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Add bytes.
+        """Write bytes at the current position.
 
         Raises:
-            VerificationError: the bytes exceed the limit.
+            VerificationError: they would exceed the limit.
         """
         size = self.tell() + memoryview(data).nbytes
         if self._max_bytes is not None and size > self._max_bytes:
@@ -79,7 +77,7 @@ class Memory(io.BytesIO):
 
 
 class Stash:
-    """Get and put verified artifacts through this host's disk.
+    """Get and put verified artifacts, on this host's disk and one server.
 
     Thread-safe. The creator of a stash closes it.
 
@@ -88,14 +86,14 @@ class Stash:
         server: client for direct calls: look-ups, leases, manifests, statistics.
         local: this host's disk.
         signatures: policy for signatures.
-        standing: decides which copies may still be used.
+        standing: decides which copies on the disk may still be used.
         downloads: downloads of this run.
-        unsent: records of what this host could not publish.
+        unsent: records of artifacts to publish later.
 
     Args:
         config: URL, namespaces, keys, limits.
-        run: run of this process, if its processes share the disk.
-        tracer: records each call of the server as a span.
+        run: name of the run whose processes share records on the disk. Default: none.
+        tracer: records each call to the server as a span.
 
     Raises:
         ConfigError: on construction, if a configured file cannot be used.
@@ -123,7 +121,7 @@ class Stash:
         self.close()
 
     def close(self) -> None:
-        """Close the connections and evict down to the limit of the local tier."""
+        """Close the connections, and evict from the local tier if it exceeds its limit."""
         self.server.close()
         self.local.close()
 
@@ -145,9 +143,9 @@ class Stash:
     ) -> Fetched | None:
         """Write the verified payload of an artifact to `destination`. Return None for a miss.
 
-        A file appears by rename, whole or not at all, and memory stays constant. A buffer must be
-        empty. If this call raises, its contents are undefined. `when_busy` may wait for a busy
-        server. By default, the call then raises `BusyError`.
+        A file is renamed into place, and takes constant memory. A buffer must be empty; after an
+        error its contents are undefined. `when_busy` may wait for a busy server. Default: raise
+        `BusyError`.
 
         Raises:
             CacheError: the cache cannot answer, or the artifact does not verify.
@@ -179,11 +177,11 @@ class Stash:
         return self._reader.read(key, Nowhere())
 
     def is_on_this_host(self, key: ArtifactKey) -> bool:
-        """Return whether the local tier has a file under the key, sound or not."""
+        """Return whether the local tier has a copy, even if the copy does not verify."""
         return any(self.standing.has(name, key) for name in self.config.readable)
 
     def forget(self, key: ArtifactKey) -> None:
-        """Remove an unusable artifact from this host's disk."""
+        """Remove this job's copies of an unusable artifact from this host's disk."""
         for namespace in self.config.readable:
             self._discard(namespace, key)
 
@@ -203,24 +201,24 @@ class Stash:
     ) -> int:
         """Publish an artifact and keep it on this host's disk.
 
-        The artifact is on the disk before the upload begins, so a host never waits for its own
-        upload. If the disk refuses, the reason is added to `local.troubles`, and the upload
-        continues. If the server does not receive the artifact, a later job publishes it.
+        Write to the disk first, so that other processes of this host need not wait for the upload.
+        If the disk fails, add the reason to `local.troubles`, and still upload. If the upload fails
+        temporarily, a later job publishes the copy on the disk.
 
         Args:
             key: key of the artifact.
             payload: result of the compiler. A file is read in constant memory.
             metadata: metadata of the artifact.
             local_only: whether to skip the server.
-            description: description to publish with the artifact if that happens later.
+            description: description for a later upload.
             when_busy: as for `upload`.
 
         Returns:
-            Bytes sent. 0 if only the local tier stored the artifact, also in a read-only job.
+            Bytes sent. 0 if `local_only` or `server.is_read_only` is true.
 
         Raises:
-            ConflictError: other bytes are stored under the key and stay, or the key is withheld.
-                The local tier then keeps nothing, so that all hosts run the same executable.
+            ConflictError: the server has other bytes, or withholds the key. The local tier then
+                deletes its copies, so that all hosts run the same executable.
             CacheError: the cache cannot store the artifact.
         """
         try:
@@ -254,7 +252,7 @@ class Stash:
                     if is_here and not local_only and self.config.awaits_server:
                         self.unsent.add(key, digest, metadata, description)
                     return 0
-                self.local.discard(self.config.namespace, key)  # from an earlier job
+                self.local.discard(self.config.namespace, key)  # an older copy
                 recording = self.unsent.uploading(key, digest, metadata, description)
                 with recording if is_here else nullcontext():
                     try:
@@ -289,7 +287,9 @@ class Stash:
         between_chunks: Callable[[], None] = lambda: None,
         when_busy: Callable[[BusyError], bool] = lambda _: False,
     ) -> None:
-        """Upload a copy of this host, and move or delete the copy as the server answers.
+        """Upload an artifact from the local tier, and update the origin of the tier's copy.
+
+        A conflict deletes the copy.
 
         Args:
             server: client for the upload.
@@ -297,8 +297,8 @@ class Stash:
             envelope: file that begins with the artifact's blob.
             digest: digest of the blob.
             metadata: metadata of the artifact.
-            from_origin: origin of the copy.
-            asked_at: time from which the server certainly has the blob. Default: now.
+            from_origin: present origin of the copy.
+            asked_at: time of the confirmation to record in `standing`. Default: after the upload.
             between_chunks: called before each chunk.
             when_busy: may wait for a busy server. Returns whether to upload again.
 
@@ -333,7 +333,7 @@ class Stash:
 
 
 def is_temporary(error: CacheError) -> bool:
-    """Return whether a later upload may succeed where this one failed."""
+    """Return whether a later upload may succeed after this error."""
     if isinstance(error, RefusedError):
         if error.status >= 500 or error.status == 401:  # an expired token
             return True
@@ -342,6 +342,6 @@ def is_temporary(error: CacheError) -> bool:
 
 
 def _is_not_stored(error: CacheError) -> bool:
-    """Return whether a failed upload certainly stored nothing. A lost answer leaves that open."""
+    """Return whether a failed upload certainly stored nothing. False if the answer was lost."""
     is_refused = isinstance(error, RefusedError) and error.status < 500
     return is_refused or isinstance(error, BusyError) or error.reason in _UNSENT

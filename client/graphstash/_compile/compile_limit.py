@@ -3,8 +3,8 @@
     GRAPHSTASH_FAIL_ON_MISS          end the job before its first compilation
     GRAPHSTASH_MAX_COMPILE_SECONDS   end it at this sum of the run's compile times on this host
 
-Only these two settings make the client end a job. If the cache cannot help, the look-up is no miss,
-but the job would compile. So the client also ends the job, with another exit status.
+Without these two settings, the client never ends a job. With the first one, the client also ends a
+job that would compile because the cache cannot help, with another exit status.
 """
 
 import threading
@@ -44,9 +44,9 @@ class CompileLimit:
 
     Args:
         config: Contains the two settings.
-        end: Called in the thread that would compile, or in the watcher's thread.
-        shared: File in which all processes of the run record their compile times. None if the run
-            has one process.
+        end: Called in the thread that would compile, or in a thread that watches compilations.
+        shared: File in which all processes of the run record their compile times. Default: count
+            only this process.
     """
 
     def __init__(self, config: ClientConfig, end: End, *, shared: Path | None = None) -> None:
@@ -77,7 +77,7 @@ class CompileLimit:
             self._end_at_limit(spent, what)
 
     def begin(self, request: CompileRequest, reason: Reason | None) -> None:
-        """Call `check`, then count time for this compilation until `compiled` or `ended`."""
+        """Call `check`, then count time for this compilation until `ended`."""
         self.check(request, reason)
         if not self._most or not request.is_compiled:
             return
@@ -87,7 +87,7 @@ class CompileLimit:
                 watcher = threading.Thread(
                     target=self._watch, name="graphstash-compile-limit", daemon=True
                 )
-                with suppress(RuntimeError):  # no thread available; the next call tries again
+                with suppress(RuntimeError):  # at the thread limit; the next call tries again
                     watcher.start()
                     self._watcher = watcher
             self._changed.notify_all()
@@ -116,7 +116,7 @@ class CompileLimit:
                 if not self._running:
                     self._changed.wait()
                     continue
-                # Compilations may nest. Count from the last end, so that no time counts twice.
+                # Compilations may nest or overlap. Count no time twice: start at the last end.
                 since = max(min(self._running.values()), self._last_end)
                 left = self._most - self._spent_in_run() - (monotonic() - since)
                 if left <= 0:

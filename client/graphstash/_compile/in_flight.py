@@ -28,16 +28,16 @@ __all__ = ["HeldLease", "InFlightCompile", "Owner"]
 class HeldLease:
     """Renews a lease three times per lifetime, in a daemon thread, until `release`.
 
-    A lease is advice, so the compilation continues if the lease is lost. After `release`, the
-    thread releases the lease on the server, unless the upload of the artifact has ended the lease.
+    A lease is advice: if it is lost, the compilation continues. After `release`, the thread
+    releases the lease on the server, unless the upload of the artifact has ended the lease.
 
     Args:
         server: Server that granted the lease.
         key: Key that the lease allows to compile.
         token: Token of the grant.
         ttl_seconds: Lifetime without a renewal.
-        budget_seconds: Time after which the renewals stop, so that a hanging compiler does not make
-            a team wait forever.
+        budget_seconds: Time after which renewals stop, so that no job waits forever for a hanging
+            compiler.
 
     Raises:
         RuntimeError: The process can start no further threads.
@@ -78,7 +78,7 @@ class HeldLease:
         return not self._thread.is_alive()
 
     def join(self, timeout_seconds: float) -> None:
-        """Wait for the thread, which releases the lease on the server before it ends."""
+        """Wait until the thread has ended the lease on the server."""
         self._thread.join(timeout_seconds)
 
     def _keep(self) -> None:
@@ -126,7 +126,7 @@ class InFlightCompile:
         key: Key of the artifact.
         fallback_reason: Why the cache could not help, or None for a plain miss.
         is_compiling: True until the compiler has finished.
-        is_wanted: Whether the server would accept the result. If not, it stays on this host.
+        is_wanted: Whether the server would accept the result. Otherwise only this host stores it.
 
     Args:
         owner: Cache that stores the result.
@@ -158,7 +158,8 @@ class InFlightCompile:
     def is_awaited(self) -> bool:
         """Whether another process may wait for this compilation.
 
-        While true, this process must not wait, or two processes could wait for each other forever.
+        If so, this process must not wait for another compilation: the two processes could wait for
+        each other.
         """
         return self.is_compiling and self._lease is not None
 
@@ -247,7 +248,7 @@ class InFlightCompile:
             shutil.copyfile(payload, partial)
             size = partial.stat().st_size
             partial.replace(destination)
-        except FileNotFoundError:  # the upload has just finished and removed the payload
+        except FileNotFoundError:  # the upload has ended and removed the payload
             return None
         except OSError as error:
             raise LocalTierError(f"{payload}: {error}") from error

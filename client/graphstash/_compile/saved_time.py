@@ -1,7 +1,7 @@
 """SavedTime: an estimate of the wall time that a process saves through its hits.
 
 A hit replaces a compilation, whose time its publisher has measured. Without the cache, the thread
-would have compiled for that time, and all its later work would start later. So each thread has a
+would have compiled for that time, and its later work would have started later. So each thread has a
 hypothetical time line, on which each hit takes as long as its compilation:
 
     real            look-up A | look-up B | ...
@@ -11,9 +11,9 @@ The estimate is the union of these hypothetical compilations over all threads, s
 compilations count once. It excludes the time of the look-ups, and the time when another thread has
 really compiled, because the process would have been busy anyway.
 
-The time line of a worker thread starts with the delay of the main thread's. So the savings of the
-main thread and of its workers do not overlap. Other time lines are independent. If one such thread
-hands work to another, the estimate may treat their compilations as parallel, and is too low.
+At each event, a time line is delayed at least as much as the main thread's, which usually starts
+the work. Otherwise time lines are independent: if one worker hands work to another, the estimate
+may treat their compilations as parallel, and is too low.
 """
 
 import threading
@@ -28,12 +28,12 @@ _Interval: TypeAlias = tuple[float, float]
 
 @dataclass(slots=True)
 class _TimeLine:
-    """Hypothetical time line of a thread that compiles instead of hitting, in seconds.
+    """Hypothetical time line of a thread, in seconds.
 
     Attributes:
-        ahead: Delay of the time line compared to the real time.
-        avoided: Intervals of the compilations that hits have replaced.
-        compiled: Intervals of real compilations.
+        ahead: Delay of the time line relative to real time.
+        avoided: Hypothetical intervals of the compilations that hits have replaced.
+        compiled: Intervals of real compilations, delayed by `ahead`.
     """
 
     ahead: float = 0.0
@@ -42,14 +42,14 @@ class _TimeLine:
 
 
 class SavedTime:
-    """Estimates the time that hits save. The caller serializes all calls."""
+    """Estimates the time that hits save. Not thread-safe: the caller serializes all calls."""
 
     def __init__(self) -> None:
         self._lines: dict[int, _TimeLine] = {}
         self._looked_up: list[_Interval] = []
 
     def hit(self, began: float, ended: float, *, compile_seconds: float) -> None:
-        """Add a hit of this thread, with the times of its look-up and its compile time."""
+        """Add a hit of this thread: start and end of its look-up, and the compile time saved."""
         line = self._line()
         start = began + line.ahead
         line.avoided.append((start, start + compile_seconds))
@@ -63,7 +63,7 @@ class SavedTime:
 
     @property
     def wall_seconds(self) -> float:
-        """Estimate so far; at least 0."""
+        """Estimated seconds saved so far, at least 0."""
         lines = list(self._lines.values())
         saved: list[_Interval] = []
         for line in lines:
@@ -91,7 +91,7 @@ def _union(intervals: Iterable[_Interval]) -> list[_Interval]:
 
 
 def _without(intervals: list[_Interval], busy: list[_Interval]) -> list[_Interval]:
-    """Subtract `busy` from `intervals`. Both must be in order and without overlaps."""
+    """Subtract `busy` from `intervals`. Both must be sorted and must not overlap."""
     left: list[_Interval] = []
     at = 0
     for first, last in intervals:

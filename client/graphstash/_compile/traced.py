@@ -6,7 +6,7 @@
         graphstash.publish      outcome (published, kept on this host); in the background
           PUT                   the upload
 
-A compilation is a child of the look-up that caused it, although it ends later. So they belong to
+A compilation is a child of the look-up that caused it, although it ends later. So both belong to
 one trace, even if the user's program has no spans.
 """
 
@@ -32,14 +32,14 @@ _LABEL_CHARACTERS = 256
 
 
 class TracedCache(CompileCache):
-    """A `CompileCache` that records spans. Without tracing, jobs use `CompileCache` at no cost."""
+    """A `CompileCache` that records spans. Jobs without tracing use `CompileCache`."""
 
     def __init__(
         self, stash: Stash, *, counters: Counters, publisher: BoundedExecutor, tracer: Tracer
     ) -> None:
         super().__init__(stash, counters=counters, publisher=publisher)
         self._tracer = tracer
-        # If two threads compile one key, the first span ends when the second begins.
+        # If two threads compile one key, the second compilation ends the span of the first.
         self._compiling: dict[ArtifactKey, Span] = {}
 
     def fetch_or_start(
