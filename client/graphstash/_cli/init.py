@@ -24,9 +24,9 @@ _T = TypeVar("_T")
 
 _REPLACED: Final = {
     *("GRAPHSTASH_URL", "GRAPHSTASH_TOKEN", "GRAPHSTASH_TOKEN_FILE"),
-    *("HOME", "XDG_CONFIG_HOME"),  # of the file that this command writes
+    *("HOME", "XDG_CONFIG_HOME"),  # they locate the file that this command writes
 }
-"""Variables without which the answers are tested, because other processes may lack them."""
+"""Variables that the tests of the answers ignore, because jobs may not have them."""
 
 
 def init(
@@ -61,7 +61,7 @@ def init(
 
 
 def _choose_server(url: str | None) -> tuple[ClientConfig, ReachedServer]:
-    """Return a server that answers. Ask a person for its address again until one does."""
+    """Return a server that answers, and its settings. On a terminal, ask until one answers."""
     usual = read_user_file(os.environ).values.get("url")
     while True:
         config = None
@@ -95,14 +95,14 @@ def _choose_token(config: ClientConfig, server: ReachedServer) -> str:
 
 
 def _config(url: str, token: str | None = None) -> ClientConfig:
-    """Return the settings of a job that has these answers, with this environment's other ones."""
+    """Return a job's settings: these answers, and the other variables of this environment."""
     environ = {name: value for name, value in os.environ.items() if name not in _REPLACED}
     config = ClientConfig.load(environ, url=url, token=token)
     return dataclasses.replace(config, of_file=frozenset({"url", "token"}))
 
 
 def _all(topic: Topic[_T]) -> tuple[list[Finding], _T]:
-    """Return the findings of a topic, and what it returns."""
+    """Run a topic. Return its findings and its result."""
     findings = []
     try:
         while True:

@@ -1,7 +1,7 @@
 """`graphstash login --oidc`: exchange the JWT of a CI system or a cluster for a token.
 
 A JWT may expire within minutes and cannot be revoked. The token can last as long as the job, has at
-most the JWT's rights, and can be revoked by an administrator.
+most the JWT's rights, and an administrator can revoke it.
 """
 
 import dataclasses
@@ -128,7 +128,7 @@ def _jwt(file: Path | None, audience: str | None) -> str:
     if file is not None:
         return read_jwt(file)
     if audience is None:
-        # Do not ask the server: it could name another service's audience, and use the JWT there.
+        # Do not ask the server: it could name another service's audience and use the JWT there.
         raise ConfigError("set --audience to what the server requires (GRAPHSTASH_OIDC_AUDIENCE)")
     return jwt_from_github(audience)
 
@@ -150,7 +150,7 @@ def _exchange(config: ClientConfig, jwt: str, request: TokenExchange) -> TokenIs
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[str]]:
-    """Yield a private temporary file that replaces `path` atomically at the end."""
+    """Yield a private temporary file, which then replaces `path` atomically."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False)  # noqa: SIM115 - closed below

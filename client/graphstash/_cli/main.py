@@ -1,8 +1,8 @@
-"""Command line: the list of all commands, of which one start imports only those that it needs.
+"""Command line. Lists all commands, and imports only the command that runs.
 
-The server adds its commands through the entry-point group `graphstash.commands`, so that the client
-never imports the server. Every error ends as one line, `graphstash: error: ...`, with a status of
-`ExitStatus`.
+The server's package adds its commands through the entry-point group `graphstash.commands`, so that
+the client never imports the server. An error prints one line, `graphstash: error: ...`, and exits
+with a status of `ExitStatus`.
 """
 
 import os
@@ -28,12 +28,12 @@ _ADMINISTRATION: Final = "Administration"
 
 
 class _Listed(NamedTuple):
-    """How `graphstash --help` lists a command that it does not import.
+    """Help of a command that is not imported.
 
     Attributes:
-        panel: heading.
+        panel: heading of the list.
         summary: first sentence of the command's own help.
-        home: module and name in this package. "" for a command of the server's package.
+        home: `module:name` in this package, or "" for a command of the server's package.
     """
 
     panel: str
@@ -170,7 +170,7 @@ _EXITS: Final = "Exit status:\n\n" + "\n".join(
 )
 
 _ALL_WORDS_AFTER_COMMAND: Final[dict[str, Any]] = {
-    # The first word that is not an option starts the command. All later words belong to it.
+    # The first word that is not an option, and all later words, are the user's command.
     "context_settings": {"allow_extra_args": True, "allow_interspersed_args": False},
     "options_metavar": "[OPTIONS] [--] COMMAND [ARGS]...",
 }
@@ -178,7 +178,7 @@ _ALL_WORDS_AFTER_COMMAND: Final[dict[str, Any]] = {
 _ClickError: Final[type[Exception]] = next(
     each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
 )
-"""Exception for an invalid command line. Typer may vendor its own click."""
+"""Exception for an invalid command line. Found through Typer, which may vendor its own click."""
 
 
 def main() -> None:
@@ -191,7 +191,7 @@ def main() -> None:
 
 
 def _run() -> Any:
-    is_completing = "_GRAPHSTASH_COMPLETE" in os.environ  # a shell asks, by variables of its own
+    is_completing = "_GRAPHSTASH_COMPLETE" in os.environ  # by the shell's completion script
     app = complete_app() if is_completing else _app_with(sys.argv[1:])
     try:
         return app(prog_name="graphstash", standalone_mode=False)
@@ -215,12 +215,12 @@ def _tell(error: Any) -> None:
 
 @cache
 def complete_app() -> typer.Typer:
-    """Return the app with the commands of this package and of other packages."""
+    """Return the app with all commands imported."""
     return _app_with(_LISTED)
 
 
 def _app_with(words: Container[str]) -> typer.Typer:
-    """Return an app that can run the commands among `words`, and lists the other commands."""
+    """Return an app that imports only the commands among `words`, and lists all."""
     app = typer.Typer(
         name="graphstash",
         help="A shared compilation cache for machine-learning training.",
@@ -266,7 +266,7 @@ def _root(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    # The doctor and jobs report these variables themselves.
+    # `doctor` and `run` report unknown variables themselves.
     if context.invoked_subcommand in {"doctor", "run"}:
         return
     from graphstash._process.notices import log_once, unknown_variables

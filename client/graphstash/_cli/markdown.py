@@ -1,4 +1,4 @@
-"""Text in Markdown, for reports that people paste into pages of other programs."""
+"""Markdown for reports that users paste into pages of other programs."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -18,12 +18,12 @@ def plain(text: Any) -> str:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: str) -> list[str]:
-    """Return the lines of a table, with an empty line behind it.
+    """Return the lines of a table, and an empty line.
 
     Args:
         titles: Titles of the columns.
         rows: Cells, which may contain Markdown.
-        numbers: A character for each column: `:` for numbers, which are aligned right, and `-`.
+        numbers: A character for each column: `:` for numbers, aligned right, or `-` for text.
     """
     rules = ["---:" if each == ":" else "---" for each in numbers]
     lines = [titles, rules, *rows]

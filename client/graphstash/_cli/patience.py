@@ -1,4 +1,4 @@
-"""Patience of commands that transfer many artifacts: a user waits, and compiles nothing."""
+"""Patience of commands that transfer many artifacts. Jobs wait less, because they can compile."""
 
 import dataclasses
 import time
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class PatientClient(ServerClient):
-    """A client with long timeouts, which lists, looks up and uploads `patiently`."""
+    """A client with long timeouts that lists, looks up and uploads `patiently`."""
 
     def __init__(self, config: ClientConfig) -> None:
         super().__init__(
@@ -57,7 +57,7 @@ class PatientClient(ServerClient):
 
 
 def patiently(call: Callable[[], _T]) -> _T:
-    """Make a call, and retry up to eight times while the server is busy."""
+    """Make a call, and retry it up to eight times while the server is busy."""
     for _ in range(_TRIES):
         try:
             return call()
@@ -69,7 +69,7 @@ def patiently(call: Callable[[], _T]) -> _T:
 
 
 def fail_midway(error: CacheError) -> NoReturn:
-    """End a command that continues where it stopped."""
+    """End a command that the user can run again to continue."""
     if error.reason is Reason.NO_SERVER:
         fail_for(error)
     fail(f"{error.detail}; run it again to go on where it stopped")

@@ -1,6 +1,6 @@
-"""Commands end like other tools when the reader of their output has gone, as in `| head`.
+"""End a command by SIGPIPE when the reader of its output has gone, as in `| head`.
 
-Python ignores SIGPIPE, because it would also end a process that writes to a closed connection.
+Python ignores SIGPIPE, which would also end a process that writes to a closed connection.
 """
 
 import io
@@ -15,7 +15,7 @@ __all__ = ["piped"]
 
 
 class _ReaderGoneError(BaseException):
-    """Nothing reads standard output. Commands that handle an OSError must not report this."""
+    """Nothing reads standard output. No OSError, because commands report an OSError."""
 
 
 class _Output(io.FileIO):
@@ -28,10 +28,10 @@ class _Output(io.FileIO):
 
 @contextmanager
 def piped() -> Iterator[None]:
-    """Clean up and end this process by SIGPIPE as soon as nothing reads standard output."""
+    """Leave the block and end this process by SIGPIPE when nothing reads standard output."""
     given = sys.stdout
     if not isinstance(given, io.TextIOWrapper) or given is not sys.__stdout__:
-        yield  # a program that calls a command has replaced it
+        yield  # the program that called the command has replaced it
         return
     sys.stdout = output = io.TextIOWrapper(
         io.BufferedWriter(_Output(given.fileno(), "w", closefd=False)),

@@ -37,9 +37,9 @@ class Compiled:
     """One program that the run compiled.
 
     Attributes:
-        label: what its user calls it.
+        label: label of the program, or its kind and the start of its fingerprint.
         seconds: compile time.
-        why: the cause in words, or an empty string if it is not known.
+        why: cause of the miss. "" if it is unknown, or not among the 20 longest compilations.
     """
 
     label: str
@@ -49,15 +49,15 @@ class Compiled:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did with the cache.
+    """A run's use of the cache.
 
     Attributes:
         command: command line of its first process.
-        started_at: its start, or None if no run is recorded.
-        hits: artifacts that it did not compile.
-        misses: artifacts that it compiled because nobody had stored them.
+        started_at: start of its first process, or None if no run is recorded.
+        hits: artifacts that it got from the cache.
+        misses: artifacts that it compiled because no cache had them.
         troubled: artifacts that it compiled because the cache could not help.
-        compile_seconds: time spent on these two.
+        compile_seconds: total compile time of the run.
         saved_compile_seconds: compile time that the publishers of the hits measured.
         compiled: the recorded programs, at most 512 per process, longest compile time first.
         notes: what kept the run from using the cache.
@@ -138,7 +138,7 @@ def _read(config: ClientConfig, records: Sequence[ProcessRecord]) -> RunSummary:
                 started_at = min(record.run_started_at for record in records)
                 causes = causes_of(server, asked, started_at=started_at)
         except CacheError:
-            causes = []  # the bill does not need the server
+            causes = []  # the summary is useful without causes
         why = {key: cause.text for cause in causes for key in cause.keys}
     return RunSummary(
         command=" ".join(records[0].argv) if records else "",

@@ -1,7 +1,7 @@
 """`graphstash top`: what the jobs of this host and of the team are doing now.
 
-The server knows running compilations and what each job found in this hour. This host's process
-table knows the runs of this user, by variables that `graphstash run` sets.
+The server returns running compilations, and the counts of each job in this hour. The runs of this
+user on this host come from /proc: `graphstash run` names them in environment variables.
 """
 
 import os
@@ -51,13 +51,12 @@ class HostRun:
     """A run of this user on this host.
 
     Attributes:
-        run: name of the run.
         job: name that the user gave the job, or "".
-        command: command of `graphstash run`.
+        command: command that `graphstash run` was given.
         started_at: start in seconds since 1970.
-        cpu_seconds: CPU time of its running processes.
+        cpu_seconds: CPU time of its running processes, without those that have ended.
         pids: its running processes.
-        compiling: number of compilations for which one of them holds a lease.
+        compiling: number of leases that its processes hold.
     """
 
     run: str
@@ -71,18 +70,18 @@ class HostRun:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state at one time. Without an answer of the server, `error` says why.
+    """The state at one time.
 
     Attributes:
         at: time of the snapshot, UTC.
-        namespace: namespace that the figures are about.
-        hits: look-ups in the namespace that found an artifact, since it exists.
-        misses: look-ups in the namespace that found none, since it exists.
-        served_bytes: bytes served in the namespace, since it exists.
+        hits: artifacts served in the namespace since its creation.
+        misses: requests for absent artifacts in the namespace since its creation.
+        served_bytes: bytes served in the namespace since its creation.
         leases: running compilations, and how many requests wait for each.
-        jobs: hits, misses and bytes of each job in this hour.
+        jobs: hits, misses, bytes and saved seconds of each job in this hour.
         runs: runs of this user on this host.
-        leases_error: why the running compilations are unknown, or "".
+        error: why the server's figures are missing, or "".
+        leases_error: why the running compilations are missing, or "".
     """
 
     at: datetime
@@ -269,14 +268,13 @@ def _job_cells(job: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _host_runs() -> Iterator[HostRun]:
-    """Yield the runs of this user, latest first. Other users' environments cannot be read."""
+    """Yield the runs of this user, latest start first."""
     runs: dict[str, HostRun] = {}
     for entry in _PROC.iterdir():
         if not entry.name.isdecimal():
             continue
-        with suppress(
-            OSError, ValueError, IndexError
-        ):  # the process has ended, or is another user's
+        # The process may end at any time.
+        with suppress(OSError, ValueError, IndexError):
             if entry.stat().st_uid != os.geteuid():
                 continue
             with (entry / "environ").open("rb") as file:
@@ -285,7 +283,7 @@ def _host_runs() -> Iterator[HostRun]:
             name = variables.get(RUN_VARIABLE, "")
             if not is_run(name) or int(entry.name) == os.getpid():
                 continue
-            # PID (NAME) STATE ...; a name may hold anything
+            # PID (NAME) STATE ...: the name may contain spaces and parentheses
             counters = (entry / "stat").read_bytes().rpartition(b")")[2].split()
             run = runs.setdefault(
                 name,

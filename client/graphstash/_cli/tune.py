@@ -49,7 +49,7 @@ _SHOWN_VALUES: Final = 120
 _KNOWN: Final = "the team has it: nothing was measured"
 
 _SEARCHERS: Final = "One of g-bfs, n-a2c, xgboost, rnn, random, exhaustive."
-"""Repeated here, because only a running command imports `graphstash.tuning`."""
+"""Repeated here, because printing the help must not import `graphstash.tuning`."""
 
 tune = typer.Typer(
     help="Find, show and export the team's schedules of kernels.",
@@ -181,7 +181,7 @@ def search(
 
 
 def _bytes(text: str | None) -> int | None:
-    """Return an option's size in bytes. End the command if it is malformed."""
+    """Return the bytes that `--memory` names. End the command if the text is malformed."""
     if text is None:
         return None
     try:
@@ -223,7 +223,7 @@ def _ended(progress: "Progress", budget: "Budget", method: "Method") -> str:
 
 
 class _Failures(logging.Handler):
-    """Keeps the last trial's error on this host, for a search that finds nothing."""
+    """Keeps the error of the last failed trial, unless a Ray worker measured it."""
 
     last = ""
 
@@ -232,7 +232,7 @@ class _Failures(logging.Handler):
 
 
 def _on_ray(task: str, *, gpus: int) -> "MakeExecutor":
-    """Return a factory of Ray pools. Ship the script's code, because Ray's machines may lack it."""
+    """Return a factory of Ray pools that sends the script to machines that may lack it."""
     from graphstash.tuning.measuring.ray_pool import RayPool
 
     script = Path(task.rpartition(":")[0])
@@ -291,11 +291,8 @@ def export(
 
 
 def _write(file: Path, text: str) -> None:
-    """Replace the file atomically, because a program may read it at any time.
-
-    Write directly to a pipe, a device or another special file.
-    """
-    file = file.resolve()  # follow links
+    """Replace a regular file atomically, or write to a pipe, a device or another special file."""
+    file = file.resolve()  # replace the target of a link, not the link
     try:
         mode = file.stat().st_mode
     except FileNotFoundError:
@@ -318,7 +315,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _umask() -> int:
-    umask = os.umask(0o077)  # the umask can only be read by setting it
+    umask = os.umask(0o077)  # POSIX reads the umask only by setting it
     os.umask(umask)
     return umask
 
@@ -326,7 +323,7 @@ def _umask() -> int:
 def _schedules(
     problem: str, device_type: str | None, *, url: str | None, namespace: str | None
 ) -> list[dict[str, Any]]:
-    """Return the verified answers, newest first. End the command if the server fails."""
+    """Return the verified schedules, newest first. End the command if the server fails."""
     from graphstash.tuning.memory.problem import HELION_LABEL, parse_label
 
     config = load_config(url=url, namespace=namespace)
@@ -368,14 +365,14 @@ def _schedules(
 
 
 def _read(stash: "Stash", key: ArtifactKey) -> dict[str, Any] | None:
-    """Return an answer's content. If it is unusable, print an error and return None."""
+    """Return a schedule's content, or None if it was evicted or is unusable. Print why."""
     from graphstash._artifacts.stash import Memory
     from graphstash.tuning.memory.findings import MAX_RECORD_BYTES, read_answer
 
     payload = Memory(MAX_RECORD_BYTES)
     try:
         if stash.fetch(key, payload) is None:
-            return None  # evicted since the listing
+            return None  # evicted since the listing; not an error
         answer = read_answer(payload.getvalue())
     except (VerificationError, ValueError) as error:
         err.print(f"rejected: {key}: {shown(str(error))}", markup=False, soft_wrap=True)
@@ -404,7 +401,7 @@ def _cells(each: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _format_cost(seconds: float | None) -> str:
-    """Return a cost in its largest unit: `1.23 s`, `45.6 ms`, `7.89 µs`; a dash for None."""
+    """Format seconds as `1.23 s`, `45.6 ms` or `7.89 µs`, and None as a dash."""
     if seconds is None:
         return "-"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

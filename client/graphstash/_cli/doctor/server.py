@@ -1,7 +1,4 @@
-"""Server: name, connection, certificate, protocol, clock, readiness.
-
-The requests carry no token, because they need none.
-"""
+"""Server: name, connection, certificate, protocol, clock, readiness. No request carries a token."""
 
 import ipaddress
 import json
@@ -30,17 +27,17 @@ from graphstash_schema.protocol import HEADER_PROTOCOL, PROTOCOL_VERSION
 __all__ = ["ReachedServer", "check_server"]
 
 _SLOW_SECONDS: Final = 0.1
-"""Seconds above which a round trip is noticeable: every download needs at least one."""
+"""Seconds of a round trip above which to warn: every download needs at least one."""
 
 _READY_PATIENCE_SECONDS: Final = 6.0
-"""Extra seconds to wait for readiness: the server's own probes may take up to 5 s."""
+"""Extra seconds to wait for readiness: the server probes its stores for up to 5 s."""
 
 _MAX_BYTES: Final = 64 * 1024
-"""Maximum bytes to read of a response. Health and readiness take less than 1 KiB."""
+"""Maximum bytes to read of a body. Health and readiness have less than 1 KiB."""
 
 _WARN_SECONDS: Final = 5.0
 _FAIL_SECONDS: Final = 60.0
-"""Certificates, tokens and identity providers tolerate differences of seconds, not minutes."""
+"""Differences of clocks. Certificates, tokens and JWTs tolerate seconds, not minutes."""
 
 _EXPIRES_SOON: Final = timedelta(days=14)
 
@@ -52,10 +49,10 @@ _WRONG_NAME: Final = (62, 64)  # host name, IP address
 
 @dataclass(frozen=True, slots=True)
 class ReachedServer:
-    """Connection to a server that answers.
+    """A server that answers in this client's protocol.
 
     Attributes:
-        is_loopback: whether the server is on this host, so that no network sees the traffic.
+        is_loopback: whether the server is on this host, so that no network carries the traffic.
     """
 
     is_loopback: bool
@@ -63,14 +60,13 @@ class ReachedServer:
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """A response as received.
+    """A response, unchecked.
 
     Attributes:
-        status: HTTP status.
         headers: headers, with case-insensitive names.
-        body: at most 64 KiB of the body.
-        seconds: time from the request to the end of the response.
-        at: this host's clock when the response's headers had arrived.
+        body: first 64 KiB of the body.
+        seconds: time from the start of the request to the end of the body.
+        at: this host's clock when the headers arrived.
     """
 
     status: int
@@ -81,7 +77,7 @@ class _Response:
 
 
 class _Wire:
-    """Sends requests without a token, and returns responses unchecked."""
+    """Sends requests without a token."""
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
@@ -96,10 +92,10 @@ class _Wire:
         self._client.close()
 
     def get(self, path: str, *, patience_seconds: float = 0.0) -> _Response:
-        """Send a request and wait `patience_seconds` longer than a job does.
+        """Send a GET with the timeouts of a job, and `patience_seconds` more.
 
         Raises:
-            httpx.HTTPError: no usable response arrived in time.
+            httpx.HTTPError: no complete response arrived in time.
         """
         config = self._config
         first_byte_seconds = config.first_byte_seconds + patience_seconds
@@ -121,7 +117,7 @@ class _Wire:
 
 
 def check_server(config: ClientConfig) -> Topic[ReachedServer | None]:
-    """Check everything up to readiness. Return None if the server is unusable."""
+    """Check the server. Return None if it does not answer in this client's protocol."""
     if config.url.startswith(UNIX):
         with closing(_Wire(config)) as wire:
             return (yield from _check_answers(config, wire, is_loopback=True))
@@ -269,7 +265,7 @@ def _other_program(config: ClientConfig, response: _Response) -> Finding:
             f"{config.url} redirects to {home.scheme}://{home.netloc}, which clients do not follow",
             f"set GRAPHSTASH_URL={home.scheme}://{home.netloc}",
         )
-    if b"SSL certificate" in response.body:  # nginx reports this over HTTP
+    if b"SSL certificate" in response.body:  # nginx's error page
         return fail("TLS", f"{config.url} requires a client certificate", _own_certificate(config))
     if response.status >= 500:
         return fail(
@@ -306,7 +302,7 @@ def _check_readiness(wire: _Wire) -> Topic[None]:
         return
     store = _word(response.body, "blob_store")
     clock = _word(response.body, "clock")
-    if clock not in ("ok", "?"):  # earlier servers do not report it
+    if clock not in ("ok", "?"):  # earlier servers report no clock
         yield warn("readiness", clock, "correct the clock of the server's host or database")
     elif store != "ok":
         yield warn(
@@ -331,7 +327,7 @@ def _place(host: str, address: str, port: int) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the system's error text without its number."""
+    """Return the system's error text without `[Errno N]`."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
@@ -425,7 +421,10 @@ def _check_clock(response: _Response) -> Iterator[Finding]:
 
 
 def _ahead_seconds(here: datetime, told: datetime, trip_seconds: float) -> float:
-    """Return how far this host's clock is ahead, or 0 within resolution and round trip."""
+    """Return how many seconds this host's clock is ahead; negative if it is behind.
+
+    Return 0 if the round trip and the header's resolution of a second may be the cause.
+    """
     latest = told + timedelta(seconds=1 + trip_seconds)
     if here > latest:
         return (here - latest).total_seconds()

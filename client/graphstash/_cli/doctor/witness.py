@@ -36,7 +36,7 @@ def main(report: Path, modules: list[str]) -> None:
             importlib.import_module(module)
         except Exception as error:  # noqa: BLE001 - any exception of a compiler is a result
             told["errors"].append(f"import {module}: {type(error).__name__}: {error}"[:500])
-    # Check whether the import alone has started the cache, as in a job that does not call install.
+    # If an import has started the cache, the module is there, and `install` returns that session.
     session = sys.modules.get("graphstash._process.session")
     current = session.install() if session is not None else None
     told["is_started"] = current is not None
