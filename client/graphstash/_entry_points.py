@@ -3,9 +3,9 @@
     jax_plugins       `initialize()`, before JAX creates its backends
     torch.backends    `initialize()`, at the end of `import torch` (2.5 and newer)
 
-Both do nothing unless `GRAPHSTASH_AUTOLOAD=1` is set, as `graphstash run` does. They warn about an
-unknown value. Under `graphstash run`, they also reach interpreters that skip `sitecustomize`
-(`python -I`). In a container that sets the variable, jobs do not need `graphstash run`.
+They install hooks only if `GRAPHSTASH_AUTOLOAD` is 1, and warn about an unknown value. Under
+`graphstash run`, which sets the variable, they also work if Python skips `sitecustomize`
+(`python -I`). In a container that sets it, jobs do not need `graphstash run`.
 """
 
 import os
@@ -20,9 +20,9 @@ __all__ = ["initialize", "load"]
 
 @cache
 def load() -> None:
-    """Watch for compilers as soon as this process imports a package. Further calls do nothing.
+    """At the first import of a package, begin to watch for compilers. Further calls do nothing.
 
-    `sitecustomize` calls it in every process, and many processes import no package.
+    `sitecustomize` calls this in every process, and many processes import no package.
     """
     value = os.environ.get(AUTOLOAD, "")
     if value == "1":
@@ -32,7 +32,7 @@ def load() -> None:
 
 
 def initialize() -> None:
-    """Install every hook, now or when its compiler is imported. Further calls do nothing."""
+    """Install each hook now, or when its compiler is imported. Further calls do nothing."""
     load()
     if os.environ.get(AUTOLOAD) == "1":
         _watch()
@@ -53,7 +53,7 @@ def _watch() -> None:
 
 
 def _warn_of(value: str) -> None:
-    with suppress(Exception):  # raising would break the import, as in `load`
+    with suppress(Exception):  # raising would break the import
         from graphstash._process.notices import autoload_notice, log_once
 
         log_once([autoload_notice(value)])
@@ -76,9 +76,8 @@ def _begin(name: str) -> None:
 
 def _add(name: str) -> None:
     try:
-        from graphstash._process.session import (
-            add_hook,  # heavy: import it only once a compiler is imported
-        )
+        # heavy: import it only once a compiler is imported
+        from graphstash._process.session import add_hook
 
         add_hook(name)
     except Exception:  # outermost frame of a hook: the compiler must go on without it

@@ -1,14 +1,12 @@
-"""Delay forks while another thread does work that a fork would break in the child, and keep a child
-from sharing its parent's file locks.
+"""Delay forks during work that would leave locks held in the child, and unshare file locks.
 
-A fork copies every lock as it is, and only the thread that forks. If it interrupts another thread's
-import, the child can never import that module. If it interrupts OpenSSL or pydantic, a lock inside
-them stays held in the child. The child would wait for a thread that does not exist there. The
-cache's background threads do such work in jobs that fork, so forks wait until these threads are
-idle or wait for the network, with a time limit.
+A child has a copy of every lock, but only the thread that forked. If another thread holds the lock
+of an import, of OpenSSL or of pydantic, the child waits for it forever. The cache's background
+threads take such locks in jobs that fork. So forks wait, with a time limit, until these threads are
+idle or wait for the network.
 
-Nothing here takes a lock, which a fork or a signal handler could find held. Each thread writes only
-its own entries, and Python's dictionaries are atomic.
+This module takes no lock, because a fork or a signal handler could find it held. Each thread writes
+only its own entries, and operations of Python's dictionaries are atomic.
 """
 
 import os
@@ -25,26 +23,26 @@ from graphstash._interrupts import raise_after
 __all__ = ["close_unshared", "forkable", "open_unshared", "unforked"]
 
 _WAIT_SECONDS: Final = 2.0
-"""Maximum seconds that a fork waits, once for each block. The work may itself wait for the forking
-thread."""
+"""Maximum seconds that a fork waits. Later forks ignore a block that was waited for in vain: it may
+itself wait for the thread that forks."""
 
 _POLL_SECONDS: Final = 0.001
 
 _depths: dict[int, int] = {}
-"""By thread: the number of `unforked` blocks that it is in."""
+"""By thread: its number of nested `unforked` blocks."""
 
 _slow: set[int] = set()
-"""Threads whose block a fork has waited for in vain."""
+"""Threads in a block that was waited for in vain."""
 
 _forking: dict[int, float] = {}
-"""By thread that forks: until when it waits at most."""
+"""By thread that forks: deadline of its wait, in seconds of `time.monotonic`."""
 
 _unshared: set[int] = set()
-"""Descriptors that a child replaces: it could release its parent's lock, or hold the lock after its
+"""Descriptors that a child replaces: it could release its parent's lock, or hold it after its
 parent's death."""
 
 _interrupts: dict[int, BaseException] = {}
-"""By thread that forks: what a signal handler raised meanwhile."""
+"""By thread that forks: exception that a signal handler raised during the wait."""
 
 
 @contextmanager
@@ -60,7 +58,7 @@ def unforked() -> Iterator[None]:
 
 @contextmanager
 def forkable() -> Iterator[None]:
-    """Allow forks in a block that only waits, whether it is inside `unforked` or not."""
+    """Allow forks in a block that only waits, also inside `unforked`."""
     depth = _depths.get(threading.get_ident(), 0)
     if not depth:
         yield
@@ -73,7 +71,7 @@ def forkable() -> Iterator[None]:
 
 
 def open_unshared(path: str | Path) -> int:
-    """Open a file to lock, and create it if it is absent. No forked child shares the lock.
+    """Open or create a file to lock. Forked children do not share the lock.
 
     Raises:
         OSError: the file cannot be opened.
@@ -92,14 +90,14 @@ def close_unshared(descriptor: int) -> None:
 
 
 def _enter(depth: int) -> None:
-    """Begin a block, after the forks of other threads if this thread is in none."""
+    """Begin a block. If this thread is in no block yet, wait for forks of other threads first."""
     this = threading.get_ident()
     if this not in _depths:
         _slow.discard(this)
         until = monotonic() + _WAIT_SECONDS
         while True:
-            # First the entry, then the look: a fork does it the other way round, so that one of
-            # both sees the other.
+            # Announce the block, then look for forks. A fork announces itself, then looks for
+            # blocks. So at least one of them detects the other.
             _depths[this] = depth
             now = monotonic()
             if now > until or not any(
@@ -119,7 +117,7 @@ def _leave(depth: int) -> None:
 
 
 def _before() -> None:
-    """Wait for the blocks of the other threads, and let no thread begin one."""
+    """Wait until other threads are in no block. They begin none meanwhile."""
     this = threading.get_ident()
     until = _forking[this] = monotonic() + _WAIT_SECONDS
     is_done = False
@@ -130,7 +128,7 @@ def _before() -> None:
                     _slow.update(busy)
                 sleep(_POLL_SECONDS)
             is_done = True
-        except BaseException as interrupt:  # noqa: BLE001 - of a signal handler; Python drops it
+        except BaseException as interrupt:  # noqa: BLE001 - a signal handler's; Python drops it
             _interrupts[this] = interrupt
 
 

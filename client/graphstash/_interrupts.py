@@ -1,7 +1,7 @@
-"""Raise the exception of a signal handler again, where Python drops exceptions.
+"""Raise a signal handler's exception again after Python has dropped it.
 
-A signal handler raises wherever the main thread is. If that is a callback of C code or a fork
-handler, Python prints the exception and goes on, so the job would not obey the signal.
+A signal handler raises wherever the main thread is. In a callback of C code or in a fork handler,
+Python prints the exception and continues, so the job would ignore the signal.
 """
 
 import _thread
@@ -19,8 +19,8 @@ _POLL_SECONDS: Final = 0.01
 
 
 def raise_after(frame: FrameType, interrupt: BaseException) -> None:
-    """Have an exception raised in this thread when it has left `frame`."""
-    # `Thread.start` would wait for the thread, where a second signal could interrupt it.
+    """Raise an exception in this thread as soon as it has left `frame`."""
+    # `Thread.start` waits for the thread to begin, and a second signal could interrupt the wait.
     _thread.start_new_thread(_raise_in, (threading.get_ident(), frame, interrupt))
 
 
@@ -46,7 +46,7 @@ def _is_in(thread: int, frame: FrameType) -> bool:
 
 
 def _raisable_copy(interrupt: BaseException) -> type[BaseException]:
-    """Return a class whose instances equal `interrupt`; Python raises only classes in a thread."""
+    """Return a class whose instances equal `interrupt`: other threads can raise only classes."""
     kind = type(interrupt)
 
     def init(self: BaseException) -> None:

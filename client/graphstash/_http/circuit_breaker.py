@@ -1,6 +1,6 @@
 """Circuit breaker: stop calling a server after several failures in a row.
 
-Without it, a job whose server is down would wait for a timeout for every graph that it compiles.
+Otherwise a job whose server is down would wait for a timeout before every compilation.
 """
 
 import threading
@@ -11,16 +11,12 @@ __all__ = ["CircuitBreaker"]
 
 
 class CircuitBreaker:
-    """Tracks failures and refuses calls to a server that fails.
-
-    While closed, it allows every call. While open, it refuses calls until the pause ends, and then
-    allows one trial call.
+    """Tracks failures and refuses calls to a server that fails. Thread-safe.
 
     Args:
         threshold: failures in a row that open the circuit.
         first_pause_seconds: length of the first pause. Each further failure doubles it.
-        longest_pause_seconds: upper bound of every pause, including pauses that the server
-            requests.
+        longest_pause_seconds: maximum of every pause, also if the server requests a longer one.
         clock: monotonic clock, in seconds.
     """
 
@@ -39,16 +35,17 @@ class CircuitBreaker:
         self._lock = threading.Lock()  # guards the fields below
         self._failures = 0
         self._open_until = 0.0  # set by failures
-        # Set by the server's Retry-After; a success does not clear them.
+        # Set by the server's Retry-After. A success does not clear these two.
         self._asked_until = 0.0
         self._paused_until = 0.0  # at most `longest_pause_seconds` ahead
         self._trying_until = 0.0  # set while one caller makes the trial call
 
     def allows(self) -> bool:
-        """Return whether the caller may make a call now.
+        """Return whether the caller may make a call now. If so, it reports the result.
 
-        After a pause, one caller may make a trial call. Other callers are refused until the trial
-        call succeeds, fails, or reports nothing for `longest_pause_seconds`.
+        If the circuit is open and its pause has ended, one caller may make a trial call. Other
+        callers are refused until the trial succeeds, fails, or reports nothing for
+        `longest_pause_seconds`.
         """
         with self._lock:
             now = self._clock()
@@ -65,26 +62,26 @@ class CircuitBreaker:
             self._open_until = self._trying_until = 0.0
 
     def failed(self) -> bool:
-        """Record a failed call. Return whether it opens the circuit, as at the threshold."""
+        """Record a failed call. Return whether the circuit is open now."""
         with self._lock:
             self._failures += 1
             self._trying_until = 0.0
             beyond = self._failures - self._threshold
             if beyond >= 0:
-                # Bound the exponent: after very many failures, the power would overflow a float.
+                # Bound the exponent, or the power overflows a float after very many failures.
                 pause = self._first_pause_seconds * 2.0 ** min(beyond, 16)
                 self._open_until = self._clock() + min(pause, self._longest_pause_seconds)
             return beyond >= 0
 
     @property
     def asked_seconds(self) -> float:
-        """Seconds left of what the server has requested, however long. 0 if a call may be made."""
+        """Seconds left of the unshortened pause that the server requested. 0 after the pause."""
         with self._lock:
             now = self._clock()
             return self._asked_until - now if now < self._paused_until else 0.0
 
     def pause(self, seconds: float) -> None:
-        """Refuse calls for the seconds that the server requests with `Retry-After`."""
+        """Refuse calls for the server's `Retry-After`, at most `longest_pause_seconds`."""
         with self._lock:
             self._trying_until = 0.0
             now = self._clock()

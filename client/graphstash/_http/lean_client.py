@@ -1,7 +1,7 @@
 """LeanClient: the part of httpx's client that calls to the server need.
 
-httpx's client parses three URLs per request, collects cookies and follows redirects, which takes as
-much CPU time as sending the request and reading the response. This client sends no cookies.
+httpx's client parses three URLs per request, collects cookies and follows redirects. That takes as
+much CPU time as sending the request and reading the response.
 """
 
 import re
@@ -14,7 +14,7 @@ import httpx
 __all__ = ["LeanClient"]
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9/._~:@!$&+,;=?-]*")
-"""Paths without a character that might need quoting."""
+"""Paths that need no quoting."""
 
 _DEFAULT_HEADERS: Final = {"Accept": "*/*", "Accept-Encoding": "identity"}
 """Callers read bodies as they arrive, so a proxy must not compress them."""
@@ -49,7 +49,7 @@ class LeanClient:
         extensions: Mapping[str, object] | None = None,
         auth: httpx.Auth | None = None,
     ) -> Iterator[httpx.Response]:
-        """Send a request, and yield the response with its unread body.
+        """Send a request, and yield the response before its body is read.
 
         Raises:
             httpx.HTTPError: the transport failed.

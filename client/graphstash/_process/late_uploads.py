@@ -1,6 +1,6 @@
-"""LateUploads: publish in the background of a job what this host could not send before.
+"""LateUploads: publish earlier jobs' unsent artifacts in the background of a job, by `CatchUp`.
 
-One process of a run does it. `CatchUp` chooses and publishes the artifacts.
+Only one process of a run publishes at a time.
 """
 
 import logging
@@ -25,23 +25,23 @@ __all__ = ["LateUploads"]
 _log = logging.getLogger("graphstash")
 
 _MAX_SECONDS: Final = 600.0
-"""Maximum seconds of uploads in a run."""
+"""Maximum seconds of all late uploads of a run."""
 
 _RETRY_SECONDS: Final = 5.0
 _MAX_RETRY_SECONDS: Final = 300.0
-"""Seconds between two attempts to reach the server, which double."""
+"""First and longest seconds between two attempts to reach the server. They double each time."""
 
 _CUT_SECONDS: Final = 1.0
-"""Part of the drain time in which an upload that does not end in time is abandoned."""
+"""End of the drain time, reserved for aborting an upload that is still running."""
 
 
 class LateUploads:
-    """Uploads of one process.
+    """Late uploads of one process.
 
     Args:
-        stash: cache that has the records of the artifacts. The caller closes it.
+        stash: cache with the records of the artifacts. The caller closes it.
         job: returns the name of the job.
-        before_each: called before each upload, and lets the job's own uploads go first.
+        before_each: called before each upload. Waits for the job's own uploads.
         published: called with the size of each published artifact in bytes.
     """
 
@@ -60,11 +60,14 @@ class LateUploads:
         self._executor = BoundedExecutor(
             "graphstash-catch-up", workers=1, capacity=1, delays_forks=True
         )
-        self._is_ending = threading.Event()  # no longer wait for the server
-        self._is_ended = False  # end the running upload
+        self._is_ending = threading.Event()  # set: stop retrying
+        self._is_ended = False  # true: abort the running upload
 
     def start(self) -> None:
-        """Begin, unless that has begun or there is nothing to publish."""
+        """Publish in the background, if this job may publish and there is a record.
+
+        A call while uploads run queues at most one more pass, for records added since.
+        """
         stash, config = self._stash, self._stash.config
         if (
             config.unsent_limit
@@ -74,7 +77,7 @@ class LateUploads:
             self._executor.submit(self._run)
 
     def end(self, until: float) -> None:
-        """Let the uploads go on until `until`, in seconds of `time.monotonic`, and end them."""
+        """Stop retrying, and end the uploads by `until`, in seconds of `time.monotonic`."""
         self._is_ending.set()
         left = max(0.0, until - time.monotonic())
         cut = min(_CUT_SECONDS, left / 2)
@@ -84,7 +87,7 @@ class LateUploads:
         self._executor.close()
 
     def _run(self) -> None:
-        """Publish. If the server does not answer, try again until the job ends."""
+        """Publish. While the server does not answer, retry until the job ends."""
         stash, config = self._stash, self._stash.config
         name = f"catch-up-{stash.standing.origin}-{config.namespace}"
         if self._is_ended or (claim := stash.downloads.claim(name)) is None:
@@ -122,7 +125,7 @@ class LateUploads:
                     _log.debug("not published later: %s", error)
                 else:
                     return
-                # Many hosts wait for the server; they must not return together.
+                # Jitter: many hosts may wait for the server.
                 seconds = pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
                 with forkable():
                     self._is_ended = self._is_ending.wait(seconds)
@@ -143,9 +146,9 @@ class LateUploads:
 
 
 def _amounts(text: str) -> tuple[int, float]:
-    """Return the bytes and seconds that the uploads of this run have spent so far."""
+    """Return the bytes and seconds that late uploads of this run have used so far."""
     size_bytes, _, seconds = text.partition(" ")
     try:
         return int(size_bytes), float(seconds)
-    except ValueError:  # the first process
+    except ValueError:  # no process has uploaded yet
         return 0, 0.0

@@ -1,10 +1,9 @@
 """End a run early: one process decides, and `graphstash run` ends the others.
 
 `graphstash run` usually replaces itself with the command (exec). If a setting may end the job, it
-stays as the parent and waits for the command. A process deep in the job can write an exit status to
-a file. `graphstash run` then exits with that status, even if torchrun or a shell in between returns
-another. If `graphstash run` is killed, the kernel kills the command. This module imports only light
-modules.
+stays as the parent and waits for the command. Any process of the run can then write an exit status
+to a file. `graphstash run` exits with that status, even if torchrun or a shell in between returns
+another. If `graphstash run` is killed, the kernel kills the command. Imports only light modules.
 """
 
 import ctypes
@@ -24,17 +23,17 @@ from graphstash._process.run_name import RUN_VARIABLE
 __all__ = ["is_first", "leave", "may_end", "supervise", "wait_for_end"]
 
 _FILE_VARIABLE: Final = "_GRAPHSTASH_END"
-"""Variable that gives all processes of a run the path of the status file."""
+"""Variable with the path of the run's status file, set in all its processes."""
 
 _SWITCHES: Final = ("GRAPHSTASH_FAIL_ON_MISS", "GRAPHSTASH_MAX_COMPILE_SECONDS")
 _OFF: Final = ("", "0", "0.0", "false", "no", "off", "f", "n")
 
 _POLL_SECONDS: Final = 0.2
 _GRACE_SECONDS: Final = 5.0
-"""Seconds that processes get to end after SIGTERM."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 _PATIENCE_SECONDS: Final = 120.0
-"""Seconds that the ending process may take to publish and to log the reason."""
+"""Seconds that other processes wait while the first one publishes, logs and ends the run."""
 
 _PASSED_ON: Final = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
@@ -44,19 +43,16 @@ _PR_SET_PDEATHSIG: Final = 1
 """Option of prctl(2): the signal that a process gets when its parent ends."""
 
 _SI_KERNEL: Final = 0x80
-"""`si_code` of a signal from a terminal, which the command has received directly."""
+"""`si_code` of a terminal's signal, such as Ctrl-C. The command also receives it."""
 
 
 def may_end(environ: Mapping[str, str]) -> bool:
-    """Return whether a setting that can end the job is in use."""
+    """Return whether a setting may end the job early."""
     return any(environ.get(name, "").strip().lower() not in _OFF for name in _SWITCHES)
 
 
 def is_first(status: int) -> bool:
-    """Return whether this process is the first to end the run.
-
-    All other processes must wait until the first one has ended the run.
-    """
+    """Return whether this process is the first to end the run. If not, call `wait_for_end`."""
     path = os.environ.get(_FILE_VARIABLE)
     if path:
         try:
@@ -64,13 +60,13 @@ def is_first(status: int) -> bool:
                 file.write(str(status))
         except FileExistsError:
             return False
-        except OSError:  # another host's file, or already removed: end only this process
+        except OSError:  # a file on another host, or removed: end this process only
             return True
     return True
 
 
 def leave(status: int) -> NoReturn:
-    """Exit this process from any thread, and end the run if `is_first` chose this process."""
+    """End the run and exit, from any thread. Call this only after `is_first` returned True."""
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -81,13 +77,13 @@ def leave(status: int) -> NoReturn:
 
 
 def wait_for_end(status: int) -> NoReturn:
-    """Wait until the first process has ended the run, then exit."""
+    """Wait for `graphstash run` to end this process. Exit after the time limit."""
     time.sleep(_PATIENCE_SECONDS)
     os._exit(status)
 
 
 def supervise(program: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Run a command, and exit with its status or with the status in the run's status file.
+    """Run a command, and exit with its status or the status in the status file.
 
     Raises:
         OSError: the command cannot be started.
@@ -120,8 +116,7 @@ def _start(
 ) -> "subprocess.Popen[bytes]":
     """Start a command that cannot outlive this process.
 
-    Keep the returned object until `_wait` returns: destroying it earlier could reap the child's
-    status.
+    Keep the returned object until `_wait` returns, because its destructor reaps the child.
 
     Raises:
         OSError: the command cannot be started.
@@ -145,9 +140,9 @@ def _start(
 
 
 def _wait(child: int, end: Path) -> int:
-    """Wait until the command exits or the status file appears, and return the wait status.
+    """Forward signals until the command exits or the status file appears. Return the wait status.
 
-    Poll for the file, because the process that writes it may not be our child.
+    Poll for the file, because any descendant may write it.
     """
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -160,7 +155,7 @@ def _wait(child: int, end: Path) -> int:
 
 
 def _end_all(run: str) -> None:
-    """End every process of the run on this host, including processes in other sessions."""
+    """Send SIGTERM, then SIGKILL, to every process of the run on this host, in any session."""
     for number, patience in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, 1.0)):
         until = time.monotonic() + patience
         sent: set[int] = set()
@@ -175,7 +170,7 @@ def _end_all(run: str) -> None:
 
 
 def _processes_of(run: str) -> Iterator[int]:
-    """Yield the ids of this user's live processes whose environment names the run."""
+    """Yield the ids of running processes whose environment names the run."""
     mark = f"{RUN_VARIABLE}={run}".encode()
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):

@@ -25,19 +25,19 @@ COMMAND_VARIABLE: Final = "_GRAPHSTASH_COMMAND"
 """Variable with the command that `graphstash run` was given, set in all its processes."""
 
 _MAX_COMMAND_BYTES: Final = 32 * 1024
-"""Maximum length of a stored command. The variable takes up to four times as many bytes."""
+"""Maximum characters of a stored command, each of up to four bytes in UTF-8."""
 
 _RUN: Final = re.compile(r"[0-9]{20}-[0-9]{1,20}")
 
 
 def this_run() -> str:
-    """Return the name of the `graphstash run` that started this process, or a new name."""
+    """Return the name of the `graphstash run` that started this process, or else a new name."""
     given = os.environ.get(RUN_VARIABLE, "")
     return given if is_run(given) else new_run()
 
 
 def joined(command: Sequence[str]) -> str:
-    """Encode a command for one variable, from which `command_of_run` decodes it."""
+    """Encode a command for `COMMAND_VARIABLE`. `command_of_run` decodes it."""
     return "\x1f".join(word.replace("\x1f", " ") for word in command)[:_MAX_COMMAND_BYTES]
 
 
@@ -53,10 +53,10 @@ def is_run(name: str) -> bool:
 
 
 def new_run(*, after_seconds: float = 0.0) -> str:
-    """Return a name for a run that starts now, or later. Names sort by start time."""
+    """Return a name for a run that starts after `after_seconds`. Names sort by start time."""
     return f"{time.time_ns() + int(after_seconds * 1e9):020d}-{os.getpid()}"
 
 
 def started_at(run: str) -> float:
-    """Return the start of a run in seconds since 1970, by its name."""
+    """Return the start time in a run's name, in seconds since 1970."""
     return int(run.partition("-")[0]) / 1e9

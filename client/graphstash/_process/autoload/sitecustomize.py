@@ -1,8 +1,8 @@
 """Register the cache in every Python process under `graphstash run`, before user code runs.
 
-`graphstash run` prepends this folder to PYTHONPATH, which child processes inherit. This module uses
-only the standard library, only registers an import hook, and never raises. A Python without
-graphstash, or with another version, starts normally.
+`graphstash run` prepends this folder to PYTHONPATH, which child processes inherit. This module only
+registers an import hook, and then runs the user's own `sitecustomize`, whose errors pass through. A
+Python without graphstash, or with another version, starts normally.
 """
 
 import os
