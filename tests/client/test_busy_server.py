@@ -1,6 +1,7 @@
 """A server whose connections are all taken is busy and not down: jobs share them, and wait."""
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -110,16 +111,20 @@ def test_a_job_waits_for_a_connection_as_long_as_it_may(host, stored, server, mo
     assert all(0 < seconds <= 1 for seconds in slept)
 
 
-def test_a_job_pays_for_the_wait_of_another_process_of_its_host(host, monkeypatch):
+@pytest.mark.parametrize(
+    ("seconds", "reason"), [(math.inf, "a loaded server"), (30.0, "a server that cannot answer")]
+)
+def test_a_job_pays_for_the_wait_of_another_process_of_its_host(host, monkeypatch, seconds, reason):
     job = host("job")
     with ExitStack() as others:
         signal = others.enter_context(job.stash.local.exclusive(key(0), timeout_seconds=0))
-        signal(is_busy=True)
+        signal(busy_seconds=seconds)
         (said,) = job.stash.config.cache_dir.rglob("*.on")
         os.utime(said, (time.time() + 3600,) * 2)  # as if it said so from now on
         monkeypatch.setattr("graphstash._compile.cache.sleep", lambda _: others.close())
         job.build(key(0))
     assert job.cache.waits.left < job.cache.config.wait_seconds
+    assert [each for each, spent in job.cache.waits.server_waits.items() if spent] == [reason]
 
 
 def test_an_upload_waits_for_a_connection(host, server, monkeypatch):

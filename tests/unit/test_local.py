@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import math
 import os
 import stat
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from filelock import FileLock, Timeout
@@ -291,17 +293,60 @@ def test_process_that_waits_for_a_busy_server_is_waited_for_while_the_caller_all
     holder, waiter = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
     answers = []
 
-    def when_busy():
-        answers.append(len(answers) < 2)
-        return answers[-1]
+    def when_busy(seconds):
+        answers.append((seconds, len(answers) < 2))
+        return answers[-1][1]
 
     with holder.exclusive(key(1), timeout_seconds=1) as signal:
-        signal(is_busy=True)
-        with waiter.exclusive(key(1), timeout_seconds=3600, most_seconds=3600, when_busy=when_busy):
-            assert answers == [True, True, False]
+        for patience in (math.inf, 30.0):
+            answers.clear()
+            signal(busy_seconds=patience)
+            with waiter.exclusive(key(1), timeout_seconds=3600, when_busy=when_busy):
+                assert answers == [(patience, True), (patience, True), (patience, False)]
         signal()
         with waiter.exclusive(key(1), timeout_seconds=0, most_seconds=3600, when_busy=when_busy):
             assert len(answers) == 3
+        signal(busy_seconds=30.0)
+    (said,) = tmp_path.rglob("*.on")
+    assert said.stat().st_size == 0, "an earlier release's progress would look busy"
+
+
+def test_wait_for_a_busy_server_does_not_count_towards_the_limits(tmp_path, monkeypatch):
+    holder, waiter = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
+    now, slept = [0.0], []
+    monkeypatch.setattr(local_tier, "monotonic", lambda: now[0])
+    with ExitStack() as held:
+        signal = held.enter_context(holder.exclusive(key(1), timeout_seconds=1))
+        signal(busy_seconds=30.0)
+        (said,) = tmp_path.rglob("*.on")
+        os.utime(said, (time.time() - 1,) * 2)  # processes signal once per second
+
+        def when_busy(_):
+            now[0] += 100.0
+            signal()  # the call that follows
+            return True
+
+        def sleep(_):
+            slept.append(now[0])
+            if len(slept) == 2:
+                held.close()
+
+        monkeypatch.setattr(local_tier, "sleep", sleep)
+        with waiter.exclusive(key(1), timeout_seconds=0.5, most_seconds=50, when_busy=when_busy):
+            assert slept == [100.0, 100.0]
+
+
+def test_signals_close_their_file_on_a_full_disk(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with LocalTier(tmp_path, limit_bytes=1000).exclusive(key(1), timeout_seconds=1) as signal:
+        signal()
+        signals = list(tmp_path.rglob("*.on"))
+        opened = [each.resolve() for each in Path("/proc/self/fd").iterdir()]
+    assert len(signals) == 1
+    assert signals[0].resolve() not in opened
 
 
 def test_a_download_is_seen_by_others_until_it_ends(tmp_path):

@@ -32,7 +32,8 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from math import ceil, inf
 from pathlib import Path
 from time import monotonic, sleep, time
 from typing import IO, Final, NamedTuple
@@ -73,6 +74,12 @@ _MAX_TROUBLES: Final = 1000
 
 _TOUCH_SECONDS: Final = 0.5
 """Seconds between two signals of a downloading process to waiting processes."""
+
+_RECENT_SECONDS: Final = 2.0
+"""Age up to which any signal is recent. A process may signal only once per second."""
+
+_ENDLESS: Final = 3600
+"""Size of the signal file while a process waits for a busy server without a limit."""
 
 _LOCK_POLL_SECONDS: Final = 0.02
 
@@ -365,7 +372,7 @@ class LocalTier:
         *,
         timeout_seconds: float,
         most_seconds: float = 0.0,
-        when_busy: Callable[[], bool] = lambda: False,
+        when_busy: Callable[[float], bool] = lambda _: False,
     ) -> Iterator[Callable[..., None]]:
         """Keep other processes of this host from fetching the same artifact.
 
@@ -376,22 +383,27 @@ class LocalTier:
             key: key of the artifact.
             timeout_seconds: limit of the wait for a process that signals no progress.
             most_seconds: limit of the wait for a process that signals progress.
-            when_busy: called repeatedly while that process signals that the server is busy. Returns
-                whether to wait for it.
+            when_busy: called repeatedly while that process signals that the server is busy, with
+                the maximum seconds of its wait. Returns whether to wait for it. This time does not
+                count towards the limits.
 
         Returns:
-            Function that signals progress to waiting processes, or with `is_busy=True` that the
-            server is busy.
+            Function that signals progress to waiting processes, or with `busy_seconds` that this
+            process waits for a busy server, at most for these seconds.
         """
         name = f"{self._place}/locks/{key.fingerprint[:3]}"
         signals = Path(f"{name}.on")
-        began = monotonic()
+        waited, since = 0.0, monotonic()
 
         def may_wait() -> bool:
-            signal = _recent(signals, timeout_seconds)
-            if signal is not None and signal.st_size:
-                return when_busy()
-            waited = monotonic() - began
+            nonlocal waited, since
+            signal = _recent(signals, max(timeout_seconds, _RECENT_SECONDS))
+            if signal is not None and (size := signal.st_size):
+                is_allowed = when_busy(inf if size == _ENDLESS else size)
+                since = monotonic()
+                return is_allowed
+            waited += monotonic() - since
+            since = monotonic()
             return waited < timeout_seconds or (waited < most_seconds and signal is not None)
 
         is_held = False
@@ -400,7 +412,8 @@ class LocalTier:
         ) as descriptor:
             with contextlib.suppress(OSError):  # a file system without locks
                 is_held = descriptor is not None and _lock(descriptor, may_wait)
-            yield _signaling(signals) if is_held else lambda **_: None
+            with _signaling(signals) if is_held else nullcontext(lambda **_: None) as signal:
+                yield signal
 
     @contextmanager
     def downloading(self) -> Iterator[None]:
@@ -562,24 +575,32 @@ def _recent(path: Path, seconds: float) -> os.stat_result | None:
     return status if time() - status.st_mtime < seconds else None
 
 
-def _signaling(path: Path) -> Callable[..., None]:
-    """Return a function that touches a file, at most twice per second while the signal stays the
-    same. The file has a byte if the server is busy.
+@contextmanager
+def _signaling(path: Path) -> Iterator[Callable[..., None]]:
+    """Yield a function that touches a file, at most twice per second while the signal stays the
+    same. The size of the file is the number of seconds that the process waits for a busy server.
     """
-    touched, was_busy = 0.0, False
+    touched, size = 0.0, 0
 
-    def touch(*, is_busy: bool = False) -> None:
-        nonlocal touched, was_busy
-        if is_busy != was_busy or monotonic() - touched > _TOUCH_SECONDS:
-            touched, was_busy = monotonic(), is_busy
+    def touch(*, busy_seconds: float = 0.0) -> None:
+        nonlocal touched, size
+        before, size = size, ceil(min(busy_seconds, _ENDLESS))
+        if size != before or monotonic() - touched > _TOUCH_SECONDS:
+            touched = monotonic()
             with contextlib.suppress(OSError):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptor = os.open(path, flags, 0o600)
-                os.ftruncate(descriptor, int(is_busy))
-                os.utime(descriptor)
-                os.close(descriptor)
+                try:
+                    os.ftruncate(descriptor, size)
+                    os.utime(descriptor)
+                finally:
+                    os.close(descriptor)
 
-    return touch
+    try:
+        yield touch
+    finally:
+        if size:
+            touch()
 
 
 def _size_of(path: Path) -> int | None:

@@ -50,7 +50,8 @@ _log = logging.getLogger("graphstash")
 
 WhenBusy: TypeAlias = Callable[[BusyError, Callable[[], None]], bool]
 """Called when the server is busy, with a function to call at least once per second of a wait.
-Returns True to call the server again."""
+Returns True to call the server again. While another process of this host waits for the server, it
+is called repeatedly with an error that has that wait's patience, and returns True to wait on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +129,19 @@ class Reader:
             return fetched
         # If another process downloads the artifact, wait as long as the server may take to begin
         # its answer, and longer only while bytes arrive. If the server hangs, processes must not
-        # time out one after another. While the other process waits for a busy server, wait as for
-        # a busy server.
+        # time out one after another. While the other process waits for a busy server, wait with
+        # the same patience. Otherwise this process would use its own patience afterwards.
         timeout = self._config.connect_seconds + self._config.first_byte_seconds
         with self._tier.exclusive(
             key,
             timeout_seconds=timeout,
             most_seconds=self._config.fetch_seconds,
-            when_busy=lambda: when_busy(
-                BusyError("another process waits for the server", retry_after_seconds=0.0),
+            when_busy=lambda seconds: when_busy(
+                BusyError(
+                    "another process waits for the server",
+                    retry_after_seconds=0.0,
+                    patience_seconds=seconds,
+                ),
                 lambda: None,
             ),
         ) as signal:
@@ -144,7 +149,7 @@ class Reader:
                 try:
                     return self._read_namespaces(key, into, signal)
                 except BusyError as error:
-                    if not when_busy(error, partial(signal, is_busy=True)):
+                    if not when_busy(error, partial(signal, busy_seconds=error.patience_seconds)):
                         raise
 
     def _read_namespaces(
