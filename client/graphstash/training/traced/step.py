@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "CONSTANTS",
     "STRUCTURES",
     "DeviceState",
     "State",
@@ -156,7 +157,7 @@ R = TypeVar("R")
 STRUCTURES: Final = 8
 """Maximum number of graphs. Each structure of a batch and of the model's flags needs one."""
 
-_CONSTANTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+CONSTANTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 _log = logging.getLogger("graphstash")
 
@@ -247,7 +248,7 @@ def _flatten(item: Any, tensors: list[Tensor]) -> Hashable:
         return (kind, *[_flatten(x, tensors) for x in item])
     if isinstance(item, dict):
         return (kind, *[(key, _flatten(x, tensors)) for key, x in item.items()])
-    if item is None or isinstance(item, _CONSTANTS):
+    if item is None or isinstance(item, CONSTANTS):
         return (kind, item)
     raise UnsupportedBatchError(
         f"a {kind.__name__} is in the batch; a traced step takes tensors, tuples, lists and "
