@@ -39,7 +39,7 @@ def prefetch(
 ) -> None:
     """Download the artifacts that earlier runs of a job used.
 
-    They are in this host's local tier when the job starts.
+    The next run of the job on this host then finds them in the local tier.
     """
     try:
         name = ManifestName(job)

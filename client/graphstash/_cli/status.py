@@ -30,7 +30,7 @@ __all__ = ["status"]
 def status(*, url: Url = None, namespace: NamespaceOption = None, as_json: Json = False) -> None:
     """Show whether the server answers, what it holds, and this host's local tier.
 
-    "Saved" is the total compile time of the artifacts that were hits.
+    "Saved" is the compile time that all hits together avoided.
     """
     config = load_config(url=url, namespace=namespace)
     with open_stash(config) as stash:

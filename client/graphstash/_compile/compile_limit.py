@@ -43,7 +43,6 @@ class CompileLimit:
     """Limits the compilations of one process. Thread-safe.
 
     Args:
-        config: Contains the two settings.
         end: Called in the thread that would compile, or in a thread that watches compilations.
         shared: File in which all processes of the run record their compile times. Default: count
             only this process.

@@ -32,8 +32,6 @@ class HeldLease:
     releases the lease on the server, unless the upload of the artifact has ended the lease.
 
     Args:
-        server: Server that granted the lease.
-        key: Key that the lease allows to compile.
         token: Token of the grant.
         ttl_seconds: Lifetime without a renewal.
         budget_seconds: Time after which renewals stop, so that no job waits forever for a hanging
@@ -99,7 +97,7 @@ class Owner(Protocol):
     """The interface of a cache that its compilations use.
 
     Attributes:
-        publisher: Executor that runs the uploads.
+        publisher: Runs the uploads.
     """
 
     publisher: BoundedExecutor

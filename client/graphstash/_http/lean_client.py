@@ -25,7 +25,6 @@ class LeanClient:
 
     Args:
         transport: sends the requests. The creator closes it.
-        base_url: base URL of all requests.
         headers: headers of all requests.
     """
 
