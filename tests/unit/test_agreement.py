@@ -245,6 +245,15 @@ def test_silent_leader_is_waited_for_until_its_deadline(job):
     assert ranks[1].stats.published == 0
 
 
+def test_leader_of_an_earlier_release_shares_its_budget(job):
+    follower = job("a", size=2).ranks[1]
+    name = f"graphstash/{request(1).key}/0"
+    follower.store.claim(f"{name}/leader", b"0")
+    follower.store.set(f"{name}/word", b'{"word": "each", "wait_left": 7.0}')
+    follower.load(1)
+    assert (follower.fallbacks, follower.cache.waits.left) == ({}, 7.0)
+
+
 def test_waits_of_all_ranks_share_budget_of_the_job(job):
     first, second = job("a", size=2, wait_seconds=3).ranks
     assert first.stash.server.acquire(request(1).key).token is not None  # nobody releases it

@@ -1,5 +1,7 @@
 """How long a job waits for others, on a clock that the test turns."""
 
+from contextlib import suppress
+
 import pytest
 
 from graphstash._compile.waiting import WaitBudget
@@ -120,6 +122,36 @@ def test_a_wait_inside_another_one_is_deducted_once(budget, clock):
                 clock.now += 5.0
         clock.now += 10.0
     assert budget.left == 100.0 - 30.0 - 50.0
+
+
+def test_a_wait_inside_another_one_is_settled_with_it(budget, clock):
+    with budget.wait() as outer:
+        assert outer.reason_to_skip("a") is None
+        for _ in range(3):
+            with budget.wait(), budget.wait() as inner:  # the one between them never begins
+                assert inner.pause_seconds(busy(5.0))
+                clock.now += 4.0
+                inner.deduct()
+                clock.now += 10.0  # the call that follows
+                inner.saved_seconds = 0.0
+        clock.now += 1.0
+        assert outer.reason_to_skip("a") is None
+        assert budget.left == 100.0 - 43.0
+        assert (outer.left, sum(budget.server_waits.values())) == (19.0, 12.0)
+        outer.saved_seconds = 60.0
+    assert (budget.left, budget.left_for("a")) == (100.0, 50.0)
+
+
+def test_a_wait_in_vain_inside_another_one_counts_once(budget, clock):
+    for is_paused in (False, False, True):
+        assert not budget.is_paused
+        with suppress(BusyError), budget.wait() as outer:
+            assert outer.reason_to_skip("a") is None
+            with budget.wait() as inner:
+                assert inner.pause_seconds(busy(1.0))
+                clock.now += 1.0
+                raise busy(1.0)
+        assert budget.is_paused == is_paused
 
 
 def test_ranks_share_one_budget(budget, clock):

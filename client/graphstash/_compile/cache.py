@@ -545,6 +545,7 @@ class CompileCache:
                 signal_progress()
                 sleep(min(seconds, _SIGNAL_SECONDS))
                 seconds -= _SIGNAL_SECONDS
+        wait.deduct()
         return True
 
     def _source_of(self, key: ArtifactKey, fetched: Fetched) -> Source:

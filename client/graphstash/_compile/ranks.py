@@ -190,7 +190,7 @@ class RankCoordinator:
             self._record_disagreement(f"the leader of {request.key} said nothing for {budget:g} s")
             return CompileTurn(None, no_op)
         word = json.loads(encoded)
-        self._cache.waits.share(word["wait_left"], word["server_waits"])
+        self._cache.waits.share(word["wait_left"], word.get("server_waits", {}))
         match word["word"]:
             case "artifact":
                 payload = self._artifact(request, name, word)

@@ -14,7 +14,8 @@ can reply "held" forever. Therefore waiting has a budget:
   takes: the wait would likely end before the artifact exists.
 
 A wait inside another one of the same thread suspends the outer one, so that no second is deducted
-twice. The ranks of a distributed job depend on each other's waits, so they share one budget.
+twice, and is settled as a part of it. The ranks of a distributed job depend on each other's waits,
+so they share one budget.
 """
 
 import threading
@@ -62,7 +63,7 @@ class WaitBudget:
         self._compile_count = 0
         self._vain_waits = 0
         self._paused_until = 0.0
-        self.innermost = threading.local()  # `wait`: the wait of a thread
+        self.innermost = threading.local()  # `wait`: the wait of a thread that began last
 
     @property
     def left(self) -> float:
@@ -186,7 +187,7 @@ class Wait:
             None if the job may wait for this holder, else the reason why not.
         """
         if self.has_begun:
-            self._pay()
+            self.deduct()
             reason_to_skip = None if self._budget.left_for(holder) else self._budget.spent_message()
         else:
             reason_to_skip = self._budget.reason_to_skip(holder)
@@ -211,7 +212,7 @@ class Wait:
             once.
         """
         if self.has_begun:
-            self._pay()
+            self.deduct()
         elif self._budget.is_paused:
             return None
         self._holder = _LOADED if busy.patience_seconds == inf else _UNAVAILABLE
@@ -225,36 +226,42 @@ class Wait:
             self._begin()
         return expected * uniform(0.1, 1.0)  # noqa: S311 - no secret
 
-    def suspend(self) -> None:
-        """Deduct the time until now, because another wait begins inside this one."""
+    def deduct(self) -> None:
+        """Deduct the time since the last call, if the wait has begun."""
         if self.has_begun:
-            self._pay()
+            now = self._budget.clock()
+            self._budget.spend(self._holder, now - self._since)
+            self._spent[self._holder] += now - self._since
+            self._since = now
 
-    def resume(self) -> None:
-        """Deduct time from now on again."""
-        self._since = self._budget.clock()
+    def resume(self, spent: Mapping[str, float], *, since: float) -> None:
+        """Continue after a wait inside this one, which leaves its settlement to this one.
+
+        Args:
+            spent: Seconds that the inner wait has spent on each holder.
+            since: Time of the last deduction.
+        """
+        for holder, seconds in spent.items():
+            self._spent[holder] += seconds
+        self._since = since
 
     def _begin(self) -> None:
+        self._outer = getattr(self._budget.innermost, "wait", None)
         if self._outer is not None:
-            self._outer.suspend()
+            self._outer.deduct()
+        self._budget.innermost.wait = self
         self.has_begun = True
         self._began = self._since = self._budget.clock()
 
-    def _pay(self) -> None:
-        now = self._budget.clock()
-        self._budget.spend(self._holder, now - self._since)
-        self._spent[self._holder] += now - self._since
-        self._since = now
-
     def __enter__(self) -> Self:
-        self._outer = getattr(self._budget.innermost, "wait", None)
-        self._budget.innermost.wait = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self.has_begun:
+            return
         self._budget.innermost.wait = self._outer
-        if self.has_begun:
-            self._pay()
+        if self._outer is not None:
+            self._outer.resume(self._spent, since=self._since)
+        else:
+            self.deduct()
             self._budget.settle(self._spent, saved_seconds=self.saved_seconds)
-            if self._outer is not None:
-                self._outer.resume()
