@@ -215,22 +215,66 @@ def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, mo
     assert reader.is_on_this_host(_key(1))
 
 
-def test_prefetch_waits_for_a_busy_server(tmp_path):
+@pytest.fixture
+def busy(tmp_path):
+    """A server that can be busy, and two hosts: one has published, the other has nothing."""
+    terms = PATIENT | {"wait_seconds": 100}
     with FakeServer() as fake, ExitStack() as stack:
-        writer = stack.enter_context(Stash(fake.config(cache_dir=tmp_path / "writer", **PATIENT)))
+        writer, reader = (
+            stack.enter_context(Stash(fake.config(cache_dir=tmp_path / name, **terms)))
+            for name in ("writer", "reader")
+        )
         keys = [_key(number) for number in range(GRAPHS)]
         for each in keys:
             writer.put(each, b"graph", _metadata(5, 1))
         writer.server.update_manifest("mine", keys)
-        reader = stack.enter_context(Stash(fake.config(cache_dir=tmp_path / "reader", **PATIENT)))
-        prefetching = stack.enter_context(
-            closing(Prefetch(reader, is_stopped=lambda: False, done=lambda *_: None))
-        )
+        yield fake, reader, keys
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_prefetch_waits_for_a_busy_server(busy, monkeypatch, status):
+    (fake, reader, keys), now, waits = busy, [0.0], []
+    monkeypatch.setattr(prefetch, "monotonic", lambda: now[0])
+    prefetching = Prefetch(
+        reader, is_stopped=lambda: False, done=lambda *_: None, at_first_wait=waits.append
+    )
+    with closing(prefetching):
         manifest = prefetching.server.manifest("mine")
+        now[0] += 1e6  # a long download
         for call in ("lookup", "get"):
-            fake.fail_on(call, status=429, times=1)
+            fake.fail_on(call, status=status, times=1)
         prefetching.fetch_best(manifest.entries)
-        assert all(map(reader.is_on_this_host, keys))
+    assert all(map(reader.is_on_this_host, keys))
+    assert waits
+
+
+@pytest.mark.parametrize(("status", "most_seconds"), [(429, 100), (503, 30)])
+def test_prefetch_gives_up_a_server_that_stays_busy(busy, monkeypatch, status, most_seconds):
+    (fake, reader, keys), now, outcomes, waits = busy, [0.0], [], []
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(prefetch, "monotonic", lambda: now[0])
+    monkeypatch.setattr(prefetch, "sleep", sleep)
+    prefetching = Prefetch(
+        reader,
+        is_stopped=lambda: False,
+        done=lambda _, outcome: outcomes.append(outcome),
+        at_first_wait=waits.append,
+    )
+    with closing(prefetching), fake.fail_on("get", status=status):
+        prefetching.fetch(keys[:1])
+    assert most_seconds - 2 <= now[0] <= most_seconds
+    assert [each.reason for each in outcomes] == ["busy"]
+    assert len(waits) == 1
+
+
+def test_prefetch_command_says_that_it_waits(busy):
+    fake, reader, _ = busy
+    with fake.fail_on("get", status=429, times=1):
+        done = graphstash("prefetch", "mine", check=True, **variables_of(reader.config))
+    assert done.stderr.count("waiting for up to 1200 s") == 1
 
 
 @pytest.mark.usefixtures("published")

@@ -2,9 +2,9 @@
 
 Prefetching uses its own connections and circuit breaker, so that slow or failed prefetches do not
 affect the job's calls. While the job downloads an artifact, prefetches pause between two chunks. If
-the job needs an artifact that is being prefetched, it waits for the prefetch. Prefetches wait for a
-busy server until `wait_seconds` after the first began. A failed verification counts only when the
-job requests the artifact.
+the job needs an artifact that is being prefetched, it waits for the prefetch. All waits of a
+prefetch for a busy server together last at most `wait_seconds`. A failed verification counts only
+when the job requests the artifact.
 """
 
 import logging
@@ -63,6 +63,7 @@ class Prefetch:
             `config.namespace`, so downloads in progress at the limit are finished.
         is_stopped: polled repeatedly. If true, downloads end.
         done: called for each artifact, in the thread that downloaded it.
+        at_first_wait: called once, before the first wait for a busy server.
     """
 
     def __init__(
@@ -72,16 +73,18 @@ class Prefetch:
         is_stopped: Callable[[], bool],
         done: Callable[[ArtifactKey, Outcome], None],
         limit_bytes: int = sys.maxsize,
+        at_first_wait: Callable[[BusyError], None] = lambda _: None,
     ) -> None:
         self._stash = stash
         self._limit_bytes = limit_bytes
-        self._fetched_bytes = 0  # guarded by _counting
-        self._counting = threading.Lock()
+        self._counting = threading.Lock()  # guards the three fields below
+        self._fetched_bytes = 0
+        self._busy_since: float | None = None  # first busy answer since the server served a call
+        self._waited_seconds = 0.0  # before that
         self._is_stopped = is_stopped
         self._done = done
+        self._at_first_wait = at_first_wait
         self.server = stash.server.beside()
-        self._waits_until = monotonic() + stash.config.wait_seconds
-        self._served_at = monotonic()  # when an artifact was last fetched or absent
 
     def when_free(self, call: Callable[[], _T]) -> _T:
         """Call the server, and retry while it is busy.
@@ -91,10 +94,13 @@ class Prefetch:
         """
         while True:
             try:
-                return call()
+                result = call()
             except BusyError as error:
                 if not self._wait(error, lambda: None):
                     raise
+            else:
+                self._end_wait()
+                return result
 
     def fetch_best(self, entries: Iterable[ManifestEntry]) -> None:
         """Download the artifacts of a manifest that this host lacks, the most valuable first.
@@ -160,7 +166,7 @@ class Prefetch:
         outcome: Outcome
         try:
             outcome = reader.read(key, Nowhere(), when_busy=self._wait)
-            self._served_at = monotonic()
+            self._end_wait()
         except CacheError as error:
             _log.debug("not prefetched: %s", error)
             outcome = error
@@ -171,9 +177,16 @@ class Prefetch:
     def _wait(self, busy: BusyError, signal: Callable[[], None]) -> bool:
         """Sleep before the next call to a busy server. Return False to give up."""
         seconds = max(busy.retry_after_seconds, _LEAST_WAIT_SECONDS)
-        until = min(self._waits_until, self._served_at + busy.patience_seconds)
-        if monotonic() + seconds > until:
-            return False
+        with self._counting:
+            now, config = monotonic(), self._stash.config
+            since = now if self._busy_since is None else self._busy_since
+            left = min(config.wait_seconds - self._waited_seconds, busy.patience_seconds)
+            if now + seconds > since + left:
+                return False
+            is_first = self._busy_since is None and not self._waited_seconds
+            self._busy_since = since
+        if is_first:
+            self._at_first_wait(busy)
         seconds *= uniform(0.1, 1.0)  # noqa: S311 - no secret
         with forkable():
             while seconds > 0.0 and not self._is_stopped():
@@ -182,11 +195,19 @@ class Prefetch:
                 seconds -= _LOOK_SECONDS
         return not self._is_stopped()
 
+    def _end_wait(self) -> None:
+        """End a wait, if one has begun, because the server serves calls again."""
+        with self._counting:
+            if self._busy_since is not None:
+                self._waited_seconds += monotonic() - self._busy_since
+                self._busy_since = None
+
     def _pacing(self) -> Callable[[], None]:
         left = _MAX_PAUSE_SECONDS
 
         def pause() -> None:
             nonlocal left
+            self._end_wait()
             began = monotonic()
             while left > 0 and self._stash.local.is_downloading():
                 with forkable():

@@ -97,7 +97,15 @@ def _fetched(config: ClientConfig, job: ManifestName) -> Mapping[ArtifactKey, Ou
                 error = LocalTierError(f"{config.cache_dir} did not keep {key}: is it full?")
                 failures.append(error)
 
-        with closing(Prefetch(stash, is_stopped=lambda: bool(failures), done=done)) as prefetch:
+        prefetch = Prefetch(
+            stash,
+            is_stopped=lambda: bool(failures),
+            done=done,
+            at_first_wait=lambda busy: err.print(
+                f"{busy}; waiting for up to {config.wait_seconds:g} s", markup=False, soft_wrap=True
+            ),
+        )
+        with closing(prefetch):
             manifest = prefetch.when_free(lambda: prefetch.server.manifest(job))
             if manifest is None:
                 fail(
