@@ -444,11 +444,40 @@ async def test_limit_that_uploads_exceed_is_not_doubted(opened):
         assert await store.evict() == 1
 
 
+@pytest.mark.parametrize("limits", [{"namespace_limit_bytes": 20_000}, {}])
+async def test_namespace_limit_that_other_servers_exceed_is_not_doubted(opened, limits):
+    """Each server admits uploads that fit beside its own."""
+    async with opened() as other, opened(**limits) as store:
+        other.context.policies.seconds = lambda: 0.0  # it does not read the policy of later
+        await other.add(0)
+        if not limits:
+            await store.context.policies.put(TEAM, NamespacePolicy(limit_bytes=20_000), ACTOR)
+        assert await store.evict() == 0
+        for number in range(1, 6):
+            await other.add(number)
+        assert await store.evict() == 5
+        await store.add(6)
+
+
+async def test_limit_is_doubted_no_longer_once_it_is_met(opened):
+    async with opened() as other:
+        await other.fill(5)
+        async with opened(namespace_limit_bytes=20_000) as store:
+            assert await store.evict() == 0
+            assert await store.evict(is_confirmed=True) == 4
+            assert await store.evict() == 0
+            await other.fill(5)
+            assert await store.evict() == 4
+
+
 async def test_policy_far_below_what_is_stored_evicts_nothing_until_confirmed(opened, caplog):
     async with opened() as store:
         await store.fill(3)
         limit = NamespacePolicy(limit_bytes=200)
         await store.context.policies.put(TEAM, limit, ACTOR)
+        planned = Planned()
+        planned.freed_bytes[TEAM] = 40_000
+        assert [each async for each in store.context.evictor.plan(planned=planned)] == []
         assert await store.evict() == 0
         assert "namespace team has more than twice its soft limit" in caplog.text
         with pytest.raises(NoSpaceError, match=r"team --limit.*gc --evict-now"):
@@ -467,11 +496,13 @@ async def test_policy_far_below_what_is_stored_evicts_nothing_until_confirmed(op
 async def test_policy_is_doubted_by_a_server_that_missed_a_change_between(opened):
     async with opened() as store, opened() as other:
         limit = NamespacePolicy(limit_bytes=20_000)
+        other.context.policies.seconds = lambda: math.inf  # it always reads the policies again
         await store.add(0)
         await store.context.policies.put(TEAM, limit, ACTOR)
         assert await other.evict() == 0
         await store.context.policies.put(TEAM, NamespacePolicy(), ACTOR)
         await store.fill(5)
+        store.clock.turn(1)
         await store.context.policies.put(TEAM, limit, ACTOR)
         assert await other.evict() == 0
 

@@ -33,7 +33,7 @@ from graphstash_server.db.queries.usage import list_namespaces
 from graphstash_server.errors import ServerError
 from graphstash_server.services.buckets import Buckets
 
-__all__ = ["Budget", "Budgets", "PolicyService", "Rates", "check_writable"]
+__all__ = ["Budget", "Budgets", "PolicyLimit", "PolicyService", "Rates", "check_writable"]
 
 _SOFT_SHARE = 0.9
 _ROOM_SHARE = 0.95
@@ -69,6 +69,15 @@ class Budget(NamedTuple):
         return self.soft_bytes is not None and used_bytes > self.soft_bytes
 
 
+class PolicyLimit(NamedTuple):
+    """The byte limit in a namespace's policy, and when the policy was set, as the database returns
+    it.
+    """
+
+    size_bytes: int
+    set_at: object
+
+
 class Budgets:
     """Budgets of a store and its namespaces.
 
@@ -91,10 +100,10 @@ class Budgets:
             (pattern, Budget.of(limit)) for pattern, limit in (exceptions or {}).items()
         ]
 
-    def of(self, namespace: str, limits: Mapping[str, int]) -> Budget:
+    def of(self, namespace: str, limits: Mapping[str, PolicyLimit]) -> Budget:
         """Return the budget of a namespace. Its policy's limit, in `limits`, takes precedence."""
         if namespace in limits:
-            return Budget.of(limits[namespace])
+            return Budget.of(limits[namespace].size_bytes)
         for pattern, budget in self._exceptions:
             if fnmatchcase(namespace, pattern):
                 return budget
@@ -179,7 +188,7 @@ class PolicyService:
         self._rows: Sequence[Row] = ()
         self._row_of: Mapping[str, Row] = {}
         self._policies: dict[str, NamespacePolicy] = {}
-        self._limits: Mapping[str, int] = {}
+        self._limits: Mapping[str, PolicyLimit] = {}
         self._is_anything_public = False
         self._read_at: float | None = None
         self._tried_at: float | None = None
@@ -215,7 +224,7 @@ class PolicyService:
             await self._refresh()
         return self._is_anything_public
 
-    async def limits(self) -> Mapping[str, int]:
+    async def limits(self) -> Mapping[str, PolicyLimit]:
         """Return the byte limits in policies, by namespace."""
         if not self._is_younger(self._tried_at, _FRESH_SECONDS):
             await self._refresh()
@@ -314,7 +323,9 @@ class PolicyService:
         self._policies = {}
         parsed = [PolicyRow(*row) for row in rows]
         self._limits = {
-            rules.namespace: rules.limit_bytes for rules in parsed if rules.limit_bytes is not None
+            rules.namespace: PolicyLimit(rules.limit_bytes, rules.updated_at)
+            for rules in parsed
+            if rules.limit_bytes is not None
         }
         self._is_anything_public = any(rules.anonymous_read for rules in parsed)
 

@@ -1,16 +1,17 @@
 """Statements on `namespaces`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Boolean, Integer, delete, select, type_coerce
+from sqlalchemy import Boolean, Integer, String, delete, select, type_coerce
 from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.types import TypeEngine
 
 from graphstash_schema import Namespace, NamespaceInfo, NamespacePolicy, WriteMode
 from graphstash_server.db.prepared import NOTHING, Prepared, Row, Source
 from graphstash_server.db.queries.shared import insert_into
-from graphstash_server.db.tables import namespaces
+from graphstash_server.db.tables import UtcTime, namespaces
 
 __all__ = [
     "PolicyRow",
@@ -32,6 +33,7 @@ class PolicyRow(NamedTuple):
     limit_bytes: int | None
     max_artifact_bytes: int | None
     requests_per_second: float | None
+    updated_at: Any
 
     @property
     def policy(self) -> NamespacePolicy:
@@ -57,25 +59,23 @@ async def list_rules(source: Source) -> Sequence[Row]:
 
 
 _RULES = tuple(namespaces.c[name] for name in PolicyRow._fields)
+_READ_AS: Final[Mapping[type, TypeEngine[Any]]] = {Boolean: Integer(), UtcTime: String()}
 _LIST = Prepared(
     lambda _: select(
-        *(
-            type_coerce(column, Integer) if isinstance(column.type, Boolean) else column
-            for column in _RULES
-        )
+        *(type_coerce(column, _READ_AS.get(type(column.type), column.type)) for column in _RULES)
     ).order_by(namespaces.c.namespace)
 )
 
 
 async def list_policies(connection: AsyncConnection) -> list[NamespaceInfo]:
     """Return the namespaces that have their own policy, ordered by name."""
-    statement = select(*_RULES, namespaces.c.updated_at).order_by(namespaces.c.namespace)
+    statement = select(*_RULES).order_by(namespaces.c.namespace)
     return [_info(found) for found in await connection.execute(statement)]
 
 
 async def find_policy(connection: AsyncConnection, namespace: Namespace) -> NamespaceInfo | None:
     """Return the policy of a namespace, or None if it has none."""
-    statement = select(*_RULES, namespaces.c.updated_at).where(namespaces.c.namespace == namespace)
+    statement = select(*_RULES).where(namespaces.c.namespace == namespace)
     found = (await connection.execute(statement)).first()
     return None if found is None else _info(found)
 
@@ -105,8 +105,7 @@ async def delete_policy(connection: AsyncConnection, namespace: Namespace) -> bo
 
 
 def _info(found: Row) -> NamespaceInfo:
-    *rules, updated_at = found
-    row = PolicyRow(*rules)
+    row = PolicyRow(*found)
     return NamespaceInfo.model_construct(
-        namespace=Namespace(row.namespace), policy=row.policy, updated_at=updated_at
+        namespace=Namespace(row.namespace), policy=row.policy, updated_at=row.updated_at
     )

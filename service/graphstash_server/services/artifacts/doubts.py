@@ -2,52 +2,75 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.usage import list_stored
-from graphstash_server.services.namespaces import Budget, Budgets
+from graphstash_server.services.namespaces import Budgets, PolicyLimit
 
-__all__ = ["LimitDoubts"]
+__all__ = ["NOTHING_FREED", "LimitDoubts"]
+
+NOTHING_FREED: Final[Mapping[str | None, int]] = {}
 
 
 @dataclass(kw_only=True, eq=False)
 class LimitDoubts:
-    """Doubt a limit if more than twice as much is stored.
+    """Doubt a limit if more than twice as much is stored when this process first uses the limit: at
+    its start, or after a change of a namespace's policy.
 
-    Nothing is evicted for such a limit until an operator confirms it. Uploads cannot exceed the
-    limit of a namespace that far. They can exceed a soft limit of the store, so that limit is
-    doubted only if it is exceeded when this process first uses it.
+    Nothing is evicted for such a limit until an operator confirms it, or less is stored. A limit
+    that uploads exceed later is not doubted: several processes may each admit an upload at once.
     """
 
     database: Database
     budgets: Budgets
 
     def __post_init__(self) -> None:
-        self._is_store_doubted: bool | None = None
+        self._judged: dict[str | None, tuple[PolicyLimit | None, bool]] | None = None
 
     async def about(
-        self, sizes: Mapping[str | None, int], limits: Mapping[str, int]
+        self,
+        sizes: Mapping[str | None, int],
+        limits: Mapping[str, PolicyLimit],
+        freed_bytes: Mapping[str | None, int] = NOTHING_FREED,
     ) -> dict[str | None, str]:
         """Return the reason for each doubted limit among those of namespaces (None: the store).
 
         Args:
             sizes: bytes that each of them stores now.
             limits: limits in the policies of namespaces.
+            freed_bytes: bytes that a dry run evicts from them. Such a limit is doubted only if it
+                is exceeded that far without these bytes. The verdict to remember includes them.
         """
-        store = self.budgets.store
-        if self._is_store_doubted is None:
-            stored = await list_stored(self.database)
-            self._is_store_doubted = _is_far(store, sum(size for _, size in stored))
-        return {
-            name: _reason(name, is_policy=name in limits)
-            for name, size_bytes in sizes.items()
-            if _is_far(store if name is None else self.budgets.of(name, limits), size_bytes)
-            and (name is not None or self._is_store_doubted)
-        }
+        if self._judged is None:
+            stored: dict[str | None, int] = dict(map(tuple, await list_stored(self.database)))
+            self._judged = {}
+            self._judge(self._judged, {**stored, None: sum(stored.values())}, limits, freed_bytes)
+        doubted = self._judge(self._judged, sizes, limits, freed_bytes)
+        return {name: _reason(name, is_policy=name in limits) for name in doubted}
 
+    def _judge(
+        self,
+        judged: dict[str | None, tuple[PolicyLimit | None, bool]],
+        sizes: Mapping[str | None, int],
+        limits: Mapping[str, PolicyLimit],
+        freed_bytes: Mapping[str | None, int],
+    ) -> list[str | None]:
+        """Judge each limit that is new in `judged`. Return those that are doubted.
 
-def _is_far(budget: Budget, size_bytes: int) -> bool:
-    return budget.soft_bytes is not None and size_bytes > 2 * budget.soft_bytes
+        The limit alone does not identify a policy: this process may have missed a change between
+        two policies with the same limit.
+        """
+        doubted = []
+        for name, size_bytes in sizes.items():
+            budget = self.budgets.store if name is None else self.budgets.of(name, limits)
+            policy = None if name is None else limits.get(name)
+            excess_bytes = 0 if budget.soft_bytes is None else size_bytes - 2 * budget.soft_bytes
+            is_new = name not in judged or judged[name][0] != policy
+            judged[name] = policy, excess_bytes > 0 and (is_new or judged[name][1])
+            if judged[name][1] and excess_bytes > freed_bytes.get(name, 0):
+                doubted.append(name)
+        return doubted
 
 
 def _reason(namespace: str | None, *, is_policy: bool) -> str:

@@ -31,7 +31,7 @@ from graphstash_server.db.queries.eviction import (
 )
 from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.usage import list_stored, stored_bytes
-from graphstash_server.services.artifacts.doubts import LimitDoubts
+from graphstash_server.services.artifacts.doubts import NOTHING_FREED, LimitDoubts
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.namespaces import Budgets, PolicyService
 
@@ -41,8 +41,6 @@ _LOGGER = logging.getLogger(__name__)
 
 OVER_SOFT_LIMIT: Final = "over the soft limit"
 """Reason that `Evictor.run` gives in the audit log."""
-
-_NOTHING_FREED: Final[Mapping[str | None, int]] = {}
 
 _PAGE = 200
 """Artifacts of one transaction: a few milliseconds, in which SQLite admits no other writer."""
@@ -149,21 +147,23 @@ class Evictor:
         return evicted
 
     async def _passed(
-        self, *, is_confirmed: bool, freed_bytes: Mapping[str | None, int] = _NOTHING_FREED
+        self, *, is_confirmed: bool, freed_bytes: Mapping[str | None, int] = NOTHING_FREED
     ) -> list[tuple[str | None, int]]:
         """Return namespaces above their soft limit (None: the store), with the size to reach, once
         `freed_bytes` of each are evicted.
         """
         limits = await self.policies.limits()
         stored = await list_stored(self.database)
-        sizes: dict[str | None, int] = {
-            name: size_bytes - freed_bytes.get(name, 0) for name, size_bytes in stored
-        }
+        sizes: dict[str | None, int] = dict(map(tuple, stored))
         budgets = {name: self.budgets.of(name or "", limits) for name in sizes}
         budgets[None] = self.budgets.store  # last, because evictions in namespaces shrink it
         sizes[None] = sum(sizes.values())
-        passed = {name: of for name, of in budgets.items() if of.is_passed_softly(sizes[name])}
-        doubts = {} if is_confirmed else await self.limit_doubts.about(sizes, limits)
+        passed = {
+            name: of
+            for name, of in budgets.items()
+            if of.is_passed_softly(sizes[name] - freed_bytes.get(name, 0))
+        }
+        doubts = {} if is_confirmed else await self.limit_doubts.about(sizes, limits, freed_bytes)
         for doubt in doubts.values():
             _LOGGER.warning("%s", doubt)
         return [(name, of.goal_bytes or 0) for name, of in passed.items() if name not in doubts]
