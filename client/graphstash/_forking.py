@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Final
@@ -37,9 +37,9 @@ _slow: set[int] = set()
 _forking: dict[int, float] = {}
 """By thread that forks: deadline of its wait, in seconds of `time.monotonic`."""
 
-_unshared: set[int] = set()
-"""Descriptors that a child replaces: it could release its parent's lock, or hold it after its
-parent's death."""
+_unshared: dict[int, os.stat_result] = {}
+"""By descriptor that a child replaces: its file. The child could release its parent's lock, or hold
+it after its parent's death."""
 
 _interrupts: dict[int, BaseException] = {}
 """By thread that forks: exception that a signal handler raised during the wait."""
@@ -79,13 +79,13 @@ def open_unshared(path: str | Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with unforked():
         descriptor = os.open(path, flags, 0o600)
-        _unshared.add(descriptor)
+        _unshared[descriptor] = os.fstat(descriptor)
     return descriptor
 
 
 def close_unshared(descriptor: int) -> None:
     """Close a file that `open_unshared` has opened."""
-    _unshared.discard(descriptor)  # first, because another thread may get the number
+    _unshared.pop(descriptor, None)  # first, because another thread may get the number
     os.close(descriptor)
 
 
@@ -145,10 +145,33 @@ def _after_in_child() -> None:
     for entries in (_depths, _slow, _forking, _interrupts):
         entries.clear()
     _leave(depth)
-    if _unshared:
-        empty = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for descriptor in _unshared:
+    with suppress(OSError):  # nothing can be opened; the locks stay shared
+        _replace([descriptor for descriptor, file in _unshared.items() if _is_of(descriptor, file)])
+    _unshared.clear()  # other code may close the descriptors, and reuse their numbers
+
+
+def _is_of(descriptor: int, file: os.stat_result) -> bool:
+    """Return whether a descriptor is of this file, and not closed by other code, or reused."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file)
+    except OSError:
+        return False
+
+
+def _replace(descriptors: list[int]) -> None:
+    """Replace open files by an empty one.
+
+    Raises:
+        OSError: the empty file cannot be opened. Then only the first file is closed.
+    """
+    if not descriptors:
+        return
+    os.close(descriptors[0])  # frees a number in case the process may open no more files
+    empty = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for descriptor in descriptors:
+        if descriptor != empty:
             os.dup2(empty, descriptor, inheritable=False)
+    if empty not in descriptors:
         os.close(empty)
 
 

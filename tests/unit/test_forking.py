@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -243,3 +245,45 @@ def test_handler_of_a_signal_forks_while_its_thread_waits_for_another_fork(monke
         until(lambda: statuses)
     forker.join()
     assert statuses == [0]
+
+
+def test_child_replaces_files_to_lock_of_its_parent_and_no_others(tmp_path):
+    """Also if it may open no more files."""
+    program = """
+import os, resource, sys
+from graphstash._forking import open_unshared
+
+def in_child(code):
+    if os.fork():
+        assert os.wait()[1] == 0
+    else:
+        code()
+        os._exit(0)
+
+def replaced():
+    for descriptor in locks:
+        assert os.path.samestat(os.fstat(descriptor), os.stat(os.devnull))
+    os.write(user, b"child ")
+    os.close(locks[0])
+    assert os.open("other", os.O_WRONLY | os.O_CREAT) == locks[0]
+    in_child(lambda: os.write(locks[0], b"grandchild"))
+
+os.chdir(sys.argv[1])
+closed, *locks = [open_unshared(f"lock{number}") for number in range(3)]
+os.close(closed)
+user = os.open("user", os.O_WRONLY | os.O_CREAT)
+assert user == closed
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        os.dup(user)
+except OSError:
+    in_child(replaced)
+os.write(user, b"parent")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], check=False, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (tmp_path / "user").read_text() == "child parent"
+    assert (tmp_path / "other").read_text() == "grandchild"
