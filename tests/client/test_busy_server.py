@@ -212,6 +212,16 @@ def test_a_refused_connection_gives_its_place_to_one_that_waits(server, monkeypa
         assert waiting.answer().status == 200
 
 
+def test_refused_connections_linger_up_to_a_number(server, monkeypatch):
+    monkeypatch.setattr(connection, "_LINGER_SECONDS", 600)
+    monkeypatch.setattr(connection, "_MAX_LINGERING", 3)
+    with ExitStack() as stack:
+        answers = [
+            stack.enter_context(Wire(server.url)).ask(b": malformed\r\n\r\n") for _ in range(5)
+        ]
+        assert [answer and answer.status for answer in answers] == [400, 400, 400, None, None]
+
+
 def test_a_job_waits_when_the_server_asks_it_to(tmp_path):
     with FakeServer() as fake:
         with Host(fake.config(cache_dir=tmp_path / "publisher", **PATIENT)) as publisher:

@@ -76,7 +76,7 @@ _LINGER_SECONDS: Final = 1.0
 request bytes unread, the kernel would reset it and the refusal would be lost."""
 
 _MAX_LINGERING: Final = 64
-"""Maximum connections beyond the limit that get a refusal. The server aborts any others."""
+"""Maximum connections without a place that get a refusal. The server aborts any others."""
 
 _MAX_WAITING: Final = 1024
 """Maximum connections that wait for a place. They are also at most as many as there are places."""
@@ -128,10 +128,8 @@ class Connection(HttpToolsProtocol):
         elif len(self.waiting) < min(most, _MAX_WAITING):
             self.waiting[self] = None
             self._head_timer = self.loop.call_later(_WAITING_SECONDS, self._turn_away)
-        elif len(self.connections) <= most + len(self.waiting) + _MAX_LINGERING:
-            self._turn_away()
         else:
-            self.cut()
+            self._turn_away()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timers."""
@@ -432,6 +430,9 @@ class Connection(HttpToolsProtocol):
             return
         self._stop_listening()
         self.count_refusal(error.code)
+        if len(self.connections) - len(self.places) - len(self.waiting) > _MAX_LINGERING:
+            self.transport.abort()
+            return
         self.transport.write(_answer(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()
