@@ -85,7 +85,7 @@ class ListenSettings(_Group):
     large job. The hard limit of open files may lower it: four files per connection, and 256."""
     header_seconds: float = Field(10.0, gt=0, le=3600)
     """Seconds within which a request's headers must arrive, up to 3600; also the idle timeout of a
-    new connection, and the time limit of its TLS handshake. Default: 10."""
+    new connection, and up to 60, the time limit of its TLS handshake. Default: 10."""
     upload_idle_seconds: float = Field(30.0, gt=0, le=3600)
     """Seconds that an upload may send nothing, up to 3600. Default: 30, longer than a network
     hiccup and shorter than a training job's patience."""

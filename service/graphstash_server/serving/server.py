@@ -137,7 +137,7 @@ class GraphstashServer(uvicorn.Server):
             ),
             sock=listener,
             ssl=tls,
-            ssl_handshake_timeout=None if tls is None else kind.limits.header_seconds,
+            ssl_handshake_timeout=None if tls is None else min(60, kind.limits.header_seconds),
             backlog=config.backlog,
         )
         self.servers.append(server)
