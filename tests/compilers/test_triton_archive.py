@@ -192,6 +192,7 @@ def test_kernel_with_code_of_the_user_in_it_is_not_shared(name, value):
 
 def test_a_forked_child_without_a_session_does_not_use_its_parents(monkeypatch):
     monkeypatch.setattr(Kernels, "of_this_process", Kernels(None))
+    monkeypatch.setattr(Kernels, "may_start", False)
     assert Kernels.kernel(KEY) is not None
     monkeypatch.setattr("os.getpid", lambda: 0)
     assert Kernels.kernel(KEY) is None
