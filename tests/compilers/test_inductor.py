@@ -41,8 +41,8 @@ class TestInductor(HookContract):
     @pytest.fixture(scope="class")
     @classmethod
     def built(cls, hosts):
-        """A job that builds C++ kernels."""
-        return hosts.run("built", "training")
+        """Builds C++ kernels, and a header: a forked job would find that of the user instead."""
+        return hosts.run("built", "training", under="graphstash run")
 
     def test_another_host_runs_no_compiler(self, hosts, built):
         assert built.report["torch"].startswith(self.version)

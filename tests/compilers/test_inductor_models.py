@@ -30,10 +30,8 @@ def both(server, namespace, tmp_path, jobs):
     settings = {"url": server.url, "namespace": namespace, "cases": "inductor_models", "jobs": jobs}
 
     def both(environment, case, **keywords):
-        # A precompiled header takes longer than the few objects of a model; test_inductor has one.
-        variables = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
         with InductorJobs(tmp_path, "2.7.0", environment=environment, **settings) as hosts:
-            outcomes = [hosts.run(host, case, keywords, variables=variables) for host in "ab"]
+            outcomes = [hosts.run(host, case, keywords) for host in "ab"]
             return *outcomes, *(hosts.compiled(host) for host in "ab")
 
     return both
@@ -44,7 +42,10 @@ def run(both):
     """Runs a case on two hosts, of which the second one compiles nothing."""
 
     def run(environment, case, **keywords):
-        cold, warm, _, built_again = both(environment, case, **keywords)
+        cold, warm, built, built_again = both(environment, case, **keywords)
+        # The first job on a machine precompiles a header, for all later ones: torch keeps it
+        # in a folder of the user. Nothing that is found needs it.
+        headers = sum(".gch" in line for line in built)
         misses = warm.stats["misses"]
         unshared = {"unshareable": misses} if misses else {}
         assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == unshared
@@ -52,7 +53,7 @@ def run(both):
         assert cold.report["compiles"] > 0
         assert warm.report["compiles"] == len(built_again) == 0
         assert warm.stats["published"] == 0
-        assert warm.hits == cold.stats["published"]
+        assert warm.hits == cold.stats["published"] - headers
         assert warm.report["losses"] == cold.report["losses"]
         return warm
 
