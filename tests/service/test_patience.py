@@ -75,13 +75,10 @@ def test_bytes_that_arrive_while_the_server_is_stalled_are_in_time():
 
 
 def test_as_many_files_may_be_open_as_connections_need(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-    try:
-        with ServerProcess(tmp_path / "data", "--min-free-bytes", "0") as server:
-            said = Path(f"/proc/{server.process.pid}/limits").read_text()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    command = ("prlimit", f"--nofile=1024:{hard}", sys.executable, "-m", "graphstash_server")
+    with ServerProcess(tmp_path / "data", "--min-free-bytes", "0", command=command) as server:
+        said = Path(f"/proc/{server.process.pid}/limits").read_text()
 
     (line,) = [line for line in said.splitlines() if line.startswith("Max open files")]
     assert int(line.split()[3]) == min(4 * 16_384 + 256, hard)
