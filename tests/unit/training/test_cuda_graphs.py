@@ -96,37 +96,6 @@ def test_step_is_run_after_failed_capture(cuda):
     assert (traced.step.mode, cuda.captures) == ("lazy", 0)
 
 
-class Weighted(Training):
-    """Reads a number of Python that changes with every step."""
-
-    def function(self, x, y):
-        return super().function(x, y * (1 + self.calls))
-
-
-def test_number_that_changes_with_every_step_is_refused(cuda):
-    """A graph would keep the number of its capture."""
-    traced, plain = Weighted(traced=True), Weighted(traced=False)
-    close(traced.train(range(STEPS)), plain.train(range(STEPS)))
-    for pair in zip(traced.state(), plain.state(), strict=True):
-        close(*pair)
-    assert traced.step.reason.startswith("aten.mul.Tensor got 2 and in the next step 3 (a learning")
-    assert (traced.step.mode, cuda.captures) == ("lazy", 0)
-
-
-class Alternating(Training):
-    """Python decides in each step what is computed."""
-
-    def function(self, x, y):
-        return super().function(x, y.neg() if self.calls % 2 else y.exp())
-
-
-def test_step_whose_operations_change_is_refused(cuda):
-    traced = Alternating(traced=True)
-    traced.train(range(5))
-    assert traced.step.reason == "two steps in a row called different operations"
-    assert (traced.step.mode, cuda.captures) == ("lazy", 0)
-
-
 def test_exception_of_function_is_raised_inside_and_outside_capture(cuda):
     traced = Training(traced=True)
     traced.train(range(3))

@@ -12,8 +12,8 @@ then on it runs that graph: one execution, no compile, and no Python of the step
 Rules for `train_step`:
 
 * Everything that changes from step to step must be a tensor in `state` or in the batch, or the
-  random seed. A traced step names and refuses a Python number that changes with every step. It
-  compares two steps. A CUDA graph keeps the value of a CPU tensor, which may stay undetected.
+  random seed. torch_xla's traced step detects, names and refuses a Python number that changes with
+  every step. A CUDA graph does not.
 * A Python number that changes rarely is detected if it is an option of an optimizer, `training` or
   `requires_grad` of a module, or part of the batch. Call `retrace()` after any other change.
   Otherwise a graph keeps the old number, or the old tensor from outside of `state` and the batch.

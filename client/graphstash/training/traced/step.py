@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "CONSTANTS",
     "STRUCTURES",
     "DeviceState",
     "State",
@@ -157,7 +156,7 @@ R = TypeVar("R")
 STRUCTURES: Final = 8
 """Maximum number of graphs. Each structure of a batch and of the model's flags needs one."""
 
-CONSTANTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_CONSTANTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 _log = logging.getLogger("graphstash")
 
@@ -248,7 +247,7 @@ def _flatten(item: Any, tensors: list[Tensor]) -> Hashable:
         return (kind, *[_flatten(x, tensors) for x in item])
     if isinstance(item, dict):
         return (kind, *[(key, _flatten(x, tensors)) for key, x in item.items()])
-    if item is None or isinstance(item, CONSTANTS):
+    if item is None or isinstance(item, _CONSTANTS):
         return (kind, item)
     raise UnsupportedBatchError(
         f"a {kind.__name__} is in the batch; a traced step takes tensors, tuples, lists and "

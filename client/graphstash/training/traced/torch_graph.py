@@ -7,9 +7,7 @@ fails.
 On CUDA, the whole step is captured as one CUDA graph
 (https://pytorch.org/docs/2.7/notes/cuda.html#whole-network-capture). A captured graph runs no
 Python and has no guards. There is one graph for each structure of the batch and each host state
-that `State` detects. Before a capture, two steps in a row must call the same operations with the
-same Python numbers. A graph keeps a number that changes later, and a tensor of one number on the
-CPU, as they were at its capture, without a warning.
+that `State` detects. A graph keeps all other Python values of its capture, without a warning.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,12 +16,10 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphstash.training.device import formula_only
 from graphstash.training.fusion.base import require_unfused
 from graphstash.training.traced.step import (
-    CONSTANTS,
     STRUCTURES,
     State,
     TracedStep,
@@ -167,7 +163,6 @@ class CudaGraphStep(TracedStep[R]):
         """Discard the graphs."""
         self._restart()
         self._steps: dict[Hashable, int] = {}
-        self._calls: dict[Hashable, _Calls] = {}
         self._captures: dict[Hashable, _Capture] = {}
         self._side = torch.cuda.Stream(self._device)
         # Only one graph runs at a time, so all graphs can share memory.
@@ -197,13 +192,12 @@ class CudaGraphStep(TracedStep[R]):
             self.mode = "recording"
             done = self._steps[structure] = self._steps.get(structure, 0) + 1
             if done <= self._warm_up_steps:
-                return self._rehearse(batch, structure, is_last=done == self._warm_up_steps)
-            del self._calls[structure]
-            snapshot = Snapshot(self._state, values=False)  # a capture only records
+                return self._warm_up(batch)
+            before = Snapshot(self._state, values=False)  # a capture only records
             try:
                 capture = _Capture(self._run, batch, tensors, self._pool)
             except Exception as error:  # noqa: BLE001 - the function's own error is raised again below
-                snapshot.restore()
+                before.restore()
                 self._state.refresh()
                 self._refuse(f"CUDA graph capture failed: {_cause(error)}")
                 return self._run(*batch)
@@ -219,16 +213,6 @@ class CudaGraphStep(TracedStep[R]):
         finally:
             formula_only.reset(token)
 
-    def _rehearse(self, batch: Sequence[Any], structure: Hashable, *, is_last: bool) -> R:
-        """Run a step before a capture, and refuse to capture steps that differ."""
-        before = self._calls.get(structure)
-        with _Calls() as calls:
-            result = self._warm_up(batch)
-        self._calls[structure] = calls
-        if is_last and before is not None and (why := before.difference(calls)):
-            self._refuse(why)
-        return result
-
     def _warm_up(self, batch: Sequence[Any]) -> R:
         """Run an ordinary step on a side stream, which torch requires before a capture."""
         current = torch.cuda.current_stream(self._device)
@@ -237,36 +221,6 @@ class CudaGraphStep(TracedStep[R]):
             result = self._run(*batch)
         current.wait_stream(self._side)
         return result
-
-
-class _Calls(TorchDispatchMode):
-    """The operations of one step, with the Python constants among their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch
-        self._calls: list[tuple[Any, list[Any]]] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        self._calls.append((function, [x if isinstance(x, CONSTANTS) else None for x in leaves]))
-        return function(*args, **(kwargs or {}))
-
-    def difference(self, later: "_Calls") -> str | None:
-        """Describe how the next step differed, or return None."""
-        before, after = ([(name, len(values)) for name, values in c._calls] for c in (self, later))
-        if before != after:
-            return "two steps in a row called different operations"
-        for (name, values), (_, next_values) in zip(self._calls, later._calls, strict=True):
-            for value, next_value in zip(values, next_values, strict=True):
-                if value != next_value and repr(value) != repr(next_value):  # NaN is NaN
-                    return (
-                        f"{name} got {value!r} and in the next step {next_value!r} (a learning "
-                        "rate, a step count, a random number?); make it a tensor on the device in "
-                        "the step's state or in the batch"
-                    )
-        return None
 
 
 class _Capture:
