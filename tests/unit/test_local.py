@@ -319,7 +319,9 @@ def test_wait_for_a_busy_server_does_not_count_towards_the_limits(tmp_path, monk
         signal = held.enter_context(holder.exclusive(key(1), timeout_seconds=1))
         signal(busy_seconds=30.0)
         (said,) = tmp_path.rglob("*.on")
-        os.utime(said, (time.time() - 1,) * 2)  # processes signal once per second
+        wall = time.time()
+        monkeypatch.setattr(local_tier, "time", lambda: wall)
+        os.utime(said, (wall - 1,) * 2)  # processes signal once per second
 
         def when_busy(_):
             now[0] += 100.0

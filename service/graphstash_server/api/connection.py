@@ -128,8 +128,10 @@ class Connection(HttpToolsProtocol):
         elif len(self.waiting) < min(most, _MAX_WAITING):
             self.waiting[self] = None
             self._head_timer = self.loop.call_later(_WAITING_SECONDS, self._turn_away)
-        else:
+        elif len(self.connections) <= most + len(self.waiting) + _MAX_LINGERING:
             self._turn_away()
+        else:
+            self.cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timers."""
@@ -430,7 +432,9 @@ class Connection(HttpToolsProtocol):
             return
         self._stop_listening()
         self.count_refusal(error.code)
-        if len(self.connections) - len(self.places) - len(self.waiting) > _MAX_LINGERING:
+        lingering = len(self.connections) - len(self.places) - len(self.waiting)
+        # Those that waited are told that the server is busy: their jobs wait instead of compiling.
+        if lingering > _MAX_LINGERING and error.code is not ErrorCode.TOO_MANY_CONNECTIONS:
             self.transport.abort()
             return
         self.transport.write(_answer(error))
