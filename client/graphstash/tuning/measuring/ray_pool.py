@@ -254,4 +254,5 @@ def _join_cluster() -> None:
             raise MeasuringError(
                 f"no Ray cluster answers at RAY_ADDRESS={address}: {error}"
             ) from error
-    ray.init()
+    # Ray would print notes about the cluster and the workers into the output of `--json`.
+    ray.init(log_to_driver=False)
