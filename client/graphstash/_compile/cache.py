@@ -18,7 +18,7 @@ from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from graphstash._artifacts.run_downloads import Source
 from graphstash._artifacts.stash import Destination, Fetched, Memory, Stash, is_temporary
@@ -48,9 +48,6 @@ from graphstash_schema import (
     LeaseState,
 )
 from graphstash_schema.names import printable
-
-if TYPE_CHECKING:
-    from graphstash_schema.explanation import Description
 
 __all__ = ["CompileCache", "FetchedPack", "InFlightCompile", "PackOutcome"]
 
@@ -380,25 +377,10 @@ class CompileCache:
         self._count_tier_errors()
         return PackOutcome.STORED
 
-    def _put(
-        self,
-        key: ArtifactKey,
-        payload: bytes | Path,
-        metadata: ArtifactMetadata,
-        *,
-        local_only: bool = False,
-        description: "Description | None" = None,
-    ) -> int:
+    def _put(self, *artifact: Any, **options: Any) -> int:
         """Call `Stash.put`, which uploads the sealed payload again while the server is busy."""
         with self._upload_waits.wait() as wait, unforked():
-            sent = self.stash.put(
-                key,
-                payload,
-                metadata,
-                local_only=local_only,
-                description=description,
-                when_busy=partial(self._pause, wait),
-            )
+            sent = self.stash.put(*artifact, **options, when_busy=partial(self._pause, wait))
             wait.saved_seconds = 0.0  # the wait was not in vain
             return sent
 
