@@ -113,9 +113,9 @@ def left(next_job, down):
 
 
 def caught_up(job, *, with_any=False, meanwhile=None, **limits):
-    """What a job publishes of what its host could not send: outcomes by key.
+    """Return the outcome, by key, of each unsent artifact that a job tries to publish.
 
-    `meanwhile` is called with that list when the server was asked what it has.
+    `meanwhile` is called with the artifacts to publish, after the look-up on the server.
     """
     outcomes = {}
     with closing(PatientClient(job.config)) as client:

@@ -357,8 +357,8 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _stop_listening(self) -> None:
-        """Discard further input, and stop counting the connection for its address. If no other
-        connection takes its place at once, the one that has waited longest takes it.
+        """Discard further input, and stop counting the connection for its address. The connection
+        that has waited longest then takes the free place, unless a new one has taken it at once.
         """
         self._is_deaf = True
         self._unset_head_timer()

@@ -58,7 +58,7 @@ async def _check(
     from graphstash_server.errors import CorruptDatabaseError
 
     total_bytes = 0
-    with suppress(CorruptDatabaseError):  # the check finds it, too, and says where
+    with suppress(CorruptDatabaseError):  # the check below reports the corruption, and where it is
         if is_deep:
             namespaces = (await context.statistics.read()).namespaces
             total_bytes = sum(namespace.size_bytes for namespace in namespaces)

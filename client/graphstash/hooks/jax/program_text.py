@@ -29,7 +29,7 @@ _MODULE: Final = re.compile(r"^module @\S+", re.MULTILINE)
 _OPERATION: Final = re.compile(
     r"\b(?:stablehlo|mhlo|chlo|sdy)\.(?!(?:broadcast_in_dim|constant|reshape|return)\b)(\w+)"
 )
-"""Operations other than constants, returns, and those that only change shapes."""
+"""Every operation except constants, returns, and operations that only change a shape."""
 _ARGUMENT: Final = re.compile(r"%arg(\d+): [^%]*?(?:tf\.aliasing_output|jax\.buffer_donor)\b")
 _PRECISION: Final = re.compile(r"precision = \[(\w+), (\w+)\]")
 _CONSTANT: Final = re.compile(r"\bdense<([^<>]*)> : (tensor<[^>]*>)")
@@ -48,7 +48,7 @@ def settings() -> dict[str, str]:
 
 
 def details_of(module: Any) -> dict[str, str]:
-    """Return a digest of an MLIR module, and what it computes.
+    """Return a digest of an MLIR module, and a short text of its operations.
 
     The digest omits the module's name, so renaming the function does not change it.
     """
