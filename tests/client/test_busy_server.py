@@ -222,6 +222,16 @@ def test_refused_connections_linger_up_to_a_number(server, monkeypatch):
         assert [answer and answer.status for answer in answers] == [400, 400, 400, None, None]
 
 
+def test_every_connection_that_waited_in_vain_is_told_that_the_server_is_busy(server, monkeypatch):
+    monkeypatch.setattr(connection, "_LINGER_SECONDS", 600)
+    monkeypatch.setattr(connection, "_MAX_LINGERING", 1)
+    with ExitStack() as stack:
+        wires = [stack.enter_context(Wire(server.url)) for _ in range(2 * CONNECTIONS)]
+        for wire in wires[:CONNECTIONS]:
+            wire.send(HALF_A_REQUEST)
+        assert [wire.answer().status for wire in wires[CONNECTIONS:]] == [503] * CONNECTIONS
+
+
 def test_a_job_waits_when_the_server_asks_it_to(tmp_path):
     with FakeServer() as fake:
         with Host(fake.config(cache_dir=tmp_path / "publisher", **PATIENT)) as publisher:
