@@ -188,6 +188,12 @@ def test_a_trial_that_hangs_is_killed():
         assert failures(measure(pool, *hangs, GOOD)) == ["timeout"] * 3 + [None]
 
 
+def test_error_of_slow_start_names_the_limit_of_a_start(monkeypatch):
+    monkeypatch.setattr("graphstash.tuning.measuring.pool._START_SECONDS", 0.0)
+    with Pool(target()) as pool, pytest.raises(MeasuringError, match=r"took more than 0\.0 s"):
+        measure(pool, GOOD)
+
+
 def test_invalid_cost_is_a_failure_and_process_continues():
     good = [{"says": says} for says in ("right", "of numpy")]
     bad = [{"says": says} for says in trials._COSTS if {"says": says} not in good]

@@ -447,7 +447,8 @@ def test_measurements_of_hosts_are_merged():
         return [Finding((8,), cost, hosts=frozenset({host}), **counted)]
 
     one = merged([batch("a", 3.0, spread=0.1), batch("b", 1.0, count=5), batch("c", 2.0)])[8,]
-    assert one.cost == 1.0  # five of seven
+    assert one.cost == 2.0  # each host has one vote, however many samples it took
+    assert one.spread == 1.0  # between the hosts
     assert one.count == 7
     assert one.hosts == {"a", "b", "c"}
     longest = merged([batch("a", MAX_COST), batch("b", MAX_COST, spread=MAX_COST)])[8,]

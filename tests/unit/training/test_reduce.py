@@ -293,6 +293,15 @@ def test_report_needs_one_batch_per_worker():
     assert forecast.density > 0
 
 
+def test_report_counts_parameter_without_gradient_as_zeros():
+    model = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(3)])
+    model[2].requires_grad_(False)
+    routed = [(number, torch.ones(1, 64)) for number in (0, 1)]
+    forecast = report(model, routed, loss=lambda m, b: m[b[0]](b[1]).sum(), workers=2)
+    assert forecast.densities == {"0.weight": 0.5, "1.weight": 0.5}
+    assert (forecast.density, forecast.union_density) == (0.5, 1)
+
+
 def test_report_advises_against_sparse_reduction_of_dense_model():
     model = nn.Linear(100, 100)
     forecast = report(model, [(torch.ones(1, 100),)] * 2, loss=loss, workers=2)

@@ -7,6 +7,7 @@ the same share of the union's blocks and of one bit per block.
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from graphstash.training.reduce.all_reduce import BLOCK_ELEMENTS
@@ -19,8 +20,8 @@ class Forecast(NamedTuple):
     """Estimated traffic of one training step.
 
     Attributes:
-        density: Share of the gradients' blocks that are nonzero in one batch, 0 to 1. A batch
-            counts only for the parameters that have a gradient in it.
+        density: Share of the gradients' blocks that are nonzero in one batch, 0 to 1. A
+            parameter without a gradient in a batch counts as zeros, as DDP reduces it.
         union_density: Share of blocks that are nonzero in at least one of `workers` batches.
         dense_seconds: Seconds for a ring to send all gradients.
         sparse_seconds: Seconds to send the bitmaps and the blocks of the union.
@@ -88,9 +89,10 @@ def report(
         model.zero_grad(set_to_none=True)
         loss(model, batch).backward()
         for name, parameter in model.named_parameters():
-            if parameter.grad is None or not parameter.numel():
+            if not parameter.requires_grad or not parameter.numel():
                 continue
-            dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            dense = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dense = dense.to_dense() if dense.is_sparse else dense
             nonzero = BlockView(dense.reshape(-1), block_size).nonzero()
             unions[name] = unions[name] | nonzero if name in unions else nonzero
             shares.setdefault(name, []).append(float(nonzero.float().mean()))

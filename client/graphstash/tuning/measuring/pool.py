@@ -154,7 +154,8 @@ class Pool(Executor):
         except EndedError as error:
             self._lose(worker, "crash", str(error))
         if worker in self._workers and worker.deadline <= monotonic():
-            seconds = self.method.timeout_seconds
+            is_starting = worker.state == "starting"
+            seconds = _START_SECONDS if is_starting else self.method.timeout_seconds
             self._lose(worker, "timeout", f"{worker.state} took more than {seconds} s")
 
     def _hand_out(self) -> None:

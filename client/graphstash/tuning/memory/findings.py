@@ -8,7 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from graphstash.tuning.measuring.measurement import FIELDS, Measurement, named_values
@@ -38,7 +38,6 @@ WRONG: Final = "wrong"
 
 _MAX_COUNT: Final = 10**6
 _MAX_MEASURED: Final = 10**12
-_MAX_WEIGHT: Final = 10
 _HOST_CHARACTERS: Final = 128
 
 Finding: TypeAlias = Measurement[Configuration]
@@ -120,9 +119,9 @@ def values_of(payload: bytes) -> list[Mapping[str, Value]]:
 def merged(batches: Iterable[Sequence[Finding]]) -> dict[Configuration, Finding]:
     """Merge the measurements of all hosts, by configuration.
 
-    The cost is the median of the hosts' costs, each weighted by its number of samples, at most 10.
-    The cap limits the influence of one host. The spread is the median of the hosts' spreads, or the
-    interquartile range of the weighted costs if that is larger. A configuration that works on any
+    The cost is the median over the batches, whatever their numbers of samples, so that a host with
+    many samples cannot outvote the others. The spread is the median of the batches' spreads, or the
+    interquartile range of their costs if that is larger. A configuration that works on any
     host works: a failure may be specific to a host. A configuration with a wrong result on any host
     is wrong: other hosts may have been lucky.
     """
@@ -141,16 +140,11 @@ def _one(found: Sequence[Finding]) -> Finding:
         count=min(sum(each.count for each in working), _MAX_COUNT),
         hosts=frozenset().union(*(each.hosts for each in working)),
     )
-    costs = sorted(
-        each.cost
-        for each in working
-        if each.cost is not None
-        for _ in range(min(max(1, each.count), _MAX_WEIGHT))
-    )
-    if len(working) == 1 or not costs:
+    costs = [each.cost for each in working if each.cost is not None]
+    if len(costs) < 2:
         return together
-    between = costs[3 * (len(costs) - 1) // 4] - costs[(len(costs) - 1) // 4]
-    spread = max(median(each.spread for each in working), between)
+    low, _, high = quantiles(costs, n=4, method="inclusive")
+    spread = max(median(each.spread for each in working), high - low)
     return replace(together, cost=median(costs), spread=spread)
 
 
