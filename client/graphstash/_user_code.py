@@ -1,4 +1,4 @@
-"""Load an object from a user's code by its name: `module:name` or `script.py:name`."""
+"""Load an object from a user's code by name."""
 
 import importlib
 import importlib.util
@@ -16,11 +16,11 @@ def load(target: str, *, what: str) -> Any:
 
     Args:
         target: `module:name` or `script.py:name`.
-        what: kind of object in error messages, such as `function`.
+        what: word for the object in error messages, such as `function`.
 
     Raises:
-        ConfigError: the module, script or name does not exist. Exceptions from the user's code
-            propagate.
+        ConfigError: the target is malformed, or the module, script or name does not exist.
+        Exception: any error of the user's code.
     """
     name, _, attribute = target.rpartition(":")
     if not name or not attribute:
@@ -28,8 +28,8 @@ def load(target: str, *, what: str) -> Any:
     try:
         module = _script(Path(name)) if name.endswith(".py") else _module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
-            raise  # the module exists, but one of its own imports fails
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # an import of the module fails
         raise ConfigError(f"{target!r}: no module {error.name!r} here") from None
     if not hasattr(module, attribute):
         raise ConfigError(f"{target!r}: {name} has no {what} {attribute!r}")
@@ -49,6 +49,6 @@ def _script(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: not a Python script")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # other modules find its functions under this name
+    sys.modules[path.stem] = module  # pickle finds its functions under this name
     spec.loader.exec_module(module)
     return module

@@ -120,9 +120,10 @@ def test_impossible_request_is_refused_with_advice(command, tmp_path):
 def test_search_names_missing_package(command, tmp_path, monkeypatch, absent, told):
     monkeypatch.syspath_prepend(tmp_path)  # and takes out what the command adds
     monkeypatch.setitem(sys.modules, absent, None)
-    (tmp_path / "needs_it.py").write_text(f"import {absent}")
-    failed = command("tune", "search", f"{tmp_path}/needs_it.py:task", status=2)
-    assert failed.stderr.endswith(told)
+    (tmp_path / f"{absent}_task.py").write_text(f"import {absent}")
+    for target in (f"{absent}_task:task", f"{tmp_path}/{absent}_task.py:task"):
+        failed = command("tune", "search", target, status=2)
+        assert failed.stderr.endswith(told)
 
 
 @pytest.mark.usefixtures("tuned")
