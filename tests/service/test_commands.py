@@ -220,6 +220,8 @@ def test_the_commands_need_a_migrated_database(tmp_path, monkeypatch, database, 
     assert json.loads(run(migrate, "--json")) == known
     assert "nothing to do" in run(migrate, "--check")
     assert "0 artifacts evicted" in run(gc)
+    execute(url, "UPDATE alembic_version SET version_num = '9999'")  # as a later release does
+    assert "is at revision 9999: nothing to do" in run(migrate, "--check")
 
 
 def test_a_bad_setting_is_named_without_a_password(monkeypatch):

@@ -20,31 +20,28 @@ def migrate(
 ) -> None:
     """Upgrade the database to the revision of this release.
 
-    `graphstash serve` does it at the start unless GRAPHSTASH_AUTO_MIGRATE is false. Revisions only
-    add, so servers of the previous release keep working; they may have to wait while it runs.
+    `graphstash serve` upgrades it at its start unless GRAPHSTASH_AUTO_MIGRATE is false. Revisions
+    only add, so servers of the previous release keep working, but may wait for the upgrade.
     """
     settings = load()
     from graphstash_server.context import prepare_database, without_restore
-    from graphstash_server.db.migrate import find_revision, newest_revision
+    from graphstash_server.db.migrate import find_revision
     from graphstash_server.errors import StartError
     from graphstash_server.private_files import keep_private
 
     try:
         keep_private(settings)
         with without_restore(settings):
-            if check:
-                asyncio.run(prepare_database(settings, is_migrating=False))
-                _tell(newest_revision(), newest_revision(), as_json=as_json)
-                return
-            before = asyncio.run(find_revision(settings.database_url))
-            asyncio.run(prepare_database(settings, is_migrating=True))
+            # Without a database file, `find_revision` would create it.
+            before = None if check else asyncio.run(find_revision(settings.database_url))
+            asyncio.run(prepare_database(settings, is_migrating=not check))
             after = asyncio.run(find_revision(settings.database_url))
     except (StartError, OSError) as error:
         fail(str(error))
-    _tell(before, after, as_json=as_json)
+    _print_result(after if check else before, after, as_json=as_json)
 
 
-def _tell(before: str | None, after: str | None, *, as_json: bool) -> None:
+def _print_result(before: str | None, after: str | None, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"before": before, "revision": after}, indent=2))
     elif before == after:
