@@ -1,7 +1,6 @@
-"""Tracer: record the cache's work as spans, through OpenTelemetry's API.
+"""Tracer: records the cache's work as OpenTelemetry spans. Imported only with `GRAPHSTASH_TRACING`.
 
-This module is imported only if `GRAPHSTASH_TRACING` is set. Tracing never fails a job: errors of a
-provider are counted. If the program has no provider, `_process.tracing` creates one.
+Errors of the provider never reach the job.
 """
 
 import logging
@@ -26,18 +25,17 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 _INNERMOST: ContextVar[Span] = ContextVar("graphstash_span", default=INVALID_SPAN)
 
 Close = Callable[[float], str | None]
-"""Shuts a provider down within the given seconds, and returns what was lost, or None."""
+"""Shuts a provider down within the given seconds. Returns a message about lost spans, or None."""
 
 OwnProvider = Callable[[], tuple[trace.TracerProvider, Close]]
-"""Creates a provider, and the function that closes it."""
+"""Creates a provider and the function that closes it."""
 
 
 class Tracer:
     """Creates spans. Thread-safe.
 
-    The tracer looks for the program's provider when the first span starts, which is long after the
-    cache is opened during a compiler's import. A forked child that makes no calls therefore creates
-    no provider.
+    The first span selects the provider. A program may set its own after a compiler's import, which
+    opens the cache. A forked child without spans creates no provider.
 
     Attributes:
         failure_count: number of spans that could not be started or ended.
@@ -73,7 +71,7 @@ class Tracer:
 
     @property
     def is_inside(self) -> bool:
-        """Whether there is a current span, sampled or not."""
+        """Whether there is a current span, the program's or ours, sampled or not."""
         return trace.get_current_span().get_span_context().is_valid
 
     def start(
@@ -93,7 +91,7 @@ class Tracer:
             return INVALID_SPAN
 
     def end(self, span: Span, **attributes: AttributeValue) -> None:
-        """End a span and set its final attributes."""
+        """Set attributes with the prefix `graphstash.`, and end the span."""
         try:
             span.set_attributes(_named(attributes))
             span.end()
@@ -109,7 +107,7 @@ class Tracer:
         parent: Span | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Iterator[Span]:
-        """Record a span around the block. For an exception, record its reason, never its text."""
+        """Record a span around the block. Record an exception's reason or type, never its text."""
         span = self.start(name, attributes, parent=parent, kind=kind)
         token = context.attach(trace.set_span_in_context(span))
         innermost = _INNERMOST.set(span)
@@ -128,7 +126,7 @@ class Tracer:
             self.end(span)
 
     def note(self, **attributes: AttributeValue) -> None:
-        """Add attributes to our innermost span. The program's own spans stay unchanged."""
+        """Add attributes to our innermost span, never to the program's."""
         with suppress(Exception):
             _INNERMOST.get().set_attributes(_named(attributes))
 
@@ -138,17 +136,15 @@ class Tracer:
             _INNERMOST.get().set_attribute("http.response.status_code", status)
 
     def headers(self) -> Mapping[str, str]:
-        """Return `traceparent` and `tracestate` headers, which link the server's span to ours."""
+        """Return the headers that make the current span the parent of the server's span."""
         carrier: dict[str, str] = {}
         with suppress(Exception):
             _PROPAGATOR.inject(carrier)
         return carrier
 
     def close(self, timeout_seconds: float) -> str | None:
-        """Flush our own provider within the timeout. Leave the program's provider open.
-
-        Returns:
-            A message about lost spans, or None.
+        """Flush and close our own provider within the timeout, but never the program's. Return a
+        message about lost spans, or None.
         """
         lost = self._trouble or self._close(timeout_seconds)
         if lost is None and self.failure_count:

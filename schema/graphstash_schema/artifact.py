@@ -1,7 +1,7 @@
-"""Artifacts: metadata of one artifact, and look-ups of many.
+"""Metadata of one artifact, and look-ups of many.
 
-The client wraps and compresses an artifact's bytes into a blob. The server treats the blob as
-opaque.
+A blob is an artifact's payload that the client has compressed and wrapped (`envelope`). The server
+never unpacks it.
 """
 
 from datetime import datetime
@@ -17,20 +17,20 @@ __all__ = ["ArtifactInfo", "LookupRequest", "LookupResponse", "VerifyResponse"]
 
 
 class ArtifactInfo(WireModel):
-    """What the server knows about a stored artifact."""
+    """A stored artifact, without its blob."""
 
     key: ArtifactKey
     digest: str = Field(description="`sha256:<hex>` of the blob")
     size_bytes: int = Field(ge=0)
     compile_seconds: float | None = Field(
-        default=None, ge=0, description="what making it took; earlier servers do not say"
+        default=None, ge=0, description="as its publisher measured; earlier servers omit it"
     )
     metadata: ArtifactMetadata | None = None
     created_at: datetime | None = None
 
 
 class LookupRequest(RequestModel):
-    """Asks which of these artifacts exist."""
+    """Requests which of these artifacts exist."""
 
     keys: Items[ArtifactKey] = Field(min_length=1, max_length=MAX_LOOKUP_KEYS)
 
@@ -38,26 +38,26 @@ class LookupRequest(RequestModel):
 class LookupResponse(WireModel):
     """Result of a look-up.
 
-    The server does not evict the found artifacts for `LOOKUP_PIN_SECONDS`, unless an upload needs
-    their space.
+    The server protects found artifacts from eviction for `LOOKUP_PIN_SECONDS`, up to a limit per
+    caller and per namespace, unless an upload needs their space.
     """
 
     found: Items[ArtifactInfo]
     missing: Items[ArtifactKey]
     withdrawn: Items[ArtifactInfo] = Field(
         default=(),
-        description="those of `missing` that are withheld: no copy with this digest may be used. "
-        "Earlier servers do not say",
+        description="the withheld ones of `missing`: no copy with this digest may be used. "
+        "Earlier servers omit it",
     )
     newest_withdrawal: str | None = Field(
         default=None,
-        description="end of the namespace's list of withdrawals, see `withdrawals`. Everything up "
-        "to it shows in this answer. Earlier servers do not say",
+        description="position of the last entry in the namespace's list of withdrawals. This "
+        "answer reflects all entries. Earlier servers omit it",
     )
 
 
 class VerifyResponse(WireModel):
     """Result of reading an artifact's blob again."""
 
-    found: bool = Field(description="whether there was an artifact")
+    found: bool = Field(description="whether the artifact existed")
     healed: bool = Field(description="whether it was dropped, because its blob was lost or damaged")

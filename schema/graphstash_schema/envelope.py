@@ -4,7 +4,7 @@
     4 bytes   length of the header, big-endian, at most 4 KiB
     header    JSON: kind, device_type, fingerprint, raw_size, raw_sha256, compile_seconds
 
-The payload follows the head. Only the client reads it.
+The payload follows the head. Only the client unpacks it.
 """
 
 import json
@@ -22,14 +22,13 @@ _MAX_HEADER_BYTES: Final = 4096
 _LEAD_BYTES: Final = len(ENVELOPE_MAGIC) + 4
 
 MAX_ENVELOPE_HEAD_BYTES: Final = _LEAD_BYTES + _MAX_HEADER_BYTES
-"""Maximum bytes of a head."""
 
 
 def read_envelope_head(read: Callable[[int], bytes]) -> dict[str, Any]:
-    """Read the header of an envelope, and leave the stream at the payload.
+    """Return the header of an envelope. `read` then continues with the payload.
 
     Raises:
-        ValueError: the bytes are not an envelope. The message says why.
+        ValueError: the bytes are not an envelope.
     """
     lead = read(_LEAD_BYTES)
     if not lead.startswith(ENVELOPE_MAGIC) or len(lead) < _LEAD_BYTES:

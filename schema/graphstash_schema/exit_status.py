@@ -1,7 +1,4 @@
-"""Exit statuses of all commands of client and server, and the format of their errors.
-
-`graphstash --help` and the command-line reference show the meanings.
-"""
+"""Exit statuses of all commands of client and server, and the format of their errors."""
 
 from enum import IntEnum
 from typing import Final
@@ -10,7 +7,7 @@ __all__ = ["MEANINGS", "ExitStatus", "error_line"]
 
 
 class ExitStatus(IntEnum):
-    """Exit status of a command. `graphstash run` exits with the status of its command instead."""
+    """Exit status of a command. `graphstash run` passes on the status of the program it started."""
 
     OK = 0
     FAILED = 1
@@ -30,6 +27,7 @@ MEANINGS: Final[dict[ExitStatus, str]] = {
     ExitStatus.NOT_FOUND: "`graphstash run` does not find the program.",
     ExitStatus.INTERRUPTED: "Ctrl-C ended the command.",
 }
+"""Meanings in `graphstash --help` and in the command-line reference."""
 
 
 def error_line(message: str) -> str:

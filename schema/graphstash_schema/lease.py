@@ -1,8 +1,7 @@
 """Lease: a time-limited right to compile one artifact.
 
-Leases are advisory. They prevent many jobs from compiling the same graph at once, and correctness
-never depends on them. A PUT works without a lease, and an expired lease only lets the next waiter
-compile.
+Leases are advisory: they keep jobs from compiling the same graph at once, and correctness never
+depends on them. An upload needs no lease. When a lease expires, the next waiter compiles.
 """
 
 from datetime import datetime
@@ -31,31 +30,29 @@ __all__ = [
 ]
 
 MAX_LISTED_LEASES: Final = 200
-"""Maximum number of running compilations in one answer."""
+"""Maximum number of leases in `HeldLeases`."""
 
 
 class LeaseState(StrEnum):
-    """Result of requesting a lease."""
+    """Result of requesting or renewing a lease."""
 
     GRANTED = "granted"
-    """201: the caller compiles."""
+    """201, or 200 for a renewal: the caller compiles."""
     READY = "ready"
-    """200: the artifact exists, so the caller fetches it."""
+    """200: the artifact is stored. The caller fetches it."""
     HELD = "held"
-    """202: another job is still compiling, so the caller retries."""
+    """202: another job compiles. The caller retries."""
 
 
 class LeaseOutcome(StrEnum):
-    """How a holder ends a lease."""
+    """How the holder's compilation ended. The server ignores it, and looks for the artifact."""
 
     PUBLISHED = "published"
-    """The artifact is stored. Every waiter may fetch it."""
     FAILED = "failed"
-    """Nothing was stored. The next waiter gets the lease."""
 
 
 class LeaseRequest(RequestModel):
-    """Body of POST and PUT of a lease."""
+    """Body of POST, which acquires a lease, and of PUT, which renews it."""
 
     holder: str = Field(
         default="",
@@ -79,12 +76,12 @@ class LeaseReply(WireModel):
         default=None,
         max_length=256,
         pattern=r"^[\x21-\x7e]*$",
-        description="granted: what renews and releases it",
+        description="granted: needed to renew and release it",
     )
     fencing: int | None = Field(
         default=None, description="granted: grows with every grant of this key"
     )
-    ttl_seconds: float | None = Field(default=None, description="granted: renew before this")
+    ttl_seconds: float | None = Field(default=None, description="granted: renew within this time")
     holder: str | None = Field(default=None, description="held: who compiles")
     expires_in_seconds: float | None = Field(default=None, description="held: without a renewal")
     digest: str | None = Field(default=None, description="ready: `sha256:<hex>`")
@@ -97,7 +94,7 @@ class HeldLease(WireModel):
     key: ArtifactKey
     holder: str = Field(description="who compiles, as it says")
     expires_at: datetime = Field(description="without a renewal")
-    waiters: int = Field(ge=0, description="requests that wait for it at this server process")
+    waiters: int = Field(ge=0, description="requests waiting in the process that answered")
 
 
 class HeldLeases(WireModel):

@@ -1,4 +1,4 @@
-"""Base classes of records that are sent as JSON in a body or a header. Records are immutable."""
+"""Base classes of immutable records that are sent as JSON in a body or a header."""
 
 from typing import Annotated, TypeVar
 
@@ -9,20 +9,18 @@ __all__ = ["Items", "RequestModel", "WireModel"]
 _Item = TypeVar("_Item")
 
 Items = Annotated[tuple[_Item, ...], FailFast()]
-"""A sequence of items. Validation stops at the first error, because collecting a million errors
-would take gigabytes."""
+"""A sequence whose validation stops at the first error: a million errors would take gigabytes."""
 
 
 class WireModel(BaseModel):
-    """Base class that ignores unknown fields, so that a newer release can add fields.
-
-    Rejects NaN and infinity, which would make waits and sums never finish.
+    """Ignores unknown fields, which later releases may add. Rejects NaN and infinity, which would
+    make waits and sums never finish.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class RequestModel(BaseModel):
-    """Base class that rejects unknown fields, so that a caller notices an unsupported field."""
+    """Rejects unknown fields, so that a caller notices an unsupported one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

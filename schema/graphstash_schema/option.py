@@ -1,4 +1,4 @@
-"""Option: declares beside a setting that a command takes it on its command line."""
+"""Option: declares that a setting is also an option of commands."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,19 +8,19 @@ __all__ = ["Option"]
 
 
 class Option(NamedTuple):
-    """Option of a setting: `--<name of the setting> <value>`, or flags.
+    """Option of a setting: `--<setting> <value>`, or flags.
 
     Attributes:
-        flags: maps each flag to the value that it gives the setting. Empty for an option that
-            takes a value.
-        help: help of flags whose meaning is not the one of the setting, such as `--quiet`.
+        flags: value of the setting by flag. Empty for an option with a value.
+        help: replaces the setting's description in the help. `--quiet` needs it, because it
+            switches the setting `summary` off.
     """
 
     flags: Mapping[str, bool] = MappingProxyType({})
     help: str = ""
 
     def spelled(self, setting: str) -> str:
-        """Return the option as in help pages: `--url`, or `--read-only / --read-write`."""
+        """Return the option as in the help: `--url`, or `--read-only / --read-write`."""
         sides = (", ".join(self.giving(value=value)) for value in (True, False))
         return " / ".join(filter(None, sides)) or f"--{setting.replace('_', '-')}"
 

@@ -1,8 +1,7 @@
 """Errors on the wire: a problem document (RFC 9457) with an error code.
 
-The server turns every failure into a `Problem`. The client turns the problem's `code` back into an
-exception. Programs read `code`. People read `detail`, which names the value, the exceeded limit and
-the remedy.
+Programs read `code`, from which the client makes an exception. People read `detail`, which names
+the value, the limit and the remedy.
 """
 
 from pydantic import Field
@@ -14,18 +13,18 @@ __all__ = ["Problem"]
 
 
 class Problem(WireModel):
-    """An error body, `application/problem+json` (RFC 9457)."""
+    """An error body, `application/problem+json`."""
 
     type: str = Field(description="`urn:graphstash:error:<code>`")
     title: str = Field(description="the code in words")
     status: int = Field(ge=400, le=599, description="the HTTP status")
-    detail: str = Field(description="what was wrong, the limit and the way out")
+    detail: str = Field(description="what was wrong, the limit and the remedy")
     code: ErrorCode = Field(description="what programs read")
     retryable: bool = Field(description="whether the same request may succeed later")
     instance: str = Field(description="`urn:graphstash:request:<request id>`")
-    limit: int | float | None = Field(default=None, description="the limit that was passed")
-    digest: str | None = Field(default=None, description="409: the digest that stays")
-    given_digest: str | None = Field(default=None, description="409: the digest that was refused")
+    limit: int | float | None = Field(default=None, description="the exceeded limit")
+    digest: str | None = Field(default=None, description="409: digest of the stored artifact")
+    given_digest: str | None = Field(default=None, description="409: digest of the refused upload")
 
     @classmethod
     def of(
@@ -38,7 +37,7 @@ class Problem(WireModel):
         digest: str | None = None,
         given_digest: str | None = None,
     ) -> "Problem":
-        """Build the document of one failure. The code determines status and retryability."""
+        """Build a document. The code determines `status` and `retryable`."""
         return cls(
             type=f"urn:graphstash:error:{code}",
             title=code.replace("_", " "),

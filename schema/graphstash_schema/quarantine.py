@@ -1,4 +1,8 @@
-"""Quarantine: an artifact that a client reports as wrong is withheld until an admin decides."""
+"""Quarantine: a wrong artifact is withheld until an administrator releases or deletes it.
+
+A report withholds an artifact if the server confirms it, a second writer repeats it, or it comes
+from an administrator. Other reports change nothing.
+"""
 
 from datetime import datetime
 from enum import StrEnum
@@ -14,14 +18,13 @@ __all__ = ["ReportReason", "ReportRequest", "ReportResponse", "Withheld", "Withh
 
 
 class ReportReason(StrEnum):
-    """What a client found."""
+    """What is wrong with an artifact."""
 
     BAD_SIGNATURE = "bad_signature"
     """The signature does not match the artifact, its key or its namespace."""
     UNKNOWN_KEY = "unknown_key"
-    """The client does not trust the signing key, or not for this namespace."""
+    """The client does not trust the signing key in this namespace."""
     REVOKED_KEY = "revoked_key"
-    """The signing key was revoked."""
     UNSIGNED = "unsigned"
     """The artifact is unsigned, and the client requires a signature."""
     WRONG_KEY = "wrong_key"
@@ -31,7 +34,7 @@ class ReportReason(StrEnum):
 
     @property
     def is_about_artifact(self) -> bool:
-        """Whether the artifact is wrong for every client, independent of its trusted keys."""
+        """Whether the reason holds for every client, whichever keys it trusts."""
         return self not in {ReportReason.UNKNOWN_KEY, ReportReason.UNSIGNED}
 
 
@@ -40,7 +43,7 @@ class ReportRequest(RequestModel):
 
     key: ArtifactKey
     digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] = Field(
-        description="of the blob that was found wrong: a report of another one changes nothing"
+        description="of the wrong blob; without effect if another blob is stored under the key"
     )
     reason: ReportReason
 
@@ -48,24 +51,24 @@ class ReportRequest(RequestModel):
 class ReportResponse(WireModel):
     """Result of a report."""
 
-    found: bool = Field(description="whether that blob is stored under the key")
+    found: bool = Field(description="whether the reported blob was stored under the key")
     withheld: bool = Field(description="whether the artifact is withheld now")
 
 
 class Withheld(WireModel):
-    """An artifact that is withheld."""
+    """A withheld artifact."""
 
     namespace: Namespace
     key: ArtifactKey
     digest: str = Field(description="`sha256:<hex>` of the blob")
     size_bytes: int = Field(ge=0)
-    producer: str = Field(description="as its publisher said")
+    producer: str = Field(description="as its publisher reported")
     reason: ReportReason
     reported_by: str
     reported_at: datetime
 
 
 class WithheldList(WireModel):
-    """All withheld artifacts, newest first."""
+    """Up to 1,000 withheld artifacts, newest report first."""
 
     artifacts: tuple[Withheld, ...]

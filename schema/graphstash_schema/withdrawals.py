@@ -1,10 +1,10 @@
-"""Withdrawals: the numbered list of what a namespace has withdrawn.
+"""Withdrawals: a namespace's list of artifacts of which clients must not use their copies.
 
-An artifact is withdrawn when it is withheld, deleted or replaced. Eviction, retention and the loss
-of a blob say nothing about an artifact's content, so they are not in the list.
+An artifact is withdrawn when it is withheld, deleted or replaced. Eviction, retention and lost
+blobs do not make copies wrong, so they are not listed.
 
-A caller keeps the position up to which it has applied the list, and asks for what follows. Every
-look-up answers with the newest position, so a caller asks only if something is new.
+A client stores the position up to which it has applied the list. Every look-up returns the newest
+position, so the client requests the list only if it has grown.
 """
 
 from enum import StrEnum
@@ -24,24 +24,20 @@ __all__ = [
 ]
 
 MAX_WITHDRAWALS_OF_PAGE: Final = 1000
-"""Maximum withdrawals of a page."""
 
 
 class WithdrawalCause(StrEnum):
-    """Why an artifact was withdrawn."""
+    """Why an artifact was withdrawn. An administrator may release a withheld one."""
 
     WITHHELD = "withheld"
-    """It was reported as wrong. An administrator may release it."""
     DELETED = "deleted"
-    """An administrator deleted it."""
     REPLACED = "replaced"
-    """An upload replaced it, as the namespace's policy allows."""
 
 
 class Withdrawal(WireModel):
-    """One entry of the list: no copy of this artifact with this digest may be used."""
+    """One entry: no copy of this artifact with this digest may be used."""
 
-    number: int = Field(ge=1, description="grows by 1 in the namespace")
+    number: int = Field(ge=1, description="counts the entries of the namespace")
     key: str = Field(description="kind/device type/fingerprint; later releases add kinds")
     digest: str = Field(description="`sha256:<hex>` of the blob")
     cause: str = Field(description="`withheld`, `deleted` or `replaced`; more in later releases")
@@ -52,13 +48,13 @@ class WithdrawalQuery(RequestModel):
     """Selects a page of the list."""
 
     after: ListPosition = Field(
-        default=LIST_START, description="`position` of the page before; `0` for the first"
+        default=LIST_START, description="`position` of the previous page; `0` for the first"
     )
     limit: int = Field(
         default=MAX_WITHDRAWALS_OF_PAGE,
         ge=1,
         le=MAX_WITHDRAWALS_OF_PAGE,
-        description="most entries",
+        description="maximum number of entries",
     )
 
 
@@ -66,9 +62,9 @@ class WithdrawalList(WireModel):
     """A page of withdrawals, oldest first."""
 
     is_complete: bool = Field(
-        description="whether the list has everything after `after`. False: entries were dropped "
-        "for their age, or the database was restored. The page is empty, and the caller must ask "
-        "again about every copy that it has"
+        description="whether the list has all entries after `after`. False: some were dropped for "
+        "age or number, or the database was restored. Then the page is empty, and the caller must "
+        "look up each of its copies again"
     )
     withdrawals: Items[Withdrawal]
     position: ListPosition = Field(description="`after` of the next page")

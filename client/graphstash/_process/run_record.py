@@ -1,8 +1,8 @@
-"""Records of the misses of a run, kept on this host for `graphstash explain`.
+"""Records of a run's misses, kept on this host for `graphstash explain`.
 
-A run is either all processes that one `graphstash run` started, or a single process that installed
-the cache. Each process writes one file to its run's directory in the local tier. The directories
-must be accessible to this user only; otherwise they are not used.
+A run is all processes that one `graphstash run` started, or one process that installed the cache.
+Each process writes `records/<run>/<process id>.json` in the local tier. If other users have any
+access to `records`, it is not read.
 """
 
 import json
@@ -40,13 +40,13 @@ class ProcessRecord:
         argv: command line.
         url: server URL.
         namespace: namespace that the process wrote to.
-        started_at: start time of the process in seconds since 1970.
-        run_started_at: start time of the run.
-        stats: the counters, by their names in `Stats`.
-        uncached: number of compilations without the cache.
-        misses: compiled artifacts: description, `Miss.trouble`, compile seconds.
-        unsent: why the upload of a compiled artifact failed, by key.
-        notes: what kept the process from using the cache, such as a hook that is off.
+        started_at: start of the process in seconds since 1970.
+        run_started_at: start of the run in seconds since 1970.
+        stats: counters by their names in `Stats`.
+        uncached: compilations after an error of the cache, or of programs that cannot be shared.
+        misses: description, `Miss.trouble` and compile seconds of each miss.
+        unsent: why uploads of compiled artifacts failed, by key.
+        notes: why the process did not use the cache or share its results.
     """
 
     argv: Sequence[str]
@@ -71,9 +71,8 @@ def save(
     uncached: int,
     notes: Sequence[str] = (),
 ) -> None:
-    """Write the record of this process, and keep only the twenty latest runs.
-
-    An older run stays while one of its processes is alive.
+    """Write the record of this process. Remove all but the twenty latest runs, and those of which a
+    process is alive.
 
     Raises:
         OSError: the record cannot be written.
@@ -109,10 +108,10 @@ def save(
 
 
 def read_last_run(cache_dir: Path) -> list[ProcessRecord] | None:
-    """Return the records of the latest run, or None if there is no run.
+    """Return the records of the latest run, or None if there is no record.
 
     Raises:
-        OSError: other users may write to the directory.
+        OSError: other users have access to the directory.
     """
     try:
         descriptor = open_own_directory(cache_dir / _FOLDER)
@@ -126,10 +125,10 @@ def read_last_run(cache_dir: Path) -> list[ProcessRecord] | None:
 
 
 def read_earlier_runs(cache_dir: Path, *, before: float) -> list[ProcessRecord]:
-    """Return the records of the runs that started before a time.
+    """Return the records of the runs that started before `before`, in seconds since 1970.
 
     Raises:
-        OSError: other users may write to the directory, or it does not exist.
+        OSError: other users have access to the directory, or it does not exist.
     """
     with _opened(open_own_directory(cache_dir / _FOLDER)) as runs:
         names = [name for name in _names(runs) if run_name.started_at(name) < before]
@@ -146,8 +145,8 @@ def _opened(descriptor: int) -> Iterator[Path]:
 
 
 def _names(runs: Path) -> list[str]:
-    """Return the runs, oldest first. Runs that began while the clock was ahead count as the oldest.
-    Skip other entries.
+    """Return the names of the runs, oldest first. A run from more than an hour in the future counts
+    as oldest: the clock was wrong.
     """
     latest = new_run(after_seconds=_MAX_AHEAD_SECONDS)
     names = (each.name for each in runs.iterdir() if is_run(each.name))
@@ -155,12 +154,12 @@ def _names(runs: Path) -> list[str]:
 
 
 def _read(run: Path) -> list[ProcessRecord]:
-    """Return the records of a run, in the order in which its processes started."""
+    """Return the records of a run, by start of the process."""
     return sorted(_readable(run), key=lambda record: record.started_at)
 
 
 def _readable(run: Path) -> Iterator[ProcessRecord]:
-    """Yield the records of a run. Skip damaged records."""
+    """Yield the records of a run. Skip damaged records, and records above 32 MiB."""
     for path in run.glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             if path.stat().st_size > _MAX_BYTES:

@@ -1,4 +1,4 @@
-"""Detect that a file of keys or a token file has changed."""
+"""Detect changes of key files and token files."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ __all__ = ["file_stamp"]
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
-    """Return values that change when a file is replaced or written, or () if it is unreadable."""
+    """Return values that change when a file is replaced or written, or () without access to it."""
     try:
         status = os.stat(path)  # noqa: PTH116 - called on every hit, where Path.stat is too slow
     except OSError:

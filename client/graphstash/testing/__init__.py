@@ -1,4 +1,4 @@
-"""graphstash server for tests, in this process and on loopback, with injectable failures.
+"""A graphstash server for tests, in a thread of this process, with injectable failures.
 
     from graphstash.testing import FakeServer
 
@@ -9,15 +9,8 @@
             subprocess.run([sys.executable, "train.py"], env=variables, check=True)
             assert server.count("put") == 1
 
-As a pytest fixture:
-
-    @pytest.fixture
-    def cache_server():
-        with FakeServer() as server:
-            yield server
-
-It is the real server with a temporary directory, so it needs the extra `server`. It uses real HTTP,
-so that the code under test may run in a subprocess without patches.
+It is the real server on a loopback port, with a temporary data directory. It needs the extra
+`server`.
 """
 
 from graphstash.testing.failures import Call, Failure, Fault, ServerCall, StoredArtifact
