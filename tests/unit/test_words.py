@@ -33,8 +33,8 @@ WORDS = [Namespace, DeviceType, Fingerprint, ManifestName]
 @given(data=st.data())
 def test_words_of_the_right_form_stay_as_they_are(word, data):
     texts = data.draw(st.lists(st.from_regex(word.form, fullmatch=True), max_size=3))
-    words = word.all_of(texts)
-    assert words == texts == [word(text) for text in texts]
+    words = [word(text) for text in texts]
+    assert words == texts
     assert {type(each) for each in words} <= {word}
     listed = TypeAdapter(list[word])
     assert listed.validate_json(json.dumps(texts)) == texts
@@ -54,17 +54,6 @@ def test_malformed_text_is_refused(word):
         assert len(str(refusal.value)) < 250
     with pytest.raises(ValidationError):
         TypeAdapter(word).validate_json("1")
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_one_bad_word_among_many_is_named(number):
-    texts = ["a" * 64, "b" * 64, "c" * 64]
-    texts[number] = "X"
-
-    with pytest.raises(InvalidValueError, match="'X'"):
-        Fingerprint.all_of(texts)
-    with pytest.raises(TypeError):
-        Fingerprint.all_of([*texts[:number], 1])
 
 
 def test_a_key_reads_its_three_segments_and_writes_them_again():

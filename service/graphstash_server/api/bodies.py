@@ -127,8 +127,8 @@ class ListOfKeys(Protocol):
 async def read_keys(
     call: NamespaceCall, model: type[BaseModel], *, max_keys: int, way_out: str
 ) -> list[StoredKey]:
-    """Read a body whose `model` is a `ListOfKeys`, in a third of the time of `read_model`. A valid
-    body is parsed without the model. For an invalid body, the model reports the error.
+    """Read a body whose `model` is a `ListOfKeys`. A valid body is parsed without the model, which
+    is several times as fast. For an invalid body, the model reports the error.
     """
     limit_bytes = max_keys * _MAX_KEY_BYTES
     raw = await _read_json(call, max_bytes=limit_bytes, max_keys=max_keys, way_out=way_out)
@@ -149,12 +149,14 @@ def _plain_keys(raw: bytes, namespace: Namespace, *, max_keys: int) -> list[Stor
             return None
         if any(len(item) != _FIELDS for item in items):
             return None
-        fingerprints = Fingerprint.all_of([item["fingerprint"] for item in items])
         return [
             StoredKey(
-                namespace, kinds[item["kind"]], device_types[item["device_type"]], fingerprint
+                namespace,
+                kinds[item["kind"]],
+                device_types[item["device_type"]],
+                Fingerprint(item["fingerprint"]),
             )
-            for item, fingerprint in zip(items, fingerprints, strict=True)
+            for item in items
         ]
     except (ValueError, TypeError, KeyError, InvalidValueError):
         return None
