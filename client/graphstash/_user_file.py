@@ -1,7 +1,7 @@
 """The user's config file: address and token of the server, which `graphstash init` stores.
 
-The file holds these two settings only. If it is damaged, it is ignored, and a setting that guards
-a job, such as the trusted keys, must not be ignored. Options and the environment take precedence.
+Options and the environment take precedence. A damaged file is ignored. The file therefore never
+holds settings that protect a job, such as trusted keys.
 """
 
 import os
@@ -22,8 +22,8 @@ class UserFile(NamedTuple):
     """Content of the file.
 
     Attributes:
-        values: settings by name. Not validated.
-        problem: why the file, or a part of it, is ignored. "" if it is absent or in order.
+        values: settings by name, not validated.
+        problem: why the file or a part of it is ignored, or "".
     """
 
     values: Mapping[str, str]
@@ -31,9 +31,9 @@ class UserFile(NamedTuple):
 
 
 def user_file_path(environ: Mapping[str, str]) -> Path | None:
-    """Return `$XDG_CONFIG_HOME/graphstash/config.toml`, or the same below `~/.config`.
+    """Return `$XDG_CONFIG_HOME/graphstash/config.toml`. Default: below `$HOME/.config`.
 
-    Returns None if the environment names no home directory.
+    Returns None if this path is not absolute.
     """
     home = environ.get("HOME")
     base = Path(environ.get("XDG_CONFIG_HOME") or (f"{home}/.config" if home else ""))
@@ -41,7 +41,7 @@ def user_file_path(environ: Mapping[str, str]) -> Path | None:
 
 
 def read_user_file(environ: Mapping[str, str]) -> UserFile:
-    """Read the file of this environment's user. Never raises: a problem is part of the result."""
+    """Read the file of this environment's user. Returns problems instead of raising them."""
     path = user_file_path(environ)
     if path is None:
         return UserFile({})
@@ -66,15 +66,11 @@ def read_user_file(environ: Mapping[str, str]) -> UserFile:
 
 
 def write_user_file(path: Path, values: Mapping[str, str]) -> None:
-    """Replace the file atomically. Only its owner can read it.
-
-    Raises:
-        OSError: the directory or the file cannot be written.
-    """
+    """Replace the file atomically. Only its owner can read it."""
     import json  # slow to import, and only one command writes the file
     import tempfile
 
-    path = Path(os.path.realpath(path))  # keep a link that a user's tool for settings has made
+    path = Path(os.path.realpath(path))  # keep a symbolic link to a user's dotfiles
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in values.items()]
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600

@@ -1,7 +1,7 @@
 """Digest: the SHA-256 and the size of a blob.
 
-The wire uses three spellings of the same 32 bytes: `sha256:<64 hex>` (our own, in JSON and ETags),
-`sha-256=:<base64>:` (`Repr-Digest`, RFC 9530) and bare hex (file names, object keys).
+The SHA-256 is spelled `sha256:<64 hex>` in JSON and ETags, `sha-256=:<base64>:` in `Repr-Digest`
+(RFC 9530), and bare hex in file names and object keys.
 """
 
 import base64
@@ -23,12 +23,8 @@ _REPR_DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/]{43}=):\s*(?=,|$)")
 class Digest:
     """Identifies a blob: equal digests mean equal bytes.
 
-    Attributes:
-        sha256: 64 lower-case hex digits.
-        size_bytes: size of the blob, 0 or more.
-
     Raises:
-        InvalidValueError: the constructor got a malformed hash or a negative size.
+        InvalidValueError: `sha256` is not 64 lower-case hex digits, or the size is negative.
     """
 
     sha256: str
@@ -55,7 +51,7 @@ class Digest:
 
     @property
     def etag(self) -> str:
-        """The strong entity tag (RFC 9110), including quotes."""
+        """The strong entity tag (RFC 9110), with quotes."""
         return f'"sha256:{self.sha256}"'
 
     @property
@@ -82,7 +78,7 @@ class Digest:
 
     @classmethod
     def parse_repr_digest(cls, text: str, *, size_bytes: int) -> Self:
-        """Parse the SHA-256 of a `Repr-Digest` field, and ignore other algorithms.
+        """Parse the SHA-256 of a `Repr-Digest` field. Ignore other algorithms.
 
         Raises:
             InvalidValueError: the field contains no valid `sha-256`.
@@ -92,8 +88,7 @@ class Digest:
             raw = base64.b64decode(match.group(1), validate=True) if match else b""
         except binascii.Error:
             raw = b""
-        # Reject other spellings of the same digest: base64 has spare bits, which lax decoders
-        # ignore.
+        # The last base64 character has spare bits. Reject spellings in which they are not 0.
         is_canonical = match is not None and base64.b64encode(raw).decode() == match.group(1)
         if len(raw) != hashlib.sha256().digest_size or not is_canonical:
             raise InvalidValueError(

@@ -1,7 +1,4 @@
-"""Error codes of the wire protocol, and the exception for a malformed value.
-
-InvalidValueError (ValueError)   a name, number or header is malformed
-"""
+"""Error codes of the wire protocol, and the exception for a malformed value."""
 
 from enum import StrEnum
 from typing import Final
@@ -10,10 +7,8 @@ __all__ = ["RETRYABLE", "STATUS", "ErrorCode", "InvalidValueError"]
 
 
 class ErrorCode(StrEnum):
-    """Reasons for refusing a request.
-
-    The first paragraph of a member's docstring says what happened. The second paragraph says what
-    to do. docs/reference/errors.md is generated from them.
+    """Why a request failed. Of each member, docs/reference/errors.md shows what happened (first
+    paragraph) and what to do (second paragraph).
     """
 
     INVALID_NAMESPACE = "invalid_namespace"
@@ -95,7 +90,7 @@ class ErrorCode(StrEnum):
     `graphstash token create`.
     """
     FORBIDDEN = "forbidden"
-    """The token is valid, but it does not grant this operation in this namespace.
+    """The token is valid but does not grant this operation in this namespace.
 
     Use a namespace that the token covers, or ask an administrator for a token with the scope that
     the message names.
@@ -107,8 +102,7 @@ class ErrorCode(StrEnum):
     namespace set`.
     """
     NOT_FOUND = "not_found"
-    """Nothing is stored under this name, or the caller may not read it. The server answers both
-    cases alike.
+    """Nothing is stored under this name, or the caller may not read it. Both get the same answer.
 
     For an artifact, this is a miss, and the job compiles. Otherwise check the name, and what the
     token grants.
@@ -132,8 +126,8 @@ class ErrorCode(StrEnum):
     CONFLICT = "conflict"
     """Different bytes are already stored under this key, and the namespace is write-once.
 
-    Do nothing: the first artifact stays, and every job can use it. To replace it, let an
-    administrator delete it, or use a namespace with `--mode overwrite`.
+    Do nothing: every job can use the first artifact. To replace it, let an administrator delete it,
+    or use a namespace with `--mode overwrite`.
     """
     WITHHELD = "withheld"
     """The artifact of this key was reported as wrong. The server keeps it as evidence, and accepts
@@ -196,14 +190,14 @@ class ErrorCode(StrEnum):
     Find the response's request id in the server's log, and report a bug.
     """
     DATABASE_CORRUPT = "database_corrupt"
-    """The server's database is damaged, so the server serves nothing from it. Retries do not help.
+    """The server's database is damaged, so the server does not use it. Retries do not help.
 
     Do nothing in a job: it compiles. An administrator stops the servers and restores a backup with
     `graphstash restore`. `graphstash fsck` names the damage.
     """
     TOO_MANY_CONNECTIONS = "too_many_connections"
-    """A process of the server has as many connections as it may, and none of them became idle
-    within a second. A proxy may also limit the connections of one address.
+    """A server process holds its maximum number of connections, and none became idle within a
+    second. A proxy may also limit the connections of one address.
 
     Wait for the seconds in `Retry-After`, as graphstash's client does within the time that a job
     may wait. If it lasts, raise `GRAPHSTASH_MAX_CONNECTIONS` or `GRAPHSTASH_WORKERS`.
@@ -249,7 +243,7 @@ STATUS: Final[dict[ErrorCode, int]] = dict.fromkeys(ErrorCode, 400) | {
     ErrorCode.UNAVAILABLE: 503,
     ErrorCode.INSUFFICIENT_STORAGE: 507,
 }
-"""The HTTP status of each code."""
+"""HTTP status of each code."""
 
 RETRYABLE: Final[frozenset[ErrorCode]] = frozenset(
     {

@@ -1,15 +1,12 @@
 r"""Artifact keys: kind, device type and fingerprint.
 
-A fingerprint is a SHA-256 over named parts with length prefixes, and depends on the artifact's
-kind.
-
-Every implementation must hash these bytes (golden values in tests/unit):
+A fingerprint is the SHA-256 of these bytes (golden values in tests/unit):
 
     "graphstash-fingerprint-v1\0"  u64(len(kind)) kind  u64(number of parts)
     then for every part, sorted by name:  u64(len(name)) name  u64(len(value)) value
 
-u64 is big-endian. Text is UTF-8. Surrogates pass through, because environment variables may contain
-them. Lengths precede contents, so that two different sets of parts never hash the same bytes.
+u64 is big-endian. Text is UTF-8, with surrogates, because environment variables may contain them.
+The lengths ensure that two different sets of parts never hash the same bytes.
 """
 
 import hashlib
@@ -46,7 +43,7 @@ _NOT_ALLOWED: Final = re.compile(r"[^a-z0-9._]+")
 
 
 class ArtifactKind(StrEnum):
-    """The compiler that reads an artifact. Releases may add kinds."""
+    """The compiler that reads an artifact. Later releases may add kinds."""
 
     TORCH_XLA = "torch_xla"
     """A file of torch_xla's persistent cache: a serialized PJRT executable."""
@@ -59,17 +56,17 @@ class ArtifactKind(StrEnum):
     AOT_AUTOGRAD = "aot_autograd"
     """An entry of the AOTAutograd cache."""
     TRITON = "triton"
-    """A group of files that make up one Triton kernel."""
+    """The files of one Triton kernel."""
     AUTOTUNE = "autotune"
     """An autotuning result."""
     SCHEDULE = "schedule"
-    """A result of tuning: measurements of a kernel, and its best schedules."""
+    """Measurements of a kernel, and its best schedules."""
     PLUGIN = "plugin"
-    """A result of a compiler whose hook is in another package. The key contains the hook's name."""
+    """A result of a compiler whose hook is in another package. The fingerprint covers its name."""
 
     @classmethod
     def parse(cls, text: str) -> "ArtifactKind":
-        """Parse a kind from a path or a body.
+        """Parse a kind.
 
         Raises:
             InvalidValueError: the kind is unknown.
@@ -86,13 +83,12 @@ class ArtifactKind(StrEnum):
 
 
 class DeviceType(Word):
-    """Hardware that an executable runs on: platform, device kind and topology, joined by hyphens.
+    """Hardware that an executable runs on, 1 to 128 characters.
 
-    A device type has 1 to 128 characters. Examples: `cpu-x86_64-91a3e0b4c5d6f708` (platform,
-    machine, digest of the CPU feature set), `cuda-sm_90` (platform, compute capability),
-    `tpu-v5e-2x4` (platform, chip, topology). Every host of a device type may load its executables.
-    The name must therefore contain all properties that make hosts incompatible (instruction sets,
-    chip generation, topology).
+    Examples: `cpu-x86_64-91a3e0b4c5d6f708` (platform, machine, digest of the CPU features),
+    `cuda-sm_90` (platform, compute capability), `tpu-v5e-2x4` (platform, chip, topology). Hosts of
+    one device type load each other's executables, so it must contain every property that makes
+    hosts incompatible.
     """
 
     __slots__ = ()
@@ -107,9 +103,9 @@ class DeviceType(Word):
 
     @classmethod
     def of(cls, platform: str, *details: str) -> Self:
-        """Join a runtime's own terms ("TPU v5 lite", "2x4") into a device type.
+        """Join a runtime's own terms ("TPU v5 lite", "2x4") by hyphens.
 
-        Upper case becomes lower case. Characters outside `[a-z0-9._]` become `_`.
+        Upper case becomes lower case. Other characters outside `[a-z0-9._]` become `_`.
 
         Raises:
             InvalidValueError: the result is empty or longer than 128 characters.
@@ -123,15 +119,14 @@ class DeviceType(Word):
 
         Args:
             machine: `platform.machine()`, such as `x86_64`.
-            features: instruction-set features, such as the `flags` of /proc/cpuinfo. Order and
-                repetition do not matter.
+            features: instruction-set features, such as the `flags` of /proc/cpuinfo, in any order.
         """
         listed = " ".join(sorted(set(features)))
         return cls.of("cpu", machine, hashlib.sha256(listed.encode()).hexdigest()[:16])
 
 
 class Fingerprint(Word):
-    """A fingerprint: 64 lower-case hex digits."""
+    """64 lower-case hex digits."""
 
     __slots__ = ()
     form = re.compile(r"[0-9a-f]{64}")
@@ -140,10 +135,7 @@ class Fingerprint(Word):
 
 
 class ArtifactKey(RequestModel):
-    """Identifies an artifact inside a namespace.
-
-    The key does not contain the namespace, which comes from the URL or the client.
-    """
+    """Identifies an artifact within a namespace."""
 
     kind: Annotated[ArtifactKind, BeforeValidator(ArtifactKind.parse)]
     device_type: DeviceType
@@ -154,7 +146,7 @@ class ArtifactKey(RequestModel):
         """Parse the three path segments.
 
         Raises:
-            InvalidValueError: a segment is malformed. Reports the first one.
+            InvalidValueError: a segment is malformed.
         """
         return ArtifactKey.model_construct(
             kind=ArtifactKind.parse(kind),
@@ -175,10 +167,10 @@ class ArtifactKey(RequestModel):
 
 
 def fingerprint_of(kind: ArtifactKind, parts: Mapping[str, str]) -> Fingerprint:
-    """Return the hash of named parts, which does not depend on their order.
+    """Return the hash of named parts in any order.
 
     Args:
-        kind: kind of artifact, which separates the fingerprints of different compilers.
+        kind: separates the fingerprints of different compilers.
         parts: the compiler's own key and all inputs that it omits. 1 to `MAX_PARTS` parts.
 
     Raises:
@@ -210,8 +202,8 @@ def fingerprint_of(kind: ArtifactKind, parts: Mapping[str, str]) -> Fingerprint:
 def parts_for_display(parts: Mapping[str, str]) -> dict[str, str]:
     """Shorten parts for the metadata of an artifact.
 
-    A printable value of up to 160 characters stays unchanged. Any other value becomes
-    `sha256:<hex>`, which still shows whether two hosts differ.
+    A value that is not printable or has more than 160 characters becomes `sha256:<hex>`, which
+    still shows whether two hosts differ.
     """
     return {name: _shown(value) for name, value in sorted(parts.items())}
 

@@ -1,4 +1,4 @@
-"""ArtifactMetadata: a publisher's statements about an artifact."""
+"""ArtifactMetadata: a publisher's statements about an artifact, sent in a header."""
 
 import base64
 import binascii
@@ -16,15 +16,15 @@ from graphstash_schema.signature import ArtifactSignature
 __all__ = ["MAX_COMPILE_SECONDS", "ArtifactMetadata"]
 
 MAX_COMPILE_SECONDS: Final = 7 * 24 * 3600.0
-"""One week: longer than any real compilation, short enough not to distort the eviction order."""
+"""One week. A larger value, which no compilation takes, would distort the eviction order."""
 
 
 class ArtifactMetadata(WireModel):
-    """A publisher's statements about an artifact, sent in one header of bounded size."""
+    """A publisher's statements about an artifact."""
 
-    version: int = Field(default=1, ge=1, le=1, description="form of this record")
+    version: int = Field(default=1, ge=1, le=1, description="version of this record's format")
     compile_seconds: float = Field(
-        ge=0, le=MAX_COMPILE_SECONDS, description="wall time the compilation took"
+        ge=0, le=MAX_COMPILE_SECONDS, description="wall time of the compilation"
     )
     raw_size_bytes: int = Field(ge=0, description="size of the payload before compression")
     toolchain: str = Field(
@@ -37,7 +37,7 @@ class ArtifactMetadata(WireModel):
         default="",
         max_length=128,
         pattern=LINE,
-        description="who made it, e.g. user@host; shown, never trusted",
+        description="who published it, e.g. user@host; shown, never trusted",
     )
     parts: dict[str, str] = Field(
         default_factory=dict,
@@ -49,11 +49,7 @@ class ArtifactMetadata(WireModel):
     )
 
     def to_header(self) -> str:
-        """Encode the record for `HEADER_METADATA`.
-
-        If the record is too large, the largest parts are dropped first: an upload must never fail
-        because of its explanation.
-        """
+        """Encode the record for `HEADER_METADATA`. Drop the largest parts if it is too large."""
         parts = dict(self.parts)
         while True:
             record = self.model_copy(update={"parts": parts})
@@ -68,8 +64,7 @@ class ArtifactMetadata(WireModel):
         """Decode `HEADER_METADATA`.
 
         Raises:
-            InvalidValueError: the value is too long, not base64url, not JSON, of an unknown
-                version, or has a field out of range.
+            InvalidValueError: the value is too long, no base64url of JSON, or has an invalid field.
         """
         if len(value) > MAX_METADATA_BYTES:
             raise _invalid(f"{len(value)} characters", f"at most {MAX_METADATA_BYTES} characters")

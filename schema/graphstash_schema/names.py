@@ -1,7 +1,6 @@
-"""Base class of validated strings on the wire, which are checked once, on receipt.
+"""Strings on the wire that are validated once, on receipt: the type proves the check.
 
-A subclass defines its form. The type then proves that the string was checked. SQL, URLs and JSON
-treat words as plain strings, and pydantic accepts them as field types.
+SQL, URLs and JSON treat them as plain strings, and pydantic accepts them as field types.
 """
 
 import re
@@ -28,8 +27,8 @@ __all__ = [
 
 
 LINE: Final = r"^[^\x00-\x1f\x7f-\x9f]*$"
-"""Pattern of text from others that is shown to people: one line without control characters. Control
-characters move a terminal's cursor, and PostgreSQL cannot store NUL."""
+"""Pattern of untrusted text that is shown to people. Control characters would move a terminal's
+cursor, and PostgreSQL cannot store NUL."""
 
 
 class Word(str):
@@ -42,7 +41,7 @@ class Word(str):
     __slots__ = ()
 
     form: ClassVar[re.Pattern[str]]
-    """Pattern of the whole string. Forms are ASCII, so a character is a byte."""
+    """Pattern of the whole string, ASCII only."""
 
     what: ClassVar[str]
     """Name of the value in error messages."""
@@ -51,7 +50,7 @@ class Word(str):
     """Error code of a value that does not match."""
 
     def __new__(cls, text: str) -> Self:
-        """Check the text. This is the only way to create a word."""
+        """Check the text."""
         if cls.form.fullmatch(text) is None:
             raise InvalidValueError(
                 code=cls.code, what=cls.what, value=text, expected=cls.form.pattern
@@ -62,8 +61,8 @@ class Word(str):
     def __get_pydantic_core_schema__(
         cls, _source: Any, _handler: "GetCoreSchemaHandler"
     ) -> "CoreSchema":
-        """Validate a pydantic field of this type, and describe it as a string with a pattern."""
-        from pydantic_core import core_schema  # imported here: words also work without pydantic
+        """Let pydantic validate fields of this type."""
+        from pydantic_core import core_schema  # words also work without pydantic
 
         return core_schema.no_info_after_validator_function(
             cls,
@@ -95,10 +94,9 @@ class ManifestName(Word):
 
 
 class ListPosition(Word):
-    """Position in a namespace's list of withdrawals: the number of the last withdrawal and its
-    random mark, `12-<16 hex>`, or `0` before the first one.
-
-    A database that was restored from a backup repeats numbers, but never marks.
+    """Position in a namespace's list of withdrawals: `0` at the start, else `<number>-<16 hex>` of
+    the withdrawal before it. A database restored from a backup repeats numbers, but not the random
+    hex digits.
     """
 
     __slots__ = ()
@@ -108,7 +106,7 @@ class ListPosition(Word):
 
     @property
     def number(self) -> int:
-        """Number of the last withdrawal up to this position."""
+        """Number of the withdrawal before this position, or 0."""
         return int(self.partition("-")[0])
 
 
@@ -116,17 +114,14 @@ LIST_START: Final = ListPosition("0")
 
 
 def line_of(text: str, *, most: int) -> str:
-    """Make text fit `LINE`: replace control characters by spaces, and truncate the end.
-
-    `most` is the maximum length of the result, in characters.
-    """
+    """Make text fit `LINE`: truncate to `most` characters, with spaces for control characters."""
     return _CONTROL.sub(" ", text)[:most]
 
 
 def printable(text: str, *, most: int) -> str:
-    """Make untrusted text safe to log or show: one line, truncated to `most` characters.
+    """Make untrusted text safe to log or show: one line of its first `most` characters.
 
-    Escapes unprintable characters, including control characters and characters that reorder a line.
+    Escapes control characters, characters that reorder a line, and other unprintable ones.
     """
     if len(text) > most:
         text = f"{text[:most]}..."
@@ -143,13 +138,12 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 @lru_cache(maxsize=1024)
 def star_matcher(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a pattern in which `*` stands for any characters.
+    """Return the regular expression of a pattern in which only `*` is special: any characters.
 
-    Unlike in fnmatch, `[` and `?` are ordinary characters, which occur in branch and repository
-    names.
+    Unlike fnmatch, it matches branch and repository names that contain `[` or `?`.
     """
-    # Match the text between two stars at its first occurrence only. Backtracking to later
-    # occurrences cannot find more matches, and a long claim would block the server.
+    # Match the text between two stars at its first occurrence only. Later occurrences cannot give
+    # more matches, and backtracking to them would let a long claim block the server.
     first, *others = map(re.escape, re.split(r"\*+", pattern))
     if not others:
         return re.compile(first)

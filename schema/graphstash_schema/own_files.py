@@ -1,8 +1,7 @@
 """Private directories of this user, and the socket through which jobs find the user's server.
 
-Any user can bind a free loopback port. Only the owner can bind or reach a socket in a directory of
-mode 0700. A job can therefore find its user's server without a secret, which another user's server
-could intercept. A socket left behind by a dead server accepts no connections.
+Any user can bind a free loopback port, and intercept a secret that a job sends there. Only the
+owner can bind or reach a socket in a directory of mode 0700, so jobs need no secret.
 """
 
 import os
@@ -15,11 +14,10 @@ __all__ = ["make_own_directory", "open_own_directory", "own_socket_path"]
 
 
 def own_socket_path(environ: Mapping[str, str]) -> Path | None:
-    """Return the path of this user's server socket on this host, or None without a home directory.
+    """Return the path of this user's server socket, or None without a home directory.
 
-    The socket is below `$XDG_STATE_HOME`. `$XDG_RUNTIME_DIR` is unsuitable: batch jobs do not have
-    it, and it is emptied at logout. The path contains the host name, because hosts may share a home
-    directory.
+    The path contains the host name, because hosts may share a home directory. `$XDG_RUNTIME_DIR` is
+    unsuitable: batch jobs do not have it, and logout empties it.
     """
     state = environ.get("XDG_STATE_HOME") or "~/.local/state"
     try:
@@ -29,10 +27,10 @@ def own_socket_path(environ: Mapping[str, str]) -> Path | None:
 
 
 def make_own_directory(path: Path) -> int:
-    """Open a directory of this user. Create it if it is absent, and close it to other users.
+    """Create a directory of this user unless it exists, set its mode to 0700, and open it.
 
     Raises:
-        OSError: the directory is a symbolic link, belongs to another user, or cannot be created.
+        OSError: as `open_own_directory`, or the directory cannot be created.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = open_own_directory(path, open_to_others=0o777)
@@ -40,19 +38,15 @@ def make_own_directory(path: Path) -> int:
         os.fchmod(descriptor, 0o700)
     finally:
         os.close(descriptor)
-    return open_own_directory(path)  # some file systems ignore chmod, so check again
+    return open_own_directory(path)  # some file systems ignore chmod
 
 
 def open_own_directory(path: Path, *, open_to_others: int = 0) -> int:
     """Open a directory of this user, and return its descriptor.
 
-    Args:
-        path: path of the directory.
-        open_to_others: permission bits that group and others may have, as in chmod(1). Default:
-            none.
-
     Raises:
-        OSError: the directory is absent, a symbolic link, another user's, or open to others.
+        OSError: the directory is absent, a symbolic link or another user's, or its mode grants
+            group or others more than `open_to_others`.
     """
     if path.is_symlink():  # the kernel's error would only say "not a directory"
         raise PermissionError(f"{path} is a symbolic link; use {os.path.realpath(path)} itself")

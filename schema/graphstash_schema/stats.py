@@ -1,6 +1,6 @@
 """Statistics of a server, from `GET /v1/stats`.
 
-The database stores the totals, so they survive a restart. They lag by the accounting interval.
+Totals since the beginning are stored in the database, with a delay of one accounting interval.
 """
 
 from typing import Annotated, Final
@@ -14,7 +14,7 @@ __all__ = ["MAX_COUNT", "NamespaceStats", "ServerStats"]
 MAX_COUNT: Final = 2**63 - 1
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-"""A count up to the database's limit, which a client can print and calculate with."""
+"""A count within the range of the database's integers."""
 
 
 class NamespaceStats(WireModel):
@@ -28,46 +28,46 @@ class NamespaceStats(WireModel):
     served_bytes: Count = Field(description="blob bytes sent since the beginning")
     puts: Count = Field(description="artifacts stored since the beginning")
     conflicts: Count = Field(
-        description="PUTs refused because other bytes were there: a compiler that is not "
-        "reproducible",
+        description="PUTs refused because other bytes were stored: compiler is not reproducible",
     )
     saved_seconds: float = Field(ge=0, description="compile seconds that hits avoided")
     evictions: Count = Field(default=0, description="artifacts evicted since the beginning")
     evicted_bytes: Count = Field(default=0, description="bytes evicted since the beginning")
     metadata_bytes: Count = Field(
-        default=0, description="of the stored artifacts; limits count them, too"
+        default=0, description="metadata of the stored artifacts, which counts against limits"
     )
     manifest_bytes: Count = Field(
-        default=0, description="of the stored manifests; limits count them, too"
+        default=0, description="size of the stored manifests, which counts against limits"
     )
     withheld: Count = Field(
-        default=0, description="artifacts that wait for an admin: stored, and not served"
+        default=0,
+        description="artifacts that are stored but not served until an administrator decides",
     )
 
 
 class ServerStats(WireModel):
     """Statistics of one server.
 
-    The server-wide numbers, from `leases_held` to `reads`, are 0 or empty for callers who may not
-    read every namespace (a grant on the pattern `*`).
+    The numbers from `leases_held` to `reads` are 0 or empty for callers without a grant on the
+    pattern `*`.
     """
 
     version: str
     uptime_seconds: float = Field(ge=0)
     leases_held: Count = Field(description="unexpired leases in the database")
-    waiters: Count = Field(description="requests of this process that wait for a lease")
+    waiters: Count = Field(description="requests that wait for a lease in this process")
     healed: Count = Field(
-        description="rows of this process dropped because their blob was lost or damaged"
+        description="artifacts that this process dropped because their blob was lost or damaged"
     )
     reported: Count = Field(
-        default=0, description="reports of wrong artifacts that this process got"
+        default=0, description="reports of wrong artifacts that this process received"
     )
     refused: dict[str, int] = Field(
         default_factory=dict, description="requests that this process refused, by error code"
     )
     reads: dict[str, int] = Field(
         default_factory=dict,
-        description="GETs and HEADs of artifacts that this process got, by the way they took: "
-        "`fast`, or why they took the way of all other calls (`caller`, `headers`, `redirect`)",
+        description="GETs and HEADs of artifacts that this process received: `fast`, or why the "
+        "fast path could not answer them (`caller`, `headers`, `redirect`)",
     )
     namespaces: Items[NamespaceStats]

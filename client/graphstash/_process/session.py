@@ -1,10 +1,8 @@
 """Session: the state of the cache in one training process, from install to exit.
 
-The session imports the cache and its packages with the first compiler. Most processes of a job
-compile nothing and start without them.
-
-There is one session per process, because hooks patch the process's only copy of each compiler. This
-module's `_current` is the package's only mutable global.
+The session imports the cache's packages on first use, because most processes compile nothing. There
+is one session per process, because hooks patch the process's only copy of each compiler. `_current`
+is the package's only mutable global.
 """
 
 import atexit
@@ -59,20 +57,17 @@ __all__ = [
 _log = logging.getLogger("graphstash")
 
 _MANIFEST_SECONDS = 5.0
-"""Seconds that a running prefetch may delay the end of the job."""
+"""Seconds that a running prefetch may delay the process's exit."""
 
 _TRACES_SECONDS = 2.0
-"""Seconds that the trace collector may delay the end of the job."""
+"""Seconds that the trace collector may delay the process's exit."""
 
 _FILES: Final = ("ca_file", "client_cert", "signing_key", "trusted_keys")
-"""Settings that name a file, which may be unusable."""
+"""Settings that are paths of files. `install` reports an unusable file."""
 
 
 class Session:
     """Owns the stash, the publisher and the installed hooks of this process.
-
-    Attributes:
-        run: name of the run that this process belongs to.
 
     Raises:
         ConfigError: the constructor cannot use a file that a setting names.
@@ -104,7 +99,7 @@ class Session:
 
     @property
     def cache(self) -> "CompileCache":
-        """The cache, for hooks and for programs that compile their own artifacts."""
+        """The cache. The first access opens it."""
         with unforked(), self._making:
             if self._cache is None:
                 self._cache = self._open_cache()
@@ -135,7 +130,7 @@ class Session:
 
     @property
     def job(self) -> ManifestName:
-        """Name of the job: the configured name, or a name derived from the command."""
+        """The configured name of the job, or a name derived from the command."""
         return self.config.job or self._own_names[0]
 
     @cached_property
@@ -146,7 +141,7 @@ class Session:
 
     @property
     def _manifests(self) -> tuple[ManifestName, ...]:
-        """Names of the manifests to use. The first that exists lists the artifacts to prefetch."""
+        """Manifests to update at exit. The first that exists lists the artifacts to prefetch."""
         if self.config.job is not None:
             return (self.config.job,)
         return self._own_names if self.config.prefetch_limit else ()
@@ -163,12 +158,12 @@ class Session:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the session has ended. Compilers then continue without the cache."""
+        """Whether compilers now continue without the cache."""
         return self._closed
 
     @property
     def hooks_in_place(self) -> Mapping[str, bool]:
-        """Map each hook whose compiler is imported to whether it is installed."""
+        """Map each requested hook whose compiler is imported to whether it is installed."""
         return {name: hook is not None for name, hook in self._hooks.items()}
 
     def stats(self) -> Stats:
@@ -176,7 +171,7 @@ class Session:
         return self._counters.snapshot()
 
     def add_hook(self, name: str) -> None:
-        """Install a hook once. If that fails, log a warning and continue without the hook."""
+        """Install a hook, unless this was tried before. A failure is only logged."""
         if name in self._hooks or self._closed:
             return
         self._hooks[name] = None
@@ -190,20 +185,17 @@ class Session:
         atexit.register(self.close)
 
     def record_without_cache(self, error: OSError) -> None:
-        """Count that the cache could not be opened. Log only the first time."""
+        """Count a failure to open the cache. Log the first one."""
         if self._counters.fallback(Reason.LOCAL_IO):
             _log.warning("graphstash: %s; the job goes on without the cache", error)
 
     def begin_for_hook(self, name: str) -> None:
-        """Open the cache while a hook's compiler is being imported.
-
-        The import takes long, so that the prefetch runs in the meantime.
-        """
+        """Open the cache, so that the prefetch runs during the long import of the compiler."""
         if self.config.wants_hook(name) and not self._closed:
             self.cache  # noqa: B018 - opening starts the prefetch
 
     def end_in_child(self) -> None:
-        """Stop publishing in a forked child without a session, which has no publisher thread."""
+        """Stop publishing in a forked child without a session: it has no publisher thread."""
         publisher = BoundedExecutor("graphstash-publish", workers=1, capacity=1)
         publisher.close()
         if self._cache is not None:
@@ -218,10 +210,10 @@ class Session:
                     self._hooks[name] = hook
 
     def close(self) -> None:
-        """Remove the hooks, wait for uploads within the time limit, and print the summary."""
+        """Remove the hooks, then finish: see `_finish`."""
         if self._pid != os.getpid():  # a forked child does not own the parent's session
             return
-        with self._ending:  # wait for a thread that is ending the job, and with it this process
+        with self._ending:  # a thread in `_end_job` ends this process and never releases it
             if self._closed:
                 return
             self._closed = True
@@ -236,10 +228,10 @@ class Session:
                 self._cache.stash.close()
 
     def _end_job(self, why: str, *, status: int) -> None:
-        """End this process and the other processes of its run: see `CompileLimit`.
+        """End all processes of this run, for `CompileLimit`.
 
-        An exception would not work: compilers call hooks in their own threads and swallow
-        exceptions. The hooks stay installed, because the calling hook is inside its compiler.
+        An exception would not end them: compilers run hooks in their own threads and swallow
+        exceptions. The hooks stay installed, because a compiler is executing one.
         """
         from graphstash._process import run_end
 
@@ -256,7 +248,7 @@ class Session:
                 run_end.leave(status)
 
     def _finish(self, until: float, *, explain: bool = False) -> None:
-        """Wait for uploads, report the run, and release leases that other jobs wait for."""
+        """Wait for uploads, release leases, update manifests, print the summary, report the run."""
         if not self._publisher.drain(self.config.drain_seconds):
             _log.warning(
                 "graphstash: uploads did not finish within %g s (GRAPHSTASH_DRAIN_SECONDS)",
@@ -273,14 +265,14 @@ class Session:
             self._late_uploads.end(until)
         self._end_traces(until)
         stats = self.stats()
-        self._tell(stats)
+        self._summarize(stats)
         self._record(stats)
         causes = self._explain(asked=explain or self.config.explain)
         if time.monotonic() < until:
             self._report(causes)
 
     def _end_traces(self, until: float) -> None:
-        """Send the last spans within the drain time, and for at most `_TRACES_SECONDS`."""
+        """Send the last spans, for at most `_TRACES_SECONDS`, and not after `until`."""
         if self._tracer is None or self._cache is None:
             return
         left = max(0.0, until - time.monotonic())
@@ -289,9 +281,7 @@ class Session:
             self._cache.record_fallback(CacheError(Reason.TRACING, lost))
 
     def name_job(self, job: str) -> None:
-        """Use this name for the job's manifest and start the prefetch.
-
-        If the job already has a name, do nothing.
+        """Name the job and start the prefetch, unless the job already has a configured name.
 
         Raises:
             InvalidValueError: the name is malformed.
@@ -303,7 +293,7 @@ class Session:
             self.start_prefetch()
 
     def start_prefetch(self) -> None:
-        """Start to download artifacts that earlier runs used, once per job name."""
+        """Download in the background what earlier runs used. Starts once per job name."""
         if not self.config.url or not self.config.prefetch_limit:
             return
         if self._prefetched_for != self.config.job or not self._is_prefetching:
@@ -311,15 +301,15 @@ class Session:
             self._prefetcher.submit(self._prefetch)
 
     def _prefetch(self) -> None:
-        """Download the artifacts that the first existing manifest lists, in one process per run."""
+        """Prefetch the first manifest that exists. One process of each run on a host does it."""
         stash = self._stash
         names = self._manifests
-        if stash.local.is_private:  # it ends with this process, so each would download
+        if stash.local.is_private:  # processes could not share the downloads
             return
         claim = stash.downloads.claim(f"prefetch-{names[0]}")
         if claim is None:
             return
-        if claim.text:  # another process of the run has done it
+        if claim.text:  # another process has finished the prefetch
             claim.close()
             return
         from graphstash._artifacts.prefetch import Prefetch
@@ -348,14 +338,12 @@ class Session:
             is_cut_short = self._closed
             _log.debug("nothing is prefetched: %s", error)
         finally:
-            if not is_cut_short:  # else the training process after this short process prefetches
+            if not is_cut_short:  # else a later process of the run repeats the prefetch
                 claim.keep("done")
             claim.close()
             prefetch.close()
 
     def _count_prefetched(self, _: "ArtifactKey", outcome: "Outcome") -> None:
-        # Count only bytes that arrived. An artifact that fails verification counts when the job
-        # uses it.
         size_bytes = getattr(outcome, "size_bytes", 0)
         if size_bytes:
             self._counters.add(prefetched_bytes=size_bytes)
@@ -373,7 +361,7 @@ class Session:
         self._late_uploads.start()
 
     def _wait_for_uploads(self) -> None:
-        """Let this job's own uploads go first."""
+        """Give way to this job's own uploads."""
         with forkable():
             self._publisher.drain(self.config.drain_seconds)
 
@@ -387,16 +375,16 @@ class Session:
                 cache.stash.server.update_manifest(name, cache.used)
 
     def _explain(self, *, asked: bool) -> Sequence["Cause"]:
-        """Print why this process compiled, if requested, and return the causes."""
+        """If `asked`, print the causes of this process's misses and return them."""
         misses = () if self._cache is None else self._cache.log.misses
         if self._cache is None or not asked or not misses:
             return ()
         from graphstash._compile.explaining import causes_of, text_of
 
-        wanted = [(each.description, each.trouble) for each in misses]
+        described = [(each.description, each.trouble) for each in misses]
         causes: list[Cause] = []
         try:
-            causes = causes_of(self._cache.stash.server, wanted, started_at=started_at(self.run))
+            causes = causes_of(self._cache.stash.server, described, started_at=started_at(self.run))
             lines = text_of(causes)
             if (more := self.stats().misses - len(misses)) > 0:
                 lines.append(f"{plural(more, 'miss')}: not recorded")
@@ -406,10 +394,7 @@ class Session:
         return causes
 
     def _report(self, causes: Sequence["Cause"]) -> None:
-        """Send this process's counts to the server.
-
-        A server without this call is left alone. A failure costs at most the time of one call.
-        """
+        """Send this process's counts to the server. A failure is only logged."""
         cache, stats = self._cache, self.stats()
         if cache is None or not cache.stash.server.is_configured or not self.config.report_runs:
             return
@@ -445,9 +430,9 @@ class Session:
                 _log.debug("the record of this run cannot be written: %s", error)
 
     def _notes(self, *, looked_up: bool) -> list[str]:
-        """Return what kept this process from using the cache, or from sharing its results.
+        """Return why this process did not use the cache or does not share its results.
 
-        A hook that is off is a note only if the process has looked up nothing.
+        A hook that the user switched off explains this only if the process looked up nothing.
         """
         notes = []
         in_place = {name for name, hook in self._hooks.items() if hook is not None}
@@ -463,18 +448,19 @@ class Session:
             notes.append("the job only reads (GRAPHSTASH_READ_ONLY): its results stay on this host")
         return notes
 
-    def _tell(self, stats: Stats) -> None:
+    def _summarize(self, stats: Stats) -> None:
+        """Print the summary, and append it to the stats file."""
         if not (stats.hits or stats.misses or stats.published or stats.fallbacks):
             return
         if self.config.summary:
             _print_to_stderr(f"graphstash: {stats.summary()}")
         if self.config.stats_file is not None:
             record = {"pid": os.getpid(), "argv": sys.argv, **asdict(stats)}
-            # Append the line with a single write, because several processes may share the file.
             line = (json.dumps(record) + "\n").encode()
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             try:
-                # Open without blocking: a pipe without a reader would hang the job's end.
+                # Without O_NONBLOCK, a pipe without a reader would block the exit. A single write
+                # keeps the lines of processes that share the file apart.
                 descriptor = os.open(self.config.stats_file, flags | os.O_NONBLOCK, 0o666)
                 try:
                     os.write(descriptor, line)
@@ -485,7 +471,6 @@ class Session:
 
 
 def _print_to_stderr(text: str) -> None:
-    """Print to stderr, if it is still writable."""
     with suppress(OSError, ValueError, AttributeError):  # full, closed, or absent
         print(text, file=sys.stderr, flush=True)  # noqa: T201 - for the user
 
@@ -495,36 +480,35 @@ _current: Session | None = None
 
 
 def install(**settings: Any) -> Session | None:
-    """Start the cache in this process and hook every supported compiler.
+    """Start the cache in this process. Hook each supported compiler when it is imported.
 
-    Each compiler gets its hook when it is imported. A second call changes nothing and warns if it
-    requests other settings. If it requests stricter signature checks than the first call, the cache
-    stops instead.
+    A second call changes nothing, and warns if its settings differ. If it requests stricter
+    signature checks than the first call, it stops the cache.
 
     Args:
         settings: fields of `ClientConfig`. They override `GRAPHSTASH_*` variables.
 
     Returns:
-        The session, or None if a setting is unusable or the cache is switched off. The job then
-        runs without the cache, and a warning says why.
+        The session, or None if the job runs without the cache. A warning says why, except if the
+        user has switched it off (`enabled=False`).
     """
     session = _session(settings)
     if session is not None:
         specs = hook_specs().values()
-        wanted = [spec for spec in specs if session.config.wants_hook(spec.name)]
-        installing.install_when_needed(wanted, session.add_hook, begun=session.begin_for_hook)
+        chosen = [spec for spec in specs if session.config.wants_hook(spec.name)]
+        installing.install_when_needed(chosen, session.add_hook, begun=session.begin_for_hook)
     return session
 
 
 def add_hook(name: str) -> None:
-    """Start the cache if necessary and install one hook, after its compiler was imported."""
+    """Install one hook, whose compiler is imported. Start the cache if necessary."""
     session = _session({})
     if session is not None and session.config.wants_hook(name):
         session.add_hook(name)
 
 
 def begin_for_hook(name: str) -> None:
-    """Start the cache if necessary, when the import of a hook's compiler begins."""
+    """Start the cache if necessary. Called when the import of a hook's compiler begins."""
     session = _session({})
     if session is not None:
         session.begin_for_hook(name)
@@ -541,7 +525,7 @@ def uninstall() -> None:
 
 
 def stats() -> Stats:
-    """Return the counters of this process so far: all zeros if the cache is not installed."""
+    """Return the counters of this process so far. Without a session, all are 0."""
     with _lock:
         return _current.stats() if _current is not None else Stats()
 
@@ -549,7 +533,7 @@ def stats() -> Stats:
 def open_cache() -> "CompileCache | None":
     """Return the cache of this process, and start it if necessary.
 
-    Returns None if the cache is switched off, has ended, or cannot be opened now.
+    Returns None if the cache is off, has ended, or cannot be opened.
     """
     session = _session({})
     if session is None:
@@ -571,8 +555,7 @@ def get_or_compile(
 ) -> bytes:
     """Return an artifact that any job has compiled, or compile it now.
 
-    Starts the cache in this process if necessary. See `CompileCache.get_or_compile` for the
-    arguments.
+    Starts the cache if necessary. For the arguments, see `CompileCache.get_or_compile`.
     """
     cache = open_cache()
     if cache is None:
@@ -601,8 +584,8 @@ def _after_fork() -> None:
         return
     _current.take_over(parent)
     atexit.register(_current.close)
-    # Children of `multiprocessing` skip exit handlers and run only its finalizers. After a fork, it
-    # clears the finalizers and then calls its after-fork functions. So add the finalizer in one.
+    # Children of `multiprocessing` skip `atexit` and run its finalizers. It clears these after a
+    # fork, before it calls its after-fork functions.
     if (util := sys.modules.get("multiprocessing.util")) is not None:
         util.register_after_fork(_current, _close_with_multiprocessing)
 
@@ -640,16 +623,16 @@ def _session(settings: dict[str, Any]) -> Session | None:
 def _keeps_to(session: Session, settings: dict[str, Any]) -> bool:
     """Return whether a running session may continue after `install` with these settings."""
     try:
-        wanted = ClientConfig.load(**settings)
+        requested = ClientConfig.load(**settings)
     except ConfigError as error:
         _log.warning("graphstash: %s; keeping the current settings", error)
         return True
     others = sorted(
-        name for name in settings if getattr(wanted, name) != getattr(session.config, name)
+        name for name in settings if getattr(requested, name) != getattr(session.config, name)
     )
     if not others:
         return True
-    if wanted.signature_policy.is_stricter_than(session.config.signature_policy):
+    if requested.signature_policy.is_stricter_than(session.config.signature_policy):
         session.close()
         _log.warning(
             "graphstash: disabled: already running without the signature check that install() "

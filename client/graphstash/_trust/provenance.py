@@ -1,13 +1,13 @@
-"""Provenance: a trailer behind an envelope on disk that proves that the job may use it.
+"""Provenance: a trailer behind an envelope in the local tier that proves that the job may use it.
 
     envelope   the bytes as received
-    JSON       `Provenance`: the publisher's signature, or a code that only this user can make
+    JSON       `Provenance`
     4 bytes    length of the JSON, big-endian, at most 4 KiB
     8 bytes    magic "GSPROOF" 0x0a
 
-Both parts share one file, so that they appear and disappear together. An artifact compiled on this
-host without a signing key carries an HMAC of the same statement that a key would sign. The HMAC's
-secret never leaves this host (`LocalTier.secret`).
+Envelope and proof share one file, so that they appear and disappear together. A job with trusted
+keys adds an HMAC to the artifacts that it compiles, so that later jobs of this user may use them
+unsigned. The HMAC's secret stays in the local tier (`LocalTier.secret`).
 """
 
 import hashlib
@@ -50,7 +50,7 @@ _NO_KEY: Final = SigningKeyId("0" * 32)
 
 @dataclass(frozen=True, slots=True)
 class SignedSubject:
-    """What a signature covers: these bytes, under this key, in this namespace."""
+    """What a signature covers."""
 
     namespace: Namespace
     key: ArtifactKey
@@ -58,7 +58,7 @@ class SignedSubject:
     raw_size_bytes: int
 
     def statement(self, key_id: SigningKeyId) -> bytes:
-        """Return the bytes that the signing key signs."""
+        """Return the bytes that are signed."""
         return statement_of(
             namespace=self.namespace,
             key=self.key,
@@ -68,7 +68,7 @@ class SignedSubject:
         )
 
     def code(self, secret: bytes) -> str:
-        """Return the HMAC of the statement as 64 hex digits. Only this user has the secret."""
+        """Return the HMAC of the statement without a key ID, as 64 hex digits."""
         return hmac.new(secret, self.statement(_NO_KEY), hashlib.sha256).hexdigest()
 
 
@@ -77,11 +77,11 @@ class Provenance(BaseModel):
 
     Attributes:
         signature: the publisher's signature.
-        code: this user's HMAC, for artifacts that this host has compiled.
+        code: HMAC by the job of this user that compiled the artifact.
         compile_seconds: compile time that the publisher reported.
-        sha256: digest of the envelope as received or created.
-        stored_at: when the envelope was last known to match the server, in seconds since 1970.
-        is_imported: whether it came from a bundle, so a server may have withdrawn it before.
+        sha256: digest of the envelope.
+        stored_at: when the envelope last matched the server, in seconds since 1970.
+        is_imported: whether it came from a bundle. The server may have withdrawn it earlier.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -95,12 +95,12 @@ class Provenance(BaseModel):
 
     @property
     def is_empty(self) -> bool:
-        """Whether all fields have their defaults, so that nothing needs to be stored."""
+        """Whether all fields have their defaults. Then nothing is stored."""
         return self == Provenance()
 
 
 class BoundedReader:
-    """Reads only the leading bytes of a file, as if the file ended there."""
+    """Reads the leading bytes of a file, as if the file ended there."""
 
     def __init__(self, file: IO[bytes], size_bytes: int) -> None:
         self._file = file
@@ -114,11 +114,7 @@ class BoundedReader:
 
 
 def append_provenance(envelope: IO[bytes], proof: Provenance) -> None:
-    """Append the provenance to an envelope and flush the file's buffer to the kernel.
-
-    Raises:
-        OSError: writing fails.
-    """
+    """Append the provenance to an envelope, and flush the file's buffer to the kernel."""
     if not proof.is_empty:
         text = proof.model_dump_json(exclude_defaults=True).encode()
         envelope.seek(0, os.SEEK_END)
@@ -127,12 +123,9 @@ def append_provenance(envelope: IO[bytes], proof: Provenance) -> None:
 
 
 def read_provenance(file: IO[bytes]) -> tuple[Provenance, int]:
-    """Return the provenance behind an envelope, and the envelope's size.
+    """Return the provenance behind an envelope, and the envelope's size. Rewind the file.
 
-    The provenance is empty if there is none or if it is malformed. The file is rewound.
-
-    Raises:
-        OSError: the file cannot be read.
+    A missing or malformed provenance counts as empty.
     """
     end = file.seek(0, os.SEEK_END)
     lead = 4 + len(_MAGIC)
@@ -157,8 +150,8 @@ def open_ours(path: Path | str) -> IO[bytes]:
     """Open a file that no other user can change during the check. Never block.
 
     Raises:
-        OSError: the file is absent, a symbolic link, a pipe or a device, owned by another user than
-            this one or root, or writable by others.
+        OSError: the file is absent, not a regular file, owned by a user other than this one and
+            root, or writable by group or others.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     file = os.fdopen(os.open(path, flags), "rb")
@@ -171,11 +164,7 @@ def open_ours(path: Path | str) -> IO[bytes]:
 
 
 def digest_of(file: IO[bytes], size_bytes: int) -> Digest:
-    """Return the digest of a file's leading bytes, and rewind the file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the digest of a file's leading bytes, and rewind the file."""
     hasher = DigestHasher()
     part = BoundedReader(file, size_bytes)
     while chunk := part.read(_CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""Exchange: one request to the server and its response, and what can go wrong with them."""
+"""Exchange: one request to the server, which can pass it on or fail it as a test requests."""
 
 import asyncio
 import re
@@ -33,7 +33,7 @@ from graphstash_schema.protocol import (
 __all__ = ["Exchange"]
 
 _POLL_SECONDS: Final = 0.05
-"""Seconds between checks of whether a failure that makes calls hang has ended."""
+"""Seconds between checks of whether a hanging call may continue."""
 
 _CODES: Final = {
     **{status: code for code, status in reversed(STATUS.items())},
@@ -41,7 +41,7 @@ _CODES: Final = {
     404: ErrorCode.NOT_FOUND,
     503: ErrorCode.UNAVAILABLE,
 }
-"""Error code for each status that `fail_on` accepts. Only a proxy sends the other statuses."""
+"""Error code of each status that the server sends. Other statuses come only from proxies."""
 
 _KEY: Final = "(?P<kind>[^/]+)/(?P<device_type>[^/]+)/(?P<fingerprint>[^/]+)"
 _IN_NAMESPACE: Final = f"{API_PREFIX}/(?P<namespace>[^/]+)"
@@ -67,15 +67,7 @@ _CALLS: Final[Mapping[str, Mapping[str, ServerCall]]] = {
 
 @dataclass
 class Exchange:
-    """A request that uvicorn has begun to receive.
-
-    Attributes:
-        app: the server's application.
-        scope: the request, as ASGI describes it.
-        receive: returns the next part of the request, or that the client is gone.
-        send: sends the next part of the response.
-        transport: the connection.
-    """
+    """A request that uvicorn has begun to receive: an ASGI call and its connection."""
 
     app: ASGIApp
     scope: Scope
@@ -84,7 +76,7 @@ class Exchange:
     transport: Any
 
     async def call(self) -> Call | None:
-        """Return the call, or None for a request that the server refuses as malformed."""
+        """Return the call, or None if the server will refuse the request as malformed."""
         words: Mapping[str, str] = {}
         operation: ServerCall = "other"
         for pattern, operations in _CALLS.items():
@@ -111,13 +103,13 @@ class Exchange:
         return headers
 
     def replace_header(self, text: bytes, new: bytes) -> None:
-        """Replace every header with this value."""
+        """Replace the value of every header that has the value `text`."""
         self.scope["headers"] = [
             (name, new if value == text else value) for name, value in self._headers
         ]
 
     async def body(self) -> bytes:
-        """Receive the whole body and return it. The application can receive it again."""
+        """Return the whole body. The application can still receive it."""
         body = b""
         message: Message = {"more_body": True}
         while message.get("more_body"):
@@ -127,11 +119,11 @@ class Exchange:
         return body
 
     async def answer(self) -> None:
-        """Let the server answer."""
+        """Let the application respond."""
         await self.app(self.scope, self.receive, self.send)
 
     async def fail(self, failure: Failure, *, is_closing: Callable[[], bool]) -> None:
-        """Let the call fail. `wrong_artifact` is not for this method."""
+        """Fail the call. Handles every fault except `wrong_artifact`."""
         await self.body()
         if failure.fault is None:
             await self.refuse(failure.status, "FakeServer.fail_on")
@@ -145,7 +137,7 @@ class Exchange:
             await self._damage(is_cut=failure.fault == "truncate")
 
     async def refuse(self, status: int, detail: str) -> None:
-        """Send an error response. Statuses that only a proxy sends have no problem document."""
+        """Send an error response, with a problem document if the server sends this status."""
         headers = {"Retry-After": "1"} if status in (429, 503) else {}
         body = b""
         if (code := _CODES.get(status)) is not None:
@@ -156,8 +148,8 @@ class Exchange:
         await self._send(status, body, headers)
 
     async def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        told = {**headers, "Content-Length": str(len(body))}
-        pairs = [(name.lower().encode(), text.encode()) for name, text in told.items()]
+        sent = {**headers, "Content-Length": str(len(body))}
+        pairs = [(name.lower().encode(), text.encode()) for name, text in sent.items()]
         await self.send({"type": "http.response.start", "status": status, "headers": pairs})
         await self.send({"type": "http.response.body", "body": body})
 
@@ -172,7 +164,7 @@ class Exchange:
             pass
 
     async def _is_over(self, failure: Failure, is_closing: Callable[[], bool]) -> bool:
-        """Wait until the failure ends. Return False if the client or the server ends before."""
+        """Wait until the failure ends. Return False if the client or the server ends first."""
         message = await self.receive()
         gone = asyncio.ensure_future(self._until_gone())
         try:
@@ -192,7 +184,7 @@ class Exchange:
         self.receive = again
 
     async def _damage(self, *, is_cut: bool) -> None:
-        """Flip a bit in the middle of the response's body, or cut the body there."""
+        """Flip a bit in the middle of the response's body, or close the connection there."""
         messages: list[Message] = []
 
         async def keep(message: Message) -> None:
