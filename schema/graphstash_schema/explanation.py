@@ -23,6 +23,8 @@ __all__ = [
     "MAX_LABEL_CHARACTERS",
     "MAX_PARTS_CHARACTERS",
     "PACK_PART",
+    "SCHEDULE_PART",
+    "SPEEDUP_PART",
     "DescribeRequest",
     "Description",
     "Difference",
@@ -62,7 +64,14 @@ descriptions has such a part, they do not differ in it. "constants" of jax are t
 PACK_PART: Final = "pack"
 """Part of the description of a program in a pack: the label of the pack."""
 
-_HIDDEN: Final = frozenset({PACK_PART, "script"})
+SCHEDULE_PART: Final = "schedule"
+"""Part of the description of a tuned kernel: its best configuration, for display."""
+
+SPEEDUP_PART: Final = "speedup"
+"""Part of the description of a tuned kernel: the cost of the default configuration, divided by that
+of the best one."""
+
+_HIDDEN: Final = frozenset({PACK_PART, SCHEDULE_PART, SPEEDUP_PART, "script"})
 """Parts that are in no key. They are never a cause, but make artifacts of one script nearer."""
 
 _PROGRAM: Final = (

@@ -34,6 +34,7 @@ class _Worked(Guarded):
         self.hostile = self.team.put(
             10, label=HOSTILE, producer=HOSTILE, toolchain=HOSTILE, parts={"note": HOSTILE}
         )
+        self.team.tune(12, f"tuned {HOSTILE}", HOSTILE, HOSTILE)
         self.team.report("hostile-run", (self.hostile, HOSTILE, HOSTILE), program=HOSTILE)
         self.team.hold(11, holder=HOSTILE)
         self.reader = self.token(f"read:{NAMESPACE}", description=HOSTILE)
@@ -111,6 +112,7 @@ def paths(server):
         "search": "/search",
         "search that finds": "/search?q=train",
         "search that finds nothing": "/search?q=nothing+at+all",
+        "tuning": "/tuning",
         "audit": "/audit",
         "tokens": "/tokens",
         "reference": "/docs",
@@ -121,7 +123,7 @@ def paths(server):
 
 SHOWN_OFTEN = {
     "desktop": ("overview", "run", "refusal"),
-    "phone": ("artifact of a stranger", "search that finds", "tokens"),
+    "phone": ("artifact of a stranger", "search that finds", "tuning", "tokens"),
 }
 """What `make test` looks at; `make test-all` looks at every page."""
 

@@ -12,7 +12,7 @@ import pytest
 
 from graphstash_schema.names import printable
 from graphstash_server import app
-from graphstash_server.pages import audit, routes
+from graphstash_server.pages import audit, routes, tuning
 from graphstash_server.pages.rendering import asset
 from graphstash_server.testing import LiveServer
 from support.dashboard import CAUSE, JOB, LABEL, Team, key_of
@@ -71,6 +71,7 @@ def foreign(guarded, namespace):
     """A namespace beside it, that nobody else may see."""
     team = Team(guarded.url, f"{namespace}-foreign", guarded.admin)
     team.put(0, label="a secret label", producer="a secret producer", toolchain="secret 1.0")
+    team.tune(4, "tuned secret float16 - 1", "secret=1", "3")
     team.report("secret-run", (key_of(5), "a secret miss", ""), job="secret-job")
     team.hold(50, holder="a secret holder")
     yield team
@@ -153,12 +154,59 @@ def test_search_finds_by_label_fingerprint_user_and_toolchain(reader, used):
     assert reader.get("/search", params={"q": "x" * 300}).status_code == 400
 
 
+def test_tuning_page_shows_schedules_in_order_of_kernels(team, browse, namespace, monkeypatch):
+    schedules = {
+        "tuned matmul float16 nn 128": ("tile=8", "2.5"),
+        "tuned attention bfloat16 - 64x128": ("tile=4 warps=2", "1"),
+        "tuned matmul float16 nn 64": ("", ""),
+        "tuned softmax float32 - 1": ("tile=1", "-1"),
+        "tuned sum float32 - 1": ("tile=2", "nan"),
+        "tuned sum float32 - 2": ("tile=2", "fast"),
+        "Helion kernel add.py:3": ("", ""),
+        "measured matmul float16 nn 128": ("", ""),
+        "untuned": ("", ""),
+    }
+    for number, (label, (schedule, speedup)) in enumerate(schedules.items(), 20):
+        team.tune(number, label, schedule, speedup)
+    reader = browse(f"read:{namespace}")
+
+    told = f" cuda-sm_90 triton 3.3.0 {namespace} ana@node04:4711 "
+
+    def rows(**asked):
+        page = text_of(reader.get("/tuning", params=asked).text)
+        page = page.partition("Found by Found ")[2].replace("\N{EN DASH}", "none")
+        return [each.split("ago ")[-1].removeprefix("just now ") for each in page.split(told)[:-1]]
+
+    found = rows()
+    assert found == [
+        "Helion kernel add.py:3 none not said",
+        "attention bfloat16 - 64x128 1.00 times tile=4 warps=2",
+        "matmul float16 nn 128 2.50 times tile=8",
+        "matmul float16 nn 64 none not said",
+        "softmax float32 - 1 none tile=1",
+        "sum float32 - 1 none tile=2",
+        "sum float32 - 2 none tile=2",
+    ]
+    assert rows(q="matmul float16 nn 1") == rows(q="matmul float16 nn 128") == found[2:3]
+    assert rows(q="%") == rows(q="at_ention") == rows(q="zzz") == []
+    assert rows(namespace=namespace, q="s") == found[4:]
+    for wrong in ({"q": "x" * 200}, {"q": "\0"}, {"namespace": "A B"}):
+        assert reader.get("/tuning", params=wrong).status_code == 400, wrong
+    more = "There may be more"
+    assert more not in reader.get("/tuning").text
+    for number in range(30, 36):
+        team.tune(number, f"tuned z float32 - {number}")
+    monkeypatch.setattr(tuning, "_MAX_ROWS", 10)
+    assert len(rows()) == 11  # ten of each prefix
+    assert more in reader.get("/tuning").text
+
+
 def test_pages_show_only_what_the_token_may_read(used, foreign, browse):
     namespace = used.namespace
     client = browse(f"admin:{namespace}")
     pages = [
         *("/", "/?by=namespace", "/?by=job&step=hour", "/search?q=secret"),
-        f"/search?q={key_of(0).fingerprint}",
+        *(f"/search?q={key_of(0).fingerprint}", "/tuning"),
         artifact_page(namespace, used.key),
         f"/jobs/{namespace}/{JOB}",
         f"/runs/{namespace}/run-2",
@@ -171,6 +219,7 @@ def test_pages_show_only_what_the_token_may_read(used, foreign, browse):
     there, absent = (artifact_page(foreign.namespace, key_of(number)) for number in (0, 9))
     for path in (
         *(there, absent, f"/jobs/{foreign.namespace}/secret-job"),
+        f"/tuning?namespace={foreign.namespace}",
         f"/runs/{foreign.namespace}/secret-run",
         *(f"/?namespace={foreign.namespace}", "/?namespace=no-such-namespace"),
     ):
@@ -210,7 +259,7 @@ def test_anonymous_pages_need_no_sign_in_and_read_statistics_once(
 
     assert "Token" in nobody.get("/").text
     assert nobody.get(artifact_page(namespace, key)).status_code == 401
-    assert statements("/") == statements("/search?q=train") == []
+    assert statements("/") == statements("/search?q=train") == statements("/tuning") == []
 
     guarded.set_policy(namespace, anonymous_read=True)
     page = nobody.get(artifact_page(namespace, key))
@@ -243,6 +292,7 @@ HOSTILE = '"><script>document.title=1</script><img src=x onerror=y>\u202e\u2066{
 
 
 def test_text_of_callers_is_escaped(team, browse, namespace):
+    team.tune(4, "tuned " + HOSTILE, HOSTILE, HOSTILE)
     hostile = {"label": HOSTILE, "producer": HOSTILE, "toolchain": HOSTILE}
     key = team.put(0, **hostile, parts={"note": "\x1b[2J\r\n" + HOSTILE})
     team.put(1, label=HOSTILE, parts={"note": "other " + HOSTILE})
@@ -253,7 +303,11 @@ def test_text_of_callers_is_escaped(team, browse, namespace):
     for path in (
         *(f"/?namespace={namespace}", own, f"/jobs/{namespace}/{JOB}", f"/runs/{namespace}/run-1"),
         *("/search?q=document.title", "/search?q=%3Cscript%3E", "/?by=%3Cscript%3E"),
-        f"{own}?against=%3Cscript%3E",
+        *(
+            f"{own}?against=%3Cscript%3E",
+            f"/tuning?namespace={namespace}",
+            "/tuning?q=%3Cscript%3E",
+        ),
     ):
         page = client.get(path).text
         assert not set("\u202e\u2066\x1b\r") & set(page), path
@@ -291,7 +345,7 @@ def test_unknown_path_is_a_page_for_browsers_outside_of_the_api(guarded, problem
 
 def test_head_of_page_answers_with_headers_of_get(reader, used):
     for path in (
-        *("/", "/search?q=train", "/sign-in", "/docs", "/nothing"),
+        *("/", "/search?q=train", "/tuning", "/sign-in", "/docs", "/nothing"),
         artifact_page(used.namespace, used.key),
         f"/jobs/{used.namespace}/{JOB}",
         f"/runs/{used.namespace}/run-2",

@@ -248,6 +248,7 @@ def arguments_of(count):
         "keys": [keys],
         "kind": ["jax"],
         "label": ["0100"],
+        "catalog.list_from_label.label": ["0010"],
         "lease": [LeaseRow("0100", 1, "x", at(100), None, None)],
         "limit": [PAGE],
         "last": [None, "x"],

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest, Namespace
-from graphstash_schema.explanation import described
+from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, described
 
 __all__ = ["CAUSE", "JOB", "LABEL", "Team", "key_of"]
 
@@ -15,7 +15,10 @@ JOB = "pretrain-7b"
 LABEL = "jit(train_step)"
 CAUSE = "XLA_FLAGS: --a=2 here, --a=1 in the artifact that ana@node04 made 2 h ago"
 
-_DEVICES = {"jax": "cuda-sm_90", "triton": "cuda-sm_90", "torch_xla": "tpu-v5e-2x4"}
+_DEVICES = {
+    **dict.fromkeys(("jax", "triton", "schedule"), "cuda-sm_90"),
+    "torch_xla": "tpu-v5e-2x4",
+}
 
 
 def key_of(number: int, kind: str = "jax") -> ArtifactKey:
@@ -63,6 +66,11 @@ class Team:
             path = f"/v1/{self.namespace}/artifacts:describe"
             self._ok(self.http.post(path, json={"artifacts": [description]}))
         return key
+
+    def tune(self, number: int, label: str, schedule: str = "", speedup: str = "") -> ArtifactKey:
+        found = {SCHEDULE_PART: schedule, SPEEDUP_PART: speedup}
+        parts = {name: text for name, text in found.items() if text}
+        return self.put(number, kind="schedule", label=label, parts=parts, toolchain="triton 3.3.0")
 
     def get(self, key: ArtifactKey, *, times: int = 1) -> None:
         for _ in range(times):
@@ -115,6 +123,7 @@ class Team:
         near = self.put(1, parts={"env.XLA_FLAGS": "--a=2"}, producer="ben@node11:99")
         self.put(2, kind="triton", label="_attn_fwd", toolchain="triton 3.3.0", seconds=3.5)
         self.put(3, kind="torch_xla", label="", toolchain="torch_xla 2.7.0", is_described=False)
+        self.tune(4, "tuned matmul float16 nn 4096x4096", "block_m=128 block_n=64", "2.41")
         self.get(key, times=5)
         self.get(key_of(99))
         named = [key.model_dump(mode="json"), near.model_dump(mode="json")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -106,6 +106,18 @@ class MissLog:
             return
         with self._lock:
             self._published.append(description)
+
+    def add_parts(self, key: ArtifactKey, parts: Mapping[str, str]) -> None:
+        """Add parts to the description of a program: what its compilation found."""
+        try:
+            from graphstash_schema.explanation import described
+
+            with self._lock:
+                if (miss := self._misses.get(key)) is not None:
+                    before = miss.description
+                    miss.description = described(key, before.label, {**before.parts, **parts})
+        except Exception:  # noqa: BLE001 - an explanation must not break a training step
+            _log.debug("parts of %s cannot be described", key, exc_info=True)
 
     def compiled(self, key: ArtifactKey, *, seconds: float, is_published: bool) -> None:
         """Record the end of a compilation. `is_published`: whether the server has the artifact."""

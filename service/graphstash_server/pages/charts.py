@@ -33,11 +33,13 @@ def bars(
     values: Sequence[float],
     *,
     written: Callable[[float], str],
+    marks: Sequence[float] | None = None,
 ) -> Markup:
     """Draw one bar per label. If there are many labels, only some are shown. `name` describes the
-    chart for people who cannot see it. `written` formats a value of the axis.
+    chart for people who cannot see it. `written` formats a value of the axis. `marks` are the
+    values of the axis that have a mark. Default: round ones.
     """
-    chart = pygal.Bar(**_options(labels, written))
+    chart = pygal.Bar(**_options(labels, written), y_labels=marks)
     chart.add("", list(values))
     return _drawn(chart, name)
 
@@ -66,9 +68,7 @@ def _options(labels: Sequence[str], written: Callable[[float], str]) -> dict[str
         "width": 640,
         "height": 200,
         "margin": 4,
-        "x_labels": list(labels),
-        "x_labels_major": list(labels)[::step],
-        "show_minor_x_labels": False,
+        "x_labels": ["" if place % step else label for place, label in enumerate(labels)],
         "show_legend": False,
         "value_formatter": written,
         "y_labels_major_count": 3,

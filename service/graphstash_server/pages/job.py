@@ -40,6 +40,7 @@ async def job_of(visitor: Visitor) -> dict[str, Any]:
         labels,
         compiled,
         written="{:g}".format,
+        marks=[0, max(compiled, default=0)],
     )
     rate_chart = partial(
         charts.lines,

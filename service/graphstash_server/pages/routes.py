@@ -27,6 +27,7 @@ from graphstash_server.pages.reference import reference_of
 from graphstash_server.pages.rendering import PAGE_HEADERS, Renderer, asset
 from graphstash_server.pages.search import search_of
 from graphstash_server.pages.tokens import tokens_of
+from graphstash_server.pages.tuning import tuning_of
 from graphstash_server.pages.visitor import Visitor, visitor_of
 
 __all__ = ["add_pages"]
@@ -60,6 +61,7 @@ def add_pages(
         "/jobs/{namespace}/{name}": pages.page("job.html", job_of),
         "/runs/{namespace}/{run}": pages.page("run.html", run_of),
         "/search": pages.page("search.html", search_of),
+        "/tuning": pages.page("tuning.html", tuning_of),
         "/audit": pages.page("audit.html", audit_of),
         "/tokens": pages.page("tokens.html", tokens_of),
         "/docs": pages.page("reference.html", pages.reference),

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from graphstash import tuning
@@ -58,6 +59,10 @@ def test_second_host_measures_nothing_and_gets_the_same_schedule(search, built, 
 
     assert set(found) == fields_of("tune search")
     assert found["search"]["failures"] == {"compile": 2}
+
+    page = httpx.get(f"{settings['GRAPHSTASH_URL']}/tuning", params={"q": "rows"}).text
+    assert "<code>tile=32 vector=8</code>" in page
+    assert re.search(r"<td class=\"number\">1\.\d\d times", page)
 
     second = search("task", "--trials", 20, "--json", host="second")
     assert json.loads(second.stdout) == found | {"searched": False, "search": None}

@@ -48,7 +48,7 @@ from graphstash.tuning.memory.findings import (
 from graphstash.tuning.memory.problem import Problem
 from graphstash.tuning.space import Configuration, SearchSpace, Value
 from graphstash_schema import ArtifactKey, ArtifactKind
-from graphstash_schema.explanation import described
+from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, described
 from graphstash_schema.listing import ArtifactQuery, ListOrder
 
 __all__ = ["Fit", "Measure", "Schedule", "Search", "TeamMemory", "Tune"]
@@ -189,7 +189,15 @@ class TeamMemory:
         Returns:
             None if no configuration works.
         """
-        best_of = partial(_best, measure=measure, confirm=confirm)
+        search = partial(
+            self._search,
+            problem=problem,
+            space=space,
+            tune=tune,
+            measure=measure,
+            confirm=confirm,
+            fit=fit,
+        )
         for number in range(_MAX_ANSWERS):
             request = problem.request(space, "answer", number, max_bytes=MAX_RECORD_BYTES)
             if request.key in self._rejected:
@@ -203,12 +211,11 @@ class TeamMemory:
                 found.compilation.abandon()  # the stored answer does not verify
                 self._turns.announce(found, _NO_ANSWER)
                 continue
-            return self._search(found, request.key, problem, space, tune, best_of=best_of, fit=fit)
+            return search(found, request.key)
         self._cache.record_fallback(
             CacheError(Reason.REJECTED, f"none of {_MAX_ANSWERS} answers of {problem.label} works")
         )
-        alone = CompileTurn(None, no_op)
-        return self._search(alone, None, problem, space, tune, best_of=best_of, fit=fit)
+        return search(CompileTurn(None, no_op), None)
 
     def find(self, problem: Problem, space: SearchSpace) -> Schedule | None:
         """Return an existing schedule without waiting for a search; it does not count as a hit.
@@ -257,13 +264,15 @@ class TeamMemory:
         self,
         turn: CompileTurn,
         key: ArtifactKey | None,
+        *,
         problem: Problem,
         space: SearchSpace,
         tune: Tune,
-        *,
-        best_of: "_BestOf",
+        measure: Measure,
+        confirm: Measure | None,
         fit: Fit | None,
     ) -> Schedule | None:
+        best_of = partial(_best, measure=measure, confirm=confirm)
         started = monotonic()
         journal = _Journal(self._cache, problem, space, batch_count=self._batch_count)
         payload: bytes | None = None
@@ -283,6 +292,9 @@ class TeamMemory:
                 tune(Search(_own(journal), hints, journal.add))
                 best = best_of(journal, {})
             if best:
+                if turn.compilation is not None:
+                    found = _described(best[0], journal, space, measure)
+                    self._cache.log.add_parts(turn.compilation.key, found)
                 payload = _answer(best, known, journal, problem, space)
         finally:
             journal.flush()
@@ -445,9 +457,6 @@ class _Journal:
         )
 
 
-_BestOf: TypeAlias = Callable[[_Journal, Mapping[Configuration, Finding]], tuple[Finding, ...]]
-
-
 def _best(
     journal: _Journal,
     known: Mapping[Configuration, Finding],
@@ -522,6 +531,28 @@ def _ranked(measurements: Mapping[Configuration, Finding]) -> list[Finding]:
 
 def _cost(measurement: Finding) -> float:
     return measurement.cost if measurement.cost is not None else float("inf")
+
+
+def _described(
+    best: Finding, journal: _Journal, space: SearchSpace, measure: Measure
+) -> dict[str, str]:
+    """Return what pages show of an answer: the configuration, and how much faster than the default.
+
+    The default is `space.start`. Measure it unless the search here has.
+    """
+    values = " ".join(f"{name}={value}" for name, value in space.named(best.configuration).items())
+    start = _own(journal).get(space.start)
+    if start is None:
+        try:
+            start = measure(space.start)
+        except Exception:  # noqa: BLE001 - the search has an answer, which must not be lost
+            _log.debug("the default of %s was not measured", values, exc_info=True)
+        else:
+            journal.add(start)
+    parts = {SCHEDULE_PART: values}
+    if start is not None and start.cost is not None:
+        parts[SPEEDUP_PART] = f"{start.cost / _cost(best):.2f}"
+    return parts
 
 
 def _answer(

@@ -22,6 +22,7 @@ __all__ = [
     "UserRow",
     "find_described",
     "list_by_fingerprint",
+    "list_from_label",
     "list_labelled",
     "list_latest",
     "list_users",
@@ -102,6 +103,31 @@ async def list_labelled(
         select(*KEYED_ARTIFACT_COLUMNS, literal(label).label("label"))
         .join(chosen, same)
         .where(_IS_SHOWN)
+    )
+    return [described_of(found) for found in await connection.execute(statement)]
+
+
+async def list_from_label(
+    connection: AsyncConnection, namespace: str, kind: str, label: str, *, limit: int
+) -> list[DescribedArtifact]:
+    """Return the artifacts of a kind with labels from `label` on, in their order: at most `limit`.
+
+    There is no last label, because only a collation of the database orders labels by their bytes.
+    """
+    same_kind = (descriptions.c.namespace == namespace, descriptions.c.kind == kind)
+    chosen = (
+        select(*(descriptions.c[name] for name in (*KEY_COLUMNS, "label", "described_at", "parts")))
+        .where(*same_kind, descriptions.c.label >= label)
+        .order_by(descriptions.c.label, descriptions.c.described_at)
+        .limit(limit)
+        .subquery()
+    )
+    same = and_(*(artifacts.c[name] == chosen.c[name] for name in KEY_COLUMNS))
+    statement = (
+        select(*KEYED_ARTIFACT_COLUMNS, chosen.c.label, chosen.c.parts.label("program"))
+        .join(chosen, same)
+        .where(artifacts.c.withheld_at.is_(None))
+        .order_by(chosen.c.label, chosen.c.described_at)
     )
     return [described_of(found) for found in await connection.execute(statement)]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from graphstash_schema import Namespace
+from graphstash_schema import ArtifactKind, Namespace
 from graphstash_schema.explanation import Difference, compare
 from graphstash_server.artifact import DescribedArtifact
 from graphstash_server.db.engine import Database
@@ -18,6 +18,7 @@ from graphstash_server.db.queries.catalog import (
     UserRow,
     find_described,
     list_by_fingerprint,
+    list_from_label,
     list_labelled,
     list_latest,
     list_users,
@@ -31,6 +32,9 @@ MAX_SEARCHED: Final = 500
 
 _MAX_FOUND: Final = 50
 _MAX_USERS: Final = 20
+_TUNED: Final = ("tuned ", "Helion kernel ")
+"""What the labels of tuned kernels begin with; the next words name the kernel."""
+
 _PREFIX: Final = re.compile(r"[0-9a-f]{4,64}")
 
 User = UserRow
@@ -82,6 +86,28 @@ class CatalogService:
                     )
                 recent = await list_latest(connection, namespaces, limit=MAX_SEARCHED)
             return await asyncio.to_thread(_matching, rows, recent, wanted.casefold())
+
+    async def schedules(
+        self, namespaces: Sequence[Namespace], name: str, *, limit: int
+    ) -> tuple[list[DescribedArtifact], bool]:
+        """Return tuned kernels whose names begin with a text, in the order of their names, and
+        whether there may be more.
+
+        Each namespace has an equal share of `limit`, and at least ten.
+        """
+        share = max(10, limit // max(1, len(namespaces)))
+        found: list[DescribedArtifact] = []
+        is_cut = False
+        async with self.database.reading() as connection:
+            for where in namespaces:
+                for label in (prefix + name for prefix in _TUNED):
+                    rows = await list_from_label(
+                        connection, where, ArtifactKind.SCHEDULE, label, limit=share
+                    )
+                    named = [row for row in rows if row.label.startswith(label)]
+                    is_cut = is_cut or len(named) == share
+                    found += named
+        return sorted(found, key=lambda entry: entry.label), is_cut
 
     async def find(self, key: StoredKey) -> ArtifactDetails | None:
         """Return one artifact, or None if it is absent or withheld."""
