@@ -1,7 +1,7 @@
 """Command line of the server: `graphstash serve`, or `python -m graphstash_server`.
 
-The command imports everything heavy when it runs. The client's command line loads this module only
-to list the command.
+Slow imports are inside the functions: the client's command line imports this module to list the
+command.
 """
 
 import ipaddress
@@ -24,7 +24,7 @@ __all__ = ["main", "serve"]
 _LOGGER = logging.getLogger(__name__)
 
 _FILES_PER_CONNECTION = 4
-"""Open files for one connection: its socket, a blob with a duplicate of the socket while it is
+"""Open files per connection: its socket, a blob and a duplicate of the socket while the blob is
 sent, and the socket of another connection that waits for the place."""
 
 _OWN_FILES = 256
@@ -144,7 +144,7 @@ def _set_up_logging(settings: Settings) -> None:
 
 
 def _check_reach(settings: Settings) -> None:
-    """Refuse to listen without authentication on an address that other hosts can reach."""
+    """Refuse to serve other hosts without authentication, unless `insecure` is set."""
     if not settings.is_open or settings.insecure or is_loopback(settings.host):
         return
     raise StartError(
@@ -155,9 +155,7 @@ def _check_reach(settings: Settings) -> None:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """Take the port before the server touches anything else. It refuses connections until the
-    server can answer them (`GraphstashServer.startup`), so that clients and proxies try elsewhere.
-    """
+    """Take the port first, but leave it closed until the server can answer (`serving.ports`)."""
     from graphstash_server.serving.ports import take_port
 
     try:
@@ -191,9 +189,7 @@ def _make_data_dir(settings: Settings) -> None:
 
 
 def _name_for_others(listener: socket.socket) -> str | None:
-    """Return this host's name if the server listens on every address, because no client can connect
-    to 0.0.0.0.
-    """
+    """Return this host's name if the server listens on every address, which no URL can name."""
     address = listener.getsockname()[0]
     return socket.gethostname() if ipaddress.ip_address(address).is_unspecified else None
 
@@ -206,16 +202,16 @@ def _url(settings: Settings, listener: socket.socket, *, address: str | None = N
 
 
 def _within_open_files(settings: Settings) -> Settings:
-    """Raise this process's limit of open files, often 1,024, as far as allowed. Return the settings
-    with as many connections as the limit allows.
+    """Raise the soft limit of open files (often 1,024) to what `max_connections` needs. Reduce
+    `max_connections` if the hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES_PER_CONNECTION * settings.max_connections + _OWN_FILES
+    needed = _FILES_PER_CONNECTION * settings.max_connections + _OWN_FILES
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    most = max(1, (wanted - _OWN_FILES) // _FILES_PER_CONNECTION)
+        needed = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    most = max(1, (needed - _OWN_FILES) // _FILES_PER_CONNECTION)
     if most == settings.max_connections:
         return settings
     _LOGGER.log(

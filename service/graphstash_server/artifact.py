@@ -1,7 +1,7 @@
-"""Artifact: a stored artifact, declared once for queries, services, calls and pages.
+"""Artifact: a stored artifact, as queries, services, calls and pages use it.
 
-To add a column, add it to the table, write a revision, and add a field here. The statements select
-the fields, and templates access them by name.
+To add a column, change the table, write a revision, and add a field here, which statements then
+select.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,12 @@ class Artifact(NamedTuple):
     """A stored artifact.
 
     Attributes:
-        key: complete key.
         digest: digest of the blob.
-        metadata_header: metadata as uploaded, or empty.
+        metadata_header: metadata as uploaded, or "".
         compile_seconds: seconds that a hit saves, as reported by the publisher.
         toolchain: compiler and version, as reported by the publisher.
         hits: number of hits. Lags by the flush interval.
-        created_at: when the artifact was stored.
-        last_used_at: when the artifact was last used. Lags by the flush interval.
+        last_used_at: time of the last use. Lags by the flush interval.
         pinned_until: time before which the artifact is not evicted.
         withheld_at: time since which the artifact is not served.
     """
@@ -45,7 +43,7 @@ class Artifact(NamedTuple):
 
     @property
     def metadata(self) -> ArtifactMetadata | None:
-        """Parsed metadata. None if there is none, or if a release with other rules stored it."""
+        """Parsed metadata. None if absent, or if a release with other rules stored it."""
         try:
             return (
                 ArtifactMetadata.from_header(self.metadata_header) if self.metadata_header else None
@@ -55,9 +53,7 @@ class Artifact(NamedTuple):
 
 
 class FoundArtifact(NamedTuple):
-    """An artifact in the response to a look-up. The values are plain, because a `Digest` would
-    validate each of a thousand artifacts again.
-    """
+    """An artifact that a look-up found. A `Digest` would validate each of a thousand again."""
 
     sha256: str
     size_bytes: int
@@ -69,11 +65,10 @@ class DescribedArtifact:
     """An artifact with its publisher's description.
 
     Attributes:
-        artifact: the artifact.
-        label: the user's name for the program. Empty if there is no description.
-        program: key parts that the program determines. None without a description, and in lists
-            that omit parts.
-        environment: key parts that the environment determines, or None like `program`.
+        label: the user's name for the program. "" without a description.
+        program: parts of the key that describe the program. None without a description, and in
+            lists.
+        environment: the other parts of the key, or None like `program`.
     """
 
     artifact: Artifact
@@ -83,7 +78,7 @@ class DescribedArtifact:
 
     @cached_property
     def metadata(self) -> ArtifactMetadata | None:
-        """The metadata of the artifact, parsed once."""
+        """`Artifact.metadata`, parsed once."""
         return self.artifact.metadata
 
     @property
@@ -93,12 +88,12 @@ class DescribedArtifact:
 
     @property
     def is_described(self) -> bool:
-        """Whether a publisher has described the artifact."""
+        """Whether the parts of the key are known. False in lists."""
         return self.program is not None and self.environment is not None
 
     @property
     def shown_environment(self) -> Mapping[str, str]:
-        """The environment. Without a description, the shortened parts from the metadata."""
+        """The environment, or else the shortened parts in the metadata."""
         if self.environment is not None:
             return self.environment
         return {} if self.metadata is None else self.metadata.parts

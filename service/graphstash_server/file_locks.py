@@ -1,4 +1,4 @@
-"""Wait for a lock that another starting process holds on a file."""
+"""Wait for a file lock that another starting process holds."""
 
 import fcntl
 import logging
@@ -13,8 +13,8 @@ __all__ = ["wait_for_lock"]
 _LOGGER = logging.getLogger(__name__)
 
 _WAIT_SECONDS: Final = 600
-"""Maximum seconds of a wait. A migration of a large database may take minutes; a process that was
-suspended holds its lock for ever."""
+"""A migration of a large database may take minutes. A suspended process would hold its lock for
+ever."""
 
 _POLL_SECONDS: Final = 0.05
 
@@ -23,7 +23,7 @@ def wait_for_lock(file: int, operation: int, *, path: Path) -> None:
     """Take a lock (flock) on an open file. Blocks.
 
     Raises:
-        StartError: another process holds the lock for ten minutes.
+        StartError: another process has held the lock for ten minutes.
     """
     until, is_reported = monotonic() + _WAIT_SECONDS, False
     while True:

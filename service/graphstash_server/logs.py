@@ -1,4 +1,4 @@
-"""Server logging: one line per event regardless of the caller's input, and no query strings."""
+"""Server logging. Callers cannot forge entries, and query strings are not logged."""
 
 import asyncio
 import json
@@ -22,16 +22,14 @@ __all__ = [
 T = TypeVar("T")
 
 REQUEST: Final[ContextVar[Mapping[str, Any] | None]] = ContextVar("request", default=None)
-"""State of the current request. Log entries made during the request carry its IDs."""
+"""State of the current request, whose IDs its log entries carry."""
 
 _INDENT: Final = "    "
 """Prefix of each traceback line, so that no such line can look like an entry."""
 
 
 def printable(text: str) -> str:
-    """Escape all characters that could end a line, move a cursor or reverse the text direction. The
-    escapes are those of a Python string.
-    """
+    """Escape characters that could end a line, move a cursor or reorder text, as Python does."""
     if text.isprintable():
         return text
     return "".join(
@@ -40,21 +38,21 @@ def printable(text: str) -> str:
 
 
 class EscapingFormatter(logging.Formatter):
-    """Escapes each message and each line of a traceback."""
+    """Formats an entry as one line of text. Traceback lines follow, indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """Return the escaped line of the entry."""
+        """Escape the entry's line."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: object) -> str:  # noqa: N802 - logging's name
-        """Return the escaped and indented lines of a traceback."""
+        """Escape and indent the lines of a traceback."""
         lines = super().formatException(ei).split("\n")  # type: ignore[arg-type] # passed on unchanged
         return "\n".join(_INDENT + printable(line) for line in lines)
 
 
 def ids_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the IDs of a request as log fields: the server's ID, the caller's ID if it differs,
-    and those of the span if tracing is on.
+    """Return a request's IDs as log fields: the server's, the caller's if it sent one, and those of
+    the span if tracing is on.
     """
     own, answered = state["server_request_id"], state["request_id"]
     ids = {"request": own} | ({"caller_request": answered} if own != answered else {})
@@ -62,8 +60,8 @@ def ids_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def in_background(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """Start a task that belongs to no request, even if a request starts it. Several requests or
-    none may wait for it. Its log entries carry no request IDs.
+    """Start a task whose log entries carry no request IDs, because any number of requests may wait
+    for it.
     """
     context = copy_context()
     context.run(REQUEST.set, None)
@@ -94,10 +92,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class WithoutQuery(logging.Filter):
-    """Removes the query from uvicorn's access log, because callers put secrets there by mistake."""
+    """Removes query strings, which may contain secrets by mistake, from uvicorn's access log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Cut the query. `args` are address, method, path with query, version and status."""
+        """Cut the query. `args`: address, method, path with query, version, status."""
         if isinstance(record.args, tuple) and len(record.args) == 5:
             address, method, path, *rest = record.args
             record.args = (address, method, str(path).partition("?")[0], *rest)

@@ -1,3 +1,3 @@
-"""HTTP calls. Each call only parses the request, calls a service and renders the response."""
+"""HTTP calls. A call parses the request, calls services and renders the response."""
 
 __all__: list[str] = []

@@ -51,11 +51,10 @@ router = Calls(prefix=API_PREFIX, tags=["artifacts"])
 _PATH: Final = "/{namespace}/artifacts/" + KEY
 
 ROUTE: Final = API_PREFIX + _PATH
-"""Template of an artifact's path."""
 
 
 def _hidden(request: Request) -> ServerError:
-    """Return the error for an artifact that the caller may not read, as if it did not exist."""
+    """Return the error for callers without read access, as if the artifact did not exist."""
     return absent(key_of(request))
 
 
@@ -72,8 +71,8 @@ def _hidden(request: Request) -> ServerError:
     refuses=[ErrorCode.RANGE_NOT_SATISFIABLE],
 )
 async def get_artifact(call: NamespaceCall) -> Response:
-    """Serve an artifact. Changes only usage counters. For a copy (`Graphstash-Copy: 1`), only its
-    bytes count.
+    """Serve an artifact. Changes only usage counters: hits or misses, and bytes. Copies
+    (`Graphstash-Copy: 1`) count only bytes.
     """
     return await _read(call, is_head=False)
 
@@ -94,8 +93,8 @@ async def head_artifact(call: NamespaceCall) -> Response:
 
 async def _read(call: NamespaceCall, *, is_head: bool) -> Response:
     headers = call.request.headers
-    names = strangers(name for name, _ in headers.raw)
-    call.context.accounting.counters.count_strange_headers(names)
+    strange = strangers(name for name, _ in headers.raw)
+    call.context.accounting.counters.count_strange_headers(strange)
     request = ReadRequest(
         key_of(call.request),
         is_head,
@@ -138,7 +137,7 @@ async def _read(call: NamespaceCall, *, is_head: bool) -> Response:
     ],
 )
 async def put_artifact(call: NamespaceCall) -> Response:
-    """Store an artifact. The server checks path, headers and policy before it reads the body."""
+    """Store an artifact. Path, headers and policy are checked before the body is read."""
     request = call.request
     key = key_of(request)
     size_bytes = _announced_size(request)
@@ -163,7 +162,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
         "Repr-Digest": upload.digest.repr_digest,
     }
     if not is_new and "expect" in request.headers:
-        headers["Connection"] = "close"  # the client may or may not send the body
+        headers["Connection"] = "close"  # the client may still send the body, or not
     return Response(status_code=201 if is_new else 200, headers=headers)
 
 
@@ -174,7 +173,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
     answers={204: {"description": "gone"}},
 )
 async def delete_artifact(call: NamespaceCall) -> Response:
-    """Remove an artifact. A job that is reading it receives all of its bytes."""
+    """Delete an artifact. Downloads in progress receive all bytes."""
     key = key_of(call.request)
     if not await call.context.artifacts.delete(key, actor=call.actor):
         raise absent(key)
@@ -190,25 +189,24 @@ async def delete_artifact(call: NamespaceCall) -> Response:
     refuses=[ErrorCode.TOO_MANY_KEYS],
 )
 async def lookup_artifacts(call: NamespaceCall) -> Response:
-    """Return which of many artifacts exist. Protects them from eviction for ten minutes, unless an
-    upload needs their room.
+    """Return which of many artifacts exist. Protects them from eviction for ten minutes, up to a
+    limit per caller and per namespace, unless an upload needs their space.
     """
-    where = call.namespace
-    wanted = await read_keys(
+    keys = await read_keys(
         call,
         LookupRequest,
         max_keys=MAX_LOOKUP_KEYS,
         way_out=f"the limit is {MAX_LOOKUP_KEYS} in one lookup: split the request",
     )
-    asked = dict.fromkeys(wanted)
+    keys = list(dict.fromkeys(keys))
     caller = call.principal.party
-    found = await call.context.artifacts.lookup(where, list(asked), caller=caller)
-    there = [_info(key, found.artifacts[key]) for key in asked if key in found.artifacts]
-    missing = [key.json for key in asked if key not in found.artifacts]
+    found = await call.context.artifacts.lookup(call.namespace, keys, caller=caller)
+    stored = [_info(key, found.artifacts[key]) for key in keys if key in found.artifacts]
+    missing = [key.json for key in keys if key not in found.artifacts]
     withdrawn = [_info(key, each) for key, each in found.withheld.items()]
-    # Build a LookupResponse as text. A model per key would cost ten times as much.
+    # Build a LookupResponse as text: a model per key would cost ten times as much.
     reply = (
-        f'{{"found":[{",".join(there)}],"missing":[{",".join(missing)}],'
+        f'{{"found":[{",".join(stored)}],"missing":[{",".join(missing)}],'
         f'"withdrawn":[{",".join(withdrawn)}],'
         f'"newest_withdrawal":"{found.newest_withdrawal}"}}'
     )
@@ -235,8 +233,8 @@ def _info(key: StoredKey, found: FoundArtifact) -> str:
     ],
 )
 async def verify_artifact(call: NamespaceCall) -> Response:
-    """Read an artifact's blob again, and drop the artifact if it is damaged. For a client that
-    received other bytes than announced and cannot determine the cause.
+    """Compare an artifact's blob with its digest, and drop the artifact if it is lost or damaged.
+    For clients that received wrong bytes, which the network may also have damaged.
     """
     key = await read_model(call, ArtifactKey)
     reply = await call.context.artifacts.verify(StoredKey.of(call.namespace, key))
@@ -244,29 +242,30 @@ async def verify_artifact(call: NamespaceCall) -> Response:
 
 
 async def _body(call: NamespaceCall, upload: Upload) -> AsyncIterator[bytes]:
-    """Yield the bytes of an artifact. They may take hours, so check the rules again at the end.
+    """Yield the body. It may take hours, so check the caller and the policy again at its end.
 
     Raises:
-        ServerError: as `body_chunks` and `Call.reauthorize`. 403, 413 or 503 if changed rules no
-            longer allow the upload.
+        ServerError: as `body_chunks` and `Call.reauthorize`. 403, 413 or 503 if the policy no
+            longer allows the upload.
     """
     context = call.context
     idle_seconds = context.settings.upload_idle_seconds
     async for chunk in body_chunks(call.request, idle_seconds=idle_seconds):
         yield chunk
     await call.reauthorize()
-    where = upload.key.namespace
-    policy = await context.policies.of(where)
-    context.uploads.check(where, upload.digest.size_bytes, policy=policy)
+    namespace = upload.key.namespace
+    policy = await context.policies.of(namespace)
+    context.uploads.check(namespace, upload.digest.size_bytes, policy=policy)
     if upload.replaces and not changes(policy):
         raise ServerError(
             ErrorCode.UNAVAILABLE,
-            f"the namespace {where} became write-once during the upload: nothing was stored, retry",
+            f"the namespace {namespace} became write-once during the upload: nothing was stored, "
+            "retry",
         )
 
 
 def _announced_size(request: Request) -> int:
-    """Return Content-Length. The HTTP parser has refused values other than digits."""
+    """Return Content-Length, which the HTTP parser has checked."""
     length = request.headers.get("content-length")
     if length is None:
         raise ServerError(

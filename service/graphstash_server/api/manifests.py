@@ -28,7 +28,7 @@ _PATH: Final = "/{namespace}/manifests/{name}"
 
 
 def _hidden(request: Request) -> ServerError:
-    """Return the error for a manifest that the caller may not read, as if it did not exist."""
+    """Return the error for callers without read access, as if the manifest did not exist."""
     return _absent(Namespace(request.path_params["namespace"]), manifest_of(request))
 
 
@@ -40,10 +40,10 @@ def _hidden(request: Request) -> ServerError:
 )
 async def get_manifest(call: NamespaceCall) -> Response:
     """Return the artifacts that a job used, most recently used first."""
-    where, name = call.namespace, manifest_of(call.request)
-    entries = await call.context.manifests.get(where, name)
+    name = manifest_of(call.request)
+    entries = await call.context.manifests.get(call.namespace, name)
     if not entries:
-        raise _absent(where, name)
+        raise _absent(call.namespace, name)
     return _answer(name, entries, has_writers=call.request.headers.get(HEADER_WRITERS) == "1")
 
 
@@ -59,9 +59,9 @@ async def get_manifest(call: NamespaceCall) -> Response:
     refuses=[ErrorCode.READ_ONLY, ErrorCode.TOO_MANY_KEYS, ErrorCode.INSUFFICIENT_STORAGE],
 )
 async def put_manifest(call: NamespaceCall) -> Response:
-    """Merge the artifacts that one run used. Never replaces those of other runs."""
-    where, name = call.namespace, manifest_of(call.request)
-    check_writable(where, call.policy)
+    """Add the artifacts that one run used. Above a limit, the least recently used are dropped."""
+    name = manifest_of(call.request)
+    check_writable(call.namespace, call.policy)
     keys = await read_keys(
         call,
         ManifestUpdate,
@@ -69,7 +69,7 @@ async def put_manifest(call: NamespaceCall) -> Response:
         way_out=f"the limit is {MAX_MANIFEST_ENTRIES}: send the most recently used ones",
     )
     entries, is_new = await call.context.manifests.merge(
-        where, name, keys, writer=call.principal.party, actor=call.actor
+        call.namespace, name, keys, writer=call.principal.party, actor=call.actor
     )
     return _answer(name, entries, status_code=201 if is_new else 200)
 
@@ -81,12 +81,12 @@ def _answer(
     has_writers: bool = False,
     status_code: int = 200,
 ) -> Response:
-    """Build the JSON of a `Manifest` as text. Its values were validated when stored, and no word
-    contains a character that JSON escapes. A model per entry would take twenty times as long.
+    """Build the JSON of a `Manifest` as text: models would take twenty times as long. No stored
+    word contains a character that JSON escapes.
     """
     times = {entry.used_at for entry in entries}
     as_json = {each: to_json(each).decode() for each in times}  # all entries of a run share a time
-    # Readers need not know who the writers are. Several writers of one entry have an empty name.
+    # Numbers do not reveal the writers' names. An entry of several writers has none.
     writers = dict.fromkeys(entry.writer for entry in entries)
     numbers = {
         each: f',"writer":{number}' if each and has_writers else ""
@@ -108,5 +108,5 @@ def _answer(
     )
 
 
-def _absent(where: Namespace, name: ManifestName) -> ServerError:
-    return ServerError(ErrorCode.NOT_FOUND, f"there is no manifest {name} in namespace {where}")
+def _absent(namespace: Namespace, name: ManifestName) -> ServerError:
+    return ServerError(ErrorCode.NOT_FOUND, f"there is no manifest {name} in namespace {namespace}")

@@ -1,4 +1,4 @@
-"""TraceRequests: a span for each request that reaches the application, outside of the frame."""
+"""TraceRequests: a span around `api.frame` for each request that reaches the application."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -6,7 +6,7 @@ from graphstash_server.tracing import Tracing
 
 __all__ = ["TraceRequests"]
 
-_NAME = b"traceparent"
+_HEADER = b"traceparent"
 
 
 class TraceRequests:
@@ -17,11 +17,11 @@ class TraceRequests:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request within its span. The log contains the span's IDs."""
+        """Handle one request within its span, whose IDs the log contains."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        values = [value.decode("latin-1") for name, value in scope["headers"] if name == _NAME]
+        values = [value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER]
         span = self._tracing.begin(scope["method"], values)
         scope.setdefault("state", {}).update(self._tracing.ids(span))
         status: int | None = None

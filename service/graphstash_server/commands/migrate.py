@@ -1,4 +1,4 @@
-"""`graphstash migrate`: upgrades the database as a separate step."""
+"""`graphstash migrate`: upgrades the database before servers start."""
 
 import asyncio
 import json

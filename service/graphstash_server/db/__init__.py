@@ -1,3 +1,3 @@
-"""The database: tables, connections, migration, and every SQL statement."""
+"""The database: tables, connections, migration and SQL statements."""
 
 __all__: list[str] = []

@@ -1,9 +1,8 @@
-"""DatabaseClock: the clock of PostgreSQL, so that all servers agree about the time.
+"""DatabaseClock: the clock of PostgreSQL, which the servers of all hosts share.
 
-Servers on several hosts compare times that other servers have stored: the ends of leases, claims
-and tokens. If one host's clock were wrong, its server would end the leases of others, or wait for
-hours for a holder that died. So no server of a PostgreSQL database uses the clock of its own host.
-SQLite has no clock: the servers of one host share that host's clock.
+Servers compare times that other servers stored: the ends of leases, claims and tokens. With the
+clock of its own host, a server whose clock is wrong would end other servers' leases, or wait hours
+for a dead holder. SQLite needs no such clock, because all its servers run on one host.
 """
 
 import asyncio
@@ -22,11 +21,11 @@ __all__ = ["DatabaseClock"]
 _LOGGER = logging.getLogger(__name__)
 
 _READ_SECONDS = 10.0
-"""Seconds between two readings, and so the time in which servers follow a clock that was set."""
+"""Seconds between two readings. Servers follow a changed clock within this time."""
 
 
 class DatabaseClock:
-    """A `Clock` that a monotonic clock continues from the last reading. A call costs no query."""
+    """A `Clock` that adds monotonic time to its last reading. A call costs no query."""
 
     def __init__(self, database: Database, *, steady: SteadyClock) -> None:
         """Use `open` instead, which reads the clock first."""
@@ -52,8 +51,7 @@ class DatabaseClock:
         return self._at + timedelta(seconds=self._steady() - self._read_at)
 
     async def read(self) -> None:
-        """Read the clock of the database. Keep the last reading if both agree within the time that
-        this reading took.
+        """Read the clock. Keep the last reading if they differ by at most the time of the query.
 
         Raises:
             ServerError: 503 if the database does not respond.
@@ -66,7 +64,7 @@ class DatabaseClock:
             self._at, self._read_at = at, self._steady()
 
     async def run(self) -> None:
-        """Read the clock again and again until cancelled."""
+        """Read the clock every ten seconds until cancelled."""
         while True:
             await asyncio.sleep(_READ_SECONDS)
             try:

@@ -1,4 +1,4 @@
-"""TracedDatabase: spans for database calls, including waits for turns and connections."""
+"""TracedDatabase: a span for each database call, from its wait for a connection or turn on."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,7 +14,7 @@ __all__ = ["TracedDatabase"]
 
 
 class TracedDatabase(Database):
-    """A `Database` whose reads and transactions are spans."""
+    """A `Database` that records reads and transactions as spans."""
 
     def __init__(
         self, url: str, *, connections: int, corruption: SharedText, tracing: Tracing

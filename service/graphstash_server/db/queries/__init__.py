@@ -1,3 +1,3 @@
-"""Every SQL statement, one module per table. No function ends a transaction."""
+"""SQL statements, by table or purpose. Callers begin and end transactions."""
 
 __all__: list[str] = []

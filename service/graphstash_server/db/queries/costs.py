@@ -1,7 +1,7 @@
-"""Bytes that count against a limit: blobs, and rows of the database.
+"""Bytes that count against limits: artifacts and manifest entries.
 
-A blob counts with its size, and its metadata with theirs. An artifact counts at least one disk
-block, because its file occupies that much. If equal blobs share a file, its row and indexes do.
+An artifact counts its blob and its metadata header, and at least a disk block of 4 KiB. Its file
+takes that much. If the file is another artifact's, its row and indexes take about as much.
 """
 
 from typing import Final
@@ -15,7 +15,8 @@ __all__ = ["MANIFEST_ENTRY_BYTES", "METADATA_BYTES", "metadata_bytes"]
 _MIN_ARTIFACT_BYTES: Final = 4096
 
 MANIFEST_ENTRY_BYTES: Final = 512
-"""Size of a row with two words of 128 characters, and of its three indexes."""
+"""Estimate for a row and its index entries: in SQLite 384 bytes with short names, 1,005 with the
+longest."""
 
 
 def metadata_bytes(size_bytes: int, header: str) -> int:

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class ReportRow(NamedTuple):
-    """The report of one process. The fields are the table's columns."""
+    """The report of one process, by column. `list_reports` needs `misses` last."""
 
     namespace: str
     run: str
@@ -46,8 +46,8 @@ class ReportRow(NamedTuple):
 
 
 class RunRequest(NamedTuple):
-    """Which runs to list: those that started in `[since, until)`, after the end of the page before
-    (the time of its last run's last report, and that run's name). None does not restrict.
+    """Which runs to list: of a job, started in `[since, until)`, and after a run of the page before
+    (time of its last report, and its name). None does not restrict.
     """
 
     limit: int
@@ -58,7 +58,7 @@ class RunRequest(NamedTuple):
 
 
 class HeldRun(NamedTuple):
-    """A run with the values that limits need."""
+    """A run's share of the limits."""
 
     namespace: str
     run: str
@@ -68,7 +68,7 @@ class HeldRun(NamedTuple):
 
 
 async def put_report(connection: AsyncConnection, row: ReportRow) -> None:
-    """Store a report, and replace an earlier one of the same process."""
+    """Store a report, or replace the earlier one of the same process."""
     statement = insert_into(connection, runs).values(row._asdict())
     statement = statement.on_conflict_do_update(
         index_elements=list(runs.primary_key),
@@ -82,7 +82,7 @@ async def put_report(connection: AsyncConnection, row: ReportRow) -> None:
 
 
 async def find_writer(connection: AsyncConnection, namespace: str, run: str) -> str | None:
-    """Return the reporter of a run, or None if there is no report."""
+    """Return the caller that reported a run, or None."""
     statement = select(runs.c.writer).where(_is_run(namespace, run)).limit(1)
     return (await connection.execute(statement)).scalar()
 
@@ -90,7 +90,7 @@ async def find_writer(connection: AsyncConnection, namespace: str, run: str) -> 
 async def count_processes(
     connection: AsyncConnection, namespace: str, run: str, *, but: str
 ) -> int:
-    """Return how many processes of a run have reported, not counting the process `but`."""
+    """Return how many processes other than `but` have reported a run."""
     statement = (
         select(func.count()).select_from(runs).where(_is_run(namespace, run), runs.c.process != but)
     )
@@ -125,9 +125,9 @@ async def list_runs(
     ]
 
 
-async def delete_runs(connection: AsyncConnection, gone: Sequence[HeldRun]) -> None:
+async def delete_runs(connection: AsyncConnection, held: Sequence[HeldRun]) -> None:
     """Delete all reports of runs."""
-    for each in gone:
+    for each in held:
         await connection.execute(delete(runs).where(_is_run(each.namespace, each.run)))
 
 
@@ -145,25 +145,25 @@ async def delete_old_runs(connection: AsyncConnection, *, before: datetime, limi
 
 
 async def list_latest(
-    connection: AsyncConnection, namespace: str, chosen: RunRequest
+    connection: AsyncConnection, namespace: str, request: RunRequest
 ) -> list[tuple[str, int, int, datetime]]:
-    """Return the latest runs: name, number of processes, bytes, and time of the last report."""
+    """Return runs, latest report first: name, processes, bytes, and time of the latest report."""
     last = func.max(runs.c.reported_at)
     statement = (
         select(runs.c.run, func.count(), func.sum(runs.c.size_bytes), last)
         .where(runs.c.namespace == namespace)
         .group_by(runs.c.run)
         .order_by(last.desc(), runs.c.run)
-        .limit(chosen.limit)
+        .limit(request.limit)
     )
-    if chosen.job is not None:
-        statement = statement.where(runs.c.job == chosen.job)
-    if chosen.since is not None:
-        statement = statement.having(func.min(runs.c.started_at) >= chosen.since)
-    if chosen.until is not None:
-        statement = statement.having(func.min(runs.c.started_at) < chosen.until)
-    if chosen.after is not None:
-        at, name = chosen.after
+    if request.job is not None:
+        statement = statement.where(runs.c.job == request.job)
+    if request.since is not None:
+        statement = statement.having(func.min(runs.c.started_at) >= request.since)
+    if request.until is not None:
+        statement = statement.having(func.min(runs.c.started_at) < request.until)
+    if request.after is not None:
+        at, name = request.after
         statement = statement.having(or_(last < at, and_(last == at, runs.c.run > name)))
     rows = await connection.execute(statement)
     return [(name, int(count), int(size_bytes), at) for name, count, size_bytes, at in rows]
@@ -172,7 +172,7 @@ async def list_latest(
 async def list_reports(
     connection: AsyncConnection, namespace: str, names: Sequence[str], *, with_misses: bool
 ) -> list[ReportRow]:
-    """Return all reports of some runs. `misses` is empty without `with_misses`."""
+    """Return all reports of some runs. Without `with_misses`, their `misses` are `[]`."""
     columns = [runs.c[name] for name in ReportRow._fields if name != "misses"]
     misses = runs.c.misses if with_misses else literal("[]")
     statement = select(*columns, misses).where(runs.c.namespace == namespace, runs.c.run.in_(names))

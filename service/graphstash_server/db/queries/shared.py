@@ -1,4 +1,4 @@
-"""Shared by the statements of several tables: keys of artifacts, and insert-or-update."""
+"""Keys of artifacts, rows of artifacts, and INSERT with ON CONFLICT, for several query modules."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,35 +38,32 @@ __all__ = [
 ]
 
 _KEYS_PER_STATEMENT = 500
-"""Maximum number of keys per statement, below every database's parameter limit (SQLite had 999
-until 3.32)."""
+"""Keys per statement, below the limit of parameters (999 in SQLite before 3.32)."""
 
 KNOWN_KINDS: Final = [kind.value for kind in ArtifactKind]
-"""Artifacts of other kinds belong to a later release and are left to its servers."""
-
+"""Kinds of this release. Artifacts of other kinds are left to servers of a later release."""
 
 KEY_COLUMNS: Final = ("namespace", "fingerprint", "kind", "device_type")
-"""The columns of a key, in the order of every primary key."""
-
+"""In the order of every primary key."""
 
 ARTIFACT_COLUMNS: Final = tuple(
     artifacts.c[name] for name in ("sha256", "size_bytes", *Artifact._fields[2:])
 )
-"""The columns of an `Artifact` after its key."""
+"""The fields of `Artifact` after its key. The digest takes two columns."""
 
 KEYED_ARTIFACT_COLUMNS: Final = (*(artifacts.c[name] for name in KEY_COLUMNS), *ARTIFACT_COLUMNS)
-"""The columns of an `Artifact`; a statement selects them before all others."""
+"""What `described_of` needs first in a row."""
 
 
 def artifact_of(stored: Sequence[Any], key: StoredKey) -> Artifact:
-    """Build an artifact from `ARTIFACT_COLUMNS`, under the key that was requested."""
+    """Build an artifact from its key and `ARTIFACT_COLUMNS`."""
     sha256, size_bytes, *others = stored
     return Artifact(key, Digest(sha256, size_bytes), *others)
 
 
 def described_of(found: Any) -> DescribedArtifact:
-    """Build an artifact from a row that begins with `KEYED_ARTIFACT_COLUMNS`. The columns `label`,
-    `program` and `environment` may follow, the latter two as JSON.
+    """Build an artifact from a row of `KEYED_ARTIFACT_COLUMNS`, and optionally `label`, `program`
+    and `environment`, the last two as JSON.
     """
     stored = found[len(KEY_COLUMNS) : len(KEYED_ARTIFACT_COLUMNS)]
     described = found._mapping  # noqa: SLF001 - the public name of SQLAlchemy's rows
@@ -80,7 +77,7 @@ def described_of(found: Any) -> DescribedArtifact:
 
 
 def key_values(key: StoredKey) -> dict[str, str]:
-    """Return the columns of a key."""
+    """Return a key by column."""
     return {
         "namespace": key.namespace,
         "fingerprint": key.fingerprint,
@@ -100,12 +97,12 @@ def key_parameters(key: StoredKey) -> dict[str, Any]:
 
 
 def where_key(table: FromClause) -> ColumnElement[bool]:
-    """Match the row that `key_parameters` names. For prepared statements and repeated execution."""
+    """Match the row of a key, which `key_parameters` passes to each execution."""
     return and_(*(table.c[name] == bindparam(f"key_{name}") for name in KEY_COLUMNS))
 
 
 def are_keys(table: FromClause, dialect: str) -> ColumnElement[bool]:
-    """Match the rows that `keys_parameters` names, by the index of the primary key."""
+    """Match the rows of many keys, which `keys_parameters` passes, with the primary key's index."""
     name = table.c.fingerprint + " " + table.c.kind + " " + table.c.device_type
     return and_(
         table.c.namespace == bindparam("of_namespace"),
@@ -124,17 +121,17 @@ def keys_parameters(keys: Sequence[StoredKey]) -> dict[str, Any]:
 
 
 def new_values(table: Table, names: Iterable[str]) -> dict[str, BindParameter[Any]]:
-    """Map each column that a statement sets to the parameter `new_<name>`."""
+    """Return the values of a statement: parameter `new_<name>` for each column."""
     return {name: bindparam(f"new_{name}", type_=table.c[name].type) for name in names}
 
 
 def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Prefix column names for use as parameters. A column that is set needs another name."""
+    """Name parameters after columns. In VALUES and SET, SQLAlchemy reserves the bare names."""
     return {f"{prefix}{name}": value for name, value in values.items()}
 
 
 def stored_key(row: Any) -> StoredKey:
-    """Return the key of a row that has its columns."""
+    """Return the key in a row."""
     return StoredKey.parse(
         namespace=row.namespace,
         kind=row.kind,
@@ -144,12 +141,12 @@ def stored_key(row: Any) -> StoredKey:
 
 
 def is_key(table: Table, key: StoredKey) -> ColumnElement[bool]:
-    """Match the row of a key in a table that has its columns."""
+    """Match the row of a key."""
     return and_(*(table.c[name] == value for name, value in key_values(key).items()))
 
 
 def in_parts(fingerprints: Sequence[str]) -> list[Sequence[str]]:
-    """Split fingerprints into parts of one statement each."""
+    """Split fingerprints into one part per statement."""
     return [
         fingerprints[start : start + _KEYS_PER_STATEMENT]
         for start in range(0, len(fingerprints), _KEYS_PER_STATEMENT)
@@ -157,10 +154,10 @@ def in_parts(fingerprints: Sequence[str]) -> list[Sequence[str]]:
 
 
 def unindexed(column: ColumnElement[str]) -> ColumnElement[str]:
-    """Return a text column as an expression that no index has.
+    """Return a text column as an expression without an index.
 
-    Without statistics, SQLite prefers an index whose column equals a value over one that has the
-    order of the statement. A namespace may have every row, and the statement would sort them all.
+    Without statistics, SQLite prefers an index for `=` to the index for ORDER BY. If one namespace
+    has most rows, the statement would then sort them all.
     """
     return column + ""
 
@@ -174,5 +171,5 @@ def insert_into(connection: AsyncConnection, table: Table) -> Upsert:
 
 
 def insert_in(dialect: str, table: Table) -> Upsert:
-    """Return an INSERT that supports ON CONFLICT, in a dialect."""
+    """Like `insert_into`, by the name of the dialect."""
     return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
