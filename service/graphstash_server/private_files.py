@@ -26,8 +26,8 @@ _WRITTEN_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 def keep_private(settings: "DatabaseSettings") -> None:
     """Create the data directory, and make everything that this process creates private.
 
-    The server also revokes other users' access to files that an earlier release left open. It does
-    the same for the data directory if that contains nothing else.
+    Revoke other users' access to files that an earlier release left open, and to the data directory
+    if it contains nothing else. Warn if they may write to it.
 
     Raises:
         OSError: the data directory cannot be created.
@@ -50,7 +50,7 @@ def keep_private(settings: "DatabaseSettings") -> None:
 
 
 def _database_files(url: str) -> Iterator[Path]:
-    """Yield an SQLite database, its log and its index. SQLite copies the mode of the database."""
+    """Yield the paths of an SQLite database, its logs and its index."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite" and parsed.database:
         for suffix in ("", "-wal", "-shm", "-journal"):

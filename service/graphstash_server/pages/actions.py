@@ -1,8 +1,8 @@
 """Actions of the dashboard: forms that withhold, delete, pin, limit, and manage tokens.
 
-A form is as safe as a call of the API. It needs this server's Origin and a browser session. It also
-needs a value that only a page of the same session contains, so that no other page can send it. Each
-action checks the rights of the call that does the same, and the audit log names the visitor.
+A form needs this server's Origin, a browser session, and a value that only pages of this session
+contain, so that no other page can send it. An action needs the rights of the API's equivalent call,
+and the audit log names the visitor.
 """
 
 import hmac
@@ -47,12 +47,12 @@ class Done(NamedTuple):
 
 
 async def act(visitor: Visitor, action: str) -> tuple[Visitor, Done]:
-    """Carry out the form's action, and return its visitor as authenticated after the form arrived.
+    """Carry out a form's action. Return the visitor, authenticated again after the form arrived.
 
     Raises:
         InvalidValueError: a field is malformed.
         ServerError: 400 for an invalid field, 401 without a session, 403 for a form of another page
-            or without the right, 404 for an absent object, 413, 408, 503, 507.
+            or without the right, 404 for an absent object, 408, 413, 503, 507.
     """
     request = visitor.request
     check_origin(request)
@@ -159,8 +159,7 @@ async def _limit(visitor: Visitor, form: Form) -> Done:
 async def _create_token(visitor: Visitor, form: Form) -> Done:
     """Create a token that does not outlive the visitor's.
 
-    The form needs the visitor's token again. Otherwise, a thief of the cookie could turn a session
-    of an hour into a token of years.
+    The visitor must enter it again: a stolen cookie is valid for an hour, a token for years.
     """
     visitor.require_administrator()
     session = visitor.session
@@ -205,11 +204,11 @@ ACTIONS: Final[dict[str, Callable[[Visitor, Form], Awaitable[Done]]]] = {
     "create-token": _create_token,
     "revoke-token": _revoke_token,
 }
-"""Actions by their name, the end of their path."""
+"""Actions by the end of their path."""
 
 
 async def _administered(visitor: Visitor, form: Form) -> Namespace:
-    """Return the form's namespace, which the visitor may administer."""
+    """Return the form's namespace, if the visitor may administer it."""
     namespace = await visitor.enter(form.get("namespace", ""))
     if not await visitor.may(Scope.ADMIN, namespace):
         raise ServerError(

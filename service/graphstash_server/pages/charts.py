@@ -1,8 +1,7 @@
-"""Charts: SVG inside the page, colored by its style sheet.
+"""Charts: SVG inside the page, drawn by pygal and colored by the page's style sheet.
 
-pygal draws them. Its additions for browsers with scripts are removed, so the page needs no script
-and no extra style. Each chart has a table with its numbers beside it. Drawing takes some
-milliseconds, so templates do it in a thread instead of the event loop.
+pygal's scripts and styles are removed. Each page also shows the numbers in a table. Drawing takes
+milliseconds, so templates call these functions, in a thread.
 """
 
 import sys
@@ -16,15 +15,15 @@ from pygal.style import Style
 
 __all__ = ["bars", "lines"]
 
-# pygal looks for its plug-ins, which are unused here, with an import hook that Python has dropped.
-# Before 3.12, each failing import warns about it.
+# pygal finds plug-ins, unused here, with an import hook of a kind that Python 3.12 dropped. Before,
+# each failing import warns about it.
 _FINDER: Final = getattr(pygal, "PluginImportFixer", ())
 sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _FINDER)]
 
 _SCRIPTED: Final = ("style", "script", "desc", "title")
 _MAX_X_LABELS: Final = 6
 _STYLE: Final = Style(label_font_size=13, major_label_font_size=13)
-"""Determines only the space for labels. The style sheet determines their look."""
+"""Only the space for labels depends on it."""
 
 
 def bars(
@@ -35,9 +34,8 @@ def bars(
     written: Callable[[float], str],
     marks: Sequence[float] | None = None,
 ) -> Markup:
-    """Draw one bar per label. If there are many labels, only some are shown. `name` describes the
-    chart for people who cannot see it. `written` formats a value of the axis. `marks` are the
-    values of the axis that have a mark. Default: round ones.
+    """Draw one bar per label, of which at most six are printed. `name` describes the chart to
+    screen readers. `written` formats the values of the axis, by default round ones, else `marks`.
     """
     chart = pygal.Bar(**_options(labels, written), y_labels=marks)
     chart.add("", list(values))

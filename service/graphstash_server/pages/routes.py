@@ -1,7 +1,7 @@
 """Map paths to pages, and turn refusals into pages.
 
-A client that accepts HTML gets a refusal as a page. Other clients get a problem document, as from a
-call. After a session has ended, its visitor is anonymous and sees the sign-in page.
+A client that does not accept HTML gets a problem document, as from the API. A visitor whose session
+has ended is anonymous, and a page that needs a session shows the sign-in form.
 """
 
 import asyncio
@@ -48,15 +48,16 @@ Document = Callable[[], Awaitable[dict[str, Any]]]
 def add_pages(
     app: FastAPI, *, document: Document
 ) -> tuple[Callable[[Request], Awaitable[Response]], Sequence[BaseRoute]]:
-    """Add the dashboard to an application. Return the endpoint of the page for unknown paths, and
-    the routes of all pages.
+    """Add the dashboard to an application. Return the endpoint for unknown paths, and the routes.
 
-    `document` returns the application's OpenAPI document.
+    Args:
+        app: the application.
+        document: returns the application's OpenAPI document.
     """
     pages = _Pages(document)
     router = APIRouter(include_in_schema=False)
     for path, endpoint in {
-        "/": pages.page("overview.html", overview_of, when_unknown=pages.welcome),
+        "/": pages.page("overview.html", overview_of, when_anonymous=pages.welcome),
         "/artifacts/{namespace}/" + KEY: pages.page("artifact.html", artifact_of),
         "/jobs/{namespace}/{name}": pages.page("job.html", job_of),
         "/runs/{namespace}/{run}": pages.page("run.html", run_of),
@@ -68,7 +69,7 @@ def add_pages(
         "/sign-in": pages.answering(pages.welcome),
         "/assets/{name}": _asset,
     }.items():
-        # The HTTP server leaves out the body of a response to HEAD.
+        # The HTTP server omits the body of a response to HEAD.
         router.add_api_route(path, endpoint, methods=["GET", "HEAD"])
     router.post("/sign-in")(pages.answering(sign_in.begin))
     router.post("/sign-out")(pages.answering(sign_in.end))
@@ -83,24 +84,24 @@ class _Pages:
         self._document = document
         self._renderer = Renderer()
         self._reference: Markup | None = None
-        self._referring = asyncio.Lock()
+        self._rendering = asyncio.Lock()
 
     def page(
-        self, template: str, view: View, *, when_unknown: Handler | None = None
+        self, template: str, view: View, *, when_anonymous: Handler | None = None
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return the endpoint of a page. `when_unknown` responds instead if the visitor is
-        anonymous and may read nothing.
+        """Return the endpoint of a page. `when_anonymous` responds to anonymous visitors who may
+        read nothing.
         """
 
         async def show(visitor: Visitor) -> Response:
-            if when_unknown is not None and visitor.is_anonymous and not await _sees(visitor):
-                return await when_unknown(visitor)
+            if when_anonymous and visitor.is_anonymous and not await visitor.namespaces():
+                return await when_anonymous(visitor)
             return await self._render(visitor, template, **await view(visitor))
 
         return self.answering(show)
 
     def answering(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Return the endpoint of a handler, and render its refusals as pages."""
+        """Return the endpoint of a handler, which renders refusals as pages."""
 
         async def endpoint(request: Request) -> Response:
             visitor = None
@@ -126,9 +127,9 @@ class _Pages:
         )
 
     async def act(self, action: str, visitor: Visitor) -> Response:
-        """Carry out an action, and redirect to the page that shows its result.
+        """Carry out an action, and redirect to the page with its result.
 
-        A new token is a part of this response only, because no other one may contain it.
+        Show a new token in this response, because the server stores only the token's hash.
         """
         visitor, done = await act(visitor, action)
         if done.issued is None:
@@ -137,8 +138,8 @@ class _Pages:
         return await self._render(visitor, "tokens.html", **{**view, "issued": done.issued})
 
     async def reference(self, _: Visitor) -> dict[str, Any]:
-        """Return the API reference, which is the same for all visitors and rendered once."""
-        async with self._referring:
+        """Return the API reference, rendered once for all visitors."""
+        async with self._rendering:
             if self._reference is None:
                 view = await asyncio.to_thread(reference_of, await self._document())
                 self._reference = await self._renderer.fragment("reference_body.html", **view)
@@ -190,18 +191,12 @@ class _Pages:
         )
 
 
-async def _sees(visitor: Visitor) -> bool:
-    """Return whether a visitor may read a namespace that has content."""
-    return bool(await visitor.namespaces())
-
-
 async def _unknown(visitor: Visitor) -> Response:
     path = visitor.request.url.path
     raise ServerError(ErrorCode.UNKNOWN_PATH, f"there is no page {path}")
 
 
 async def _asset(request: Request) -> Response:
-    """Return a file of the pages, which any cache may keep forever."""
     name = request.path_params["name"]
     if name not in _ASSETS:
         raise ServerError(ErrorCode.UNKNOWN_PATH, f"unknown path {request.url.path}; see /docs")

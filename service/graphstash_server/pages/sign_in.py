@@ -1,8 +1,8 @@
 """Signing in and out: two forms, and the cookie.
 
-Another site's page must not sign a browser in or out. So a form must have this server's Origin,
-which every browser sends and no page can choose. The cookie is SameSite=Strict, so that browsers
-omit it from requests that another site starts.
+Pages of other sites must not sign a browser in or out. A form must therefore have this server's
+Origin, which browsers send and pages cannot choose. The cookie is SameSite=Strict: browsers omit it
+from requests that other sites start.
 """
 
 import re
@@ -28,17 +28,18 @@ from graphstash_server.services.identity.sessions import Session
 __all__ = ["begin", "check_origin", "end", "read_form", "way_back"]
 
 _MAX_FORM_BYTES: Final = 8 * 1024
-"""Maximum size of a form. A token has 64 characters, and the way back fits the limit of a path."""
+"""A token has 64 characters, and a path up to 2,001, which the form encodes."""
 
 _WAY_BACK: Final = re.compile(r"/(?![/\\])[A-Za-z0-9._~/?=&%:+-]{0,2000}")
-"""A path of this server. A URL that begins with two slashes would name another server."""
+"""A path of this server. Two slashes at its beginning would name another server."""
 
 
 async def begin(visitor: Visitor) -> Response:
-    """Sign in with the form's token, and redirect to the page from which the visitor came.
+    """Sign in with the form's token, and redirect to the form's `next`.
 
     Raises:
-        ServerError: 401 for a wrong token, 403 for a form of another site, 413, 408, 503.
+        ServerError: 401 for a wrong token, 403 for a form of another site or if the server has no
+            authentication, 408, 413, 503.
     """
     check_origin(visitor.request)
     form = await read_form(visitor)
@@ -52,7 +53,7 @@ async def begin(visitor: Visitor) -> Response:
 
 
 async def end(visitor: Visitor) -> Response:
-    """Sign out. The session ends at once, even if other copies of its cookie exist.
+    """End the session, also for copies of its cookie.
 
     Raises:
         ServerError: 403 for a form of another site, 503.
@@ -68,13 +69,12 @@ async def end(visitor: Visitor) -> Response:
 
 
 def check_origin(request: Request) -> None:
-    """Refuse a form whose Origin is not this server's.
+    """Refuse a form whose Origin has another scheme, host or port than this server.
 
-    Scheme, host and port count. A proxy that ends TLS may not say so: then https is also accepted
-    for a connection without TLS.
+    Without X-Forwarded-Proto, accept https too, because a proxy may terminate TLS.
 
     Raises:
-        ServerError: 403 for another Origin or none.
+        ServerError: 403 for another Origin or none, or another Sec-Fetch-Site than `same-origin`.
     """
     origin, host = (request.headers.get(name, "").lower() for name in ("origin", "host"))
     proxied = proxied_scheme(request)
@@ -93,12 +93,12 @@ def check_origin(request: Request) -> None:
 
 
 def _origin(scheme: str, host: str) -> str:
-    """Return an origin as browsers write it: without the scheme's own port."""
+    """Return an origin as browsers write it, without the default port."""
     return f"{scheme}://{host.removesuffix({'http': ':80', 'https': ':443'}.get(scheme, ''))}"
 
 
 def way_back(path: str) -> str:
-    """Return the path to open after signing in: a path of this server, or the overview."""
+    """Return a path of this server to open after signing in. Any other path becomes `/`."""
     return path if _WAY_BACK.fullmatch(path) else "/"
 
 
@@ -115,7 +115,7 @@ def _set_cookie(answer: Response, session: Session, visitor: Visitor, *, is_secu
 
 
 async def read_form(visitor: Visitor) -> dict[str, str]:
-    """Parse the fields of a small form. If a field is repeated, the last one counts."""
+    """Parse a form of at most 8 KiB and eight fields. The last value of a repeated field counts."""
     raw = b""
     idle_seconds = visitor.context.settings.upload_idle_seconds
     async for chunk in body_chunks(visitor.request, idle_seconds=idle_seconds):

@@ -1,7 +1,7 @@
-"""Request headers of a read: those that change its answer, and those that cannot.
+"""Request headers of a read: those that the answer depends on, and those that it ignores.
 
-A request with any other header takes the application's path, because a later release may give the
-header a meaning. `strangers` names such headers for the operator.
+A request with another header takes the application's path, because the header may announce a body,
+or matter to the parser or a middleware.
 """
 
 import re
@@ -21,7 +21,7 @@ from graphstash_server.reading.representation import ACCEPT_REDIRECT, CONDITIONS
 __all__ = ["CONDITIONAL", "READ", "relevant_name", "strangers"]
 
 CONDITIONAL: Final = {name.encode(): name for name in (*CONDITIONS, ACCEPT_REDIRECT)}
-"""Headers that select the representation, see `reading.representation`."""
+"""Headers that select the representation (`reading.representation`)."""
 
 READ: Final = frozenset(
     {
@@ -32,7 +32,7 @@ READ: Final = frozenset(
         ),
     }
 )
-"""Headers on which the answer to a read depends. At most one of each is allowed."""
+"""Headers on which the answer to a read depends."""
 
 _IGNORED: Final = frozenset(
     b"""
@@ -44,17 +44,17 @@ _IGNORED: Final = frozenset(
     x-real-ip x-requested-with x-request-start x-scheme x-trace-id
     """.split()
 )
-"""Headers that describe a client, a proxy or a trace. A read ignores `Cookie`, because a session
-signs a browser in to the dashboard only. It ignores `Origin`, which restricts changes only."""
+"""Headers that describe a client, a proxy or a trace. `Cookie` matters to the dashboard only, and
+`Origin` to changes only."""
 
 _FAMILIES: Final = re.compile(
     rb"(?:cf|sec|x-amz-cf|x-amzn|x-arr|x-azure|x-b3|x-datadog|x-envoy|x-forwarded|x-original-"
     rb"forwarded|x-ot|x-varnish)(?:-[a-z0-9]+)+"
 )
-"""Headers that browsers, load balancers and tracers add under a prefix of their own."""
+"""Headers of browsers, load balancers and tracers with a prefix of their own."""
 
 _MAX_KEPT_BYTES: Final = 64
-"""Maximum length of a cached name. A caller without a token may send names of any length."""
+"""Maximum length of a cached name, because callers without a token may send any."""
 
 
 def relevant_name(name: bytes) -> bytes | None:
@@ -71,7 +71,7 @@ _kept: Final = lru_cache(1024)(_relevant_name)
 
 
 def strangers(names: Iterable[bytes]) -> list[str]:
-    """Return which of a request's headers keep it from the fast path: unknown and repeated ones."""
+    """Return the headers that keep a request from the fast path: unknown and repeated ones."""
     counts = Counter(map(relevant_name, names))
     del counts[None]
     return [

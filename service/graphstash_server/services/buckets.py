@@ -1,8 +1,8 @@
-"""Token buckets that all workers of a server share: they limit how much each name may take.
+"""Token buckets by name, which all workers of a server share.
 
-A file lock guards the shared memory, because the kernel releases the lock of a process that is
-killed. The lock is held for microseconds and without a system call that may wait. A worker that is
-frozen meanwhile must not stop the others, so they go on without limits if the lock stays held.
+A file lock guards the shared memory, because the kernel releases the lock of a killed process. A
+worker holds it for microseconds. If a worker is frozen meanwhile, the others continue without
+limits.
 """
 
 import fcntl
@@ -18,22 +18,19 @@ from typing import Final
 __all__ = ["Buckets"]
 
 _MAX_BUCKETS: Final = 4096
-"""Maximum number of buckets. Dropping the least recently used one forgets at most what it gave
-out."""
+"""Maximum number of buckets. If the least recently used one is dropped, its name starts with a full
+bucket again."""
 
 _LOCK_SECONDS: Final = 0.002
-"""How long a worker tries the lock. Its event loop stands still meanwhile."""
+"""How long a worker tries to lock, which blocks its event loop."""
 
 _NAME_BYTES: Final = 16
 _REST, _SINCE, _COUNT = (each * _MAX_BUCKETS for each in (_NAME_BYTES, 24, 32))
-"""Offsets in the memory: hashes of the names, what is left, since when, the number of buckets."""
+"""Offsets after the hashes of names: units left, time of the last change, number of buckets."""
 
 
 class Buckets:
-    """One bucket per name. Its capacity and fill rate come with each call.
-
-    Create it before the workers are forked.
-    """
+    """One bucket per name. Create this before the workers are forked."""
 
     def __init__(self, *, seconds: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -53,8 +50,7 @@ class Buckets:
         """Take up to `wanted` whole units from a bucket of size `most`, filled at `per_second`.
 
         Returns:
-            How many units were taken, and how much is left. All of `wanted` if another worker is
-            frozen while it holds the lock.
+            Units taken, and units left. If the lock stays held: `wanted`, and 0.
         """
         if not self._is_locked():
             return wanted, 0.0
@@ -63,7 +59,7 @@ class Buckets:
             bucket = self._bucket(name, most=most, now=now)
             rest = min(self._rest[bucket] + (now - self._since[bucket]) * per_second, most)
             taken = min(wanted, int(rest))
-            self._since[bucket] = now  # first: a worker killed here has given out too little
+            self._since[bucket] = now  # first, so that a worker killed here grants less, not more
             self._rest[bucket] = rest - taken
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
@@ -80,7 +76,7 @@ class Buckets:
             os.sched_yield()
 
     def _bucket(self, name: str, *, most: float, now: float) -> int:
-        """Return the number of a name's bucket, which is a new full one for a new name."""
+        """Return the number of a name's bucket. A new bucket is full."""
         hashed, count = blake2b(name.encode(), digest_size=_NAME_BYTES).digest(), len(self)
         found = self._names.find(hashed, 0, count * _NAME_BYTES)
         if found >= 0:

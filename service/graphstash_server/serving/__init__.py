@@ -1,7 +1,7 @@
-"""Processes and sockets of a server: everything between `graphstash serve` and the application.
+"""Processes and sockets of a server.
 
 workers      several processes that share a port, and their supervisor
-server       one process: uvicorn with the limits and the shutdown of this server
+server       one process: uvicorn with this server's limits and shutdown
 ports        a port that refuses connections until the server can answer them
 own_socket   the Unix socket through which the owner's jobs reach the server
 tls          certificates

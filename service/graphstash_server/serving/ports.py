@@ -1,7 +1,7 @@
-"""take_port: keep a TCP port for a server that starts, and refuse connections meanwhile.
+"""take_port: reserve a TCP port for a starting server without accepting connections.
 
-A port that listens before the server can answer is worse than a closed one: the kernel accepts
-connections, so a proxy does not try another server, and clients wait for their timeouts.
+If the port listened, the kernel would accept connections: proxies would not try another server, and
+clients would wait for their timeouts.
 """
 
 import socket
@@ -11,11 +11,11 @@ __all__ = ["allow_listening", "take_port"]
 
 
 def take_port(listener: socket.socket, address: Any) -> None:
-    """Bind a socket that does not listen yet. No other socket can bind its port meanwhile.
+    """Bind a socket that does not listen yet, so that no other socket can bind its port.
 
-    Linux gives a port to several sockets that have SO_REUSEADDR and do not listen, so a second
-    server on the port would fail only when it listens, after its migration. The option is therefore
-    set only to bind past connections of an earlier server, and `allow_listening` restores it.
+    Linux lets several sockets with SO_REUSEADDR bind a port until one listens. A second server
+    would fail only then, after its migration. So the option is set only while binding a port on
+    which connections of an earlier server end.
 
     Raises:
         OSError: the address cannot be used, or its port is taken.
@@ -29,5 +29,5 @@ def take_port(listener: socket.socket, address: Any) -> None:
 
 
 def allow_listening(listener: socket.socket) -> None:
-    """Let a bound socket listen although connections of an earlier server still end."""
+    """Let a socket bind and listen although connections of an earlier server still end."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

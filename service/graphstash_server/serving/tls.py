@@ -1,7 +1,7 @@
-"""TLS termination in the server itself, for a server without a proxy.
+"""TLS for a server without a proxy.
 
-Each process reads the files when it starts. After a renewal, send SIGHUP to a server with several
-workers, which replaces them one by one. Restart a server with one process.
+A process reads the files when it starts. After a renewal, send SIGHUP to a server with several
+workers, which replaces them one by one, or restart a server with one process.
 """
 
 import ssl
@@ -15,7 +15,8 @@ __all__ = ["tls_context"]
 def tls_context(settings: TlsSettings) -> ssl.SSLContext | None:
     """Return the TLS context of the port, or None for plain HTTP.
 
-    It accepts TLS 1.2 or later with Python's default ciphers, and offers HTTP/1.1.
+    Accepts TLS 1.2 or later with Python's default ciphers, and HTTP/1.1. With a CA for clients,
+    each client must present a certificate.
 
     Raises:
         StartError: a file cannot be read or has the wrong content.
@@ -48,7 +49,7 @@ def tls_context(settings: TlsSettings) -> ssl.SSLContext | None:
 
 
 def _no_password() -> str:
-    """Refuse a password, because a prompt would block a server that runs unattended."""
+    """Raise instead of prompting for a password, which would block an unattended server."""
     raise ValueError("the key has a password")
 
 

@@ -1,4 +1,4 @@
-"""trace_store: spans for the blob store calls that a request waits for."""
+"""trace_store: spans for the awaited calls of a blob store."""
 
 from collections.abc import Awaitable, Callable
 from functools import wraps
@@ -18,7 +18,7 @@ _CALLS = ("put", "open", "stat", "delete", "is_whole", "link")
 
 
 def trace_store(store: BlobStore, name: str, tracing: Tracing) -> None:
-    """Wrap the awaited calls of a store in spans with `name`. Call it for a tier and its back."""
+    """Wrap the calls of a store in spans. Call it for a tier and for the store behind it."""
     for call in _CALLS:
         setattr(store, call, _traced(getattr(store, call), call, name, tracing))
 

@@ -1,4 +1,4 @@
-"""MemoryBlobStore: a `BlobStore` in memory that fulfils the contract of the real stores."""
+"""MemoryBlobStore: a `BlobStore` in memory, with the contract of the real stores."""
 
 from collections.abc import AsyncIterator
 from datetime import datetime
@@ -16,11 +16,11 @@ __all__ = ["MemoryBlobStore"]
 
 
 class MemoryBlobStore(BlobStore):
-    """Stores blobs in memory until the process ends.
+    """Stores blobs in memory.
 
     Attributes:
-        blobs: SHA-256 -> bytes. A test may damage or remove them directly.
-        capacity_bytes: maximum total size of all blobs. None: no limit.
+        blobs: bytes by SHA-256. Tests may change them.
+        capacity_bytes: maximum size of all blobs together. None: no limit.
     """
 
     def __init__(self, *, capacity_bytes: int | None = None, clock: Clock = system_clock) -> None:

@@ -1,4 +1,4 @@
-"""Doubts about limits: one far below what is stored may have a wrong unit."""
+"""Doubts about limits. A limit far below what is stored may be a mistake, such as a wrong unit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ NOTHING_FREED: Final[Mapping[str | None, int]] = {}
 
 @dataclass(kw_only=True, eq=False)
 class LimitDoubts:
-    """Doubt a limit if more than twice as much is stored when this process first uses the limit: at
-    its start, or after a change of a namespace's policy.
+    """Doubt a limit if the store or namespace has more than twice its soft limit when this process
+    first uses the limit: after its start, or after a change of the namespace's policy.
 
-    Nothing is evicted for such a limit until an operator confirms it, or less is stored. A limit
+    Nothing is evicted for a doubted limit until an operator confirms it or less is stored. A limit
     that uploads exceed later is not doubted: several processes may each admit an upload at once.
     """
 
@@ -34,13 +34,13 @@ class LimitDoubts:
         limits: Mapping[str, PolicyLimit],
         freed_bytes: Mapping[str | None, int] = NOTHING_FREED,
     ) -> dict[str | None, str]:
-        """Return the reason for each doubted limit among those of namespaces (None: the store).
+        """Return the doubted limits of namespaces (None: the store), with the reason.
 
         Args:
-            sizes: bytes that each of them stores now.
+            sizes: bytes that each stores now.
             limits: limits in the policies of namespaces.
-            freed_bytes: bytes that a dry run evicts from them. Such a limit is doubted only if it
-                is exceeded that far without these bytes. The verdict to remember includes them.
+            freed_bytes: bytes that a dry run would have evicted by then. They count as free in this
+                result, but not in later calls.
         """
         if self._judged is None:
             stored: dict[str | None, int] = dict(map(tuple, await list_stored(self.database)))
@@ -56,10 +56,9 @@ class LimitDoubts:
         limits: Mapping[str, PolicyLimit],
         freed_bytes: Mapping[str | None, int],
     ) -> list[str | None]:
-        """Judge each limit that is new in `judged`. Return those that are doubted.
+        """Judge limits that are new or whose policy has changed, in place. Return the doubted ones.
 
-        The limit alone does not identify a policy: this process may have missed a change between
-        two policies with the same limit.
+        `PolicyLimit` has the time of the change, because the new limit may equal the old one.
         """
         doubted = []
         for name, size_bytes in sizes.items():
@@ -74,7 +73,7 @@ class LimitDoubts:
 
 
 def _reason(namespace: str | None, *, is_policy: bool) -> str:
-    """Return the reason without sizes, because a caller of one namespace may read it."""
+    """Return the reason, without sizes that a caller of one namespace must not read."""
     where = "the store" if namespace is None else f"the namespace {namespace}"
     way_out = (
         f"graphstash namespace set {namespace} --limit"

@@ -1,8 +1,7 @@
 """ExplanationService: stores what artifacts were made of, and finds those nearest to a missed one.
 
-From nearest to farthest: the same key in another namespace; then by the number of parts that
-differ, of those that the explanation does not show too. Among artifacts with equally many, the same
-program in another environment, then the one with the fewest words that differ, then the latest.
+The nearest artifact has the fewest parts that differ, hidden parts included. Ties go to the same
+program, then to the fewest words in the shown differences, then to the latest artifact.
 """
 
 import asyncio
@@ -48,12 +47,12 @@ from graphstash_server.services.plausible_clock import PlausibleClock
 __all__ = ["MAX_NAMESPACES", "ExplanationService"]
 
 MAX_NAMESPACES: Final = 16
-"""Maximum namespaces of one explanation. Each costs at most five short index scans."""
+"""Namespaces that one explanation searches. Each takes up to five short index scans."""
 
 _CANDIDATES: Final = 32
 _NEAR_LINES: Final = 16
 _LINE: Final = re.compile(r"(.+:)\d+( in |$)")
-"""A label that is a line of a script, with the script."""
+"""A label that names a line of a script. The first group is the script."""
 _COMPARED: Final = 16
 _RELATIVES: Final = 3
 _LOOKED_AT: Final = 250
@@ -98,10 +97,9 @@ class ExplanationService:
             namespace: namespace of the missed artifact.
             wanted: description of the missed artifact.
             readable: namespaces to search, at most `MAX_NAMESPACES`.
-            may_administer: whether the caller administers the namespace, and so may know who
-                removed the artifact and why.
-            min_age: Age of the run that missed it. Younger artifacts were not stored yet when it
-                started, and include those that the run itself has published.
+            may_administer: whether the caller may read who removed the artifact, and why.
+            min_age: age of the run that missed it. Ignore younger artifacts: they were not stored
+                when the run started, or are its own.
         """
         until = self.clock() - min_age
         async with self._comparing:  # only one call at a time holds descriptions in memory
@@ -110,7 +108,7 @@ class ExplanationService:
                 for where in readable:
                     for row in await self._candidates(connection, where, wanted, until=until):
                         rows.setdefault(row.key, row)
-                # The caller may have stored the missed artifact in the meantime.
+                # Another job may have stored the missed artifact in the meantime.
                 missed = StoredKey.of(namespace, wanted.key)
                 rows.pop(missed, None)
                 removal = await find_removal(
@@ -131,14 +129,14 @@ class ExplanationService:
         )
 
     async def drop_unused(self) -> None:
-        """Delete environments that no artifact has used for a day."""
+        """Delete environments that no artifact has and no publisher has sent for a day."""
         async with self.database.writing() as connection:
             await drop_unused_environments(connection, before=self.clock.ago(_UNUSED))
 
     async def _other_environments(
         self, wanted: Description, pack: str, readable: Sequence[Namespace], *, until: datetime
     ) -> tuple[Relative, ...]:
-        """Return the packs with a label that were made in another environment than a program."""
+        """Return the nearest packs labelled `pack`, or none if one has the same environment."""
         environment = wanted.model_copy(update={"program": {}})
         async with self.database.reading() as connection:
             rows = [
@@ -195,14 +193,14 @@ def _removal(entry: AuditEntry | None, *, with_names: bool) -> Removal | None:
     if entry is None:
         return None
     found = Removal(action=entry.action.value, at=entry.at)
-    if not with_names:  # the actor of an eviction may be a token of another namespace
+    if not with_names:  # the actor may be a token of another namespace
         return found
     reason = re.split(r"\s?sha256:", entry.detail, maxsplit=1)[0]
     return found.model_copy(update={"actor": entry.actor, "reason": reason})
 
 
 def _nearest(rows: Sequence[DescribedRow], wanted: Description) -> tuple[Relative, ...]:
-    """Rank candidates. Run this in a thread: many large ones take some milliseconds."""
+    """Return the nearest candidates. Large ones take milliseconds, so call this in a thread."""
     identity = identity_of(wanted.program)
 
     def distance(row: DescribedRow) -> tuple[int, bool, float]:
@@ -219,8 +217,8 @@ def _nearest(rows: Sequence[DescribedRow], wanted: Description) -> tuple[Relativ
 
 
 def _tie_break(relative: Relative) -> tuple[int, float]:
-    """Return how much values differ, in words, then in characters: among many shapes, the nearest
-    differs in its type only.
+    """Return the number of words in the differences, then how unlike their characters are. Among
+    inputs, one of another dtype is nearer than one of another shape and dtype.
     """
     sides = [(each.here or "", each.there or "") for each in relative.differences]
     return (

@@ -1,8 +1,8 @@
-"""Maintenance: periodic work of a server, beside serving.
+"""Maintenance: periodic work of a server.
 
-Every server does it, and no two servers do the same work. Evictions queue for one lock, servers
-claim marked blobs, and one server claims each chore when it is due. All chores compare stored times
-with the clock, so no chore is due while the clock is doubtful (`services.plausible_clock`).
+All servers of a database share the work. Evictions take turns with a lock, a server claims marked
+blobs before it deletes them, and one server claims each chore that is due. Chores compare stored
+times with the clock, so none is due while the clock is doubtful (`services.plausible_clock`).
 """
 
 import asyncio
@@ -45,8 +45,7 @@ _LOGGER = logging.getLogger(__name__)
 _PAGE = 200
 
 _ORPHAN_AGE = timedelta(hours=1)
-"""Minimum age of an orphan to delete. The commit follows the rename much sooner, so no upload of
-another server still needs the blob."""
+"""Minimum age of an orphan to delete. An upload stores its blob and commits its row much faster."""
 
 _HOURLY = timedelta(hours=1)
 _DAILY = timedelta(days=1)
@@ -54,7 +53,7 @@ _DAILY = timedelta(days=1)
 
 @dataclass(kw_only=True, eq=False)
 class RetentionService:
-    """Choose artifacts by age or toolchain for the caller to evict. Skip pinned artifacts."""
+    """Find artifacts to evict by age or toolchain, among those that may be evicted now."""
 
     database: Database
     clock: PlausibleClock
@@ -62,14 +61,14 @@ class RetentionService:
     async def unused(
         self, longer_than: timedelta, *, namespace: str | None = None
     ) -> AsyncIterator[list[Candidate]]:
-        """Yield pages of artifacts unused for longer than a time, longest unused first."""
+        """Yield pages of artifacts that were unused for longer, longest unused first."""
         find = partial(list_unused, before=self.clock.ago(longer_than), namespace=namespace)
         async for page in self._pages(find):
             yield page
 
     async def outdated(self, keep: int) -> AsyncIterator[list[Candidate]]:
-        """Yield pages of artifacts of old toolchains. The `keep` most recently used toolchains of
-        each namespace and kind stay, and artifacts without a known toolchain.
+        """Yield pages of artifacts of all but the `keep` most recently used toolchains of each
+        namespace and kind. Artifacts without a toolchain stay.
         """
         async with self.database.reading() as connection:
             toolchains = await list_toolchains(connection)
@@ -86,8 +85,8 @@ class RetentionService:
         async with self.database.reading() as connection:
             toolchains = await list_toolchains(connection)
         for toolchain in toolchains:
-            is_wanted = namespace is None or toolchain.namespace == namespace
-            if is_wanted and fnmatchcase(toolchain.toolchain, pattern):
+            is_included = namespace is None or toolchain.namespace == namespace
+            if is_included and fnmatchcase(toolchain.toolchain, pattern):
                 async for page in self._pages(partial(list_of_toolchain, wanted=toolchain)):
                     yield page
 
@@ -127,11 +126,11 @@ class Maintenance:
     audit_kept_for: timedelta
 
     async def run(self, *, every_seconds: float, started_at: datetime, was_alone: bool) -> None:
-        """Run until cancelled. The next round retries a failed one. It starts early if an upload
-        exceeds a soft limit.
+        """Run a round every `every_seconds` on average, or when an upload exceeds a soft limit,
+        until cancelled. Log a failed round.
 
-        With `was_alone`, no other server used the data directory at `started_at`. An older blob
-        without an artifact was then left by a crash.
+        With `was_alone`, no other server used the data directory at `started_at`, so a crash left
+        each older blob without an artifact. They are deleted first.
         """
         if was_alone:
             await self._try("cleaning up", self.reconciler.reconcile(blobs_before=started_at))
@@ -193,8 +192,8 @@ class Maintenance:
                 yield page
 
     async def _renew_uses(self) -> None:
-        """Let artifacts used during the last suspension count as used at its end. Retention does
-        that anyway (`PlausibleClock.ago`), but the order of eviction needs the stored times.
+        """Set uses during the clock's last suspension to its end. Retention does so when it reads
+        them (`PlausibleClock.ago`), but the order of eviction needs stored times.
         """
         gap = self.clock.last_gap
         renewed = _PAGE
@@ -208,11 +207,11 @@ class Maintenance:
             return await claim_chore(connection, chore, now=self.clock(), every=every)
 
     async def _try(self, what: str, work: Awaitable[object]) -> None:
-        """Await work and log its failure: a server whose maintenance fails can still serve."""
+        """Await work and log its failure, because the server can still serve."""
         try:
             await work
         except CorruptDatabaseError:
-            _LOGGER.debug("%s: the database is corrupt", what)  # which the database has logged
+            _LOGGER.debug("%s: the database is corrupt", what)  # already logged
         except ServerError as error:
             _LOGGER.warning("%s stopped and will be retried: %s", what, error)
         except Exception:
