@@ -19,21 +19,15 @@ _MAX_BYTES: Final = 64 * 1024
 
 
 class UserFile(NamedTuple):
-    """Content of the file.
-
-    Attributes:
-        values: settings by name, not validated.
-        problem: why the file or a part of it is ignored, or "".
-    """
+    """The settings by name, not validated, and why the file or a part of it is ignored, or ""."""
 
     values: Mapping[str, str]
     problem: str = ""
 
 
 def user_file_path(environ: Mapping[str, str]) -> Path | None:
-    """Return `$XDG_CONFIG_HOME/graphstash/config.toml`. Default: below `$HOME/.config`.
-
-    Returns None if this path is not absolute.
+    """Return `$XDG_CONFIG_HOME/graphstash/config.toml` (default: below `$HOME/.config`), or None if
+    that is no absolute path.
     """
     home = environ.get("HOME")
     base = Path(environ.get("XDG_CONFIG_HOME") or (f"{home}/.config" if home else ""))

@@ -61,11 +61,7 @@ class Digest:
 
     @classmethod
     def parse(cls, text: str, *, size_bytes: int) -> Self:
-        """Parse `sha256:<hex>`.
-
-        Raises:
-            InvalidValueError: the text is malformed.
-        """
+        """Parse `sha256:<hex>`, or raise InvalidValueError."""
         prefix, _, hexadecimal = text.partition(":")
         if prefix != "sha256":
             raise InvalidValueError(
@@ -78,10 +74,8 @@ class Digest:
 
     @classmethod
     def parse_repr_digest(cls, text: str, *, size_bytes: int) -> Self:
-        """Parse the SHA-256 of a `Repr-Digest` field. Ignore other algorithms.
-
-        Raises:
-            InvalidValueError: the field contains no valid `sha-256`.
+        """Parse the SHA-256 of a `Repr-Digest` field, or raise InvalidValueError. Ignore other
+        algorithms.
         """
         match = _REPR_DIGEST.search(text)
         try:

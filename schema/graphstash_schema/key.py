@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 MAX_PARTS: Final = 256
-"""Maximum parts of one fingerprint."""
 
 _DOMAIN: Final = b"graphstash-fingerprint-v1\0"
 _PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -66,11 +65,7 @@ class ArtifactKind(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> "ArtifactKind":
-        """Parse a kind.
-
-        Raises:
-            InvalidValueError: the kind is unknown.
-        """
+        """Parse a kind, or raise InvalidValueError."""
         try:
             return cls(text)
         except ValueError:
@@ -115,11 +110,8 @@ class DeviceType(Word):
 
     @classmethod
     def cpu(cls, machine: str, features: Iterable[str]) -> Self:
-        """Return the device type of a host CPU.
-
-        Args:
-            machine: `platform.machine()`, such as `x86_64`.
-            features: instruction-set features, such as the `flags` of /proc/cpuinfo, in any order.
+        """Return the device type of a host CPU from `platform.machine()` and its instruction-set
+        features, such as the `flags` of /proc/cpuinfo, in any order.
         """
         listed = " ".join(sorted(set(features)))
         return cls.of("cpu", machine, hashlib.sha256(listed.encode()).hexdigest()[:16])
@@ -143,11 +135,7 @@ class ArtifactKey(RequestModel):
 
     @classmethod
     def parse(cls, kind: str, device_type: str, fingerprint: str) -> "ArtifactKey":
-        """Parse the three path segments.
-
-        Raises:
-            InvalidValueError: a segment is malformed.
-        """
+        """Parse the three path segments, or raise InvalidValueError."""
         return ArtifactKey.model_construct(
             kind=ArtifactKind.parse(kind),
             device_type=DeviceType(device_type),
@@ -167,11 +155,8 @@ class ArtifactKey(RequestModel):
 
 
 def fingerprint_of(kind: ArtifactKind, parts: Mapping[str, str]) -> Fingerprint:
-    """Return the hash of named parts in any order.
-
-    Args:
-        kind: separates the fingerprints of different compilers.
-        parts: the compiler's own key and all inputs that it omits. 1 to `MAX_PARTS` parts.
+    """Return the hash of 1 to `MAX_PARTS` named parts, in any order. They must contain the key that
+    the compiler makes, and all inputs that it omits.
 
     Raises:
         InvalidValueError: there are no parts, too many parts, or a malformed part name.

@@ -27,11 +27,7 @@ def own_socket_path(environ: Mapping[str, str]) -> Path | None:
 
 
 def make_own_directory(path: Path) -> int:
-    """Create a directory of this user unless it exists, set its mode to 0700, and open it.
-
-    Raises:
-        OSError: as `open_own_directory`, or the directory cannot be created.
-    """
+    """Like `open_own_directory`, after creating the directory and setting its mode to 0700."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = open_own_directory(path, open_to_others=0o777)
     try:

@@ -61,8 +61,7 @@ HEADER_ACCEPT_REDIRECT: Final = "Graphstash-Accept-Redirect"
 """GET request: `1` if the server may redirect (307) the client to the blob."""
 
 HEADER_COPY: Final = "Graphstash-Copy"
-"""GET request: `1` if the client only copies the artifact, as an export does. The server counts the
-bytes, but neither a hit nor a miss."""
+"""GET request: `1` if the client only copies the artifact. The server counts no hit or miss."""
 
 HEADER_WRITERS: Final = "Graphstash-Writers"
 """GET request of a manifest: `1` if the client reads the entries' field `writer`, a number."""
@@ -74,8 +73,7 @@ PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 """Media type of every error body (RFC 9457)."""
 
 DEFAULT_MAX_ARTIFACT_BYTES: Final = 4 * 1024**3
-"""Default limit of a server for one artifact. TPU executables of large models reach hundreds of MB:
-see docs/benchmarks.md."""
+"""Default limit of a server. TPU executables reach hundreds of MB (docs/benchmarks.md)."""
 
 MAX_METADATA_BYTES: Final = 16 * 1024
 """Maximum size of an encoded `HEADER_METADATA` value. Servers and proxies limit all headers
@@ -98,14 +96,12 @@ LOOKUP_PIN_SECONDS: Final = 600
 it. An upload that needs the space can still evict it."""
 
 MIN_LEASE_SECONDS: Final = 1.0
-"""Minimum duration of a lease."""
 
 DEFAULT_LEASE_SECONDS: Final = 30.0
 """Default duration of a lease, for which a killed holder delays other jobs. The holder renews it
 after each third."""
 
 MAX_LEASE_SECONDS: Final = 600.0
-"""Maximum duration of a lease."""
 
 MAX_WAIT_SECONDS: Final = 60.0
 """Maximum `Prefer: wait=` of one call. A server shortens longer waits."""

@@ -1,7 +1,4 @@
-"""Statistics of a server, from `GET /v1/stats`.
-
-Totals since the beginning are stored in the database, with a delay of one accounting interval.
-"""
+"""Statistics of a server. Totals are stored in the database after one accounting interval."""
 
 from typing import Annotated, Final
 

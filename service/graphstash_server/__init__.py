@@ -1,8 +1,8 @@
-"""The graphstash server: keeps compiled artifacts and hands them out over HTTP."""
+"""The graphstash server: stores compiled artifacts and serves them over HTTP."""
 
 from importlib.metadata import version
 
 __all__ = ["__version__"]
 
 __version__ = version("graphstash")
-"""Version of the distribution; client and server are released together."""
+"""Version of the distribution, which contains client and server."""

@@ -7,7 +7,7 @@ from typing import Final, Self
 __all__ = ["MAX_ACTOR_CHARACTERS", "Actor"]
 
 MAX_ACTOR_CHARACTERS: Final = 128
-"""Maximum length of an actor's name. Longer names are truncated on construction."""
+"""Maximum length of an actor's name. Callers shorten longer names before they create an actor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,8 @@ class Actor:
     Attributes:
         name: a caller's `Access.name`, `local:<user>` for a command on the server's host, or
             `server` for the server's periodic work.
-        request_id: ID of the request as in its response, possibly chosen by the caller. None for a
-            command and for the server.
-        server_request_id: ID that the server itself gave the request.
-        address: address from which the request came.
+        request_id: the response's `X-Request-Id`, which the caller may have chosen.
+        server_request_id: the server's own ID of the request.
     """
 
     name: str
@@ -30,12 +28,12 @@ class Actor:
 
     @classmethod
     def server(cls) -> Self:
-        """Return the actor for the server's periodic work."""
+        """Return the server as an actor."""
         return cls("server")
 
     @classmethod
     def local(cls) -> Self:
-        """Return the actor for the user who runs a command on the server's host."""
+        """Return the user who runs this command as an actor."""
         try:
             user = getpass.getuser()
         except (KeyError, OSError):  # a container's user ID without a name

@@ -1,16 +1,14 @@
-"""Rank artifacts by their value: compile seconds saved per byte, aged since the last use.
+"""Rank artifacts by their value: compile seconds saved per byte, halved every `HALF_LIFE`.
 
     value(now) = seconds / bytes * 2 ** -((now - last use) / half-life)
 
-The values change all the time, and recomputing them would read every row. But `now` is the same for
-all artifacts, so the order does not depend on it. Without `now`, the logarithm of the value is a
-sum:
+`now` is the same for all artifacts, so the order does not depend on it. The logarithm without `now`
+has the same order:
 
     rank = log2(seconds / bytes) + last use / half-life
 
-The first term (`density`) never changes. The second changes only when the artifact is used. So the
-rank is stored in an indexed column, and the least valuable artifact comes first. Young 1994 and Cao
-and Irani 1997 age in the same way, with a clock that is added and never subtracted.
+It changes only when the artifact is used, so it is stored in an indexed column. GreedyDual (Young
+1994; Cao and Irani 1997) likewise adds a growing clock to the used value, and never lowers others.
 """
 
 import math
@@ -19,11 +17,11 @@ from datetime import datetime, timedelta
 __all__ = ["HALF_LIFE", "aged", "density"]
 
 HALF_LIFE = timedelta(days=7)
-"""Time after which an unused artifact is worth half. Teams work in weeks."""
+"""Time in which an unused artifact loses half of its value. Teams work in weeks."""
 
 _MIN_SECONDS = 1e-3
 _MIN_BYTES = 4096
-"""Minimum size that counts, because a smaller file still occupies a disk block."""
+"""Minimum size, because a smaller file still occupies a disk block."""
 
 
 def density(*, compile_seconds: float, size_bytes: int) -> float:
@@ -32,5 +30,5 @@ def density(*, compile_seconds: float, size_bytes: int) -> float:
 
 
 def aged(last_used_at: datetime) -> float:
-    """Return the half-lives from the epoch to the last use. Rank = density + this."""
+    """Return the half-lives from 1970 to the last use. The rank is `density` plus this number."""
     return last_used_at.timestamp() / HALF_LIFE.total_seconds()

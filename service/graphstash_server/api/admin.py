@@ -20,12 +20,12 @@ _NO_TOTALS: Final[dict[str, Any]] = {
     "refused": {},
     "reads": {},
 }
-"""Totals that would reveal namespaces that the caller may not read."""
+"""Replaces totals that include namespaces that the caller may not read."""
 
 
 @router.get("/healthz", response_class=JSONResponse)
 async def get_health() -> Response:
-    """Report that the process runs and responds. Checks nothing else."""
+    """Respond, without checking the database or the blob store."""
     return JSONResponse({"status": "ok", "version": __version__}, headers=NO_STORE)
 
 
@@ -42,7 +42,7 @@ async def get_health() -> Response:
     refuses=[ErrorCode.UNAVAILABLE],
 )
 async def get_readiness(call: Call) -> Response:
-    """Probe the database and the blob store, and report failures and database waits."""
+    """Probe the database and the blob store. The response has the state of each part."""
     readiness = await call.context.health.check()
     if not readiness.is_ready:
         raise ServerError(
@@ -55,8 +55,8 @@ async def get_readiness(call: Call) -> Response:
 
 @router.call("GET", API_PREFIX + "/stats", needs=KNOWN, answers={200: {"model": ServerStats}})
 async def get_stats(call: Call) -> Response:
-    """Return what was stored, served and saved, per namespace that the caller may read. The totals
-    of the whole server are 0 for a caller without a grant on the pattern `*`.
+    """Return what was stored, served and saved in each namespace that the caller may read. The
+    server's totals are 0 for a caller without a grant on the pattern `*`.
     """
 
     async def may_read(where: Namespace) -> bool:

@@ -38,8 +38,8 @@ class _ExplainQuery(WireModel):
         default=0.0,
         ge=0,
         le=1e9,
-        description="seconds since the run that missed the artifact started; younger artifacts are "
-        "not compared, because they include those that the run itself has published",
+        description="seconds since the start of the run that missed the artifact; younger "
+        "artifacts are ignored, because the run itself may have published them",
     )
 
 
@@ -48,16 +48,16 @@ class _ExplainQuery(WireModel):
     "/{namespace}/artifacts:describe",
     needs=in_namespace(Scope.WRITE),
     body=DescribeRequest,
-    answers={204: {"description": "noted; what was said before stays"}},
+    answers={204: {"description": "stored; earlier descriptions of an artifact stay"}},
     refuses=[*_REFUSALS, ErrorCode.READ_ONLY],
 )
 async def describe_artifacts(call: NamespaceCall) -> Response:
-    """Store what artifacts were made of, so that the server can explain later misses."""
+    """Store the inputs of artifacts, so that the server can explain later misses."""
     check_writable(call.namespace, call.policy)
-    wanted = await read_model(call, DescribeRequest, max_bytes=MAX_DESCRIBE_BYTES)
-    for each in wanted.artifacts:
+    request = await read_model(call, DescribeRequest, max_bytes=MAX_DESCRIBE_BYTES)
+    for each in request.artifacts:
         _check(each)
-    await call.context.explanations.describe(call.namespace, wanted.artifacts)
+    await call.context.explanations.describe(call.namespace, request.artifacts)
     return Response(status_code=204)
 
 
@@ -73,12 +73,12 @@ async def describe_artifacts(call: NamespaceCall) -> Response:
 async def explain_miss(call: NamespaceCall) -> Response:
     """Return the nearest artifacts in all readable namespaces, and how they differ."""
     query = read_query(call, _ExplainQuery)
-    wanted = await read_model(call, Description, max_bytes=8 * MAX_PARTS_CHARACTERS)
-    _check(wanted)
+    missed = await read_model(call, Description, max_bytes=8 * MAX_PARTS_CHARACTERS)
+    _check(missed)
     readable, is_partial = await _readable(call)
     explained = await call.context.explanations.explain(
         call.namespace,
-        wanted,
+        missed,
         readable=readable,
         may_administer=call.principal.may(Scope.ADMIN, call.namespace, call.policy),
         min_age=timedelta(seconds=query.min_age_seconds),
@@ -97,9 +97,7 @@ def _check(description: Description) -> None:
 
 
 async def _readable(call: NamespaceCall) -> tuple[list[Namespace], bool]:
-    """Return at most `MAX_NAMESPACES` namespaces that the caller may read, the call's namespace
-    first. Also return whether there are more.
-    """
+    """Return up to `MAX_NAMESPACES` readable namespaces, the call's first. True: there are more."""
     readable = [call.namespace]
     for name in await call.context.policies.namespaces():
         where = Namespace(name)

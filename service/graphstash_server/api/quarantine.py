@@ -42,7 +42,7 @@ _NAMESPACE: Final = {
     "name": "namespace",
     "in": "query",
     "required": False,
-    "description": "only of this namespace, whose administrators may ask, too",
+    "description": "list only this namespace, which its administrators also may",
     "schema": {"type": "string", "pattern": f"^{Namespace.form.pattern}$"},
 }
 _ADMIN_THERE: Final = in_namespace(
@@ -51,9 +51,9 @@ _ADMIN_THERE: Final = in_namespace(
 
 
 async def _admit_administrator(request: Request) -> Call:
-    """Admit administrators of the namespace in the query, or of the server if there is none."""
-    is_one = "namespace" in request.query_params
-    return await (_ADMIN_THERE if is_one else ADMINISTRATOR).admit(request)
+    """Admit administrators of the namespace in the query. Without one, admit only the server's."""
+    has_namespace = "namespace" in request.query_params
+    return await (_ADMIN_THERE if has_namespace else ADMINISTRATOR).admit(request)
 
 
 @router.call(
@@ -68,9 +68,10 @@ async def _admit_administrator(request: Request) -> Call:
 async def report_artifact(call: NamespaceCall) -> Response:
     """Report an artifact as wrong. The server may withhold it until an administrator decides.
 
-    A report of a writer withholds the artifact in two cases: the server also finds it wrong (no
-    envelope, or one of another key), or another writer reported it before. A namespace
-    administrator's report always withholds it. Reports of other callers are counted.
+    If the blob is lost or damaged, the server drops the artifact. Otherwise a writer's report
+    withholds it if the writer administers the namespace, if another writer has reported it, or if
+    the blob is not an envelope of this key. Other callers' reports are only counted, and so are
+    reports of an unknown or missing signature.
     """
     where = call.namespace
     report = await read_model(call, ReportRequest)
@@ -92,14 +93,14 @@ async def report_artifact(call: NamespaceCall) -> Response:
     tags=["artifacts"],
     needs=in_namespace(Scope.ADMIN),
     body=ArtifactKey,
-    answers={204: {"description": "it is served again"}},
+    answers={204: {"description": "the artifact is served again"}},
     refuses=_REFUSALS,
 )
 async def release_artifact(call: NamespaceCall) -> Response:
-    """Serve a withheld artifact again, or respond 404 if it is not. DELETE removes it instead."""
+    """Serve a withheld artifact again. 404 if it is not withheld. To remove it, use DELETE."""
     key = await read_model(call, ArtifactKey)
-    wanted = StoredKey.of(call.namespace, key)
-    if not await call.context.quarantine.release(wanted, actor=call.actor):
+    stored = StoredKey.of(call.namespace, key)
+    if not await call.context.quarantine.release(stored, actor=call.actor):
         raise ServerError(
             ErrorCode.NOT_FOUND, f"artifact {key} is not withheld in namespace {call.namespace}"
         )
@@ -115,6 +116,6 @@ async def release_artifact(call: NamespaceCall) -> Response:
     answers={200: {"model": WithheldList}},
 )
 async def list_withheld(call: Call) -> Response:
-    """Return the withheld artifacts, newest report first, at most 1,000."""
+    """Return at most 1,000 withheld artifacts, newest report first."""
     where = call.namespace if isinstance(call, NamespaceCall) else None
     return json_answer(await call.context.quarantine.list_withheld(where))

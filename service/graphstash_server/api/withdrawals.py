@@ -1,4 +1,4 @@
-"""The list of what a namespace has withdrawn."""
+"""The list of a namespace's withdrawals."""
 
 from fastapi import Response
 
@@ -22,10 +22,9 @@ router = Calls(prefix=API_PREFIX, tags=["artifacts"])
     refuses=[ErrorCode.INVALID_REQUEST],
 )
 async def list_withdrawals(call: NamespaceCall) -> Response:
-    """Return the withdrawals after a position: what was withheld, deleted or replaced since.
+    """Return the artifacts that were withheld, deleted or replaced after a position.
 
-    Entries are kept for 90 days, and the last 100,000 of a namespace. If nothing is new, the answer
-    takes one read of one row.
+    An hourly round drops entries older than 90 days, and all but the last 100,000 of a namespace.
     """
     query = read_query(call, WithdrawalQuery)
     return json_answer(await call.context.withdrawals.read(call.namespace, query))

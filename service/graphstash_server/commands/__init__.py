@@ -1,8 +1,7 @@
 """Commands that administer a server.
 
-Each command reads the same settings as `graphstash serve` and works on the same database and store,
-also while servers run. Heavy imports happen only when a command runs, because the client's command
-line loads these modules to list them.
+They read the settings of `graphstash serve` and work on its database and store, also while servers
+run. Functions do the slow imports, because every `graphstash` command loads these modules.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""`graphstash fsck`: checks the database, and that rows, blobs and counters agree."""
+"""`graphstash fsck`: check the database, and that rows, blobs and counters agree."""
 
 import json
 from contextlib import suppress
@@ -43,8 +43,8 @@ def fsck(
 ) -> None:
     """Check the database, that every artifact has its blob, and every blob an artifact.
 
-    Exits with 0 if nothing was found or everything was repaired, else with 1. It can run while
-    servers run. It does not repair a corrupt database: restore a backup.
+    Exits with 1 if a problem remains. Can run while servers run. Does not repair a corrupt
+    database: restore a backup.
     """
     age = parse_age(orphans_older_than)
     run_with_services(
@@ -58,7 +58,7 @@ async def _check(
     from graphstash_server.errors import CorruptDatabaseError
 
     total_bytes = 0
-    with suppress(CorruptDatabaseError):  # the check below reports the corruption, and where it is
+    with suppress(CorruptDatabaseError):  # the check below reports it
         if is_deep:
             namespaces = (await context.statistics.read()).namespaces
             total_bytes = sum(namespace.size_bytes for namespace in namespaces)

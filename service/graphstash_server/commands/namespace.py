@@ -47,7 +47,7 @@ def list_(*, as_json: Json = False) -> None:
 
 @namespace.command()
 def show(name: _Name, *, as_json: Json = False) -> None:
-    """Show the policy of one namespace."""
+    """Show the policy of a namespace."""
     where = parse(Namespace, name)
 
     async def work(context: "ProcessContext") -> None:
@@ -89,7 +89,7 @@ def set_(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Change the policy of a namespace; options that are not given keep their value."""
+    """Change the policy of a namespace. Omitted options keep their value."""
     where = parse(Namespace, name)
     given: dict[str, Any] = {
         "mode": mode,
@@ -124,7 +124,7 @@ def set_(
 
 @namespace.command()
 def remove(name: _Name, *, as_json: Json = False) -> None:
-    """Remove a policy, so that the defaults apply. Artifacts stay."""
+    """Remove a policy, so that the defaults apply. Deletes no artifacts."""
     where = parse(Namespace, name)
 
     async def work(context: "ProcessContext") -> None:
@@ -147,7 +147,7 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", help="Confirm that artifacts are deleted.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete every artifact of a namespace, also withheld ones. Hosts delete their copies."""
+    """Delete every artifact of a namespace, also withheld ones. Hosts then delete their copies."""
     where = parse(Namespace, name)
     if not yes:
         fail(f"this deletes every artifact of {where}: repeat the command with --yes", status=2)
@@ -165,7 +165,7 @@ def clear(
 
 
 def _bytes(text: str | None) -> int | str | None:
-    """Return a size in bytes. Return `none` and None unchanged."""
+    """Parse a size to bytes. Return `none` and None unchanged."""
     if text is None or text == _NONE:
         return text
     try:

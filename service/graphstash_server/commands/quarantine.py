@@ -1,4 +1,4 @@
-"""`graphstash quarantine list|release|delete`: reviews artifacts that were reported as wrong."""
+"""`graphstash quarantine list|release|delete`: review artifacts that were reported as wrong."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -65,13 +65,13 @@ def list_(
 
 @quarantine.command()
 def release(artifact: _Artifact, *, as_json: Json = False) -> None:
-    """Serve an artifact again, because the report was wrong."""
+    """Serve a withheld artifact again, because the report was wrong."""
     _decide(artifact, "release", "served again", as_json=as_json)
 
 
 @quarantine.command()
 def delete(artifact: _Artifact, *, as_json: Json = False) -> None:
-    """Delete an artifact: the next job that needs it compiles it again."""
+    """Delete a withheld artifact. The next job that needs it compiles it again."""
     _decide(artifact, "delete", "deleted", as_json=as_json)
 
 

@@ -1,8 +1,7 @@
-"""Prepared: a SQLAlchemy Core statement that is built and compiled once per database.
+"""Prepared: a SQLAlchemy Core statement that is built and compiled once per dialect.
 
-Building, hashing and compiling a statement takes longer than the database needs to run it. So the
-statements of every request are prepared. Core generates the SQL and the value conversions from the
-shared tables, and the driver runs the statement.
+Building, hashing and compiling a statement takes longer than running it, so frequent statements are
+prepared. Core generates the SQL and the conversions of values, and the driver runs the statement.
 """
 
 import json
@@ -45,15 +44,14 @@ __all__ = [
 ]
 
 Row: TypeAlias = Sequence[Any]
-"""Columns of one row, in the order of the statement."""
+"""Values of one row, in the order of the statement's columns."""
 
 Parameters: TypeAlias = Mapping[str, Any]
 
 NOTHING: Final[Parameters] = {}
 
 Connection: TypeAlias = AsyncConnection | SqliteTransaction
-"""Runs the statements of a transaction: SQLAlchemy's connection, or SQLite's transaction in its
-thread."""
+"""Runs the statements of a transaction. SQLite's runs in its own thread."""
 
 _DIALECTS: Final[dict[str, Dialect]] = {
     "postgresql": PGDialect_asyncpg(),  # type: ignore[no-untyped-call] # of SQLAlchemy
@@ -67,7 +65,7 @@ _Convert: TypeAlias = Callable[[Any], Any] | None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
-    """A statement in the form of one database driver."""
+    """A statement for one database driver."""
 
     sql: str
     parameters: tuple[tuple[str, _Convert], ...]
@@ -85,7 +83,7 @@ class Compiled:
         )
 
     def rows(self, found: Sequence[Row]) -> Sequence[Row]:
-        """Convert the driver's rows to the values of Core's types."""
+        """Convert the driver's values to those of Core's types."""
         if not any(self.columns):
             return found
         return [
@@ -95,35 +93,34 @@ class Compiled:
 
 
 class Reader(Protocol):
-    """Runs one statement outside of a transaction, as `db.engine.Database` does."""
+    """Runs one statement outside of a transaction: `db.engine.Database`."""
 
     async def fetch(self, statement: "Prepared", given: Parameters, /) -> Sequence[Row]:
         """Return the rows of a statement."""
 
 
 Source: TypeAlias = Connection | Reader
-"""Where to read rows: inside a transaction, or outside of one."""
+"""Reads rows inside or outside of a transaction."""
 
 
 class Prepared:
-    """A statement that is built on first use, once per database."""
+    """A statement that is built on first use, once per dialect ("sqlite" or "postgresql"). SQLite
+    runs a statement that `finds_one` row at most, by an index, in the caller's thread.
+    """
 
     def __init__(self, build: Callable[[str], Executable], *, finds_one: bool = False) -> None:
-        """Take the builder of the statement for a dialect, "sqlite" or "postgresql". `finds_one`
-        marks a statement that finds at most one row by an index. SQLite then needs no thread.
-        """
         self._build = build
         self.finds_one = finds_one
         self._statements: dict[str, Executable] = {}
 
     @cached_property
     def sqlite(self) -> Compiled:
-        """The statement compiled for SQLite's driver."""
+        """The statement for SQLite's driver."""
         return _compiled(self.statement("sqlite"), _DIALECTS["sqlite"])
 
     @cached_property
     def postgresql(self) -> Compiled:
-        """The statement compiled for PostgreSQL's driver."""
+        """The statement for PostgreSQL's driver."""
         return _compiled(self.statement("postgresql"), _DIALECTS["postgresql"])
 
     def statement(self, dialect: str) -> Executable:
@@ -133,7 +130,7 @@ class Prepared:
         return self._statements[dialect]
 
     async def fetch(self, source: Source, given: Parameters) -> Sequence[Row]:
-        """Return the rows, read inside or outside of a transaction."""
+        """Return the rows."""
         if isinstance(source, SqliteTransaction):
             compiled = self.sqlite
             return compiled.rows(source.fetch(compiled.sql, compiled.bind(given)))
@@ -142,7 +139,7 @@ class Prepared:
         return await source.fetch(self, given)
 
     async def fetch_one(self, source: Source, given: Parameters) -> Row | None:
-        """Return the row of a statement that finds at most one, or None."""
+        """Return the first row, or None."""
         found = await self.fetch(source, given)
         return found[0] if found else None
 
@@ -165,7 +162,7 @@ class Prepared:
 
 
 def is_one_of(column: ColumnElement[str], name: str, dialect: str) -> ColumnElement[bool]:
-    """Match a column against many texts, which take one parameter regardless of their number."""
+    """Match a column against any number of texts in one parameter."""
     texts = bindparam(name, type_=_Texts())
     if dialect == "postgresql":
         return column == any_(texts)
@@ -182,7 +179,7 @@ class _Texts(TypeDecorator[Sequence[str]]):
         return dialect.type_descriptor(ARRAY(String) if dialect.name == "postgresql" else Text())
 
     def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any]:
-        """Return the conversion. `db.reads` needs a hashable value, so a tuple."""
+        """Return the conversion to a value that `db.reads` can hash."""
         return tuple if dialect.name == "postgresql" else json.dumps
 
 

@@ -16,12 +16,12 @@ __all__ = ["TracedFastConnection", "TracedFastPath"]
 
 _TRACEPARENT: Final = re.compile(rb"\r\ntraceparent:([^\r\n]*)(?=\r\n[^ \t])", re.IGNORECASE)
 """The header, unless its value continues on another line. Only one part of the pattern matches
-blanks. Two would try every split between them, which takes minutes for a head full of blanks."""
+blanks: trying every split between two parts takes minutes for a head full of blanks."""
 
 
 class _TracedRequest(FastRequest):
-    """A request with its span, which ends with its response. If the application handles the request
-    after all, the span is dropped unfinished and the application creates its own.
+    """A request with its span. If the application handles the request after all, it creates its own
+    span, and this one is never finished.
     """
 
     span: Span
@@ -41,9 +41,7 @@ class TracedFastPath(FastPath):
         self.tracing = tracing
 
     def read(self, head: bytes, *, scheme: str, is_owner: bool) -> FastRequest | None:
-        """Parse a request like `FastPath.read`, after removing the header. Without it, the heads of
-        a job's requests are equal and parsed once.
-        """
+        """Parse a request without `traceparent`, so that a job's equal requests are parsed once."""
         rest, count = _TRACEPARENT.subn(b"", head)
         request = super().read(rest, scheme=scheme, is_owner=is_owner)
         if request is None:
@@ -55,14 +53,14 @@ class TracedFastPath(FastPath):
         return traced
 
     def answer_now(self, request: FastRequest) -> Answer | None:
-        """Trace `FastPath.answer_now`."""
+        """Note whether the response has to wait. Then `_answer` ends the span."""
         assert isinstance(request, _TracedRequest)  # noqa: S101 - see `read`
         answer = super().answer_now(request)
         request.is_waited_for = answer is None or answer.reader is not None
         return answer
 
     def count_answer(self, request: FastRequest, status: int) -> None:
-        """Trace `FastPath.count_answer`."""
+        """Note the status, and end the span unless the response waits."""
         assert isinstance(request, _TracedRequest)  # noqa: S101 - see `read`
         request.status = status
         if not request.is_waited_for:
@@ -75,7 +73,7 @@ class TracedFastPath(FastPath):
 
 
 class TracedFastConnection(FastConnection):
-    """A `FastConnection` whose `fast` is a `TracedFastPath`."""
+    """A `FastConnection` that ends the spans of responses that wait."""
 
     fast: ClassVar[TracedFastPath]
 

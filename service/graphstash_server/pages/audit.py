@@ -1,4 +1,4 @@
-"""The audit log's page, for administrators: who changed or evicted what, and when."""
+"""The page of the audit log, for administrators of the server."""
 
 from typing import Any, Final
 
@@ -13,19 +13,18 @@ _MAX_ROWS: Final = 100
 
 
 async def audit_of(visitor: Visitor) -> dict[str, Any]:
-    """Return the content of the page.
-
-    An action is looked for in the newest `MAX_AUDIT_ENTRIES` entries before the page's place.
+    """Return the content of the page. It searches the newest `MAX_AUDIT_ENTRIES` entries with an ID
+    below the parameter `before` for an `action`.
 
     Raises:
         InvalidValueError: the namespace is malformed.
-        ServerError: 401 for an anonymous visitor, 403 for one who does not administer the server,
-            400 for an unknown action or a malformed place, 503.
+        ServerError: 400 for an unknown action or a malformed ID, 401 or 403 for a visitor who does
+            not administer the server, 503.
     """
     visitor.require_administrator()
-    asked = visitor.request.query_params
-    namespace = Namespace(asked["namespace"]) if asked.get("namespace") else None
-    before, action = _place(asked.get("before", "")), asked.get("action", "")
+    query = visitor.request.query_params
+    namespace = Namespace(query["namespace"]) if query.get("namespace") else None
+    before, action = _place(query.get("before", "")), query.get("action", "")
     if action and action not in set(AuditAction):
         raise ServerError(ErrorCode.INVALID_REQUEST, f"{action!r} is no action of the audit log")
     limit = MAX_AUDIT_ENTRIES if action else _MAX_ROWS

@@ -12,7 +12,7 @@ _METHODS: Final = ("get", "head", "post", "put", "delete")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A parameter, or a field of a model. `model` is the model that its type names."""
+    """A parameter, or a field of a model. `model` is the model in its type, or ""."""
 
     name: str
     type: str
@@ -24,7 +24,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One status with which a call responds."""
+    """One response of a call."""
 
     status: str
     description: str
@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ApiCall:
-    """A method of a path."""
+    """A call: one method of a path."""
 
     id: str
     method: str
@@ -47,7 +47,7 @@ class ApiCall:
 
 
 def reference_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the calls by tag, and the models by name, of an OpenAPI document."""
+    """Return the calls of an OpenAPI document by tag, and its models by name."""
     tags: defaultdict[str, list[ApiCall]] = defaultdict(list)
     for path, calls in document["paths"].items():
         for method in _METHODS:
@@ -105,7 +105,7 @@ def _model(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _type(schema: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the text of a type, and the model that it names."""
+    """Return the text of a type, and the model that it contains, or ""."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return name, name

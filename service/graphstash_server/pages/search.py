@@ -18,17 +18,17 @@ async def search_of(visitor: Visitor) -> dict[str, Any]:
 
     Raises:
         InvalidValueError: the namespace is malformed.
-        ServerError: 400 if the text is too long, the errors of `Visitor.enter`, and 503.
+        ServerError: 400 if the text is too long, errors of `Visitor.enter`, or 503.
     """
-    asked = visitor.request.query_params
-    text = asked.get("q", "").strip()
+    query = visitor.request.query_params
+    text = query.get("q", "").strip()
     if len(text) > _MAX_CHARACTERS:
         raise ServerError(
             ErrorCode.INVALID_REQUEST,
             f"the text to search for has {len(text)} characters; the limit is {_MAX_CHARACTERS}",
             limit=_MAX_CHARACTERS,
         )
-    chosen = await visitor.enter(asked["namespace"]) if asked.get("namespace") else None
+    chosen = await visitor.enter(query["namespace"]) if query.get("namespace") else None
     where = [chosen] if chosen is not None else visitor.listed(await visitor.namespaces())
     is_enough = len(text) >= _MIN_CHARACTERS and "\0" not in text
     found = await visitor.context.catalog.search(where, text) if is_enough else []

@@ -14,7 +14,7 @@ async def tokens_of(visitor: Visitor) -> dict[str, Any]:
     """Return the content of the page: the newest tokens, without their secrets.
 
     Raises:
-        ServerError: 401, 403 for a visitor who does not administer the server, 503.
+        ServerError: 401 or 403 for a visitor who does not administer the server, 503.
     """
     visitor.require_administrator()
     tokens = (await visitor.context.tokens.list_all()).tokens

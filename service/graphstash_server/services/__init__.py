@@ -1,7 +1,7 @@
-"""The server's operations, independent of HTTP. Every transaction is opened and closed here.
+"""The server's operations, independent of HTTP. They open and close every transaction.
 
-Each call raises `ServerError` with 503 if the database or the blob store that it uses does not
-answer. Docstrings name only the other errors. Use the services from the event loop only.
+Each call raises `ServerError` with 503 if the database or the blob store does not respond.
+Docstrings name only other errors. Call services only in the event loop.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""HistoryService: returns hits, misses and other counters by hour and by day."""
+"""HistoryService: returns hits, misses and other counters by hour or day."""
 
 import asyncio
 from collections.abc import Sequence
@@ -51,15 +51,10 @@ class HistoryService:
         by: Grouping = Grouping.NONE,
         namespaces: Sequence[str] | None = None,
     ) -> History:
-        """Return the points from the step of `since` to the last step that begins before `until`.
+        """Return the points of all steps between two aware times, including steps that they cut.
 
-        Args:
-            since: aware time. Default: a day (for hours) or 30 days (for days) before `until`.
-            until: aware time. Default: now.
-            step: hours or days.
-            by: how to group points. Beyond `MAX_HISTORY_GROUPS`, smaller groups are summed as
-                `OTHERS`.
-            namespaces: count only these namespaces. Default: all.
+        Default: a day of hours, or 30 days, until now, of all namespaces. The groups beyond the
+        `MAX_HISTORY_GROUPS` largest are summed as `OTHERS`.
 
         Raises:
             ServerError: 400 if the period is empty, longer than `HISTORY_KEPT`, or longer than
@@ -78,7 +73,7 @@ class HistoryService:
         return History(step=step, by=by, points=tuple(points))
 
     async def drop_old(self, *, now: datetime) -> None:
-        """Delete points that are older than `HISTORY_KEPT` at a time."""
+        """Delete points that are older than `HISTORY_KEPT`."""
         for step, kept in HISTORY_KEPT.items():
             async with self.database.writing() as connection:
                 await drop_history(connection, step, before=now - kept)
@@ -90,12 +85,12 @@ def _check(since: datetime, until: datetime, step: Step, by: Grouping) -> None:
     steps = max(0, -(-(until - since) // _LENGTH[step]))
     if 0 < steps <= most:
         return
-    way_out = f"ask for {most} at a time" if steps else "begin before the end"
+    advice = f"ask for {most} at a time" if steps else "begin before the end"
     if step is Step.HOUR and steps:
-        way_out += ", or for days with step=day"
+        advice += ", or for days with step=day"
     raise ServerError(
         ErrorCode.INVALID_REQUEST,
         f"an answer with step={step} and by={by} covers at most {most} {step}s, and from "
-        f"{since:%Y-%m-%dT%H:%M:%SZ} to {until:%Y-%m-%dT%H:%M:%SZ} it is {steps}: {way_out}",
+        f"{since:%Y-%m-%dT%H:%M:%SZ} to {until:%Y-%m-%dT%H:%M:%SZ} it is {steps}: {advice}",
         limit=most,
     )

@@ -1,7 +1,6 @@
 """NamedCounts: counters whose names come from requests, in memory that all workers share.
 
-Each worker writes to counters of its own, so no lock is needed. The number of names is bounded,
-because callers choose them.
+Each worker has its own counters, so they need no lock.
 """
 
 import mmap
@@ -12,19 +11,17 @@ from typing import Final
 __all__ = ["MAX_NAMES", "OTHER", "NamedCounts"]
 
 MAX_NAMES: Final = 32
-"""Maximum names of one worker. Further names share the counter `OTHER`."""
+"""Maximum names of one worker, because callers choose them. Further names count as `OTHER`."""
 
 OTHER: Final = "(other)"
-"""Label of the sum over all other names. It is not a valid name of a namespace or a header."""
+"""Not a valid name of a namespace or a header."""
 
 _NAME_BYTES: Final = 64
 _NAMES_AT: Final = 8 * (MAX_NAMES + 1)
 
 
 class NamedCounts:
-    """The counters of one worker. Create them before the workers are forked. The next worker with
-    the same counters continues them.
-    """
+    """The counters of one worker, created before the fork. A replacement worker continues them."""
 
     def __init__(self) -> None:
         memory = memoryview(mmap.mmap(-1, _NAMES_AT + _NAME_BYTES * (MAX_NAMES + 1)))
@@ -33,9 +30,9 @@ class NamedCounts:
         self._slots: dict[bytes, int] | None = None
 
     def count(self, name: str) -> None:
-        """Count one occurrence of a name, whose first 64 bytes distinguish it."""
-        if self._slots is None:  # the names of an earlier worker
-            self._slots = {given: slot for slot, given, _ in self.used()}
+        """Add 1 to the counter of a name. Names with the same first 64 bytes share a counter."""
+        if self._slots is None:  # continue the counters of an earlier worker
+            self._slots = {used: slot for slot, used, _ in self.used()}
         encoded = name.encode(errors="replace")[:_NAME_BYTES]
         slot = self._slots.get(encoded)
         if slot is None:
@@ -47,7 +44,7 @@ class NamedCounts:
         self._counts[slot] += 1
 
     def used(self) -> Iterator[tuple[int, bytes, int]]:
-        """Yield the number, the name and the value of each counter."""
+        """Yield slot, name and count of each counter above 0."""
         for slot, count in enumerate(self._counts):
             if count:
                 start = slot * _NAME_BYTES
@@ -55,7 +52,7 @@ class NamedCounts:
 
     @staticmethod
     def sums(workers: Iterable["NamedCounts"]) -> dict[str, int]:
-        """Return the sum over all workers for each name."""
+        """Return the count of each name, summed over the workers."""
         sums: Counter[str] = Counter()
         for each in workers:
             for _, name, count in each.used():

@@ -1,8 +1,7 @@
 """OwnSocket: a Unix socket that only the user who runs the server can reach.
 
-Every connection comes from the owner of the server, because the directory admits no other user
-(`graphstash_schema.own_files`). If one user runs several servers, the first one keeps the socket
-while one of its processes lives.
+The directory admits no other user (`graphstash_schema.own_files`). If a user runs several servers,
+the first keeps the socket until its last process ends.
 """
 
 import fcntl
@@ -16,17 +15,15 @@ __all__ = ["OwnSocket"]
 
 
 class OwnSocket:
-    """A Unix socket, `listener`, which refuses connections until the server listens.
+    """A bound Unix socket, `listener`, on which the server has yet to listen.
 
     Raises:
-        OSError: on construction, if another server has the socket, or another user owns the
-            directory.
+        OSError: another server has the socket, or the directory belongs to another user.
     """
 
     def __init__(self, path: Path) -> None:
         self._directory = make_own_directory(path.parent)
-        # The path goes through the verified directory's descriptor, and fits into the 107 bytes of
-        # an address.
+        # This path leads to the verified directory, and fits into the 107 bytes of an address.
         self._place = Path(f"/proc/self/fd/{self._directory}/{path.name}")
         try:
             fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -41,7 +38,7 @@ class OwnSocket:
             raise
 
     def close(self) -> None:
-        """Remove the socket. The process that created it calls this once the server has ended."""
+        """Remove the socket. Call it in the process that created it, after the server has ended."""
         self.listener.close()
         self._place.unlink(missing_ok=True)
         os.close(self._directory)

@@ -1,4 +1,4 @@
-"""find_tracing: load the tracing class if the settings ask for it. OpenTelemetry is an extra."""
+"""Import OpenTelemetry, an optional dependency, only if tracing is on."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ def find_tracing(settings: Settings) -> "type[Tracing] | None":
     """Return the class that creates spans, or None if tracing is off.
 
     Raises:
-        StartError: tracing is on and its packages are missing.
+        StartError: OpenTelemetry is missing.
     """
     if not settings.tracing:
         return None

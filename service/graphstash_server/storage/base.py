@@ -1,6 +1,4 @@
-"""BlobStore: the interface of every blob store, and the guarantees that callers rely on.
-`graphstash_server.testing.BlobStoreContract` tests these guarantees.
-"""
+"""BlobStore: the interface of blob stores, which `testing.BlobStoreContract` tests."""
 
 import logging
 import threading
@@ -19,16 +17,11 @@ __all__ = ["CHUNK_BYTES", "BlobReader", "BlobStore", "ThrottledLog"]
 
 
 class BlobReader(Protocol):
-    """An open blob. Its bytes stay readable until `close`, even if the blob is deleted meanwhile.
-
-    Attributes:
-        size_bytes: number of stored bytes. The caller compares it with the digest.
-        path: local file that holds exactly these bytes. None if there is no such file.
-    """
+    """An open blob. Its bytes stay readable until `close`, even if the blob is deleted."""
 
     @property
     def size_bytes(self) -> int:
-        """Number of stored bytes."""
+        """Number of stored bytes. The caller compares it with the digest."""
         ...
 
     @property
@@ -45,26 +38,24 @@ class BlobReader(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release the blob. Further calls do nothing."""
+        """Release the blob. Idempotent."""
         ...
 
 
 class BlobStore(Protocol):
-    """Store immutable blobs by digest. Safe for concurrent calls.
+    """Stores immutable blobs by digest. Safe for concurrent calls.
 
     Every call raises `ServerError` with `unavailable` if the store does not respond. A blob counts
-    as absent only if the store responds that it has no such blob. The non-abstract methods have
-    defaults for stores without local files, without URLs, or whose deletions end with the call.
+    as absent only if the store responds that it has no such blob.
     """
 
     @abstractmethod
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """Store the bytes durably: once `put` returns, they survive a crash of the host.
 
-        The store checks free space for the bytes that have arrived, and reserves none for the rest.
-        It always reads and checks the chunks, so a client cannot claim a blob that it does not
-        have. A failed put leaves nothing behind, and a partial blob is never visible. Putting a
-        blob again repairs a damaged one.
+        Checks space only for the bytes that have arrived. Always reads and checks the chunks, so
+        that a client cannot claim a blob that it does not have, and a new put repairs a damaged
+        blob. A failed put leaves nothing behind, and a partial blob is never visible.
 
         Raises:
             NoSpaceError: there is not enough space.
@@ -92,54 +83,43 @@ class BlobStore(Protocol):
         return None
 
     def open_now(self, digest: Digest) -> FileReader | None:
-        """Open a blob that is a local file, if that does not block. None does not mean that the
-        blob is absent.
-        """
+        """Open a blob that is a local file, if that does not block. For None, see `read_now`."""
         return None
 
     @abstractmethod
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
-        """Return the stored size in bytes, or None if the blob is absent. The bytes may be damaged.
+        """Return the stored size in bytes, or None if the blob is absent. Does not read the bytes.
         With `is_newest`, check only the newest name of the blob (see `use_generation`).
         """
         ...
 
     @abstractmethod
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:
-        """Delete a blob under all its names up to `generation`. An absent blob is not an error."""
+        """Delete a blob, if it exists, under all its names up to `generation`."""
         ...
 
     def use_generation(self, digest: Digest, generation: int) -> bool:
-        """Set the generation of a blob's name, and return whether it changed.
-
-        A delete request in flight may still remove the older names. The store therefore puts and
-        looks up the blob under the new name. A store whose deletions end with the call needs only
-        one name.
+        """Use a new name for a blob from now on. Return whether the generation changed. A delete in
+        flight may still remove older names, unless deletions end with the call.
         """
         return False
 
     @abstractmethod
     async def is_whole(self, digest: Digest) -> bool | None:
-        """Return whether the durable bytes match the digest, or None if the blob is absent. The
-        store reads all bytes (see `storage.whole`) and drops a cached copy.
+        """Read all durable bytes, and return whether they match the digest, or None if the blob is
+        absent (see `storage.whole`). Drops a cached copy.
         """
         ...
 
     async def link(self, digest: Digest) -> str | None:
-        """Return a URL that serves the blob without credentials for some minutes.
-
-        Return None if the store offers no URL, or if the blob is too small to be worth a redirect.
-        The URL does not guarantee that the blob exists.
+        """Return a URL that serves the blob, if it exists, without credentials for some minutes.
+        Return None without such URLs, or if the blob is too small for a redirect.
         """
         return None
 
     @abstractmethod
     def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
-        """Yield all blobs in ascending order of their SHA-256.
-
-        Args:
-            before: aware time. Blobs stored at this time or later are left out.
-        """
+        """Yield the blobs stored before an aware time (default: all), ordered by SHA-256."""
         ...
 
 
@@ -153,16 +133,16 @@ class ThrottledLog:
         self._logger = logger
         self._lock = threading.Lock()  # guards the fields below
         self._quiet_until = 0.0
-        self._unsaid_count = 0
+        self._suppressed = 0
 
     def warning(self, line: str) -> None:
-        """Log a line, or suppress it and report the count with the next line."""
+        """Log a line with the number of lines suppressed before it, or suppress it."""
         with self._lock:
             now = monotonic()
             if now < self._quiet_until:
-                self._unsaid_count += 1
+                self._suppressed += 1
                 return
             self._quiet_until = now + _QUIET_SECONDS
-            unsaid, self._unsaid_count = self._unsaid_count, 0
-        more = f" ({unsaid} more since the last line)" if unsaid else ""
+            suppressed, self._suppressed = self._suppressed, 0
+        more = f" ({suppressed} more since the last line)" if suppressed else ""
         self._logger.warning("%s%s", line, more)

@@ -1,6 +1,4 @@
-"""Test support: a blob store in memory, the contract of every blob store, and live servers. The
-product does not import this package. It needs pytest.
-"""
+"""Test support, which needs pytest. The product does not import this package."""
 
 from graphstash_server.testing.memory import MemoryBlobStore
 from graphstash_server.testing.servers import LiveServer, ServerProcess

@@ -23,10 +23,8 @@ _RETURNS: Final = (AuditAction.PUT.value, AuditAction.OVERWRITE.value, AuditActi
 
 
 class AuditRecord(NamedTuple):
-    """One change for the audit log. `namespace` is None for a change outside of namespaces.
-
-    `subject` is an artifact's key or a token's ID, with at most 300 characters. `detail` may be
-    empty.
+    """One change for the audit log. `subject` is what was changed, such as an artifact's key or a
+    token's ID, in at most 300 characters.
     """
 
     at: datetime
@@ -40,12 +38,12 @@ class AuditRecord(NamedTuple):
     def of_artifact(
         cls, at: datetime, actor: Actor, action: AuditAction, key: StoredKey, detail: object
     ) -> "AuditRecord":
-        """Return the record of a change to an artifact. The detail contains its digest."""
+        """Return the record of a change to an artifact. `detail` must contain its digest."""
         return cls(at, actor, action, key.namespace, subject=str(key.key), detail=str(detail))
 
 
 async def add_audit(connection: Connection, entries: Sequence[AuditRecord]) -> None:
-    """Log changes with one insert, in the transaction that makes them."""
+    """Log changes. Call it in the transaction that makes them."""
     if not entries:
         return
     await _ADD.execute_all(
@@ -81,9 +79,7 @@ async def read_audit(
     before: int | None = None,
     namespace: str | None = None,
 ) -> list[AuditEntry]:
-    """Return a page of the log, newest first. It contains entries with an ID below `before`, of one
-    namespace or of all.
-    """
+    """Return the newest `limit` entries with an ID below `before`, of one namespace or of all."""
     statement = select(audit).order_by(audit.c.id.desc()).limit(limit)
     if before is not None:
         statement = statement.where(audit.c.id < before)
@@ -100,9 +96,9 @@ async def find_removal(
 ) -> AuditEntry | None:
     """Return the removal that made a run miss an artifact, or None if the log has none.
 
-    It is the last removal before the artifact first returned after the start of the run, `since`.
-    Without a removal after an earlier return, the artifact was there. The search covers the
-    `looked_at` latest entries of the namespace: no index has the subject.
+    Searches the `looked_at` newest entries of the namespace, because no index has the subject. Only
+    entries before the first upload or release after `since`, the start of the run, can explain the
+    miss. If the last of these is not a removal, the artifact was not missing.
     """
     latest = (
         select(audit)
@@ -136,8 +132,8 @@ async def find_removal(
 async def prune_audit(connection: AsyncConnection, *, older_than: datetime, limit: int) -> int:
     """Delete up to `limit` entries written before a time. Return their number.
 
-    An entry that follows a younger one was written while the clock was behind. It stays as long as
-    the younger one.
+    Deletes only IDs below that of the oldest entry that stays. An entry that was written while the
+    clock was behind has a higher ID.
     """
     kept = select(audit.c.id).where(audit.c.at >= older_than).order_by(audit.c.at).limit(1)
     first_kept = kept.scalar_subquery()

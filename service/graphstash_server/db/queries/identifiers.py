@@ -27,14 +27,14 @@ async def find_cache_id(connection: AsyncConnection) -> str:
 
 
 async def last_recount(connection: AsyncConnection) -> str | None:
-    """Return the random mark of the last correction of counters, or None."""
+    """Return the random mark of the last correction of the usage counters, or None."""
     found = select(identifiers.c.value).where(identifiers.c.name == _RECOUNT)
     return (await connection.execute(found)).scalar()
 
 
 async def claim_recount(connection: AsyncConnection, last: str | None) -> str | None:
-    """Set a new mark before a correction, and return it. Return None if the last one is no longer
-    `last`: another process has corrected counters meanwhile.
+    """Set and return a new mark before a correction of counters. Return None if another process has
+    corrected them, so that the mark is no longer `last`.
     """
     mark = secrets.token_hex(_ID_BYTES)
     if last is None:

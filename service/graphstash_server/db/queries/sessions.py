@@ -19,7 +19,7 @@ class SessionRow(NamedTuple):
 
 
 async def add_session(connection: AsyncConnection, id_sha256: str, row: SessionRow) -> None:
-    """Add a new session."""
+    """Add a session."""
     await connection.execute(insert(sessions).values(id_sha256=id_sha256, **row._asdict()))
 
 
@@ -38,7 +38,7 @@ async def delete_session(connection: AsyncConnection, id_sha256: str) -> None:
 async def drop_sessions(
     connection: AsyncConnection, *, expired: datetime, token_id: str, kept: int
 ) -> None:
-    """Delete the sessions that have expired, and all but the newest `kept` of one token."""
+    """Delete expired sessions, and all but the `kept` last to expire of one token."""
     await connection.execute(delete(sessions).where(sessions.c.expires_at <= expired))
     surplus = (
         select(sessions.c.id_sha256)

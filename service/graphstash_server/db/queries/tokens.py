@@ -47,21 +47,21 @@ _TOUCH = (
 
 
 class TokenRow(NamedTuple):
-    """A stored token: its information, and the SHA-256 of its secret in hex."""
+    """A stored token, with the SHA-256 of its secret in hex."""
 
     info: TokenInfo
     secret_sha256: str
 
 
 async def insert_token(connection: AsyncConnection, row: TokenRow) -> None:
-    """Add a new token."""
+    """Add a token."""
     values = row.info.model_dump()
     values["grants"] = " ".join(map(str, row.info.grants))
     await connection.execute(insert(tokens).values(**values, secret_sha256=row.secret_sha256))
 
 
 async def find_tokens(source: Source, ids: Sequence[str]) -> dict[str, TokenRow]:
-    """Return the existing tokens of some IDs, including revoked ones."""
+    """Return the tokens with these IDs, by ID, including revoked ones."""
     found = {}
     for row in await _FIND.fetch(source, {"ids": ids}):
         columns = dict(zip(tokens.c.keys(), row, strict=True))
@@ -73,7 +73,7 @@ _FIND = Prepared(lambda dialect: select(tokens).where(is_one_of(tokens.c.id, "id
 
 
 async def find_unrevoked(source: Source, ids: Sequence[str]) -> set[str]:
-    """Return which tokens exist and are not revoked. If all are, no row is read into Python."""
+    """Return the IDs of existing tokens that are not revoked. Usually takes one count."""
     ((count,),) = await _COUNT_UNREVOKED.fetch(source, {"ids": ids})
     if count == len(ids):
         return set(ids)
@@ -96,7 +96,7 @@ async def list_tokens(connection: AsyncConnection) -> list[TokenInfo]:
 
 
 async def count_live_tokens(connection: AsyncConnection, *, now: datetime) -> int:
-    """Return the number of tokens that are neither revoked nor expired."""
+    """Count tokens that are neither revoked nor expired."""
     statement = select(func.count()).select_from(tokens).where(_is_live(now))
     return int(await connection.scalar(statement) or 0)
 
@@ -108,8 +108,8 @@ async def count_exchanged_tokens(
     since: datetime,
     of: tuple[str, str] | None = None,
 ) -> int:
-    """Count tokens exchanged for JWTs that are live or were created since a time. `of` restricts
-    the count to one caller: the issuer, and the name in the audit log.
+    """Count tokens exchanged for JWTs that are live or were created after `since`. `of` restricts
+    the count to one caller: issuer, and name in the audit log.
     """
     statement = (
         select(func.count())
@@ -122,7 +122,7 @@ async def count_exchanged_tokens(
 
 
 async def revoke_token(connection: AsyncConnection, token_id: str, *, now: datetime) -> bool:
-    """Revoke a token. Return False if there is no unrevoked one."""
+    """Revoke a token. Return False if it is absent or already revoked."""
     statement = (
         update(tokens)
         .where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
@@ -134,8 +134,8 @@ async def revoke_token(connection: AsyncConnection, token_id: str, *, now: datet
 async def delete_ended_tokens(
     connection: AsyncConnection, *, before: datetime, exchanged_before: datetime
 ) -> int:
-    """Delete tokens that were revoked or expired before a time. Return their number. Tokens
-    exchanged for JWTs are deleted from `exchanged_before` on.
+    """Delete tokens that were revoked or expired before a time. Return their number. For tokens
+    exchanged for JWTs, the time is `exchanged_before`.
     """
     ended = or_(
         _has_ended(before), and_(tokens.c.issuer.is_not(None), _has_ended(exchanged_before))
@@ -144,7 +144,7 @@ async def delete_ended_tokens(
 
 
 async def touch_tokens(connection: AsyncConnection, uses: Mapping[str, datetime]) -> None:
-    """Store when tokens were last used. A time never moves backwards."""
+    """Store when tokens were last used. Keeps later stored times."""
     await connection.execute(
         _TOUCH, [{"token_id": token_id, "at": at} for token_id, at in sorted(uses.items())]
     )

@@ -1,7 +1,6 @@
 """CatalogService: finds and describes artifacts for people.
 
-Every answer is bounded and leaves out withheld artifacts, which GET would not serve. The caller of
-this service chooses the namespaces that may be read.
+Results are bounded and omit withheld artifacts. The caller checks which namespaces may be read.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ from graphstash_server.keys import StoredKey
 __all__ = ["MAX_SEARCHED", "ArtifactDetails", "CatalogService", "User"]
 
 MAX_SEARCHED: Final = 500
-"""Number of latest artifacts searched for text. Their metadata is read one by one."""
+"""Number of latest artifacts that are searched for text, without an index."""
 
 _MAX_FOUND: Final = 50
 _MAX_USERS: Final = 20
@@ -48,7 +47,7 @@ class ArtifactDetails:
     users: Sequence[User]
 
     def differences(self, other: "ArtifactDetails") -> tuple[Difference, ...]:
-        """Return the parts in which another artifact differs."""
+        """Return the parts that differ."""
         return compare(self.entry.parts, other.entry.parts)
 
 
@@ -64,28 +63,26 @@ class CatalogService:
     async def latest(
         self, namespaces: Sequence[Namespace], *, limit: int
     ) -> list[DescribedArtifact]:
-        """Return up to `limit` artifacts, the last stored first."""
+        """Return up to `limit` artifacts, last stored first."""
         async with self.database.reading() as connection:
             return await list_latest(connection, namespaces, limit=limit)
 
     async def search(self, namespaces: Sequence[Namespace], text: str) -> list[DescribedArtifact]:
-        """Return artifacts that match a text.
-
-        Artifacts of any age match by their whole label or the beginning of their fingerprint. The
-        latest `MAX_SEARCHED` also match by text within label, producer or toolchain.
+        """Return artifacts with this label or prefix of the fingerprint. Of the latest
+        `MAX_SEARCHED`, also return those with the text in label, producer or toolchain.
         """
-        wanted = text.strip()
-        if not wanted:
+        text = text.strip()
+        if not text:
             return []
         async with self._reading:  # only one call at a time holds metadata in memory
             async with self.database.reading() as connection:
-                rows = await list_labelled(connection, namespaces, wanted, limit=_MAX_FOUND)
-                if _PREFIX.fullmatch(wanted.lower()):
+                rows = await list_labelled(connection, namespaces, text, limit=_MAX_FOUND)
+                if _PREFIX.fullmatch(text.lower()):
                     rows += await list_by_fingerprint(
-                        connection, namespaces, wanted.lower(), limit=_MAX_FOUND
+                        connection, namespaces, text.lower(), limit=_MAX_FOUND
                     )
                 recent = await list_latest(connection, namespaces, limit=MAX_SEARCHED)
-            return await asyncio.to_thread(_matching, rows, recent, wanted.casefold())
+            return await asyncio.to_thread(_matching, rows, recent, text.casefold())
 
     async def schedules(
         self, namespaces: Sequence[Namespace], name: str, *, limit: int
@@ -110,7 +107,7 @@ class CatalogService:
         return sorted(found, key=lambda entry: entry.label), is_cut
 
     async def find(self, key: StoredKey) -> ArtifactDetails | None:
-        """Return one artifact, or None if it is absent or withheld."""
+        """Return an artifact, or None if it is absent or withheld."""
         async with self.database.reading() as connection:
             found = await find_described(connection, key)
             users = await list_users(connection, key, limit=_MAX_USERS) if found else []
@@ -118,13 +115,13 @@ class CatalogService:
 
 
 def _matching(
-    rows: Sequence[DescribedArtifact], recent: Sequence[DescribedArtifact], wanted: str
+    rows: Sequence[DescribedArtifact], recent: Sequence[DescribedArtifact], pattern: str
 ) -> list[DescribedArtifact]:
     found = {row.artifact.key: row for row in rows}
     for row in recent:
         if len(found) >= _MAX_FOUND:
             break
         text = f"{row.label}\n{row.artifact.toolchain}\n{row.producer}"
-        if wanted in text.casefold():
+        if pattern in text.casefold():
             found.setdefault(row.artifact.key, row)
     return list(found.values())[:_MAX_FOUND]

@@ -1,13 +1,11 @@
-"""Evictor: keeps the store and the namespaces within their budgets, least valuable artifacts first.
+"""Evictor: keeps the store and the namespaces within their limits, least valuable artifacts first.
 
-For each limit, one eviction runs at a time, over all servers. One transaction under one lock
-chooses, counts and removes a page, so that two servers never evict for the same excess.
+One transaction chooses, counts and removes a page. It locks the exceeded limit, so that two servers
+never evict for the same excess. It removes artifacts of one namespace only, so that a server that
+freezes in it blocks no writes to other namespaces of a PostgreSQL database.
 
-A transaction removes artifacts of one namespace only. A server that freezes inside it keeps no
-other namespace waiting.
-
-The audit log has every removal with its reason and the caller that needed the room. The servers
-delete the blobs afterwards, in parallel (`BlobCollector.collect_marked`).
+The audit log has the reason of each eviction, and the caller that needed the space. The servers
+delete the blobs later (`BlobCollector.collect_marked`).
 """
 
 import asyncio
@@ -43,14 +41,12 @@ OVER_SOFT_LIMIT: Final = "over the soft limit"
 """Reason that `Evictor.run` gives in the audit log."""
 
 _PAGE = 200
-"""Artifacts of one transaction: a few milliseconds, in which SQLite admits no other writer."""
+"""Artifacts per transaction. It blocks SQLite's other writers for a few milliseconds."""
 
 
 class Planned:
-    """The artifacts of a dry run, of which there may be a million. It remembers only hashes.
-
-    Attributes:
-        freed_bytes: what they cost in each namespace, and in the store (None).
+    """The artifacts of a dry run, as hashes, because there may be a million. `freed_bytes` has the
+    bytes that their eviction frees in each namespace and in the store (None).
     """
 
     def __init__(self) -> None:
@@ -58,7 +54,7 @@ class Planned:
         self._hashes: set[int] = set()
 
     def add(self, candidate: Candidate) -> bool:
-        """Add an artifact. Return False if the plan has it."""
+        """Add an artifact. Return False if it was added before."""
         if (number := hash(candidate.key.columns)) in self._hashes:
             return False
         self._hashes.add(number)
@@ -69,11 +65,7 @@ class Planned:
 
 @dataclass(kw_only=True, eq=False)
 class Evictor:
-    """Evict artifacts.
-
-    Attributes:
-        is_needed: set when an upload exceeds a soft limit.
-    """
+    """Evict artifacts. An upload that exceeds a soft limit sets `is_needed`."""
 
     database: Database
     budgets: Budgets
@@ -87,12 +79,8 @@ class Evictor:
         self.is_needed = asyncio.Event()
 
     async def run(self, *, actor: Actor, is_confirmed: bool = False) -> int:
-        """Evict until no soft limit is exceeded. Return the number of artifacts.
-
-        Args:
-            actor: caller for the audit log.
-            is_confirmed: whether an operator has confirmed doubtful limits (`LimitDoubts`).
-                Otherwise, nothing is evicted for them.
+        """Evict until no soft limit is exceeded. Return the number of artifacts. Ignore doubtful
+        limits (`LimitDoubts`) unless an operator has confirmed them.
         """
         self.is_needed.clear()
         evicted = 0
@@ -107,8 +95,8 @@ class Evictor:
     async def plan(
         self, *, is_confirmed: bool = False, planned: "Planned | None" = None
     ) -> AsyncIterator[Candidate]:
-        """Yield what `run` would evict now: first for the namespaces, then for the store. With
-        `planned`, yield what it would evict after these artifacts, and add it to them.
+        """Yield what `run` would evict now: first for the namespaces, then for the store. Treat the
+        artifacts in `planned` as evicted, and add the yielded ones to it.
         """
         planned = planned or Planned()
         for namespace, goal_bytes in await self._passed(
@@ -136,7 +124,7 @@ class Evictor:
                 after = page[-1]
 
     async def evict(self, chosen: Sequence[Candidate], *, actor: Actor, reason: str) -> int:
-        """Evict artifacts that were chosen for another reason than space. Return their number."""
+        """Evict artifacts that were chosen for a reason other than space. Return their number."""
         evicted = 0
         for page in _by_namespace(chosen):
             async with self.database.writing() as connection:
@@ -149,8 +137,8 @@ class Evictor:
     async def _passed(
         self, *, is_confirmed: bool, freed_bytes: Mapping[str | None, int] = NOTHING_FREED
     ) -> list[tuple[str | None, int]]:
-        """Return namespaces above their soft limit (None: the store), with the size to reach, once
-        `freed_bytes` of each are evicted.
+        """Return each namespace (None: the store) that exceeds its soft limit even without the
+        `freed_bytes`, and the size to reach.
         """
         limits = await self.policies.limits()
         stored = await list_stored(self.database)
@@ -178,16 +166,12 @@ class Evictor:
         evicted_from: str | None = None,
         spares_looked_up: bool = True,
     ) -> int:
-        """Evict, a page at a time, until `measured` has at most `goal_bytes`. Return how many.
+        """Evict by pages until a namespace (None: the store) has at most `goal_bytes`. Return the
+        number of artifacts.
 
-        Args:
-            measured: namespace to shrink. None for the store.
-            goal_bytes: size at which to stop.
-            actor: caller that needs the room, for the audit log.
-            reason: why room is needed, for the audit log.
-            evicted_from: evict only from this namespace. Default: `measured`.
-            spares_looked_up: whether artifacts that a look-up found lately stay. If False, evict
-                only these.
+        Evict only from the namespace `evicted_from`, by default `measured`. Spare artifacts that a
+        recent look-up found, or evict only these if `spares_looked_up` is False. The audit log
+        stores `actor`, the caller that needs the space, and `reason`.
         """
         evicted = 0
         while True:
@@ -215,7 +199,7 @@ class Evictor:
                 return evicted
 
     def _forget(self, gone: Sequence[Candidate]) -> None:
-        """Stop serving evicted artifacts from memory, although their blobs may still exist."""
+        """Stop serving evicted artifacts from memory."""
         for candidate in gone:
             self.artifacts.forget(candidate.key)
 
@@ -240,7 +224,7 @@ class Evictor:
 
 
 def _enough(page: Sequence[Candidate], excess_bytes: int) -> list[Candidate]:
-    """Return the first candidates that together free `excess_bytes`."""
+    """Return the first candidates that free at least `excess_bytes` together."""
     chosen = []
     for candidate in page:
         if excess_bytes <= 0:

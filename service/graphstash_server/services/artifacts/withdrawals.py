@@ -1,6 +1,6 @@
 """WithdrawalService: reads the lists of withdrawals, and drops their oldest entries.
 
-Each withdrawal is written in its own transaction (`queries.withdrawals.add_withdrawals`).
+The transaction that withdraws an artifact adds the entry (`queries.withdrawals.add_withdrawals`).
 """
 
 from dataclasses import dataclass
@@ -22,26 +22,24 @@ from graphstash_server.services.plausible_clock import PlausibleClock
 __all__ = ["KEPT_FOR", "MAX_KEPT", "WithdrawalService"]
 
 KEPT_FOR: Final = timedelta(days=90)
-"""How long the list keeps a withdrawal."""
 
 MAX_KEPT: Final = 100_000
-"""Withdrawals that a namespace keeps after an hourly round: about 30 MB."""
+"""Entries of one namespace that the hourly round keeps: about 30 MB."""
 
 _PRUNED_AT_ONCE: Final = 1000
 
 
 @dataclass(kw_only=True, eq=False)
 class WithdrawalService:
-    """Read and prune the lists. Safe for concurrent calls and several servers."""
+    """Safe for concurrent calls and several servers."""
 
     database: Database
     clock: PlausibleClock
 
     async def read(self, namespace: Namespace, query: WithdrawalQuery) -> WithdrawalList:
-        """Return the page after a position, or no entries if the list lacks that position.
+        """Return the page after a position, or an incomplete list if the entry there is gone.
 
-        The entry at the position is read with the page, in one statement. Pruning removes the
-        lowest numbers first, so if that entry is there, all later ones are.
+        Pruning removes the lowest numbers first. So if that entry exists, all later ones do.
         """
         after = query.after
         async with self.database.reading() as connection:
@@ -77,7 +75,7 @@ class WithdrawalService:
     async def prune(self) -> None:
         """Drop the entries of each namespace that are too old, or too many.
 
-        The newest entry that is due stays, so that a host at that position misses nothing.
+        The last of these stays, because a host at its position still finds all later entries.
         """
         async with self.database.reading() as connection:
             heads = await list_heads(connection)
@@ -86,7 +84,7 @@ class WithdrawalService:
                 pass
 
     async def _prune_page(self, namespace: Namespace, last: int) -> bool:
-        """Drop up to a thousand entries. Return whether more may be due."""
+        """Drop up to `_PRUNED_AT_ONCE` entries. Return whether more may be due."""
         oldest = self.clock.ago(KEPT_FOR)
         async with self.database.writing() as connection:
             rows = await list_withdrawals(

@@ -1,6 +1,6 @@
 """AuditService: reads the audit log, and deletes old entries.
 
-Every change is logged in its own transaction (`queries.audit.add_audit`).
+The transaction that makes a change adds the entry (`queries.audit.add_audit`).
 """
 
 from dataclasses import dataclass
@@ -17,21 +17,20 @@ MAX_AUDIT_ENTRIES: Final = 1000
 """Maximum entries of a page."""
 
 _PRUNED_AT_ONCE = 1000
-"""Entries deleted in one transaction. A year's log at once would block every writer of SQLite."""
+"""Entries deleted per transaction. Deleting a year's log at once would block SQLite's writers."""
 
 
 @dataclass(kw_only=True, eq=False)
 class AuditService:
-    """Read and prune the audit log. Safe for concurrent calls."""
+    """Safe for concurrent calls."""
 
     database: Database
 
     async def read(
         self, *, limit: int, before: int | None = None, namespace: Namespace | None = None
     ) -> AuditLog:
-        """Return a page of the log, newest first, of one namespace or of all.
-
-        `limit` is from 1 to `MAX_AUDIT_ENTRIES`. `before` is `next_before` of the previous page.
+        """Return a page of 1 to `MAX_AUDIT_ENTRIES` entries, newest first, of one namespace or all.
+        `before` is `next_before` of the previous page.
         """
         async with self.database.reading() as connection:
             entries = await read_audit(

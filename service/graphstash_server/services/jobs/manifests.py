@@ -1,4 +1,4 @@
-"""ManifestService records the artifacts that a job used. PinService protects them from eviction."""
+"""ManifestService records the artifacts of each job. PinService protects them from eviction."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -35,21 +35,20 @@ from graphstash_server.services.plausible_clock import PlausibleClock
 __all__ = ["ManifestService", "PinService", "StoredEntry"]
 
 StoredEntry: TypeAlias = EntryRow
-"""Manifest entry, as services return it."""
 
 _UNUSED = timedelta(days=90)
-"""Age at which an unused entry is deleted. By then its model is no longer run."""
+"""Age at which an unused entry is deleted."""
 
 _MAX_ENTRIES = 16 * MAX_MANIFEST_ENTRIES
-"""Entries of one namespace: sixteen of the largest manifests, or hundreds of usual ones."""
+"""Maximum entries of one namespace: 16 of the largest manifests, or hundreds of usual ones."""
 
 
 @dataclass(kw_only=True, eq=False)
 class ManifestService:
-    """Read and update manifests. Safe for concurrent calls: a merge is one transaction.
+    """Read and update manifests. Safe for concurrent calls.
 
-    Entries count against the byte limits, and the number of entries per namespace is bounded.
-    Beyond that number, the least recently used entries of any manifest are deleted.
+    Entries count against the byte limits. In a full manifest or namespace, each writer keeps an
+    equal share of its most recently used entries.
     """
 
     database: Database
@@ -57,7 +56,7 @@ class ManifestService:
     clock: PlausibleClock
 
     async def get(self, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
-        """Return the entries of a manifest, most recently used first; empty if there is none."""
+        """Return the entries of a manifest, if any, most recently used first."""
         return await list_entries(self.database, namespace, name)
 
     async def merge(
@@ -70,17 +69,17 @@ class ManifestService:
         actor: Actor,
     ) -> tuple[list[EntryRow], bool]:
         """Add the keys that one run of `writer` used. A repeated key counts once. If the entries
-        need room, artifacts are evicted and the audit log names `actor`.
+        need space, artifacts are evicted on behalf of `actor`.
 
         Returns:
             The entries of the manifest, and whether the manifest is new.
 
         Raises:
-            NoSpaceError: the namespace or the store has no room for the new entries.
+            NoSpaceError: the namespace or the store has no space for the new entries.
         """
-        wanted = list(dict.fromkeys(keys))
+        unique = list(dict.fromkeys(keys))
         known = {entry.name for entry in await list_entries(self.database, namespace, name)}
-        more = sum((key.kind, key.device_type, key.fingerprint) not in known for key in wanted)
+        more = sum((key.kind, key.device_type, key.fingerprint) not in known for key in unique)
         allocation = Allocation(
             namespace, blob_bytes=0, row_bytes=more * MANIFEST_ENTRY_BYTES, actor=actor
         )
@@ -88,11 +87,11 @@ class ManifestService:
         with self.allocator.opened(allocation):
             await self.allocator.take(allocation, allocation.row_bytes)
             async with self.database.writing_in_steps() as steps:
-                run = partial(_merge, name=name, keys=wanted, writer=writer, now=self.clock())
+                run = partial(_merge, name=name, keys=unique, writer=writer, now=self.clock())
                 return await steps.run(run, is_last=True)
 
     async def drop_unused(self) -> None:
-        """Delete entries, in all namespaces, that no run used for `_UNUSED`."""
+        """Delete the entries of all namespaces that no run has used for `_UNUSED`."""
         before = self.clock.ago(_UNUSED)
         async with self.database.reading() as connection:
             namespaces = await list_unused(connection, before=before)
@@ -138,19 +137,18 @@ class PinService:
     async def pin(
         self, namespace: Namespace, job: ManifestName, *, until: datetime, actor: Actor
     ) -> int:
-        """Pin the artifacts in a job's manifest. Return the number of its entries."""
+        """Pin the artifacts in a job's manifest. Return the number of entries."""
         change = partial(pin_artifacts, until=until)
         record = self._record(actor, namespace, job, f"pinned until {until:%Y-%m-%d}")
         return await self._change(namespace, job, change, record)
 
     async def unpin(self, namespace: Namespace, job: ManifestName, *, actor: Actor) -> int:
-        """Unpin the artifacts in a job's manifest. Return the number of its entries."""
+        """Unpin the artifacts in a job's manifest. Return the number of entries."""
         record = self._record(actor, namespace, job, "not pinned")
         return await self._change(namespace, job, unpin_artifacts, record)
 
     def _record(self, actor: Actor, namespace: Namespace, job: str, detail: str) -> AuditRecord:
-        # Servers and clients of earlier releases do not know an action for pins, and would fail to
-        # show the log.
+        # Earlier releases cannot show a log with an unknown action.
         action = AuditAction.POLICY_SET
         subject = f"job {job}"
         return AuditRecord(self.clock(), actor, action, namespace, subject=subject, detail=detail)

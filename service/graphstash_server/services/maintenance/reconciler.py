@@ -1,9 +1,7 @@
-"""Reconciler: makes rows and blobs consistent again, and checks everything on demand.
+"""Reconciler: finds and removes blobs without a row and rows without a blob.
 
-A crash between the rename and the commit leaves a blob without a row. Files that are lost from
-outside leave rows without a blob. Neither harms readers, and both are removed here. The comparison
-goes page by page, in the order of digests, while the server serves. Each finding is checked again
-before it is removed.
+A crash between storing a blob and the commit leaves a blob without a row. A blob that is deleted
+from outside leaves a row. Each finding is checked again before it is removed.
 """
 
 import logging
@@ -35,14 +33,15 @@ _LOGGER = logging.getLogger(__name__)
 _PAGE = 500
 
 _MAX_PENDING = 10_000
-"""Findings that one comparison removes at most. The next one continues."""
+"""Maximum findings that one `reconcile` removes. The next one continues."""
 
 _LEASES_KEPT = timedelta(days=1)
-"""How long the server keeps an ended lease, and so its exact fencing number."""
+"""Age at which an ended lease is deleted. The key's next fencing number then comes from the clock
+alone."""
 
 
 class Orphan(NamedTuple):
-    """A blob that no artifact has."""
+    """A blob without an artifact."""
 
     digest: Digest
 
@@ -54,14 +53,14 @@ class Lost(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A problem that a check found.
+    """A problem.
 
     Attributes:
-        problem: `orphan` (a blob that no artifact has), `lost` (an artifact without its blob),
+        problem: `orphan` (a blob without an artifact), `lost` (an artifact without its blob),
             `damaged` (an artifact whose blob has other bytes), `miscounted` (a namespace), or
-            `corrupt` (the database; then it is the only finding, and is never repaired).
-        name: name of the blob, the artifact or the namespace, or what is wrong with the database.
-        size_bytes: size of the blob; 0 for a namespace and the database.
+            `corrupt` (the database: the only finding, never repaired).
+        name: digest of the blob, path of the artifact, namespace, or damage of the database.
+        size_bytes: size of the blob. 0 for a namespace and the database.
     """
 
     problem: str
@@ -71,7 +70,7 @@ class Finding(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Reconciler:
-    """Compare rows with blobs. Safe while servers run. Cancelling it loses nothing."""
+    """Compare rows with blobs. Safe while servers run. Safe to cancel."""
 
     database: Database
     blobs: BlobStore
@@ -81,11 +80,10 @@ class Reconciler:
     doubt: SharedText
 
     async def check_store_not_empty(self) -> None:
-        """Refuse to start a server that has artifacts in its database but an empty store. Healing
-        would otherwise drop all of them.
+        """Protect the rows from a start with the wrong store: healing would drop all of them.
 
         Raises:
-            StartError: the store is empty and the database is not.
+            StartError: the store has no blobs, and the database has artifacts.
         """
         async with self.database.reading() as connection:
             stored = await stored_bytes(connection)
@@ -102,9 +100,8 @@ class Reconciler:
     async def compare(
         self, *, blobs_before: datetime, listed: Callable[[int], None] = lambda _: None
     ) -> AsyncIterator[list[Orphan | Lost]]:
-        """Find rows and blobs that disagree, and yield them by pages. Change nothing. Skip blobs
-        that are younger than `blobs_before`, because another process may be uploading them. Call
-        `listed` with the number of blobs of each page.
+        """Yield pages of rows and blobs that disagree. Ignore blobs younger than `blobs_before`,
+        which may be uploads. Call `listed` with the number of blobs of each page.
         """
         after = ""
         async for page in self._pages(blobs_before):
@@ -121,11 +118,11 @@ class Reconciler:
             after = page[-1].sha256 if page else ""
 
     async def reconcile(self, *, blobs_before: datetime) -> None:
-        """Remove the findings of `compare`, and correct the counters. A server of the previous
-        release does not count what it does not know.
+        """Remove the findings of `compare`. Correct the counters, because earlier releases do not
+        count everything.
 
-        If the database knows fewer than half of the blobs, it probably belongs to another store, or
-        the store to another database. Then remove nothing, and report it.
+        If more than half of the blobs have no artifact, the database and the store probably do not
+        belong together. Then remove nothing, and report it.
         """
         pages: list[int] = []
         seen: Counter[type] = Counter()
@@ -153,7 +150,7 @@ class Reconciler:
         await self.recount(is_repair=True)
 
     async def remove(self, found: Sequence[Orphan | Lost]) -> list[Orphan | Lost]:
-        """Remove findings. Return them without the blobs that came into use in the meantime."""
+        """Remove findings. Return them without the blobs that are in use by now."""
         await self.artifacts.heal_all([each.artifact for each in found if isinstance(each, Lost)])
         collected = await self.collector.collect_all(
             [each.digest for each in found if isinstance(each, Orphan)]
@@ -168,20 +165,14 @@ class Reconciler:
         is_repair: bool,
         checked: Callable[[int], None],
     ) -> AsyncIterator[Finding]:
-        """Check every artifact and every blob.
-
-        Args:
-            blobs_before: ignore younger blobs without an artifact, which may be uploads.
-            is_deep: read every blob and compare its digest.
-            is_repair: drop lost and damaged artifacts (the next job publishes them again), delete
-                orphans and recount.
-            checked: called with the size of each blob that was read.
+        """Check every artifact and blob. Ignore orphans younger than `blobs_before`, which may be
+        uploads. If `is_deep`, read every blob, and call `checked` with its size.
         """
         reason = await find_corruption(self.database.url)
         if reason is not None:
             self.database.note_corruption(reason)
             yield Finding("corrupt", reason, 0)
-            return  # the database cannot tell what is wrong with the blobs
+            return  # a corrupt database may name blobs in use as orphans
         async for found in self.compare(blobs_before=blobs_before):
             for each in await self.remove(found) if is_repair else found:
                 if isinstance(each, Orphan):
@@ -198,10 +189,10 @@ class Reconciler:
             yield Finding("miscounted", namespace, 0)
 
     async def recount(self, *, is_repair: bool) -> Sequence[str]:
-        """Return the namespaces with wrong counters. Repair each in its own short transaction,
-        unless another process is repairing them.
+        """Return the namespaces with wrong counters. If `is_repair`, repair each in a short
+        transaction, unless another process repairs them.
         """
-        async with self.database.reading() as connection:  # a long read of every row, not a write
+        async with self.database.reading() as connection:  # reads every row, so block no writer
             mark = await last_recount(connection)
             wrong = await recount_usage(connection)
         for namespace, change in wrong.items() if is_repair else ():
@@ -218,7 +209,7 @@ class Reconciler:
             await drop_ended_leases(connection, before=self.clock() - _LEASES_KEPT)
 
     async def _lost(self, digests: Sequence[Digest]) -> list[Orphan | Lost]:
-        """Find the artifacts of blobs, without blobs that were stored after the list was read."""
+        """Return the artifacts of blobs that are still absent or have another size."""
         return [
             Lost(artifact)
             for artifact in await self._artifacts_of(
@@ -242,7 +233,7 @@ class Reconciler:
             return await list_artifacts_of(connection, digests)
 
     async def _pages(self, before: datetime) -> AsyncIterator[list[Digest]]:
-        """Yield blobs by `_PAGE`. The last page is shorter, and may be empty."""
+        """Yield pages of blobs. The last page has fewer than `_PAGE`, and may be empty."""
         page: list[Digest] = []
         async for digest in self.blobs.list(before=before):
             page.append(digest)
@@ -255,7 +246,7 @@ class Reconciler:
 async def _used_digests(
     database: Database, *, after: str = "", until: str | None = None
 ) -> AsyncIterator[Sequence[Digest]]:
-    """Yield the blobs of artifacts by `_PAGE`."""
+    """Yield pages of the digests of artifacts."""
     while True:
         async with database.reading() as connection:
             digests = await list_digests(
