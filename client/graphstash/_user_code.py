@@ -23,10 +23,11 @@ def load(target: str, *, what: str) -> Any:
         Exception: any error of the user's code.
     """
     name, _, attribute = target.rpartition(":")
-    if not name or not attribute:
+    is_script = name.endswith(".py")
+    if not name or not attribute or (name.startswith(".") and not is_script):
         raise ConfigError(f"{target!r}: expected module:{what} or script.py:{what}")
     try:
-        module = _script(Path(name)) if name.endswith(".py") else _module(name)
+        module = _script(Path(name)) if is_script else _module(name)
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
             raise  # an import of the module fails

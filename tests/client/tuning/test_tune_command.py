@@ -126,6 +126,11 @@ def test_search_names_missing_package(command, tmp_path, monkeypatch, absent, to
         assert failed.stderr.endswith(told)
 
 
+def test_search_refuses_relative_module(command):
+    failed = command("tune", "search", "./tasks:task", status=2)
+    assert "'./tasks:task': expected module:" in failed.stderr
+
+
 @pytest.mark.usefixtures("tuned")
 def test_an_export_keeps_links_modes_and_devices(command, tmp_path):
     file, link = tmp_path / "file", tmp_path / "link"
