@@ -28,7 +28,7 @@ Close = Callable[[float], str | None]
 """Shuts a provider down within the given seconds. Returns a message about lost spans, or None."""
 
 OwnProvider = Callable[[], tuple[trace.TracerProvider, Close]]
-"""Creates a provider and the function that closes it."""
+"""Creates a provider if the program has none, and the function that closes it."""
 
 
 class Tracer:
@@ -36,16 +36,10 @@ class Tracer:
 
     The first span selects the provider. A program may set its own after a compiler's import, which
     opens the cache. A forked child without spans creates no provider.
-
-    Attributes:
-        failure_count: number of spans that could not be started or ended.
-
-    Args:
-        own_provider: creates a provider if the program has none.
     """
 
     def __init__(self, own_provider: OwnProvider) -> None:
-        self.failure_count = 0
+        self._failure_count = 0
         self._own_provider = own_provider
         self._choosing = threading.Lock()
         self._chosen: trace.Tracer | None = None
@@ -147,12 +141,12 @@ class Tracer:
         message about lost spans, or None.
         """
         lost = self._trouble or self._close(timeout_seconds)
-        if lost is None and self.failure_count:
-            return f"{self.failure_count} spans could not be made"
+        if lost is None and self._failure_count:
+            return f"{self._failure_count} spans could not be made"
         return lost
 
     def _failed(self) -> None:
-        self.failure_count += 1
+        self._failure_count += 1
         _log.debug("a span could not be made", exc_info=True)
 
 

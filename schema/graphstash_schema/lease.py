@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 MAX_LISTED_LEASES: Final = 200
-"""Maximum number of leases in `HeldLeases`."""
 
 
 class LeaseState(StrEnum):

@@ -1,4 +1,4 @@
-"""Withdrawals: a namespace's list of artifacts of which clients must not use their copies.
+"""Withdrawals: a namespace's list of artifacts whose copies clients must not use.
 
 An artifact is withdrawn when it is withheld, deleted or replaced. Eviction, retention and lost
 blobs do not make copies wrong, so they are not listed.

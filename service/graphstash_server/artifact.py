@@ -20,7 +20,6 @@ class Artifact(NamedTuple):
     """A stored artifact.
 
     Attributes:
-        digest: digest of the blob.
         metadata_header: metadata as uploaded, or "".
         compile_seconds: seconds that a hit saves, as reported by the publisher.
         toolchain: compiler and version, as reported by the publisher.

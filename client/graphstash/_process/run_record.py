@@ -37,8 +37,6 @@ class ProcessRecord:
     """Record of one process of a run.
 
     Attributes:
-        argv: command line.
-        url: server URL.
         namespace: namespace that the process wrote to.
         started_at: start of the process in seconds since 1970.
         run_started_at: start of the run in seconds since 1970.
@@ -154,12 +152,11 @@ def _names(runs: Path) -> list[str]:
 
 
 def _read(run: Path) -> list[ProcessRecord]:
-    """Return the records of a run, by start of the process."""
+    """Return a run's records by start of the process, but none that are damaged or above 32 MiB."""
     return sorted(_readable(run), key=lambda record: record.started_at)
 
 
 def _readable(run: Path) -> Iterator[ProcessRecord]:
-    """Yield the records of a run. Skip damaged records, and records above 32 MiB."""
     for path in run.glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             if path.stat().st_size > _MAX_BYTES:

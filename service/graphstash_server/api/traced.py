@@ -10,14 +10,14 @@ _HEADER = b"traceparent"
 
 
 class TraceRequests:
-    """ASGI middleware. Scopes other than HTTP pass through."""
+    """ASGI middleware for HTTP requests, whose log entries carry the IDs of their spans."""
 
     def __init__(self, app: ASGIApp, *, tracing: Tracing) -> None:
         self._app = app
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request within its span, whose IDs the log contains."""
+        """Handle one request, or pass another scope through."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

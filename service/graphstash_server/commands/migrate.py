@@ -1,4 +1,4 @@
-"""`graphstash migrate`: upgrades the database before servers start."""
+"""`graphstash migrate`: upgrades the database as a separate step."""
 
 import asyncio
 import json

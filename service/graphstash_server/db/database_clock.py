@@ -36,11 +36,7 @@ class DatabaseClock:
 
     @classmethod
     async def open(cls, database: Database, *, steady: SteadyClock) -> Self:
-        """Return a clock that has been read.
-
-        Raises:
-            ServerError: 503 if the database does not respond.
-        """
+        """Return a clock after its first `read`, which may raise."""
         clock = cls(database, steady=steady)
         await clock.read()
         return clock

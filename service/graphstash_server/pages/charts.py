@@ -23,7 +23,7 @@ sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _FIND
 _SCRIPTED: Final = ("style", "script", "desc", "title")
 _MAX_X_LABELS: Final = 6
 _STYLE: Final = Style(label_font_size=13, major_label_font_size=13)
-"""Only the space for labels depends on it."""
+"""Determines the space for labels. The style sheet determines their look."""
 
 
 def bars(
@@ -35,7 +35,7 @@ def bars(
     marks: Sequence[float] | None = None,
 ) -> Markup:
     """Draw one bar per label, of which at most six are printed. `name` describes the chart to
-    screen readers. `written` formats the values of the axis, by default round ones, else `marks`.
+    screen readers. `written` formats the values of the axis: `marks`, or by default round ones.
     """
     chart = pygal.Bar(**_options(labels, written), y_labels=marks)
     chart.add("", list(values))

@@ -43,17 +43,13 @@ _CHALLENGE: Final = {"WWW-Authenticate": 'Bearer realm="graphstash"'}
 View = Callable[[Visitor], Awaitable[dict[str, Any]]]
 Handler = Callable[[Visitor], Awaitable[Response]]
 Document = Callable[[], Awaitable[dict[str, Any]]]
+"""Returns the application's OpenAPI document."""
 
 
 def add_pages(
     app: FastAPI, *, document: Document
 ) -> tuple[Callable[[Request], Awaitable[Response]], Sequence[BaseRoute]]:
-    """Add the dashboard to an application. Return the endpoint for unknown paths, and the routes.
-
-    Args:
-        app: the application.
-        document: returns the application's OpenAPI document.
-    """
+    """Add the dashboard to an application. Return the endpoint of unknown paths, and the routes."""
     pages = _Pages(document)
     router = APIRouter(include_in_schema=False)
     for path, endpoint in {

@@ -31,7 +31,6 @@ class MemoryBlobStore(BlobStore):
         self._clock = clock
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
-        """See `BlobStore.put`."""
         incoming, taken = Incoming(digest), BytesIO()
         try:
             async for chunk in chunks:
@@ -46,7 +45,6 @@ class MemoryBlobStore(BlobStore):
         self._stored_at[digest.sha256] = self._clock()
 
     async def full(self, size_bytes: int) -> NoSpaceError | None:
-        """See `BlobStore.full`."""
         if self.capacity_bytes is None:
             return None
         used_bytes = sum(map(len, self.blobs.values())) + self._incoming_bytes
@@ -60,25 +58,20 @@ class MemoryBlobStore(BlobStore):
         )
 
     async def open(self, digest: Digest) -> BlobReader | None:
-        """See `BlobStore.open`."""
         blob = self.blobs.get(digest.sha256)
         return _MemoryReader(blob) if blob is not None else None
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
-        """See `BlobStore.stat`."""
         blob = self.blobs.get(digest.sha256)
         return len(blob) if blob is not None else None
 
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:
-        """See `BlobStore.delete`."""
         self.blobs.pop(digest.sha256, None)
 
     async def is_whole(self, digest: Digest) -> bool | None:
-        """Read and compare the blob, see `BlobStore.is_whole`."""
         return await read_whole(self, digest)
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
-        """See `BlobStore.list`."""
         for sha256, blob in sorted(self.blobs.items()):
             if before is None or self._stored_at[sha256] < before:
                 yield Digest(sha256, len(blob))

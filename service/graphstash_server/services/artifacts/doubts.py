@@ -38,7 +38,7 @@ class LimitDoubts:
 
         Args:
             sizes: bytes that each stores now.
-            limits: limits in the policies of namespaces.
+            limits: from the policies of namespaces.
             freed_bytes: bytes that a dry run would have evicted by then. They count as free in this
                 result, but not in later calls.
         """

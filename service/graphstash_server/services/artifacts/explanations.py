@@ -95,7 +95,7 @@ class ExplanationService:
 
         Args:
             namespace: namespace of the missed artifact.
-            wanted: description of the missed artifact.
+            wanted: its description.
             readable: namespaces to search, at most `MAX_NAMESPACES`.
             may_administer: whether the caller may read who removed the artifact, and why.
             min_age: age of the run that missed it. Ignore younger artifacts: they were not stored
