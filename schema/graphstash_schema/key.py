@@ -98,12 +98,9 @@ class DeviceType(Word):
 
     @classmethod
     def of(cls, platform: str, *details: str) -> Self:
-        """Join a runtime's own terms ("TPU v5 lite", "2x4") by hyphens.
-
-        Upper case becomes lower case. Other characters outside `[a-z0-9._]` become `_`.
-
-        Raises:
-            InvalidValueError: the result is empty or longer than 128 characters.
+        """Join a runtime's own terms ("TPU v5 lite", "2x4") by hyphens, in lower case and with `_`
+        for characters outside `[a-z0-9._]`. Raise InvalidValueError if the result is empty or too
+        long.
         """
         parts = (_NOT_ALLOWED.sub("_", part.lower()).strip("_.") for part in (platform, *details))
         return cls("-".join(part for part in parts if part))
@@ -155,11 +152,8 @@ class ArtifactKey(RequestModel):
 
 
 def fingerprint_of(kind: ArtifactKind, parts: Mapping[str, str]) -> Fingerprint:
-    """Return the hash of 1 to `MAX_PARTS` named parts, in any order. They must contain the key that
-    the compiler makes, and all inputs that it omits.
-
-    Raises:
-        InvalidValueError: there are no parts, too many parts, or a malformed part name.
+    """Return the hash of 1 to `MAX_PARTS` named parts, in any order: the compiler's own key, and
+    all inputs that it omits. Raise InvalidValueError for another number, or a malformed name.
     """
     if not 1 <= len(parts) <= MAX_PARTS:
         raise InvalidValueError(
@@ -185,10 +179,8 @@ def fingerprint_of(kind: ArtifactKind, parts: Mapping[str, str]) -> Fingerprint:
 
 
 def parts_for_display(parts: Mapping[str, str]) -> dict[str, str]:
-    """Shorten parts for the metadata of an artifact.
-
-    A value that is not printable or has more than 160 characters becomes `sha256:<hex>`, which
-    still shows whether two hosts differ.
+    """Replace values that are not printable or have more than 160 characters by `sha256:<hex>`,
+    which still shows whether two hosts differ.
     """
     return {name: _shown(value) for name, value in sorted(parts.items())}
 

@@ -61,11 +61,7 @@ class ArtifactMetadata(WireModel):
 
     @classmethod
     def from_header(cls, value: str) -> Self:
-        """Decode `HEADER_METADATA`.
-
-        Raises:
-            InvalidValueError: the value is too long, no base64url of JSON, or has an invalid field.
-        """
+        """Decode `HEADER_METADATA`, or raise InvalidValueError."""
         if len(value) > MAX_METADATA_BYTES:
             raise _invalid(f"{len(value)} characters", f"at most {MAX_METADATA_BYTES} characters")
         try:

@@ -32,11 +32,7 @@ cursor, and PostgreSQL cannot store NUL."""
 
 
 class Word(str):
-    """A string with a fixed form.
-
-    Raises:
-        InvalidValueError: the constructor got a string that does not match `form`.
-    """
+    """A string with a fixed form. Raises InvalidValueError for other strings."""
 
     __slots__ = ()
 
@@ -95,8 +91,7 @@ class ManifestName(Word):
 
 class ListPosition(Word):
     """Position in a namespace's list of withdrawals: `0` at the start, else `<number>-<16 hex>` of
-    the withdrawal before it. A database restored from a backup repeats numbers, but not the random
-    hex digits.
+    the withdrawal before it. A restored database repeats numbers, but not the random hex digits.
     """
 
     __slots__ = ()
@@ -119,9 +114,8 @@ def line_of(text: str, *, most: int) -> str:
 
 
 def printable(text: str, *, most: int) -> str:
-    """Make untrusted text safe to log or show: one line of its first `most` characters.
-
-    Escapes control characters, characters that reorder a line, and other unprintable ones.
+    """Make untrusted text safe to show: one line of its first `most` characters, with escapes for
+    control characters, characters that reorder a line, and other unprintable ones.
     """
     if len(text) > most:
         text = f"{text[:most]}..."
@@ -138,9 +132,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 @lru_cache(maxsize=1024)
 def star_matcher(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a pattern in which only `*` is special: any characters.
-
-    Unlike fnmatch, it matches branch and repository names that contain `[` or `?`.
+    """Return the regular expression of a pattern in which only `*` is special: any characters. For
+    fnmatch, `[` and `?` are special, which occur in branch and repository names.
     """
     # Match the text between two stars at its first occurrence only. Later occurrences cannot give
     # more matches, and backtracking to them would let a long claim block the server.

@@ -43,10 +43,8 @@ class NamespaceStats(WireModel):
 
 
 class ServerStats(WireModel):
-    """Statistics of one server.
-
-    The numbers from `leases_held` to `reads` are 0 or empty for callers without a grant on the
-    pattern `*`.
+    """Statistics of one server. The numbers from `leases_held` to `reads` are 0 or empty for
+    callers without a grant on the pattern `*`.
     """
 
     version: str

@@ -39,9 +39,8 @@ class StoredKey(NamedTuple):
 
     @property
     def json(self) -> str:
-        """The key without its namespace as JSON. No word contains a character that JSON escapes.
-
-        For responses with many keys: the garbage collector would visit one object per key.
+        """The key without its namespace as JSON. Words need no escapes. A model per key would slow
+        down responses with many keys.
         """
         kind = self.kind._value_  # several times as fast as `value`
         return (

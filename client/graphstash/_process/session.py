@@ -67,11 +67,7 @@ _FILES: Final = ("ca_file", "client_cert", "signing_key", "trusted_keys")
 
 
 class Session:
-    """Owns the stash, the publisher and the installed hooks of this process.
-
-    Raises:
-        ConfigError: the constructor cannot use a file that a setting names.
-    """
+    """Owns this process's stash, publisher and hooks. Raises ConfigError for unusable files."""
 
     def __init__(self, config: ClientConfig, *, run: str = "") -> None:
         self.config = config
@@ -228,10 +224,8 @@ class Session:
                 self._cache.stash.close()
 
     def _end_job(self, why: str, *, status: int) -> None:
-        """End all processes of this run, for `CompileLimit`.
-
-        An exception would not end them: compilers run hooks in their own threads and swallow
-        exceptions. The hooks stay installed, because a compiler is executing one.
+        """End all processes of this run. An exception would not: compilers run hooks in their own
+        threads and swallow exceptions. The hooks stay installed, because a compiler executes one.
         """
         from graphstash._process import run_end
 
@@ -281,10 +275,8 @@ class Session:
             self._cache.record_fallback(CacheError(Reason.TRACING, lost))
 
     def name_job(self, job: str) -> None:
-        """Name the job and start the prefetch, unless the job already has a configured name.
-
-        Raises:
-            InvalidValueError: the name is malformed.
+        """Name the job, unless a name is configured, and start the prefetch. Raises
+        InvalidValueError for a malformed name.
         """
         if self.config.job is None:
             self.config = replace(self.config, job=ManifestName(job))
@@ -430,9 +422,8 @@ class Session:
                 _log.debug("the record of this run cannot be written: %s", error)
 
     def _notes(self, *, looked_up: bool) -> list[str]:
-        """Return why this process did not use the cache or does not share its results.
-
-        A hook that the user switched off explains this only if the process looked up nothing.
+        """Return why this process did not use the cache or does not share its results. A hook that
+        is switched off is a reason only if the process looked up nothing.
         """
         notes = []
         in_place = {name for name, hook in self._hooks.items() if hook is not None}
@@ -531,10 +522,7 @@ def stats() -> Stats:
 
 
 def open_cache() -> "CompileCache | None":
-    """Return the cache of this process, and start it if necessary.
-
-    Returns None if the cache is off, has ended, or cannot be opened.
-    """
+    """Return this process's cache. Return None if it is off, has ended, or cannot be opened."""
     session = _session({})
     if session is None:
         return None

@@ -123,9 +123,8 @@ def append_provenance(envelope: IO[bytes], proof: Provenance) -> None:
 
 
 def read_provenance(file: IO[bytes]) -> tuple[Provenance, int]:
-    """Return the provenance behind an envelope, and the envelope's size. Rewind the file.
-
-    A missing or malformed provenance counts as empty.
+    """Return the provenance behind an envelope, and the envelope's size. Rewind the file. A missing
+    or malformed provenance counts as empty.
     """
     end = file.seek(0, os.SEEK_END)
     lead = 4 + len(_MAGIC)

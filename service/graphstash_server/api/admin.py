@@ -20,7 +20,7 @@ _NO_TOTALS: Final[dict[str, Any]] = {
     "refused": {},
     "reads": {},
 }
-"""Replaces totals that include namespaces that the caller may not read."""
+"""Totals for callers who may not read every namespace."""
 
 
 @router.get("/healthz", response_class=JSONResponse)

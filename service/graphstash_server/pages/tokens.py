@@ -11,10 +11,8 @@ _MAX_ROWS: Final = 200
 
 
 async def tokens_of(visitor: Visitor) -> dict[str, Any]:
-    """Return the content of the page: the newest tokens, without their secrets.
-
-    Raises:
-        ServerError: 401 or 403 for a visitor who does not administer the server, 503.
+    """Return the newest tokens, without their secrets. Raise ServerError with 401 or 403 for a
+    visitor who does not administer the server.
     """
     visitor.require_administrator()
     tokens = (await visitor.context.tokens.list_all()).tokens

@@ -53,8 +53,8 @@ class HistoryService:
     ) -> History:
         """Return the points of all steps between two aware times, including steps that they cut.
 
-        Default: a day of hours, or 30 days, until now, of all namespaces. The groups beyond the
-        `MAX_HISTORY_GROUPS` largest are summed as `OTHERS`.
+        Default: all namespaces, until now, since a day (hours) or 30 days (days) before `until`.
+        Groups beyond the `MAX_HISTORY_GROUPS` largest are summed as `OTHERS`.
 
         Raises:
             ServerError: 400 if the period is empty, longer than `HISTORY_KEPT`, or longer than

@@ -15,10 +15,8 @@ __all__ = ["OwnSocket"]
 
 
 class OwnSocket:
-    """A bound Unix socket, `listener`, on which the server has yet to listen.
-
-    Raises:
-        OSError: another server has the socket, or the directory belongs to another user.
+    """A bound Unix socket, `listener`, on which the server has yet to listen. Raises OSError if
+    another server has the socket, or another user owns the directory.
     """
 
     def __init__(self, path: Path) -> None:

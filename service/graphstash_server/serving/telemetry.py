@@ -1,4 +1,4 @@
-"""Import OpenTelemetry, an optional dependency, only if tracing is on."""
+"""Import OpenTelemetry, an optional dependency, if tracing is on."""
 
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,8 @@ __all__ = ["find_tracing"]
 
 
 def find_tracing(settings: Settings) -> "type[Tracing] | None":
-    """Return the class that creates spans, or None if tracing is off.
-
-    Raises:
-        StartError: OpenTelemetry is missing.
+    """Return the class that creates spans, or None if tracing is off. Raise StartError if
+    OpenTelemetry is missing.
     """
     if not settings.tracing:
         return None

@@ -30,11 +30,7 @@ class BlobReader(Protocol):
         ...
 
     def chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
-        """Yield the bytes from `start` (inclusive) to `stop` (exclusive).
-
-        Raises:
-            ShortBlobError: the blob ends before `stop`.
-        """
+        """Yield the bytes in `[start, stop)`. Raise ShortBlobError if the blob is shorter."""
         ...
 
     async def close(self) -> None:
@@ -43,10 +39,8 @@ class BlobReader(Protocol):
 
 
 class BlobStore(Protocol):
-    """Stores immutable blobs by digest. Safe for concurrent calls.
-
-    Every call raises `ServerError` with `unavailable` if the store does not respond. A blob counts
-    as absent only if the store responds that it has no such blob.
+    """Stores immutable blobs by digest. Safe for concurrent calls. If the store does not respond, a
+    call raises `ServerError` with `unavailable`, and the blob does not count as absent.
     """
 
     @abstractmethod

@@ -37,9 +37,8 @@ class WithdrawalService:
     clock: PlausibleClock
 
     async def read(self, namespace: Namespace, query: WithdrawalQuery) -> WithdrawalList:
-        """Return the page after a position, or an incomplete list if the entry there is gone.
-
-        Pruning removes the lowest numbers first. So if that entry exists, all later ones do.
+        """Return the page after a position, or an incomplete list if the entry there was pruned.
+        Pruning removes the lowest numbers first, so if that entry exists, all later ones do.
         """
         after = query.after
         async with self.database.reading() as connection:
@@ -73,9 +72,8 @@ class WithdrawalService:
         )
 
     async def prune(self) -> None:
-        """Drop the entries of each namespace that are too old, or too many.
-
-        The last of these stays, because a host at its position still finds all later entries.
+        """Drop the entries of each namespace that are too old or too many, except the last of
+        these: a host at its position still finds all later entries.
         """
         async with self.database.reading() as connection:
             heads = await list_heads(connection)

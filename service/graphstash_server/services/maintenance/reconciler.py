@@ -53,7 +53,7 @@ class Lost(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A problem.
+    """A problem of a row, a blob or the database.
 
     Attributes:
         problem: `orphan` (a blob without an artifact), `lost` (an artifact without its blob),
@@ -80,10 +80,8 @@ class Reconciler:
     doubt: SharedText
 
     async def check_store_not_empty(self) -> None:
-        """Protect the rows from a start with the wrong store: healing would drop all of them.
-
-        Raises:
-            StartError: the store has no blobs, and the database has artifacts.
+        """Raise StartError if the store is empty but the database has artifacts: it is probably the
+        wrong store, with which healing would drop all artifacts.
         """
         async with self.database.reading() as connection:
             stored = await stored_bytes(connection)
@@ -118,11 +116,9 @@ class Reconciler:
             after = page[-1].sha256 if page else ""
 
     async def reconcile(self, *, blobs_before: datetime) -> None:
-        """Remove the findings of `compare`. Correct the counters, because earlier releases do not
-        count everything.
-
-        If more than half of the blobs have no artifact, the database and the store probably do not
-        belong together. Then remove nothing, and report it.
+        """Remove the findings of `compare`, and correct the counters. If more than half of the
+        blobs have no artifact, the database probably belongs to another store: remove nothing, and
+        report it.
         """
         pages: list[int] = []
         seen: Counter[type] = Counter()
