@@ -76,7 +76,7 @@ class Session:
         self._started_at = time.time()
         self._closed = False
         self._counters = Counters()
-        self._making = threading.Lock()  # guards the field below
+        self._opening = threading.Lock()  # guards the field below
         self._cache: CompileCache | None = None
         self._tracer: Tracer | None = None
         self._ending = threading.RLock()  # a signal handler may close while its thread holds it
@@ -96,7 +96,7 @@ class Session:
     @property
     def cache(self) -> "CompileCache":
         """The cache. The first access opens it."""
-        with unforked(), self._making:
+        with unforked(), self._opening:
             if self._cache is None:
                 self._cache = self._open_cache()
                 self._cache.stash.server.name_job(self.job)

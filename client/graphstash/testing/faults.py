@@ -77,17 +77,19 @@ class Exchange:
 
     async def call(self) -> Call | None:
         """Return the call, or None if the server will refuse the request as malformed."""
-        words: Mapping[str, str] = {}
+        groups: Mapping[str, str] = {}
         operation: ServerCall = "other"
         for pattern, operations in _CALLS.items():
             if match := re.fullmatch(pattern, self.scope["path"]):
                 operation = operations.get(self.scope["method"], "other")
-                words = match.groupdict()
+                groups = match.groupdict()
         key = None
         try:
-            namespace = Namespace(words["namespace"]) if "namespace" in words else None
-            if "fingerprint" in words:
-                key = ArtifactKey.parse(words["kind"], words["device_type"], words["fingerprint"])
+            namespace = Namespace(groups["namespace"]) if "namespace" in groups else None
+            if "fingerprint" in groups:
+                key = ArtifactKey.parse(
+                    groups["kind"], groups["device_type"], groups["fingerprint"]
+                )
             elif operation == "verify":
                 key = ArtifactKey.model_validate_json(await self.body())
             elif operation == "report":
@@ -102,10 +104,10 @@ class Exchange:
         headers: list[tuple[bytes, bytes]] = self.scope["headers"]
         return headers
 
-    def replace_header(self, text: bytes, new: bytes) -> None:
-        """Replace the value of every header that has the value `text`."""
+    def replace_header(self, old: bytes, new: bytes) -> None:
+        """Set headers with one value to another."""
         self.scope["headers"] = [
-            (name, new if value == text else value) for name, value in self._headers
+            (name, new if value == old else value) for name, value in self._headers
         ]
 
     async def body(self) -> bytes:

@@ -28,8 +28,8 @@ from graphstash_server.errors import ServerError
 
 __all__ = ["HistoryService"]
 
-_USUAL: Final = {Step.HOUR: timedelta(days=1), Step.DAY: timedelta(days=30)}
-_LENGTH: Final = {Step.HOUR: timedelta(hours=1), Step.DAY: timedelta(days=1)}
+_DEFAULT_PERIOD: Final = {Step.HOUR: timedelta(days=1), Step.DAY: timedelta(days=30)}
+_STEP_LENGTH: Final = {Step.HOUR: timedelta(hours=1), Step.DAY: timedelta(days=1)}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -61,7 +61,7 @@ class HistoryService:
                 `MAX_GROUPED_STEPS` with grouping.
         """
         until = (until or self.clock()).astimezone(UTC)
-        since = (since or until - _USUAL[step]).astimezone(UTC)
+        since = (since or until - _DEFAULT_PERIOD[step]).astimezone(UTC)
         _check(since, until, step, by)
         selection = Selection(step, begin_of(step, since), until, namespaces)
         async with self._reading, self.database.reading() as connection:
@@ -80,9 +80,9 @@ class HistoryService:
 
 
 def _check(since: datetime, until: datetime, step: Step, by: Grouping) -> None:
-    kept = HISTORY_KEPT[step] // _LENGTH[step]
+    kept = HISTORY_KEPT[step] // _STEP_LENGTH[step]
     most = kept if by is Grouping.NONE else min(kept, MAX_GROUPED_STEPS)
-    steps = max(0, -(-(until - since) // _LENGTH[step]))
+    steps = max(0, -(-(until - since) // _STEP_LENGTH[step]))
     if 0 < steps <= most:
         return
     advice = f"ask for {most} at a time" if steps else "begin before the end"

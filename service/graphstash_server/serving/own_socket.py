@@ -22,12 +22,12 @@ class OwnSocket:
     def __init__(self, path: Path) -> None:
         self._directory = make_own_directory(path.parent)
         # This path leads to the verified directory, and fits into the 107 bytes of an address.
-        self._place = Path(f"/proc/self/fd/{self._directory}/{path.name}")
+        self._path = Path(f"/proc/self/fd/{self._directory}/{path.name}")
         try:
             fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._place.unlink(missing_ok=True)  # left over by a killed server
+            self._path.unlink(missing_ok=True)  # left over by a killed server
             self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self.listener.bind(str(self._place))
+            self.listener.bind(str(self._path))
         except BlockingIOError:
             os.close(self._directory)
             raise BlockingIOError(f"another server of this user listens on {path}") from None
@@ -38,5 +38,5 @@ class OwnSocket:
     def close(self) -> None:
         """Remove the socket. Call it in the process that created it, after the server has ended."""
         self.listener.close()
-        self._place.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
         os.close(self._directory)
