@@ -17,7 +17,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final, cast
@@ -290,6 +290,7 @@ class _Stream(httpcore.NetworkStream):
     def __init__(self, inner: httpcore.NetworkStream, current: _Current) -> None:
         self._inner = inner
         self._current = current
+        self._tls = inner.get_extra_info("ssl_object")
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         with self._waiting(select.POLLIN, timeout):
@@ -305,21 +306,17 @@ class _Stream(httpcore.NetworkStream):
             with self._waiting(select.POLLOUT, timeout):
                 self._inner.write(piece, _bounded(self._current, timeout))
 
-    @contextmanager
-    def _waiting(self, event: int, timeout: float | None) -> Iterator[None]:
+    def _waiting(self, event: int, timeout: float | None) -> AbstractContextManager[None]:
         """Allow forks while waiting for the socket, but not inside OpenSSL."""
-        tls = self._inner.get_extra_info("ssl_object")
-        if tls is None:
-            with forkable():
-                yield
-            return
-        if not tls.pending():
+        if self._tls is None:
+            return forkable()
+        if not self._tls.pending():
             ready = select.poll()
             ready.register(self._inner.get_extra_info("socket"), event)
             bounded = _bounded(self._current, timeout)
             with forkable():
                 ready.poll(None if bounded is None else 1000 * bounded)
-        yield
+        return nullcontext()
 
     def close(self) -> None:
         self._inner.close()

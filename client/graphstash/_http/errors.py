@@ -60,33 +60,26 @@ _NO_CERTIFICATE: Final = (
 def named_failures(url: str) -> Iterator[None]:
     """Convert httpx's exceptions. A test checks that all are converted."""
     try:
-        with _tls_first(url):
-            yield
+        yield
     except httpx.ConnectTimeout as error:
         raise TransportError(Reason.CONNECT, f"{url}: the connection timed out") from error
     except httpx.TimeoutException as error:
         raise TransportError(Reason.TIMEOUT, f"{url}: {type(error).__name__}") from error
-    except (httpx.ConnectError, httpx.ProxyError, httpx.UnsupportedProtocol) as error:
+    except httpx.NetworkError as error:
+        # TLS 1.3 may raise a TLS failure at the first read instead of on connect.
+        failure = tls_failure(error)
+        reason = Reason.CONNECT if isinstance(error, httpx.ConnectError) else Reason.RESET
+        raise TransportError(
+            Reason.TLS if failure else reason, f"{url}: {failure or error}"
+        ) from error
+    except (httpx.ProxyError, httpx.UnsupportedProtocol) as error:
         raise TransportError(Reason.CONNECT, f"{url}: {error}") from error
     except httpx.RemoteProtocolError as error:
         reason = _reason_of(error)
         advice = _NO_CERTIFICATE if reason is Reason.RESET and url.startswith("https:") else ""
         raise TransportError(reason, f"{url}: {error}{advice}") from error
-    except httpx.NetworkError as error:
-        raise TransportError(Reason.RESET, f"{url}: {error}") from error
     except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
         raise TransportError(Reason.PROTOCOL, f"{url}: {error}") from error
-
-
-@contextmanager
-def _tls_first(url: str) -> Iterator[None]:
-    """Detect TLS failures, which TLS 1.3 may raise at the first read instead of on connect."""
-    try:
-        yield
-    except httpx.NetworkError as error:
-        if failure := tls_failure(error):
-            raise TransportError(Reason.TLS, f"{url}: {failure}") from error
-        raise
 
 
 def _reason_of(error: httpx.RemoteProtocolError) -> Reason:

@@ -5,8 +5,8 @@ much CPU time as sending the request and reading the response.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from typing import Final
 
 import httpx
@@ -15,6 +15,8 @@ __all__ = ["LeanClient"]
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9/._~:@!$&+,;=?-]*")
 """Paths that need no quoting."""
+
+_NO_BODY: Final = httpx.ByteStream(b"")
 
 _DEFAULT_HEADERS: Final = {"Accept": "*/*", "Accept-Encoding": "identity"}
 """Callers read bodies as they arrive, so a proxy must not compress them."""
@@ -34,9 +36,9 @@ class LeanClient:
         self._transport = transport
         self._url = httpx.URL(base_url)
         self._prefix = self._url.raw_path.rstrip(b"/")
-        self._headers = {**_DEFAULT_HEADERS, **headers}
+        host = {"Host": self._url.netloc.decode("ascii")}
+        self._headers = httpx.Headers({**host, **_DEFAULT_HEADERS, **headers})
 
-    @contextmanager
     def stream(
         self,
         method: str,
@@ -46,27 +48,30 @@ class LeanClient:
         headers: Mapping[str, str] | None = None,
         content: bytes | Iterable[bytes] | None = None,
         extensions: Mapping[str, object] | None = None,
-        auth: httpx.Auth | None = None,
-    ) -> Iterator[httpx.Response]:
-        """Send a request, and yield the response before its body is read.
+    ) -> "closing[httpx.Response]":
+        """Send a request, and return the response before its body is read.
 
         Raises:
             httpx.HTTPError: the transport failed.
         """
         raw_path = path.encode() if _PLAIN.fullmatch(path) else httpx.URL(path).raw_path
+        all_headers = self._headers.copy()
+        for name, value in (headers or {}).items():
+            all_headers[name] = value
         request = httpx.Request(
             method,
             self._url,
-            headers={**self._headers, **(headers or {})},
+            headers=all_headers,
             content=content,
+            # For a request without a body, httpx need not derive headers.
+            stream=_NO_BODY if content is None and method == "GET" else None,
             extensions={
                 "timeout": timeout.as_dict(),
                 "target": self._prefix + raw_path,
                 **(extensions or {}),
             },
         )
-        if auth is not None:
-            request = next(auth.sync_auth_flow(request))
-        with closing(self._transport.handle_request(request)) as response:
-            response.request = request
-            yield response
+        response = self._transport.handle_request(request)
+        response.request = request
+        response.headers.encoding = "iso-8859-1"  # any bytes; httpx would try other encodings
+        return closing(response)

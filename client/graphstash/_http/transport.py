@@ -11,11 +11,11 @@ distinguishes three kinds of failures:
 """
 
 import ssl
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from random import uniform
-from typing import Final
+from typing import Final, cast
 
 import httpx
 
@@ -149,7 +149,7 @@ class Transport:
             CacheError: the subclass and reason say what failed. Iterating also raises it, for
                 example if the body ends before its `Content-Length`.
         """
-        headers = {"Accept-Encoding": "identity"}  # prevent a proxy from compressing the bytes
+        headers: dict[str, str] = {}
         if self.takes_redirects:
             headers[HEADER_ACCEPT_REDIRECT] = "1"
         if self.is_copying:
@@ -157,7 +157,7 @@ class Transport:
         with self._stream("GET", path, headers=headers, deadline=deadline) as response:
             answer = Answer(response.status_code, response.headers)
             if answer.status < 300:
-                yield answer, response.iter_raw()
+                yield answer, iter(cast("httpx.SyncByteStream", response.stream))
                 return
             body = read_small(response, most=MAX_PROBLEM_BYTES)
             if answer.status == 404:
@@ -274,7 +274,10 @@ class Transport:
             )
         token = self._credentials.token()
         self._check_circuit()
-        timeout = self._timeout(patience_seconds)
+        if self.job:
+            headers = {**headers, HEADER_JOB: self.job}
+        if token:  # httpx masks it in the repr of headers
+            headers = {**headers, "Authorization": f"Bearer {token}"}
         with self._judged(method, token) as exchange, named_failures(self._config.url):
             client, transport = self._client.connected()
             with (
@@ -282,11 +285,10 @@ class Transport:
                 client.stream(
                     method,
                     path,
-                    headers={**headers, HEADER_JOB: self.job} if self.job else headers,
+                    headers=headers,
                     content=content,
-                    timeout=timeout,
+                    timeout=self._timeout(patience_seconds),
                     extensions={REPEATABLE: True} if isinstance(content, _Repeated) else None,
-                    auth=_Bearer(token) if token else None,
                 ) as response,
             ):
                 exchange.is_answered = True
@@ -372,18 +374,6 @@ def _may_be_slow(error: TransportError, method: str) -> bool:
     timeout = error.__cause__
     is_unsent = isinstance(timeout, httpx.ConnectTimeout | httpx.PoolTimeout)
     return is_unsent or (isinstance(timeout, httpx.ReadTimeout) and method == "GET")
-
-
-class _Bearer(httpx.Auth):
-    """Sends a bearer token. The repr of the object does not show the token."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Add the Authorization header, whose value httpx masks in the repr of headers."""
-        request.headers["Authorization"] = f"Bearer {self._token}"
-        yield request
 
 
 def _origin_of(location: str) -> str:
