@@ -28,14 +28,16 @@ def disk(tmp_path, monkeypatch):
     """A disk with room for 1 MiB, full from the first byte where nobody may mount one."""
     with SmallDisk(tmp_path / "disk", size_bytes=MIB) as disk:
         if not disk.is_real:
-            make = tempfile.mkstemp
+            real = os.open
 
-            def full(**place):
-                if Path(place["dir"]).is_relative_to(disk.directory):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place["dir"])
-                return make(**place)
+            def full(path, *more, dir_fd=None, **options):
+                if str(path).startswith("tmp/") and dir_fd is not None:
+                    place = Path(f"/proc/self/fd/{dir_fd}").resolve()
+                    if place.is_relative_to(disk.directory):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+                return real(path, *more, dir_fd=dir_fd, **options)
 
-            monkeypatch.setattr(spill.tempfile, "mkstemp", full)
+            monkeypatch.setattr(spill.os, "open", full)
         yield disk.directory
 
 

@@ -133,8 +133,8 @@ def test_a_local_file_that_fails_as_it_is_read_does_not_hide_the_server(
                 raise OSError(failing, os.strerror(failing))
             return super().readinto(buffer)
 
-    def opened(path):
-        return io.BufferedReader(Failing(path))
+    def opened(path, *, directory):
+        return io.BufferedReader(Failing(os.open(path, os.O_RDONLY, dir_fd=directory)))
 
     hosts("a").put(key(1), payload, metadata(payload))
     reader = hosts("b")

@@ -19,6 +19,7 @@ from graphstash._artifacts.local_tier import LocalTier
 from graphstash_schema import ArtifactKey, Namespace
 from support.processes import python
 
+MIB = 1024**2
 NAMESPACE = Namespace("team")
 
 
@@ -123,7 +124,8 @@ def test_private_directory_serves_process_without_cache_directory(tmp_path, limi
 
 def test_stale_temporary_files_are_removed_but_none_that_is_written(tmp_path, monkeypatch):
     """Also if this host's clock is ahead."""
-    writer, other = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
+    content = bytes(2 * MIB)
+    writer, other = (LocalTier(tmp_path, limit_bytes=100 * MIB) for _ in range(2))
     old, fresh = tmp_path / "tmp" / "old", tmp_path / "tmp" / "fresh"
     old.touch()
     fresh.touch()
@@ -131,11 +133,11 @@ def test_stale_temporary_files_are_removed_but_none_that_is_written(tmp_path, mo
     other.evict()
     assert (old.exists(), fresh.exists()) == (False, True)
     with writer.temporary() as file:
-        file.write(b"one")
+        file.write(content)
         monkeypatch.setattr(local_tier, "time", lambda: time.time() + 200 * 24 * 3600)
         other.evict()
         assert writer.adopt(NAMESPACE, key(1), file)
-    assert read(other, 1) == b"one"
+    assert read(other, 1) == content
 
 
 def test_an_artifact_used_while_the_clock_was_ahead_ages_from_now_on(tmp_path):
@@ -249,17 +251,35 @@ def test_file_system_without_locks_does_not_delay_a_download(tmp_path, monkeypat
 
 def test_temporary_file_is_truncated_only_if_it_has_another_size(tmp_path):
     tier = LocalTier(tmp_path, limit_bytes=1000)
+    content = os.urandom(2 * MIB)
     with tier.temporary() as file:
         assert file.truncate() == 0
-        file.write(b"twelve bytes")
+        file.write(content)
         os.utime(file.fileno(), (0, 0))
-        assert file.truncate() == file.truncate(12) == 12
+        assert file.truncate() == file.truncate(2 * MIB) == 2 * MIB
         assert os.fstat(file.fileno()).st_mtime == 0, "ftruncate would change it"
         file.seek(6)
         assert file.truncate() == 6
         file.seek(0)
-        assert file.read() == b"twelve"
-        assert file.truncate(8) == 8
+        assert file.read() == content[:6]
+
+
+def test_temporary_file_is_on_the_disk_only_while_it_is_large(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    files = tmp_path / "tmp"
+    content = os.urandom(MIB)
+    for more in (b"", b"more"):
+        with tier.temporary() as file:
+            file.write(content)
+            assert not any(files.iterdir())
+            file.seek(MIB)
+            file.write(more)
+            assert len([*files.iterdir()]) == bool(more)
+            file.seek(0)
+            assert file.read(MIB + 1) == content + more[:1]
+            assert file.read() == more[1:]
+            assert (file.truncate(5), file.seek(0, os.SEEK_END)) == (5, 5)
+        assert not any(files.iterdir())
 
 
 def test_process_that_reports_progress_is_waited_for(tmp_path, monkeypatch):

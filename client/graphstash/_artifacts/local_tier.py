@@ -32,7 +32,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from math import ceil, inf
 from pathlib import Path
 from time import monotonic, sleep, time
@@ -148,20 +148,22 @@ class LocalTier:
             except OSError:
                 self._remove_private()  # again at exit: it needs free descriptors
                 raise
-        closing = weakref.finalize(self, os.close, int(self._place.name))
+        self._root = int(self._place.name)
+        closing = weakref.finalize(self, os.close, self._root)
         closing.atexit = False  # work drained at exit still uses the directory
 
     def path(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> Path:
         """Return the path of a key's envelope. Keys are validated, so the path is safe."""
-        return Path(self._path_of(namespace, key, origin))
+        return self._place / self._path_of(namespace, key, origin)
 
     def _path_of(self, namespace: Namespace, key: ArtifactKey, origin: str) -> str:
         fingerprint = key.fingerprint
         return f"{self._directory_of(namespace, key, origin)}/{fingerprint[:2]}/{fingerprint}"
 
     def _directory_of(self, namespace: Namespace, key: ArtifactKey, origin: str) -> str:
-        # Text, because a download needs eight of these, and pathlib takes ten times as long.
-        return f"{self._place}/v2/{origin}/{namespace}/{key.kind}/{key.device_type}"
+        # Text relative to the root, because a download needs eight: pathlib takes ten times
+        # as long, and the kernel needs three times as long for a path through /proc.
+        return f"v2/{origin}/{namespace}/{key.kind}/{key.device_type}"
 
     def has(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> bool:
         """Return whether an envelope exists. Its content may be damaged."""
@@ -181,7 +183,7 @@ class LocalTier:
         device type. They are unordered, and the fingerprints are not validated.
         """
         with contextlib.suppress(OSError):
-            for folder in os.scandir(self._directory_of(namespace, key, origin)):
+            for folder in os.scandir(self._place / self._directory_of(namespace, key, origin)):
                 with contextlib.suppress(OSError):
                     for file in os.scandir(folder):
                         yield file.stat(follow_symlinks=False).st_mtime, file.name
@@ -214,7 +216,7 @@ class LocalTier:
     ) -> IO[bytes] | None:
         """Open an envelope for reading, or return None. An open envelope survives its eviction."""
         try:
-            file = open_ours(self._path_of(namespace, key, origin))
+            file = open_ours(self._path_of(namespace, key, origin), directory=self._root)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -228,23 +230,9 @@ class LocalTier:
         """Whether the tier is a temporary directory of this process."""
         return self._is_private
 
-    @contextmanager
-    def temporary(self) -> Iterator[SpillFile]:
-        """Yield a file to write and read, on the tier's file system if it has room. Remove it at
-        the end unless it was adopted.
-
-        Raises:
-            LocalTierError: no directory accepts a file.
-        """
-        try:
-            file = SpillFile(self._place / "tmp")
-        except OSError as error:
-            raise self._failure(self.root, error) from error
-        try:
-            with file:
-                yield file
-        finally:
-            file.remove()
+    def temporary(self) -> SpillFile:
+        """Return a file to write and read. Closing removes it unless it was adopted."""
+        return SpillFile(self._root)
 
     def adopt(
         self,
@@ -271,19 +259,17 @@ class LocalTier:
         # adopting, because the caller continues to use the new envelope.
         if self._added_bytes > self._limit_bytes / 16:
             self.evict()
-        path = self.path(namespace, key, origin=origin)
+        path = self._path_of(namespace, key, origin)
         try:
             append_provenance(envelope, proof)
-            if envelope.trouble is not None:
-                raise envelope.trouble
-            size = os.fstat(envelope.fileno()).st_size
+            size = envelope.seek(0, os.SEEK_END)
             try:
-                os.replace(envelope.name, path)  # noqa: PTH105 - see `_directory_of`
+                envelope.rename(path)
             except FileNotFoundError:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Path(envelope.name).replace(path)
+                (self._place / path).parent.mkdir(parents=True, exist_ok=True)
+                envelope.rename(path)
         except OSError as error:
-            self.troubles.append(self._failure(path, error))
+            self.troubles.append(self._failure(self._place / path, error))
             return False
         self._added_bytes += size
         return True
@@ -363,7 +349,7 @@ class LocalTier:
         if size != _SECRET_BYTES:
             with contextlib.suppress(FileExistsError), self.temporary() as made:
                 made.write(secrets.token_bytes(_SECRET_BYTES))
-                os.link(made.name, path)  # atomic, and never over an existing secret
+                made.link(path)  # atomic, and never over an existing secret
 
     @contextmanager
     def exclusive(
@@ -391,13 +377,12 @@ class LocalTier:
             Function that signals progress to waiting processes, or with `busy_seconds` that this
             process waits for a busy server, at most for these seconds.
         """
-        name = f"{self._place}/locks/{key.fingerprint[:3]}"
-        signals = Path(f"{name}.on")
+        name = f"locks/{key.fingerprint[:3]}"
         waited, since = 0.0, monotonic()
 
         def may_wait() -> bool:
             nonlocal waited, since
-            signal = _recent(signals, max(timeout_seconds, _RECENT_SECONDS))
+            signal = _recent(self._place / f"{name}.on", max(timeout_seconds, _RECENT_SECONDS))
             if signal is not None and (size := signal.st_size):
                 is_allowed = when_busy(inf if size == _ENDLESS else size)
                 since = monotonic()
@@ -407,21 +392,23 @@ class LocalTier:
             return waited < timeout_seconds or (waited < most_seconds and signal is not None)
 
         is_held = False
-        with _opened_lock_file(
-            f"{name}.lock", unlock=lambda descriptor: fcntl.flock(descriptor, fcntl.LOCK_UN)
-        ) as descriptor:
+        with _LockFile(f"{name}.lock", self._root, fcntl.flock, fcntl.LOCK_UN) as descriptor:
             with contextlib.suppress(OSError):  # a file system without locks
                 is_held = descriptor is not None and _lock(descriptor, may_wait)
-            with _signaling(signals) if is_held else nullcontext(lambda **_: None) as signal:
-                yield signal
+            signal = _Signal(f"{name}.on", self._root)
+            try:
+                yield signal if is_held else _ignore
+            finally:
+                if signal.size:
+                    signal()
 
     @contextmanager
     def downloading(self) -> Iterator[None]:
         """Enclose a download that a job needs now, so that prefetching on this host pauses."""
-        with self._opened_lock() as descriptor:
+        with self._downloading_lock() as descriptor:
             if descriptor is not None:
                 with contextlib.suppress(OSError):
-                    _lock_call(descriptor, fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
+                    _ofd_lock(descriptor, fcntl.F_RDLCK)
             yield
 
     def is_downloading(self) -> bool:
@@ -429,20 +416,15 @@ class LocalTier:
 
         Ask for the lock without taking it: a download that begins meanwhile could not take it.
         """
-        with self._opened_lock() as descriptor:
+        with self._downloading_lock() as descriptor:
             if descriptor is not None:
                 with contextlib.suppress(OSError):
-                    return _lock_call(descriptor, fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
+                    answer = _ofd_lock(descriptor, fcntl.F_WRLCK, command=fcntl.F_OFD_GETLK)
+                    return answer != fcntl.F_UNLCK
         return False
 
-    @contextmanager
-    def _opened_lock(self) -> Iterator[int | None]:
-        """Yield a descriptor of the lock file, or None if there is none. Unlock at the end."""
-        with _opened_lock_file(
-            f"{self._place}/locks/downloading",
-            unlock=lambda descriptor: _lock_call(descriptor, fcntl.F_OFD_SETLK, fcntl.F_UNLCK),
-        ) as descriptor:
-            yield descriptor
+    def _downloading_lock(self) -> "_LockFile":
+        return _LockFile("locks/downloading", self._root, _ofd_lock, fcntl.F_UNLCK)
 
     def size_bytes(self) -> int:
         """Return the bytes of all envelopes. Reads the size of each."""
@@ -512,8 +494,8 @@ class LocalTier:
                     _remove_unless_held(path)
 
 
-def _lock_call(descriptor: int, command: int, kind: int) -> int:
-    """Make a call for a lock of an open file description, and return the type in the answer."""
+def _ofd_lock(descriptor: int, kind: int, *, command: int = fcntl.F_OFD_SETLK) -> int:
+    """Lock or unlock an open file description, and return the type in the answer."""
     answer = fcntl.fcntl(descriptor, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
     return int(_FLOCK.unpack(answer)[0])
 
@@ -534,20 +516,28 @@ def _remove_unless_held(path: Path) -> None:
         path.unlink()
 
 
-@contextmanager
-def _opened_lock_file(path: str, *, unlock: Callable[[int], object]) -> Iterator[int | None]:
-    """Yield a descriptor of a file to lock, or None if it cannot be opened. Unlock at the end."""
-    try:
-        descriptor = open_unshared(path)
-    except OSError:
-        yield None
-        return
-    try:
-        yield descriptor
-    finally:
-        with contextlib.suppress(OSError):  # a child that C code forked has a copy
-            unlock(descriptor)
-        close_unshared(descriptor)
+class _LockFile:
+    """Opens a file to lock: a descriptor, or None if it cannot be opened. Unlock it at the end."""
+
+    def __init__(
+        self, path: str, root: int, change: Callable[[int, int], object], unlocked: int
+    ) -> None:
+        self._path = path
+        self._root = root
+        self._change = change
+        self._unlocked = unlocked
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> int | None:
+        with contextlib.suppress(OSError):
+            self._descriptor = open_unshared(self._path, directory=self._root)
+        return self._descriptor
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # a child that C code forked has a copy
+                self._change(self._descriptor, self._unlocked)
+            close_unshared(self._descriptor)
 
 
 def _lock(descriptor: int, may_wait: Callable[[], bool]) -> bool:
@@ -575,32 +565,33 @@ def _recent(path: Path, seconds: float) -> os.stat_result | None:
     return status if time() - status.st_mtime < seconds else None
 
 
-@contextmanager
-def _signaling(path: Path) -> Iterator[Callable[..., None]]:
-    """Yield a function that touches a file, at most twice per second while the signal stays the
-    same. The size of the file is the number of seconds that the process waits for a busy server.
+class _Signal:
+    """Touches a file, at most twice per second while the signal stays the same. The size of the
+    file is the number of seconds that the process waits for a busy server.
     """
-    touched, size = 0.0, 0
 
-    def touch(*, busy_seconds: float = 0.0) -> None:
-        nonlocal touched, size
-        before, size = size, ceil(min(busy_seconds, _ENDLESS))
-        if size != before or monotonic() - touched > _TOUCH_SECONDS:
-            touched = monotonic()
+    def __init__(self, path: str, root: int) -> None:
+        self._path = path
+        self._root = root
+        self._touched = 0.0
+        self.size = 0
+
+    def __call__(self, *, busy_seconds: float = 0.0) -> None:
+        before, self.size = self.size, ceil(min(busy_seconds, _ENDLESS))
+        if self.size != before or monotonic() - self._touched > _TOUCH_SECONDS:
+            self._touched = monotonic()
             with contextlib.suppress(OSError):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                descriptor = os.open(path, flags, 0o600)
+                descriptor = os.open(self._path, flags, 0o600, dir_fd=self._root)
                 try:
-                    os.ftruncate(descriptor, size)
+                    os.ftruncate(descriptor, self.size)
                     os.utime(descriptor)
                 finally:
                     os.close(descriptor)
 
-    try:
-        yield touch
-    finally:
-        if size:
-            touch()
+
+def _ignore(**_: object) -> None:
+    pass
 
 
 def _size_of(path: Path) -> int | None:

@@ -261,7 +261,7 @@ class Reader:
         part = cast("IO[bytes]", _TierReader(envelope, size))
         if digest is None:
             unsealed = unseal(part, key, into, max_bytes=self._config.max_artifact, size_bytes=size)
-            return _local(unsealed, namespace, proof, is_unsigned=False)
+            return _fetched(unsealed, namespace, proof, is_unsigned=False)
         return self._unpack_checked(part, namespace, key, into, digest=digest, proof=proof)
 
     def _download(
@@ -287,19 +287,18 @@ class Reader:
                         key, envelope, namespace=namespace, between_chunks=between_chunks
                     )
                 finally:
-                    self.received_bytes += os.fstat(envelope.fileno()).st_size
+                    self.received_bytes += envelope.seek(0, os.SEEK_END)
             if downloaded is None:
                 return None
+            envelope.seek(0)
             signal_progress()
             digest, metadata = downloaded.digest, downloaded.metadata
-            proof = Provenance(sha256=digest.sha256, stored_at=asked_at)
-            if metadata:
-                proof = proof.model_copy(
-                    update={
-                        "signature": metadata.signature,
-                        "compile_seconds": metadata.compile_seconds,
-                    }
-                )
+            proof = Provenance(
+                signature=metadata.signature if metadata else None,
+                compile_seconds=metadata.compile_seconds if metadata else 0.0,
+                sha256=digest.sha256,
+                stored_at=asked_at,
+            )
             try:
                 fetched = self._unpack_checked(
                     envelope, namespace, key, into, digest=digest, proof=proof, is_downloaded=True
@@ -316,7 +315,7 @@ class Reader:
         is_late = self._standing.state(namespace) != before
         if is_late and not self._standing.confirms(namespace, key, digest.sha256):
             self._tier.discard(namespace, key, origin=origin)
-        return dataclasses.replace(fetched, source="remote", size_bytes=digest.size_bytes)
+        return fetched
 
     def _unpack_checked(
         self,
@@ -351,7 +350,13 @@ class Reader:
             admit=admit,
         )
         is_counted = self._signatures.policy is not SignaturePolicy.OFF
-        return _local(unsealed, namespace, proof, is_unsigned=is_counted and not checked[0])
+        return _fetched(
+            unsealed,
+            namespace,
+            proof,
+            is_unsigned=is_counted and not checked[0],
+            received_bytes=digest.size_bytes if is_downloaded else None,
+        )
 
     def _report(
         self, namespace: Namespace, key: ArtifactKey, digest: Digest, reason: Reason
@@ -385,12 +390,17 @@ class _TierReader(BoundedReader):
             raise VerificationError(Reason.CORRUPT, str(error)) from None
 
 
-def _local(
-    unsealed: Unsealed, namespace: Namespace, proof: Provenance, *, is_unsigned: bool
+def _fetched(
+    unsealed: Unsealed,
+    namespace: Namespace,
+    proof: Provenance,
+    *,
+    is_unsigned: bool,
+    received_bytes: int | None = None,
 ) -> Fetched:
     return Fetched(
-        source="local",
-        size_bytes=0,
+        source="local" if received_bytes is None else "remote",
+        size_bytes=received_bytes or 0,
         raw_size_bytes=unsealed.raw_size_bytes,
         compile_seconds=proof.compile_seconds or unsealed.compile_seconds,
         namespace=namespace,

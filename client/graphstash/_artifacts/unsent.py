@@ -104,10 +104,9 @@ class Unsent:
                     with suppress(OSError, LocalTierError):  # for example on a full disk
                         file = stack.enter_context(self._tier.temporary())  # locked while open
                         file.write(json.dumps(fields).encode() + b"\n")
-                        if file.trouble is None:
-                            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                            Path(file.name).replace(path)
-                            _prune(path.parent)
+                        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                        file.rename(path)
+                        _prune(path.parent)
                 yield
         except CacheError:
             self.added()

@@ -93,11 +93,6 @@ class Provenance(BaseModel):
     stored_at: float = Field(default=0.0, ge=0)
     is_imported: bool = False
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether all fields have their defaults. Then nothing is stored."""
-        return self == Provenance()
-
 
 class BoundedReader:
     """Reads the leading bytes of a file, as if the file ended there."""
@@ -115,8 +110,8 @@ class BoundedReader:
 
 def append_provenance(envelope: IO[bytes], proof: Provenance) -> None:
     """Append the provenance to an envelope, and flush the file's buffer to the kernel."""
-    if not proof.is_empty:
-        text = proof.model_dump_json(exclude_defaults=True).encode()
+    text = proof.model_dump_json(exclude_defaults=True).encode()
+    if text != b"{}":
         envelope.seek(0, os.SEEK_END)
         envelope.write(text + struct.pack(">I", len(text)) + _MAGIC)
     envelope.flush()
@@ -145,15 +140,19 @@ def read_provenance(file: IO[bytes]) -> tuple[Provenance, int]:
         file.seek(0)
 
 
-def open_ours(path: Path | str) -> IO[bytes]:
+def open_ours(path: Path | str, *, directory: int | None = None) -> IO[bytes]:
     """Open a file that no other user can change during the check. Never block.
+
+    Args:
+        path: path of the file.
+        directory: descriptor of the directory that a relative path starts from.
 
     Raises:
         OSError: the file is absent, not a regular file, owned by a user other than this one and
             root, or writable by group or others.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    file = os.fdopen(os.open(path, flags), "rb")
+    file = os.fdopen(os.open(path, flags, dir_fd=directory), "rb")
     status = os.fstat(file.fileno())
     is_private = status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
     if stat.S_ISREG(status.st_mode) and is_private:
