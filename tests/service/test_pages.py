@@ -371,7 +371,9 @@ def test_audit_page_shows_administrators_who_changed_what(team, browse, namespac
     assert f"delete {namespace} {key}" in deleted
     assert f"put {namespace} {key}" in put
     assert rows(action="delete") == [deleted]
-    assert rows(action="evict") == rows(before="1") == []
+    assert rows(action="evict") == rows(before="1") == rows(who="nobody") == []
+    assert f'href="{artifact_page(namespace, key)}"' in owner.get("/audit").text
+    assert len(rows(who=" token:")) == 2
     places = ({"before": place} for place in ("x", "-1", "0" * 19 + "1" + "9" * 30))
     for wrong in ({"action": "x"}, *places, {"namespace": "A B"}):
         assert owner.get("/audit", params=wrong).status_code == 400, wrong
@@ -382,7 +384,7 @@ def test_audit_page_shows_administrators_who_changed_what(team, browse, namespac
     assert rows(before=earlier) == [put]
     monkeypatch.setattr(audit, "MAX_AUDIT_ENTRIES", 1)
     page = text_of(owner.get(f"/audit?namespace={namespace}&action=put").text)
-    assert "The 1 latest entries have none of that action." in page
+    assert "The 1 latest entries have none of these." in page
     assert "Earlier entries" in page
     assert "No such entry" not in page
     assert browse(f"admin:{namespace}").get("/audit").status_code == 403

@@ -93,6 +93,12 @@ def gc(
             f"blob "
             f"{'would be ' if dry_run else ''}removed"
         )
+        if evict_now and not totals.evicted:
+            typer.echo(
+                "nothing exceeds a limit that is set here: run this with the GRAPHSTASH_* "
+                "variables of the server, which set its limits",
+                err=True,
+            )
 
     run_with_services(work)
 

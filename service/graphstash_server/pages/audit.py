@@ -14,7 +14,7 @@ _MAX_ROWS: Final = 100
 
 async def audit_of(visitor: Visitor) -> dict[str, Any]:
     """Return the content of the page. Searches `MAX_AUDIT_ENTRIES` entries with IDs below `before`
-    for an action.
+    for an action or an actor.
 
     Raises:
         InvalidValueError: the namespace is malformed.
@@ -27,14 +27,16 @@ async def audit_of(visitor: Visitor) -> dict[str, Any]:
     before, action = _place(query.get("before", "")), query.get("action", "")
     if action and action not in set(AuditAction):
         raise ServerError(ErrorCode.INVALID_REQUEST, f"{action!r} is no action of the audit log")
-    limit = MAX_AUDIT_ENTRIES if action else _MAX_ROWS
+    who = query.get("who", "").strip()
+    limit = MAX_AUDIT_ENTRIES if action or who else _MAX_ROWS
     log = await visitor.context.audit.read(limit=limit, before=before, namespace=namespace)
-    found = [each for each in log.entries if action in ("", each.action)]
+    found = [each for each in log.entries if action in ("", each.action) and who in each.actor]
     shown = found[:_MAX_ROWS]
     return {
         "entries": shown,
         "namespace": namespace or "",
         "action": action,
+        "who": who,
         "looked_at": len(log.entries),
         "actions": [each.value for each in AuditAction],
         "following": shown[-1].id if len(found) > len(shown) else log.next_before,

@@ -22,13 +22,13 @@ async def tuning_of(visitor: Visitor) -> dict[str, Any]:
         InvalidValueError: the namespace is malformed.
         ServerError: 400 for a malformed name, the errors of `Visitor.enter`, and 503.
     """
-    asked = visitor.request.query_params
-    name = asked.get("q", "").lstrip()
+    query = visitor.request.query_params
+    name = query.get("q", "").lstrip()
     if len(name) > _MAX_CHARACTERS or "\0" in name:
         raise ServerError(
             ErrorCode.INVALID_REQUEST, f"a kernel's name has at most {_MAX_CHARACTERS} characters"
         )
-    chosen = await visitor.enter(asked["namespace"]) if asked.get("namespace") else None
+    chosen = await visitor.enter(query["namespace"]) if query.get("namespace") else None
     where = [chosen] if chosen is not None else visitor.listed(await visitor.namespaces())
     found, is_cut = await visitor.context.catalog.schedules(where, name, limit=_MAX_ROWS)
     return {

@@ -1,6 +1,7 @@
 """What the doctor says of the way to the server, of its answers, its clock and its store."""
 
 import socket
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -8,6 +9,7 @@ import pytest
 
 from graphstash._cli.doctor.findings import State
 from graphstash_server.testing import LiveServer
+from support.api import Api
 from support.doctor import altering, diagnose, expect, line
 from support.fault_proxy import Fault, FaultProxy
 
@@ -105,6 +107,15 @@ def test_full_store_is_a_warning_and_failing_one_a_failure_with_message_of_serve
         expect(diagnose(broken.url), "readiness", State.FAIL, found=found, advice=advice)
         blobs.unlink()
         (tmp_path / "elsewhere").rename(blobs)
+
+
+def test_doubtful_limit_of_the_store_is_a_warning(tmp_path):
+    settings = {"auth": "none", "min_free_bytes": 0}
+    with LiveServer(tmp_path, **settings) as server, closing(Api(server.url)) as api:
+        assert api.put(b"x" * 1000).status_code == 201
+    with LiveServer(tmp_path, **settings, store_limit_bytes=100) as server:
+        found, advice = "more than twice its soft limit", "gc --evict-now"
+        expect(diagnose(server.url), "readiness", State.WARN, found=found, advice=advice)
 
 
 def test_skipped_checks_are_listed_without_server():

@@ -302,8 +302,16 @@ def _check_readiness(wire: _Wire) -> Topic[None]:
         return
     store = _word(response.body, "blob_store")
     clock = _word(response.body, "clock")
+    limit = _word(response.body, "store_limit")
     if clock not in ("ok", "?"):  # earlier servers report no clock
         yield warn("readiness", clock, "correct the clock of the server's host or database")
+    elif limit not in ("ok", "?"):
+        yield warn(
+            "readiness",
+            limit.partition(". ")[0],
+            "raise the limit, or evict with `graphstash gc --evict-now` and the server's "
+            "GRAPHSTASH_* variables. Until then the server may refuse uploads",
+        )
     elif store != "ok":
         yield warn(
             "readiness",
