@@ -61,7 +61,7 @@ class ArtifactKind(StrEnum):
     SCHEDULE = "schedule"
     """Measurements of a kernel, and its best schedules."""
     PLUGIN = "plugin"
-    """A result of a compiler whose hook is in another package. The fingerprint covers its name."""
+    """A result of a compiler whose hook is in another package. Its fingerprint covers that hook."""
 
     @classmethod
     def parse(cls, text: str) -> "ArtifactKind":

@@ -97,7 +97,7 @@ def _check(description: Description) -> None:
 
 
 async def _readable(call: NamespaceCall) -> tuple[list[Namespace], bool]:
-    """Return up to `MAX_NAMESPACES` readable namespaces, the call's first. True: there are more."""
+    """Return up to `MAX_NAMESPACES` readable namespaces, and whether there are more."""
     readable = [call.namespace]
     for name in await call.context.policies.namespaces():
         where = Namespace(name)

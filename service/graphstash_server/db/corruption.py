@@ -35,7 +35,7 @@ def corruption_in(error: BaseException) -> str | None:
 
 
 def advice_for(reason: str) -> str:
-    """Return the message for callers, logs and commands."""
+    """Return the message about a corrupt database, with what to do."""
     return (
         f"the database is corrupt ({reason}): nothing is served from it and nothing is deleted. "
         "Stop the servers and restore a backup with `graphstash restore`; without a backup, move "

@@ -104,8 +104,8 @@ Source: TypeAlias = Connection | Reader
 
 
 class Prepared:
-    """A statement that is built on first use, once per dialect ("sqlite" or "postgresql"). SQLite
-    runs a statement that `finds_one` row at most, by an index, in the caller's thread.
+    """A statement that is built on first use, once per dialect ("sqlite" or "postgresql"). If it
+    `finds_one` row at most, by an index, SQLite usually runs it in the caller's thread.
     """
 
     def __init__(self, build: Callable[[str], Executable], *, finds_one: bool = False) -> None:

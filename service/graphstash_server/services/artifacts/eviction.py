@@ -224,7 +224,6 @@ class Evictor:
 
 
 def _enough(page: Sequence[Candidate], excess_bytes: int) -> list[Candidate]:
-    """Return the first candidates that free at least `excess_bytes` together."""
     chosen = []
     for candidate in page:
         if excess_bytes <= 0:

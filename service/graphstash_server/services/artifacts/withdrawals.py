@@ -37,7 +37,7 @@ class WithdrawalService:
     clock: PlausibleClock
 
     async def read(self, namespace: Namespace, query: WithdrawalQuery) -> WithdrawalList:
-        """Return the page after a position, or an incomplete list if the entry there was pruned.
+        """Return the page after a position, or an incomplete list if no entry has that position.
         Pruning removes the lowest numbers first, so if that entry exists, all later ones do.
         """
         after = query.after

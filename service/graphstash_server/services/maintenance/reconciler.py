@@ -229,7 +229,7 @@ class Reconciler:
             return await list_artifacts_of(connection, digests)
 
     async def _pages(self, before: datetime) -> AsyncIterator[list[Digest]]:
-        """Yield pages of blobs. The last page has fewer than `_PAGE`, and may be empty."""
+        """Yield pages of blobs. The last one is shorter than `_PAGE`, and may be empty."""
         page: list[Digest] = []
         async for digest in self.blobs.list(before=before):
             page.append(digest)
@@ -242,7 +242,6 @@ class Reconciler:
 async def _used_digests(
     database: Database, *, after: str = "", until: str | None = None
 ) -> AsyncIterator[Sequence[Digest]]:
-    """Yield pages of the digests of artifacts."""
     while True:
         async with database.reading() as connection:
             digests = await list_digests(
