@@ -101,9 +101,10 @@ def size(*, above: float | None = None) -> Rule:
     return replace(rule, is_size=True)
 
 
-def flag() -> Rule:
-    """Accept true or false, or a synonym such as `1`, `yes` or `off`."""
-    return _one_of(("true", "false"), lambda value: _TRUTH[str(value).strip().lower()])
+def flag(*others: str) -> Rule:
+    """Accept true or false, a synonym such as `1`, `yes` or `off`, or one of other words."""
+    known = _TRUTH | {word: word for word in others}
+    return _one_of(("true", "false", *others), lambda value: known[str(value).strip().lower()])
 
 
 def choice(kind: Callable[[str], str], words: Iterable[str]) -> Rule:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from graphstash._rules import (
@@ -305,8 +305,9 @@ class HostSettings:
         True, flag(), Option({"--quiet": False, "-q": False}, help="Print no line at the end.")
     )
     """Print one line to standard error when the job ends."""
-    explain: bool = setting(False, flag(), Option({"--explain": True}))
-    """Print to standard error, when the job ends, why it compiled."""
+    explain: bool | Literal["live"] = setting(False, flag("live"), Option({"--explain": True}))
+    """Print to standard error, when the job ends, why it compiled. With `live`, log each program
+    that a process compiles when it is missed, with the cause: at most 36 lines, then a count."""
     stats_file: Path | None = setting(None, path(), Option())
     """File that receives one line of JSON with the statistics of each process."""
     tracing: bool = setting(False, flag())

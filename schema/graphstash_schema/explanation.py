@@ -38,6 +38,7 @@ __all__ = [
     "digest_of_parts",
     "identity_of",
     "is_of_program",
+    "name_of",
     "words",
 ]
 
@@ -276,7 +277,7 @@ class ExplainResponse(WireModel):
     undescribed: int = Field(
         default=0,
         description="if there are no relatives: artifacts of the namespace without a description, "
-        "among the 250 that were stored first and the 250 that were stored last",
+        "among those stored before the run: the first 250 and the last 250",
     )
 
 
@@ -316,11 +317,19 @@ def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Differen
     return tuple(_difference(name, here.get(name), there.get(name)) for name in shown)
 
 
+def name_of(difference: Difference) -> str:
+    """Return the name of a part for sentences, or "" if only the compiler can read the part."""
+    if _is_opaque(difference.part):
+        return ""
+    name = printable(re.sub(r"^(env|setting)\.", "", difference.part), most=_SHOWN)
+    if difference.part.startswith(("env.", _SETTING)):
+        return name
+    return _NAMES.get(name, name.replace("_", " "))
+
+
 def words(difference: Difference, *, where: str = "there") -> str:
     """Return a difference as text: `XLA_FLAGS: --a=1 here, --a=2 there`."""
-    name = printable(re.sub(r"^(env|setting)\.", "", difference.part), most=_SHOWN)
-    if not difference.part.startswith(("env.", _SETTING)):
-        name = _NAMES.get(name, name.replace("_", " "))
+    name = name_of(difference)
     if difference.part in _DEPENDENCIES:
         return f"other {name} that the program reads from its surroundings"
     if difference.part in _TEXT:

@@ -83,7 +83,8 @@ def lines_of(outcome):
     return [
         re.sub(varying, "", line.removeprefix(prefix))
         for line in outcome.stderr.splitlines()
-        if line.startswith(prefix) and not re.match(r"\d+ hits?, ", line.removeprefix(prefix))
+        if line.startswith(prefix)
+        and not re.match(r"\d+ hits?, |compiled \d+", line.removeprefix(prefix))
     ]
 
 

@@ -66,7 +66,7 @@ def test_a_process_reports_what_it_compiled_and_what_it_found(run, recorder, nam
     assert cold.producer.split(":")[0].endswith(f"@{socket.gethostname()}")
     assert cold.seconds > 0
     assert [miss.label for miss in cold.misses] == ["jit(step5)", "jit(step1)"]  # longest first
-    assert all(miss.cause == "" for miss in cold.misses)
+    assert all(miss.cause for miss in cold.misses)
 
     (counts,) = warm.counts
     assert warm.job == "mine"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from graphstash._compile.explaining import cause_of
+from graphstash._compile.explaining import Cause, cause_of, in_brief
 from graphstash_schema import ArtifactKey
 from graphstash_schema.explanation import (
     MAX_LABEL_CHARACTERS,
@@ -198,13 +198,65 @@ def test_same_description_under_another_key_is_not_called_stored():
             "another key, though its description is the same",
         ),
     ):
-        assert cause_of(answer, missed=missed, read=["ex"]) == (sentence, relative)
+        cause = cause_of(answer, missed=missed, read=["ex"])
+        assert (cause.text, cause.nearest) == (sentence, relative)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "brief"),
+    [
+        ({"env.XLA_FLAGS": "--a"}, {}, "XLA_FLAGS differs"),
+        (
+            {"setting.jax_enable_x64": "1"},
+            {"setting.jax_enable_x64": "0"},
+            "jax_enable_x64 differs",
+        ),
+        ({"inputs": "f32"}, {"inputs": "f64"}, "inputs differ"),
+        ({"inputs": "f32", "jax": "1"}, {"inputs": "f64", "jax": "2"}, "jax and inputs differ"),
+        (dict.fromkeys("abcd", "1"), dict.fromkeys("abcd", "2"), "a, b and 2 more differ"),
+        ({"program": "1"}, {"program": "2"}, "program differs"),
+        ({"jax_key": DIGEST}, {"jax_key": OTHER}, ""),
+        ({"graph": "1"}, {"graph": "2"}, ""),
+    ],
+)
+def test_cause_in_brief_names_only_parts_that_a_user_can_read(here, there, brief):
+    relative = Relative(
+        key=KEY,
+        namespace="ex",
+        created_at=datetime.now(UTC),
+        is_same_program=True,
+        differences=compare(here, there),
+    )
+    assert cause_of(ExplainResponse(relatives=[relative])).brief == brief
+
+
+@pytest.mark.parametrize(
+    ("briefs", "page", "line"),
+    [
+        (["A differs", "A differs"], "", "compiled 2: A differs"),
+        (["A differs", "B differs", "B differs"], "", "compiled 3: B differs (2 of 3)"),
+        (["A differs", "", ""], "http://x", "compiled 3: A differs (1 of 3) -> http://x"),
+        (["", ""], "http://x", "compiled 2 -> http://x"),
+        (["", ""], "", ""),
+    ],
+)
+def test_line_at_the_end_of_a_run_leaves_out_what_is_uncertain(briefs, page, line):
+    causes = [Cause(brief, brief, keys=[KEY]) for brief in briefs]
+    assert in_brief(causes, missed=[KEY], misses=len(briefs), page=page) == line
+    assert in_brief(causes, missed=[], misses=1, page="http://x") == "compiled 1 -> http://x"
+
+
+def test_line_at_the_end_of_a_run_counts_misses_that_are_not_explained():
+    causes = [Cause("a", "A differs", keys=[KEY, KEY]), Cause("b", "B differs", keys=[KEY])]
+    line = in_brief(causes, missed=[KEY], misses=9, page="")
+    assert line == "compiled 9: A differs (2 of 3 explained)"
 
 
 def test_incomplete_search_is_reported_in_explanation():
     told = "new program: nothing like it is stored"
-    assert cause_of(ExplainResponse(relatives=())) == (told, None)
+    whole = cause_of(ExplainResponse(relatives=()))
+    assert (whole.text, whole.brief) == (told, "new program")
     told += " in the namespaces that were looked through, which are not all"
     told += " (2 artifacts here without a description)"
     partial = ExplainResponse(relatives=(), is_partial=True, undescribed=2)
-    assert cause_of(partial) == (told, None)
+    assert (cause_of(partial).text, cause_of(partial).brief) == (told, "")

@@ -196,17 +196,17 @@ def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None
             fail(f"{found.key} has no description: `graphstash show {prefix}` prints its details")
         answer = server.explain(found.description)
     others = tuple(each for each in answer.relatives if each.differences)  # not identical copies
-    text, nearest = cause_of(answer.model_copy(update={"relatives": others}))
+    cause = cause_of(answer.model_copy(update={"relatives": others}))
     name = shown(found.label, most=128) or str(found.key)
-    cause = Cause(text, [name], nearest=nearest)
+    cause.labels.append(name)
     if as_json:
         print_json([_as_json(cause)])
         return
     say(f"{name} is stored in {config.namespace}")
-    if nearest is None:
+    if cause.nearest is None:
         say("nothing else like it is stored")
         return
-    say(f"compared with its nearest relative: {text}")
+    say(f"compared with its nearest relative: {cause.text}")
     for line in text_of([cause])[2:]:
         say(line)
 

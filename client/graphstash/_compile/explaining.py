@@ -1,6 +1,9 @@
 """Explain misses: which parts of a program's key differ from the nearest stored artifact."""
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from time import monotonic, time
@@ -20,18 +23,31 @@ from graphstash_schema.explanation import (
     compare,
     differing,
     identity_of,
+    name_of,
     words,
 )
 from graphstash_schema.names import printable
 
-__all__ = ["Cause", "Earlier", "cause_of", "causes_of", "text_of"]
+__all__ = [
+    "Cause",
+    "Earlier",
+    "Explainer",
+    "cause_of",
+    "causes_of",
+    "in_brief",
+    "label_of",
+    "text_of",
+]
 
 _MAX_ASKED = 64
 _MAX_SECONDS = 10.0
 _MAX_AGE_SECONDS: Final = 1e9
 """Longest age of a run that a server accepts. A run is older if its host's clock began at 1970."""
+_NEW: Final = "new program"
 _SHOWN_DIFFERENCES = 4
 _SHOWN_LABELS = 4
+_SHOWN_NAMES = 2
+_NAME_CHARACTERS = 40
 
 _STATES: Final[Mapping[str, str]] = {
     Reason.BUSY: "the server was busy",
@@ -48,10 +64,11 @@ _STATES: Final[Mapping[str, str]] = {
 """What a reason says about the state of the server or the artifact."""
 
 _REMOVED: Final = {
-    "delete": "it was deleted",
-    "evict": "it was evicted",
-    "withhold": "it is withheld since it was reported",
+    "delete": ("it was deleted", "deleted"),
+    "evict": ("it was evicted", "evicted"),
+    "withhold": ("it is withheld since it was reported", "withheld"),
 }
+"""What an action of the audit log did to an artifact: as a sentence, and in brief."""
 
 
 @dataclass(slots=True)
@@ -60,12 +77,14 @@ class Cause:
 
     Attributes:
         text: The cause as a sentence.
+        brief: The cause in a few words, or "" if it is unknown or uncertain.
         labels: Labels of the programs.
         keys: Keys of the programs.
         nearest: The stored artifact that is nearest to the first program, or None.
     """
 
     text: str
+    brief: str = ""
     labels: list[str] = field(default_factory=list)
     keys: list[ArtifactKey] = field(default_factory=list)
     nearest: Relative | None = None
@@ -85,58 +104,125 @@ class Earlier:
     unsent: Mapping[ArtifactKey, tuple[str, float]] = field(default_factory=dict)
 
 
+class Explainer:
+    """Explains misses one by one.
+
+    Asks the server no more after its limit and after the first error. Then it compares with what
+    earlier runs on this host compiled.
+
+    Args:
+        server: Server that finds the nearest artifacts, for at most 64 misses.
+        started_at: Start of the run that missed them, in seconds since 1970. Artifacts that were
+            stored later are not compared, because the run itself may have published them.
+        earlier: What earlier runs left on this host, if known.
+        until: Time of `time.monotonic` after which the server is not asked.
+    """
+
+    def __init__(
+        self,
+        server: ServerClient,
+        *,
+        started_at: float,
+        earlier: Earlier | None = None,
+        until: float = math.inf,
+    ) -> None:
+        self._server = server
+        self._started_at = started_at
+        self._earlier = earlier
+        self._until = until
+        self._asked = 0
+        self._failure: CacheError | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the server did not answer a call, so that it is not asked again."""
+        return self._failure is not None
+
+    def explain(self, description: Description, reason: str | None) -> Cause:
+        """Return the cause of one miss, without its label.
+
+        Args:
+            description: Description of the program.
+            reason: `Miss.trouble`.
+        """
+        if reason is not None:
+            return Cause(_trouble(reason))
+        if self._asked == _MAX_ASKED or monotonic() > self._until:
+            return Cause(f"not explained: at most {_MAX_ASKED} are, within {_MAX_SECONDS:g} s")
+        if self._failure is None:
+            self._asked += 1
+            try:
+                age = min(max(0.0, time() - self._started_at), _MAX_AGE_SECONDS)
+                answer = self._server.explain(description, min_age_seconds=age)
+            except CacheError as error:
+                self._failure = error
+        if self._failure is not None:
+            return _from_disk(description, self._earlier, self._failure)
+        if why := _unsent(self._earlier or Earlier(), description.key, answer.removal):
+            return Cause(f"an earlier run on this host compiled it, but its upload failed ({why})")
+        cause = cause_of(answer, missed=description.key, read=self._server.config.readable)
+        if PACK_PART in description.program and not answer.relatives:
+            cause.text, cause.brief = "new small program: no pack of this job has it", _NEW
+        return cause
+
+
 def causes_of(
     server: ServerClient,
     misses: Sequence[tuple[Description, str | None]],
     *,
     started_at: float,
     earlier: Earlier | None = None,
+    known: Mapping[ArtifactKey, Cause] | None = None,
 ) -> list[Cause]:
     """Return the causes of misses, the most frequent first.
 
-    If the server does not answer, compare with what earlier runs on this host compiled.
-
     Args:
-        server: Server that finds the nearest artifacts, for at most 64 misses and within 10 s.
+        server: See `Explainer`.
         misses: Descriptions of the programs, each with the reason why the cache failed, or None if
             there was no artifact.
-        started_at: Start of the run that missed them, in seconds since 1970. Artifacts that were
-            stored later are not compared, because the run itself may have published them.
-        earlier: What earlier runs left on this host.
+        started_at: See `Explainer`.
+        earlier: See `Explainer`.
+        known: Causes that are known already, by key.
     """
-    earlier = earlier or Earlier()
+    until = monotonic() + _MAX_SECONDS
+    explainer = Explainer(server, started_at=started_at, earlier=earlier, until=until)
     causes: dict[str, Cause] = {}
-    asked, until = 0, monotonic() + _MAX_SECONDS
-    failure: CacheError | None = None
     # Programs in packs last: a job has many of them, and they compile fast.
     for description, reason in sorted(misses, key=lambda miss: PACK_PART in miss[0].program):
-        nearest = None
-        if reason is not None:
-            text = _trouble(reason)
-        elif asked == _MAX_ASKED or monotonic() > until:
-            text = f"not explained: at most {_MAX_ASKED} are, within {_MAX_SECONDS:g} s"
-        else:
-            if failure is None:
-                asked += 1
-                try:
-                    age = min(max(0.0, time() - started_at), _MAX_AGE_SECONDS)
-                    answer = server.explain(description, min_age_seconds=age)
-                except CacheError as error:
-                    failure = error
-            if failure is not None:
-                text, nearest = _from_disk(description, earlier, failure)
-            elif why := _unsent(earlier, description.key, answer.removal):
-                text = f"an earlier run on this host compiled it, but its upload failed ({why})"
-            else:
-                text, nearest = cause_of(
-                    answer, missed=description.key, read=server.config.readable
-                )
-                if PACK_PART in description.program and not answer.relatives:
-                    text = "new small program: no pack of this job has it"
-        cause = causes.setdefault(text, Cause(text, nearest=nearest))
-        cause.labels.append(_name(description))
+        found = (known or {}).get(description.key) or explainer.explain(description, reason)
+        cause = causes.setdefault(found.text, Cause(found.text, found.brief, nearest=found.nearest))
+        cause.labels.append(label_of(description))
         cause.keys.append(description.key)
     return sorted(causes.values(), key=lambda each: -len(each.labels))
+
+
+def in_brief(
+    causes: Sequence[Cause], *, missed: Container[ArtifactKey], misses: int, page: str
+) -> str:
+    """Return one line with the number of misses, their most frequent cause, and a link.
+
+    Example: `compiled 3: XLA_FLAGS differs -> https://cache/runs/team/...`. If only some misses
+    have the cause: `compiled 9: jax differs (3 of 4 explained)`. An uncertain cause is left out.
+    Returns "" if there is neither a cause nor a link.
+
+    Args:
+        causes: Known causes of the misses, and perhaps of failures of the cache.
+        missed: Keys of the misses.
+        misses: Number of misses.
+        page: Address of the run's page, or "".
+    """
+    counts: Counter[str] = Counter()
+    for cause in causes:
+        counts[cause.brief] += sum(key in missed for key in cause.keys)
+    explained = counts.total()
+    del counts[""]
+    counts = +counts  # without zeros
+    line = f"compiled {misses}"
+    for brief, count in counts.most_common(1):
+        line += f": {brief}"
+        if count != misses:
+            line += f" ({count} of {explained}{' explained' if explained != misses else ''})"
+    return f"{line} -> {page}" if page else line if counts else ""
 
 
 def _unsent(earlier: Earlier, key: ArtifactKey, removal: Removal | None) -> str:
@@ -151,11 +237,11 @@ def _trouble(reason: str) -> str:
     return f"the cache could not help ({reason})" + (f": {known}" if known else "")
 
 
-def _from_disk(
-    missed: Description, earlier: Earlier, failure: CacheError
-) -> tuple[str, Relative | None]:
+def _from_disk(missed: Description, earlier: Earlier | None, failure: CacheError) -> Cause:
     """Compare with what earlier runs on this host compiled."""
     why = f"the server cannot be asked ({failure.reason})"
+    if earlier is None:
+        return Cause(f"not explained: {why}")
     alike = [
         (len(differing(missed.parts, described.parts)), -at.timestamp(), described, at, namespace)
         for described, at, namespace in earlier.compiled
@@ -163,7 +249,7 @@ def _from_disk(
         and (described.label == missed.label or _is_same_body(described, missed))
     ]
     if not alike:
-        return f"not explained: {why}, and no earlier run on this host compiled it", None
+        return Cause(f"not explained: {why}, and no earlier run on this host compiled it")
     _, _, described, at, namespace = min(alike, key=lambda each: each[:2])
     differences = compare(missed.parts, described.parts)
     nearest = Relative(
@@ -174,9 +260,11 @@ def _from_disk(
         is_same_program=_is_same_body(described, missed),
         differences=differences,
     )
-    if not differences:
-        return f"an earlier run on this host compiled it; {why}", nearest
-    return f"{_differences(differences)} (compared with earlier runs on this host: {why})", nearest
+    if differences:
+        text = f"{_differences(differences)} (compared with earlier runs on this host: {why})"
+    else:
+        text = f"an earlier run on this host compiled it; {why}"
+    return Cause(text, nearest=nearest)
 
 
 def _is_same_body(one: Description, other: Description) -> bool:
@@ -203,8 +291,8 @@ def cause_of(
     *,
     missed: ArtifactKey | None = None,
     read: Sequence[Namespace] = (),
-) -> tuple[str, Relative | None]:
-    """Return the server's explanation as a sentence, and the nearest artifact, or None.
+) -> Cause:
+    """Return the server's explanation as a cause, without labels.
 
     Args:
         answer: The server's explanation.
@@ -213,37 +301,42 @@ def cause_of(
     """
     nearest = answer.relatives[0] if answer.relatives else None
     if answer.removal is not None:
-        return _removed(answer.removal), None
+        return _removed(answer.removal)
     if nearest is None:
         unknown = ""
         if answer.undescribed:
             unknown = f" ({plural(answer.undescribed, 'artifact')} here without a description)"
         where = " in the namespaces that were looked through, which are not all"
         partly = where if answer.is_partial else ""
-        return f"new program: nothing like it is stored{partly}{unknown}", None
+        text = f"new program: nothing like it is stored{partly}{unknown}"
+        return Cause(text, "" if partly or unknown else _NEW)
     if not nearest.differences:
-        return _alike(nearest, missed or nearest.key, read), nearest
-    return _differences(nearest.differences), nearest
+        return _alike(nearest, missed or nearest.key, read)
+    return Cause(_differences(nearest.differences), _names(nearest.differences), nearest=nearest)
 
 
-def _alike(nearest: Relative, missed: ArtifactKey, read: Sequence[Namespace]) -> str:
+def _alike(nearest: Relative, missed: ArtifactKey, read: Sequence[Namespace]) -> Cause:
     """Return why an artifact with the same description was not used."""
     if missed.device_type != nearest.key.device_type:
-        return f"device type: {missed.device_type} here, {nearest.key.device_type} there"
+        text = f"device type: {missed.device_type} here, {nearest.key.device_type} there"
+        return Cause(text, "device type differs", nearest=nearest)
     if missed != nearest.key:
-        return "another key, though its description is the same"
-    state = "but was not found" if nearest.namespace in read else "which was not read"
-    return f"it is stored in the namespace {nearest.namespace}, {state}"
+        return Cause("another key, though its description is the same", nearest=nearest)
+    stored = f"stored in the namespace {nearest.namespace}, "
+    if nearest.namespace in read:
+        return Cause(f"it is {stored}but was not found", nearest=nearest)
+    return Cause(f"it is {stored}which was not read", f"{stored}not read", nearest=nearest)
 
 
-def _removed(removal: Removal) -> str:
+def _removed(removal: Removal) -> Cause:
     """Return when an artifact was taken away. Say by whom if the server does."""
-    done = _REMOVED.get(removal.action, printable(removal.action, most=32))
+    done, brief = _REMOVED.get(removal.action, (printable(removal.action, most=32), ""))
     if removal.action == "evict" and removal.reason == "retention":
         done = "it has expired: evicted"
     reason = f": {printable(removal.reason, most=80)}" if removal.reason else ""
     actor = f" by {printable(removal.actor, most=80)}" if removal.actor else ""
-    return f"{done} on {removal.at.astimezone(UTC):%Y-%m-%d %H:%M} UTC{actor}{reason}"
+    at = f"{removal.at.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    return Cause(f"{done} on {at}{actor}{reason}", brief)
 
 
 def _differences(differences: Sequence[Difference]) -> str:
@@ -254,6 +347,18 @@ def _differences(differences: Sequence[Difference]) -> str:
     return "; ".join(dict.fromkeys(shown))
 
 
+def _names(differences: Sequence[Difference]) -> str:
+    """Return which parts differ, or "" if only the compiler can read them."""
+    names = [name for name in map(name_of, differences) if name]
+    shown = [printable(name, most=_NAME_CHARACTERS) for name in names[:_SHOWN_NAMES]]
+    if len(names) > _SHOWN_NAMES:
+        shown.append(f"{len(names) - _SHOWN_NAMES} more")
+    if len(shown) > 1:
+        return f"{', '.join(shown[:-1])} and {shown[-1]} differ"
+    # Names of variables are singular: XLA_FLAGS.
+    return "".join(f"{name} differ{'' if re.search('[a-z]s$', name) else 's'}" for name in shown)
+
+
 def _origin(nearest: Relative) -> str:
     made = f" by {printable(nearest.producer, most=64)}" if nearest.producer else ""
     age = format_seconds(max(0.0, (datetime.now(UTC) - nearest.created_at).total_seconds()))
@@ -261,7 +366,8 @@ def _origin(nearest: Relative) -> str:
     return f"{name} in {nearest.namespace}, made{made} {age} ago"
 
 
-def _name(description: Description) -> str:
+def label_of(description: Description) -> str:
+    """Return what a user calls a program, or else its kind and fingerprint."""
     if description.label:
         return printable(description.label, most=80)
     return f"{description.key.kind} {description.key.fingerprint[:12]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -61,9 +61,13 @@ class MissLog:
     """The misses of one process, and the descriptions that it will send to the server.
 
     Thread-safe. The methods never raise, because an explanation must not break a training step.
+
+    Attributes:
+        added: Called with each new miss, in the thread that is about to compile.
     """
 
     def __init__(self) -> None:
+        self.added: Callable[[Miss], None] = lambda _: None
         self._lock = threading.Lock()  # guards the fields below
         self._misses: dict[ArtifactKey, Miss] = {}
         self._published: list[Description] = []
@@ -92,6 +96,10 @@ class MissLog:
             return
         with self._lock:
             self._misses[request.key] = miss
+        try:
+            self.added(miss)
+        except Exception:  # noqa: BLE001 - a miss without a cause must not break a training step
+            _log.debug("a miss cannot be explained", exc_info=True)
 
     def describe_pack(self, request: CompileRequest) -> None:
         """Send a description of a published pack, which has an environment and no program."""

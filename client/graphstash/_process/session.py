@@ -23,7 +23,7 @@ from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable, unforked
 from graphstash._process.notices import log_once, notices
 from graphstash._process.run_name import command_of_run, started_at, this_run
-from graphstash.config import ClientConfig
+from graphstash.config import UNIX, ClientConfig
 from graphstash.errors import CacheError, ConfigError, Reason
 from graphstash.hooks import installing
 from graphstash.hooks.import_hook import is_imported
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from graphstash._compile.compile_limit import CompileLimit
     from graphstash._compile.explaining import Cause
     from graphstash._process.late_uploads import LateUploads
+    from graphstash._process.live_causes import LiveCauses
     from graphstash._tracing import Close, Tracer
     from graphstash.hooks import Hook
     from graphstash_schema import ArtifactKey
@@ -89,6 +90,7 @@ class Session:
             "graphstash-prefetch", workers=1, capacity=1, delays_forks=True
         )
         self._late_uploads: LateUploads | None = None
+        self._live_causes: LiveCauses | None = None
         self._hooks: dict[str, Hook | None] = {}
         if any(getattr(config, name) for name in _FILES):
             self.cache  # noqa: B018 - report a file error now, not at the first compilation
@@ -103,6 +105,7 @@ class Session:
                 if self.config.fail_on_miss or self.config.max_compile_seconds:
                     self._cache.limit = self._limit(self._cache.stash)
                 self._begin_late_uploads(self._cache.stash)
+                self._begin_live_causes(self._cache)
         self.start_prefetch()
         return self._cache
 
@@ -196,6 +199,7 @@ class Session:
         publisher.close()
         if self._cache is not None:
             self._cache.publisher = publisher  # a closed publisher releases each lease at once
+            self._cache.log.added = lambda _: None
 
     def take_over(self, parent: "Session") -> None:
         """Take over the parent's hooks in a forked child."""
@@ -261,9 +265,15 @@ class Session:
         stats = self.stats()
         self._summarize(stats)
         self._record(stats)
-        causes = self._explain(asked=explain or self.config.explain)
-        if time.monotonic() < until:
-            self._report(causes)
+        causes = self._explain(asked=explain or self.config.explain is True, until=until)
+        page = self._report(causes) if time.monotonic() < until else None
+        if page is not None and self.config.summary and stats.misses:
+            from graphstash._compile.explaining import in_brief
+
+            log = () if self._cache is None else self._cache.log.misses
+            missed = {each.description.key for each in log if each.trouble is None}
+            if line := in_brief(causes, missed=missed, misses=stats.misses, page=page):
+                _print_to_stderr(f"graphstash: {line}")
 
     def _end_traces(self, until: float) -> None:
         """Send the last spans, for at most `_TRACES_SECONDS`, and not after `until`."""
@@ -352,6 +362,16 @@ class Session:
         stash.unsent.added = self._late_uploads.start
         self._late_uploads.start()
 
+    def _begin_live_causes(self, cache: "CompileCache") -> None:
+        logs = self.config.explain == "live"
+        if logs or (self.config.summary and self.config.url):
+            from graphstash._process.live_causes import LiveCauses
+
+            self._live_causes = LiveCauses(
+                cache.stash.server, started_at=started_at(self.run), logs=logs
+            )
+            cache.log.added = self._live_causes.add
+
     def _wait_for_uploads(self) -> None:
         """Give way to this job's own uploads."""
         with forkable():
@@ -366,17 +386,31 @@ class Session:
             for name in self._manifests:
                 cache.stash.server.update_manifest(name, cache.used)
 
-    def _explain(self, *, asked: bool) -> Sequence["Cause"]:
-        """If `asked`, print the causes of this process's misses and return them."""
+    def _explain(self, *, asked: bool, until: float) -> Sequence["Cause"]:
+        """Return the known causes of this process's misses. If `asked`, print all causes."""
+        known: Mapping[ArtifactKey, Cause] = {}
+        if self._live_causes is not None:
+            # Usually all requests have ended. Wait for the last less long than for the report.
+            left = max(0.0, until - time.monotonic())
+            with suppress(OSError):
+                known = self._live_causes.end(min(self.config.first_byte_seconds / 2, left))
         misses = () if self._cache is None else self._cache.log.misses
-        if self._cache is None or not asked or not misses:
+        wanted = [
+            (each.description, each.trouble)
+            for each in misses
+            if asked or each.description.key in known
+        ]
+        if self._cache is None or not wanted:
             return ()
         from graphstash._compile.explaining import causes_of, text_of
 
-        described = [(each.description, each.trouble) for each in misses]
         causes: list[Cause] = []
         try:
-            causes = causes_of(self._cache.stash.server, described, started_at=started_at(self.run))
+            causes = causes_of(
+                self._cache.stash.server, wanted, started_at=started_at(self.run), known=known
+            )
+            if not asked:
+                return causes
             lines = text_of(causes)
             if (more := self.stats().misses - len(misses)) > 0:
                 lines.append(f"{plural(more, 'miss')}: not recorded")
@@ -385,13 +419,19 @@ class Session:
         _print_to_stderr("\n".join(f"graphstash: {line}" for line in lines))
         return causes
 
-    def _report(self, causes: Sequence["Cause"]) -> None:
-        """Send this process's counts to the server. A failure is only logged."""
+    def _report(self, causes: Sequence["Cause"]) -> str | None:
+        """Send this process's counts to the server. A failure is only logged.
+
+        Returns:
+            The address of the run's page, or "" if there is none, or None if the report failed.
+        """
         cache, stats = self._cache, self.stats()
-        if cache is None or not cache.stash.server.is_configured or not self.config.report_runs:
-            return
+        if cache is None or not cache.stash.server.is_configured:
+            return None
+        if not self.config.report_runs:
+            return ""
         if not (stats.hits or stats.misses or stats.fallbacks):
-            return
+            return None
         from graphstash._process import run_report
 
         try:
@@ -400,6 +440,9 @@ class Session:
             cache.stash.server.report_run(run_report.RunName(self.run), process, report)
         except Exception as error:  # noqa: BLE001 - the job has ended; reporting must not fail it
             _log.debug("the run is not reported: %s", error)
+            return None
+        url = self.config.url
+        return "" if url.startswith(UNIX) else f"{url}/runs/{self.config.namespace}/{self.run}"
 
     def _record(self, stats: Stats) -> None:
         """Write the record that `graphstash explain` reads."""

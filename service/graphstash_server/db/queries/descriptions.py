@@ -199,14 +199,18 @@ async def find_described(connection: AsyncConnection, key: StoredKey) -> Describ
     return None if found is None else _row(found)
 
 
-async def count_undescribed(connection: AsyncConnection, namespace: str, *, looked_at: int) -> int:
-    """Count artifacts without a description among the `looked_at` oldest and the `looked_at` newest
-    of a namespace: counting a million would take too long.
+async def count_undescribed(
+    connection: AsyncConnection, namespace: str, *, until: datetime, looked_at: int
+) -> int:
+    """Count artifacts of a namespace, stored until a time, that have no description.
+
+    Looks at the `looked_at` oldest and the `looked_at` newest only: counting a million would take
+    too long.
     """
     age = artifacts.c.created_at
     ends = (
         select(*(artifacts.c[name] for name in _KEY))
-        .where(artifacts.c.namespace == namespace)
+        .where(artifacts.c.namespace == namespace, age <= until)
         .order_by(order)
         .limit(looked_at)
         .subquery()

@@ -117,7 +117,7 @@ class ExplanationService:
                 undescribed = 0
                 if not rows:
                     undescribed = await count_undescribed(
-                        connection, namespace, looked_at=_LOOKED_AT
+                        connection, namespace, until=until, looked_at=_LOOKED_AT
                     )
             relatives = await asyncio.to_thread(_nearest, list(rows.values()), wanted)
             if not relatives and (pack := wanted.program.get(PACK_PART)):

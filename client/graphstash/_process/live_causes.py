@@ -1,0 +1,85 @@
+"""LiveCauses: find the causes of misses in the background, while the programs compile."""
+
+from __future__ import annotations
+
+import logging
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from graphstash._compile.stats import plural
+from graphstash._executor import BoundedExecutor
+
+if TYPE_CHECKING:
+    from graphstash._compile.explaining import Cause, Explainer
+    from graphstash._compile.misses import Miss
+    from graphstash._http.client import ServerClient
+    from graphstash_schema import ArtifactKey
+
+__all__ = ["LiveCauses"]
+
+_log = logging.getLogger("graphstash")
+
+_MAX_MISSES: Final = 8
+_MAX_LOGGED: Final = 32
+_MAX_SMALL: Final = 4
+"""Maximum number of misses to explain, of misses to log, and of either in packs. Most misses of a
+job have the same cause, and an explanation costs the server about as much as an upload."""
+
+
+class LiveCauses:
+    """Explains the first misses of a process, each with one request. Thread-safe.
+
+    The requests use connections and a circuit breaker of their own, so that a slow explanation
+    delays no look-up. After the first error, no further request is made.
+
+    Args:
+        server: Client of the job.
+        started_at: Start of the run in seconds since 1970.
+        logs: Whether to log each miss with its cause.
+    """
+
+    def __init__(self, server: ServerClient, *, started_at: float, logs: bool) -> None:
+        self._server = server
+        self._started_at = started_at
+        self._explainer: Explainer | None = None  # a job without misses needs none
+        self._own_server: ServerClient | None = None
+        self._logs = logs
+        self._most = {True: _MAX_SMALL, False: _MAX_LOGGED if logs else _MAX_MISSES}
+        self._numbers = {True: count(1), False: count(1)}
+        self._skipped = count()
+        self._causes: dict[ArtifactKey, Cause] = {}
+        self._executor = BoundedExecutor(
+            "graphstash-explain", workers=1, capacity=_MAX_LOGGED + _MAX_SMALL, delays_forks=True
+        )
+
+    def add(self, miss: Miss) -> None:
+        """Explain a miss in the background, unless enough misses were explained. Never waits."""
+        from graphstash_schema.explanation import PACK_PART
+
+        is_small = PACK_PART in miss.description.program
+        is_wanted = next(self._numbers[is_small]) <= self._most[is_small]
+        if not is_wanted or not self._executor.submit(lambda: self._explain(miss)):
+            next(self._skipped)
+
+    def end(self, timeout_seconds: float) -> dict[ArtifactKey, Cause]:
+        """Return the causes found so far. Wait until the timeout for those of running requests."""
+        is_idle = self._executor.drain(timeout_seconds)
+        self._executor.close()
+        if is_idle and self._own_server is not None:
+            self._own_server.close()
+        skipped = next(self._skipped)
+        if self._logs and skipped:
+            _log.warning("graphstash: missed %s more, not logged", plural(skipped, "program"))
+        return dict(self._causes)
+
+    def _explain(self, miss: Miss) -> None:
+        from graphstash._compile.explaining import Explainer, label_of
+
+        if self._explainer is None:
+            self._own_server = self._server.beside()
+            self._explainer = Explainer(self._own_server, started_at=self._started_at)
+        cause = self._explainer.explain(miss.description, miss.trouble)
+        if not self._explainer.has_failed:
+            self._causes[miss.description.key] = cause
+        if self._logs:
+            _log.warning("graphstash: missed %s: %s", label_of(miss.description), cause.text)

@@ -1,0 +1,142 @@
+"""The cause of misses at the end of a run, and with GRAPHSTASH_EXPLAIN=live when they happen."""
+
+import re
+import threading
+
+import httpx
+import pytest
+
+from support.hostile import Answer, Middlebox
+from support.waiting import PATIENT
+
+JOB = """
+import os, sys
+from pathlib import Path
+
+import graphstash
+from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
+
+def build(label, **parts):
+    parts = {"program": label, **parts}
+    fingerprint = fingerprint_of(ArtifactKind.SCHEDULE, parts)
+    key = ArtifactKey(
+        kind=ArtifactKind.SCHEDULE, device_type=DeviceType("cpu"), fingerprint=fingerprint
+    )
+    graphstash.get_or_compile(key, label.encode, parts=parts, label=label)
+
+Path(sys.argv[1]).write_text("{}")
+"""
+
+
+@pytest.fixture
+def box(server):
+    with Middlebox(server.url) as box:
+        yield box
+
+
+@pytest.fixture
+def run(jobs, box, namespace, tmp_path):
+    """Run a job whose programs no other test has. Return what it says of misses."""
+
+    def run(host, *lines, **settings):
+        script = tmp_path / "train.py"
+        script.write_text(JOB + "\n".join(lines).replace("_ns", f"_{namespace}"))
+        settings = {"url": box.url, "namespace": namespace} | PATIENT | settings
+        job = jobs.start(tmp_path / host, script=script, under="tuning", **settings)
+        told = job.finish().errors.replace(f"_{namespace}", "")
+        assert "Traceback" not in told
+        return re.findall("^graphstash: ((?:missed|compiled) .*)$", told, re.MULTILINE)
+
+    return run
+
+
+def explanations(box):
+    return box.to("artifacts:explain")
+
+
+def test_run_ends_with_most_frequent_cause_and_address_of_its_page(run, box, namespace):
+    run("a", "build('step_ns', jax='1')", "build('loss_ns', jax='1')")
+    box.requests.clear()
+    assert run("b", "build('step_ns', jax='1')", "build('loss_ns', jax='1')") == []
+    assert explanations(box) == []
+
+    (line,) = run("c", *(f"build('{name}_ns', jax='2')" for name in ("step", "loss", "norm")))
+    brief, _, address = line.partition(" -> ")
+    assert brief == "compiled 3: jax differs (2 of 3)"
+    assert address.startswith(f"{box.url}/runs/{namespace}/")
+    page = httpx.get(address, timeout=30)
+    assert page.status_code == 200
+    assert "jax: 2 here, 1 there" in page.text
+
+
+def test_run_without_report_ends_without_address(run):
+    line = run("a", "build('step_ns')", report_runs=False)
+    assert line == ["compiled 1: new program"]
+
+
+def test_quiet_run_explains_nothing(run, box):
+    assert run("a", "build('step_ns')", summary=False) == []
+    assert explanations(box) == []
+
+
+def test_live_run_logs_each_miss_with_its_cause(run):
+    run("a", "build('step_ns', jax='1')")
+    lines = run("b", "build('step_ns', jax='2')", "build('loss_ns')", explain="live")
+    assert lines[:2] == [
+        "missed step: jax: 2 here, 1 there",
+        "missed loss: new program: nothing like it is stored",
+    ]
+    assert re.match(r"compiled 2: .* \(1 of 2\) -> ", lines[2])
+
+
+def test_live_run_logs_a_bounded_number_of_misses_and_counts_the_others(run, box):
+    job = ["for number in range(40):", "    build(f'step{number}_ns')"]
+    *lines, more, _ = run("a", *job, explain="live")
+    assert len(lines) == len(explanations(box)) == 32
+    assert more == "missed 8 programs more, not logged"
+
+
+def test_live_run_without_server_names_the_reason(run):
+    lines = run("a", "build('step_ns')", explain="live", url="http://127.0.0.1:9")
+    reason = "the cache could not help (connect): the server was down or unreachable"
+    assert lines == [f"missed step: {reason}"]
+
+
+def test_forked_child_of_a_live_run_logs_its_own_misses(run):
+    lines = run(
+        "a",
+        "build('parent_ns')",
+        "if os.fork() == 0:",
+        "    build('child_ns')",
+        "    sys.exit()",
+        "os.wait()",
+        explain="live",
+    )
+    missed = [line.partition(":")[0] for line in lines if line.startswith("missed")]
+    assert sorted(missed) == ["missed child", "missed parent"]
+
+
+@pytest.mark.parametrize("fault", ["hangs", "fails", "is unknown", "is no JSON"])
+def test_explanation_that_fails_costs_no_look_up(run, box, fault):
+    """The circuit breaker of the job would open, and a busy answer would pause all its calls."""
+    run("a", *(f"build('old{number}_ns')" for number in range(4)))
+    ended = threading.Event()
+    answers = {"fails": 503, "is unknown": 404, "is no JSON": 200}
+
+    def change(request, answer):
+        if "artifacts:explain" not in request.path:
+            return answer
+        if fault == "hangs":
+            ended.wait(60)
+            return Answer(500, {}, b"")
+        return Answer(answers[fault], {"graphstash-protocol": "1", "retry-after": "60"}, b"?")
+
+    box.change = change
+    box.requests.clear()
+    job = [f"build('{name}{number}_ns')" for number in range(4) for name in ("new", "old")]
+    try:
+        (line,) = run("b", *job, **({"first_byte_seconds": 4} if fault == "hangs" else {}))
+    finally:
+        ended.set()
+    assert re.fullmatch(r"compiled 4 -> \S+", line)
+    assert len(explanations(box)) == 1
