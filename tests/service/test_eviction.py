@@ -507,6 +507,25 @@ async def test_policy_is_doubted_by_a_server_that_missed_a_change_between(opened
         assert await other.evict() == 0
 
 
+@pytest.mark.parametrize("is_removed", [True, False])
+async def test_limit_is_doubted_by_a_server_that_missed_a_higher_one(opened, is_removed):
+    limit = {"namespace_limit_bytes": 20_000}
+    async with opened(**limit) as store, opened(**limit) as other:
+        other.context.policies.seconds = lambda: math.inf  # it always reads the policies again
+        await store.add(0)
+        assert await other.evict() == 0
+        policies = store.context.policies
+        await policies.put(TEAM, NamespacePolicy(limit_bytes=10**9), ACTOR)
+        await store.fill(5)
+        if is_removed:
+            await policies.remove(TEAM, ACTOR)
+        else:
+            await policies.put(TEAM, NamespacePolicy(), ACTOR)
+        assert await other.evict() == 0
+        assert await store.evict() == 0
+        assert await other.evict(is_confirmed=True) == 4
+
+
 async def test_a_failing_database_ends_a_round_and_not_the_maintenance(opened, caplog):
     async with opened() as store:
         maintenance = store.context.maintenance

@@ -245,8 +245,8 @@ identifiers = Table(
     Column("name", String(64), primary_key=True, comment="of what it identifies"),
     Column("value", String(64), nullable=False, comment="random"),
 )
-"""Identifiers that are created once. `cache` distinguishes backups of different caches. A restored
-database keeps the identifier of its backup."""
+"""`cache` is created once and distinguishes backups of different caches. A restored database keeps
+the identifier of its backup. The other rows change with what they mark."""
 
 suspensions = Table(
     "suspensions",

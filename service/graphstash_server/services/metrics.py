@@ -21,7 +21,7 @@ from graphstash_server.logs import in_background
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.doubts import LimitDoubts
 from graphstash_server.services.jobs.leases import LeaseService
-from graphstash_server.services.namespaces import Budget, Budgets, PolicyService
+from graphstash_server.services.namespaces import Budget, Budgets, PolicyLimits, PolicyService
 from graphstash_server.services.plausible_clock import PlausibleClock
 from graphstash_server.services.wait_queue import WaitQueue
 from graphstash_server.shared_text import SharedText
@@ -134,7 +134,7 @@ class HealthService:
         async with self.database.reading() as connection:
             # Unlike SELECT 1, this query reads a table.
             size_bytes = await stored_bytes(connection)
-        doubts = await self.limit_doubts.about({None: size_bytes}, {})
+        doubts = await self.limit_doubts.about({None: size_bytes}, PolicyLimits())
         self._store_limit = doubts.get(None, _OK)
         return _OK
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from graphstash_schema import (
@@ -25,6 +26,7 @@ from graphstash_server.db.queries.policies import (
     PolicyRow,
     delete_policy,
     find_policy,
+    find_policy_mark,
     list_policies,
     list_rules,
     put_policy,
@@ -33,7 +35,7 @@ from graphstash_server.db.queries.usage import list_namespaces
 from graphstash_server.errors import ServerError
 from graphstash_server.services.buckets import Buckets
 
-__all__ = ["Budget", "Budgets", "PolicyLimit", "PolicyService", "Rates", "check_writable"]
+__all__ = ["Budget", "Budgets", "PolicyLimits", "PolicyService", "Rates", "check_writable"]
 
 _SOFT_SHARE = 0.9
 _ROOM_SHARE = 0.95
@@ -69,13 +71,11 @@ class Budget(NamedTuple):
         return self.soft_bytes is not None and used_bytes > self.soft_bytes
 
 
-class PolicyLimit(NamedTuple):
-    """The byte limit in a namespace's policy, and when the policy was set, as the database returns
-    it.
-    """
+class PolicyLimits(NamedTuple):
+    """Byte limits in policies, by namespace. Each change of any policy sets a new random mark."""
 
-    size_bytes: int
-    set_at: object
+    size_bytes: Mapping[str, int] = MappingProxyType({})
+    mark: str | None = None
 
 
 class Budgets:
@@ -100,10 +100,10 @@ class Budgets:
             (pattern, Budget.of(limit)) for pattern, limit in (exceptions or {}).items()
         ]
 
-    def of(self, namespace: str, limits: Mapping[str, PolicyLimit]) -> Budget:
+    def of(self, namespace: str, limits: PolicyLimits) -> Budget:
         """Return the budget of a namespace. Its policy's limit, in `limits`, takes precedence."""
-        if namespace in limits:
-            return Budget.of(limits[namespace].size_bytes)
+        if namespace in limits.size_bytes:
+            return Budget.of(limits.size_bytes[namespace])
         for pattern, budget in self._exceptions:
             if fnmatchcase(namespace, pattern):
                 return budget
@@ -188,7 +188,7 @@ class PolicyService:
         self._rows: Sequence[Row] = ()
         self._row_of: Mapping[str, Row] = {}
         self._policies: dict[str, NamespacePolicy] = {}
-        self._limits: Mapping[str, PolicyLimit] = {}
+        self._limits = PolicyLimits()
         self._is_anything_public = False
         self._read_at: float | None = None
         self._tried_at: float | None = None
@@ -224,8 +224,8 @@ class PolicyService:
             await self._refresh()
         return self._is_anything_public
 
-    async def limits(self) -> Mapping[str, PolicyLimit]:
-        """Return the byte limits in policies, by namespace."""
+    async def limits(self) -> PolicyLimits:
+        """Return the byte limits in policies."""
         if not self._is_younger(self._tried_at, _FRESH_SECONDS):
             await self._refresh()
         return self._limits
@@ -303,6 +303,7 @@ class PolicyService:
             self._failure = None
             try:
                 rows = await list_rules(self.database)
+                mark = await find_policy_mark(self.database)
             except ServerError as error:
                 self._failed_reads += 1
                 if not self._is_younger(self._read_at, _KEPT_SECONDS):
@@ -314,6 +315,7 @@ class PolicyService:
             else:
                 if rows != self._rows:
                     self._load(rows)
+                self._limits = self._limits._replace(mark=mark)
                 self._read_at = asked_at
             self._tried_at = self.seconds()
 
@@ -322,11 +324,13 @@ class PolicyService:
         self._row_of = {row[0]: row for row in rows}
         self._policies = {}
         parsed = [PolicyRow(*row) for row in rows]
-        self._limits = {
-            rules.namespace: PolicyLimit(rules.limit_bytes, rules.updated_at)
-            for rules in parsed
-            if rules.limit_bytes is not None
-        }
+        self._limits = PolicyLimits(
+            {
+                rules.namespace: rules.limit_bytes
+                for rules in parsed
+                if rules.limit_bytes is not None
+            }
+        )
         self._is_anything_public = any(rules.anonymous_read for rules in parsed)
 
     def _is_younger(self, at: float | None, seconds: float) -> bool:

@@ -1,22 +1,23 @@
 """Statements on `namespaces`."""
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from sqlalchemy import Boolean, Integer, String, delete, select, type_coerce
+from sqlalchemy import Boolean, Integer, delete, select, type_coerce
 from sqlalchemy.ext.asyncio import AsyncConnection
-from sqlalchemy.types import TypeEngine
 
 from graphstash_schema import Namespace, NamespaceInfo, NamespacePolicy, WriteMode
 from graphstash_server.db.prepared import NOTHING, Prepared, Row, Source
 from graphstash_server.db.queries.shared import insert_into
-from graphstash_server.db.tables import UtcTime, namespaces
+from graphstash_server.db.tables import identifiers, namespaces
 
 __all__ = [
     "PolicyRow",
     "delete_policy",
     "find_policy",
+    "find_policy_mark",
     "list_policies",
     "list_rules",
     "put_policy",
@@ -33,7 +34,6 @@ class PolicyRow(NamedTuple):
     limit_bytes: int | None
     max_artifact_bytes: int | None
     requests_per_second: float | None
-    updated_at: Any
 
     @property
     def policy(self) -> NamespacePolicy:
@@ -59,31 +59,44 @@ async def list_rules(source: Source) -> Sequence[Row]:
 
 
 _RULES = tuple(namespaces.c[name] for name in PolicyRow._fields)
-_READ_AS: Final[Mapping[type, TypeEngine[Any]]] = {Boolean: Integer(), UtcTime: String()}
 _LIST = Prepared(
     lambda _: select(
-        *(type_coerce(column, _READ_AS.get(type(column.type), column.type)) for column in _RULES)
+        *(
+            type_coerce(column, Integer) if isinstance(column.type, Boolean) else column
+            for column in _RULES
+        )
     ).order_by(namespaces.c.namespace)
 )
 
 
 async def list_policies(connection: AsyncConnection) -> list[NamespaceInfo]:
     """Return the namespaces that have their own policy, ordered by name."""
-    statement = select(*_RULES).order_by(namespaces.c.namespace)
+    statement = select(*_RULES, namespaces.c.updated_at).order_by(namespaces.c.namespace)
     return [_info(found) for found in await connection.execute(statement)]
 
 
 async def find_policy(connection: AsyncConnection, namespace: Namespace) -> NamespaceInfo | None:
     """Return the policy of a namespace, or None if it has none."""
-    statement = select(*_RULES).where(namespaces.c.namespace == namespace)
+    statement = select(*_RULES, namespaces.c.updated_at).where(namespaces.c.namespace == namespace)
     found = (await connection.execute(statement)).first()
     return None if found is None else _info(found)
+
+
+async def find_policy_mark(source: Source) -> str | None:
+    """Return the random mark of the last change of any policy."""
+    found = await _MARK.fetch(source, NOTHING)
+    return found[0][0] if found else None
+
+
+_CHANGED: Final = "policies"
+_MARK = Prepared(lambda _: select(identifiers.c.value).where(identifiers.c.name == _CHANGED))
 
 
 async def put_policy(
     connection: AsyncConnection, namespace: Namespace, policy: NamespacePolicy, *, now: datetime
 ) -> None:
     """Set or replace the policy of a namespace."""
+    await _mark_change(connection)
     statement = insert_into(connection, namespaces).values(
         namespace=namespace, **policy.model_dump(mode="json"), updated_at=now
     )
@@ -100,12 +113,22 @@ async def put_policy(
 
 async def delete_policy(connection: AsyncConnection, namespace: Namespace) -> bool:
     """Remove the policy of a namespace. Return False if it had none."""
+    await _mark_change(connection)
     statement = delete(namespaces).where(namespaces.c.namespace == namespace)
     return (await connection.execute(statement)).rowcount == 1
 
 
+async def _mark_change(connection: AsyncConnection) -> None:
+    mark = {"value": secrets.token_hex(8)}
+    statement = insert_into(connection, identifiers).values(name=_CHANGED, **mark)
+    await connection.execute(
+        statement.on_conflict_do_update(index_elements=[identifiers.c.name], set_=mark)
+    )
+
+
 def _info(found: Row) -> NamespaceInfo:
-    row = PolicyRow(*found)
+    *rules, updated_at = found
+    row = PolicyRow(*rules)
     return NamespaceInfo.model_construct(
-        namespace=Namespace(row.namespace), policy=row.policy, updated_at=row.updated_at
+        namespace=Namespace(row.namespace), policy=row.policy, updated_at=updated_at
     )

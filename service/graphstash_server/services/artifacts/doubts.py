@@ -6,7 +6,7 @@ from typing import Final
 
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.usage import list_stored
-from graphstash_server.services.namespaces import Budgets, PolicyLimit
+from graphstash_server.services.namespaces import Budgets, PolicyLimits
 
 __all__ = ["NOTHING_FREED", "LimitDoubts"]
 
@@ -26,12 +26,12 @@ class LimitDoubts:
     budgets: Budgets
 
     def __post_init__(self) -> None:
-        self._judged: dict[str | None, tuple[PolicyLimit | None, bool]] | None = None
+        self._judged: dict[str | None, tuple[object, bool]] | None = None
 
     async def about(
         self,
         sizes: Mapping[str | None, int],
-        limits: Mapping[str, PolicyLimit],
+        limits: PolicyLimits,
         freed_bytes: Mapping[str | None, int] = NOTHING_FREED,
     ) -> dict[str | None, str]:
         """Return the doubted limits of namespaces (None: the store), with the reason.
@@ -47,23 +47,24 @@ class LimitDoubts:
             self._judged = {}
             self._judge(self._judged, {**stored, None: sum(stored.values())}, limits, freed_bytes)
         doubted = self._judge(self._judged, sizes, limits, freed_bytes)
-        return {name: _reason(name, is_policy=name in limits) for name in doubted}
+        return {name: _reason(name, is_policy=name in limits.size_bytes) for name in doubted}
 
     def _judge(
         self,
-        judged: dict[str | None, tuple[PolicyLimit | None, bool]],
+        judged: dict[str | None, tuple[object, bool]],
         sizes: Mapping[str | None, int],
-        limits: Mapping[str, PolicyLimit],
+        limits: PolicyLimits,
         freed_bytes: Mapping[str | None, int],
     ) -> list[str | None]:
         """Judge limits that are new or whose policy has changed, in place. Return the doubted ones.
 
-        `PolicyLimit` has the time of the change, because the new limit may equal the old one.
+        The mark is part of a policy: this process may have missed another limit, which was replaced
+        or removed since.
         """
         doubted = []
         for name, size_bytes in sizes.items():
             budget = self.budgets.store if name is None else self.budgets.of(name, limits)
-            policy = None if name is None else limits.get(name)
+            policy = None if name is None else (limits.size_bytes.get(name), limits.mark)
             excess_bytes = 0 if budget.soft_bytes is None else size_bytes - 2 * budget.soft_bytes
             is_new = name not in judged or judged[name][0] != policy
             judged[name] = policy, excess_bytes > 0 and (is_new or judged[name][1])
