@@ -35,7 +35,7 @@ def recording_command(log: Path, *command: str, attached: int | None = None) -> 
     The process that it starts becomes `command`: signals reach it as usual.
     """
     attach = ("--seccomp-bpf",) if attached is None else ("-p", str(attached))
-    options = ("-DDD", "-f", "-y", "-xx", "-s", str(2**25), "-e", "signal=none", "-o", str(log))
+    options = ("-DDD", "-f", "-y", "-xx", "-s", str(2**25), "-e", "signal=KILL", "-o", str(log))
     return ("strace", *options, "-e", f"trace={_CHANGES.replace(' ', ',')}", *attach, *command)
 
 
@@ -130,6 +130,13 @@ class _Node:
 class _File(_Node):
     """Changes are pairs of an offset and bytes; without bytes, the offset is the new size."""
 
+    @property
+    def size(self) -> int:
+        whole = bytearray(self.durable)
+        for change in self.changes:
+            self.apply(whole, change)
+        return len(whole)
+
     @staticmethod
     def apply(durable: bytearray, change: tuple[int, bytes | None]) -> None:
         offset, written = change
@@ -199,8 +206,8 @@ class Disk:
         """Apply a call. Return whether it changed this directory, or what of it is durable."""
         if call.name in {"fsync", "fdatasync"}:
             return self._sync(call)
-        if not call.is_end or (call.result or "").startswith("-1"):
-            return False
+        if not call.is_end or (call.result or "").startswith(("-1", "?")):
+            return False  # it has not ended, has failed, or the process was killed during it
         if (change := self._changes.get(call.name)) is not None:
             return change(call)
         names = [*call.paths, *self._named(call)]
@@ -231,8 +238,7 @@ class Disk:
             assert "O_CREAT" in call.arguments, path
             self._change(path, to=_File(bytearray()))
             return True
-        node.position = 0
-        assert "O_APPEND" not in call.arguments or not call.arguments.count("O_WRONLY"), path
+        node.position = node.size if "O_APPEND" in call.arguments else 0
         if "O_TRUNC" in call.arguments:
             node.changes.append((0, None))
         return "O_TRUNC" in call.arguments
