@@ -1,4 +1,4 @@
-"""The release before this one, from its commit: its sources, and an environment that runs them."""
+"""Earlier commits, such as the release before: their sources, and environments that run them."""
 
 import io
 import subprocess
@@ -8,48 +8,65 @@ from pathlib import Path
 
 from filelock import FileLock
 
-__all__ = ["COMMIT", "python_of_release_before", "sources_of_release_before"]
+__all__ = [
+    "COMMIT",
+    "python_of_commit",
+    "python_of_release_before",
+    "sources_of_release_before",
+]
 
 COMMIT = "c27ac18d5862d74c5c481c1e784809fafeb7132c"
 """Of the release before. At the next release it becomes the commit of this one."""
 
 _ROOT = Path(__file__).parents[2]
-_SOURCES = _ROOT / "build" / f"release-{COMMIT[:12]}"
-_ENVIRONMENT = _ROOT / ".venv-release-before"
 
 
 def sources_of_release_before() -> Path:
-    """Its working tree, without a `.git`; unpacked on first use."""
-    _SOURCES.parent.mkdir(exist_ok=True)
-    with FileLock(f"{_SOURCES}.lock"):
-        if not (_SOURCES / ".complete").exists():
-            packed = subprocess.run(
-                ["git", "archive", COMMIT], cwd=_ROOT, check=False, capture_output=True
-            )
-            if packed.returncode:
-                raise RuntimeError(
-                    f"the release before this one, commit {COMMIT}, is not in the git history of "
-                    f"{_ROOT}: {packed.stderr.decode().strip()}. Run `git fetch --unshallow` in a "
-                    "shallow clone; a source archive has no history, so use a clone instead"
-                )
-            with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
-                archive.extractall(_SOURCES, filter="data")
-            (_SOURCES / ".complete").touch()
-    return _SOURCES
+    return _sources_of(COMMIT)
 
 
 def python_of_release_before() -> Path:
     """The Python of an environment with that release, its server and signatures included."""
-    sources = sources_of_release_before()
-    python = _ENVIRONMENT / "bin" / "python"
-    done = _ENVIRONMENT / ".installed"
-    with FileLock(Path(sys.prefix) / "release-before.lock"):
-        if not done.exists() or done.read_text() != COMMIT:
+    return python_of_commit(COMMIT, environment="release-before")
+
+
+def _sources_of(commit: str) -> Path:
+    """The working tree of a commit, without a `.git`; unpacked on first use."""
+    sources = _ROOT / "build" / f"release-{commit[:12]}"
+    sources.parent.mkdir(exist_ok=True)
+    with FileLock(f"{sources}.lock"):
+        if not (sources / ".complete").exists():
+            packed = subprocess.run(
+                ["git", "archive", commit], cwd=_ROOT, check=False, capture_output=True
+            )
+            if packed.returncode:
+                raise RuntimeError(
+                    f"the earlier commit {commit} is not in the git history of "
+                    f"{_ROOT}: {packed.stderr.decode().strip()}. Run `git fetch --unshallow` in a "
+                    "shallow clone; a source archive has no history, so use a clone instead"
+                )
+            with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+                archive.extractall(sources, filter="data")
+            (sources / ".complete").touch()
+    return sources
+
+
+def python_of_commit(commit: str, *, environment: str) -> Path:
+    """The Python of an environment with a commit, its server and signatures included.
+
+    Args:
+        environment: name of the environment, which is `.venv-<name>`.
+    """
+    sources = _sources_of(commit)
+    directory = _ROOT / f".venv-{environment}"
+    python, done = directory / "bin" / "python", directory / ".installed"
+    with FileLock(Path(sys.prefix) / f"{environment}.lock"):
+        if not done.exists() or done.read_text() != commit:
             uv = [sys.executable, "-m", "uv", "--quiet"]
-            subprocess.run([*uv, "venv", "--clear", str(_ENVIRONMENT)], check=True)
+            subprocess.run([*uv, "venv", "--clear", str(directory)], check=True)
             install = [*uv, "pip", "install", "--python", str(python)]
             constraints = ["--constraint", str(sources / "constraints.txt")]
             wanted = f"{sources}[server,postgres,signing]"
             subprocess.run([*install, *constraints, wanted], check=True)
-            done.write_text(COMMIT)
+            done.write_text(commit)
     return python

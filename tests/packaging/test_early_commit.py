@@ -1,0 +1,242 @@
+"""Jobs, data and servers of an early commit through an upgrade, a rollback and killed migrations.
+
+EARLY_KILLS=<number>  kills that many migrations of each database
+"""
+
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from graphstash_server.testing import ServerProcess
+from support.api import Api
+from support.ports import reserved_port
+from support.postgres import Postgres
+from support.release_before import python_of_commit
+from support.waiting import until
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
+
+EARLY = "646c43186d1a279562ba3a248520fb82c069e314"
+JOB = Path(__file__).parents[1] / "support" / "steady_job.py"
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+from graphstash_server.db.migrate import migrate
+statements = 0
+
+@event.listens_for(Engine, "before_cursor_execute")
+def count(*_):
+    global statements
+    statements += 1
+    if statements == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+migrate(sys.argv[1], lock_path=Path(sys.argv[2]))
+print(statements)
+"""
+"""Kills a migration before one of its statements, and prints how many there are."""
+
+BLOBS = {number: f"blob {number}".encode() * 500 for number in range(5)}
+WITHHELD = 4
+
+
+@pytest.fixture(scope="module")
+def early():
+    return str(python_of_commit(EARLY, environment="early"))
+
+
+@pytest.fixture(scope="module")
+def postgres():
+    with Postgres() as postgres:
+        yield postgres
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request, tmp_path):
+    """Settings of the servers on each kind of database."""
+    if request.param == "sqlite":
+        return {}
+    url = request.getfixturevalue("postgres").new_database()
+    return {"GRAPHSTASH_DATABASE_URL": url}
+
+
+def graphstash(python, *arguments, **environment):
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("GRAPHSTASH_")}
+    return subprocess.run(
+        [python, "-P", "-m", "graphstash", *arguments],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+class Site:
+    """A data directory and a database, which servers of either release use in turn."""
+
+    def __init__(self, directory, database):
+        self.directory = directory
+        self.port = reserved_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.environment = {
+            "GRAPHSTASH_MIN_FREE_BYTES": "0",
+            "GRAPHSTASH_AUTH": "tokens",
+            "GRAPHSTASH_DATA_DIR": str(directory),
+            **database,
+        }
+
+    @contextmanager
+    def served_by(self, python, *, is_killed=False):
+        server = ServerProcess(
+            self.directory,
+            *("--port", str(self.port)),
+            command=(python, "-P", "-m", "graphstash", "serve"),
+            environment=self.environment | {"GRAPHSTASH_INSECURE": "false"},
+        )
+        try:
+            yield server
+        finally:
+            if is_killed:
+                server.kill(tree=True)
+            else:
+                assert server.stop() == 0, server.log
+
+    def token(self, python, grant):
+        options = ("--grant", grant, "--description", "a test")
+        done = graphstash(python, "token", "create", *options, **self.environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()[-1]
+
+    def fill(self, early):
+        """Store artifacts, one of which is withheld, and create tokens, with the early commit."""
+        with self.served_by(early):
+            self.tokens = {s: self.token(early, f"{s}:*") for s in ("admin", "write", "read")}
+            revoked = graphstash(early, "token", "revoke", self.tokens["read"], **self.environment)
+            assert revoked.returncode == 0, revoked.stderr
+            api = Api(self.url, token=self.tokens["admin"])
+            for number, blob in BLOBS.items():
+                assert api.put(blob, number, seconds=9).status_code == 201
+            api.withhold(BLOBS[WITHHELD], WITHHELD)
+            api.http.close()
+
+    def check(self, fresh):
+        """Read everything back from the server that runs, and store a new artifact."""
+        api = Api(self.url, token=self.tokens["write"])
+        for number, blob in BLOBS.items():
+            answer = api.get(number)
+            found = answer.content if answer.status_code == 200 else answer.status_code
+            assert found == (404 if number == WITHHELD else blob)
+        assert api.put(b"stored later", fresh).status_code == 201
+        assert api.get(fresh).content == b"stored later"
+        assert api.put(BLOBS[0], fresh + 1).status_code == 201
+        api.http.close()
+        api = Api(self.url, token=self.tokens["read"])
+        assert api.get(0).status_code == 401
+        api.http.close()
+
+
+class Job:
+    """A job of one release beside the servers."""
+
+    def __init__(self, python, name, site, tmp_path):
+        self._printed, self._errors = tmp_path / f"job-{name}", tmp_path / f"job-{name}.errors"
+        environment = os.environ | {
+            "GRAPHSTASH_URL": site.url,
+            "GRAPHSTASH_NAMESPACE": "team",
+            "GRAPHSTASH_TOKEN": site.tokens["write"],
+            "PYTHONPATH": "",
+        }
+        with self._printed.open("w") as printed, self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [python, "-P", JOB, str(name)],
+                stdin=subprocess.PIPE,
+                stdout=printed,
+                stderr=errors,
+                env=environment,
+            )
+
+    @property
+    def stored(self):
+        return len(self._printed.read_text().splitlines())
+
+    def go_on(self, count=10):
+        """Return once the job has stored as many artifacts more."""
+        goal = self.stored + count
+        until(lambda: self._process.poll() is not None or self.stored >= goal, seconds=120)
+        assert self._process.poll() is None, self._errors.read_text()
+
+    def end(self):
+        self._process.communicate(timeout=120)
+        assert self._process.returncode == 0, self._errors.read_text()
+        assert json.loads(self._printed.read_text().splitlines()[-1]) == []
+
+
+def test_jobs_go_on_through_upgrade_rollback_and_a_kill(early, database, tmp_path):
+    now = sys.executable
+    site = Site(tmp_path / "data", database)
+    site.fill(early)
+    jobs = [Job(python, name, site, tmp_path) for name, python in enumerate((early, early, now))]
+    for step, (python, is_killed) in enumerate(
+        [(early, False), (now, False), (early, True), (now, True), (now, False)]
+    ):
+        with site.served_by(python, is_killed=is_killed):
+            for job in jobs:
+                job.go_on()
+            site.check(100 + 2 * step)
+    with site.served_by(now):
+        for job in jobs:
+            job.end()
+    checked = graphstash(now, "fsck", "--deep", **site.environment)
+    assert (checked.returncode, checked.stdout.strip()) == (0, "0 problems found"), checked.stderr
+
+
+def test_killed_migration_leaves_a_database_for_both_releases(early, database, postgres, tmp_path):
+    seed = secrets.token_hex(4)
+    print(f"seed {seed}")
+    filled = Site(tmp_path / "filled", database)
+    filled.fill(early)
+
+    def copied(name):
+        site = Site(tmp_path / name, {})
+        site.tokens = filled.tokens
+        shutil.copytree(filled.directory, site.directory)
+        if database:
+            template = database["GRAPHSTASH_DATABASE_URL"].rpartition("/")[2]
+            site.database = postgres.new_database(template=template)
+            site.environment["GRAPHSTASH_DATABASE_URL"] = site.database
+        else:
+            site.database = f"sqlite+aiosqlite:///{site.directory / 'graphstash.sqlite3'}"
+        return site
+
+    def migrate(site, killed_at):
+        return subprocess.run(
+            [sys.executable, "-c", KILLED, site.database, site.directory / "lock", str(killed_at)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    statements = int(migrate(copied("whole"), 0).stdout)
+    kills = int(os.environ.get("EARLY_KILLS") or 3)
+    for at in sorted(random.Random(seed).sample(range(1, statements + 1), kills)):
+        site = copied(f"killed-{at}")
+        assert migrate(site, at).returncode == -signal.SIGKILL
+        with site.served_by(early):
+            site.check(100)
+        assert migrate(site, at).returncode in {0, -signal.SIGKILL}
+        with site.served_by(sys.executable):
+            site.check(200)
+        checked = graphstash(sys.executable, "fsck", "--deep", **site.environment)
+        assert (checked.returncode, checked.stdout.strip()) == (0, "0 problems found")
