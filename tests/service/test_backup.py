@@ -17,7 +17,7 @@ from graphstash_schema import Digest
 from graphstash_server.db.migrate import alembic_config
 from graphstash_server.services.maintenance import backup as backup_module
 from graphstash_server.services.maintenance import snapshot
-from graphstash_server.testing import LiveServer
+from graphstash_server.testing import LiveServer, ServerProcess
 from support.api import DEVICE, Api
 from support.changes import execute
 from support.clocks import HostClock
@@ -570,6 +570,23 @@ def test_no_server_starts_while_a_restore_reads_the_replaced_database(
     monkeypatch.setattr(backup_module, "upgrade_snapshot", upgrade_beside_a_server)
     site.run("restore", backup, "--replace")
     assert len(refused) == 1
+    assert site.stored() == {0, 1}
+
+
+def test_log_of_the_replaced_database_does_not_reach_the_restored_one(new_site, backup):
+    """A killed server leaves its log, and an operator removes only the database."""
+    site = new_site(stored=range(2))
+    site.run("backup", backup)
+    database = site.directory / "graphstash.sqlite3"
+    with ServerProcess(site.directory, environment={"GRAPHSTASH_MIN_FREE_BYTES": "0"}) as server:
+        with closing(Api(server.url)) as api:
+            for number in range(2):
+                assert api.delete(number).status_code == 204
+        server.kill()
+    log = database.with_name(f"{database.name}-wal")
+    assert log.stat().st_size > 0
+    database.unlink()
+    site.run("restore", backup, "--replace")
     assert site.stored() == {0, 1}
 
 
