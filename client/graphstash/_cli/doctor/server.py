@@ -147,7 +147,7 @@ def _check_answers(
 def _check_connection(config: ClientConfig, host: str, port: int) -> Topic[str | None]:
     try:
         look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        address = str(within(config.connect_seconds, look_up)[0][4][0])
+        found = within(config.connect_seconds, look_up)
     except (OSError, UnicodeError) as error:
         yield fail(
             "connection",
@@ -157,27 +157,35 @@ def _check_connection(config: ClientConfig, host: str, port: int) -> Topic[str |
             f"`getent hosts {host}`",
         )
         return None
-    try:
-        socket.create_connection((address, port), timeout=config.connect_seconds).close()
-    except TimeoutError:
-        yield fail(
-            "connection",
-            f"{_place(host, address, port)}: no connection within {config.connect_seconds:g} s "
-            "(GRAPHSTASH_CONNECT_SECONDS)",
-            "a firewall or a network policy drops the packets, or the server is far away: allow "
-            "this host, or raise the timeout",
-        )
-        return None
-    except OSError as error:
-        yield fail(
-            "connection",
-            f"{_place(host, address, port)}: {_reason(error)}",
-            "start a server there with `graphstash serve`, or set GRAPHSTASH_URL to the "
-            "URL of one, e.g. http://cache.internal:8077",
-        )
-        return None
-    yield ok("connection", f"{_place(host, address, port)} accepts connections")
-    return address
+    addresses: dict[int, str] = {}
+    for family, *_, place in found:
+        addresses.setdefault(family, str(place[0]))
+    failures: dict[str, Finding] = {}
+    for address in addresses.values():  # like the client: one of each family
+        where = _place(host, address, port)
+        try:
+            socket.create_connection((address, port), timeout=config.connect_seconds).close()
+        except TimeoutError:
+            failures[address] = fail(
+                "connection",
+                f"{where}: no connection within {config.connect_seconds:g} s "
+                "(GRAPHSTASH_CONNECT_SECONDS)",
+                "a firewall or a network policy drops the packets, or the server is far away: "
+                "allow this host, or raise the timeout",
+            )
+        except OSError as error:
+            failures[address] = fail(
+                "connection",
+                f"{where}: {_reason(error)}",
+                "start a server there with `graphstash serve`, or set GRAPHSTASH_URL to the "
+                "URL of one, e.g. http://cache.internal:8077",
+            )
+        else:
+            unlike = f", unlike {', '.join(failures)}" if failures else ""
+            yield ok("connection", f"{where} accepts connections{unlike}")
+            return address
+    yield from failures.values()
+    return None
 
 
 def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Response | None]:
