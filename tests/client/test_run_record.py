@@ -1,5 +1,7 @@
 """Which records of runs stay on a host."""
 
+import errno
+import fcntl
 import itertools
 import os
 import stat
@@ -104,6 +106,29 @@ def test_folder_of_a_run_stays_for_child_that_outlives_its_parent(start, save, t
         return name(1) not in runs(tmp_path)
 
     until(is_removed)
+
+
+@pytest.mark.parametrize("is_supported", [False, True])
+def test_folder_of_a_run_whose_lock_fails_stays_for_a_week(
+    save, tmp_path, monkeypatch, is_supported
+):
+    records = tmp_path / "a" / "records"
+    for number in (1, 2):
+        save(name(number))
+        lock = records / name(number) / "lock"
+        lock.mkdir() if is_supported else lock.touch()
+    if not is_supported:
+
+        def flock(*_):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+    week_ago = time.time() - 8 * 24 * 3600
+    for path in (*(records / name(1)).iterdir(), records / name(1)):
+        os.utime(path, (week_ago, week_ago))
+    for number in range(3, KEPT + 3):
+        save(name(number))
+    assert runs(tmp_path) == [name(number) for number in range(2, KEPT + 3)]
 
 
 def test_a_run_that_began_while_the_clock_was_ahead_is_not_the_latest(save, tmp_path):

@@ -10,7 +10,7 @@ import os
 import shutil
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from time import sleep
+from time import sleep, time
 from typing import Final
 
 from graphstash._forking import close_unshared, forkable, open_unshared
@@ -19,6 +19,7 @@ __all__ = ["Claim", "claim", "hold", "remove_unless_held"]
 
 _LOCK: Final = "lock"
 
+_OLD_SECONDS: Final = 7 * 24 * 3600.0
 _TRIES: Final = 5
 _RETRY_SECONDS: Final = 0.02
 """Seconds between two tries: a process that removes a folder holds the lock only briefly."""
@@ -99,7 +100,9 @@ def hold(folder: Path) -> int | None:
 
 
 def remove_unless_held(folder: Path) -> None:
-    """Remove a folder unless a process holds it. Without support for locks, remove it."""
+    """Remove a folder unless a process holds it. If locks fail, remove it a week after its last
+    change.
+    """
     with ExitStack() as stack:
         try:
             descriptor = _open(folder)
@@ -107,9 +110,20 @@ def remove_unless_held(folder: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        except OSError:  # no lock file, or the file system does not support locks
+        except FileNotFoundError:  # no process has held it
             pass
+        except OSError:  # no support for locks, or no free descriptor: a process may hold it
+            if not _is_old(folder):
+                return
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_old(folder: Path) -> bool:
+    try:
+        changed_at = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:
+        return False
+    return time() - changed_at > _OLD_SECONDS
 
 
 def _open(folder: Path, more: int = 0) -> int:
