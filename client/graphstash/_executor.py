@@ -11,12 +11,16 @@ import queue
 import threading
 from collections.abc import Callable
 from time import monotonic
+from typing import Final
 
 from graphstash._forking import unforked
 
 __all__ = ["BoundedExecutor"]
 
 _log = logging.getLogger("graphstash")
+
+_END_SECONDS: Final = 1.0
+"""Seconds that an idle thread may take to end."""
 
 
 class BoundedExecutor:
@@ -76,7 +80,11 @@ class BoundedExecutor:
         return True
 
     def close(self) -> None:
-        """Reject further calls, drop queued calls, and end each thread after its running call."""
+        """Reject further calls, drop queued calls, and end each thread after its running call.
+
+        Waits for threads that run no call: if a thread ends while the interpreter does, the
+        thread-local objects of torch abort the process.
+        """
         with self._idle:
             self._closed = True
             with contextlib.suppress(queue.Empty):
@@ -86,6 +94,10 @@ class BoundedExecutor:
             self._idle.notify_all()
             for _ in self._threads:
                 self._queue.put(None)
+            threads = [] if self._unfinished else self._threads
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(_END_SECONDS)
 
     def _add_thread(self) -> None:
         thread = threading.Thread(

@@ -1,4 +1,5 @@
 import threading
+import time
 
 import pytest
 
@@ -36,6 +37,23 @@ def test_close_ends_threads_and_drops_queued_calls():
     until(lambda: not any(t.name.startswith("closing") for t in threading.enumerate()))
     assert seen == []
     assert not executor.submit(lambda: None)
+
+
+def test_close_waits_for_idle_thread_and_its_thread_local_objects():
+    """torch's abort the process if they end while the interpreter does."""
+    ended = []
+
+    class Slow:
+        def __del__(self):
+            time.sleep(0.1)
+            ended.append(True)
+
+    local = threading.local()
+    executor = BoundedExecutor("slow", workers=1, capacity=1)
+    executor.submit(lambda: setattr(local, "slow", Slow()))
+    assert executor.drain(5)
+    executor.close()
+    assert ended
 
 
 def test_process_that_starts_no_more_threads_refuses_calls_or_runs_them_in_earlier_threads(
