@@ -91,7 +91,7 @@ def formula(arm, cell, datagrams):
     if arm in {"ring", "paused"}:
         return ring_bytes(size, workers)
     if arm == "blocks":
-        return block_bytes(cell, cell.union())
+        return block_bytes(cell)
     if arm == "look":
         return tuple(map(sum, zip(*look_bytes(cell), ring_bytes(size, workers), strict=True)))
     if arm == "coo":  # metadata, indices, values; the headers are as observed
@@ -110,7 +110,7 @@ def model_bytes(arm, cell):
         "ring": ring * size,
         "paused": ring * size,
         "look": ring * (size + cell.blocks / 8),
-        "blocks": ring * (union * size + cell.blocks / 8),
+        "blocks": min(ring * union, (workers - 1) * own) * size + ring * cell.blocks / 8,
         "coo": (workers - 1) * cell.own * (4 * BLOCK + 8),
         "dedicated": max(own, union) * size,
         "colocated": (workers - 1) / workers * (own + union) * size,

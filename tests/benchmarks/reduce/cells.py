@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["BLOCK", "OVERLAPS", "Cell", "link_payload", "ring_bytes"]
+__all__ = ["BLOCK", "OVERLAPS", "Cell", "gathers", "link_payload", "ring_bytes"]
 
 BLOCK = 256  # elements
 OVERLAPS = ("none", "random", "full")
 
 SLOT = 4 * 1024**2
 SEGMENT = 1024**2
-MARK = 16
+CALL = 24
+NUMBER = 4
 GLOO_HEADER = 48
 """Of gloo's messages: for each send the sender's notice, the receiver's, and the data."""
 
@@ -83,16 +84,38 @@ def ring_bytes(size, workers, itemsize=4):
     return 2 * (workers - 1) * size, 3 * GLOO_HEADER * messages
 
 
+def gather_bytes(size, workers):
+    """What all workers send for an all-gather of `size` bytes of each on gloo's ring."""
+    pairs = workers * (workers - 1)
+    return pairs * size, 6 * GLOO_HEADER * pairs  # in two halves
+
+
 def look_bytes(cell):
-    """What the block-sparse all-reduce sends through it to agree: a mark, and a bitmap."""
-    return [ring_bytes(size, cell.workers, 1) for size in (MARK, -(-cell.blocks // 8))]
+    """What the block-sparse all-reduce sends to agree on the call and on the union's blocks."""
+    workers, bitmap, numbers = cell.workers, -(-cell.blocks // 8), cell.own * NUMBER
+    by_number = workers * numbers < 2 * bitmap
+    union = gather_bytes(numbers, workers) if by_number else ring_bytes(bitmap, workers, 1)
+    return [ring_bytes(CALL, workers, 8), union]
 
 
-def block_bytes(cell, union):
-    """The same, and then slots of blocks."""
-    whole, rest = divmod(union * 4 * BLOCK, SLOT)
-    slots = [ring_bytes(slot, cell.workers) for slot in [SLOT] * whole + [rest] * (rest > 0)]
-    return tuple(map(sum, zip(*look_bytes(cell), *slots, strict=True)))
+def gathers(cell):
+    """Whether each worker's blocks are gathered, or those of the union added up on the ring."""
+    return cell.workers * cell.own * (4 * BLOCK + NUMBER) < 2 * cell.union() * 4 * BLOCK
+
+
+def block_bytes(cell):
+    """What it sends to agree, and then in slots of blocks."""
+    blocks = cell.own if gathers(cell) else cell.union()
+    most = SLOT // (4 * BLOCK)
+    slots = [min(most, blocks - start) for start in range(0, blocks, most)]
+    if gathers(cell):
+        sent = [
+            gather_bytes(-(-each * NUMBER // 16) * 16 + each * 4 * BLOCK, cell.workers)
+            for each in slots
+        ]
+    else:
+        sent = [ring_bytes(each * 4 * BLOCK, cell.workers) for each in slots]
+    return tuple(map(sum, zip(*look_bytes(cell), *sent, strict=True)))
 
 
 def link_payload(gbits):

@@ -19,26 +19,51 @@ from graphstash.training.reduce import (
     Thresholding,
     sparse_hook,
 )
+from graphstash.training.reduce.layout import BlockLayout
 from support.cases.ranks import assert_same_bits, error_of
 from support.cases.sums import ROWS, Hook, assert_sum, drawn, expected, nonzero_blocks, trained
 
 
 class Counted:
-    """How many bytes torch's all-reduce is handed meanwhile."""
+    """How many bytes torch's all-reduce gets meanwhile; of what is gathered, N/2 times as many."""
 
     def __enter__(self) -> Self:
         self.bytes = 0
         self._all_reduce = distributed.all_reduce
+        self._gather = distributed.all_gather_into_tensor
 
         def all_reduce(tensor: Tensor, *arguments: Any, **more: Any) -> Any:
             self.bytes += tensor.nbytes
             return self._all_reduce(tensor, *arguments, **more)
 
+        def gather(received: Tensor, *arguments: Any, **more: Any) -> Any:
+            self.bytes += received.nbytes // 2
+            return self._gather(received, *arguments, **more)
+
         distributed.all_reduce = all_reduce
+        distributed.all_gather_into_tensor = gather  # type: ignore[assignment] # has names
         return self
 
     def __exit__(self, *_: object) -> None:
         distributed.all_reduce = self._all_reduce
+        distributed.all_gather_into_tensor = self._gather
+
+
+def aligned(nbytes: int) -> int:
+    return math.ceil(nbytes / 16) * 16
+
+
+def bytes_of(values: Tensor, block: int, ranks: list[list[int]]) -> int:
+    """Return the bytes that a sum by blocks should send, at most one slot of them."""
+    union = {number for each in ranks for number in each}
+    most = max(map(len, ranks))
+    bitmap = math.ceil(math.ceil(len(values) / block) / 8)
+    agreed = 24 + min(bitmap, len(ranks) * most * 4 // 2)
+    size = block * values.element_size()
+    if len(ranks) * most * (size + 4) < 2 * len(union) * size:
+        return agreed + len(ranks) * (aligned(most * 4) + aligned(most * size)) // 2
+    elements = sum(min(block, len(values) - number * block) for number in union)
+    return agreed + values.element_size() * elements
 
 
 def sums(*, count: int) -> None:
@@ -51,11 +76,13 @@ def sums(*, count: int) -> None:
         reduce.sum_(again)
         assert_sum(name, once, dense)
         assert_same_bits(name, once, again)
-        union = {number for each in nonzero_blocks(values, block) for number in each}
-        elements = sum(min(block, len(values) - number * block) for number in union)
-        bits = math.ceil(math.ceil(len(values) / block) / 8)
-        formula = 16 + bits + values.element_size() * elements
+        formula = bytes_of(values, block, nonzero_blocks(values, block))
         assert counted.bytes == sent.bitmap_bytes + sent.block_bytes == formula, name
+        largest = len(values) // 3
+        parted = BlockLayout(block, (largest, 1, 0, len(values) - largest - 1) if largest else ())
+        again.copy_(values)
+        reduce.sum_(again, layout=parted)
+        assert_sum(f"{name} in parts", again, dense)
 
 
 def sparse(**arguments: Any) -> Hook:
@@ -288,8 +315,8 @@ def killed() -> str:
     class Deadly(BlockSparseAllReduce):
         calls = 0
 
-        def union_of(self, nonzero: Tensor) -> tuple[Tensor, int]:
-            found = super().union_of(nonzero)
+        def _union(self, *blocks: Any) -> tuple[Tensor, int]:
+            found = super()._union(*blocks)
             self.calls += 1
             if distributed.get_rank() == distributed.get_world_size() - 1 and self.calls == 6:
                 os.kill(os.getpid(), signal.SIGKILL)

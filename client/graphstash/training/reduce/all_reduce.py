@@ -1,18 +1,24 @@
-"""The block-sparse all-reduce: first a bitmap, then the blocks of the union, slot by slot.
+"""The block-sparse all-reduce: agree on the blocks that are not zero on some rank, and sum these.
 
-    hash     -- MAX over the ranks -->  whether all ranks sum the same  (16 bytes)
-    bitmap   -- OR over the ranks -->   union                           (a bit per block)
-    blocks of the union, packed  -- SUM over the ranks -->  written back in place
+    call   -- MAX over the ranks -->  whether all ranks make the same call, and the most blocks
+                                      of a rank (24 bytes)
+    union  -- OR of a bit per block, or a gather of the numbers of blocks: the smaller of the two
+    blocks -- SUM of the union's blocks, or a gather of each rank's own blocks
 
-Blocks outside the union are never sent: they are zero on all ranks, and so are their sums. A slot
-is a group of blocks of up to 4 MiB. Packing, sending and unpacking of slots overlap. A slot has
-the same blocks on every rank. The process group therefore adds the elements of a slot in the same
-order every time, and gives every rank the same bits.
+Blocks outside the union are never sent: they are zero on all ranks, and so are their sums. For N
+ranks with at most m blocks and a union of u, a ring sends 2(N-1)/N u blocks and a gather (N-1) m.
+The choice depends only on values that all ranks have, and not on earlier calls.
+
+A slot is a group of blocks of up to 4 MiB, of which two are in flight. The process group adds the
+elements of a slot in the same order every time, and a gathered slot is added in the order of the
+ranks, so every rank gets the same bits.
 """
 
 import hashlib
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final, NamedTuple, Self
 
 import torch
@@ -20,25 +26,32 @@ from torch import Tensor, distributed
 
 from graphstash.training.reduce.agreement import require_floats, require_same
 from graphstash.training.reduce.blocks import BlockView, bits_of, from_bits, written_back
+from graphstash.training.reduce.layout import BLOCK_ELEMENTS, BlockLayout
 
-__all__ = ["BLOCK_ELEMENTS", "BlockSparseAllReduce", "Sent"]
-
-BLOCK_ELEMENTS: Final = 256
-"""Elements of a block by default, as in the OmniReduce paper: 1 KiB of fp32."""
+__all__ = ["BlockSparseAllReduce", "Sent"]
 
 _SLOT_BYTES: Final = 4 * 1024**2
 _SLOTS: Final = 2
 """Slots in flight at the same time."""
 
+_CALL_BYTES: Final = 24
+_NUMBER_BYTES: Final = 4
+_ALIGNMENT: Final = 16
+"""Bytes of the largest element, complex128."""
+
 
 class Sent(NamedTuple):
     """What one all-reduce sent, and how long it took.
+
+    Bytes are those of a ring all-reduce that would send as much: of N ranks, a ring sends each byte
+    2(N-1)/N times and a gather N-1 times, so gathered bytes count N/2 times.
 
     Attributes:
         blocks: Blocks of the tensor; 0 if it was sent whole without checking its blocks.
         own_blocks: Blocks that were nonzero on this rank.
         union_blocks: Blocks that were nonzero on at least one rank.
-        bitmap_bytes: Bytes of hash and bitmap; with aggregators, all bytes except the blocks.
+        bitmap_bytes: Bytes sent to agree on the blocks; with aggregators, all bytes except the
+            blocks.
         block_bytes: Bytes of the blocks that were sent.
         dense_bytes: Bytes of the whole tensor.
         pack_seconds: Time to find the nonzero blocks and pack them.
@@ -94,18 +107,8 @@ class BlockSparseAllReduce:
         """
         if block_size < 1:
             raise ValueError(f"a block of {block_size} elements: take 1 or more, 256 is usual")
-        self.group = group if group is not None else distributed.group.WORLD
+        self.group: Any = group if group is not None else distributed.group.WORLD
         self.block_size = block_size
-
-    def union_of(self, nonzero: Tensor) -> tuple[Tensor, int]:
-        """Return the flags that are set on at least one rank, and the number of bytes sent."""
-        if not nonzero.is_cuda:
-            bits = bits_of(nonzero)
-            distributed.all_reduce(bits, distributed.ReduceOp.BOR, group=self.group)
-            return from_bits(bits, len(nonzero)), bits.nbytes
-        flags = nonzero.to(torch.uint8)  # NCCL has no OR, so it sends a byte per block
-        distributed.all_reduce(flags, distributed.ReduceOp.MAX, group=self.group)
-        return flags.bool(), flags.nbytes
 
     def sum_(
         self,
@@ -114,6 +117,7 @@ class BlockSparseAllReduce:
         scale: float = 1.0,
         wire_dtype: torch.dtype | None = None,
         dense_above: float = 1.0,
+        layout: BlockLayout | None = None,
     ) -> Sent:
         """Sum a tensor over all ranks, in place.
 
@@ -123,6 +127,7 @@ class BlockSparseAllReduce:
             scale: Factor by which every element is multiplied before it is sent.
             wire_dtype: Type in which elements are sent. Default: their own type.
             dense_above: Share of blocks in the union above which the tensor is sent whole.
+            layout: Division into blocks. Default: blocks of `block_size` elements.
 
         Raises:
             ValueError: the tensor does not have exactly one dimension, is sparse, or has several
@@ -131,38 +136,49 @@ class BlockSparseAllReduce:
                 `wire_dtype` differs from the tensor's type and one of them is not a float type.
             RuntimeError: a rank is gone.
         """
+        layout = layout or BlockLayout(self.block_size)
         with written_back(flat) as contiguous:
-            return self._sum(contiguous, scale, wire_dtype, dense_above)
+            return self._sum(contiguous, scale, wire_dtype, dense_above, layout)
 
     def _sum(
-        self, flat: Tensor, scale: float, wire_dtype: torch.dtype | None, dense_above: float
+        self,
+        flat: Tensor,
+        scale: float,
+        wire_dtype: torch.dtype | None,
+        dense_above: float,
+        layout: BlockLayout,
     ) -> Sent:
         began = time.perf_counter()
-        blocks = BlockView(flat, self.block_size)
-        check = _SameCallCheck(
-            f"{flat.numel()} {flat.dtype} in blocks of {self.block_size}, "
+        blocks = BlockView(flat, layout.size, parts=layout.parts)
+        nonzero = blocks.nonzero()
+        own = nonzero.nonzero().flatten()
+        scanned = time.perf_counter()
+        most = self._most_blocks(
+            len(own),
+            f"{flat.numel()} {flat.dtype} in blocks of {layout.size}, parts={layout.parts}, "
             f"{scale=}, {wire_dtype=}, {dense_above=}",
             flat.device,
-            self.group,
         )
-        nonzero = blocks.nonzero()
-        own = int(nonzero.sum())
-        scanned = time.perf_counter()
-        check.require_same()
         require_floats(flat, wire_dtype)
-        union, bitmap_bytes = self.union_of(nonzero)
-        chosen = union.nonzero().flatten()
+        union, union_bytes = self._union(nonzero, own, most)
         agreed = time.perf_counter()
-        if len(chosen) > dense_above * blocks.count:
+        pack = send = unpack = 0.0
+        if len(union) > dense_above * blocks.count:
             block_bytes = self.sum_whole_(_scaled(flat, scale, None), wire_dtype=wire_dtype)
-            pack, send, unpack = 0.0, time.perf_counter() - agreed, 0.0
+            send = time.perf_counter() - agreed
         else:
-            block_bytes, pack, send, unpack = self._send(blocks, chosen, flat, scale, wire_dtype)
+            slots = _Slots(
+                self.group, blocks, layout.size, flat.dtype, scale=scale, wire_dtype=wire_dtype
+            )
+            gathered = slots.ranks * most * (slots.block_bytes + _NUMBER_BYTES)
+            gathers = gathered < 2 * len(union) * slots.block_bytes
+            sending = slots.gathered(own, most) if gathers else slots.summed(union)
+            block_bytes, pack, send, unpack = _send(sending)
         return Sent(
             blocks.count,
-            own,
-            len(chosen),
-            bitmap_bytes + check.nbytes,
+            len(own),
+            len(union),
+            _CALL_BYTES + union_bytes,
             block_bytes,
             flat.nbytes,
             scanned - began + pack,
@@ -179,73 +195,157 @@ class BlockSparseAllReduce:
                 contiguous.copy_(wire)
         return wire.nbytes
 
-    def _send(
+    def _most_blocks(self, own: int, call: str, device: torch.device) -> int:
+        """Return the largest `own` of the ranks.
+
+        Raises:
+            ConfigError: the ranks make different calls; on every rank.
+        """
+        # If the maxima of a hash and of its negative are negatives, all ranks have the same hash.
+        digest = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7])
+        maxima = torch.tensor([digest, -digest, own], device=device)
+        distributed.all_reduce(maxima, distributed.ReduceOp.MAX, group=self.group)
+        high, low, most = maxima.tolist()
+        if high != -low:
+            require_same(
+                self.group,
+                call,
+                wrong="the ranks want to add up different tensors",
+                way_out="build the same model with the same settings of the hook on each, and add "
+                "up in the same order",
+            )
+        return int(most)
+
+    def _union(self, nonzero: Tensor, own: Tensor, most: int) -> tuple[Tensor, int]:
+        """Return the numbers of the blocks that are nonzero on some rank, and the bytes sent.
+
+        Args:
+            nonzero: A flag for each block of this rank.
+            own: The numbers of the blocks that have it.
+            most: The largest length of `own` of the ranks.
+        """
+        ranks = distributed.get_world_size(self.group)
+        # NCCL has no OR, so it sends a byte per block.
+        bits = nonzero.to(torch.uint8) if nonzero.is_cuda else bits_of(nonzero)
+        if ranks * most * _NUMBER_BYTES < 2 * bits.nbytes:
+            numbers = _padded(own, most)
+            received = numbers.new_empty(ranks * most)
+            distributed.all_gather_into_tensor(received, numbers, group=self.group)
+            return received[received >= 0].long().unique(), ranks * numbers.nbytes // 2
+        if nonzero.is_cuda:
+            distributed.all_reduce(bits, distributed.ReduceOp.MAX, group=self.group)
+            return bits.nonzero().flatten(), bits.nbytes
+        distributed.all_reduce(bits, distributed.ReduceOp.BOR, group=self.group)
+        return from_bits(bits, len(nonzero)).nonzero().flatten(), bits.nbytes
+
+
+class _Sending(NamedTuple):
+    """A slot whose collective has started, and what writes its result back."""
+
+    nbytes: int
+    work: Any
+    write: Callable[[], None]
+
+
+def _send(slots: Iterator[_Sending]) -> tuple[int, float, float, float]:
+    """Return bytes sent, and seconds to pack, send and unpack."""
+    pack = send = unpack = 0.0
+    sent_bytes = 0
+    in_flight: deque[_Sending] = deque()
+    while True:
+        started = time.perf_counter()
+        if len(in_flight) < _SLOTS and (packed := next(slots, None)) is not None:
+            in_flight.append(packed)
+            sent_bytes += packed.nbytes
+            pack += time.perf_counter() - started
+            continue
+        if not in_flight:
+            return sent_bytes, pack, send, unpack
+        slot = in_flight.popleft()
+        slot.work.wait()
+        arrived = time.perf_counter()
+        slot.write()
+        send += arrived - started
+        unpack += time.perf_counter() - arrived
+
+
+class _Slots:
+    """Packs blocks into slots, and starts to send each slot when it is taken from the iterator."""
+
+    def __init__(
         self,
+        group: distributed.ProcessGroup | None,
         blocks: BlockView,
-        chosen: Tensor,
-        flat: Tensor,
+        size: int,
+        dtype: torch.dtype,
+        *,
         scale: float,
         wire_dtype: torch.dtype | None,
-    ) -> tuple[int, float, float, float]:
-        """Return bytes sent, and seconds to pack, send and unpack."""
-        pack = send = unpack = 0.0
-        sent_bytes = 0
-        in_flight: deque[tuple[Tensor, Tensor, Any]] = deque()
-        slots = deque(torch.split(chosen, self._blocks_of_a_slot(flat)) if len(chosen) else ())
-        while slots or in_flight:
-            started = time.perf_counter()
-            if slots and len(in_flight) < _SLOTS:
-                slot = slots.popleft()
-                wire = _scaled(blocks.pack(slot), scale, wire_dtype)
-                work = distributed.all_reduce(wire, group=self.group, async_op=True)
-                in_flight.append((slot, wire, work))
-                sent_bytes += wire.nbytes
-                pack += time.perf_counter() - started
-                continue
-            slot, wire, work = in_flight.popleft()
-            work.wait()
-            arrived = time.perf_counter()
-            blocks.unpack(slot, wire.to(flat.dtype))
-            send += arrived - started
-            unpack += time.perf_counter() - arrived
-        return sent_bytes, pack, send, unpack
+    ) -> None:
+        self.ranks = distributed.get_world_size(group)
+        self.block_bytes = size * (wire_dtype or dtype).itemsize
+        self._group, self._blocks, self._size = group, blocks, size
+        self._dtype, self._scale, self._wire_dtype = dtype, scale, wire_dtype
+        self._most = max(1, _SLOT_BYTES // (size * dtype.itemsize))
 
-    def _blocks_of_a_slot(self, flat: Tensor) -> int:
-        return max(1, _SLOT_BYTES // (self.block_size * flat.element_size()))
+    def summed(self, union: Tensor) -> Iterator[_Sending]:
+        """All-reduce the blocks of the union."""
+        for numbers in torch.split(union, self._most) if len(union) else ():
+            wire = self._packed(numbers)
+            work = distributed.all_reduce(wire, group=self._group, async_op=True)
+            yield _Sending(wire.nbytes, work, partial(self._unpack, numbers, wire))
+
+    def gathered(self, own: Tensor, most: int) -> Iterator[_Sending]:
+        """Gather the blocks of all ranks, each with its number, and add them up in rank order."""
+        messages = [
+            self._message(own[start : start + self._most], min(self._most, most - start))
+            for start in range(0, most, self._most)
+        ]
+        self._blocks.clear(own)
+        for start, message in zip(range(0, most, self._most), messages, strict=True):
+            received = message.new_empty(self.ranks * len(message))
+            work = distributed.all_gather_into_tensor(
+                received, message, group=self._group, async_op=True
+            )
+            add = partial(self._add, received, min(self._most, most - start))
+            yield _Sending(received.nbytes // 2, work, add)
+
+    def _packed(self, numbers: Tensor) -> Tensor:
+        return _scaled(self._blocks.pack(numbers), self._scale, self._wire_dtype)
+
+    def _unpack(self, numbers: Tensor, wire: Tensor) -> None:
+        self._blocks.unpack(numbers, wire.to(self._dtype))
+
+    def _message(self, numbers: Tensor, capacity: int) -> Tensor:
+        """Return bytes: room for the numbers of `capacity` blocks, and for the blocks."""
+        head = _aligned(capacity * _NUMBER_BYTES)
+        message = numbers.new_zeros(head + _aligned(capacity * self.block_bytes), dtype=torch.uint8)
+        message[: capacity * _NUMBER_BYTES] = _padded(numbers, capacity).view(torch.uint8)
+        packed = self._packed(numbers).view(torch.uint8)
+        message[head : head + len(packed)] = packed
+        return message
+
+    def _add(self, received: Tensor, capacity: int) -> None:
+        head = _aligned(capacity * _NUMBER_BYTES)
+        for message in received.view(self.ranks, -1):
+            numbers = message[: capacity * _NUMBER_BYTES].view(torch.int32)
+            numbers = numbers[numbers >= 0].long()
+            values = message[head:].view(self._wire_dtype or self._dtype)
+            self._blocks.add(numbers, values[: len(numbers) * self._size].to(self._dtype))
+
+
+def _padded(numbers: Tensor, length: int) -> Tensor:
+    """Return the numbers as int32, filled up with -1."""
+    padded = numbers.new_full((length,), -1, dtype=torch.int32)
+    padded[: len(numbers)] = numbers
+    return padded
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _scaled(values: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:
     if scale != 1.0:
         values.mul_(scale)
     return values if dtype is None else values.to(dtype)
-
-
-class _SameCallCheck:
-    """Checks in the background that all ranks make the same call.
-
-    All ranks max-reduce 8 bytes of a hash, each byte b together with 255 - b. If every pair still
-    sums to 255, all ranks hold the same hash.
-    """
-
-    def __init__(self, text: str, device: torch.device, group: Any) -> None:
-        digest = hashlib.sha256(text.encode()).digest()[:8]
-        pairs = [*digest, *(255 - byte for byte in digest)]
-        self._text, self._group = text, group
-        self._bytes = torch.tensor(pairs, dtype=torch.uint8, device=device)
-        self.nbytes = self._bytes.nbytes
-        self._work = distributed.all_reduce(
-            self._bytes, distributed.ReduceOp.MAX, group=group, async_op=True
-        )
-
-    def require_same(self) -> None:
-        """Raise ConfigError on every rank if the ranks sum different tensors."""
-        self._work.wait()
-        digest, rest = self._bytes.int().view(2, 8)
-        if bool((digest + rest != 255).any()):
-            require_same(
-                self._group,
-                self._text,
-                wrong="the ranks want to add up different tensors",
-                way_out="build the same model with the same settings of the hook on each, and add "
-                "up in the same order",
-            )

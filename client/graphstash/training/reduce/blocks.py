@@ -1,11 +1,12 @@
 """A flat tensor as blocks: find the nonzero blocks, pack them and write them back.
 
-The last block (the tail) is shorter if the length is not a multiple of the block size.
+The last block of each part (the tail) is shorter if the part's length is not a multiple of the
+block size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,17 +47,33 @@ def written_back(flat: Tensor) -> Iterator[Tensor]:
     flat.detach().copy_(here)
 
 
+class _Part(NamedTuple):
+    """Consecutive blocks: whole ones as rows, and a shorter tail, which may be empty."""
+
+    rows: Tensor
+    tail: Tensor
+    first: int
+
+
 class BlockView:
     """A flat, contiguous tensor as blocks of `size` elements.
 
     Attributes:
-        count: Number of blocks, including the tail.
+        count: Number of blocks, including the tails.
 
     Raises:
         ValueError: the tensor does not have exactly one dimension, or is not contiguous.
     """
 
-    def __init__(self, flat: Tensor, size: int) -> None:
+    def __init__(self, flat: Tensor, size: int, *, parts: Sequence[int] = ()) -> None:
+        """Divide a tensor into blocks.
+
+        Args:
+            flat: The tensor.
+            size: Elements of a block.
+            parts: Lengths of the parts of the tensor. Blocks start anew with each part, whose last
+                block may be shorter. Default: one part.
+        """
         if flat.dim() != 1:
             raise ValueError(
                 f"a tensor of shape {tuple(flat.shape)}: give one dimension, such as .view(-1) of "
@@ -68,43 +85,51 @@ class BlockView:
                 ".contiguous()"
             )
         flat = flat.detach()  # autograd forbids writing to a parameter in place
-        whole = flat.numel() // size
-        self.count = -(-flat.numel() // size)
         self._size = size
-        self._whole = flat[: whole * size].view(whole, size)
-        self._tail = flat[whole * size :]
+        self._flat = flat
+        self._parts: list[_Part] = []
+        self.count = 0
+        for part in flat.split([*parts] or [len(flat)]):
+            whole = len(part) // size
+            rows, tail = part[: whole * size].view(whole, size), part[whole * size :]
+            self._parts.append(_Part(rows, tail, self.count))
+            self.count += whole + (len(tail) > 0)
+        edges = [edge for part in self._parts for edge in (part.first, part.first + len(part.rows))]
+        self._edges = torch.tensor([*edges, self.count], device=flat.device)
 
     def nonzero(self) -> Tensor:
         """Return for each block whether it has a nonzero element, such as NaN."""
-        result = torch.empty(self.count, dtype=torch.bool, device=self._tail.device)
-        whole = len(self._whole)
-        chunk_blocks = max(1, whole if self._tail.is_cuda else _CHUNK_ELEMENTS // self._size)
-        pieces = torch.split(self._whole, chunk_blocks), torch.split(result[:whole], chunk_blocks)
-        for blocks, out in zip(*pieces, strict=True):
-            if blocks.is_floating_point():  # twice as fast as any(); amax() keeps NaN
-                torch.ne(blocks.abs().amax(dim=1), 0, out=out)
-            else:  # abs() of the smallest integer overflows
-                torch.any(blocks.ne(0), dim=1, out=out)
-        if whole < self.count:
-            result[whole] = self._tail.ne(0).any()
+        result = torch.empty(self.count, dtype=torch.bool, device=self._flat.device)
+        for rows, tail, first in self._parts:
+            whole = len(rows)
+            piece = max(1, whole if rows.is_cuda else _CHUNK_ELEMENTS // self._size)
+            pieces = torch.split(rows, piece), torch.split(result[first : first + whole], piece)
+            for blocks, out in zip(*pieces, strict=True):
+                if blocks.is_floating_point():  # twice as fast as any(); amax() keeps NaN
+                    torch.ne(blocks.abs().amax(dim=1), 0, out=out)
+                else:  # abs() of the smallest integer overflows
+                    torch.any(blocks.ne(0), dim=1, out=out)
+            if len(tail):
+                result[first + whole] = tail.ne(0).any()
         return result
 
     def norms(self) -> Tensor:
         """Return the Euclidean norm of each block, in fp32 or a wider type."""
-        wide = torch.promote_types(self._tail.dtype, torch.float32)
-        result = torch.empty(self.count, dtype=wide, device=self._tail.device)
-        whole = len(self._whole)
-        torch.linalg.vector_norm(self._whole, dim=1, dtype=wide, out=result[:whole])
-        if whole < self.count:
-            result[whole] = torch.linalg.vector_norm(self._tail, dtype=wide)
+        wide = torch.promote_types(self._flat.dtype, torch.float32)
+        result = torch.empty(self.count, dtype=wide, device=self._flat.device)
+        for rows, tail, first in self._parts:
+            whole = result[first : first + len(rows)]
+            torch.linalg.vector_norm(rows, dim=1, dtype=wide, out=whole)
+            if len(tail):
+                result[first + len(rows)] = torch.linalg.vector_norm(tail, dtype=wide)
         return result
 
     def zero_(self, flags: Tensor) -> None:
         """Zero the blocks whose flag is set, in place."""
-        whole = len(self._whole)
-        self._whole.masked_fill_(flags[:whole].unsqueeze(1), 0)
-        if whole < self.count:
-            self._tail.masked_fill_(flags[whole], 0)
+        for rows, tail, first in self._parts:
+            rows.masked_fill_(flags[first : first + len(rows)].unsqueeze(1), 0)
+            if len(tail):
+                tail.masked_fill_(flags[first + len(rows)], 0)
 
     def pack(self, chosen: Tensor) -> Tensor:
         """Return the chosen blocks one after the other in a new tensor.
@@ -112,25 +137,51 @@ class BlockView:
         Args:
             chosen: Numbers of the blocks, int64, ascending.
         """
-        ends_short = self._ends_with_tail(chosen)
-        full = chosen[:-1] if ends_short else chosen
-        elements = len(full) * self._size
-        packed = self._tail.new_empty(elements + (len(self._tail) if ends_short else 0))
-        torch.index_select(self._whole, 0, full, out=packed[:elements].view(len(full), self._size))
-        packed[elements:] = self._tail if ends_short else self._tail[:0]
-        return packed
+        packed = self._flat.new_empty(len(chosen) * self._size)
+        length = 0
+        for rows, numbers, tail in self._chosen(chosen):
+            tail_starts = length + len(numbers) * self._size
+            out = packed[length:tail_starts].view(-1, self._size)
+            torch.index_select(rows, 0, numbers, out=out)
+            length = tail_starts + len(tail)
+            packed[tail_starts:length] = tail
+        return packed[:length]
 
     def unpack(self, chosen: Tensor, packed: Tensor) -> None:
         """Write packed blocks back, in place. The inverse of `pack`."""
-        ends_short = self._ends_with_tail(chosen)
-        full = chosen[:-1] if ends_short else chosen
-        elements = len(full) * self._size
-        self._whole.index_copy_(0, full, packed[:elements].view(len(full), self._size))
-        if ends_short:
-            self._tail.copy_(packed[elements:])
+        for rows, numbers, tail, values, tail_values in self._beside(chosen, packed):
+            rows.index_copy_(0, numbers, values)
+            tail.copy_(tail_values)
 
-    def _ends_with_tail(self, chosen: Tensor) -> bool:
-        return len(self._tail) > 0 and len(chosen) > 0 and int(chosen[-1]) == len(self._whole)
+    def add(self, chosen: Tensor, packed: Tensor) -> None:
+        """Add packed blocks, in place."""
+        for rows, numbers, tail, values, tail_values in self._beside(chosen, packed):
+            rows.index_copy_(0, numbers, rows.index_select(0, numbers).add_(values))
+            tail.add_(tail_values)
+
+    def clear(self, chosen: Tensor) -> None:
+        """Zero the chosen blocks, in place."""
+        for rows, numbers, tail in self._chosen(chosen):
+            rows.index_fill_(0, numbers, 0)
+            tail.zero_()
+
+    def _chosen(self, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield each part's rows, numbers of the chosen rows, and its tail, empty if not chosen."""
+        places = torch.searchsorted(chosen, self._edges).tolist()
+        for number, (rows, tail, first) in enumerate(self._parts):
+            starts, tail_starts, ends = places[2 * number : 2 * number + 3]
+            yield rows, chosen[starts:tail_starts] - first, tail if ends > tail_starts else tail[:0]
+
+    def _beside(
+        self, chosen: Tensor, packed: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+        """Yield what `_chosen` yields, and the packed values of the rows and of the tail."""
+        length = 0
+        for rows, numbers, tail in self._chosen(chosen):
+            tail_starts = length + len(numbers) * self._size
+            values = packed[length:tail_starts].view(-1, self._size)
+            length = tail_starts + len(tail)
+            yield rows, numbers, tail, values, packed[tail_starts:length]
 
 
 def bits_of(flags: Tensor) -> Tensor:

@@ -22,9 +22,10 @@ from torch.futures import Future
 from graphstash._executor import BoundedExecutor
 from graphstash.errors import ConfigError
 from graphstash.training.reduce.agreement import require_same
-from graphstash.training.reduce.all_reduce import BLOCK_ELEMENTS, BlockSparseAllReduce, Sent
+from graphstash.training.reduce.all_reduce import BlockSparseAllReduce, Sent
 from graphstash.training.reduce.density_gate import DensityGate
 from graphstash.training.reduce.group_timeout import timeout_of
+from graphstash.training.reduce.layout import BLOCK_ELEMENTS, BlockLayout, layout_of
 from graphstash.training.reduce.statistics import BucketStatistics
 from graphstash.training.reduce.thresholding import Thresholding
 
@@ -75,7 +76,7 @@ class SparseState:
         group: distributed.ProcessGroup | None = None,
         *,
         through: "AggregatedAllReduce | None" = None,
-        block_size: int = BLOCK_ELEMENTS,
+        block_size: int | None = None,
         wire_dtype: torch.dtype | None = None,
         dense_above: float | None = None,
         sparse_below: float | None = None,
@@ -90,7 +91,8 @@ class SparseState:
                 at the same point, as for `torch.distributed.new_group`.
             through: All-reduce through aggregators, over the same ranks. The caller closes it after
                 this state. Default: the collectives of the group.
-            block_size: Elements of a block. Ignored with `through`, which has its own block size.
+            block_size: Elements of a block. Default: for each bucket a row of its largest table, or
+                256; see `layout_of`. Ignored with `through`, which has its own block size.
             wire_dtype: Type in which elements are sent. Default: their own type.
             dense_above: Share of nonzero blocks above which a bucket is sent whole. Default: 0.7;
                 with `through` 1, which means never.
@@ -121,14 +123,17 @@ class SparseState:
                 f"{distributed.get_process_group_ranks(through.group)}, and this state over "
                 f"{self.ranks}: give both the same group"
             )
-        self._sums = through or BlockSparseAllReduce(self._group, block_size=block_size)
+        self._block_size = block_size if through is None else through.block_size
+        self._sums = through or BlockSparseAllReduce(
+            self._group, block_size=BLOCK_ELEMENTS if block_size is None else block_size
+        )
         self._wire_dtype = wire_dtype
         self._dense = None if dense is None else dense(self._group)
         self._thresholding = thresholding
         hook = None if self._dense is None else _name_of(self._dense[1])
         require_same(
             self._group,
-            f"block_size={self._sums.block_size}, {wire_dtype=}, {dense_above=}, {sparse_below=}, "
+            f"block_size={self._block_size}, {wire_dtype=}, {dense_above=}, {sparse_below=}, "
             f"through={'aggregators' if through else None}, dense={hook}, "
             f"thresholding={thresholding}",
             wrong="the ranks made different states of the hook",
@@ -170,14 +175,16 @@ class SparseState:
             )
         if gradients.is_sparse:
             return self._later(key, gradients, lambda: self._mean_of_rows(gradients, key))
+        parameters = bucket.parameters()
+        layout = layout_of(parameters, self._block_size)
         if self._thresholding is not None:
-            parameters = bucket.parameters()
             each = torch.split(gradients, [parameter.numel() for parameter in parameters])
             for parameter, gradient in zip(parameters, each, strict=True):
-                self._thresholding.hold_back_(parameter, gradient, block_size=self._sums.block_size)
+                self._thresholding.hold_back_(parameter, gradient, block_size=layout.size)
         gate = self._gates.setdefault(key, self._new_gate())
         if not gate.skips():
-            return self._later(key, gradients, lambda: self._mean_of_blocks(bucket, key, gate))
+            work = partial(self._mean_of_blocks, bucket, layout, key, gate)
+            return self._later(key, gradients, work)
         if self._dense is not None:  # the thread waits for the hook, to keep the order
             state, hook = self._dense
             self._count(key, Sent.whole(gradients, gradients.nbytes))
@@ -217,7 +224,7 @@ class SparseState:
             self._thresholding.load_state_dict(state)
 
     def _mean_of_blocks(
-        self, bucket: GradBucket, key: tuple[int, int], gate: DensityGate
+        self, bucket: GradBucket, layout: BlockLayout, key: tuple[int, int], gate: DensityGate
     ) -> Tensor:
         if self._dense is not None and hasattr(self._dense[0], "maybe_increase_iter"):
             # PowerSGD counts steps in its hook, which is not called for this bucket.
@@ -228,6 +235,7 @@ class SparseState:
             scale=1 / self._world,
             wire_dtype=self._wire_dtype,
             dense_above=gate.limit,
+            layout=layout,
         )
         gate.record(sent.union_density)
         self._count(key, sent)

@@ -1,7 +1,7 @@
 """Estimates whether sparse reduction pays, from a few batches and the speed of the link.
 
 As in the OmniReduce paper, a ring of N ranks sends 2(N-1)/N of each gradient. This package sends
-the same share of the union's blocks and of one bit per block.
+the same share of one bit per block, and either of the union's blocks, or N-1 times each rank's own.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphstash.training.reduce.all_reduce import BLOCK_ELEMENTS
 from graphstash.training.reduce.blocks import BlockView
+from graphstash.training.reduce.layout import layout_of
 
 __all__ = ["Forecast", "report"]
 
@@ -24,7 +24,7 @@ class Forecast(NamedTuple):
             parameter without a gradient in a batch counts as zeros, as DDP reduces it.
         union_density: Share of blocks that are nonzero in at least one of `workers` batches.
         dense_seconds: Seconds for a ring to send all gradients.
-        sparse_seconds: Seconds to send the bitmaps and the blocks of the union.
+        sparse_seconds: Seconds to send the bitmaps and the blocks.
         densities: `density` of each parameter, by name.
     """
 
@@ -56,7 +56,7 @@ def report(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     workers: int = 4,
     link_gbits: float = 1.0,
-    block_size: int = BLOCK_ELEMENTS,
+    block_size: int | None = None,
 ) -> Forecast:
     """Compute the gradients of a few batches, and estimate the time to send them.
 
@@ -69,7 +69,7 @@ def report(
         loss: `loss(model, batch)`. Default: `model(*batch)`.
         workers: Number of ranks that reduce, 2 or more.
         link_gbits: Rate of each rank's full-duplex link, Gbit/s, above 0.
-        block_size: Number of elements of a block.
+        block_size: Number of elements of a block. Default: see `layout_of`.
 
     Raises:
         ValueError: there are fewer batches than workers, fewer than 2 workers, or
@@ -93,7 +93,8 @@ def report(
                 continue
             dense = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dense = dense.to_dense() if dense.is_sparse else dense
-            nonzero = BlockView(dense.reshape(-1), block_size).nonzero()
+            size = layout_of([parameter], block_size).size
+            nonzero = BlockView(dense.reshape(-1), size).nonzero()
             unions[name] = unions[name] | nonzero if name in unions else nonzero
             shares.setdefault(name, []).append(float(nonzero.float().mean()))
             sizes[name] = dense.nbytes
@@ -107,12 +108,15 @@ def report(
     blocks = sum(map(len, unions.values()))
     union_bytes = sum(sizes[name] * float(union.float().mean()) for name, union in unions.items())
     bytes_per_second = link_gbits * 1e9 / 8
-    ring = 2 * (workers - 1) / workers / bytes_per_second
-    weighted = sum(sizes[name] * sum(each) / len(each) for name, each in shares.items())
+    ring = 2 * (workers - 1) / workers
+    own_bytes = [
+        sum(size * shares[name][batch] for name, size in sizes.items()) for batch in range(batches)
+    ]
+    sent_bytes = min(ring * union_bytes, (workers - 1) * max(own_bytes))
     return Forecast(
-        density=weighted / total,
+        density=sum(own_bytes) / batches / total,
         union_density=union_bytes / total,
-        dense_seconds=ring * total,
-        sparse_seconds=ring * (union_bytes + blocks / 8),
-        densities={name: sum(each) / len(each) for name, each in shares.items()},
+        dense_seconds=ring * total / bytes_per_second,
+        sparse_seconds=(sent_bytes + ring * blocks / 8) / bytes_per_second,
+        densities={name: sum(each) / batches for name, each in shares.items()},
     )

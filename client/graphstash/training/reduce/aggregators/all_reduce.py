@@ -36,9 +36,10 @@ from graphstash.training.reduce.aggregators.elements import ELEMENTS, code_of
 from graphstash.training.reduce.aggregators.quantization import dequantized, exponents, quantized
 from graphstash.training.reduce.aggregators.session import Session, Settings
 from graphstash.training.reduce.agreement import require_floats
-from graphstash.training.reduce.all_reduce import BLOCK_ELEMENTS, Sent
+from graphstash.training.reduce.all_reduce import Sent
 from graphstash.training.reduce.blocks import BlockView, written_back
 from graphstash.training.reduce.group_timeout import timeout_of
+from graphstash.training.reduce.layout import BLOCK_ELEMENTS, BlockLayout
 
 __all__ = ["AggregatedAllReduce"]
 
@@ -171,6 +172,7 @@ class AggregatedAllReduce:
         scale: float = 1.0,
         wire_dtype: torch.dtype | None = None,
         dense_above: float = 1.0,
+        layout: BlockLayout | None = None,
     ) -> Sent:
         """Sum a tensor over all ranks, in place.
 
@@ -181,6 +183,7 @@ class AggregatedAllReduce:
             scale: Factor by which every element is multiplied before it is sent.
             wire_dtype: Type in which elements are sent. Default: their own type.
             dense_above: Ignored: the number of a block costs only four bytes.
+            layout: Ignored: all tensors of a session have blocks of `block_size` elements.
 
         Raises:
             ValueError: the tensor does not have exactly one dimension, is sparse, or has several
@@ -189,7 +192,7 @@ class AggregatedAllReduce:
                 not fit into a datagram; or the type is not supported.
             AggregationError: a rank or an aggregator is gone; the session is over.
         """
-        del dense_above
+        del dense_above, layout
         began = time.perf_counter()
         element = self._element_of(flat, wire_dtype)
         with written_back(flat) as contiguous:
