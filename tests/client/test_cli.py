@@ -300,6 +300,18 @@ def test_unusable_file_is_named_by_a_process_that_ends_with_the_status_of_usage(
 
 
 @pytest.mark.parametrize("arguments", [("--version",), ("show", "--help"), ("status", "--json")])
+def test_command_that_cannot_write_its_output_says_why(server, arguments):
+    settings = os.environ | PATIENT_VARIABLES | {"GRAPHSTASH_URL": server.url}
+    command = [sys.executable, "-m", "graphstash", *arguments]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, env=settings, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == ExitStatus.FAILED
+    assert done.stderr == "graphstash: error: standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("show", "--help"), ("status", "--json")])
 def test_command_ends_as_other_tools_when_nothing_reads_its_output(server, arguments):
     settings = PATIENT_VARIABLES | {"GRAPHSTASH_URL": server.url}
     status, errors = processes.graphstash_unread(*arguments, **settings)

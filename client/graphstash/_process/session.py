@@ -262,10 +262,16 @@ class Session:
         if self._late_uploads is not None:
             self._late_uploads.end(until)
         self._end_traces(until)
+        known: Mapping[ArtifactKey, Cause] = {}
+        if self._live_causes is not None:
+            # Usually all requests have ended. Wait for the last less long than for the report.
+            left = max(0.0, until - time.monotonic())
+            with suppress(OSError):
+                known = self._live_causes.end(min(self.config.first_byte_seconds / 2, left))
         stats = self.stats()
         self._summarize(stats)
         self._record(stats)
-        causes = self._explain(asked=explain or self.config.explain is True, until=until)
+        causes = self._explain(known, asked=explain or self.config.explain is True)
         page = self._report(causes) if time.monotonic() < until else None
         if page is not None and self.config.summary and stats.misses:
             from graphstash._compile.explaining import in_brief
@@ -386,14 +392,8 @@ class Session:
             for name in self._manifests:
                 cache.stash.server.update_manifest(name, cache.used)
 
-    def _explain(self, *, asked: bool, until: float) -> Sequence["Cause"]:
+    def _explain(self, known: "Mapping[ArtifactKey, Cause]", *, asked: bool) -> Sequence["Cause"]:
         """Return the known causes of this process's misses. If `asked`, print all causes."""
-        known: Mapping[ArtifactKey, Cause] = {}
-        if self._live_causes is not None:
-            # Usually all requests have ended. Wait for the last less long than for the report.
-            left = max(0.0, until - time.monotonic())
-            with suppress(OSError):
-                known = self._live_causes.end(min(self.config.first_byte_seconds / 2, left))
         misses = () if self._cache is None else self._cache.log.misses
         wanted = [
             (each.description, each.trouble)
