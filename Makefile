@@ -13,6 +13,8 @@ UV := $(BIN)/python -m uv
 TORCH_INDEX_OPTIONS := $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strategy unsafe-best-match)
 
 export PYTHONSAFEPATH = 1
+# Otherwise every process compiles every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo serve test test-all test-package test-pairs test-random test-images test-pythons coverage fuzz \
     check lint types format hooks dist docs docs-serve reference bench bench-training bench-tuning bench-reduce \

@@ -20,6 +20,7 @@ import httpx
 import hypothesis
 import pytest
 
+from support import starts
 from support.jobs import Jobs
 from support.moto import CREDENTIALS, Moto
 from support.postgres import Postgres
@@ -33,6 +34,7 @@ _seconds_of_groups: Counter[str] = Counter()
 
 # Jobs import torch and JAX hundreds of times; compiling these modules anew takes 20 s each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Otherwise torch starts a process per core that compiles, whether anything is compiled or not.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -44,6 +46,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # they are imported, and pytorch_optimizer imports them.
 os.environ["USE_TORCH_XLA"] = "0"
 
+
+starts.install()
 
 # httpx reads all certificate authorities for every client: 20 ms of CPU, thousands of times. The
 # product makes contexts of its own.
@@ -137,6 +141,10 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
     _seconds_of_groups[_group_of(report.nodeid)] += report.duration
+
+
+def pytest_unconfigure():
+    starts.close()
 
 
 def pytest_sessionfinish(session):

@@ -92,7 +92,7 @@ def launch(jobs, bench, script, place, *options, cache, team):
 def finish(running, launched):
     outcome = running.finish()
     trained = running.report.stat().st_mtime - launched
-    ended = Path(f"{running.errors}.status").stat().st_mtime - launched
+    ended = running.process.ended_at - launched
     return outcome.report | {
         "begun_seconds": trained - outcome.report["total_seconds"],  # its first line ran
         "trained_seconds": trained,

@@ -12,17 +12,15 @@ even that.
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from support.environments import python_of
+from support.starts import Popen, Zygote
 from support.waiting import PATIENT, until
 
 __all__ = ["JOB", "TRAIN_JOB", "Jobs", "Outcome", "Running", "losses_of", "until_step"]
@@ -89,38 +87,28 @@ class Outcome:
 
 @dataclass
 class Running:
-    """A job that was started; files tell of it, so that it may be anybody's child."""
+    """A job that was started."""
 
     report: Path
     stats: Path
     errors: Path
-    process: subprocess.Popen[bytes] | None
+    process: Popen
 
     @property
     def pid(self) -> int:
-        if self.process is not None:
-            return self.process.pid
-        return int(self._wait(".pid"))
+        return int(self.process.pid)
 
     def kill(self) -> None:
         """Kills the job unless it has ended."""
-        if self.ended():
-            return
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        if self.process is not None:
-            self.process.wait(30)
-        else:
-            self._wait(".status")
+        self.process.kill()
+        self.process.wait(30)
 
     def ended(self) -> bool:
-        if self.process is not None:
-            return self.process.poll() is not None
-        return Path(f"{self.errors}.status").exists()
+        return self.process.poll() is not None
 
     def status(self) -> int:
         """Waits for the end; the exit status, negative for a signal."""
-        return self.process.wait(SECONDS) if self.process else int(self._wait(".status"))
+        return int(self.process.wait(SECONDS))
 
     def finish(self) -> Outcome:
         status = self.status()
@@ -137,14 +125,6 @@ class Running:
         reports = [self.report.with_suffix(f".{n}.json") for n in range(number)]
         return [json.loads(report.read_text()) for report in reports]
 
-    def _wait(self, suffix: str) -> str:
-        path = Path(f"{self.errors}{suffix}")
-        deadline = time.monotonic() + SECONDS
-        while not path.exists():
-            assert time.monotonic() < deadline, self.errors.read_text()
-            time.sleep(0.01)
-        return path.read_text()
-
 
 def until_step(step: int, losses: Path, job: Running) -> None:
     """Returns when a training job has written the loss of a step, or has ended."""
@@ -155,13 +135,11 @@ class Jobs:
     """Starts jobs; each zygote starts when a job first needs it, and stays."""
 
     def __init__(self) -> None:
-        self._zygotes: dict[tuple[str, str], Any] = {}  # processes with pipes
+        self._zygotes: dict[tuple[str, str], Zygote] = {}
 
     def close(self) -> None:
         for zygote in self._zygotes.values():
-            zygote.stdin.close()
-            zygote.wait(30)
-            zygote.stdout.close()
+            zygote.close()
 
     def start(
         self,
@@ -200,37 +178,34 @@ class Jobs:
         environ |= variables or {}
         arguments = [str(part) for part in (script, report, *options)]
         way, _, name = under.partition(":")
+        zygote, hook = None, ""
+        python = python_of(environment)
         if way in ("fork", "", *_IMPORTED):
             name = way if way in _IMPORTED else name or "torch_xla"
             hook = name if way == "fork" else ""
-            request = {"argv": arguments, "environment": environ, "errors": str(errors)}
+            command: Sequence[str | Path] = (python,)
             zygote = self._zygote(name, environment)
-            zygote.stdin.write(json.dumps(request | {"hook": hook}) + "\n")
-            zygote.stdin.flush()
-            return Running(report, stats, errors, None)
-        python = python_of(environment)
-        launcher = launcher or (python,)
-        command: Sequence[str | Path] = {
-            "graphstash run": (sys.executable, "-m", "graphstash", "run", "--", *launcher),
-            "python -I": (python, "-I"),
-            "python": (python,),
-        }[under]
-        with errors.open("w") as stderr:
-            process = subprocess.Popen(
-                [*command, *arguments], env=environ, stdout=subprocess.DEVNULL, stderr=stderr
+        else:
+            launcher = launcher or (python,)
+            command = {
+                "graphstash run": (sys.executable, "-m", "graphstash", "run", "--", *launcher),
+                "python -I": (python, "-I"),
+                "python": (python,),
+            }[under]
+        with errors.open("a") as stderr:
+            process = Popen(
+                [*command, *arguments],
+                env=environ,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                zygote=zygote,
+                hook=hook,
             )
         return Running(report, stats, errors, process)
 
-    def _zygote(self, name: str, environment: str) -> Any:
+    def _zygote(self, name: str, environment: str) -> Zygote:
         if (name, environment) not in self._zygotes:
-            zygote = self._zygotes[name, environment] = subprocess.Popen(
-                [python_of(environment), ZYGOTE, *_IMPORTED[name]],
-                env=os.environ | _READ_BY_IMPORTS,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
+            self._zygotes[name, environment] = Zygote(
+                python_of(environment), *_IMPORTED[name], environment=os.environ | _READ_BY_IMPORTS
             )
-            assert zygote.stdout is not None
-            told = zygote.stdout.readline()
-            assert told == "ready\n", f"the zygote {name} of {environment or '.venv'} has ended"
         return self._zygotes[name, environment]

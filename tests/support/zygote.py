@@ -1,16 +1,18 @@
-"""A Python that imports the modules of its command line and forks a job on request.
+"""A Python that imports the modules of its command line and forks a process for each request.
 
 It also calls the functions that are named as `module:function`: they hash a compiler's own files,
 once per process.
 
 Importing torch_xla takes ten to twenty seconds of relocations, torch with its distributed parts
-four, and JAX two. A fork of a process that has imported them and has not touched a device takes
-none. Everything after the import is as in a job of its own: its process, its environment, the hook
-as the import hook installs it, its exit handlers. The HTTP library of the client comes
-with the compiler, as every job would import it otherwise.
+four, JAX two, and the server one. A fork of a process that has imported them and has not touched a
+device takes none. Everything after the import is as in a started process: its environment, its
+folder, its streams, the hook as the import hook installs it, its exit handlers. The HTTP library of
+the client comes with the compiler, as every job would import it otherwise.
 
-Reads one JSON request a line from standard input: {"argv", "environment", "errors", "hook"};
-the hook is empty for none.
+`support.starts` is the other side. Its first argument is the descriptor of a socket. Each request
+is one JSON message: {"argv", "environment", "folder", "umask", "new_session", "hook"}, with the
+descriptors of a socket for the answers and of the three standard streams. `argv` is what follows
+`python` on a command line, and `hook` is empty for none.
 """
 
 import atexit
@@ -19,30 +21,97 @@ import importlib
 import json
 import os
 import runpy
+import signal
+import socket
 import sys
+import time
 import traceback
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import graphstash._http.deadline  # noqa: F401 - see above
 
 __all__: list[str] = []
 
 
-def job(request: dict[str, Any]) -> NoReturn:
-    """The forked job; never returns."""
+def next_request(requests: socket.socket) -> dict[str, Any]:
+    """Return a request in the process that was forked for it, and never in the zygote."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 4)
+        if not message:  # the other side has ended
+            os._exit(0)
+        if os.fork() == 0:
+            requests.close()
+            answers = socket.socket(fileno=descriptors[0])
+            if (pid := os.fork()) == 0:
+                answers.close()
+                request: dict[str, Any] = json.loads(message)
+                become(request, descriptors[1:])
+                return request
+            for each in descriptors[1:]:
+                os.close(each)
+            keep(pid, answers)
+        for each in descriptors:
+            os.close(each)
+        while True:  # reap keepers that have ended
+            try:
+                if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                    break
+            except ChildProcessError:
+                break
+
+
+def keep(pid: int, answers: socket.socket) -> None:
+    """Send the ID and then the exit status of a process. Reap it once the status is read."""
+    try:
+        answers.send(str(pid).encode())
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        answers.send(json.dumps([status, time.time()]).encode())
+        answers.recv(1)
+    finally:
+        os.waitpid(pid, 0)
+        os._exit(0)
+
+
+def become(request: dict[str, Any], streams: list[int]) -> None:
+    """Take over the environment, folder and streams of a request."""
+    if request["new_session"]:
+        os.setsid()
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.umask(request["umask"])
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    # The new files may differ in what their wrappers remember, such as whether they can seek.
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        before = getattr(sys, f"__{name}__")
+        is_by_line = name == "stderr" or (name == "stdout" and "PYTHONUNBUFFERED" in os.environ)
+        stream = open(  # noqa: SIM115 - for the life of the process
+            number,
+            before.mode,
+            1 if is_by_line else -1,
+            encoding=before.encoding,
+            errors=before.errors,
+            closefd=False,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.argv = request["argv"]
+    sys.orig_argv = [sys.executable, *sys.argv]
+
+
+def run_script(hook: str) -> None:
+    """Run `sys.argv`, and end without taking apart what compilers have set up."""
     status = 1
     try:
-        sys.stdin.close()
-        errors = os.open(request["errors"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(errors, 2)
-        os.environ.clear()
-        os.environ.update(request["environment"])
-        sys.argv = request["argv"]
-        if request["hook"]:
+        if hook:
             from graphstash._process.session import add_hook
 
-            add_hook(request["hook"])  # what the import hook does right after the import
+            add_hook(hook)  # what the import hook does right after the import
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
             status = 0
@@ -52,27 +121,13 @@ def job(request: dict[str, Any]) -> NoReturn:
         traceback.print_exc()
     finally:
         atexit._run_exitfuncs()
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-def keep(request: dict[str, Any]) -> NoReturn:
-    """Forks the job and writes its pid and then its exit status; never returns."""
-    pid = os.fork()
-    if pid == 0:
-        job(request)
-    write(request["errors"] + ".pid", pid)
-    write(request["errors"] + ".status", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    os._exit(0)
-
-
-def write(path: str, number: int) -> None:
-    Path(path + ".part").write_text(str(number))
-    Path(path + ".part").replace(path)
-
-
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
+    for name in sys.argv[2:]:
         module, _, function = name.partition(":")
         imported = importlib.import_module(module)
         if hasattr(imported, function):  # some versions lack it
@@ -82,13 +137,13 @@ if __name__ == "__main__":
         atexit.unregister(ends)
         atexit.register(ends)
     gc.freeze()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        if os.fork() == 0:
-            keep(json.loads(line))
-        while True:  # collect keepers that are done
-            try:
-                if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                    break
-            except ChildProcessError:
-                break
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        connection.send(b"ready")
+        asked = next_request(connection)
+    if sys.argv[0] != "-m":
+        run_script(asked["hook"])
+    if not sys.flags.safe_path:
+        sys.path[0] = asked["folder"]
+    del sys.argv[0]
+    runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined] # as `python -m`

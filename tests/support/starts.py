@@ -1,0 +1,193 @@
+"""Processes that are forked from a Python that has imported what they need (`support.zygote`).
+
+`install` replaces `subprocess.Popen` in the tests' own process. From then on, it forks
+`python -m graphstash ...` and `python -m graphstash_server ...`, which saves the import of the
+server, a second of CPU. A process still starts from scratch if the imports could differ: with
+another variable of the environment than those of `_READ_LATER`, with other limits, users or signals
+than the zygote has, and with options of Popen such as `preexec_fn`. So do the script `graphstash`
+and every other command, which tests of packages, pages and clocks use.
+"""
+
+import functools
+import inspect
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Popen", "Zygote", "close", "install"]
+
+_ZYGOTE = Path(__file__).with_name("zygote.py")
+_COMMANDS = (
+    *("graphstash._cli.main", "graphstash_server.serving.workers", "uvicorn.lifespan.on"),
+    *("graphstash_server.context", "aiosqlite", "alembic.command", "alembic.script", "uvloop"),
+)
+_READ_LATER = re.compile(
+    "_?GRAPHSTASH_|XDG_|AWS_|OTEL_(?!PROPAGATORS|PYTHON_)|PYTEST_|(COLUMNS|NO_COLOR|PYTHONUNBUFFERED)$"
+)
+"""Variables that no import reads."""
+
+_INHERITED = re.compile(r"^(?:Uid|Gid|Groups|SigBlk|SigIgn|CapEff|Cpus_allowed):.*", re.MULTILINE)
+
+_environment: dict[str, str] = {}
+"""What the imports of the zygote of commands may read."""
+
+_Popen: Any = subprocess.Popen  # typeshed lacks the methods that Popen overrides
+_signature = inspect.signature(_Popen._execute_child)
+
+
+def install() -> None:
+    """Let `subprocess.Popen` fork commands of graphstash, with today's environment."""
+    _environment.update(_at_import(os.environ))
+    subprocess.Popen = Popen  # type: ignore[assignment, misc] # a subclass
+
+
+def close() -> None:
+    """End the zygote that `install` needed."""
+    if _commands.cache_info().currsize:
+        _commands()[0].close()
+        _commands.cache_clear()
+
+
+class Zygote:
+    """A Python that has imported modules, and forks."""
+
+    def __init__(
+        self, python: str | Path, *imported: str, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with there:
+            self._process = _Popen(
+                [python, _ZYGOTE, str(there.fileno()), *imported],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[there.fileno()],
+            )
+        if self._socket.recv(16) != b"ready":
+            raise RuntimeError(f"the zygote of {python} for {imported} has ended")
+
+    def fork(self, request: dict[str, Any], streams: Sequence[int]) -> tuple[int, socket.socket]:
+        """Return the ID of a new process and the socket that brings its exit status."""
+        answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            message = json.dumps(request).encode()
+            socket.send_fds(self._socket, [message], [theirs.fileno(), *streams])
+        return int(answers.recv(32)), answers
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)  # forks of this process may share it
+        self._socket.close()
+        self._process.wait(30)
+
+
+class Popen(_Popen):  # type: ignore[misc] # see above
+    """`subprocess.Popen` that may fork the process from a zygote.
+
+    The process is then a grandchild of the zygote, which reports its exit status.
+    """
+
+    ended_at: float  # of a forked process, as in the stamps of files
+    returncode: int | None
+    _answers: socket.socket | None = None
+
+    def __init__(
+        self,
+        arguments: Any,
+        *rest: Any,
+        zygote: Zygote | None = None,
+        hook: str = "",
+        **others: Any,
+    ) -> None:
+        """Start a process; `zygote` forks it in any case, and installs a hook."""
+        self._zygote, self._hook = zygote, hook
+        super().__init__(arguments, *rest, **others)
+
+    def _execute_child(self, *arguments: Any) -> None:
+        given = _signature.bind(self, *arguments).arguments
+        zygote = self._zygote or _zygote_of(given)
+        if zygote is None:
+            super()._execute_child(*arguments)
+            return
+        pipes = [
+            given[name]
+            for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        ]
+        streams = [n if own == -1 else own for n, own in enumerate((pipes[0], pipes[3], pipes[5]))]
+        request = {
+            "argv": [os.fspath(each) for each in given["args"]][1:],
+            "environment": dict(os.environ if given["env"] is None else given["env"]),
+            "folder": os.fspath(given["cwd"] or Path.cwd()),
+            "umask": int(re.findall(r"Umask:\s+(\d+)", _own_status())[0], 8),
+            "new_session": given["start_new_session"],
+            "hook": self._hook,
+        }
+        try:
+            self.pid, self._answers = zygote.fork(request, streams)
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*pipes)
+
+    def _internal_poll(self, *arguments: Any, **others: Any) -> int | None:
+        if self._answers is None:
+            return super()._internal_poll(*arguments, **others)
+        try:
+            return self._wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if self._answers is None:
+            return super()._wait(timeout)
+        if self.returncode is None:
+            self._answers.settimeout(timeout)
+            try:
+                self.returncode, self.ended_at = json.loads(self._answers.recv(64))
+            except (BlockingIOError, TimeoutError):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
+            self._answers.close()  # now the zygote may reap the process
+        return self.returncode
+
+
+def _zygote_of(given: Mapping[str, Any]) -> Zygote | None:
+    """Return what forks a process instead of a true start, or None."""
+    args = given["args"]
+    is_command = (
+        isinstance(args, (list, tuple))
+        and list(args[:2]) == [sys.executable, "-m"]
+        and args[2] in {"graphstash", "graphstash_server"}
+        and args[3:4] != ["run"]
+        and all(given[name] is None for name in ("executable", "preexec_fn", "gid", "gids", "uid"))
+        and (given["close_fds"], given["shell"], given["restore_signals"]) == (True, False, True)
+        and not given["pass_fds"]
+        and (given["umask"], given["process_group"]) == (-1, -1)
+    )
+    env = os.environ if given["env"] is None else given["env"]
+    if not is_command or _at_import(env) != _environment:
+        return None
+    zygote, inherited = _commands()
+    return zygote if inherited == _inherited() else None
+
+
+def _at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the imports may read."""
+    return {name: v for name, v in environment.items() if not _READ_LATER.match(name)}
+
+
+def _own_status() -> str:
+    return Path("/proc/thread-self/status").read_text()
+
+
+def _inherited() -> tuple[str, list[str]]:
+    """Return what a process inherits, beside its environment, folder, umask and streams."""
+    return Path("/proc/self/limits").read_text(), _INHERITED.findall(_own_status())
+
+
+@functools.cache
+def _commands() -> tuple[Zygote, tuple[str, list[str]]]:
+    return Zygote(sys.executable, *_COMMANDS, environment=_environment), _inherited()
