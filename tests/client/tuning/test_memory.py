@@ -21,7 +21,7 @@ from graphstash.tuning.memory.team import TeamMemory
 from graphstash.tuning.space import MAX_COST
 from graphstash.tuning.spaces import ParameterSpace
 from graphstash_schema import DeviceType
-from graphstash_schema.explanation import described
+from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, described
 from graphstash_schema.listing import ArtifactQuery
 from support.memory_ranks import MemoryRanks, Values
 from support.ports import reserved_port
@@ -318,6 +318,32 @@ def test_configurations_of_one_neighbour_do_not_exhaust_the_budget(hints):
 )
 def test_search_continues_if_values_of_neighbour_do_not_fit(hints, fit):
     assert hints(record(tile=64), fit=fit) == []
+
+
+@pytest.mark.parametrize(
+    ("peer", "measured", "speedup"),
+    [
+        (None, True, "2.00"),
+        (record(tile=32, cost=1), True, "2.00"),  # only costs of this host are compared
+        (record(tile=32, cost=None, count=0, failure="crash"), False, None),
+        (record(tile=32, cost=1), "raises", None),
+    ],
+)
+def test_answer_is_described_with_its_speedup_over_the_default(
+    memories, monkeypatch, peer, measured, speedup
+):
+    monkeypatch.setitem(COSTS, (8,), COSTS[32,] / 2)
+    colleague, first = memories("colleague"), memories("first")
+    if peer is not None:
+        colleague.plant("measurements", 0, of(peer))
+    if measured == "raises":
+        monkeypatch.delitem(COSTS, (32,))
+    found = first.schedule()
+    parts = first.cache.log.description_of(found.key).parts
+    assert parts[SCHEDULE_PART] == "tile=8"
+    assert parts.get(SPEEDUP_PART) == speedup
+    assert ((32,) in first.measured) == bool(measured)
+    assert memories("second").schedule().configuration == (8,)
 
 
 def test_costs_of_peers_are_accepted_after_local_check(memories):

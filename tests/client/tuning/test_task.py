@@ -60,7 +60,8 @@ def test_second_host_measures_nothing_and_gets_the_same_schedule(search, built, 
     assert set(found) == fields_of("tune search")
     assert found["search"]["failures"] == {"compile": 2}
 
-    page = httpx.get(f"{settings['GRAPHSTASH_URL']}/tuning", params={"q": "rows"}).text
+    query = {"namespace": settings["GRAPHSTASH_NAMESPACE"], "q": "rows"}
+    page = httpx.get(f"{settings['GRAPHSTASH_URL']}/tuning", params=query).text
     assert "<code>tile=32 vector=8</code>" in page
     assert re.search(r"<td class=\"number\">1\.\d\d times", page)
 

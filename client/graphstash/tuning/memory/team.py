@@ -293,7 +293,7 @@ class TeamMemory:
                 best = best_of(journal, {})
             if best:
                 if turn.compilation is not None:
-                    found = _described(best[0], journal, space, measure)
+                    found = _described(best[0], known, journal, space, measure)
                     self._cache.log.add_parts(turn.compilation.key, found)
                 payload = _answer(best, known, journal, problem, space)
         finally:
@@ -534,15 +534,20 @@ def _cost(measurement: Finding) -> float:
 
 
 def _described(
-    best: Finding, journal: _Journal, space: SearchSpace, measure: Measure
+    best: Finding,
+    known: Mapping[Configuration, Finding],
+    journal: _Journal,
+    space: SearchSpace,
+    measure: Measure,
 ) -> dict[str, str]:
     """Return what pages show of an answer: the configuration, and how much faster than the default.
 
-    The default is `space.start`. Measure it unless the search here has.
+    The default is `space.start`. Measure it unless the search has, or it failed on another host.
     """
     values = " ".join(f"{name}={value}" for name, value in space.named(best.configuration).items())
     start = _own(journal).get(space.start)
-    if start is None:
+    peer = known.get(space.start)
+    if start is None and (peer is None or peer.failure is None):
         try:
             start = measure(space.start)
         except Exception:  # noqa: BLE001 - the search has an answer, which must not be lost
