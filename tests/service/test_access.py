@@ -32,7 +32,7 @@ from support.wire import Wire
 
 BLOB = b"x" * 1000
 OPEN = {"/healthz", "/readyz", "/openapi.json"}
-PAGES = {"/", "/search", "/docs", "/sign-in", "/sign-out", "/assets/{name}"}
+PAGES = {"/", "/search", "/tuning", "/docs", "/sign-in", "/sign-out", "/assets/{name}"}
 """They show everybody what everybody may read: see test_pages, test_sign_in and test_actions."""
 UNKNOWN = f"gst_{'a' * 16}_{'A' * 43}"
 

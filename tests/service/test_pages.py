@@ -257,7 +257,10 @@ def test_anonymous_pages_need_no_sign_in_and_read_statistics_once(
         assert answer.status_code == 200
         return [each.sql[:6] for each in statements if each.sql.startswith("SELECT")]
 
-    assert "Token" in nobody.get("/").text
+    for path in ("/", "/search", "/tuning"):
+        page = nobody.get(path).text
+        assert "Token" in page
+        assert f'name="next" value="{path}"' in page
     assert nobody.get(artifact_page(namespace, key)).status_code == 401
     assert statements("/") == statements("/search?q=train") == statements("/tuning") == []
 

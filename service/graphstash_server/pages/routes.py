@@ -57,8 +57,8 @@ def add_pages(
         "/artifacts/{namespace}/" + KEY: pages.page("artifact.html", artifact_of),
         "/jobs/{namespace}/{name}": pages.page("job.html", job_of),
         "/runs/{namespace}/{run}": pages.page("run.html", run_of),
-        "/search": pages.page("search.html", search_of),
-        "/tuning": pages.page("tuning.html", tuning_of),
+        "/search": pages.page("search.html", search_of, when_anonymous=pages.welcome),
+        "/tuning": pages.page("tuning.html", tuning_of, when_anonymous=pages.welcome),
         "/audit": pages.page("audit.html", audit_of),
         "/tokens": pages.page("tokens.html", tokens_of),
         "/docs": pages.page("reference.html", pages.reference),
@@ -117,9 +117,10 @@ class _Pages:
         return endpoint
 
     async def welcome(self, visitor: Visitor) -> Response:
-        asked = visitor.request.query_params.get("next", "/")
+        path = visitor.request.url.path
+        back = visitor.request.query_params.get("next", "/" if path == "/sign-in" else path)
         return await self._render(
-            visitor, "sign_in.html", way_back=sign_in.way_back(asked), refusal="", is_refused=False
+            visitor, "sign_in.html", way_back=sign_in.way_back(back), refusal="", is_refused=False
         )
 
     async def act(self, action: str, visitor: Visitor) -> Response:
