@@ -209,7 +209,7 @@ def _unpack(
 ) -> bool:
     """Decompress the payload, and return whether its size and digest match the header."""
     memory = into if isinstance(into, io.BytesIO) else None
-    max_whole_bytes = max(_PIECE_BYTES, raw_size // _WINDOWLESS_RATIO if memory else 0)
+    max_whole_bytes = max(_CHUNK_BYTES, raw_size // _WINDOWLESS_RATIO if memory else 0)
     is_whole = size_bytes is not None and size_bytes <= max_whole_bytes
     frame = envelope.read(-1 if is_whole else _PIECE_BYTES)
     if is_whole:
