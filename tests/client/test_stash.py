@@ -120,6 +120,24 @@ def test_a_lease_is_granted_once_renewed_and_lost(hosts):
         a.server.renew(key(1), mine.token)
 
 
+def test_small_download_writes_one_file_and_takes_no_detour_through_proc(hosts, monkeypatch):
+    publisher, reader = hosts("a"), hosts("b")
+    for number in (1, 2):
+        publisher.put(key(number), b"payload", metadata(b"payload"))
+    assert reader.get(key(1)) == b"payload"
+    opened, real = [], os.open
+
+    def counted(path, flags, *more, **options):
+        opened.append((str(path), flags))
+        return real(path, flags, *more, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", counted)
+        assert reader.get(key(2)) == b"payload"
+    assert not [path for path, _ in opened if path.startswith("/proc/")]
+    assert [path.partition("/")[0] for path, flags in opened if flags & os.O_EXCL] == ["tmp"]
+
+
 @pytest.mark.parametrize("failing", [errno.EIO, errno.ESTALE])
 def test_a_local_file_that_fails_as_it_is_read_does_not_hide_the_server(
     hosts, monkeypatch, tmp_path, failing

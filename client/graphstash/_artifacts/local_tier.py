@@ -207,6 +207,10 @@ class LocalTier:
         name = hashlib.sha256(url.encode()).hexdigest()[:16]
         return self._place / "servers" / name
 
+    def relative(self, path: Path) -> tuple[int, str]:
+        """Return a path in the tier as a descriptor of the root and the part from there."""
+        return self._root, str(path.relative_to(self._place))
+
     def run_folder(self, run: str) -> Path:
         """Return the folder that the processes of a run share."""
         return self._place / "records" / run
