@@ -122,6 +122,18 @@ def test_silent_connection_ends_before_its_handshake(files, tmp_path):
             assert silent.recv(1) == b""
 
 
+def test_handshakes_beyond_the_limit_end_the_oldest_one(files, trusting, tmp_path):
+    with LiveServer(tmp_path, **files, max_connections=4, log_level="error") as server:
+        host, port = server.url.removeprefix("https://").split(":")
+        silent = [socket.create_connection((host, int(port)), timeout=30) for _ in range(6)]
+        assert [each.recv(1) for each in silent[:2]] == [b"", b""]
+        answer = httpx.get(f"{server.url}/metrics", verify=trusting, trust_env=False)
+        assert 'refused_total{code="too_many_connections"} 3.0' in answer.text
+        assert silent[2].recv(1) == b""
+        for each in silent:
+            each.close()
+
+
 def test_only_client_with_certificate_of_the_authority_is_admitted(
     files, authority, trusting, tmp_path
 ):

@@ -18,12 +18,14 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Final, NoReturn, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from graphstash_schema import ErrorCode
 from graphstash_server.api.connection import Connection, connections, owner_connections
 from graphstash_server.app import ServerApp, create_app
 from graphstash_server.errors import StartError
@@ -33,7 +35,7 @@ from graphstash_server.logs import WithoutQuery
 from graphstash_server.services.counters import Counters
 from graphstash_server.serving.ports import allow_listening
 from graphstash_server.serving.telemetry import find_tracing
-from graphstash_server.serving.tls import tls_context
+from graphstash_server.serving.tls import Handshakes, tls_context
 from graphstash_server.settings import Settings
 
 if TYPE_CHECKING:
@@ -129,16 +131,25 @@ class GraphstashServer(uvicorn.Server):
             kind = owner_connections(kind)
         else:
             allow_listening(listener)
-        tls = None if is_owners else config.ssl
+
+        def connect() -> asyncio.Protocol:
+            return kind(
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        make: Callable[[], asyncio.Protocol] = connect
+        if config.ssl is not None and not is_owners:
+            handshakes = Handshakes(
+                config.ssl,
+                connect,
+                seconds=min(60, kind.limits.header_seconds),
+                most=kind.limits.max_connections,
+                count_refusal=partial(kind.count_refusal, ErrorCode.TOO_MANY_CONNECTIONS),
+            )
+            make = handshakes.accept
         # `create_unix_server` would remove the socket file when the first of several workers ends.
         server = await asyncio.get_running_loop().create_server(
-            lambda: kind(
-                config=config, server_state=self.server_state, app_state=self.lifespan.state
-            ),
-            sock=listener,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else min(60, kind.limits.header_seconds),
-            backlog=config.backlog,
+            make, sock=listener, backlog=config.backlog
         )
         self.servers.append(server)
 

@@ -4,12 +4,93 @@ A process reads the files when it starts. After a renewal, send SIGHUP to a serv
 workers, which replaces them one by one, or restart a server with one process.
 """
 
+import asyncio
+import os
+import socket
 import ssl
+from collections.abc import Callable
+from contextlib import suppress
 
 from graphstash_server.errors import StartError
+from graphstash_server.logs import in_background
 from graphstash_server.settings import TlsSettings
 
-__all__ = ["tls_context"]
+__all__ = ["Handshakes", "tls_context"]
+
+
+class Handshakes:
+    """TLS handshakes of one listener. Beyond the limit, a new one ends the oldest one, because
+    handshakes take milliseconds unless the caller is silent.
+
+    Args:
+        context: TLS context of the listener.
+        connect: returns the protocol of a connection whose handshake is complete.
+        seconds: time limit of a handshake.
+        most: maximum number of handshakes.
+        count_refusal: called for each handshake that the limit ends.
+    """
+
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        connect: Callable[[], asyncio.BaseProtocol],
+        *,
+        seconds: float,
+        most: int,
+        count_refusal: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._connect = connect
+        self._seconds = seconds
+        self._most = most
+        self._count_refusal = count_refusal
+        self._running: dict[socket.socket, None] = {}
+
+    def accept(self) -> asyncio.Protocol:
+        """Return the protocol of a connection that the listener has accepted."""
+        return _Accepted(self)
+
+    def begin(self, connection: socket.socket) -> None:
+        """Begin the handshake of a connection."""
+        self._running[connection] = None
+        if len(self._running) > self._most:
+            oldest = next(iter(self._running))
+            del self._running[oldest]
+            self._count_refusal()
+            with suppress(OSError):  # the caller has closed it
+                oldest.shutdown(socket.SHUT_RDWR)
+        in_background(self._run(connection))
+
+    async def _run(self, connection: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._connect,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=self._seconds,
+            )
+        except OSError:  # a failed handshake, which closes the connection
+            connection.close()
+        finally:
+            self._running.pop(connection, None)
+
+
+class _Accepted(asyncio.Protocol):
+    """Passes the socket of a new connection on before the event loop reads from it."""
+
+    def __init__(self, handshakes: Handshakes) -> None:
+        self._handshakes = handshakes
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        accepted = transport.get_extra_info("socket")
+        try:
+            connection = socket.socket(fileno=os.dup(accepted.fileno()))
+        except OSError:  # no free descriptor, or the caller has closed the connection
+            return
+        finally:
+            transport.abort()  # type: ignore[attr-defined] # a transport of a stream
+        connection.setblocking(False)
+        self._handshakes.begin(connection)
 
 
 def tls_context(settings: TlsSettings) -> ssl.SSLContext | None:
