@@ -221,7 +221,7 @@ def arguments_of(count):
         "change": [UsageChange(hits=1)],
         "changes": [{("jax", "cpu", "5"): HistoryChange(hits=1)}],
         "chosen": [[candidate]],
-        "runs.list_latest.chosen": [
+        "runs.list_latest.request": [
             RunRequest(PAGE),
             RunRequest(PAGE, "x", at(30), NOW, (NOW, RUN)),
         ],
@@ -235,7 +235,7 @@ def arguments_of(count):
         "exchanged_before": [old],
         "expired": [old],
         "expires_at": [NOW],
-        "gone": [[HeldRun(BENCH, RUN, "5", 4, 4096)]],
+        "held": [[HeldRun(BENCH, RUN, "5", 4, 4096)]],
         "held_until": [NOW],
         "holder": ["x"],
         "id_sha256": [fingerprint(100), fingerprint(count)],
