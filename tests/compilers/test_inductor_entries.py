@@ -178,6 +178,18 @@ def test_a_graph_that_torch_does_not_cache_leaves_no_lease_and_its_reason_once(h
     assert said.endswith(": Unsupported post grad custom pass")
 
 
+@pytest.mark.parametrize(("late", "published"), [({}, 3), ({"epilogue_fusion": False}, 2)])
+def test_entry_is_not_published_if_settings_change_before_its_backward(host, late, published):
+    """torch compiles the backward pass late, but makes the key of the entry before the forward."""
+    with host("a") as a:
+        x, y = torch.ones(3, 4, requires_grad=True), torch.ones(4, 5, requires_grad=True)
+        result = torch.compile(multiply)(x, y)
+        with config.patch(late):
+            result.sum().backward()
+    assert a.stats.published == published  # both graphs, and AOTAutograd's entry
+    assert a.stats.fallbacks == ({"unshareable": 1} if late else {})
+
+
 def test_every_kind_comes_back_byte_for_byte(host):
     caches = {
         remote_cache.RemoteFxGraphCache: {"data": "AAAA", "time_taken_ms": 7},

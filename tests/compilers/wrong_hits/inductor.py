@@ -732,7 +732,7 @@ torch.compile(lambda x: x.sin())(torch.ones(4))
 _SHARED_MEMORY = """
 import torch
 
-memory = torch.ones(4)
+memory = torch.ones(16)
 first, second = HERE
 
 def f(x, y):
@@ -740,6 +740,15 @@ def f(x, y):
     return x + y
 
 torch.compile(f)(first, second)
+"""
+
+_DYNAMIC = """
+import torch
+from torch.fx.experimental import _config as config
+
+x = torch.ones(4, 4)
+BEFORE
+torch.compile(lambda x: x.sum(0))(x)
 """
 
 
@@ -1001,7 +1010,39 @@ _SEEN_BEFORE = (
         "memory that inputs share",
         _SHARED_MEMORY,
         "torch.ones(4)[:], torch.ones(4)[:]",
-        "memory[:], memory[:]",
+        "memory[:4], memory[:4]",
+    ),
+    pair(
+        "offset in memory that inputs share",
+        _SHARED_MEMORY,
+        "memory[:8], memory[2:10]",
+        "memory[:8], memory[4:12]",
+    ),
+    pair(
+        "order of inputs in memory that they share",
+        _SHARED_MEMORY,
+        "memory[:8], memory[4:12]",
+        "memory[4:12], memory[:8]",
+    ),
+    pair(
+        "size of memory that inputs share",
+        _SHARED_MEMORY.replace("16", "HERE").replace("= HERE\n", "= memory[:8], memory[4:12]\n"),
+        "16",
+        "20",
+    ),
+    pair(
+        "range of a dynamic size",
+        _DYNAMIC.replace("BEFORE", "torch._dynamo.mark_dynamic(x, 0, min=2, max=HERE)"),
+        "8",
+        "4000",
+    ),
+    pair(
+        "setting of symbolic sizes",
+        _DYNAMIC.replace(
+            "BEFORE", "config.backed_size_oblivious = HERE\ntorch._dynamo.mark_dynamic(x, 0)"
+        ),
+        "False",
+        "True",
     ),
     pair(
         "history of an input",
@@ -1471,6 +1512,8 @@ PAIRS = with_extended(
     # The registrations and switches of these are read as those of a pair above.
     *(
         "history of an input",
+        "order of inputs in memory that they share",
+        "size of memory that inputs share",
         "state of a compiler that a backend gives",
         "argument of a compiler that a backend gives",
         "decomposition for random numbers",

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch.backends import mha, opt_einsum
+from torch.fx.experimental import _config as symbols_config
 
 from graphstash.hooks.environment import read_part
 
@@ -126,6 +127,12 @@ def ambient_state() -> str:
     einsum: Any = opt_einsum
     lines.append(f"opt_einsum={einsum.enabled} {einsum.strategy}")
     lines.append(f"mha={mha.get_fastpath_enabled()}")
+    settings: Any = symbols_config
+    lines += [
+        f"symbols.{name}={getattr(settings, name)}"
+        for name in settings._config
+        if not settings._is_default(name)
+    ]
     return "\n".join(lines)
 
 

@@ -183,7 +183,10 @@ class Entries:
             return
         if kind is ArtifactKind.AOT_AUTOGRAD:  # the entry names its FX graphs by their keys
             entry = base64.b64decode(json.loads(value)["data"]).decode("latin-1")
-            if why := self.key_info.unshared(entry):
+            why = self.key_info.unshared(entry)
+            if not why and not self.key_info.is_of_one_state(entry):
+                why = "settings changed between its forward and its backward"
+            if why:
                 request = request or self._request(kind, name, 0)
                 self._cache.note_unshared(request, f"an FX graph is not shared: {why}")
                 return

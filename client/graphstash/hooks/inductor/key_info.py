@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import wraps
 from hashlib import sha256
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._functorch._aot_autograd.schemas import AOTConfig
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.ambient import ambient_state, unknown_switches
-from graphstash.hooks.inductor.user_code import user_code_of
+from graphstash.hooks.inductor.user_code import registrations, user_code_of
 
 __all__ = ["GPU_SUFFIX", "KeyInfo"]
 
@@ -43,6 +43,7 @@ _OPERATION: Final = re.compile(
 )
 _NUMBER: Final = re.compile(r"(?<![\w.\[])-?\d+\.\d*(?:e[+-]?\d+)?(?![\w.])")
 _MAX_NUMBERS: Final = 200
+_FX_KEY: Final = re.compile(rf"f[a-z2-7]{{51}}(?:{GPU_SUFFIX})?")
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _READ: Final = frozenset(
     {
@@ -61,8 +62,24 @@ _READ: Final = frozenset(
 )
 """Environment variables that affect generated code and hold no secret. `KeyInfo.details` does not
 publish others, such as the address of a Redis server with its password."""
+_READ_LATE: Final = re.compile(r"_get_(?!\w*sdp)")
+"""Switches that Inductor reads. AOTAutograd has applied the others, such as those of attention."""
 _MAX_VALUE: Final = 200
 _MAX_KEYS: Final = 64
+
+
+class _State(NamedTuple):
+    """What torch reads when it compiles an FX graph, apart from the graph.
+
+    Attributes:
+        thread: thread that compiles, if it has its own settings (torch 2.15), or 0.
+        settings: digest of Inductor's settings.
+        registered: digest of switches and registrations.
+    """
+
+    thread: int
+    settings: bytes
+    registered: str
 
 
 class KeyInfo:
@@ -72,6 +89,7 @@ class KeyInfo:
         self._lock = threading.Lock()  # guards the fields below
         self._lists: OrderedDict[str, list[str]] = OrderedDict()
         self._unshared: OrderedDict[str, str] = OrderedDict()
+        self._states: OrderedDict[str, _State] = OrderedDict()  # of FX graphs
 
     def completing(self, make_key: Callable[..., tuple[str, list[str]]]) -> Callable[..., Any]:
         """Wrap a function of torch that makes keys."""
@@ -80,8 +98,10 @@ class KeyInfo:
         def completed(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[str, list[str]]:
             key, lines = make_key(graph, inputs, *args, **kwargs)
             try:
-                key, own = _completed(key, getattr(graph, "gm", graph), inputs, *args[:1])
+                key, own, state = _completed(key, getattr(graph, "gm", graph), inputs, *args[:1])
                 self._remember(self._lists, key, [*lines, *own])
+                if state is not None:
+                    self._remember(self._states, key, state)
             except Exception as error:  # noqa: BLE001 - the hook's outermost frame
                 # torch's own caches use torch's key, as without the hook.
                 self._remember(self._unshared, key, str(error) or repr(error))
@@ -93,6 +113,19 @@ class KeyInfo:
         """Return why the entry with this name is not shared, or an empty string."""
         with self._lock:
             return next((why for key, why in self._unshared.items() if key in name), "")
+
+    def is_of_one_state(self, entry: str) -> bool:
+        """Return whether all FX graphs that an entry names were compiled in one state.
+
+        torch compiles a backward graph at the first backward pass. If the program has changed a
+        setting by then, the entry does not hold what its key stands for.
+        """
+        with self._lock:
+            named = [self._states.get(key) for key in _FX_KEY.findall(entry)]
+        found = [each for each in named if each is not None]
+        settings = {(each.thread, each.settings) for each in found}
+        is_constant = len(settings) == len({each.thread for each in found})
+        return is_constant and len({each.registered for each in found}) < 2
 
     def _remember(self, place: OrderedDict[str, Any], key: str, value: Any) -> None:
         with self._lock:
@@ -132,8 +165,12 @@ class KeyInfo:
         return details | _variables(os.environ)
 
 
-def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> tuple[str, list[str]]:
-    """Return the completed key, and lines with the added parts. `settings` are torch's.
+def _completed(
+    key: str, graph: Any, inputs: Any, settings: Any = None
+) -> tuple[str, list[str], _State | None]:
+    """Return the completed key, lines with the added parts, and the state of an FX graph.
+
+    `settings` are torch's.
 
     Raises:
         UndescribableError: no key can describe the switches or the code.
@@ -141,12 +178,18 @@ def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> tuple
     if unknown := unknown_switches():
         raise UndescribableError(f"torch has switches that are not known: {', '.join(unknown)}")
     of_autograd = settings if isinstance(settings, AOTConfig) else None
-    ambient, code = ambient_state(), user_code_of(graph, inputs, of_autograd)
+    ambient, registered = ambient_state(), registrations()
+    code = user_code_of(graph, inputs, of_autograd, registered)
     own = codecache.sha256_hash(f"{key}\0{ambient}\0{code}".encode())
     lines = [f"[{sha256(code.encode()).hexdigest()[:16]}] user_code: {bool(code)}"]
     lines += [f"[switch] ambient[{name}]: {state}" for name, _, state in _pairs(ambient)]
     suffix = GPU_SUFFIX if _is_on_gpu(graph, inputs) else ""
-    return f"{key[0]}{own}{suffix}", lines
+    if of_autograd is not None:
+        return f"{key[0]}{own}{suffix}", lines, None
+    switches = [each for each in ambient.splitlines() if _READ_LATE.match(each)]
+    late = sha256(repr((switches, registered.lines)).encode()).hexdigest()
+    thread = threading.get_ident() if hasattr(config, "_hash_dirty_var") else 0
+    return f"{key[0]}{own}{suffix}", lines, _State(thread, config.get_hash(), late)
 
 
 def _is_on_gpu(graph: Any, inputs: Any) -> bool:

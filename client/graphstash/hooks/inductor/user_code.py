@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import library
@@ -48,7 +48,7 @@ from graphstash.hooks.inductor.registries import (
     tables,
 )
 
-__all__ = ["user_code_of"]
+__all__ = ["Registrations", "registrations", "user_code_of"]
 
 _BACK_REFERENCES: Final = frozenset({"_lib", "_opoverload", "_namespace", "_name"})
 """Attributes of a `CustomOpDef` that lead back to the operation."""
@@ -93,6 +93,11 @@ class _Describer(CodeDescriber):
         self.operations: dict[str, Any] = {}
         self.namespaces = {"aten"}
         self._of_program = operations_of_program()
+
+    def add(self, other: "_Describer") -> None:
+        """Add the operations that another describer recorded."""
+        self.operations = other.operations | self.operations
+        self.namespaces |= other.namespaces
 
     def reads_state(self, function: Any) -> str:
         module = str(getattr(function, "__module__", ""))
@@ -153,13 +158,42 @@ class _Describer(CodeDescriber):
         return f"operation {name} {getattr(operation, '_overloadname', '')}"
 
 
-def user_code_of(graph: GraphModule, inputs: Iterable[Any], settings: Any = None) -> str:
+class Registrations(NamedTuple):
+    """The user's code that takes part in compiling every graph.
+
+    Attributes:
+        lines: descriptions of the code.
+        describer: records the operations in the code.
+    """
+
+    lines: list[str]
+    describer: _Describer
+
+
+def registrations() -> Registrations:
+    """Describe the user's code that takes part in compiling every graph.
+
+    Raises:
+        UndescribableError: some code has no description.
+    """
+    describer = _Describer()
+    lines = [*_functions_of_settings(describer), *registered_for_torch(describer)]
+    return Registrations(lines, describer)
+
+
+def user_code_of(
+    graph: GraphModule,
+    inputs: Iterable[Any],
+    settings: Any = None,
+    registered: Registrations | None = None,
+) -> str:
     """Describe the user's code that takes part in compiling a graph.
 
     Args:
         graph: graph for AOTAutograd or for Inductor.
         inputs: fake inputs of the graph.
         settings: settings of AOTAutograd. None if the graph is for Inductor.
+        registered: result of `registrations`, if the caller has it.
 
     Raises:
         UndescribableError: some code has no description.
@@ -167,11 +201,14 @@ def user_code_of(graph: GraphModule, inputs: Iterable[Any], settings: Any = None
     describer = _Describer()
     inputs = list(inputs)
     lines = [line for each in inputs for line in _input(describer, each)]
+    lines += _ranges(inputs)
     for module in graph.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
                 lines += _node(describer, module, node, is_traced=settings is None)
-    lines += [*_functions_of_settings(describer), *registered_for_torch(describer)]
+    of_process = registered or registrations()
+    lines += of_process.lines
+    describer.add(of_process.describer)
     if settings is None:
         lines += _outputs(graph)
     else:
@@ -195,21 +232,50 @@ def _relations(inputs: list[Any]) -> Iterator[str]:
     """Describe the properties of inputs that AOTAutograd reads and torch's key omits.
 
     If a graph mutates an input that shares memory with another one, AOTAutograd compiles both as
-    views of one base. It compiles a mutation of a leaf, which has no history, differently.
+    views of one base, with their offsets. It compiles a mutation of a leaf, which has no history,
+    differently.
     """
-    storages: dict[int, int] = {}
+    storages: dict[int, list[int]] = {}
     bases: dict[int, int] = {}
-    tensors = [(at, each) for at, each in enumerate(inputs) if isinstance(each, torch.Tensor)]
-    for at, tensor in tensors:
+    for at, tensor in enumerate(inputs):
+        if not isinstance(tensor, torch.Tensor):
+            continue
         if tensor.requires_grad and not tensor.is_leaf:
             yield f"history {at}"
-        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
-            continue
-        first = storages.setdefault(tensor.untyped_storage()._cdata, at)
-        base = bases.setdefault(id(tensor if tensor._base is None else tensor._base), at)
-        if first != at:
-            is_same = tensor is inputs[first]
-            yield f"memory {at} of {first}, base of {base}, same {is_same}"
+        if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor):
+            storages.setdefault(tensor.untyped_storage()._cdata, []).append(at)
+            bases.setdefault(id(_base(tensor)), at)
+    for places in storages.values():
+        for at in places if len(places) > 1 else ():
+            tensor, first = inputs[at], inputs[places[0]]
+            base = _base(tensor)
+            yield (
+                f"memory {at} of {places[0]}, base of {bases[id(base)]}, same {tensor is first}, "
+                f"offset {tensor.storage_offset()}, base {base.dtype} {base.shape} {base.stride()} "
+                f"{base.storage_offset()} {base.requires_grad} of {base.untyped_storage().nbytes()}"
+            )
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _ranges(inputs: list[Any]) -> Iterator[str]:
+    """Describe the ranges of dynamic sizes, in the order of the inputs.
+
+    An executable is right only within its range, and its guards contain the range.
+    """
+    found: dict[Any, Any] = {}
+    for each in inputs:
+        for size in each.shape if isinstance(each, torch.Tensor) else (each,):
+            if isinstance(size, torch.SymInt):
+                ranges = size.node.shape_env.var_to_range
+                found |= {symbol: ranges.get(symbol) for symbol in _symbols(size)}
+    yield from (f"range {number} {each}" for number, each in enumerate(found.values()))
+
+
+def _symbols(size: torch.SymInt) -> list[Any]:
+    return sorted(size.node.expr.free_symbols, key=str)
 
 
 def _input(describer: _Describer, value: Any) -> Iterator[str]:
