@@ -82,8 +82,8 @@ class BoundedExecutor:
     def close(self) -> None:
         """Reject further calls, drop queued calls, and end each thread after its running call.
 
-        Waits for threads that run no call: if a thread ends while the interpreter does, the
-        thread-local objects of torch abort the process.
+        If no call runs, waits for the threads: if a thread ends while the interpreter does, the
+        thread-local objects of torch abort the process. `drain` first waits for running calls.
         """
         with self._idle:
             self._closed = True

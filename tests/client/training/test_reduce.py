@@ -1,5 +1,8 @@
 """Gradients that several processes add up by blocks are what torch adds up."""
 
+import subprocess
+import sys
+
 import pytest
 from torch import nn
 
@@ -62,6 +65,26 @@ def test_held_back_gradients_are_in_checkpoints(ranks):
 
 def test_train_resumes_from_checkpoint_with_the_hook(ranks, tmp_path):
     ranks(3).run("reduce:resumed", directory=tmp_path)
+
+
+ENDS_AT_ONCE = """
+import time
+import torch
+from torch import distributed
+from graphstash.training.reduce import SparseState
+
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+state = SparseState()
+done = state._later((0, 1), torch.ones(1), lambda: torch.ones(1))
+done.add_done_callback(lambda _: time.sleep(0.3))
+done.wait()
+"""
+
+
+def test_process_that_ends_right_after_its_last_bucket_ends_well():
+    """torch aborted: the thread was still returning from torch when the interpreter ended."""
+    done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_killed_rank_ends_all_others_with_an_error(jobs, tmp_path):

@@ -475,6 +475,8 @@ def test_measurements_of_hosts_are_merged():
     one = merged([batch("a", 3.0, spread=0.1), batch("b", 1.0, count=5), batch("c", 2.0)])[8,]
     assert one.cost == 2.0  # each host has one vote, however many samples it took
     assert one.spread == 1.0  # between the hosts
+    often = [batch("a", 1.0)] * 5
+    assert merged([*often, batch("b", 2.0), batch("c", 2.0)])[8,].cost == 2.0
     assert one.count == 7
     assert one.hosts == {"a", "b", "c"}
     longest = merged([batch("a", MAX_COST), batch("b", MAX_COST, spread=MAX_COST)])[8,]

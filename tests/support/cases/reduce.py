@@ -83,6 +83,10 @@ def sums(*, count: int) -> None:
         again.copy_(values)
         reduce.sum_(again, layout=parted)
         assert_sum(f"{name} in parts", again, dense)
+    zeros = torch.full((64,), -0.0)
+    zeros[0 if distributed.get_rank() == 0 else 1 :: 64] = 0.0 if distributed.get_rank() else 1.0
+    BlockSparseAllReduce(block_size=16).sum_(zeros)
+    assert_same_bits("negative zeros", zeros)
 
 
 def sparse(**arguments: Any) -> Hook:

@@ -164,6 +164,19 @@ def test_limits_that_contradict_each_other_are_refused(above, below):
         DensityGate(dense_above=above, sparse_below=below)
 
 
+def test_blocks_of_another_size_get_another_threshold():
+    """DDP changes its buckets after the first step, and a checkpoint may have other ones."""
+    model = nn.Linear(400, 1, bias=False)
+    changing, fresh = (Thresholding(model, keep=0.2, largest_error=1) for _ in range(2))
+    first, second = gradients_of(2)
+    changing.hold_back_(model.weight, first.clone(), block_size=100)
+    changing._held["weight"].zero_()
+    for each in (changing, fresh):
+        gradient = second.clone()
+        each.hold_back_(model.weight, gradient, block_size=8)
+        assert BlockView(gradient, 8).nonzero().sum() == 10
+
+
 def gradients_of(steps, seed=0):
     generator = torch.Generator().manual_seed(seed)
     scales = torch.rand(50, generator=generator).repeat_interleave(8)
@@ -319,6 +332,19 @@ def test_report_needs_one_batch_per_worker():
     forecast = report(model, rest, loss=lambda m, b: loss(m, b) + m.empty.sum(), workers=3)
     assert len(list(rest)) == 2
     assert forecast.density > 0
+
+
+def test_report_counts_batches_in_which_a_parameter_is_frozen():
+    model = nn.Linear(64, 64, bias=False)
+    other = nn.Parameter(torch.ones(()))
+
+    def loss_of(module, batch):
+        module.weight.requires_grad_(batch[0] > 0)
+        return (module(torch.ones(1, 64)) * other).sum()
+
+    model.register_parameter("other", other)
+    forecast = report(model, [(0,), (1,), (1,)], loss=loss_of, workers=3)
+    assert forecast.densities == {"weight": pytest.approx(2 / 3), "other": 1}
 
 
 def test_report_counts_parameter_without_gradient_as_zeros():

@@ -9,9 +9,9 @@ Blocks outside the union are never sent: they are zero on all ranks, and so are 
 ranks with at most m blocks and a union of u, a ring sends 2(N-1)/N u blocks and a gather (N-1) m.
 The choice depends only on values that all ranks have, and not on earlier calls.
 
-A slot is a group of blocks of up to 4 MiB, of which two are in flight. The process group adds the
-elements of a slot in the same order every time, and a gathered slot is added in the order of the
-ranks, so every rank gets the same bits.
+A slot is a group of blocks of up to 4 MiB, of which two are in flight; a gather receives a slot
+from each rank. The process group adds the elements of a slot in the same order every time, and a
+gathered slot is added in the order of the ranks, so every rank gets the same bits.
 """
 
 import hashlib
@@ -36,6 +36,7 @@ _SLOTS: Final = 2
 
 _CALL_BYTES: Final = 24
 _NUMBER_BYTES: Final = 4
+_MAX_NUMBER: Final = 2**31
 _ALIGNMENT: Final = 16
 """Bytes of the largest element, complex128."""
 
@@ -171,8 +172,8 @@ class BlockSparseAllReduce:
                 self.group, blocks, layout.size, flat.dtype, scale=scale, wire_dtype=wire_dtype
             )
             gathered = slots.ranks * most * (slots.block_bytes + _NUMBER_BYTES)
-            gathers = gathered < 2 * len(union) * slots.block_bytes
-            sending = slots.gathered(own, most) if gathers else slots.summed(union)
+            gathers = gathered < 2 * len(union) * slots.block_bytes and blocks.count < _MAX_NUMBER
+            sending = slots.gathered(own, most, union) if gathers else slots.summed(union)
             block_bytes, pack, send, unpack = _send(sending)
         return Sent(
             blocks.count,
@@ -227,7 +228,7 @@ class BlockSparseAllReduce:
         ranks = distributed.get_world_size(self.group)
         # NCCL has no OR, so it sends a byte per block.
         bits = nonzero.to(torch.uint8) if nonzero.is_cuda else bits_of(nonzero)
-        if ranks * most * _NUMBER_BYTES < 2 * bits.nbytes:
+        if ranks * most * _NUMBER_BYTES < 2 * bits.nbytes and len(nonzero) < _MAX_NUMBER:
             numbers = _padded(own, most)
             received = numbers.new_empty(ranks * most)
             distributed.all_gather_into_tensor(received, numbers, group=self.group)
@@ -295,13 +296,13 @@ class _Slots:
             work = distributed.all_reduce(wire, group=self._group, async_op=True)
             yield _Sending(wire.nbytes, work, partial(self._unpack, numbers, wire))
 
-    def gathered(self, own: Tensor, most: int) -> Iterator[_Sending]:
+    def gathered(self, own: Tensor, most: int, union: Tensor) -> Iterator[_Sending]:
         """Gather the blocks of all ranks, each with its number, and add them up in rank order."""
         messages = [
             self._message(own[start : start + self._most], min(self._most, most - start))
             for start in range(0, most, self._most)
         ]
-        self._blocks.clear(own)
+        self._blocks.clear(union)  # of -0.0, too: the ranks get the same bits
         for start, message in zip(range(0, most, self._most), messages, strict=True):
             received = message.new_empty(self.ranks * len(message))
             work = distributed.all_gather_into_tensor(

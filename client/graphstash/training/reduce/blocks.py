@@ -6,6 +6,7 @@ block size.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import torch
@@ -94,8 +95,12 @@ class BlockView:
             rows, tail = part[: whole * size].view(whole, size), part[whole * size :]
             self._parts.append(_Part(rows, tail, self.count))
             self.count += whole + (len(tail) > 0)
+
+    @cached_property
+    def _edges(self) -> Tensor:
+        """The first block and the tail of each part, and the number of blocks."""
         edges = [edge for part in self._parts for edge in (part.first, part.first + len(part.rows))]
-        self._edges = torch.tensor([*edges, self.count], device=flat.device)
+        return torch.tensor([*edges, self.count], device=self._flat.device)
 
     def nonzero(self) -> Tensor:
         """Return for each block whether it has a nonzero element, such as NaN."""
@@ -166,11 +171,16 @@ class BlockView:
             tail.zero_()
 
     def _chosen(self, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield each part's rows, numbers of the chosen rows, and its tail, empty if not chosen."""
+        """Yield rows, numbers of the chosen rows, and tail of each part with a chosen block.
+
+        The tail is empty if it is not chosen.
+        """
         places = torch.searchsorted(chosen, self._edges).tolist()
         for number, (rows, tail, first) in enumerate(self._parts):
             starts, tail_starts, ends = places[2 * number : 2 * number + 3]
-            yield rows, chosen[starts:tail_starts] - first, tail if ends > tail_starts else tail[:0]
+            if starts < ends:
+                in_tail = tail if tail_starts < ends else tail[:0]
+                yield rows, chosen[starts:tail_starts] - first, in_tail
 
     def _beside(
         self, chosen: Tensor, packed: Tensor

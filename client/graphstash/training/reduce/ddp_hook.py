@@ -42,6 +42,9 @@ _SPARSE_BELOW: Final = 0.5
 faster. Faster links need lower limits.
 """
 
+_END_SECONDS: Final = 2.0
+"""Seconds that the last bucket may take when a state ends. With a dead rank, it takes longer."""
+
 _UNLIMITED: Final = 2**31
 """Queue capacity. Backward waits for its buckets, so the queue holds at most a model's buckets."""
 
@@ -144,13 +147,13 @@ class SparseState:
         self._waiting: set[tuple[int, int]] = set()
         # Its thread is a daemon, so a failed rank can exit while the thread waits for dead ranks.
         self._thread = BoundedExecutor("graphstash-reduce", workers=1, capacity=_UNLIMITED)
-        finalize(self, self._thread.close)
+        finalize(self, _end, self._thread)
 
     def close(self) -> None:
         """Stop the thread, and destroy the group if this state created it. Call `close` on every
         rank after the training.
         """
-        self._thread.close()
+        _end(self._thread)
         if self._owns_group:
             distributed.destroy_process_group(self._group)
 
@@ -180,7 +183,8 @@ class SparseState:
         if self._thresholding is not None:
             each = torch.split(gradients, [parameter.numel() for parameter in parameters])
             for parameter, gradient in zip(parameters, each, strict=True):
-                self._thresholding.hold_back_(parameter, gradient, block_size=layout.size)
+                size = layout_of([parameter], self._block_size).size  # DDP changes buckets
+                self._thresholding.hold_back_(parameter, gradient, block_size=size)
         gate = self._gates.setdefault(key, self._new_gate())
         if not gate.skips():
             work = partial(self._mean_of_blocks, bucket, layout, key, gate)
@@ -289,6 +293,12 @@ class SparseState:
             # Wait before DDP's own callback, which would replace an error by "unable to cast".
             Variable._execution_engine.queue_callback(done.wait)  # type: ignore[arg-type] # torch's annotation
         return done
+
+
+def _end(thread: BoundedExecutor) -> None:
+    """Stop the thread. Wait for its last call, which may return only after backward does."""
+    thread.drain(_END_SECONDS)
+    thread.close()
 
 
 def _group_of_all() -> distributed.ProcessGroup:

@@ -4,6 +4,7 @@ As in the OmniReduce paper, a ring of N ranks sends 2(N-1)/N of each gradient. T
 the same share of one bit per block, and either of the union's blocks, or N-1 times each rank's own.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -81,10 +82,10 @@ def report(
         raise ValueError(f"link_gbits={link_gbits}: take the link's Gbit/s, above 0")
     loss = loss if loss is not None else lambda model, batch: model(*batch)
     unions: dict[str, Tensor] = {}
-    shares: dict[str, list[float]] = {}
+    shares: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * workers)
     sizes: dict[str, int] = {}
     batches = 0
-    for _, batch in zip(range(workers), data, strict=False):
+    for number, batch in zip(range(workers), data, strict=False):
         batches += 1
         model.zero_grad(set_to_none=True)
         loss(model, batch).backward()
@@ -96,7 +97,7 @@ def report(
             size = layout_of([parameter], block_size).size
             nonzero = BlockView(dense.reshape(-1), size).nonzero()
             unions[name] = unions[name] | nonzero if name in unions else nonzero
-            shares.setdefault(name, []).append(float(nonzero.float().mean()))
+            shares[name][number] = float(nonzero.float().mean())
             sizes[name] = dense.nbytes
     model.zero_grad(set_to_none=True)
     if batches < workers:

@@ -60,6 +60,7 @@ class Thresholding:
         self._names: dict[Tensor, str] = {each: name for name, each in model.named_parameters()}
         self._steps: dict[str, int] = {}
         self._thresholds: dict[str, Tensor] = {}
+        self._block_sizes: dict[str, int] = {}
         self._held: dict[str, Tensor] = {}
 
     def __str__(self) -> str:
@@ -90,7 +91,9 @@ class Thresholding:
         finite = norms.masked_fill(~norms.isfinite(), 0)
         step = self._steps.get(key, 0)
         self._steps[key] = step + 1
-        if step % self._refresh_every == 0:
+        is_stale = self._block_sizes.get(key) != block_size  # also of an earlier release
+        self._block_sizes[key] = block_size
+        if is_stale or step % self._refresh_every == 0:
             passing = (self._keep * finite.count_nonzero()).ceil().long().clamp(min=1)
             new = finite.sort(descending=True).values[passing - 1]
             self._thresholds[key] = torch.where(is_used, new, self._thresholds[key]).to(norms.dtype)
@@ -125,7 +128,12 @@ class Thresholding:
         held = {key: value / world for key, value in sorted(self._held.items())}
         for value in held.values():
             distributed.all_reduce(value, group=group)
-        return {"held": held, "thresholds": dict(self._thresholds), "steps": dict(self._steps)}
+        return {
+            "held": held,
+            "thresholds": dict(self._thresholds),
+            "block_sizes": dict(self._block_sizes),
+            "steps": dict(self._steps),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint.
@@ -148,4 +156,5 @@ class Thresholding:
         self._thresholds = {
             name: value.to(parameters[name].device) for name, value in state["thresholds"].items()
         }
+        self._block_sizes = dict(state.get("block_sizes", {}))
         self._steps = dict(state["steps"])

@@ -119,11 +119,11 @@ def values_of(payload: bytes) -> list[Mapping[str, Value]]:
 def merged(batches: Iterable[Sequence[Finding]]) -> dict[Configuration, Finding]:
     """Merge the measurements of all hosts, by configuration.
 
-    The cost is the median over the batches, whatever their numbers of samples, so that a host with
-    many samples cannot outvote the others. The spread is the median of the batches' spreads, or the
-    interquartile range of their costs if that is larger. A configuration that works on any
-    host works: a failure may be specific to a host. A configuration with a wrong result on any host
-    is wrong: other hosts may have been lucky.
+    The cost is the median of the hosts' costs, whatever their numbers of samples, so that a host
+    that measures often cannot outvote the others. A host's cost is the median of its measurements.
+    The spread is the median of all spreads, or the interquartile range of the hosts' costs if that
+    is larger. A configuration that works on any host works: a failure may be specific to a host. A
+    configuration with a wrong result on any host is wrong: other hosts may have been lucky.
     """
     by_configuration: defaultdict[Configuration, list[Finding]] = defaultdict(list)
     for batch in batches:
@@ -140,10 +140,14 @@ def _one(found: Sequence[Finding]) -> Finding:
         count=min(sum(each.count for each in working), _MAX_COUNT),
         hosts=frozenset().union(*(each.hosts for each in working)),
     )
-    costs = [each.cost for each in working if each.cost is not None]
-    if len(costs) < 2:
+    by_host: defaultdict[frozenset[str], list[float]] = defaultdict(list)
+    for each in working:
+        if each.cost is not None:
+            by_host[each.hosts].append(each.cost)
+    if len(working) == 1 or not by_host:
         return together
-    low, _, high = quantiles(costs, n=4, method="inclusive")
+    costs = [median(of_host) for of_host in by_host.values()]
+    low, _, high = quantiles(costs, n=4, method="inclusive") if len(costs) > 1 else costs * 3
     spread = max(median(each.spread for each in working), high - low)
     return replace(together, cost=median(costs), spread=spread)
 
