@@ -6,7 +6,6 @@ command.
 
 import ipaddress
 import logging
-import resource
 import socket
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,18 +16,10 @@ from graphstash_schema.settings import with_options
 from graphstash_server.commands.running import fail
 from graphstash_server.errors import StartError
 from graphstash_server.logs import set_up_logging
+from graphstash_server.serving.open_files import within_open_files
 from graphstash_server.settings import Settings, is_loopback, load_settings, warn_of_misspelled
 
 __all__ = ["main", "serve"]
-
-_LOGGER = logging.getLogger(__name__)
-
-_FILES_PER_CONNECTION = 4
-"""Open files per connection: its socket, a blob and a duplicate of the socket while the blob is
-sent, and the socket of another connection that waits for the place."""
-
-_OWN_FILES = 256
-"""Open files for everything else: listeners, the database, the store, workers."""
 
 _WITH_SOCKET = (
     "jobs of this user on this host find it by themselves: graphstash run -- python train.py\n"
@@ -85,7 +76,7 @@ def serve(
         find_tracing(settings)
         listener = _listen(settings)
         _make_data_dir(settings)
-        settings = _within_open_files(settings)
+        settings = within_open_files(settings)
     except StartError as error:
         fail(str(error))
     _run(settings, listener, port_file)
@@ -199,29 +190,6 @@ def _url(settings: Settings, listener: socket.socket, *, address: str | None = N
     if address is None:
         address = f"[{bound}]" if listener.family == socket.AF_INET6 else bound
     return f"{'http' if settings.tls_cert_file is None else 'https'}://{address}:{port}"
-
-
-def _within_open_files(settings: Settings) -> Settings:
-    """Raise the soft limit of open files (often 1,024) to what `max_connections` needs. Reduce
-    `max_connections` if the hard limit is lower.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _FILES_PER_CONNECTION * settings.max_connections + _OWN_FILES
-    if hard != resource.RLIM_INFINITY:
-        needed = min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    most = max(1, (needed - _OWN_FILES) // _FILES_PER_CONNECTION)
-    if most == settings.max_connections:
-        return settings
-    _LOGGER.log(
-        logging.WARNING if "max_connections" in settings.model_fields_set else logging.INFO,
-        "GRAPHSTASH_MAX_CONNECTIONS is %d, but the limit of %d open files allows only %d",
-        settings.max_connections,
-        hard,
-        most,
-    )
-    return settings.model_copy(update={"max_connections": most})
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ class ListenSettings(_Group):
     max_connections: int = Field(16_384, ge=1, le=1_000_000)
     """Limit for the connections of one process, 1 to 1000000. Beyond it, idle connections are
     closed, or new ones wait and are then answered with 503. Default: 16384, all processes of a
-    large job. The hard limit of open files may lower it: four files per connection, and 256."""
+    large job. The hard limit of open files may lower it: four files per connection, five with
+    TLS, and 256."""
     header_seconds: float = Field(10.0, gt=0, le=3600)
     """Seconds within which a request's headers must arrive, up to 3600; also the idle timeout of a
     new connection, and up to 60, the time limit of its TLS handshake. Default: 10."""

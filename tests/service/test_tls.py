@@ -2,8 +2,9 @@
 
 import socket
 import ssl
+import sys
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import httpx
 import pytest
@@ -122,16 +123,35 @@ def test_silent_connection_ends_before_its_handshake(files, tmp_path):
             assert silent.recv(1) == b""
 
 
-def test_handshakes_beyond_the_limit_end_the_oldest_one(files, trusting, tmp_path):
+def test_burst_of_connections_completes_its_handshakes(files, trusting, tmp_path):
     with LiveServer(tmp_path, **files, max_connections=4, log_level="error") as server:
         host, port = server.url.removeprefix("https://").split(":")
-        silent = [socket.create_connection((host, int(port)), timeout=30) for _ in range(6)]
+        burst = [socket.create_connection((host, int(port)), timeout=60) for _ in range(40)]
+        assert httpx.get(f"{server.url}/metrics", verify=trusting, trust_env=False).is_success
+        for each in burst:
+            with trusting.wrap_socket(each, server_hostname=host) as connection:
+                connection.sendall(head("GET", "/healthz"))
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_handshakes_beyond_the_limit_end_the_oldest_one(files, trusting, tmp_path):
+    command = ("prlimit", "--nofile=300:300", sys.executable, "-m", "graphstash_server")
+    environment = {f"GRAPHSTASH_{name.upper()}": str(path) for name, path in files.items()}
+    environment |= {"GRAPHSTASH_MIN_FREE_BYTES": "0", "GRAPHSTASH_MAX_CONNECTIONS": "9"}
+    with (
+        ServerProcess(tmp_path / "data", command=command, environment=environment) as server,
+        ExitStack() as stack,
+    ):
+        assert "allows only 8" in server.log
+        host, port = server.url.removeprefix("https://").split(":")
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            for _ in range(14)
+        ]
         assert [each.recv(1) for each in silent[:2]] == [b"", b""]
         answer = httpx.get(f"{server.url}/metrics", verify=trusting, trust_env=False)
         assert 'refused_total{code="too_many_connections"} 3.0' in answer.text
         assert silent[2].recv(1) == b""
-        for each in silent:
-            each.close()
 
 
 def test_only_client_with_certificate_of_the_authority_is_admitted(

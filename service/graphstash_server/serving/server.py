@@ -33,6 +33,7 @@ from graphstash_server.fast.answers import FastPath
 from graphstash_server.fast.connection import FastConnection
 from graphstash_server.logs import WithoutQuery
 from graphstash_server.services.counters import Counters
+from graphstash_server.serving.open_files import max_handshakes
 from graphstash_server.serving.ports import allow_listening
 from graphstash_server.serving.telemetry import find_tracing
 from graphstash_server.serving.tls import Handshakes, tls_context
@@ -143,7 +144,7 @@ class GraphstashServer(uvicorn.Server):
                 config.ssl,
                 connect,
                 seconds=min(60, kind.limits.header_seconds),
-                most=kind.limits.max_connections,
+                most=max_handshakes(kind.limits),
                 count_refusal=partial(kind.count_refusal, ErrorCode.TOO_MANY_CONNECTIONS),
             )
             make = handshakes.accept
