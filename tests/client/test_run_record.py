@@ -62,10 +62,13 @@ def start(tmp_path):
 
 
 @pytest.fixture
-def save(config):
-    """Leaves the record of another run, as a process does when it ends."""
+def save(config, tmp_path):
+    """Leaves the record and the lock of another run, as a process does when it ends."""
 
     def save(run):
+        folder = tmp_path / "a" / "records" / run
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / "lock").touch()
         run_record.save(config("a"), Stats(), [], run=run, started_at=time.time(), uncached=0)
 
     return save
@@ -108,16 +111,16 @@ def test_folder_of_a_run_stays_for_child_that_outlives_its_parent(start, save, t
     until(is_removed)
 
 
-@pytest.mark.parametrize("is_supported", [False, True])
-def test_folder_of_a_run_whose_lock_fails_stays_for_a_week(
-    save, tmp_path, monkeypatch, is_supported
-):
+@pytest.mark.parametrize("lock", ["unsupported", "unreadable", "absent"])
+def test_folder_of_a_run_whose_lock_fails_stays_for_a_week(save, tmp_path, monkeypatch, lock):
     records = tmp_path / "a" / "records"
     for number in (1, 2):
         save(name(number))
-        lock = records / name(number) / "lock"
-        lock.mkdir() if is_supported else lock.touch()
-    if not is_supported:
+        if lock != "unsupported":
+            (records / name(number) / "lock").unlink()
+        if lock == "unreadable":
+            (records / name(number) / "lock").mkdir()
+    if lock == "unsupported":
 
         def flock(*_):
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -129,6 +132,17 @@ def test_folder_of_a_run_whose_lock_fails_stays_for_a_week(
     for number in range(3, KEPT + 3):
         save(name(number))
     assert runs(tmp_path) == [name(number) for number in range(2, KEPT + 3)]
+
+
+def test_exit_of_a_process_tries_to_remove_at_most_twenty_runs(save, tmp_path):
+    records = tmp_path / "a" / "records"
+    save(name(0))
+    for number in range(1, 3 * KEPT):
+        (records / name(number)).mkdir()
+        (records / name(number) / "lock").touch()
+    for left in (2 * KEPT + 1, KEPT + 1, KEPT):
+        save(name(3 * KEPT))
+        assert len(runs(tmp_path)) == left
 
 
 def test_a_run_that_began_while_the_clock_was_ahead_is_not_the_latest(save, tmp_path):

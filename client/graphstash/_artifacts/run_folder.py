@@ -100,8 +100,8 @@ def hold(folder: Path) -> int | None:
 
 
 def remove_unless_held(folder: Path) -> None:
-    """Remove a folder unless a process holds it. If locks fail, remove it a week after its last
-    change.
+    """Remove a folder unless a process holds it. If its lock fails or is absent, remove the folder
+    a week after its last change.
     """
     with ExitStack() as stack:
         try:
@@ -110,9 +110,7 @@ def remove_unless_held(folder: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        except FileNotFoundError:  # no process has held it
-            pass
-        except OSError:  # no support for locks, or no free descriptor: a process may hold it
+        except OSError:  # no support for locks, or no free descriptor here or in the run
             if not _is_old(folder):
                 return
         shutil.rmtree(folder, ignore_errors=True)

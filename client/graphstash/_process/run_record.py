@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import sample
 from typing import Any, Final
 
 from graphstash._artifacts import run_folder
@@ -28,6 +29,7 @@ __all__ = ["ProcessRecord", "read_earlier_runs", "read_last_run", "save"]
 
 _FOLDER: Final = "records"
 _KEPT: Final = 20
+_MAX_TRIED: Final = 20
 _MAX_AHEAD_SECONDS: Final = 3600.0
 _MAX_BYTES: Final = 32 * 1024**2
 
@@ -69,8 +71,9 @@ def save(
     uncached: int,
     notes: Sequence[str] = (),
 ) -> None:
-    """Write the record of this process. Remove all but the twenty latest runs, and those of which a
-    process is alive.
+    """Write the record of this process. Then try to remove runs that are not among the twenty
+    latest. A run stays while one of its processes lives, and for a week if its lock fails or is
+    absent. Each call tries at most twenty random runs, because thousands may stay.
 
     Raises:
         OSError: the record cannot be written.
@@ -100,9 +103,9 @@ def save(
         with open(partial, "w", encoding="utf-8", opener=_private) as file:
             json.dump(record, file)
         partial.replace(runs / run / f"{os.getpid()}.json")
-        for old in _names(runs)[:-_KEPT]:
-            if old != run:
-                run_folder.remove_unless_held(runs / old)
+        removable = [name for name in _names(runs)[:-_KEPT] if name != run]
+        for old in sample(removable, min(len(removable), _MAX_TRIED)):
+            run_folder.remove_unless_held(runs / old)
 
 
 def read_last_run(cache_dir: Path) -> list[ProcessRecord] | None:
