@@ -1,5 +1,6 @@
 """Jobs, data and servers of an early commit through an upgrade, a rollback and killed migrations.
 
+EARLY_SEED=<text>     kills the migrations before the same statements again
 EARLY_KILLS=<number>  kills that many migrations of each database
 """
 
@@ -203,8 +204,9 @@ def test_jobs_go_on_through_upgrade_rollback_and_a_kill(early, database, tmp_pat
 
 
 def test_killed_migration_leaves_a_database_for_both_releases(early, database, postgres, tmp_path):
-    seed = secrets.token_hex(4)
-    print(f"seed {seed}")
+    seed = os.environ.get("EARLY_SEED") or secrets.token_hex(4)
+    kills = int(os.environ.get("EARLY_KILLS") or 3)
+    print(f"EARLY_SEED={seed} EARLY_KILLS={kills}")
     filled = Site(tmp_path / "filled", database)
     filled.fill(early)
 
@@ -229,7 +231,6 @@ def test_killed_migration_leaves_a_database_for_both_releases(early, database, p
         )
 
     statements = int(migrate(copied("whole"), 0).stdout)
-    kills = int(os.environ.get("EARLY_KILLS") or 3)
     for at in sorted(random.Random(seed).sample(range(1, statements + 1), kills)):
         site = copied(f"killed-{at}")
         assert migrate(site, at).returncode == -signal.SIGKILL
