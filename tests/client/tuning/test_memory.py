@@ -346,6 +346,15 @@ def test_answer_is_described_with_its_speedup_over_the_default(
     assert memories("second").schedule().configuration == (8,)
 
 
+def test_default_measured_last_is_the_answer_if_it_is_the_fastest(memories):
+    colleague, first = memories("colleague"), memories("first")
+    colleague.plant("measurements", 0, of(record(tile=32, cost=1)))
+    found = first.schedule()
+    assert first.measured[-1] == found.configuration == (32,)
+    assert first.cache.log.description_of(found.key).parts[SPEEDUP_PART] == "1.00"
+    assert memories("second").schedule().configuration == (32,)
+
+
 def test_costs_of_peers_are_accepted_after_local_check(memories):
     colleague, first = memories("colleague"), memories("first")
     told = [record(tile=tile, cost=2 * COSTS[tile,]) for tile in (8, 16, 32, 128)]

@@ -17,8 +17,8 @@ their own space. A search skips configurations that peers have measured. It is r
 peers' measurements if a peer's cost is far from the cost here, or if nothing works here.
 
 Two limits remain. If a peer reports fast configurations as slow, or as failing although other
-configurations work, no host tries them. A host that may publish an answer chooses what the others
-run within their space.
+configurations work, no host tries them, except for a default that is reported as slow. A host that
+may publish an answer chooses what the others run within their space.
 """
 
 import json
@@ -283,6 +283,7 @@ class TeamMemory:
                 journal.add(known[configuration])
             hints = self._hints(problem, space, fit or space.configuration)
             tune(Search(dict(known), hints, journal.add))
+            _measure_default(known, journal, space, measure)
             best = best_of(journal, known)
             if _is_misled(best, _own(journal), known):
                 _log.warning(
@@ -293,7 +294,7 @@ class TeamMemory:
                 best = best_of(journal, {})
             if best:
                 if turn.compilation is not None:
-                    found = _described(best[0], known, journal, space, measure)
+                    found = _described(best[0], journal, space)
                     self._cache.log.add_parts(turn.compilation.key, found)
                 payload = _answer(best, known, journal, problem, space)
         finally:
@@ -533,28 +534,29 @@ def _cost(measurement: Finding) -> float:
     return measurement.cost if measurement.cost is not None else float("inf")
 
 
-def _described(
-    best: Finding,
+def _measure_default(
     known: Mapping[Configuration, Finding],
     journal: _Journal,
     space: SearchSpace,
     measure: Measure,
-) -> dict[str, str]:
-    """Return what pages show of an answer: the configuration, and how much faster than the default.
-
-    The default is `space.start`. Measure it unless the search has, or it failed on another host.
+) -> None:
+    """Measure `space.start` unless the search has, or it failed on another host. Pages compare the
+    answer with it, and it is the answer if it is the fastest.
     """
-    values = " ".join(f"{name}={value}" for name, value in space.named(best.configuration).items())
-    start = _own(journal).get(space.start)
     peer = known.get(space.start)
-    if start is None and (peer is None or peer.failure is None):
-        try:
-            start = measure(space.start)
-        except Exception:  # noqa: BLE001 - the search has an answer, which must not be lost
-            _log.debug("the default of %s was not measured", values, exc_info=True)
-        else:
-            journal.add(start)
-    parts = {SCHEDULE_PART: values}
+    if space.start in _own(journal) or (peer is not None and peer.failure is not None):
+        return
+    try:
+        journal.add(measure(space.start))
+    except Exception:  # noqa: BLE001 - the search may have an answer, which must not be lost
+        _log.debug("the default was not measured", exc_info=True)
+
+
+def _described(best: Finding, journal: _Journal, space: SearchSpace) -> dict[str, str]:
+    """Return what pages show of an answer: the configuration, and its speedup over the default."""
+    values = space.named(best.configuration).items()
+    parts = {SCHEDULE_PART: " ".join(f"{name}={value}" for name, value in values)}
+    start = _own(journal).get(space.start)
     if start is not None and start.cost is not None:
         parts[SPEEDUP_PART] = f"{start.cost / _cost(best):.2f}"
     return parts
