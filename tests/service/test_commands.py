@@ -191,8 +191,13 @@ def test_a_job_is_pinned_and_unpinned(api, monkeypatch):
         pin, "gpt", "--namespace", "team", "--for", "30d"
     )
     assert "2 artifacts evicted" in run(gc, "--evict-now")
+    for words in ([], ["--dry-run"]):
+        printed = run(gc, "--evict-now", *words)
+        assert printed.startswith("0 artifacts")
+        assert "a limit is exceeded, but the other artifacts are pinned" in printed
+        assert "GRAPHSTASH_*" not in printed
+    monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "30000")
     printed = run(gc, "--evict-now")
-    assert "0 artifacts evicted" in printed
     assert "run this with the GRAPHSTASH_* variables of the server" in printed
     told = json.loads(run(pin, "gpt", "--namespace", "team", "--json"))
     assert (told["job"], told["artifacts"], told["pinned_until"][:4]) == ("gpt", 1, "9999")

@@ -94,8 +94,12 @@ def gc(
             f"{'would be ' if dry_run else ''}removed"
         )
         if evict_now and not totals.evicted:
+            is_over = await context.maintenance.evictor.passed(is_confirmed=True)
             typer.echo(
-                "nothing exceeds a limit that is set here: run this with the GRAPHSTASH_* "
+                "a limit is exceeded, but the other artifacts are pinned, withheld, or were "
+                "looked up recently"
+                if is_over
+                else "nothing exceeds a limit that is set here: run this with the GRAPHSTASH_* "
                 "variables of the server, which set its limits",
                 err=True,
             )

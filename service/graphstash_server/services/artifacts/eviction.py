@@ -84,7 +84,7 @@ class Evictor:
         """
         self.is_needed.clear()
         evicted = 0
-        for namespace, goal_bytes in await self._passed(is_confirmed=is_confirmed):
+        for namespace, goal_bytes in await self.passed(is_confirmed=is_confirmed):
             evicted += await self.shrink(
                 namespace, goal_bytes=goal_bytes, actor=actor, reason=OVER_SOFT_LIMIT
             )
@@ -99,7 +99,7 @@ class Evictor:
         artifacts in `planned` as evicted, and add the yielded ones to it.
         """
         planned = planned or Planned()
-        for namespace, goal_bytes in await self._passed(
+        for namespace, goal_bytes in await self.passed(
             is_confirmed=is_confirmed, freed_bytes=planned.freed_bytes
         ):
             async with self.database.reading() as connection:
@@ -134,7 +134,7 @@ class Evictor:
             evicted += len(gone)
         return evicted
 
-    async def _passed(
+    async def passed(
         self, *, is_confirmed: bool, freed_bytes: Mapping[str | None, int] = NOTHING_FREED
     ) -> list[tuple[str | None, int]]:
         """Return each namespace (None: the store) that exceeds its soft limit even without the
