@@ -257,8 +257,8 @@ def test_anonymous_pages_need_no_sign_in_and_read_statistics_once(
         assert answer.status_code == 200
         return [each.sql[:6] for each in statements if each.sql.startswith("SELECT")]
 
-    for path in ("/", "/search", "/tuning"):
-        page = nobody.get(path).text
+    for path in ("/", "/?by=job", "/search", "/search?q=a*+%22b%22", "/tuning?q=x&next=/docs"):
+        page = html.unescape(nobody.get(path).text)
         assert "Token" in page
         assert f'name="next" value="{path}"' in page
     assert nobody.get(artifact_page(namespace, key)).status_code == 401

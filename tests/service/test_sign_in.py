@@ -1,5 +1,7 @@
 """Signing in to the dashboard: the cookie, what it opens, and what it does not."""
 
+import html
+import re
 from datetime import timedelta
 from http.cookies import SimpleCookie
 
@@ -160,6 +162,24 @@ def test_redirect_after_sign_in_stays_on_this_server(guarded, token, signed_in):
     for elsewhere in ("//evil.example", "/\\evil.example", "https://evil.example", "/a\r\nX: y"):
         assert way_back(elsewhere) == "/"
         assert signed_in(token, next=elsewhere).answer.headers["location"] == "/"
+
+
+def test_search_is_kept_until_the_token_is_right(guarded, token, signed_in):
+    asked = "/tuning?q=a*+%C3%A9%22&namespace="
+
+    def kept(page):
+        return html.unescape(re.search('name="next" value="([^"]*)"', page.text)[1])
+
+    way = kept(guarded.http().get(asked, headers=HTML))
+    mistyped = signed_in("gst_x", next=way).answer
+    assert mistyped.status_code == 401
+    assert way == kept(mistyped) == asked
+    assert signed_in(token, next=way).answer.headers["location"] == asked
+    for elsewhere in ("//evil.example/?q=x", "https://evil.example/*"):
+        assert kept(signed_in("gst_x", next=elsewhere).answer) == "/"
+    for path in ("//evil.example?q=x", "/%5Cevil.example?q=x", "/sign-in?next=//evil.example"):
+        page = guarded.http().get(guarded.url + path, headers=HTML)
+        assert "evil" not in "".join(re.findall('name="next" value="([^"]*)"', page.text))
 
 
 def test_open_server_offers_no_sign_in(live_server):

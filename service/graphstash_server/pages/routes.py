@@ -117,8 +117,9 @@ class _Pages:
         return endpoint
 
     async def welcome(self, visitor: Visitor) -> Response:
-        path = visitor.request.url.path
-        back = visitor.request.query_params.get("next", "/" if path == "/sign-in" else path)
+        request = visitor.request
+        is_sign_in = request.url.path == "/sign-in"
+        back = request.query_params.get("next", "/") if is_sign_in else _target(request)
         return await self._render(
             visitor, "sign_in.html", way_back=sign_in.way_back(back), refusal="", is_refused=False
         )
@@ -149,13 +150,12 @@ class _Pages:
         log_refusal(error, method=request.method, path=request.url.path, state=state)
         if error.code is ErrorCode.UNAUTHENTICATED:
             is_form = request.method == "POST"
-            here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
             return await self._render(
                 visitor,
                 "sign_in.html",
                 status_code=STATUS[error.code],
                 headers=_CHALLENGE,
-                way_back="/" if is_form else sign_in.way_back(here),
+                way_back=visitor.way_back if is_form else sign_in.way_back(_target(request)),
                 refusal=error.detail,
                 is_refused=is_form,
             )
@@ -186,6 +186,11 @@ class _Pages:
             path=visitor.request.url.path,
             **view,
         )
+
+
+def _target(request: Request) -> str:
+    """Return the path of a request with its query."""
+    return request.url.path + (f"?{request.url.query}" if request.url.query else "")
 
 
 async def _unknown(visitor: Visitor) -> Response:

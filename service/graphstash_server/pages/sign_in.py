@@ -30,7 +30,7 @@ __all__ = ["begin", "check_origin", "end", "read_form", "way_back"]
 _MAX_FORM_BYTES: Final = 8 * 1024
 """A token has 64 characters, and a path up to 2,001, which the form encodes."""
 
-_WAY_BACK: Final = re.compile(r"/(?![/\\])[A-Za-z0-9._~/?=&%:+-]{0,2000}")
+_WAY_BACK: Final = re.compile(r"/(?![/\\])[A-Za-z0-9._~/?=&%:+*-]{0,2000}")
 """A path of this server. Two slashes at its beginning would name another server."""
 
 
@@ -43,10 +43,11 @@ async def begin(visitor: Visitor) -> Response:
     """
     check_origin(visitor.request)
     form = await read_form(visitor)
+    visitor.way_back = way_back(form.get("next", ""))
     session = await visitor.context.sessions.begin(form.get("token", "").strip())
     if visitor.session is not None:
         await visitor.context.sessions.end(visitor.session.id)
-    headers = {**PAGE_HEADERS, "Location": way_back(form.get("next", ""))}
+    headers = {**PAGE_HEADERS, "Location": visitor.way_back}
     answer = Response(status_code=303, headers=headers)
     _set_cookie(answer, session, visitor, is_secure=is_over_tls(visitor.request))
     return answer

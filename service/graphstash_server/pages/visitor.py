@@ -49,13 +49,16 @@ index."""
 
 @dataclass(slots=True)
 class Visitor:
-    """A person or program that requested a page. `session` is None without a valid session."""
+    """A person or program that requested a page. `session` is None without a valid session.
+    `way_back` is the page to open after the form to sign in that this request sent.
+    """
 
     request: Request
     context: ProcessContext
     principal: Principal
     session: Session | None
     now: datetime
+    way_back: str = "/"
     _statistics: ServerStats | None = None
 
     @property
