@@ -1,7 +1,8 @@
-"""RequestFrame: the outermost layer of every request, in plain ASGI.
+"""RequestFrame: a layer around the handling of every request, in plain ASGI.
 
 It assigns the request ID, refuses malformed, ambiguous and cross-site requests, and adds the common
 response headers. It turns an unexpected exception into a response without internal details.
+If tracing is on, `api.traced` puts a span around this layer.
 """
 
 import asyncio
