@@ -12,8 +12,9 @@ import pytest
 
 from graphstash_schema.names import printable
 from graphstash_server import app
-from graphstash_server.pages import audit, routes, tuning
+from graphstash_server.pages import audit, routes, tuning, visitor
 from graphstash_server.pages.rendering import asset
+from graphstash_server.services.artifacts import catalog
 from graphstash_server.testing import LiveServer
 from support.dashboard import CAUSE, JOB, LABEL, Team, key_of
 from support.sessions import HTML, sign_in
@@ -23,6 +24,13 @@ from support.waiting import until
 
 def artifact_page(namespace, key):
     return f"/artifacts/{namespace}/{key}"
+
+
+def withhold(team, key):
+    digest = team.http.head(key.artifact_path(team.namespace)).headers["etag"].strip('"')
+    report = {"key": key.model_dump(mode="json"), "digest": digest, "reason": "corrupt"}
+    answer = team.http.post(f"/v1/{team.namespace}/artifacts:report", json=report)
+    assert answer.json()["withheld"]
 
 
 def text_of(page):
@@ -190,6 +198,9 @@ def test_tuning_page_shows_schedules_in_order_of_kernels(team, browse, namespace
     assert rows(q="matmul float16 nn 1") == rows(q="matmul float16 nn 128") == found[2:3]
     assert rows(q="%") == rows(q="at_ention") == rows(q="zzz") == []
     assert rows(namespace=namespace, q="s") == found[4:]
+    for name in ("add", "Helion", "Helion kernel add.py", "Helion kernel "):
+        assert rows(q=name) == found[:1], name
+    assert rows(q="Helion kernel sub") == rows(q="elion") == rows(q="tuned") == []
     for wrong in ({"q": "x" * 200}, {"q": "\0"}, {"namespace": "A B"}):
         assert reader.get("/tuning", params=wrong).status_code == 400, wrong
     more = "There may be more"
@@ -199,6 +210,38 @@ def test_tuning_page_shows_schedules_in_order_of_kernels(team, browse, namespace
     monkeypatch.setattr(tuning, "_MAX_ROWS", 10)
     assert len(rows()) == 11  # ten of each prefix
     assert more in reader.get("/tuning").text
+
+
+def test_withheld_artifacts_hide_no_others(team, browse, namespace, monkeypatch):
+    monkeypatch.setattr(tuning, "_MAX_ROWS", 10)
+    monkeypatch.setattr(catalog, "_MAX_FOUND", 2)
+    monkeypatch.setattr(catalog, "MAX_SEARCHED", 1)
+    reader = browse(f"read:{namespace}")
+    for number in range(100, 110):
+        withhold(team, team.tune(number, "tuned a"))
+    kept = artifact_page(namespace, team.tune(110, "tuned a"))
+    team.put(0)  # the only one that the search finds by other text
+    page = reader.get("/tuning").text
+    assert kept in page
+    assert "There may be more" not in page
+    assert kept in reader.get("/search?q=tuned+a").text
+
+
+def test_pages_say_that_they_search_only_the_largest_namespaces(
+    used, team, browse, namespace, monkeypatch
+):
+    team.tune(100, "tuned small")
+    reader = browse(f"read:{namespace}", f"read:{used.namespace}")
+    told = "Only the namespaces with the most artifacts are searched"
+    for path in ("/tuning?q=small", "/search?q=tuned+small"):
+        page = reader.get(path).text
+        assert artifact_page(namespace, key_of(100, "schedule")) in page
+        assert told not in page
+    monkeypatch.setattr(visitor, "_MAX_LISTED", 1)
+    for path in ("/tuning?q=small", "/search?q=tuned+small", "/tuning", "/search?q=small"):
+        assert told in text_of(reader.get(path).text), path
+        page = reader.get(path, params={"q": "tuned small", "namespace": namespace}).text
+        assert told not in page, path
 
 
 def test_pages_show_only_what_the_token_may_read(used, foreign, browse):
@@ -278,10 +321,7 @@ def test_anonymous_pages_need_no_sign_in_and_read_statistics_once(
 
 def test_a_withheld_artifact_is_on_no_page_but_in_the_quarantine(team, browse, namespace):
     key = team.put(0, label="a withheld label")
-    digest = team.http.head(key.artifact_path(team.namespace)).headers["etag"].strip('"')
-    report = {"key": key.model_dump(mode="json"), "digest": digest, "reason": "corrupt"}
-    answer = team.http.post(f"/v1/{namespace}/artifacts:report", json=report)
-    assert answer.json()["withheld"]
+    withhold(team, key)
     client = browse(f"admin:{namespace}")
 
     assert client.get(artifact_page(namespace, key)).status_code == 404

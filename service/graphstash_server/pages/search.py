@@ -28,13 +28,13 @@ async def search_of(visitor: Visitor) -> dict[str, Any]:
             f"the text to search for has {len(text)} characters; the limit is {_MAX_CHARACTERS}",
             limit=_MAX_CHARACTERS,
         )
-    chosen = await visitor.enter(query["namespace"]) if query.get("namespace") else None
-    where = [chosen] if chosen is not None else visitor.listed(await visitor.namespaces())
+    chosen, where, is_partial = await visitor.searched()
     is_enough = len(text) >= _MIN_CHARACTERS and "\0" not in text
     found = await visitor.context.catalog.search(where, text) if is_enough else []
     return {
         "text": text,
         "namespace": chosen or "",
+        "is_partial": is_partial,
         "found": found,
         "is_too_short": bool(text) and not is_enough,
         "searched": MAX_SEARCHED,

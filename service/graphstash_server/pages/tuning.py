@@ -28,12 +28,12 @@ async def tuning_of(visitor: Visitor) -> dict[str, Any]:
         raise ServerError(
             ErrorCode.INVALID_REQUEST, f"a kernel's name has at most {_MAX_CHARACTERS} characters"
         )
-    chosen = await visitor.enter(query["namespace"]) if query.get("namespace") else None
-    where = [chosen] if chosen is not None else visitor.listed(await visitor.namespaces())
+    chosen, where, is_partial = await visitor.searched()
     found, is_cut = await visitor.context.catalog.schedules(where, name, limit=_MAX_ROWS)
     return {
         "name": name,
         "namespace": chosen or "",
+        "is_partial": is_partial,
         "rows": [_row(entry) for entry in found],
         "is_cut": is_cut,
     }

@@ -131,6 +131,20 @@ class Visitor:
             return ()
         return (await self.statistics()).namespaces
 
+    async def searched(self) -> tuple[Namespace | None, Sequence[Namespace], bool]:
+        """Return the namespace that the request names, the namespaces to search, and whether these
+        omit any with artifacts that the visitor may read.
+
+        Raises:
+            InvalidValueError, ServerError: as for `enter`, and 503.
+        """
+        if name := self.request.query_params.get("namespace"):
+            chosen = await self.enter(name)
+            return chosen, [chosen], False
+        stats = [each for each in await self.namespaces() if each.artifacts]
+        listed = self.listed(stats)
+        return None, listed, len(listed) < len(stats)
+
     def listed(self, stats: Sequence[NamespaceStats]) -> Sequence[Namespace]:
         """Return the namespaces with the most artifacts, at most `_MAX_LISTED`."""
         largest = sorted(stats, key=lambda each: -each.artifacts)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Final, NamedTuple
 
-from sqlalchemy import and_, func, literal, select, union_all
+from sqlalchemy import and_, exists, func, literal, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_server.artifact import DescribedArtifact
@@ -40,6 +40,10 @@ class UserRow(NamedTuple):
 _IS_SHOWN: Final = and_(artifacts.c.withheld_at.is_(None), artifacts.c.kind.in_(KNOWN_KINDS))
 _OUTER: Final = artifacts.outerjoin(
     descriptions, and_(*(descriptions.c[name] == artifacts.c[name] for name in KEY_COLUMNS))
+)
+_IS_WITHHELD: Final = exists().where(
+    *(artifacts.c[name] == descriptions.c[name] for name in KEY_COLUMNS),
+    artifacts.c.withheld_at.is_not(None),
 )
 _LABELLED: Final = select(
     *KEYED_ARTIFACT_COLUMNS, func.coalesce(descriptions.c.label, "").label("label")
@@ -94,16 +98,13 @@ async def list_labelled(
             descriptions.c.namespace.in_(namespaces),
             descriptions.c.kind.in_(KNOWN_KINDS),
             descriptions.c.label == label,
+            ~_IS_WITHHELD,
         )
         .limit(limit)
         .subquery()
     )
     same = and_(*(artifacts.c[name] == chosen.c[name] for name in KEY_COLUMNS))
-    statement = (
-        select(*KEYED_ARTIFACT_COLUMNS, literal(label).label("label"))
-        .join(chosen, same)
-        .where(_IS_SHOWN)
-    )
+    statement = select(*KEYED_ARTIFACT_COLUMNS, literal(label).label("label")).join(chosen, same)
     return [described_of(found) for found in await connection.execute(statement)]
 
 
@@ -117,7 +118,7 @@ async def list_from_label(
     same_kind = (descriptions.c.namespace == namespace, descriptions.c.kind == kind)
     chosen = (
         select(*(descriptions.c[name] for name in (*KEY_COLUMNS, "label", "described_at", "parts")))
-        .where(*same_kind, descriptions.c.label >= label)
+        .where(*same_kind, descriptions.c.label >= label, ~_IS_WITHHELD)
         .order_by(descriptions.c.label, descriptions.c.described_at)
         .limit(limit)
         .subquery()
@@ -126,7 +127,6 @@ async def list_from_label(
     statement = (
         select(*KEYED_ARTIFACT_COLUMNS, chosen.c.label, chosen.c.parts.label("program"))
         .join(chosen, same)
-        .where(artifacts.c.withheld_at.is_(None))
         .order_by(chosen.c.label, chosen.c.described_at)
     )
     return [described_of(found) for found in await connection.execute(statement)]

@@ -31,7 +31,8 @@ MAX_SEARCHED: Final = 500
 
 _MAX_FOUND: Final = 50
 _MAX_USERS: Final = 20
-_TUNED: Final = ("tuned ", "Helion kernel ")
+_TUNED: Final = "tuned "
+_HELION: Final = "Helion kernel "
 """What the labels of tuned kernels begin with; the next words name the kernel."""
 
 _PREFIX: Final = re.compile(r"[0-9a-f]{4,64}")
@@ -88,16 +89,17 @@ class CatalogService:
         self, namespaces: Sequence[Namespace], name: str, *, limit: int
     ) -> tuple[list[DescribedArtifact], bool]:
         """Return tuned kernels whose names begin with a text, in the order of their names, and
-        whether there may be more.
+        whether there may be more. A name of Helion's may have `Helion kernel` in front.
 
         Each namespace has an equal share of `limit`, and at least ten.
         """
+        of_helion = "" if _HELION.startswith(name) else name.removeprefix(_HELION)
         share = max(10, limit // max(1, len(namespaces)))
         found: list[DescribedArtifact] = []
         is_cut = False
         async with self.database.reading() as connection:
             for where in namespaces:
-                for label in (prefix + name for prefix in _TUNED):
+                for label in (_TUNED + name, _HELION + of_helion):
                     rows = await list_from_label(
                         connection, where, ArtifactKind.SCHEDULE, label, limit=share
                     )
