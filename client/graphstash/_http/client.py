@@ -33,6 +33,8 @@ from graphstash_schema.protocol import (
 )
 
 if TYPE_CHECKING:
+    import ssl
+
     from pydantic import BaseModel
 
     from graphstash._http.download import Downloaded
@@ -73,6 +75,7 @@ class ServerClient:
         config: URL, namespaces and limits.
         tracer: records each call as a span. Default: no spans.
         announced: compile times that look-ups announce, of a client to share them with.
+        context: TLS context of a client with the same settings, to share it. Not with a tracer.
 
     Raises:
         ConfigError: the constructor cannot use a file that `config` names.
@@ -84,13 +87,14 @@ class ServerClient:
         *,
         tracer: Tracer | None = None,
         announced: dict[schema.ArtifactKey, float] | None = None,
+        context: ssl.SSLContext | None = None,
     ) -> None:
         # Commands that need no server do not import httpx.
         from graphstash._http.download import download
 
         self.config = config
         self._download = download
-        self._transport = _transport(config, tracer)
+        self._transport = _transport(config, tracer, context)
         self._announced = {} if announced is None else announced
         self.may_write = True
 
@@ -104,8 +108,12 @@ class ServerClient:
         return self._announced.get(key)
 
     def beside(self) -> ServerClient:
-        """Return a client with connections of its own that shares what look-ups announce."""
-        return ServerClient(self.config, announced=self._announced)
+        """Return a client with connections of its own that shares what look-ups announce.
+
+        It reads no certificate file, which may have vanished since the job started.
+        """
+        context = self._transport.context
+        return ServerClient(self.config, announced=self._announced, context=context)
 
     def pause(self, seconds: float) -> None:
         """Make no call for some seconds, because the server is busy and the job must not wait."""
@@ -444,11 +452,13 @@ class ServerClient:
         return f"{API_PREFIX}/{self.config.namespace}/manifests/{name}"
 
 
-def _transport(config: ClientConfig, tracer: Tracer | None) -> Transport:
+def _transport(
+    config: ClientConfig, tracer: Tracer | None, context: ssl.SSLContext | None
+) -> Transport:
     if tracer is None:
         from graphstash._http.transport import Transport
 
-        return Transport(config)
+        return Transport(config, context=context)
     from graphstash._http.traced import TracedTransport
 
     return TracedTransport(config, tracer=tracer)

@@ -69,26 +69,30 @@ class Transport:
 
     Args:
         config: URL, credentials and time limits.
+        context: see the attribute. Default: load it from the files that `config` names.
 
     Raises:
         ConfigError: a certificate file is unusable.
 
     Attributes:
+        context: TLS context for the server, or None until the first connection needs one.
         job: name of the job, sent with each request for the server's statistics.
         is_copying: whether downloads are copies, which count neither as hits nor as misses.
         takes_redirects: whether the server may redirect downloads to storage. False after the first
             failure of the storage, which does not count for the circuit breaker.
     """
 
-    def __init__(self, config: ClientConfig) -> None:
+    def __init__(self, config: ClientConfig, *, context: ssl.SSLContext | None = None) -> None:
         self._config = config
         self.job = config.job
         self.is_copying = False
         self._breaker = CircuitBreaker()
         self._busy: BusyError | None = None  # the reason of the breaker's last pause
         self._credentials = Credentials(config)
+        self.context = context
         # Without these files, delay loading the system's certificate authorities, about 20 ms.
-        self._context = server_context(config) if config.ca_file or config.client_cert else None
+        if context is None and (config.ca_file or config.client_cert):
+            self.context = server_context(config)
         headers = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "User-Agent": "graphstash"}
         self._client = ProcessClient(config.url, context=self._tls, headers=headers)
         self._storage = ProcessClient(context=lambda: storage_context(config))
@@ -252,9 +256,9 @@ class Transport:
         )
 
     def _tls(self) -> ssl.SSLContext | None:
-        if self._context is None and self._config.url.startswith("https:"):
-            self._context = server_context(self._config)
-        return self._context
+        if self.context is None and self._config.url.startswith("https:"):
+            self.context = server_context(self._config)
+        return self.context
 
     @contextmanager
     def _stream(

@@ -93,7 +93,6 @@ class LateUploads:
         if self._is_ended or (claim := stash.downloads.claim(name)) is None:
             return
         from graphstash._artifacts.catch_up import CatchUp
-        from graphstash._http.client import ServerClient
 
         spent_bytes, spent_seconds = _amounts(claim.text)
 
@@ -103,7 +102,7 @@ class LateUploads:
             spent_seconds += seconds
             claim.keep(f"{spent_bytes} {spent_seconds:.3f}")
 
-        server = ServerClient(config)
+        server = stash.server.beside()
         server.name_job(self._job())
         catch_up = CatchUp(
             stash,
