@@ -84,7 +84,7 @@ def lines_of(outcome):
         re.sub(varying, "", line.removeprefix(prefix))
         for line in outcome.stderr.splitlines()
         if line.startswith(prefix)
-        and not re.match(r"\d+ hits?, |compiled \d+", line.removeprefix(prefix))
+        and not re.match(r"\d+ hits?, |missed \d+", line.removeprefix(prefix))
     ]
 
 

@@ -1,8 +1,10 @@
 """The cause of misses at the end of a run, and with GRAPHSTASH_EXPLAIN=live when they happen."""
 
 import re
+import shutil
 import threading
 
+import certifi
 import httpx
 import pytest
 
@@ -11,9 +13,12 @@ from support.waiting import PATIENT
 
 JOB = """
 import os, sys
+from hashlib import sha256
 from pathlib import Path
 
 import graphstash
+from graphstash._compile.request import CompileRequest
+from graphstash._process import session
 from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
 
 def build(label, **parts):
@@ -23,6 +28,10 @@ def build(label, **parts):
         kind=ArtifactKind.SCHEDULE, device_type=DeviceType("cpu"), fingerprint=fingerprint
     )
     graphstash.get_or_compile(key, label.encode, parts=parts, label=label)
+
+def refuse(label):
+    key = ArtifactKey.parse("schedule", "cpu", sha256(label.encode()).hexdigest())
+    session.open_cache().note_unshared(CompileRequest(key, label=label), "it calls back")
 
 Path(sys.argv[1]).write_text("{}")
 """
@@ -45,7 +54,7 @@ def run(jobs, box, namespace, tmp_path):
         job = jobs.start(tmp_path / host, script=script, under="tuning", **settings)
         told = job.finish().errors.replace(f"_{namespace}", "")
         assert "Traceback" not in told
-        return re.findall("^graphstash: ((?:missed|compiled) .*)$", told, re.MULTILINE)
+        return re.findall("^graphstash: (missed .*)$", told, re.MULTILINE)
 
     return run
 
@@ -62,7 +71,7 @@ def test_run_ends_with_most_frequent_cause_and_address_of_its_page(run, box, nam
 
     (line,) = run("c", *(f"build('{name}_ns', jax='2')" for name in ("step", "loss", "norm")))
     brief, _, address = line.partition(" -> ")
-    assert brief == "compiled 3: jax differs (2 of 3)"
+    assert brief == "missed 3: jax differs (2 of 3)"
     assert address.startswith(f"{box.url}/runs/{namespace}/")
     page = httpx.get(address, timeout=30)
     assert page.status_code == 200
@@ -71,7 +80,7 @@ def test_run_ends_with_most_frequent_cause_and_address_of_its_page(run, box, nam
 
 def test_run_without_report_ends_without_address(run):
     line = run("a", "build('step_ns')", report_runs=False)
-    assert line == ["compiled 1: new program"]
+    assert line == ["missed 1: new program"]
 
 
 def test_quiet_run_explains_nothing(run, box):
@@ -86,7 +95,7 @@ def test_live_run_logs_each_miss_with_its_cause(run):
         "missed step: jax: 2 here, 1 there",
         "missed loss: new program: nothing like it is stored",
     ]
-    assert re.match(r"compiled 2: .* \(1 of 2\) -> ", lines[2])
+    assert re.match(r"missed 2: .* \(1 of 2\) -> ", lines[2])
 
 
 def test_live_run_logs_a_bounded_number_of_misses_and_counts_the_others(run, box):
@@ -94,6 +103,57 @@ def test_live_run_logs_a_bounded_number_of_misses_and_counts_the_others(run, box
     *lines, more, _ = run("a", *job, explain="live")
     assert len(lines) == len(explanations(box)) == 32
     assert more == "missed 8 programs more, not logged"
+
+
+UNSHAREABLE = "the cache could not help (unshareable: it calls back)"
+
+
+def test_repeated_unshareable_program_hides_no_miss(run):
+    job = ["for _ in range(40):", "    refuse('callback')", "build('step_ns')"]
+    *lines, end = run("a", *job, explain="live", report_runs=False)
+    new = "new program: nothing like it is stored"
+    assert lines == [f"missed callback: {UNSHAREABLE}", f"missed step: {new}"]
+    assert end == "missed 1: new program"
+
+
+@pytest.mark.parametrize(("explain", "logged"), [("live", 32), ("false", 0)])
+def test_unshareable_programs_hide_no_miss(run, explain, logged):
+    job = ["for number in range(40):", "    refuse(f'callback{number}')", "build('step_ns')"]
+    lines = run("a", *job, explain=explain, report_runs=False)
+    assert sum(UNSHAREABLE in line for line in lines) == logged
+    assert lines[-1] == "missed 1: new program"
+    if logged:
+        assert lines[-3:-1] == [
+            "missed step: new program: nothing like it is stored",
+            "missed 8 programs more, not logged",
+        ]
+
+
+def test_live_run_that_ends_before_explanations_counts_all_misses(run, box):
+    ended = threading.Event()
+
+    def change(request, answer):
+        if "artifacts:explain" not in request.path:
+            return answer
+        ended.wait(60)
+        return Answer(500, {}, b"")
+
+    box.change = change
+    job = ["for number in range(20):", "    build(f'step{number}_ns')"]
+    try:
+        lines = run("a", *job, explain="live", drain_seconds=0)
+    finally:
+        ended.set()
+    assert lines == ["missed 20 programs more, not logged"]
+
+
+def test_certificate_file_that_vanishes_stops_no_background_work(run, box, tmp_path):
+    """Late uploads start again after the upload that fails."""
+    box.change = lambda request, answer: Answer(500, {}, b"") if request.method == "PUT" else answer
+    ca_file = tmp_path / "ca.pem"
+    shutil.copy(certifi.where(), ca_file)
+    job = ["graphstash.install()", f"os.remove({str(ca_file)!r})", "build('step_ns')"]
+    assert run("a", *job, ca_file=ca_file, report_runs=False) == ["missed 1: new program"]
 
 
 def test_live_run_without_server_names_the_reason(run):
@@ -111,9 +171,10 @@ def test_forked_child_of_a_live_run_logs_its_own_misses(run):
         "    sys.exit()",
         "os.wait()",
         explain="live",
+        report_runs=False,
     )
-    missed = [line.partition(":")[0] for line in lines if line.startswith("missed")]
-    assert sorted(missed) == ["missed child", "missed parent"]
+    missed = [line.partition(":")[0] for line in lines]
+    assert sorted(missed) == ["missed 1", "missed 1", "missed child", "missed parent"]
 
 
 @pytest.mark.parametrize("fault", ["hangs", "fails", "is unknown", "is no JSON"])
@@ -138,5 +199,5 @@ def test_explanation_that_fails_costs_no_look_up(run, box, fault):
         (line,) = run("b", *job, **({"first_byte_seconds": 4} if fault == "hangs" else {}))
     finally:
         ended.set()
-    assert re.fullmatch(r"compiled 4 -> \S+", line)
+    assert re.fullmatch(r"missed 4 -> \S+", line)
     assert len(explanations(box)) == 1

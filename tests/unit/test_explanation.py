@@ -233,23 +233,23 @@ def test_cause_in_brief_names_only_parts_that_a_user_can_read(here, there, brief
 @pytest.mark.parametrize(
     ("briefs", "page", "line"),
     [
-        (["A differs", "A differs"], "", "compiled 2: A differs"),
-        (["A differs", "B differs", "B differs"], "", "compiled 3: B differs (2 of 3)"),
-        (["A differs", "", ""], "http://x", "compiled 3: A differs (1 of 3) -> http://x"),
-        (["", ""], "http://x", "compiled 2 -> http://x"),
+        (["A differs", "A differs"], "", "missed 2: A differs"),
+        (["A differs", "B differs", "B differs"], "", "missed 3: B differs (2 of 3)"),
+        (["A differs", "", ""], "http://x", "missed 3: A differs (1 of 3) -> http://x"),
+        (["", ""], "http://x", "missed 2 -> http://x"),
         (["", ""], "", ""),
     ],
 )
 def test_line_at_the_end_of_a_run_leaves_out_what_is_uncertain(briefs, page, line):
     causes = [Cause(brief, brief, keys=[KEY]) for brief in briefs]
     assert in_brief(causes, missed=[KEY], misses=len(briefs), page=page) == line
-    assert in_brief(causes, missed=[], misses=1, page="http://x") == "compiled 1 -> http://x"
+    assert in_brief(causes, missed=[], misses=1, page="http://x") == "missed 1 -> http://x"
 
 
 def test_line_at_the_end_of_a_run_counts_misses_that_are_not_explained():
     causes = [Cause("a", "A differs", keys=[KEY, KEY]), Cause("b", "B differs", keys=[KEY])]
     line = in_brief(causes, missed=[KEY], misses=9, page="")
-    assert line == "compiled 9: A differs (2 of 3 explained)"
+    assert line == "missed 9: A differs (2 of 3 explained)"
 
 
 def test_incomplete_search_is_reported_in_explanation():

@@ -201,8 +201,8 @@ def in_brief(
 ) -> str:
     """Return one line with the number of misses, their most frequent cause, and a link.
 
-    Example: `compiled 3: XLA_FLAGS differs -> https://cache/runs/team/...`. If only some misses
-    have the cause: `compiled 9: jax differs (3 of 4 explained)`. An uncertain cause is left out.
+    Example: `missed 3: XLA_FLAGS differs -> https://cache/runs/team/...`. If only some misses
+    have the cause: `missed 9: jax differs (3 of 4 explained)`. An uncertain cause is left out.
     Returns "" if there is neither a cause nor a link.
 
     Args:
@@ -217,7 +217,7 @@ def in_brief(
     explained = counts.total()
     del counts[""]
     counts = +counts  # without zeros
-    line = f"compiled {misses}"
+    line = f"missed {misses}"
     for brief, count in counts.most_common(1):
         line += f": {brief}"
         if count != misses:

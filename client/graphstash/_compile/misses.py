@@ -63,7 +63,7 @@ class MissLog:
     Thread-safe. The methods never raise, because an explanation must not break a training step.
 
     Attributes:
-        added: Called with each new miss, in the thread that is about to compile.
+        added: Called with the first miss of each program, in the thread that is about to compile.
     """
 
     def __init__(self) -> None:
@@ -95,9 +95,11 @@ class MissLog:
             _log.debug("a miss cannot be described", exc_info=True)
             return
         with self._lock:
+            is_new = request.key not in self._misses
             self._misses[request.key] = miss
         try:
-            self.added(miss)
+            if is_new:
+                self.added(miss)
         except Exception:  # noqa: BLE001 - a miss without a cause must not break a training step
             _log.debug("a miss cannot be explained", exc_info=True)
 

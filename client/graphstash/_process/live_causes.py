@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from itertools import count
+import threading
+from itertools import count, product
 from typing import TYPE_CHECKING, Final
 
 from graphstash._compile.stats import plural
@@ -23,7 +24,8 @@ _MAX_MISSES: Final = 8
 _MAX_LOGGED: Final = 32
 _MAX_SMALL: Final = 4
 """Maximum number of misses to explain, of misses to log, and of either in packs. Most misses of a
-job have the same cause, and an explanation costs the server about as much as an upload."""
+job have the same cause, and an explanation costs the server about as much as an upload. Failures
+of the cache are counted apart, so that they hide no miss."""
 
 
 class LiveCauses:
@@ -45,21 +47,28 @@ class LiveCauses:
         self._own_server: ServerClient | None = None
         self._logs = logs
         self._most = {True: _MAX_SMALL, False: _MAX_LOGGED if logs else _MAX_MISSES}
-        self._numbers = {True: count(1), False: count(1)}
-        self._skipped = count()
+        # By whether a program is small, and whether the cache failed.
+        self._added = {kind: count(1) for kind in product((True, False), repeat=2)}
+        self._logging = threading.Lock()  # guards `_logs` and `_logged`
+        self._logged = 0
         self._causes: dict[ArtifactKey, Cause] = {}
         self._executor = BoundedExecutor(
-            "graphstash-explain", workers=1, capacity=_MAX_LOGGED + _MAX_SMALL, delays_forks=True
+            "graphstash-explain",
+            workers=1,
+            capacity=2 * (_MAX_LOGGED + _MAX_SMALL),
+            delays_forks=True,
         )
 
     def add(self, miss: Miss) -> None:
         """Explain a miss in the background, unless enough misses were explained. Never waits."""
         from graphstash_schema.explanation import PACK_PART
 
+        is_failure = miss.trouble is not None
+        if is_failure and not self._logs:
+            return  # the run report needs no explanation of it
         is_small = PACK_PART in miss.description.program
-        is_wanted = next(self._numbers[is_small]) <= self._most[is_small]
-        if not is_wanted or not self._executor.submit(lambda: self._explain(miss)):
-            next(self._skipped)
+        if next(self._added[is_small, is_failure]) <= self._most[is_small]:
+            self._executor.submit(lambda: self._explain(miss))
 
     def end(self, timeout_seconds: float) -> dict[ArtifactKey, Cause]:
         """Return the causes found so far. Wait until the timeout for those of running requests."""
@@ -67,9 +76,11 @@ class LiveCauses:
         self._executor.close()
         if is_idle and self._own_server is not None:
             self._own_server.close()
-        skipped = next(self._skipped)
-        if self._logs and skipped:
-            _log.warning("graphstash: missed %s more, not logged", plural(skipped, "program"))
+        with self._logging:
+            logs, self._logs = self._logs, False
+            more = sum(next(each) - 1 for each in self._added.values()) - self._logged
+        if logs and more:
+            _log.warning("graphstash: missed %s more, not logged", plural(more, "program"))
         return dict(self._causes)
 
     def _explain(self, miss: Miss) -> None:
@@ -81,5 +92,8 @@ class LiveCauses:
         cause = self._explainer.explain(miss.description, miss.trouble)
         if not self._explainer.has_failed:
             self._causes[miss.description.key] = cause
-        if self._logs:
-            _log.warning("graphstash: missed %s: %s", label_of(miss.description), cause.text)
+        with self._logging:
+            if not self._logs:
+                return
+            self._logged += 1
+        _log.warning("graphstash: missed %s: %s", label_of(miss.description), cause.text)
