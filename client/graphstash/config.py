@@ -305,9 +305,18 @@ class HostSettings:
         True, flag(), Option({"--quiet": False, "-q": False}, help="Print no line at the end.")
     )
     """Print one line to standard error when the job ends."""
-    explain: bool | Literal["live"] = setting(False, flag("live"), Option({"--explain": True}))
+    explain: bool | Literal["live"] = setting(
+        False,
+        flag("live"),
+        Option(
+            {"--explain": True},
+            help="Print to standard error, when the job ends, why it compiled. A flag without a "
+            "value: to log each miss when it happens, set `GRAPHSTASH_EXPLAIN=live` instead.",
+        ),
+    )
     """Print to standard error, when the job ends, why it compiled. With `live`, log each program
-    that a process compiles when it is missed, with the cause: at most 36 lines, then a count."""
+    that a process misses, with the cause: at most 36 lines, another 36 for failures of the cache,
+    then a count."""
     stats_file: Path | None = setting(None, path(), Option())
     """File that receives one line of JSON with the statistics of each process."""
     tracing: bool = setting(False, flag())

@@ -13,7 +13,7 @@ class Option(NamedTuple):
     Attributes:
         flags: value of the setting by flag. Empty for an option with a value.
         help: replaces the setting's description in the help. `--quiet` needs it, because it
-            switches the setting `summary` off.
+            switches the setting `summary` off, and `--explain`, which cannot give it `live`.
     """
 
     flags: Mapping[str, bool] = MappingProxyType({})

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from reference import command_line
 
+from graphstash.config import ClientConfig
 from graphstash_schema.exit_status import MEANINGS, ExitStatus
+from graphstash_schema.settings import declarations
 from support import processes
 from support.waiting import PATIENT_VARIABLES, until
 
@@ -374,6 +376,16 @@ def test_every_option_is_explained_in_a_sentence_without_markup_that_a_terminal_
             assert "<" not in re.sub(r"`[^`]*`", "", told), path
             if not getattr(parameter, "hidden", False) and parameter.name != "help":
                 assert told.partition(" [default: ")[0].endswith("."), f"{path} {parameter.name}"
+
+
+def test_help_of_a_flag_names_the_variable_for_each_value_that_the_flag_cannot_give():
+    values = []
+    for name, declared in declarations(ClientConfig).items():
+        if declared.option is not None and declared.option.flags:
+            for word in set(declared.words) - {"true", "false"}:
+                values.append(word)
+                assert f"GRAPHSTASH_{name.upper()}={word}" in declared.option.help
+    assert values == ["live"]
 
 
 def test_the_help_groups_every_command_and_names_every_exit_status():
