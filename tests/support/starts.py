@@ -97,16 +97,11 @@ class Popen(_Popen):  # type: ignore[misc] # see above
     _answers: socket.socket | None = None
 
     def __init__(
-        self,
-        arguments: Any,
-        *rest: Any,
-        zygote: Zygote | None = None,
-        hook: str = "",
-        **others: Any,
+        self, *arguments: Any, zygote: Zygote | None = None, hook: str = "", **others: Any
     ) -> None:
         """Start a process; `zygote` forks it in any case, and installs a hook."""
         self._zygote, self._hook = zygote, hook
-        super().__init__(arguments, *rest, **others)
+        super().__init__(*arguments, **others)
 
     def _execute_child(self, *arguments: Any) -> None:
         given = _signature.bind(self, *arguments).arguments
@@ -160,7 +155,7 @@ def _zygote_of(given: Mapping[str, Any]) -> Zygote | None:
     is_command = (
         isinstance(args, (list, tuple))
         and list(args[:2]) == [sys.executable, "-m"]
-        and args[2] in {"graphstash", "graphstash_server"}
+        and list(args[2:3]) in (["graphstash"], ["graphstash_server"])
         and args[3:4] != ["run"]
         and all(given[name] is None for name in ("executable", "preexec_fn", "gid", "gids", "uid"))
         and (given["close_fds"], given["shell"], given["restore_signals"]) == (True, False, True)
