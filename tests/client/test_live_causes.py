@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from support.hostile import Answer, Middlebox
+from support.server import Server
 from support.waiting import PATIENT
 
 JOB = """
@@ -35,6 +36,13 @@ def refuse(label):
 
 Path(sys.argv[1]).write_text("{}")
 """
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """An explanation looks through all namespaces, but not through hundreds of other tests."""
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -72,6 +72,7 @@ def test_thirty_small_programs_cost_a_job_four_requests(
     def run(host, url):
         settings = {"url": url, "namespace": namespace, "report_runs": "false"}
         settings["prefetch_limit"] = 0  # it asks for manifests
+        settings["summary"] = "false"  # its last line asks for up to four causes
         return jax_program(MANY, host=host, environment=environment, **settings)
 
     with FaultProxy(server.port) as proxy:  # one connection for each request
