@@ -44,7 +44,7 @@ _signature = inspect.signature(_Popen._execute_child)
 def install() -> None:
     """Let `subprocess.Popen` fork commands of graphstash, with today's environment."""
     _environment.update(_at_import(os.environ))
-    subprocess.Popen = Popen  # type: ignore[assignment, misc] # a subclass
+    subprocess.Popen = Popen  # type: ignore[misc] # a subclass
 
 
 def close() -> None:
