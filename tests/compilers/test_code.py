@@ -1,5 +1,6 @@
 """Descriptions of code, for values that no pair of programs in `wrong_hits` has."""
 
+import abc
 import dataclasses
 import enum
 import functools
@@ -9,6 +10,7 @@ import time
 import types
 import typing
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,50 @@ from graphstash.hooks.code import CodeDescriber, UndescribableError
 class Level(enum.Enum):
     LOW = 1
     HIGH = 2
+
+
+class Marked(enum.Enum):
+    ONE = 1
+
+    def __init__(self, by):
+        self.by = by
+
+
+class Base(abc.ABC):  # noqa: B024 - only registrations matter
+    pass
+
+
+Base.register(Level)
+
+
+class Other(property):
+    def __get__(self, *_):
+        return 5
+
+
+class WithProperty:
+    @Other
+    def by(self):
+        return 7
+
+
+class Partial(functools.partial):
+    def __call__(self):
+        return 5
+
+
+def named(by):
+    """A class, a function and an object whose names or attributes are changed."""
+    cls, function, part = type("A", (), {}), lambda: 5, functools.partial(max, 5)
+    cls.__name__, function.__qualname__, part.by = f"a{by}", f"b{by}", by
+    return cls, function, part
+
+
+def with_builtins(by):
+    """A function whose builtins are its own."""
+    names = {"__builtins__": {"abs": by}}
+    exec("def function():\n    return abs", names)
+    return names["function"]
 
 
 class Scale:
@@ -39,11 +85,20 @@ class Scale:
         (lambda key, by=5: by, lambda key, by=7: by),
         (lambda key, *, by=5: by, lambda key, *, by=7: by),
         (functools.partial(max, 5), functools.partial(max, 7)),
+        *zip(named(5), named(7), strict=True),
+        (with_builtins(5), with_builtins(7)),
+        ([np.ones((2, 3), order="C")], [np.ones((2, 3), order="F")]),
     ],
 )
 def test_another_value_has_another_description(one, other):
     described = [CodeDescriber().describe(each) for each in (one, one, other)]
     assert described[0] == described[1] != described[2]
+
+
+def test_attribute_of_member_of_enumeration_is_described():
+    before = CodeDescriber().describe(Marked.ONE)
+    Marked.ONE.by = 7
+    assert CodeDescriber().describe(Marked.ONE) != before
 
 
 @pytest.mark.parametrize(
@@ -58,6 +113,13 @@ def test_another_value_has_another_description(one, other):
         lambda key: getattr(os, key),
         lambda key: __import__("os"),
         lambda key: key.__doc__,
+        lambda key: key.__module__,
+        lambda key: Scale.__dict__["__module__"],
+        lambda key: key.__code__.co_firstlineno,
+        lambda key: isinstance(key, Base),
+        lambda key: WithProperty.by,
+        Partial(max, 5),
+        [np.ma.masked_array([1], [True], fill_value=5)],
         lambda key: Scale.__init__.__annotations__,
         lambda key: getattr(key, "__globals__", None),
         lambda key: typing.get_type_hints(Scale),

@@ -7,7 +7,6 @@ variable that the bytecode reads, transitively. A value that cannot be described
 
 import abc
 import ast
-import builtins
 import dataclasses
 import dis
 import enum
@@ -70,11 +69,6 @@ _REFLECTION: Final = frozenset(
 )
 """Names through which code reads values that its description does not cover."""
 
-_UNDESCRIBED: Final = frozenset(
-    {"__annotate__", "__annotations__", "__dataclass_fields__", "__doc__"}
-)
-"""Attributes that descriptions of classes and functions omit."""
-
 _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _CELLS: Final = frozenset(
@@ -93,7 +87,18 @@ _OMITTED_ATTRIBUTES: Final = frozenset(
     }
 )
 """Omitted class attributes. Dataclass fields are described separately, without their types. Code
-that reads types, annotations or the docstring of a class is refused."""
+that reads the others is refused, except `__dict__` and `__weakref__`."""
+
+_UNDESCRIBED: Final = frozenset(
+    {
+        *(_OMITTED_ATTRIBUTES - {"__dict__", "__weakref__"}),
+        *("co_filename", "co_firstlineno", "co_lines", "co_linetable", "co_lnotab", "co_positions"),
+    }
+)
+"""Attributes that descriptions of classes and functions omit."""
+
+_OF_MEMBER: Final = frozenset({"__objclass__", "_name_", "_sort_order_", "_value_"})
+"""Attributes of a member of an enumeration that its name, value and class determine."""
 
 _MAX_ARRAY: Final = 4096
 """Maximum number of elements of a NumPy array."""
@@ -241,6 +246,8 @@ class CodeDescriber:
             type(cls).__module__
         ):
             raise UndescribableError(f"the class {cls.__qualname__} has a metaclass")
+        if isinstance(cls, abc.ABCMeta) and vars(abc)["_get_dump"](cls)[0]:
+            raise UndescribableError(f"the class {cls.__qualname__} has registered subclasses")
         bases = ", ".join(map(self.describe, cls.__bases__))
         fields = "".join(
             f"field {name}={self.describe((each.default, each.default_factory))}"
@@ -252,12 +259,12 @@ class CodeDescriber:
             for name, value in vars(cls).items()
             if name not in _OMITTED_ATTRIBUTES and not _is_hash_of_dataclass(cls, name)
         )
-        return f"class {cls.__qualname__}({bases}) {fields}{'; '.join(members)}"
+        return f"class {cls.__name__} {cls.__qualname__}({bases}) {fields}{'; '.join(members)}"
 
     def _member(self, value: Any) -> str:
-        if isinstance(value, staticmethod | classmethod):
+        if type(value) in (staticmethod, classmethod):
             return f"{type(value).__name__}({self.describe(value.__func__)})"
-        if isinstance(value, property):
+        if type(value) is property:
             functions = (value.fget, value.fset, value.fdel)
             return f"property({', '.join(map(self.describe, functions))})"
         return self.describe(value)
@@ -272,10 +279,12 @@ class CodeDescriber:
             return f"instance({self.describe(cls)}, {self.describe(tuple(value))})"
         if isinstance(value, MethodType) or cls.__name__ == "BoundConstexprFunction":
             return f"method({self.describe(value.__self__)}, {self.describe(value.__func__)})"
-        if isinstance(value, partial):
-            return f"partial({self.describe((value.func, value.args, value.keywords))})"
+        if cls is partial:
+            parts = (value.func, value.args, value.keywords, vars(value))
+            return f"partial({self.describe(parts)})"
         if isinstance(value, enum.Enum):
-            content = f"{value.name}, {self.describe(value.value)}"
+            own = {k: v for k, v in vars(value).items() if k not in _OF_MEMBER}
+            content = f"{value.name}, {self.describe(value.value)}, {self.describe(own)}"
         elif not _is_all_in_dict(cls):
             raise UndescribableError(f"a {cls.__module__}.{cls.__qualname__}")
         else:
@@ -286,7 +295,8 @@ class CodeDescriber:
         context = self._context(function, self._chains(function))
         own = dict(vars(function))
         given = f"; {self.describe(own)}" if own else ""
-        return f"function({function.__name__}; {self._code(function.__code__)}; {context}{given})"
+        names = f"{function.__name__} {function.__qualname__}"
+        return f"function({names}; {self._code(function.__code__)}; {context}{given})"
 
     def _kernel(self, kernel: Any) -> str:
         """Describe a Triton function by its text and by the outer values that Triton reads."""
@@ -477,11 +487,13 @@ def _array(value: Any) -> str:
         UndescribableError: the value is another object, has other elements, or is too large.
     """
     plain = getattr(getattr(value, "dtype", None), "kind", "") in "biufcSU"
+    plain = plain and type(value).__module__ == "numpy"  # masks and records hold more
     if type(value).__name__ == "dtype":
         return f"{value!r}"
     if not plain or not hasattr(value, "tolist") or value.size > _MAX_ARRAY:
         raise UndescribableError(f"a {type(value).__module__}.{type(value).__qualname__}")
-    return f"{type(value).__name__} {value.dtype} {value.shape} {value.tolist()!r}"
+    layout = f"{value.dtype} {value.shape} {value.strides}"
+    return f"{type(value).__name__} {layout} {value.tolist()!r}"
 
 
 def _look_up(function: FunctionType, name: str) -> Any:
@@ -490,7 +502,7 @@ def _look_up(function: FunctionType, name: str) -> Any:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if name in cells:
         return _content(cells[name])
-    return function.__globals__.get(name, getattr(builtins, name, _ABSENT))
+    return function.__globals__.get(name, function.__builtins__.get(name, _ABSENT))
 
 
 def _chains_of_text(function: FunctionType, tree: ast.AST) -> Iterator[tuple[str, ...]]:

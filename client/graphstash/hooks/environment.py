@@ -23,6 +23,7 @@ __all__ = [
     "libc",
     "read_part",
     "sample_of",
+    "threads",
     "version_of",
 ]
 
@@ -179,6 +180,12 @@ def cpu_model() -> str:
     return " ".join(
         _cpuinfo(name) for name in ("vendor_id", "cpu family", "model", "model name", "CPU part")
     )
+
+
+def threads() -> str:
+    """Return the number of threads for which a new XLA client compiles on a CPU."""
+    given = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
+    return given or str(len(os.sched_getaffinity(os.getpid())))
 
 
 def libc() -> str:

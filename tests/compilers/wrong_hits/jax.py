@@ -366,7 +366,32 @@ _REVERSE = (
     ),
 )
 
+_BY_THREADS = """
+import os
+
+import jax
+import jax.numpy as jnp
+
+HERE
+jax.jit(lambda x: jnp.sin(x).sum())(jnp.ones((4096, 512)))
+"""
+_ONE, _TWO = "os.environ['PJRT_NPROC'] = '1'", "os.environ['PJRT_NPROC'] = '2'"
+_NPROC = "os.environ['NPROC'] = '1'"
+
 _THREADS = (
+    pair("number of threads for PJRT", _BY_THREADS, _ONE, _TWO),
+    pair(
+        "number of threads for PJRT before the other",
+        _BY_THREADS,
+        f"{_NPROC}; {_ONE}",
+        f"{_NPROC}; {_TWO}",
+    ),
+    pair(
+        "number of threads before and after the client",
+        _BY_THREADS,
+        "os.environ['NPROC'] = '1000'; jax.devices()",
+        "jax.devices(); os.environ['NPROC'] = '1000'",
+    ),
     pair(
         "number of threads",
         """

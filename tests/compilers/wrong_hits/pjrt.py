@@ -142,6 +142,7 @@ PAIRS = (
         "",
         "jax.devices(); os.environ['XLA_RNG_BIT_GENERATOR'] = 'philox'",
     ),
+    _setting("number of threads", "", "os.environ['NPROC'] = '1000'"),
     _setting("nothing but the host", "", relation=Relation.EQUAL),
     _setting("threads", "", "os.environ['OMP_NUM_THREADS'] = '3'", relation=Relation.EQUAL),
     _setting(

@@ -212,6 +212,12 @@ PAIRS = (
     _after("file of XLA flags", "", _FLAG_FILE),
     _after("compilation by StableHLO", "", "os.environ['XLA_STABLEHLO_COMPILE'] = '1'"),
     _after("type of all tensors", "", "os.environ['XLA_USE_BF16'] = '1'"),
+    _after("number of threads", "", "os.environ['NPROC'] = '1000'"),
+    _late(
+        "number of threads before and after the start",
+        "os.environ['NPROC'] = '1000'; start()",
+        "start(); os.environ['NPROC'] = '1000'",
+    ),
     _after("number of devices", "", "os.environ['CPU_NUM_DEVICES'] = '2'"),
     _trains("generator of random numbers", _RANDOM, "", _SWITCH),
     # Settings that are made before the runtime reads them, or after it

@@ -21,7 +21,7 @@ from typing import Any
 from jax._src import cache_key, compilation_cache, compiler, distributed, xla_bridge
 
 from graphstash._compile.request import CompileRequest
-from graphstash.hooks.environment import EnvironmentStates
+from graphstash.hooks.environment import EnvironmentStates, threads
 from graphstash.hooks.jax.smallness import is_small
 from graphstash.hooks.patching import Patches
 from graphstash_schema import ArtifactKey
@@ -65,6 +65,7 @@ class Program:
             compile it and can write the result.
         unshareable: Why the key cannot describe the program, or an empty string.
         environment: Key part for earlier states of the variables. Empty if they have not changed.
+        threads: Number of the CPU client's threads.
         is_small: Whether the program likely compiles fast and runs in one process.
         missed: JAX's keys that were looked up and not found.
         packed: Keys in `missed` whose result belongs in a pack.
@@ -83,6 +84,7 @@ class Program:
     is_collective: bool = False
     unshareable: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    threads: str = ""
     is_small: bool = False
     missed: set[str] = field(default_factory=set)
     packed: set[str] = field(default_factory=set)
@@ -110,7 +112,8 @@ class Compiling:
         self._record_fallback = record_fallback
         self._local = threading.local()
         self._environment = EnvironmentStates()
-        self._observing = threading.Lock()  # guards `_environment`
+        self._threads = ""
+        self._observing = threading.Lock()  # guards `_environment` and `_threads`
         self._patches = Patches()
         if hasattr(xla_bridge, _START_BACKEND):
             self._patches.wrap(xla_bridge, _START_BACKEND, self._wrap_start)
@@ -134,13 +137,17 @@ class Compiling:
         if program is not None:
             return program
         backend = xla_bridge.get_backend()  # does not start one: a compilation is running
-        return _program(backend, tuple(backend.local_devices()), (), is_watched=False)
+        program = _program(backend, tuple(backend.local_devices()), (), is_watched=False)
+        self._observe()
+        program.threads = self._threads
+        return program
 
     def _wrap_start(self, start_backend: Callable[..., Any]) -> Callable[..., Any]:
         """Record the environment first: XLA and libtpu parse their flags when a client starts."""
 
         @functools.wraps(start_backend)
         def init_backend(*arguments: Any, **named: Any) -> Any:
+            self._threads = ""
             self._observe()
             return start_backend(*arguments, **named)
 
@@ -150,6 +157,7 @@ class Compiling:
         """Record the state of the environment, and return a part for the earlier states, if any."""
         with self._observing:
             self._environment.observe()
+            self._threads = self._threads or threads()
             name = "environment_before"
             return {key: value for key, value in self._environment.parts().items() if key == name}
 
@@ -162,6 +170,7 @@ class Compiling:
             self._local.program = program = _read(signature, arguments, named)
             if program is not None:
                 program.environment = self._observe()
+                program.threads = self._threads
             try:
                 return compile_program(*arguments, **named)
             finally:

@@ -46,7 +46,7 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
     }
     if program.platform == "cpu" or not program.is_watched:
         parts["cpu_features"] = " ".join(environment.cpu_features())
-        parts["threads"] = _threads()
+        parts["threads"] = program.threads
     if program.platform == "tpu":
         parts["libtpu"] = version_of("libtpu") or version_of("libtpu-nightly")
     elif program.platform == "gpu":
@@ -60,12 +60,6 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
         label=label,
         details=partial(_details, program, label),
     )
-
-
-@cache  # XLA reads it once
-def _threads() -> str:
-    """Return the number of threads for which XLA compiles on a CPU, as XLA determines it."""
-    return os.environ.get("NPROC") or str(len(os.sched_getaffinity(0)))
 
 
 def _details(program: Program, label: str) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 PJRT has no key of its own. The parts cover the program, the options, the description of the
 devices, the build of the plug-in, and flags in the environment. Parts of a CPU executable include
-the CPU's features. Those of an accelerator's executable do not, so that a job finds an executable
-that another host compiled ahead of time.
+the CPU's features and the number of threads, for which XLA splits loops. Those of an accelerator's
+executable do not, so that a job finds an executable that another host compiled ahead of time.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from graphstash.hooks.environment import (
     cpu_device_type,
     cpu_features,
     libc,
+    threads,
     version_of,
 )
 from graphstash.hooks.labels import function_label, user_line
@@ -162,10 +163,12 @@ class Fingerprints:
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
         self._environment = EnvironmentStates(without=_PLUGIN_SELECTORS)
+        self._threads = ""
 
     def observe_environment(self) -> None:
         """Record the environment. Call it right before the framework creates a client."""
         self._environment.observe()
+        self._threads = threads()
 
     def parts(
         self, args: ClientCompileArgs | AheadOfTimeArgs, topology: Topology
@@ -196,6 +199,7 @@ class Fingerprints:
         }
         if topology.platform.lower() == "cpu":
             parts |= {"libc": libc(), "cpu_features": " ".join(cpu_features())}
+            parts["threads"] = self._threads or threads()
         if topology.platform.lower() == "neuron":  # the plug-in calls a separate compiler
             parts["compiler"] = version_of("neuronx-cc") or "none"
         return parts
