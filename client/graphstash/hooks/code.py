@@ -502,7 +502,8 @@ def _look_up(function: FunctionType, name: str) -> Any:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if name in cells:
         return _content(cells[name])
-    return function.__globals__.get(name, function.__builtins__.get(name, _ABSENT))
+    untyped: Any = function  # typeshed has no `__builtins__`
+    return function.__globals__.get(name, untyped.__builtins__.get(name, _ABSENT))
 
 
 def _chains_of_text(function: FunctionType, tree: ast.AST) -> Iterator[tuple[str, ...]]:
