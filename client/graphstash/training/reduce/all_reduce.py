@@ -168,9 +168,7 @@ class BlockSparseAllReduce:
             block_bytes = self.sum_whole_(_scaled(flat, scale, None), wire_dtype=wire_dtype)
             send = time.perf_counter() - agreed
         else:
-            slots = _Slots(
-                self.group, blocks, layout.size, flat.dtype, scale=scale, wire_dtype=wire_dtype
-            )
+            slots = _Slots(self.group, blocks, scale=scale, wire_dtype=wire_dtype)
             gathered = slots.ranks * most * (slots.block_bytes + _NUMBER_BYTES)
             gathers = gathered < 2 * len(union) * slots.block_bytes and blocks.count < _MAX_NUMBER
             sending = slots.gathered(own, most, union) if gathers else slots.summed(union)
@@ -277,17 +275,15 @@ class _Slots:
         self,
         group: distributed.ProcessGroup | None,
         blocks: BlockView,
-        size: int,
-        dtype: torch.dtype,
         *,
         scale: float,
         wire_dtype: torch.dtype | None,
     ) -> None:
         self.ranks = distributed.get_world_size(group)
-        self.block_bytes = size * (wire_dtype or dtype).itemsize
-        self._group, self._blocks, self._size = group, blocks, size
-        self._dtype, self._scale, self._wire_dtype = dtype, scale, wire_dtype
-        self._most = max(1, _SLOT_BYTES // (size * dtype.itemsize))
+        self.block_bytes = blocks.size * (wire_dtype or blocks.dtype).itemsize
+        self._group, self._blocks = group, blocks
+        self._scale, self._wire_dtype = scale, wire_dtype
+        self._most = max(1, _SLOT_BYTES // (blocks.size * blocks.dtype.itemsize))
 
     def summed(self, union: Tensor) -> Iterator[_Sending]:
         """All-reduce the blocks of the union."""
@@ -315,7 +311,7 @@ class _Slots:
         return _scaled(self._blocks.pack(numbers), self._scale, self._wire_dtype)
 
     def _unpack(self, numbers: Tensor, wire: Tensor) -> None:
-        self._blocks.unpack(numbers, wire.to(self._dtype))
+        self._blocks.unpack(numbers, wire.to(self._blocks.dtype))
 
     def _message(self, numbers: Tensor, capacity: int) -> Tensor:
         """Return bytes: room for the numbers of `capacity` blocks, and for the blocks."""
@@ -331,8 +327,9 @@ class _Slots:
         for message in received.view(self.ranks, -1):
             numbers = message[: capacity * _NUMBER_BYTES].view(torch.int32)
             numbers = numbers[numbers >= 0].long()
-            values = message[head:].view(self._wire_dtype or self._dtype)
-            self._blocks.add(numbers, values[: len(numbers) * self._size].to(self._dtype))
+            values = message[head:].view(self._wire_dtype or self._blocks.dtype)
+            values = values[: len(numbers) * self._blocks.size]
+            self._blocks.add(numbers, values.to(self._blocks.dtype))
 
 
 def _padded(numbers: Tensor, length: int) -> Tensor:

@@ -61,6 +61,8 @@ class BlockView:
 
     Attributes:
         count: Number of blocks, including the tails.
+        size: Number of elements of a block.
+        dtype: Type of the elements.
 
     Raises:
         ValueError: the tensor does not have exactly one dimension, or is not contiguous.
@@ -72,7 +74,7 @@ class BlockView:
         Args:
             flat: The tensor.
             size: Elements of a block.
-            parts: Lengths of the parts of the tensor. Blocks start anew with each part, whose last
+            parts: Lengths of the parts of the tensor. Each part starts with a new block. Its last
                 block may be shorter. Default: one part.
         """
         if flat.dim() != 1:
@@ -86,7 +88,8 @@ class BlockView:
                 ".contiguous()"
             )
         flat = flat.detach()  # autograd forbids writing to a parameter in place
-        self._size = size
+        self.size = size
+        self.dtype = flat.dtype
         self._flat = flat
         self._parts: list[_Part] = []
         self.count = 0
@@ -107,7 +110,7 @@ class BlockView:
         result = torch.empty(self.count, dtype=torch.bool, device=self._flat.device)
         for rows, tail, first in self._parts:
             whole = len(rows)
-            piece = max(1, whole if rows.is_cuda else _CHUNK_ELEMENTS // self._size)
+            piece = max(1, whole if rows.is_cuda else _CHUNK_ELEMENTS // self.size)
             pieces = torch.split(rows, piece), torch.split(result[first : first + whole], piece)
             for blocks, out in zip(*pieces, strict=True):
                 if blocks.is_floating_point():  # twice as fast as any(); amax() keeps NaN
@@ -142,11 +145,11 @@ class BlockView:
         Args:
             chosen: Numbers of the blocks, int64, ascending.
         """
-        packed = self._flat.new_empty(len(chosen) * self._size)
+        packed = self._flat.new_empty(len(chosen) * self.size)
         length = 0
         for rows, numbers, tail in self._chosen(chosen):
-            tail_starts = length + len(numbers) * self._size
-            out = packed[length:tail_starts].view(-1, self._size)
+            tail_starts = length + len(numbers) * self.size
+            out = packed[length:tail_starts].view(-1, self.size)
             torch.index_select(rows, 0, numbers, out=out)
             length = tail_starts + len(tail)
             packed[tail_starts:length] = tail
@@ -188,8 +191,8 @@ class BlockView:
         """Yield what `_chosen` yields, and the packed values of the rows and of the tail."""
         length = 0
         for rows, numbers, tail in self._chosen(chosen):
-            tail_starts = length + len(numbers) * self._size
-            values = packed[length:tail_starts].view(-1, self._size)
+            tail_starts = length + len(numbers) * self.size
+            values = packed[length:tail_starts].view(-1, self.size)
             length = tail_starts + len(tail)
             yield rows, numbers, tail, values, packed[tail_starts:length]
 

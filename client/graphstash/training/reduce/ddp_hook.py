@@ -25,7 +25,7 @@ from graphstash.training.reduce.agreement import require_same
 from graphstash.training.reduce.all_reduce import BlockSparseAllReduce, Sent
 from graphstash.training.reduce.density_gate import DensityGate
 from graphstash.training.reduce.group_timeout import timeout_of
-from graphstash.training.reduce.layout import BLOCK_ELEMENTS, BlockLayout, layout_of
+from graphstash.training.reduce.layout import BLOCK_ELEMENTS, layout_of
 from graphstash.training.reduce.statistics import BucketStatistics
 from graphstash.training.reduce.thresholding import Thresholding
 
@@ -178,17 +178,15 @@ class SparseState:
             )
         if gradients.is_sparse:
             return self._later(key, gradients, lambda: self._mean_of_rows(gradients, key))
-        parameters = bucket.parameters()
-        layout = layout_of(parameters, self._block_size)
         if self._thresholding is not None:
+            parameters = bucket.parameters()
             each = torch.split(gradients, [parameter.numel() for parameter in parameters])
             for parameter, gradient in zip(parameters, each, strict=True):
                 size = layout_of([parameter], self._block_size).size  # DDP changes buckets
                 self._thresholding.hold_back_(parameter, gradient, block_size=size)
         gate = self._gates.setdefault(key, self._new_gate())
         if not gate.skips():
-            work = partial(self._mean_of_blocks, bucket, layout, key, gate)
-            return self._later(key, gradients, work)
+            return self._later(key, gradients, lambda: self._mean_of_blocks(bucket, key, gate))
         if self._dense is not None:  # the thread waits for the hook, to keep the order
             state, hook = self._dense
             self._count(key, Sent.whole(gradients, gradients.nbytes))
@@ -228,7 +226,7 @@ class SparseState:
             self._thresholding.load_state_dict(state)
 
     def _mean_of_blocks(
-        self, bucket: GradBucket, layout: BlockLayout, key: tuple[int, int], gate: DensityGate
+        self, bucket: GradBucket, key: tuple[int, int], gate: DensityGate
     ) -> Tensor:
         if self._dense is not None and hasattr(self._dense[0], "maybe_increase_iter"):
             # PowerSGD counts steps in its hook, which is not called for this bucket.
@@ -239,7 +237,7 @@ class SparseState:
             scale=1 / self._world,
             wire_dtype=self._wire_dtype,
             dense_above=gate.limit,
-            layout=layout,
+            layout=layout_of(bucket.parameters(), self._block_size),
         )
         gate.record(sent.union_density)
         self._count(key, sent)

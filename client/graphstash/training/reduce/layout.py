@@ -23,7 +23,8 @@ class BlockLayout(NamedTuple):
 
     Attributes:
         size: Elements of a block.
-        parts: Lengths of the parts, each of which starts with a new block; empty for one part.
+        parts: Lengths of the parts. Each part starts with a new block. If there are none, the
+            whole tensor is one part.
     """
 
     size: int
@@ -35,10 +36,10 @@ def layout_of(parameters: Sequence[Tensor], size: int | None = None) -> BlockLay
 
     Args:
         parameters: The parameters of a bucket, in the order of their gradients.
-        size: Elements of a block. Default: a row of the largest parameter, if it is a matrix of
-            1,024 rows or more, such as the table of an embedding: a batch uses whole rows. Rows of
-            more than 256 elements are divided evenly where possible, and rows of fewer than 16 are
-            joined. For other parameters 256.
+        size: Elements of a block. By default, it depends on the largest parameter. If that has
+            1,024 rows or more, such as the table of an embedding, a block is one row, because a
+            batch uses whole rows. A row of more than 256 elements is divided evenly if possible,
+            and rows of fewer than 16 elements are joined. Otherwise, a block has 256 elements.
     """
     if size is None:
         size = _row_elements(max(parameters, key=Tensor.numel))
