@@ -169,7 +169,7 @@ def test_power_cut_at_any_moment_keeps_what_was_acknowledged(tmp_path):
 
 
 def test_power_cut_of_a_server_on_postgresql_keeps_what_was_acknowledged(tmp_path):
-    """The server's host loses power. PostgreSQL keeps what it committed, by its own fsync."""
+    """The server's host loses power. PostgreSQL itself keeps running with all that it committed."""
     seed, cuts = chosen_run()
     pick = random.Random(seed)
     data_dir = tmp_path / "data"

@@ -60,9 +60,9 @@ def run(jobs, box, namespace, tmp_path):
         script.write_text(JOB + "\n".join(lines).replace("_ns", f"_{namespace}"))
         settings = {"url": box.url, "namespace": namespace} | PATIENT | settings
         job = jobs.start(tmp_path / host, script=script, under="tuning", **settings)
-        told = job.finish().errors.replace(f"_{namespace}", "")
-        assert "Traceback" not in told
-        return re.findall("^graphstash: (missed .*)$", told, re.MULTILINE)
+        output = job.finish().errors.replace(f"_{namespace}", "")
+        assert "Traceback" not in output
+        return re.findall("^graphstash: (missed .*)$", output, re.MULTILINE)
 
     return run
 

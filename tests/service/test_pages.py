@@ -178,12 +178,14 @@ def test_tuning_page_shows_schedules_in_order_of_kernels(team, browse, namespace
         team.tune(number, label, schedule, speedup)
     reader = browse(f"read:{namespace}")
 
-    told = f" cuda-sm_90 triton 3.3.0 {namespace} ana@node04:4711 "
+    details = f" cuda-sm_90 triton 3.3.0 {namespace} ana@node04:4711 "
 
     def rows(**asked):
         page = text_of(reader.get("/tuning", params=asked).text)
         page = page.partition("Found by Found ")[2].replace("\N{EN DASH}", "none")
-        return [each.split("ago ")[-1].removeprefix("just now ") for each in page.split(told)[:-1]]
+        return [
+            each.split("ago ")[-1].removeprefix("just now ") for each in page.split(details)[:-1]
+        ]
 
     found = rows()
     assert found == [
@@ -232,16 +234,16 @@ def test_pages_say_that_they_search_only_the_largest_namespaces(
 ):
     team.tune(100, "tuned small")
     reader = browse(f"read:{namespace}", f"read:{used.namespace}")
-    told = "Only the namespaces with the most artifacts are searched"
+    notice = "Only the namespaces with the most artifacts are searched"
     for path in ("/tuning?q=small", "/search?q=tuned+small"):
         page = reader.get(path).text
         assert artifact_page(namespace, key_of(100, "schedule")) in page
-        assert told not in page
+        assert notice not in page
     monkeypatch.setattr(visitor, "_MAX_LISTED", 1)
     for path in ("/tuning?q=small", "/search?q=tuned+small", "/tuning", "/search?q=small"):
-        assert told in text_of(reader.get(path).text), path
+        assert notice in text_of(reader.get(path).text), path
         page = reader.get(path, params={"q": "tuned small", "namespace": namespace}).text
-        assert told not in page, path
+        assert notice not in page, path
 
 
 def test_pages_show_only_what_the_token_may_read(used, foreign, browse):

@@ -253,10 +253,10 @@ def test_line_at_the_end_of_a_run_counts_misses_that_are_not_explained():
 
 
 def test_incomplete_search_is_reported_in_explanation():
-    told = "new program: nothing like it is stored"
+    text = "new program: nothing like it is stored"
     whole = cause_of(ExplainResponse(relatives=()))
-    assert (whole.text, whole.brief) == (told, "new program")
-    told += " in the namespaces that were looked through, which are not all"
-    told += " (2 artifacts here without a description)"
+    assert (whole.text, whole.brief) == (text, "new program")
+    text += " in the namespaces that were looked through, which are not all"
+    text += " (2 artifacts here without a description)"
     partial = ExplainResponse(relatives=(), is_partial=True, undescribed=2)
-    assert (cause_of(partial).text, cause_of(partial).brief) == (told, "")
+    assert (cause_of(partial).text, cause_of(partial).brief) == (text, "")

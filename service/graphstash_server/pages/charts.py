@@ -34,7 +34,7 @@ def bars(
     written: Callable[[float], str],
     marks: Sequence[float] | None = None,
 ) -> Markup:
-    """Draw one bar per label, of which at most six are printed. `name` describes the chart to
+    """Draw one bar per label. At most six labels are printed. `name` describes the chart to
     screen readers. `written` formats the values of the axis: `marks`, or by default round ones.
     """
     chart = pygal.Bar(**_options(labels, written), y_labels=marks)

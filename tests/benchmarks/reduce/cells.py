@@ -104,7 +104,7 @@ def gathers(cell):
 
 
 def block_bytes(cell):
-    """What it sends to agree, and then in slots of blocks."""
+    """What `BlockSparseAllReduce` sends: first to agree on the blocks, then the blocks in slots."""
     blocks = cell.own if gathers(cell) else cell.union()
     most = SLOT // (4 * BLOCK)
     slots = [min(most, blocks - start) for start in range(0, blocks, most)]

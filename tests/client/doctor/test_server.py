@@ -38,8 +38,8 @@ def test_server_is_found_at_the_second_address_of_its_name(server, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
     findings = diagnose(server.url.replace("127.0.0.1", "cache.example"))
     found = "cache.example (127.0.0.1) port"
-    told = expect(findings, "connection", State.OK, found=found)
-    assert told.found.endswith("accepts connections, unlike ::1")
+    finding = expect(findings, "connection", State.OK, found=found)
+    assert finding.found.endswith("accepts connections, unlike ::1")
     expect(findings, "server", State.OK)
 
 

@@ -111,19 +111,19 @@ def test_impossible_request_is_refused_with_advice(command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("absent", "told"),
+    ("absent", "message"),
     [
         ("no_such_compiler", "no_such_compiler is not installed here\n"),
         ("xgboost", "xgboost is not installed here: graphstash[tuning] brings it\n"),
     ],
 )
-def test_search_names_missing_package(command, tmp_path, monkeypatch, absent, told):
+def test_search_names_missing_package(command, tmp_path, monkeypatch, absent, message):
     monkeypatch.syspath_prepend(tmp_path)  # and takes out what the command adds
     monkeypatch.setitem(sys.modules, absent, None)
     (tmp_path / f"{absent}_task.py").write_text(f"import {absent}")
     for target in (f"{absent}_task:task", f"{tmp_path}/{absent}_task.py:task"):
         failed = command("tune", "search", target, status=2)
-        assert failed.stderr.endswith(told)
+        assert failed.stderr.endswith(message)
 
 
 def test_search_refuses_relative_module(command):
