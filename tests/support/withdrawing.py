@@ -5,17 +5,18 @@ import time
 import pytest
 
 from graphstash import Stash
-from graphstash_schema import Digest, ReportReason
+from graphstash_schema import ArtifactKey, Digest, ReportReason
 from support.host import key
 
 __all__ = ["delete", "turn", "withhold"]
 
 
-def withhold(stash: Stash, number: int = 1) -> None:
+def withhold(stash: Stash, artifact: int | ArtifactKey = 1) -> None:
     """Reports an artifact as wrong; the server withholds it at once."""
-    (found,) = stash.server.lookup([key(number)]).found
+    wanted = key(artifact) if isinstance(artifact, int) else artifact
+    (found,) = stash.server.lookup([wanted]).found
     digest = Digest(found.digest.partition(":")[2], found.size_bytes)
-    reply = stash.server.report(key(number), digest=digest, reason=ReportReason.BAD_SIGNATURE)
+    reply = stash.server.report(wanted, digest=digest, reason=ReportReason.BAD_SIGNATURE)
     assert reply.withheld
 
 

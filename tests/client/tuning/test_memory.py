@@ -27,6 +27,7 @@ from support.memory_ranks import MemoryRanks, Values
 from support.ports import reserved_port
 from support.signing import Team
 from support.waiting import until, until_waiting
+from support.withdrawing import withhold
 
 BEST = {"block_m": 128, "block_n": 128, "block_k": 128}
 
@@ -254,6 +255,19 @@ def test_malformed_measurements_are_counted_and_repeated_here(memories):
     assert first.schedule().configuration == (32,)
     assert set(first.known) == {(128,)}
     assert first.fallbacks == {"corrupt": len(BAD)}
+
+
+def test_one_job_searches_again_after_the_answer_was_withheld(memories):
+    first, second, third = memories("first"), memories("second"), memories("third")
+    withhold(first.cache.stash, first.schedule().key)
+    assert third.memory.find(PROBLEM, SPACE) is None
+    again = second.schedule()
+    assert again.was_searched
+    found = third.schedule()
+    assert (found.configuration, found.key) == (again.configuration, again.key)
+    assert third.memory.find(PROBLEM, SPACE).key == again.key
+    assert third.measured == []
+    assert second.fallbacks == third.fallbacks == {}
 
 
 def test_oversized_answer_is_not_decompressed(memories):

@@ -9,8 +9,8 @@ A job finds an answer with one look-up. If there is none, a lease lets one host 
 others wait. All ranks of a job get the same answer. A search starts with the measurements of all
 hosts, and with the best configurations of the nearest problems.
 
-Artifacts are never overwritten. If an answer stops working on a host, the host requests the answer
-with the next number, which another host may have published already.
+Artifacts are never overwritten. If an answer stops working on a host, or the team has withheld it,
+hosts request the answer with the next number, which another host may have published already.
 
 The searching host has measured its answer itself. Other hosts accept an answer only if it is in
 their own space. A search skips configurations that peers have measured. It is repeated without
@@ -33,7 +33,7 @@ from reprlib import repr as short
 from time import monotonic
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from graphstash._compile.cache import CompileCache, PackOutcome
+from graphstash._compile.cache import CompileCache, InFlightCompile, PackOutcome
 from graphstash._compile.ranks import CompileTurn, CompileTurns, RankStore, no_op
 from graphstash.config import holder_name
 from graphstash.errors import CacheError, Reason
@@ -89,7 +89,7 @@ _MAX_COST_RATIO: Final = 4.0
 _MAX_NEIGHBOURS: Final = 3
 _MAX_LISTED: Final = 500
 _NO_ANSWER: Final = b"{}"
-"""The leader sends this to the other ranks if the stored answer is unusable."""
+"""The leader sends this to the other ranks if the stored answer is unusable or withheld."""
 
 Measure: TypeAlias = Callable[[Configuration], Finding]
 """Measures one configuration on this host."""
@@ -207,8 +207,8 @@ class TeamMemory:
                 if (best := self._read_answer(request.key, found, space)) is not None:
                     return Schedule(best, request.key, was_searched=False)
                 continue
-            if found.compilation is not None and not found.compilation.is_wanted:
-                found.compilation.abandon()  # the stored answer does not verify
+            if found.compilation is not None and self._is_taken(found.compilation):
+                found.compilation.abandon()
                 self._turns.announce(found, _NO_ANSWER)
                 continue
             return search(found, request.key)
@@ -234,6 +234,8 @@ class TeamMemory:
             if key in self._rejected:
                 continue
             pack = self._cache.fetch_pack(key, max_bytes=MAX_RECORD_BYTES)
+            if pack is None and self._is_withheld(key):
+                continue
             payload = None if pack is None else pack.payload
             best = None if payload is None else self._read_answer(key, payload, space)
             return None if best is None else Schedule(best, key, was_searched=False)
@@ -245,6 +247,23 @@ class TeamMemory:
             with self._lock:
                 self._rejected[schedule.key] = schedule.configuration
             self._cache.reject(schedule.key, failure)
+
+    def _is_taken(self, compilation: InFlightCompile) -> bool:
+        """Return whether the server would refuse a new answer under the key."""
+        if not compilation.is_wanted:  # the stored answer does not verify
+            return True
+        return compilation.fallback_reason is None and self._is_withheld(compilation.key)
+
+    def _is_withheld(self, key: ArtifactKey) -> bool:
+        """Return whether the server withholds the answer under the key."""
+        server = self._cache.stash.server
+        if not server.is_configured:
+            return False
+        try:
+            return any(each.key == key for each in server.lookup([key]).withdrawn)
+        except CacheError as error:
+            self._cache.record_fallback(error)
+            return False
 
     def _read_answer(
         self, key: ArtifactKey, payload: bytes, space: SearchSpace
