@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from support.processes import is_running
+from support.waiting import until
+
 GRAPHSTASH = [sys.executable, "-m", "graphstash"]
 
 
@@ -40,6 +43,37 @@ def test_command_is_forked_if_its_imports_cannot_differ():
         check=True,
     )
     assert done.stdout.splitlines() == ["2 b'' True True", "2 b'' True False"]
+
+
+UNFINISHED = """
+import sys
+import time
+from pathlib import Path
+
+from support.starts import Popen, Zygote
+
+script = Path(sys.argv[1])
+script.write_text("import time; time.sleep(1000)")
+job = Popen([sys.executable, script], zygote=Zygote(sys.executable))
+print(job.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_forked_process_and_its_zygote_end_with_the_tests(tmp_path):
+    command = [sys.executable, "-c", UNFINISHED, tmp_path / "script.py"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as tests:
+        processes = [int(tests.stdout.readline())]
+        while (parent := parent_of(processes[-1])) != tests.pid:
+            processes.append(parent)
+        tests.kill()
+    assert len(processes) == 3  # the job, what reports its status, and the zygote
+    until(lambda: not any(map(is_running, processes)))
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_forked_command_leads_a_session_and_is_killed_by_a_signal(tmp_path):

@@ -5,14 +5,13 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from graphstash._process import run_end
 from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseState
 from support.build_job import BUILD
-from support.processes import graphstash, python
+from support.processes import graphstash, is_running, python
 from support.waiting import until, variables_of
 
 KEY = ArtifactKey.parse("schedule", "cpu", f"{1:064x}")
@@ -103,14 +102,6 @@ time.sleep(1000)
     children = outcome.stdout.split()
     assert len(children) == 2
     until(lambda: not any(is_running(child) for child in children))
-
-
-def is_running(process):
-    """Whether a process lives; one that nobody has waited for does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_compile_seconds_of_all_processes_count_towards_the_limit(run):

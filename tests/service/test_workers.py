@@ -19,6 +19,7 @@ from graphstash import CacheError, ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
 from graphstash_server.testing import LiveServer
 from support.ports import reserved_port
+from support.processes import is_running
 from support.waiting import PATIENT
 from support.wire import Wire
 
@@ -44,12 +45,6 @@ def patient(seconds: int) -> dict[str, tuple[str, ...]]:
     """A server that waits for requests under way for so long when it ends."""
     setting = f"GRAPHSTASH_SHUTDOWN_SECONDS={seconds}"
     return {"command": ("env", setting, sys.executable, "-m", "graphstash_server")}
-
-
-def is_alive(pid: int) -> bool:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    return False
 
 
 def is_listening(server) -> bool:
@@ -154,7 +149,7 @@ def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, even
     os.kill(stuck, signal.SIGSTOP)
     assert server.stop() == 0
     assert f"worker {stuck} was killed by SIGKILL" in server.log
-    assert not any(map(is_alive, workers))
+    assert not any(map(is_running, workers))
     assert "Traceback" not in server.log
 
 
@@ -183,7 +178,7 @@ def test_rolling_restart_fails_no_request_and_a_killed_worker_only_its_own(
 
     workers = server.workers
     server.kill()  # the parent
-    eventually(lambda: not any(map(is_alive, workers)))
+    eventually(lambda: not any(map(is_running, workers)))
     assert server.log.count("its parent process is gone") == 2
     socket.create_server(("127.0.0.1", server.port)).close()  # the port is free
 
@@ -246,7 +241,7 @@ def test_shutdown_answers_lease_waiters_and_a_second_interrupt_waits_for_nothing
         eventually(lambda: not is_listening(server))
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(30) == 0
-    assert not any(map(is_alive, workers))
+    assert not any(map(is_running, workers))
     assert "was killed by SIGKILL" in server.log  # a reader that takes nothing is cut off anyway
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "graphstash_here",
     "graphstash_on_terminal",
     "graphstash_unread",
+    "is_running",
     "python",
 ]
 
@@ -107,6 +108,15 @@ def graphstash_here(
         raise RuntimeError(f"graphstash {arguments} ended with {status}: {trouble.getvalue()}")
     words = [*map(str, arguments)]
     return subprocess.CompletedProcess(words, status, told.getvalue(), trouble.getvalue())
+
+
+def is_running(pid: int | str) -> bool:
+    """Return whether a process lives. A zombie, for which nobody has waited, does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 def _run(

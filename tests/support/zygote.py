@@ -9,6 +9,8 @@ device takes none. Everything after the import is as in a started process: its e
 folder, its streams, the hook as the import hook installs it, its exit handlers. The HTTP library of
 the client comes with the compiler, as every job would import it otherwise.
 
+The kernel kills a forked process when the zygote ends, and the zygote ends with the tests' process.
+
 `support.starts` is the other side. Its first argument is the descriptor of a socket. Each request
 is one JSON message: {"argv", "environment", "folder", "umask", "new_session", "hook"}, with the
 descriptors of a socket for the answers and of the three standard streams. `argv` is what follows
@@ -16,6 +18,7 @@ descriptors of a socket for the answers and of the three standard streams. `argv
 """
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -32,17 +35,46 @@ import graphstash._http.deadline  # noqa: F401 - see above
 
 __all__: list[str] = []
 
+PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def receive(requests: socket.socket, tests: int) -> tuple[bytes, list[int]]:
+    """Return a message and its descriptors. End this process when that of the tests has ended.
+
+    A fork of the tests' process may keep the other end of the socket open. The death signal would
+    come too early: when the thread ends that has started the zygote.
+    """
+    requests.settimeout(1.0)
+    while os.getppid() == tests:
+        try:
+            message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 4)
+        except TimeoutError:
+            continue
+        if not message:  # the other side has ended
+            break
+        return message, descriptors
+    os._exit(0)
+
 
 def next_request(requests: socket.socket) -> dict[str, Any]:
     """Return a request in the process that was forked for it, and never in the zygote."""
+    zygote, tests = os.getpid(), os.getppid()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 4)
-        if not message:  # the other side has ended
-            os._exit(0)
+        message, descriptors = receive(requests, tests)
         if os.fork() == 0:
+            end_with(zygote)
             requests.close()
             answers = socket.socket(fileno=descriptors[0])
+            keeper = os.getpid()
             if (pid := os.fork()) == 0:
+                end_with(keeper)
                 answers.close()
                 request: dict[str, Any] = json.loads(message)
                 become(request, descriptors[1:])

@@ -16,6 +16,7 @@ from graphstash.training.reduce.aggregators import sockets
 from graphstash.training.reduce.aggregators.colocated import ColocatedAggregator
 from graphstash.training.reduce.aggregators.datagrams import Header, Kind, Seal
 from graphstash.training.reduce.aggregators.secret_file import read_secret
+from support.processes import is_running
 from support.waiting import until
 from support.warm_ranks import WarmRanks
 
@@ -147,14 +148,6 @@ def secret(tmp_path):
     path.write_bytes(os.urandom(16).hex().encode())
     path.chmod(0o600)
     return path
-
-
-def is_running(process):
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def are_going(directory):

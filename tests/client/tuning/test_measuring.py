@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from graphstash.tuning.measuring import Budget, Measurement, MeasuringError, Method, Pool
 from graphstash.tuning.targets.callable import CallableTarget
 from support import trials
+from support.processes import is_running
 from support.waiting import until
 
 GOOD = {"does": "nothing bad"}
@@ -419,13 +419,6 @@ def test_a_slow_configuration_is_measured_once_and_a_quick_one_often_for_a_sampl
 def running(file):
     """Those of the processes whose numbers are in the file that run."""
     return [pid for pid in file.read_text().split() if is_running(pid)]
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def start(tmp_path, program):
