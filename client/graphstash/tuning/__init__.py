@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from graphstash.tuning.memory.team import Schedule
     from graphstash.tuning.search import SEARCHERS, make_searcher
     from graphstash.tuning.search.base import CostError, Searcher, Trial
-    from graphstash.tuning.search.exhaustive import Exhaustive
+    from graphstash.tuning.search.baselines import Exhaustive, RandomSearch
     from graphstash.tuning.search.gbfs import GBFS
     from graphstash.tuning.search.na2c import NA2C
-    from graphstash.tuning.search.random_search import RandomSearch
     from graphstash.tuning.search.rnn import RNNController
     from graphstash.tuning.search.xgb import XGBoostSearch
     from graphstash.tuning.space import Configuration, EmptySpaceError, SearchSpace, SpaceError

@@ -12,17 +12,15 @@ import logging
 import math
 import pickle
 import selectors
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Final
 
 from graphstash.errors import GraphstashError
-from graphstash.tuning.measuring.executor import Executor
-from graphstash.tuning.measuring.measurement import Measurement, Method
+from graphstash.tuning.measuring.executor import Executor, Job, Worker
+from graphstash.tuning.measuring.measurement import Measurement
 from graphstash.tuning.measuring.process import EndedError, MeasuringProcess
-from graphstash.tuning.measuring.target import Target
 from graphstash.tuning.space import Value
 
 __all__ = ["MeasuringError", "Pool"]
@@ -44,20 +42,9 @@ class MeasuringError(GraphstashError):
     """Nothing can be measured. The message gives the error of the target or the process."""
 
 
-@dataclass(eq=False)
-class _Job:
-    """Configurations that one process measures together."""
-
-    configurations: list[dict[str, Value]]
-    needs_new_process: bool = False
-
-    def fail(self, failure: str) -> list[Measurement]:
-        return [Measurement.failed(each, failure) for each in self.configurations]
-
-
-@dataclass(eq=False)
-class _Worker:
-    """A measuring process, its state, and the deadline for its next message.
+@dataclass(eq=False, kw_only=True)
+class _Worker(Worker):
+    """A measuring process and its state.
 
     Attributes:
         state: starting, idle, building, built (waiting for its turn), or running.
@@ -66,37 +53,23 @@ class _Worker:
     """
 
     process: MeasuringProcess
-    deadline: float
     state: str = "starting"
     is_new: bool = True
-    job: _Job | None = None
     results: list[dict[str, Any]] = field(default_factory=list)
 
 
-@dataclass
-class Pool(Executor):
-    """Measures configurations of a target in processes that may crash.
+class Pool(Executor[_Worker]):
+    """Measures configurations of a target in processes of this host.
 
-    Use it as a context manager, in one thread. Processes start when needed.
-
-    Args:
-        target: the target, or its pickle.
-        workers: maximum number of processes, 1 or more. With one, results come in the order of
-            `submit`.
-        method: how thoroughly to measure.
+    With one process, results come in the order of `submit`.
 
     Raises:
         MeasuringError: the target cannot be pickled.
         ValueError: `workers` is below 1.
     """
 
-    target: Target | bytes
-    workers: int = 1
-    method: Method = field(default_factory=Method)
-
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"workers must be at least 1 (got {self.workers})")
+        super().__post_init__()
         try:
             self._target = (
                 self.target if isinstance(self.target, bytes) else pickle.dumps(self.target)
@@ -106,40 +79,14 @@ class Pool(Executor):
                 "the target cannot be sent to other processes; define the functions that it is "
                 f"made of at the top level of a module: {error}"
             ) from error
-        self._jobs: deque[_Job] = deque()
-        self._workers: list[_Worker] = []
-        self._done: list[Measurement] = []
-
-    def close(self) -> None:
-        """Kill all processes, even busy ones."""
-        while self._workers:
-            self._workers.pop().process.end()
-
-    @property
-    def pending(self) -> int:
-        """Number of submitted configurations that `results` has not returned yet."""
-        measuring = sum(worker.job is not None for worker in self._workers)
-        return len(self._jobs) + measuring + len(self._done)
-
-    def submit(self, configuration: Mapping[str, Value]) -> None:
-        """Queue a configuration; `results` returns its measurement."""
-        self._jobs.append(_Job([_plain(configuration)]))
 
     def _compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
         """Measure in one new process. If a failure ends it, measure each in its own process."""
-        found = self._in_turns(configurations)
-        if len(configurations) > 1 and any(each.failure not in _HARMLESS for each in found):
-            found = [alone for each in configurations for alone in self._in_turns([each])]
-        return found
-
-    def _in_turns(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
-        if not configurations:
-            return []
         self.close()
-        self._jobs.append(_Job([*map(_plain, configurations)], needs_new_process=True))
-        while len(self._done) < len(configurations):
-            self._advance()
-        return self.results()
+        found = super()._compare(configurations)
+        if len(configurations) > 1 and any(each.failure not in _HARMLESS for each in found):
+            found = [alone for each in configurations for alone in self._compare([each])]
+        return found
 
     def _advance(self) -> None:
         self._hand_out()
@@ -162,6 +109,7 @@ class Pool(Executor):
         for worker in self._workers:
             if worker.state == "idle" and (job := self._next_job(is_new=worker.is_new)) is not None:
                 worker.job = job
+                job.tries += 1
                 self._begin(worker, "building")
                 worker.process.build(job.configurations)
         starting = sum(worker.state == "starting" for worker in self._workers)
@@ -173,15 +121,15 @@ class Pool(Executor):
                     "no measuring process can be started; is the working directory still there? "
                     f"{error}"
                 ) from error
-            self._workers.append(_Worker(process, monotonic() + _START_SECONDS))
+            self._workers.append(_Worker(process=process, deadline=monotonic() + _START_SECONDS))
         if not any(worker.state == "running" for worker in self._workers):
             for worker in [each for each in self._workers if each.state == "built"][:1]:
                 self._begin(worker, "running")
                 worker.process.run()
 
-    def _next_job(self, *, is_new: bool) -> _Job | None:
+    def _next_job(self, *, is_new: bool) -> Job | None:
         for job in self._jobs:
-            if is_new or not job.needs_new_process:
+            if is_new or not job.tries:
                 self._jobs.remove(job)
                 return job
         return None
@@ -232,7 +180,7 @@ class Pool(Executor):
         if worker.job is None:
             self._end(worker)
             return
-        found = worker.job.fail(failure)
+        found = worker.job.failed(failure)
         for measurement in found:
             _report(measurement, reason)
         self._settle(worker, found)
@@ -242,7 +190,7 @@ class Pool(Executor):
         assert worker.job is not None  # noqa: S101 - these are its results
         failures = {measurement.failure for measurement in found}
         if not worker.is_new and failures & _REPEATED:
-            self._jobs.appendleft(_Job(worker.job.configurations, needs_new_process=True))
+            self._jobs.appendleft(worker.job)
         else:
             self._done.extend(found)
         worker.job, worker.results, worker.is_new = None, [], False
@@ -253,14 +201,6 @@ class Pool(Executor):
     def _end(self, worker: _Worker) -> None:
         self._workers.remove(worker)
         worker.process.end()
-
-
-def _plain(configuration: Mapping[str, Value]) -> dict[str, Value]:
-    """Convert numpy numbers to Python numbers, which JSON supports."""
-    return {
-        name: value.item() if hasattr(value, "item") else value
-        for name, value in configuration.items()
-    }
 
 
 def _report(measurement: Measurement, reason: str) -> None:

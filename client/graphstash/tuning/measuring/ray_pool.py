@@ -10,7 +10,6 @@ import math
 import os
 import socket
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,10 +17,9 @@ from time import monotonic
 from typing import Any, Final
 
 from graphstash.errors import ConfigError
-from graphstash.tuning.measuring.executor import Executor
+from graphstash.tuning.measuring.executor import Executor, Job, Worker
 from graphstash.tuning.measuring.measurement import Measurement, Method
 from graphstash.tuning.measuring.pool import MeasuringError, Pool
-from graphstash.tuning.measuring.target import Target
 from graphstash.tuning.space import Value
 
 try:
@@ -72,30 +70,20 @@ class _Measurer:
         return [each.to_json() for each in found]
 
 
-@dataclass(eq=False)
-class _Job:
-    configurations: list[dict[str, Value]]
-    tries: int = 0
-
-
-@dataclass(eq=False)
-class _Worker:
-    """A Ray actor and its latest call.
+@dataclass(eq=False, kw_only=True)
+class _Worker(Worker):
+    """A Ray actor, which has no job while it starts, and its latest call.
 
     Attributes:
         call: Ray's reference to the call's result. None while idle.
-        deadline: monotonic time by which the call must return.
-        job: the job being measured. None while starting or idle.
     """
 
     actor: Any
     call: Any
-    deadline: float
-    job: _Job | None = None
 
 
 @dataclass
-class RayPool(Executor):
+class RayPool(Executor[_Worker]):
     """Measures configurations of a target on the machines of a Ray cluster.
 
     Replaces `Pool`: `tune(task, executor=RayPool, workers=8, ...)`. Calls `ray.init()` if Ray is
@@ -117,15 +105,11 @@ class RayPool(Executor):
         ValueError: `workers` is below 1.
     """
 
-    target: Target
-    workers: int = 1
-    method: Method = field(default_factory=Method)
     options: Mapping[str, Any] = field(default_factory=dict)
     modules: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"workers must be at least 1 (got {self.workers})")
+        super().__post_init__()
         if not _HAS_RAY:
             raise ConfigError("RayPool needs Ray: pip install 'graphstash[ray] @ git+<repository>'")
         for name in self.modules:
@@ -134,30 +118,7 @@ class RayPool(Executor):
             self._target = ray.cloudpickle.dumps(self.target)
         except Exception as error:
             raise MeasuringError(f"the target cannot be sent to other machines: {error}") from error
-        self._jobs: deque[_Job] = deque()
-        self._workers: list[_Worker] = []
-        self._done: list[Measurement] = []
         self._lost: list[str] = []
-
-    def close(self) -> None:
-        """Kill all workers, even busy ones."""
-        while self._workers:
-            self._end(self._workers[-1])
-
-    @property
-    def pending(self) -> int:
-        """Number of submitted configurations that `results` has not returned yet."""
-        jobs = [*self._jobs, *(each.job for each in self._workers if each.job is not None)]
-        return sum(len(job.configurations) for job in jobs) + len(self._done)
-
-    def submit(self, configuration: Mapping[str, Value]) -> None:
-        """Queue a configuration. `results` returns its measurement."""
-        self._jobs.append(_Job([dict(configuration)]))
-
-    def _compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
-        if configurations:
-            self._jobs.append(_Job([*map(dict, configurations)]))
-        return self.results()
 
     def _advance(self) -> None:
         for worker in self._workers:
@@ -180,9 +141,10 @@ class RayPool(Executor):
             _join_cluster()
         make = ray.remote(**{**_OPTIONS, **self.options})(_Measurer)
         actor = make.remote(self._target, self.method)
-        self._workers.append(_Worker(actor, actor.ready.remote(), monotonic() + _READY_SECONDS))
+        deadline = monotonic() + _READY_SECONDS
+        self._workers.append(_Worker(actor=actor, call=actor.ready.remote(), deadline=deadline))
 
-    def _assign(self, worker: _Worker, job: _Job) -> None:
+    def _assign(self, worker: _Worker, job: Job) -> None:
         job.tries += 1
         # A failing configuration is measured twice. After a failed comparison, each configuration
         # is measured alone.
@@ -235,7 +197,7 @@ class RayPool(Executor):
         if job.tries < _MAX_TRIES:
             self._jobs.appendleft(job)
         else:
-            self._done += [Measurement.failed(each, "crash") for each in job.configurations]
+            self._done += job.failed("crash")
 
     def _end(self, worker: _Worker) -> None:
         self._workers.remove(worker)

@@ -24,8 +24,8 @@ _CLASSES: Final = {
     "n-a2c": ("na2c", "NA2C"),
     "xgboost": ("xgb", "XGBoostSearch"),
     "rnn": ("rnn", "RNNController"),
-    "random": ("random_search", "RandomSearch"),
-    "exhaustive": ("exhaustive", "Exhaustive"),
+    "random": ("baselines", "RandomSearch"),
+    "exhaustive": ("baselines", "Exhaustive"),
 }
 
 SEARCHERS: Final = tuple(_CLASSES)

@@ -1,11 +1,20 @@
-"""Exhaustive search, for small spaces."""
+"""Random and exhaustive search: the baselines that other searchers must beat."""
 
 from collections.abc import Sequence
 
 from graphstash.tuning.search.base import Searcher
 from graphstash.tuning.space import Configuration, SearchSpace
 
-__all__ = ["Exhaustive"]
+__all__ = ["Exhaustive", "RandomSearch"]
+
+
+class RandomSearch(Searcher):
+    """Draws configurations uniformly, without repetition."""
+
+    waits = False
+
+    def _propose(self) -> list[Configuration]:
+        return self._unvisited(1)
 
 
 class Exhaustive(Searcher):
