@@ -113,11 +113,11 @@ def line_of(text: str, *, most: int) -> str:
     return _CONTROL.sub(" ", text)[:most]
 
 
-def printable(text: str, *, most: int) -> str:
-    """Make untrusted text safe to show: one line of its first `most` characters, with escapes for
-    control characters, characters that reorder a line, and other unprintable ones.
+def printable(text: str, *, most: int | None = None) -> str:
+    """Make untrusted text safe to show: one line of its first `most` characters, or of all, with
+    escapes for control characters, characters that reorder a line, and other unprintable ones.
     """
-    if len(text) > most:
+    if most is not None and len(text) > most:
         text = f"{text[:most]}..."
     if text.isprintable():
         return text

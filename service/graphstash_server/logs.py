@@ -8,6 +8,8 @@ from contextvars import ContextVar, copy_context
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
+from graphstash_schema.names import printable
+
 __all__ = [
     "REQUEST",
     "EscapingFormatter",
@@ -15,7 +17,6 @@ __all__ = [
     "WithoutQuery",
     "ids_of",
     "in_background",
-    "printable",
     "set_up_logging",
 ]
 
@@ -26,15 +27,6 @@ REQUEST: Final[ContextVar[Mapping[str, Any] | None]] = ContextVar("request", def
 
 _INDENT: Final = "    "
 """Prefix of each traceback line, so that no such line can look like an entry."""
-
-
-def printable(text: str) -> str:
-    """Escape characters that could end a line, move a cursor or reorder text, as Python does."""
-    if text.isprintable():
-        return text
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
-    )
 
 
 class EscapingFormatter(logging.Formatter):

@@ -11,7 +11,8 @@ import typer
 
 from graphstash_schema import InvalidValueError, Word
 from graphstash_schema.exit_status import error_line
-from graphstash_server.logs import printable, set_up_logging
+from graphstash_schema.names import printable
+from graphstash_server.logs import set_up_logging
 
 if TYPE_CHECKING:
     from graphstash_server.context import ProcessContext
