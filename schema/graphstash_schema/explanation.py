@@ -9,7 +9,8 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Annotated, Final
 
 from pydantic import AwareDatetime, Field
@@ -378,7 +379,7 @@ def _difference(name: str, here: str | None, there: str | None) -> Difference:
     if max(len(here), len(there)) <= _SHOWN:
         return Difference(part=name, here=here, there=there)
     if (not only_here and not only_there) or len(words_here) == 1 or len(words_there) == 1:
-        start = next(at for at, (a, b) in enumerate(_aligned(here, there)) if a != b)
+        start = next(at for at, (a, b) in enumerate(zip_longest(here, there)) if a != b)
         start = max(0, start - _SHOWN // 4)
         return Difference(part=name, here=_window(here, start), there=_window(there, start))
     return Difference(part=name, here=_first_words(only_here), there=_first_words(only_there))
@@ -425,32 +426,12 @@ def _only(here: list[str], there: list[str]) -> tuple[list[str], list[str]]:
     """Return the words that only one of two lists has. If they have the same words in another
     order, return those at other places.
     """
-    rest_there, rest_here = Counter(there), Counter(here)
-    rest_there.subtract(here)
-    rest_here.subtract(there)
-    only_here, only_there = _taken(here, rest_here), _taken(there, rest_there)
+    only_here = list((Counter(here) - Counter(there)).elements())
+    only_there = list((Counter(there) - Counter(here)).elements())
     if not only_here and not only_there and len(here) == len(there):  # another order
         moved = [(one, other) for one, other in zip(here, there, strict=True) if one != other]
         return [one for one, _ in moved], [other for _, other in moved]
     return only_here, only_there
-
-
-def _taken(words: list[str], counts: Counter[str]) -> list[str]:
-    """Return each word as often as its count says."""
-    taken = []
-    for word in words:
-        if counts[word] > 0:
-            counts[word] -= 1
-            taken.append(word)
-    return taken
-
-
-def _aligned(here: str, there: str) -> Iterable[tuple[str | None, str | None]]:
-    longest = max(len(here), len(there))
-    return (
-        (here[at] if at < len(here) else None, there[at] if at < len(there) else None)
-        for at in range(longest)
-    )
 
 
 def _window(value: str, start: int) -> str:
