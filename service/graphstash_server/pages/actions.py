@@ -24,7 +24,6 @@ from graphstash_schema import (
     TokenIssued,
     TokenRequest,
 )
-from graphstash_server.api.calls import actor_of
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.pages.sign_in import check_origin, read_form
@@ -83,7 +82,7 @@ async def _withhold(visitor: Visitor, form: Form) -> Done:
     reply = await visitor.context.quarantine.report(
         key,
         report,
-        actor=actor_of(visitor.request, visitor.principal),
+        actor=visitor.actor,
         party=visitor.principal.party,
         may_withhold=True,
         may_decide=True,
@@ -95,19 +94,17 @@ async def _withhold(visitor: Visitor, form: Form) -> Done:
 
 async def _release(visitor: Visitor, form: Form) -> Done:
     key = await _key(visitor, form)
-    actor = actor_of(visitor.request, visitor.principal)
-    if not await visitor.context.quarantine.release(key, actor=actor):
+    if not await visitor.context.quarantine.release(key, actor=visitor.actor):
         raise ServerError(ErrorCode.NOT_FOUND, f"artifact {key.key} is not withheld")
     return Done(f"/artifacts/{key.namespace}/{key.key}")
 
 
 async def _delete(visitor: Visitor, form: Form) -> Done:
     key = await _key(visitor, form)
-    actor = actor_of(visitor.request, visitor.principal)
     digest = form.get("digest", "")
     if not digest:
         raise _invalid("the digest is missing: open the artifact's page")
-    if not await visitor.context.artifacts.delete(key, actor=actor, digest=digest):
+    if not await visitor.context.artifacts.delete(key, actor=visitor.actor, digest=digest):
         raise ServerError(
             ErrorCode.NOT_FOUND,
             f"there is no artifact {key.key} with the digest {digest[:80]}: it was deleted or "
@@ -124,15 +121,16 @@ async def _pin(visitor: Visitor, form: Form) -> Done:
         namespace,
         job,
         until=begin + days,
-        actor=actor_of(visitor.request, visitor.principal),
+        actor=visitor.actor,
     )
     return _of_job(namespace, job, count)
 
 
 async def _unpin(visitor: Visitor, form: Form) -> Done:
     namespace, job = await _administered(visitor, form), ManifestName(form.get("job", ""))
-    actor = actor_of(visitor.request, visitor.principal)
-    return _of_job(namespace, job, await visitor.context.pins.unpin(namespace, job, actor=actor))
+    return _of_job(
+        namespace, job, await visitor.context.pins.unpin(namespace, job, actor=visitor.actor)
+    )
 
 
 def _of_job(namespace: Namespace, job: ManifestName, count: int) -> Done:
@@ -151,8 +149,7 @@ async def _limit(visitor: Visitor, form: Form) -> Done:
         changed = NamespacePolicy.model_validate(policy | {"limit_bytes": limit})
     except ValidationError:
         raise _invalid(f"{text!r} is no size above 0: write 10GiB, or nothing for none") from None
-    actor = actor_of(visitor.request, visitor.principal)
-    await visitor.context.policies.put(namespace, changed, actor)
+    await visitor.context.policies.put(namespace, changed, visitor.actor)
     return Done(f"/?namespace={namespace}#store")
 
 
@@ -180,15 +177,16 @@ async def _create_token(visitor: Visitor, form: Form) -> Done:
         )
     except ValidationError:
         raise _invalid("a token needs a description of one line, and grants") from None
-    actor = actor_of(visitor.request, visitor.principal)
-    issued = await visitor.context.tokens.create(request, actor=actor, token_id=form.get("id", ""))
+    issued = await visitor.context.tokens.create(
+        request, actor=visitor.actor, token_id=form.get("id", "")
+    )
     return Done("/tokens", issued)
 
 
 async def _revoke_token(visitor: Visitor, form: Form) -> Done:
     visitor.require_administrator()
-    token_id, actor = form.get("id", ""), actor_of(visitor.request, visitor.principal)
-    if await visitor.context.tokens.revoke(token_id, actor=actor) is None:
+    token_id = form.get("id", "")
+    if await visitor.context.tokens.revoke(token_id, actor=visitor.actor) is None:
         raise ServerError(ErrorCode.NOT_FOUND, "there is no token of that id")
     visitor.context.access.forget_token(token_id)
     return Done("/tokens")

@@ -13,7 +13,8 @@ from typing import Final
 from fastapi import Request
 
 from graphstash_schema import AccessKind, ErrorCode, Namespace, NamespaceStats, Scope, ServerStats
-from graphstash_server.api.calls import hidden_namespace, principal_of
+from graphstash_server.actor import Actor
+from graphstash_server.api.calls import actor_of, hidden_namespace, principal_of
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 from graphstash_server.services.identity.principals import ANONYMOUS, Principal
@@ -70,6 +71,11 @@ class Visitor:
     def form_token(self) -> str:
         """Value that the forms of this session's pages contain."""
         return form_token_of("" if self.session is None else self.session.id)
+
+    @property
+    def actor(self) -> Actor:
+        """The visitor, for the audit log."""
+        return actor_of(self.request, self.principal)
 
     def require_administrator(self) -> None:
         """Refuse a visitor who does not administer the server.
