@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 __all__ = ["reference_of"]
@@ -10,102 +9,26 @@ __all__ = ["reference_of"]
 _METHODS: Final = ("get", "head", "post", "put", "delete")
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """A parameter, or a field of a model. `model` is the model in its type, or ""."""
-
-    name: str
-    type: str
-    model: str
-    is_required: bool
-    description: str
-    where: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One response of a call."""
-
-    status: str
-    description: str
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class ApiCall:
-    """A call: one method of a path."""
-
-    id: str
-    method: str
-    path: str
-    description: str
-    needs_token: bool
-    parameters: list[Field]
-    body: str
-    body_types: list[str]
-    answers: list[Answer]
-
-
 def reference_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the calls of an OpenAPI document by tag, and its models by name."""
-    tags: defaultdict[str, list[ApiCall]] = defaultdict(list)
+    """Return the calls of an OpenAPI document by tag, and its models by name. `type_of` returns the
+    text of a schema's type, and the model that it contains, or "".
+    """
+    tags: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for path, calls in document["paths"].items():
         for method in _METHODS:
             if method in calls:
                 call = calls[method]
-                tags[(call.get("tags") or ["other"])[0]].append(_call(method, path, call))
-    schemas = document["components"]["schemas"]
-    models = {name: _model(schemas[name]) for name in sorted(schemas)}
-    return {"tags": dict(tags), "models": models, "api_version": document["info"]["version"]}
-
-
-def _call(method: str, path: str, call: Mapping[str, Any]) -> ApiCall:
-    content = call.get("requestBody", {}).get("content", {})
-    body = next((_type(each.get("schema", {})) for each in content.values()), ("", ""))
-    return ApiCall(
-        id=call["operationId"],
-        method=method.upper(),
-        path=path,
-        description=call.get("description", ""),
-        needs_token=bool(call.get("security")),
-        parameters=[
-            Field(
-                each["name"],
-                _type(each["schema"])[0],
-                "",
-                bool(each.get("required")),
-                each.get("description") or each["schema"].get("description", ""),
-                each["in"],
-            )
-            for each in call.get("parameters", [])
-        ],
-        body=body[1] or body[0],
-        body_types=list(content),
-        answers=[_answer(status, each) for status, each in sorted(call["responses"].items())],
-    )
-
-
-def _answer(status: str, answer: Mapping[str, Any]) -> Answer:
-    content = answer.get("content", {})
-    model = next((_type(each.get("schema", {}))[1] for each in content.values()), "")
-    return Answer(status, answer.get("description", ""), model)
-
-
-def _model(schema: Mapping[str, Any]) -> dict[str, Any]:
-    required = schema.get("required", [])
-    fields = []
-    for name, each in schema.get("properties", {}).items():
-        written, model = _type(each)
-        fields.append(Field(name, written, model, name in required, each.get("description", "")))
+                named = {**call, "method": method.upper(), "path": path}
+                tags[(call.get("tags") or ["other"])[0]].append(named)
     return {
-        "description": schema.get("description", ""),
-        "fields": fields,
-        "values": schema.get("enum", []),
+        "tags": dict(tags),
+        "models": dict(sorted(document["components"]["schemas"].items())),
+        "api_version": document["info"]["version"],
+        "type_of": _type,
     }
 
 
 def _type(schema: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the text of a type, and the model that it contains, or ""."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return name, name
