@@ -255,7 +255,7 @@ def test_memory_of_double_is_bounded(tmp_path):
 def test_clearing_answers_calls_that_wait_and_closing_ends_threads_and_socket(tmp_path):
     before = set(threading.enumerate())
     fake = FakeServer().start()
-    assert fake._real._server.config.timeout_keep_alive == KEEP_ALIVE_SECONDS  # as the server
+    assert fake._server.config.timeout_keep_alive == KEEP_ALIVE_SECONDS  # as the server
     with Stash(fake.config(cache_dir=tmp_path, **PATIENT)) as stash:
         stash.put(key(1), b"graph", METADATA)
         stash.server.acquire(key(2))

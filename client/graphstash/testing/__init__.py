@@ -13,7 +13,25 @@ It is the real server on a loopback port, with a temporary data directory. It ne
 `server`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from graphstash.testing.failures import Call, Failure, Fault, ServerCall, StoredArtifact
-from graphstash.testing.server import FakeServer
+
+if TYPE_CHECKING:
+    from graphstash.testing.server import FakeServer
 
 __all__ = ["Call", "Failure", "FakeServer", "Fault", "ServerCall", "StoredArtifact"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "FakeServer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from graphstash.testing.server import FakeServer
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"FakeServer runs the real server, and {error.name} is missing: "
+            "pip install 'graphstash[server] @ git+<repository>'",
+            name=error.name,
+        ) from error
+    return FakeServer

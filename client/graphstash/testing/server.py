@@ -1,13 +1,39 @@
-"""FakeServer: the interface that tests use."""
+"""FakeServer: the server in a thread of this process, with a layer that makes its calls fail.
 
+The layer is an ASGI application around the server's. It records each call and passes it on, unless
+a failure applies. The fast path is off, because it would answer requests before the layer.
+"""
+
+import asyncio
+import socket
+import sqlite3
+import tempfile
+import threading
 from collections import deque
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, get_args
 
+import uvicorn
+from sqlalchemy import func, select
+from starlette.types import Message, Receive, Scope, Send
+
 from graphstash.testing.failures import Call, Failure, Fault, ServerCall, StoredArtifact
-from graphstash_schema import ArtifactKey
+from graphstash.testing.faults import Exchange
+from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest, Grant, TokenRequest
+from graphstash_schema.protocol import API_PREFIX
 from graphstash_schema.run import RunReport
+from graphstash_server.actor import Actor
+from graphstash_server.api.connection import Connection, connections
+from graphstash_server.app import ServerApp, create_app
+from graphstash_server.clock import system_clock
+from graphstash_server.context import open_services
+from graphstash_server.db.migrate import migrate
+from graphstash_server.db.tables import artifacts as stored
+from graphstash_server.serving.server import KEEP_ALIVE_SECONDS
+from graphstash_server.settings import Settings
 
 if TYPE_CHECKING:
     from graphstash import ClientConfig
@@ -15,6 +41,9 @@ if TYPE_CHECKING:
 __all__ = ["FakeServer"]
 
 _MAX_CALLS: Final = 100_000
+
+_SECONDS: Final = 60.0
+"""Timeout of a start, of a stop and of a coroutine in the server's thread."""
 
 
 class FakeServer:
@@ -31,25 +60,24 @@ class FakeServer:
 
     Attributes:
         url: `GRAPHSTASH_URL` for the code under test.
-
-    Raises:
-        ModuleNotFoundError: graphstash was installed without the extra `server`.
     """
 
     def __init__(self, *, token: str | None = None, max_bytes: int = 256 * 1024**2) -> None:
-        try:
-            from graphstash.testing.real import RealServer
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"FakeServer runs the real server, and {error.name} is missing: "
-                "pip install 'graphstash[server] @ git+<repository>'",
-                name=error.name,
-            ) from error
         self._token = token
+        self._bearer = None if token is None else f"Bearer {token}".encode()
+        self._max_bytes = max_bytes
+        self._folder = tempfile.TemporaryDirectory(prefix="graphstash-")
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ready = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._trouble: BaseException | None = None
+        self._is_closing = False
+        self._running: set[asyncio.Task[Any]] = set()
         self._calls: deque[Call] = deque(maxlen=_MAX_CALLS)
         self._failures: deque[Failure] = deque()
-        self._real = RealServer(token=token, max_bytes=max_bytes, record=self._record)
-        self.url = f"http://127.0.0.1:{self._real.port}"
+        self._reports: dict[str, RunReport] = {}
+        self._artifacts: tuple[StoredArtifact, ...] = ()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -63,7 +91,14 @@ class FakeServer:
         Raises:
             RuntimeError: the server was closed, or does not start.
         """
-        self._real.start()
+        if self._is_closing:
+            raise RuntimeError("this server was closed: make a new one")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fake-server", daemon=True)
+            self._thread.start()
+            self._ready.wait(_SECONDS)
+            if self._trouble is not None:
+                raise RuntimeError("the server did not start") from self._trouble
         return self
 
     def close(self) -> None:
@@ -71,7 +106,14 @@ class FakeServer:
 
         Recorded calls and stored artifacts stay readable. Closing twice does nothing.
         """
-        self._real.close()
+        if self._thread is not None and self._thread.is_alive():
+            self._artifacts = self.artifacts
+            self._is_closing = True
+            self._loop.call_soon_threadsafe(self._stop)
+            self._thread.join(_SECONDS)
+        self._is_closing = True
+        self._listener.close()
+        self._folder.cleanup()
 
     def config(self, *, cache_dir: Path, **settings: Any) -> "ClientConfig":
         """Return client settings for this server, independent of the environment.
@@ -177,21 +219,223 @@ class FakeServer:
     @property
     def artifacts(self) -> tuple[StoredArtifact, ...]:
         """All stored artifacts, oldest first, including withheld artifacts."""
-        return self._real.artifacts()
+        return self._artifacts if self._is_closing else self._ask(self._read_artifacts())
 
     @property
     def reports(self) -> tuple[RunReport, ...]:
         """The newest report of each process, oldest first."""
-        return self._real.reports()
+        return tuple(self._reports.values())
 
     def clear(self) -> None:
         """Remove all artifacts, leases, manifests, reports, calls and failures. Keep serving."""
         self.recover()
-        self._real.clear()
+        self._ask(self._replace())
         self._calls.clear()
 
-    def _record(self, call: Call) -> Failure | None:
+    def _recorded(self, call: Call) -> Failure | None:
+        """Record a call, and return the failure that applies to it."""
         failures = tuple(self._failures)
         failure = next((each for each in failures if each.applies_to(call)), None)
         self._calls.append(replace(call, failure=failure))
         return failure
+
+    def _ask(self, coroutine: Any) -> Any:
+        if self._thread is None:
+            coroutine.close()
+            return ()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            _empty_database()  # cannot run in a thread with a running event loop
+            asyncio.run(self._serve())
+        except BaseException as error:  # noqa: BLE001 - `start` raises it
+            self._trouble = error
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._open()
+        config = uvicorn.Config(
+            self._answer,
+            http=connections(
+                self._settings, count_refusal=self._app.count_refusal, kind=_Connection
+            ),
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            proxy_headers=False,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=self._settings.shutdown_seconds,
+        )
+        self._server = uvicorn.Server(config)
+        self._loop.call_soon(self._ready.set)  # the kernel queues connections until then
+        try:
+            await self._server.serve([self._listener])
+        finally:
+            await self._opened.aclose()
+
+    def _stop(self) -> None:
+        self._app.stop_waiting()
+        self._server.should_exit = True
+
+    async def _open(self) -> None:
+        folder = Path(tempfile.mkdtemp(dir=self._folder.name))
+        (folder / "graphstash.sqlite3").write_bytes(_empty_database())
+        self._settings = Settings(
+            data_dir=folder,
+            auth="none" if self._bearer is None else "tokens",
+            max_artifact_bytes=self._max_bytes,
+            min_free_bytes=0,
+            shutdown_seconds=5,
+        )
+        self._app: ServerApp = create_app(self._settings)
+        self._opened = AsyncExitStack()
+        # Run no background tasks: they evict, and use most of the CPU time of a start.
+        services = open_services(self._settings, blob_store=None, clock=system_clock)
+        context = await self._opened.enter_async_context(services)
+        self._app.context = self._app.state.context = context
+        if self._bearer is not None:
+            request = TokenRequest(description="FakeServer", grants=(Grant.parse("admin:*"),))
+            issued = await self._app.context.tokens.create(request, actor=Actor("local:test"))
+            self._issued = f"Bearer {issued.token}".encode()
+
+    async def _replace(self) -> None:
+        app, opened, running = self._app, self._opened, self._running
+        self._running, self._reports = set(), {}
+        await self._open()
+        app.stop_waiting()
+        if running:
+            await asyncio.wait(running)
+        await opened.aclose()
+
+    async def _read_artifacts(self) -> tuple[StoredArtifact, ...]:
+        context = self._app.context
+        await context.accounting.flush()
+        async with context.database.reading() as connection:
+            rows = (await connection.execute(select(stored).order_by(stored.c.created_at))).all()
+        found = []
+        for row in rows:
+            digest = Digest(row.sha256, row.size_bytes)
+            reader = await context.uploads.blobs.open(digest)
+            if reader is None:
+                continue
+            header = row.metadata_header
+            try:
+                artifact = StoredArtifact(
+                    namespace=row.namespace,
+                    key=ArtifactKey.parse(row.kind, row.device_type, row.fingerprint),
+                    blob=b"".join([chunk async for chunk in reader.chunks(0, digest.size_bytes)]),
+                    metadata=ArtifactMetadata.from_header(header) if header else None,
+                    is_withheld=row.withheld_at is not None,
+                    hits=row.hits,
+                )
+            finally:
+                await reader.close()
+            found.append(artifact)
+        return tuple(found)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - uvicorn runs each request in a task
+        running = self._running
+        running.add(task)
+        try:
+            transport = scope["state"].pop("transport")
+            await self._pass_or_fail(Exchange(self._app, scope, receive, send, transport))
+        finally:
+            running.discard(task)
+
+    async def _pass_or_fail(self, exchange: Exchange) -> None:
+        call = await exchange.call()
+        failure = None if call is None else self._recorded(call)
+        if self._bearer is not None:
+            exchange.replace_header(self._bearer, self._issued)
+        if call is not None and call.operation in {"head", "stats"}:
+            await self._app.context.accounting.flush()  # a server flushes once per second
+        if call is None:
+            await exchange.answer()
+        elif failure is not None and failure.fault == "wrong_artifact":
+            await self._exchange_artifact(exchange, call)
+        elif failure is not None:
+            await exchange.fail(failure, is_closing=lambda: self._is_closing)
+        elif call.operation == "put" and await self._is_too_much(call):
+            await exchange.body()
+            detail = f"more than FakeServer's max_bytes, which are {self._max_bytes}"
+            await exchange.refuse(507, detail)
+        elif call.operation == "put_run":
+            self._keep_report(exchange, await exchange.body())
+            await exchange.answer()
+        else:
+            await exchange.answer()
+
+    def _keep_report(self, exchange: Exchange, body: bytes) -> None:
+        """Keep the report if the server accepts it."""
+        path, send = exchange.scope["path"], exchange.send
+
+        async def keeping(message: Message) -> None:
+            if message.get("status") == 204:
+                self._reports.pop(path, None)  # a repeated report becomes the newest
+                self._reports[path] = RunReport.model_validate_json(body)
+            await send(message)
+
+        exchange.send = keeping
+
+    async def _exchange_artifact(self, exchange: Exchange, call: Call) -> None:
+        """Answer a `get` with another artifact of the namespace."""
+        if call.operation == "get":
+            others = select(stored).where(stored.c.namespace == call.namespace, ~_is_at(call))
+            async with self._app.context.database.reading() as connection:
+                row = (await connection.execute(others.limit(1))).first()
+            if row is None:
+                await exchange.refuse(500, "wrong_artifact needs a second artifact")
+                return
+            key = ArtifactKey.parse(row.kind, row.device_type, row.fingerprint)
+            path = f"{API_PREFIX}/{call.namespace}/artifacts/{key}"
+            exchange.scope.update(path=path, raw_path=path.encode())
+        await exchange.answer()
+
+    async def _is_too_much(self, call: Call) -> bool:
+        length = call.headers.get("content-length", "")
+        if not length.isdecimal() or int(length) > self._max_bytes:
+            return False  # the server refuses this upload with its own reason
+        used = select(func.coalesce(func.sum(stored.c.size_bytes), 0)).where(~_is_at(call))
+        async with self._app.context.database.reading() as connection:
+            total: int = (await connection.execute(used)).scalar_one()
+        return total + int(length) > self._max_bytes
+
+
+class _Connection(Connection):
+    """Passes its transport to the layer, which resets connections."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"]["transport"] = self.transport
+
+
+@cache
+def _empty_database() -> bytes:
+    """Return a migrated SQLite database, cached because migrating is most of a start."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "empty.sqlite3"
+        migrate(f"sqlite+aiosqlite:///{path}", lock_path=Path(folder) / "lock")
+        connection = sqlite3.connect(path)
+        try:
+            return connection.serialize()
+        finally:
+            connection.close()
+
+
+def _is_at(call: Call) -> Any:
+    key = call.key
+    assert key is not None  # noqa: S101 - every call on an artifact has a key
+    return (
+        (stored.c.namespace == call.namespace)
+        & (stored.c.fingerprint == key.fingerprint)
+        & (stored.c.kind == key.kind)
+        & (stored.c.device_type == key.device_type)
+    )
