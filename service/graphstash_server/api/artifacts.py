@@ -1,10 +1,13 @@
 """GET, HEAD, PUT and DELETE of an artifact, and the look-up of many."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Final
 
 from fastapi import Request, Response
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Send
+from starlette.types import Scope as AsgiScope
 
 from graphstash_schema import (
     ArtifactKey,
@@ -24,7 +27,6 @@ from graphstash_schema.protocol import (
     HEADER_METADATA,
     MAX_LOOKUP_KEYS,
 )
-from graphstash_server.api.blobs import BlobResponse
 from graphstash_server.api.bodies import body_chunks, read_keys, read_model
 from graphstash_server.api.calls import (
     BYTES,
@@ -40,7 +42,7 @@ from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.reading.conditions import job_named
 from graphstash_server.reading.headers import strangers
-from graphstash_server.reading.reads import ReadRequest, Reads, Unanswered
+from graphstash_server.reading.reads import ReadAnswer, ReadRequest, Reads, Unanswered
 from graphstash_server.reading.representation import absent, changes
 from graphstash_server.services.artifacts.uploads import Upload
 
@@ -109,8 +111,37 @@ async def _read(call: NamespaceCall, *, is_head: bool) -> Response:
         raise absent(request.key)
     made, body, reader = answer
     if reader is not None:
-        return BlobResponse(answer, sent=partial(reads.count_sent, request))
+        return _BlobResponse(answer, sent=partial(reads.count_sent, request))
     return Response(bytes(body), status_code=made.status, headers=made.headers)
+
+
+class _BlobResponse(StreamingResponse):
+    """Sends an open blob in chunks and closes its reader, also if the caller hangs up.
+
+    If the stored blob is too short, `ShortBlobError` makes the HTTP server close the connection.
+    The caller detects missing bytes by Content-Length.
+    """
+
+    def __init__(self, answer: ReadAnswer, *, sent: Callable[[int], None]) -> None:
+        """After sending, call `sent` with the number of bytes."""
+        made, _, reader = answer
+        assert reader is not None  # noqa: S101 - other answers need no `_BlobResponse`
+        super().__init__(self._chunks(*(made.span or (0, 0))), made.status, made.headers)
+        self._reader = reader
+        self._sent = sent
+        self._sent_bytes = 0
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._reader.close()
+            self._sent(self._sent_bytes)
+
+    async def _chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
+        async for chunk in self._reader.chunks(start, stop):
+            yield chunk
+            self._sent_bytes += len(chunk)
 
 
 @router.call(

@@ -61,7 +61,6 @@ __all__ = [
     "key_of",
     "manifest_of",
     "principal_of",
-    "until_gone",
 ]
 
 KEY: Final = "{kind}/{device_type}/{fingerprint}"
@@ -420,9 +419,3 @@ def json_answer(
         headers=headers,
         media_type="application/json",
     )
-
-
-async def until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Return when the caller closes the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -17,7 +17,6 @@ from graphstash_server.api.calls import (
     in_namespace,
     json_answer,
     key_of,
-    until_gone,
 )
 from graphstash_server.errors import ServerError
 from graphstash_server.reading.conditions import requested_wait
@@ -81,7 +80,7 @@ async def acquire_lease(call: NamespaceCall) -> Response:
     check_writable(key.namespace, call.policy)
     wanted = await read_model(call, LeaseRequest)
     wait_seconds = requested_wait(request.headers.get("prefer"), at_most_seconds=MAX_WAIT_SECONDS)
-    gone = asyncio.create_task(until_gone(request.receive))
+    gone = asyncio.create_task(_until_gone(request))
     try:
         acquisition = Acquisition(key, wanted, wait_seconds or 0.0, call.principal.party)
         reply = await leases.acquire(acquisition, gone=gone)
@@ -99,6 +98,12 @@ async def acquire_lease(call: NamespaceCall) -> Response:
     if reply.state is LeaseState.HELD:
         headers["Retry-After"] = "1"
     return json_answer(reply, _STATUS[reply.state], headers=headers, exclude_none=True)
+
+
+async def _until_gone(request: Request) -> None:
+    """Return when the caller closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 @router.call(
