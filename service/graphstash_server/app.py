@@ -27,7 +27,6 @@ from graphstash_server.api import (
     quarantine,
     runs,
     tokens,
-    withdrawals,
 )
 from graphstash_server.api.calls import OPEN_PATHS, SECURITY_SCHEMES
 from graphstash_server.api.frame import RequestFrame
@@ -118,7 +117,7 @@ def create_app(
     app.add_route("/openapi.json", _get_openapi, include_in_schema=False)
     routes = list(app.routes)
     for api in (
-        *(artifacts, listing, withdrawals, explanations, quarantine, leases, manifests, runs),
+        *(artifacts, listing, explanations, quarantine, leases, manifests, runs),
         *(namespaces, tokens, history, metrics, admin),
     ):
         app.include_router(api.router)

@@ -1,8 +1,10 @@
-"""Reads request bodies: as a stream, or as JSON of bounded size; always with time limits."""
+"""Read what a request contains: its body, as a stream or as JSON of bounded size and always with
+time limits, or the query of its URL.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Final, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -23,7 +25,14 @@ from graphstash_server.api.problems import invalid_body
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 
-__all__ = ["ListOfKeys", "body_chunks", "read_keys", "read_model"]
+__all__ = [
+    "ListOfKeys",
+    "body_chunks",
+    "parameters_of",
+    "read_keys",
+    "read_model",
+    "read_query",
+]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -205,3 +214,24 @@ def _count_keys(raw: bytearray) -> int:
     has 4n + 1 of these characters, because its strings contain none.
     """
     return (sum(map(raw.count, (b",", b"{", b"["))) + 2) // 4
+
+
+def parameters_of(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """Return the fields of a model as OpenAPI query parameters."""
+    properties = model.model_json_schema(ref_template="#/components/schemas/{model}")["properties"]
+    return [
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in properties.items()
+    ]
+
+
+def read_query(call: Call, model: type[M]) -> M:
+    """Parse the query of a request.
+
+    Raises:
+        ServerError: 400 for the first invalid parameter.
+    """
+    try:
+        return model.model_validate(dict(call.request.query_params))
+    except ValidationError as error:
+        raise invalid_body(error) from None

@@ -15,9 +15,8 @@ from graphstash_schema.explanation import (
 )
 from graphstash_schema.model import WireModel
 from graphstash_schema.protocol import API_PREFIX, MAX_DESCRIBE_BYTES
-from graphstash_server.api.bodies import read_model
+from graphstash_server.api.bodies import parameters_of, read_model, read_query
 from graphstash_server.api.calls import Calls, NamespaceCall, in_namespace, json_answer
-from graphstash_server.api.queries import parameters_of, read_query
 from graphstash_server.errors import ServerError
 from graphstash_server.services.artifacts.explanations import MAX_NAMESPACES
 from graphstash_server.services.namespaces import check_writable

@@ -10,8 +10,8 @@ from graphstash_schema import ErrorCode, Namespace
 from graphstash_schema.history import Grouping, History, Step
 from graphstash_schema.model import WireModel
 from graphstash_schema.protocol import API_PREFIX
+from graphstash_server.api.bodies import parameters_of, read_query
 from graphstash_server.api.calls import KNOWN, Call, Calls, json_answer
-from graphstash_server.api.queries import parameters_of, read_query
 
 __all__ = ["router"]
 

@@ -1,12 +1,13 @@
-"""API call that lists the artifacts of a namespace."""
+"""The lists of a namespace: its artifacts, and its withdrawals."""
 
 from fastapi import Response
 
 from graphstash_schema import ErrorCode, Scope
 from graphstash_schema.listing import ArtifactList, ArtifactQuery
 from graphstash_schema.protocol import API_PREFIX
+from graphstash_schema.withdrawals import WithdrawalList, WithdrawalQuery
+from graphstash_server.api.bodies import parameters_of, read_query
 from graphstash_server.api.calls import Calls, NamespaceCall, in_namespace, json_answer
-from graphstash_server.api.queries import parameters_of, read_query
 
 __all__ = ["router"]
 
@@ -25,3 +26,20 @@ async def list_artifacts(call: NamespaceCall) -> Response:
     """Return a page of the servable artifacts. Counts no hits and no misses."""
     query = read_query(call, ArtifactQuery)
     return json_answer(await call.context.listing.list_artifacts(call.namespace, query))
+
+
+@router.call(
+    "GET",
+    "/{namespace}/withdrawals",
+    needs=in_namespace(Scope.READ),
+    query=parameters_of(WithdrawalQuery),
+    answers={200: {"model": WithdrawalList}},
+    refuses=[ErrorCode.INVALID_REQUEST],
+)
+async def list_withdrawals(call: NamespaceCall) -> Response:
+    """Return the artifacts that were withheld, deleted or replaced after a position.
+
+    An hourly round drops entries older than 90 days, and all but the last 100,000 of a namespace.
+    """
+    query = read_query(call, WithdrawalQuery)
+    return json_answer(await call.context.withdrawals.read(call.namespace, query))

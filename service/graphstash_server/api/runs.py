@@ -16,9 +16,8 @@ from graphstash_schema.run import (
     RunName,
     RunReport,
 )
-from graphstash_server.api.bodies import read_model
+from graphstash_server.api.bodies import parameters_of, read_model, read_query
 from graphstash_server.api.calls import Calls, NamespaceCall, in_namespace, json_answer
-from graphstash_server.api.queries import parameters_of, read_query
 from graphstash_server.errors import ServerError
 
 __all__ = ["router"]

@@ -18,7 +18,7 @@ from graphstash_schema import (
 )
 from graphstash_schema.model import WireModel
 from graphstash_schema.protocol import ADMIN_PREFIX
-from graphstash_server.api.bodies import read_model
+from graphstash_server.api.bodies import parameters_of, read_model, read_query
 from graphstash_server.api.calls import (
     ADMINISTRATOR,
     KNOWN,
@@ -27,7 +27,6 @@ from graphstash_server.api.calls import (
     Calls,
     json_answer,
 )
-from graphstash_server.api.queries import parameters_of, read_query
 from graphstash_server.errors import ServerError
 from graphstash_server.services.identity.audit import MAX_AUDIT_ENTRIES
 

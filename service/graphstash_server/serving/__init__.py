@@ -6,7 +6,6 @@ open_files   limits that the limit of open files allows
 ports        a port that refuses connections until the server can answer them
 own_socket   the Unix socket through which the owner's jobs reach the server
 tls          certificates
-telemetry    the tracer of a process
 """
 
 __all__: list[str] = []
