@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from graphstash_schema import Digest, ErrorCode
-from graphstash_server.errors import NoSpaceError, ServerError
+from graphstash_server.errors import ServerError
 from graphstash_server.settings import load_settings
 from graphstash_server.storage import DiskBlobStore, TieredBlobStore
 from graphstash_server.storage.s3 import S3BlobStore
-from graphstash_server.storage.upload import SpaceGuard
 from graphstash_server.testing import BlobStoreContract, MemoryBlobStore, as_chunks
 from support.moto import CREDENTIALS, s3_settings
 
@@ -138,18 +137,6 @@ async def test_blob_is_stored_under_its_digest_and_second_put_repairs_it(disk, t
     path.write_bytes(b"xyz")
     await put(disk, b"abc")
     assert path.read_bytes() == b"abc"
-
-
-def test_reserved_bytes_are_promised_once_and_released(tmp_path):
-    disk = os.statvfs(tmp_path)
-    two_thirds = disk.f_bavail * disk.f_frsize * 2 // 3
-    space = SpaceGuard(tmp_path, min_free_bytes=0)
-
-    space.reserve(two_thirds)
-    with pytest.raises(NoSpaceError, match=str(two_thirds)):
-        space.reserve(two_thirds)
-    space.release(two_thirds)
-    space.reserve(two_thirds)
 
 
 async def test_store_keeps_live_uploads_and_files_of_others_and_removes_crash_leftovers(tmp_path):

@@ -6,115 +6,30 @@ looks whole. If all readers leave before that, the fill is cancelled.
 """
 
 import asyncio
-import fcntl
-import os
-import tempfile
-import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from graphstash_schema import Digest, DigestHasher
-from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
+from graphstash_schema import Digest
+from graphstash_server.errors import (
+    DigestMismatchError,
+    NoSpaceError,
+    ServerError,
+    ShortBlobError,
+)
 from graphstash_server.logs import in_background
 from graphstash_server.storage.base import CHUNK_BYTES, BlobReader, BlobStore
-from graphstash_server.storage.upload import SpaceGuard
+from graphstash_server.storage.upload import DiskUpload
 
-__all__ = ["Place", "ReadThroughFill", "TailableFile", "TierError"]
-
-
-class TailableFile:
-    """A temporary file that is read while it is written. Every method blocks.
-
-    An flock on the open file makes `remove_abandoned` skip it. A mutex serializes changes, because
-    a cancelled call may still run in a thread.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        """Choose the directory. `open` creates the file."""
-        self._directory = directory
-        self._path: Path | None = None
-        self._fd = -1
-        self._size_bytes = 0
-        self._hasher = DigestHasher()
-        self._is_discarded = False
-        self._lock = threading.Lock()  # guards the descriptor and the name
-
-    def open(self) -> None:
-        """Create and lock the file, unless `discard` has run. If a starting server removes the file
-        before it is locked, its bytes stay readable, and `keep` raises.
-        """
-        with self._lock:
-            if self._is_discarded:
-                return
-            self._fd, name = tempfile.mkstemp(dir=self._directory)
-            self._path = Path(name)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-
-    def write(self, chunk: bytes) -> None:
-        """Append bytes, unless the file is closed."""
-        with self._lock:
-            view = memoryview(chunk)
-            while view and self._fd >= 0:
-                written = os.pwrite(self._fd, view, self._size_bytes)
-                self._hasher.update(view[:written])
-                self._size_bytes += written
-                view = view[written:]
-
-    def digest(self) -> Digest:
-        """Return the digest of all bytes written so far."""
-        return self._hasher.digest()
-
-    def read(self, start: int, length: int) -> bytes:
-        """Return at most `length` bytes from `start`."""
-        return os.pread(self._fd, length, start)
-
-    def keep(self, destination: Path) -> None:
-        """Fsync the complete file and rename it to `destination`, unless `discard` has run.
-
-        Later hits are sent unchecked, so a power cut must not leave the name without the bytes. It
-        may lose the name, which costs another fill.
-        """
-        with self._lock:
-            if self._path is None:
-                return
-            os.fsync(self._fd)
-            destination.parent.mkdir(exist_ok=True)
-            self._path.rename(destination)
-            self._path = None
-
-    def discard(self) -> None:
-        """Remove the file unless `keep` has run. The bytes stay readable until `close`."""
-        with self._lock:
-            self._is_discarded = True
-            if self._path is not None:
-                self._path.unlink(missing_ok=True)
-                self._path = None
-
-    def close(self) -> None:
-        """Close the file descriptor."""
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
-
+__all__ = ["ReadThroughFill", "TierError"]
 
 T = TypeVar("T")
 
 
 class TierError(Exception):
     """The tier cannot hold the blob. Read it from the back."""
-
-
-class Place(NamedTuple):
-    """Where a fill writes: a file in `temporary`, which it finally renames to `destination`."""
-
-    temporary: Path
-    destination: Path
-    space: SpaceGuard
-    threads: ThreadPoolExecutor
 
 
 class ReadThroughFill:
@@ -135,18 +50,23 @@ class ReadThroughFill:
         digest: Digest,
         *,
         back: BlobStore,
-        place: Place,
+        file: DiskUpload,
+        destination: Path,
+        threads: ThreadPoolExecutor,
         ended: "Callable[[ReadThroughFill], None]",
     ) -> None:
-        """Start copying. `ended` is called when the copy succeeds, fails or is cancelled."""
+        """Start copying into `file`, which finally gets the name `destination`. `ended` is called
+        when the copy succeeds, fails or is cancelled.
+        """
         self.digest = digest
         self.back = back
         self.is_wanted = True
         self.is_given_up = False
         self.is_damaged = False
         self.failure: Exception | None = None
-        self._place = place
-        self._file = TailableFile(place.temporary)
+        self._file = file
+        self._destination = destination
+        self._threads = threads
         self._ended = ended
         self._changed = asyncio.Condition()
         self._follower_count = 0
@@ -233,64 +153,48 @@ class ReadThroughFill:
             self._ended(self)
             try:
                 await asyncio.shield(self._on_thread(self._file.discard))
+                await self._notify()
             finally:
                 if not self._follower_count:
                     self._file.close()
-            await self._notify()
 
     async def _copy(self) -> None:
         size_bytes = self.digest.size_bytes
-        await self._reserve(size_bytes)
+        await self._in_tier(self._file.check_space)
+        reader = await self.back.open(self.digest)
+        if reader is None:
+            self._is_found = False
+            return
         try:
-            await self._in_tier(self._file.open)
-            reader = await self.back.open(self.digest)
-            if reader is None:
-                self._is_found = False
-                return
-            try:
-                if reader.size_bytes != size_bytes:
-                    raise TierError(
-                        f"{self.digest} has {reader.size_bytes} bytes in the store behind the tier"
-                    )
-                self._is_found = True
-                await self._notify()
-                await self._copy_from(reader)
-            finally:
-                await reader.close()
+            if reader.size_bytes != size_bytes:
+                raise TierError(
+                    f"{self.digest} has {reader.size_bytes} bytes in the store behind the tier"
+                )
+            self._is_found = True
+            await self._notify()
+            await self._copy_from(reader)
         finally:
-            self._place.space.release(size_bytes)
+            await reader.close()
         if self.is_wanted:
-            await self._in_tier(partial(self._file.keep, self._place.destination))
+            await self._in_tier(partial(self._file.keep, self._destination))
         if not self.is_wanted:
-            await self._in_tier(partial(self._place.destination.unlink, missing_ok=True))
-
-    async def _reserve(self, size_bytes: int) -> None:
-        """Reserve the space. If the fill is cancelled meanwhile, release the space again."""
-        space = self._place.space
-        reserving = asyncio.ensure_future(self._in_tier(partial(space.reserve, size_bytes)))
-
-        def release(reserved: "asyncio.Future[None]") -> None:
-            if not reserved.cancelled() and reserved.exception() is None:
-                space.release(size_bytes)
-
-        try:
-            await asyncio.shield(reserving)
-        except asyncio.CancelledError:
-            reserving.add_done_callback(release)
-            raise
+            await self._in_tier(partial(self._destination.unlink, missing_ok=True))
 
     async def _copy_from(self, reader: BlobReader) -> None:
         position = 0
         async for chunk in reader.chunks(0, self.digest.size_bytes):
-            await self._in_tier(partial(self._file.write, chunk))
+            await self._in_tier(partial(self._file.write, [chunk]))
             position += len(chunk)
             if position < self.digest.size_bytes:
                 self._readable_bytes = position
                 await self._notify()
-        received = self._file.digest()
-        if received != self.digest:
+        try:
+            await self._in_tier(partial(self._file.finish, ()))
+        except DigestMismatchError as error:
             self.is_damaged = True
-            raise ShortBlobError(f"the bytes of {self.digest} are those of {received}")
+            raise ShortBlobError(
+                f"the bytes of {self.digest} are those of {error.digest}"
+            ) from error
         self._readable_bytes = position
         await self._notify()
 
@@ -305,7 +209,7 @@ class ReadThroughFill:
             raise TierError(str(error)) from error
 
     def _on_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._place.threads, call)
+        return asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
 class _Follower:

@@ -27,8 +27,13 @@ from graphstash_server.errors import NoSpaceError
 from graphstash_server.logs import in_background
 from graphstash_server.storage.base import BlobReader, BlobStore, ThrottledLog
 from graphstash_server.storage.files import FileReader, open_file
-from graphstash_server.storage.read_through import Place, ReadThroughFill, TierError
-from graphstash_server.storage.upload import SpaceGuard, remove_abandoned
+from graphstash_server.storage.read_through import ReadThroughFill, TierError
+from graphstash_server.storage.upload import (
+    DirectorySyncs,
+    DiskUpload,
+    SpaceGuard,
+    remove_abandoned,
+)
 
 __all__ = ["TierBudget", "TieredBlobStore"]
 
@@ -133,6 +138,7 @@ class TieredBlobStore(BlobStore):
         self._limit_bytes = limit_bytes
         self._budget = TierBudget(directory, limit_bytes=limit_bytes)
         self._space = SpaceGuard(directory, min_free_bytes=min_free_bytes)
+        self._syncs = DirectorySyncs()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tier")
         self._fills: dict[str, ReadThroughFill] = {}
         self._suspects: set[str] = set()
@@ -213,8 +219,17 @@ class TieredBlobStore(BlobStore):
     def _fill_of(self, digest: Digest) -> ReadThroughFill:
         fill = self._fills.get(digest.sha256)
         if fill is None or fill.is_given_up:
-            place = Place(self._temporary, self._path(digest), self._space, self._threads)
-            fill = ReadThroughFill(digest, back=self._back, place=place, ended=self._on_fill_end)
+            file = DiskUpload(
+                digest, directory=self._temporary, space=self._space, syncs=self._syncs
+            )
+            fill = ReadThroughFill(
+                digest,
+                back=self._back,
+                file=file,
+                destination=self._path(digest),
+                threads=self._threads,
+                ended=self._on_fill_end,
+            )
             self._fills[digest.sha256] = fill
         return fill
 

@@ -64,19 +64,13 @@ _AMPLE_SECONDS: Final = 1.0
 
 
 class SpaceGuard:
-    """Keeps at least `min_free_bytes` of a disk free.
-
-    A caller may reserve space for bytes that it will write. Uploads reserve none, because the
-    announced bytes may never arrive. A guard does not count reservations of other processes.
-    `min_free_bytes` is the margin for both.
+    """Keeps at least `min_free_bytes` of a disk free. Concurrent writers reserve nothing, because
+    announced bytes may never arrive. The margin covers what they write after a check.
     """
 
     def __init__(self, directory: Path, *, min_free_bytes: int) -> None:
         self._directory = directory
         self._min_free_bytes = min_free_bytes
-        # Guards _reserved_bytes. Held for arithmetic and one statvfs, never while writing.
-        self._lock = threading.Lock()
-        self._reserved_bytes = 0
         self._last_room = (0, 0.0)  # bytes that fitted at the last check, and their expiry
 
     def is_ample(self, size_bytes: int) -> bool:
@@ -90,23 +84,8 @@ class SpaceGuard:
         Raises:
             NoSpaceError: less than `min_free_bytes` would stay free.
         """
-        with self._lock:
-            self._check(size_bytes)
-
-    def reserve(self, size_bytes: int) -> None:
-        """Reserve bytes until `release`. Raises the errors of `check`."""
-        with self._lock:
-            self._check(size_bytes)
-            self._reserved_bytes += size_bytes
-
-    def release(self, size_bytes: int) -> None:
-        """End a reservation, because the bytes were written or will not be."""
-        with self._lock:
-            self._reserved_bytes -= size_bytes
-
-    def _check(self, size_bytes: int) -> None:
         disk = os.statvfs(self._directory)
-        room = disk.f_bavail * disk.f_frsize - self._reserved_bytes - self._min_free_bytes
+        room = disk.f_bavail * disk.f_frsize - self._min_free_bytes
         self._last_room = (room, monotonic() + _AMPLE_SECONDS)
         if size_bytes > room:
             raise NoSpaceError(
@@ -188,28 +167,35 @@ class DiskUpload:
         self, digest: Digest, *, directory: Path, space: SpaceGuard, syncs: "DirectorySyncs"
     ) -> None:
         """Prepare the upload without I/O. The first write creates the file."""
+        self._digest = digest
         self._directory = directory
         self._space = space
         self._syncs = syncs
         self._incoming = Incoming(digest)
-        # Guards the file: a cancelled upload is aborted while a thread may still write.
+        # Guards the file: a cancelled upload is discarded while a thread may still write.
         self._lock = threading.Lock()
-        self._path = directory
+        self._path: Path | None = None  # of the temporary file, until it is renamed or removed
         self._fd = -1
-        self._is_aborted = False
+        self._is_discarded = False
+
+    def check_space(self) -> None:
+        """Refuse a blob that does not fit now. Raises `NoSpaceError`."""
+        self._space.check(self._digest.size_bytes)
 
     def write(self, chunks: Sequence[bytes]) -> None:
         """Write the next bytes. Raises `LengthMismatchError` or `NoSpaceError`."""
         self._space.check(sum(map(len, chunks)))
         with self._lock, no_space_refused():
-            if self._fd < 0 and not self._is_aborted:
+            if self._fd < 0 and not self._is_discarded:
                 self._path, self._fd = _locked_temporary(self._directory)
             self._incoming.take(chunks, write=lambda view: os.write(self._fd, view))
 
-    def commit(self, chunks: Sequence[bytes], *, destination: Path) -> None:
-        """Write the last bytes, compare the digest and rename the file to `destination`.
+    def read(self, start: int, length: int) -> bytes:
+        """Return at most `length` of the bytes written so far, from `start` on."""
+        return os.pread(self._fd, length, start)
 
-        Replace an existing file, which holds the same bytes or is damaged.
+    def finish(self, chunks: Sequence[bytes]) -> None:
+        """Write the last bytes and compare the digest.
 
         Raises:
             LengthMismatchError: there are too few or too many bytes.
@@ -217,8 +203,15 @@ class DiskUpload:
             NoSpaceError: the bytes do not fit.
         """
         self.write(chunks)
+        self._incoming.finish()
+
+    def keep(self, destination: Path) -> None:
+        """Make the finished file durable under its final name. Replace an existing file, which
+        holds the same bytes or is damaged. Raises `NoSpaceError`.
+        """
         with self._lock, no_space_refused():
-            self._incoming.finish()
+            if self._path is None:
+                return  # discarded
             os.fsync(self._fd)
             try:
                 self._path.rename(destination)
@@ -226,21 +219,34 @@ class DiskUpload:
                 destination.parent.mkdir(exist_ok=True)
                 sync_directory(destination.parent.parent)
                 self._path.rename(destination)
+            self._path = None
             self._syncs.sync_with_entry(destination.parent)
-            self._close()
+
+    def commit(self, chunks: Sequence[bytes], *, destination: Path) -> None:
+        """`finish`, `keep` and `close` the file in one call of a thread. Raises their errors."""
+        self.finish(chunks)
+        self.keep(destination)
+        self.close()
+
+    def discard(self) -> None:
+        """Remove the temporary file unless `keep` has renamed it. The bytes stay readable."""
+        with self._lock:
+            self._is_discarded = True
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+                self._path = None
 
     def abort(self) -> None:
-        """Remove the temporary file unless it already has its final name."""
-        with self._lock:
-            self._is_aborted = True
-            if self._fd >= 0:
-                self._path.unlink(missing_ok=True)
-            self._close()
+        """`discard` and `close` the file."""
+        self.discard()
+        self.close()
 
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
 
 
 def sync_directory(directory: Path) -> None:
