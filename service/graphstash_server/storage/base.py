@@ -1,5 +1,6 @@
 """BlobStore: the interface of blob stores, which `testing.BlobStoreContract` tests."""
 
+import asyncio
 import logging
 import threading
 from abc import abstractmethod
@@ -9,8 +10,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
-from graphstash_schema import Digest
-from graphstash_server.errors import NoSpaceError
+from graphstash_schema import Digest, DigestHasher, ErrorCode
+from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.storage.files import CHUNK_BYTES, FileReader
 
 __all__ = ["CHUNK_BYTES", "BlobReader", "BlobStore", "ThrottledLog"]
@@ -98,12 +99,32 @@ class BlobStore(Protocol):
         """
         return False
 
-    @abstractmethod
     async def is_whole(self, digest: Digest) -> bool | None:
         """Read all durable bytes, and return whether they match the digest, or None if the blob is
-        absent (see `storage.whole`). Drops a cached copy.
+        absent. A store that caches drops its copy first.
+
+        Bytes that are damaged on their way from the store differ in the next read. So a blob counts
+        as damaged only if `_READS` reads return the same wrong bytes. One read of the right bytes
+        suffices.
+
+        Raises:
+            ServerError: `unavailable`, if a read breaks off, or the reads differ. The blob may be
+                intact.
         """
-        ...
+        wrong: set[Digest] = set()
+        for _ in range(_READS):
+            found = await _digest_of(self, digest)
+            if found is None or found == digest:
+                return None if found is None else True
+            wrong.add(found)
+        if len(wrong) > 1:
+            raise ServerError(
+                ErrorCode.UNAVAILABLE,
+                f"{_READS} reads of the blob {digest} gave {len(wrong)} different wrong results, "
+                "so its bytes are damaged on their way from the store: check the network and the "
+                "memory of the hosts between, then retry",
+            )
+        return False
 
     async def link(self, digest: Digest) -> str | None:
         """Return a URL that serves the blob, if it exists, without credentials for some minutes.
@@ -115,6 +136,27 @@ class BlobStore(Protocol):
     def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
         """Yield the blobs stored before an aware time (default: all), ordered by SHA-256."""
         ...
+
+
+_READS = 3
+
+
+async def _digest_of(store: BlobStore, digest: Digest) -> Digest | None:
+    """Read a blob and return the digest of its bytes, or None if the blob is absent."""
+    reader = await store.open(digest)
+    if reader is None:
+        return None
+    hasher = DigestHasher()
+    try:
+        async for chunk in reader.chunks(0, reader.size_bytes):
+            await asyncio.to_thread(hasher.update, chunk)
+    except ShortBlobError as error:
+        raise ServerError(
+            ErrorCode.UNAVAILABLE, f"blob {digest} could not be read completely: retry later"
+        ) from error
+    finally:
+        await reader.close()
+    return hasher.digest()
 
 
 _QUIET_SECONDS = 10.0

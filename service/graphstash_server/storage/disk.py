@@ -28,7 +28,6 @@ from graphstash_server.storage.upload import (
     remove_abandoned,
     sync_directory,
 )
-from graphstash_server.storage.whole import read_whole
 
 __all__ = ["DiskBlobStore", "ServerLock", "hold_database"]
 
@@ -117,10 +116,6 @@ class DiskBlobStore(BlobStore):
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:
         """Remove the file, see `BlobStore.delete`."""
         await self._write(lambda: self._path(digest).unlink(missing_ok=True))
-
-    async def is_whole(self, digest: Digest) -> bool | None:
-        """Read the blob and compare its digest, see `BlobStore.is_whole`."""
-        return await read_whole(self, digest)
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
         """Yield the digests, see `BlobStore.list`. Reads one of 256 shard directories at a time."""

@@ -30,7 +30,6 @@ from graphstash_server.settings import Settings
 from graphstash_server.storage.base import CHUNK_BYTES, BlobReader, BlobStore, ThrottledLog
 from graphstash_server.storage.bucket import FAILURES, UPLOAD_REQUESTS, WRITE_THREADS, Bucket
 from graphstash_server.storage.upload import SpaceGuard, Spool, feed
-from graphstash_server.storage.whole import read_whole
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef, ListObjectsV2OutputTypeDef
@@ -257,10 +256,6 @@ class S3BlobStore(BlobStore):
             return False
         self._generations[digest.sha256] = generation
         return True
-
-    async def is_whole(self, digest: Digest) -> bool | None:
-        """Read and compare all bytes of the blob, see `BlobStore.is_whole`."""
-        return await read_whole(self, digest)
 
     async def link(self, digest: Digest) -> str | None:
         """Return a presigned URL if the blob is large enough, see `BlobStore.link`."""

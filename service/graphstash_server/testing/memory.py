@@ -10,7 +10,6 @@ from graphstash_server.clock import Clock, system_clock
 from graphstash_server.errors import NoSpaceError, ShortBlobError
 from graphstash_server.storage import BlobReader, BlobStore
 from graphstash_server.storage.upload import Incoming
-from graphstash_server.storage.whole import read_whole
 
 __all__ = ["MemoryBlobStore"]
 
@@ -67,9 +66,6 @@ class MemoryBlobStore(BlobStore):
 
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:
         self.blobs.pop(digest.sha256, None)
-
-    async def is_whole(self, digest: Digest) -> bool | None:
-        return await read_whole(self, digest)
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
         for sha256, blob in sorted(self.blobs.items()):
