@@ -14,6 +14,7 @@ from graphstash_server.db.queries.shared import (
     KNOWN_KINDS,
     described_of,
     is_key,
+    same_key,
 )
 from graphstash_server.db.tables import artifacts, descriptions, environments, manifest_entries
 from graphstash_server.keys import StoredKey
@@ -38,12 +39,9 @@ class UserRow(NamedTuple):
 
 
 _IS_SHOWN: Final = and_(artifacts.c.withheld_at.is_(None), artifacts.c.kind.in_(KNOWN_KINDS))
-_OUTER: Final = artifacts.outerjoin(
-    descriptions, and_(*(descriptions.c[name] == artifacts.c[name] for name in KEY_COLUMNS))
-)
+_OUTER: Final = artifacts.outerjoin(descriptions, same_key(artifacts, descriptions))
 _IS_WITHHELD: Final = exists().where(
-    *(artifacts.c[name] == descriptions.c[name] for name in KEY_COLUMNS),
-    artifacts.c.withheld_at.is_not(None),
+    same_key(artifacts, descriptions), artifacts.c.withheld_at.is_not(None)
 )
 _LABELLED: Final = select(
     *KEYED_ARTIFACT_COLUMNS, func.coalesce(descriptions.c.label, "").label("label")
@@ -70,8 +68,9 @@ async def list_latest(
         )
     ).subquery()
     chosen = select(latest).order_by(latest.c.created_at.desc()).limit(limit).subquery()
-    same = and_(*(artifacts.c[name] == chosen.c[name] for name in KEY_COLUMNS))
-    statement = _LABELLED.join(chosen, same).order_by(chosen.c.created_at.desc())
+    statement = _LABELLED.join(chosen, same_key(artifacts, chosen)).order_by(
+        chosen.c.created_at.desc()
+    )
     return [described_of(found) for found in await connection.execute(statement)]
 
 
@@ -103,8 +102,9 @@ async def list_labelled(
         .limit(limit)
         .subquery()
     )
-    same = and_(*(artifacts.c[name] == chosen.c[name] for name in KEY_COLUMNS))
-    statement = select(*KEYED_ARTIFACT_COLUMNS, literal(label).label("label")).join(chosen, same)
+    statement = select(*KEYED_ARTIFACT_COLUMNS, literal(label).label("label")).join(
+        chosen, same_key(artifacts, chosen)
+    )
     return [described_of(found) for found in await connection.execute(statement)]
 
 
@@ -123,10 +123,9 @@ async def list_from_label(
         .limit(limit)
         .subquery()
     )
-    same = and_(*(artifacts.c[name] == chosen.c[name] for name in KEY_COLUMNS))
     statement = (
         select(*KEYED_ARTIFACT_COLUMNS, chosen.c.label, chosen.c.parts.label("program"))
-        .join(chosen, same)
+        .join(chosen, same_key(artifacts, chosen))
         .order_by(chosen.c.label, chosen.c.described_at)
     )
     return [described_of(found) for found in await connection.execute(statement)]

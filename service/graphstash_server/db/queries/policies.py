@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Namespace, NamespaceInfo, NamespacePolicy, WriteMode
 from graphstash_server.db.prepared import NOTHING, Prepared, Row, Source
-from graphstash_server.db.queries.shared import insert_into
+from graphstash_server.db.queries.shared import upsert
 from graphstash_server.db.tables import identifiers, namespaces
 
 __all__ = [
@@ -97,18 +97,8 @@ async def put_policy(
 ) -> None:
     """Set or replace the policy of a namespace."""
     await _mark_change(connection)
-    statement = insert_into(connection, namespaces).values(
-        namespace=namespace, **policy.model_dump(mode="json"), updated_at=now
-    )
-    statement = statement.on_conflict_do_update(
-        index_elements=[namespaces.c.namespace],
-        set_={
-            column.name: statement.excluded[column.name]
-            for column in namespaces.c
-            if not column.primary_key
-        },
-    )
-    await connection.execute(statement)
+    values = {"namespace": namespace, **policy.model_dump(mode="json"), "updated_at": now}
+    await connection.execute(upsert(connection, namespaces, values))
 
 
 async def delete_policy(connection: AsyncConnection, namespace: Namespace) -> bool:
@@ -119,11 +109,8 @@ async def delete_policy(connection: AsyncConnection, namespace: Namespace) -> bo
 
 
 async def _mark_change(connection: AsyncConnection) -> None:
-    mark = {"value": secrets.token_hex(8)}
-    statement = insert_into(connection, identifiers).values(name=_CHANGED, **mark)
-    await connection.execute(
-        statement.on_conflict_do_update(index_elements=[identifiers.c.name], set_=mark)
-    )
+    mark = {"name": _CHANGED, "value": secrets.token_hex(8)}
+    await connection.execute(upsert(connection, identifiers, mark))
 
 
 def _info(found: Row) -> NamespaceInfo:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_server.db.queries.shared import insert_into
+from graphstash_server.db.queries.shared import insert_into, upsert
 from graphstash_server.db.tables import chores, recorded_times, suspensions
 
 __all__ = [
@@ -73,11 +73,7 @@ async def list_suspensions(connection: AsyncConnection) -> Sequence[Suspension]:
 
 async def save_suspension(connection: AsyncConnection, suspension: Suspension) -> None:
     """Insert or replace a suspension."""
-    values = suspension._asdict()
-    statement = insert_into(connection, suspensions).values(values)
-    await connection.execute(
-        statement.on_conflict_do_update(index_elements=["began_at"], set_=values)
-    )
+    await connection.execute(upsert(connection, suspensions, suspension._asdict()))
 
 
 async def drop_suspension(connection: AsyncConnection, suspension: Suspension) -> None:

@@ -13,11 +13,12 @@ from graphstash_server.db.queries.shared import (
     KEY_COLUMNS,
     KNOWN_KINDS,
     are_keys,
-    insert_into,
     is_key,
     key_values,
     keys_parameters,
+    same_key,
     stored_key,
+    upsert,
 )
 from graphstash_server.db.tables import artifacts, reports
 from graphstash_server.keys import StoredKey
@@ -53,19 +54,14 @@ async def add_report(
     now: datetime,
 ) -> None:
     """Store the report on an artifact. It replaces an earlier one, of any blob."""
-    statement = insert_into(connection, reports).values(
+    values = {
         **key_values(key),
-        sha256=digest.sha256,
-        reason=reason.value,
-        reported_by=reported_by,
-        reported_at=now,
-    )
-    new = statement.excluded
-    statement = statement.on_conflict_do_update(
-        index_elements=list(reports.primary_key),
-        set_={name: new[name] for name in ("sha256", "reason", "reported_by", "reported_at")},
-    )
-    await connection.execute(statement)
+        "sha256": digest.sha256,
+        "reason": reason.value,
+        "reported_by": reported_by,
+        "reported_at": now,
+    }
+    await connection.execute(upsert(connection, reports, values))
 
 
 async def find_reporter(connection: AsyncConnection, key: StoredKey, digest: Digest) -> str | None:
@@ -101,7 +97,7 @@ async def list_reports(
     if namespace is not None:
         chosen = chosen.where(artifacts.c.namespace == namespace)
     withheld = chosen.subquery()
-    is_same = and_(*(reports.c[name] == withheld.c[name] for name in (*KEY_COLUMNS, "sha256")))
+    is_same = and_(same_key(reports, withheld), reports.c.sha256 == withheld.c.sha256)
     # Instead of a join, for which PostgreSQL may read all reports.
     told = (
         select(reports.c[name]).where(is_same).scalar_subquery().label(name)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, and_, delete, func, literal, or_, select
+from sqlalchemy import ColumnElement, and_, delete, func, literal, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_server.db.queries.shared import insert_into
+from graphstash_server.db.queries.shared import upsert
 from graphstash_server.db.tables import runs
 
 __all__ = [
@@ -69,16 +69,7 @@ class HeldRun(NamedTuple):
 
 async def put_report(connection: AsyncConnection, row: ReportRow) -> None:
     """Store a report, or replace the earlier one of the same process."""
-    statement = insert_into(connection, runs).values(row._asdict())
-    statement = statement.on_conflict_do_update(
-        index_elements=list(runs.primary_key),
-        set_={
-            column.name: statement.excluded[column.name]
-            for column in runs.c
-            if not column.primary_key
-        },
-    )
-    await connection.execute(statement)
+    await connection.execute(upsert(connection, runs, row._asdict()))
 
 
 async def find_writer(connection: AsyncConnection, namespace: str, run: str) -> str | None:
@@ -134,14 +125,9 @@ async def delete_runs(connection: AsyncConnection, held: Sequence[HeldRun]) -> N
 async def delete_old_runs(connection: AsyncConnection, *, before: datetime, limit: int) -> int:
     """Delete up to `limit` reports older than `before`. Return their number."""
     key = tuple(runs.primary_key)
-    statement = (
-        select(*key).where(runs.c.reported_at < before).order_by(runs.c.reported_at).limit(limit)
-    )
-    old = (await connection.execute(statement)).all()
-    for row in old:
-        is_it = and_(*(column == value for column, value in zip(key, row, strict=True)))
-        await connection.execute(delete(runs).where(is_it))
-    return len(old)
+    is_old = runs.c.reported_at < before
+    old = select(*key).where(is_old).order_by(runs.c.reported_at).limit(limit)
+    return (await connection.execute(delete(runs).where(tuple_(*key).in_(old)))).rowcount
 
 
 async def list_latest(

@@ -32,8 +32,10 @@ __all__ = [
     "keys_parameters",
     "new_values",
     "prefixed",
+    "same_key",
     "stored_key",
     "unindexed",
+    "upsert",
     "where_key",
 ]
 
@@ -99,6 +101,11 @@ def key_parameters(key: StoredKey) -> dict[str, Any]:
 def where_key(table: FromClause) -> ColumnElement[bool]:
     """Match the row of a key, which `key_parameters` passes to each execution."""
     return and_(*(table.c[name] == bindparam(f"key_{name}") for name in KEY_COLUMNS))
+
+
+def same_key(one: FromClause, other: FromClause) -> ColumnElement[bool]:
+    """Match the rows of two tables that have the same key."""
+    return and_(*(one.c[name] == other.c[name] for name in KEY_COLUMNS))
 
 
 def are_keys(table: FromClause, dialect: str) -> ColumnElement[bool]:
@@ -173,3 +180,14 @@ def insert_into(connection: AsyncConnection, table: Table) -> Upsert:
 def insert_in(dialect: str, table: Table) -> Upsert:
     """Like `insert_into`, by the name of the dialect."""
     return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
+
+
+def upsert(connection: AsyncConnection, table: Table, values: Mapping[str, Any]) -> Upsert:
+    """Return the statement that inserts a row, or replaces these values in the row that has the
+    same primary key.
+    """
+    statement = insert_into(connection, table).values(values)
+    return statement.on_conflict_do_update(
+        index_elements=list(table.primary_key),
+        set_={name: statement.excluded[name] for name in values if not table.c[name].primary_key},
+    )
