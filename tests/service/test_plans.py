@@ -32,8 +32,9 @@ from graphstash_schema import (
     ReportReason,
     TokenInfo,
 )
+from graphstash_schema.explanation import Description
 from graphstash_schema.history import Grouping, Step
-from graphstash_schema.listing import ListOrder
+from graphstash_schema.listing import ArtifactQuery, ListOrder
 from graphstash_schema.names import ManifestName
 from graphstash_schema.withdrawals import WithdrawalCause
 from graphstash_server.actor import Actor
@@ -42,11 +43,11 @@ from graphstash_server.db import queries
 from graphstash_server.db.engine import Database, make_engine
 from graphstash_server.db.migrate import migrate
 from graphstash_server.db.queries.audit import AuditRecord
-from graphstash_server.db.queries.descriptions import NewDescription
+from graphstash_server.db.queries.descriptions import NearRequest
 from graphstash_server.db.queries.eviction import Candidate, Toolchain
 from graphstash_server.db.queries.history import HistoryChange, Selection
 from graphstash_server.db.queries.leases import LeaseRow
-from graphstash_server.db.queries.listing import PageRequest, Place
+from graphstash_server.db.queries.listing import Place
 from graphstash_server.db.queries.recorded_times import Suspension
 from graphstash_server.db.queries.runs import HeldRun, ReportRow, RunRequest
 from graphstash_server.db.queries.sessions import SessionRow
@@ -255,15 +256,17 @@ def arguments_of(count):
         "looked_at": [PAGE],
         "max_groups": [128],
         "most": [10],
-        "most_scanned": [PAGE],
         "name": [NAME, None],
         "locks.claim_chore.name": ["x"],
         "leases.has_room_for_lease.name": ["5"],
         "names": [[BENCH, RUN]],
+        "near": [NearRequest(BENCH, "jax", NOW, PAGE)],
         "namespace": [BENCH, None],
         "namespaces": [[BENCH, Namespace("other")]],
         "new": [artifact(count)],
-        "descriptions.add_descriptions.new": [[NewDescription(key(100), "x", {}, {})]],
+        "descriptions.add_descriptions.new": [
+            [Description(key=key(100).key, label="x", program={}, environment={})]
+        ],
         "now": [NOW],
         "of": [None, ("x", "5")],
         "leases.has_room_for_lease.of": ["caller"],
@@ -273,8 +276,14 @@ def arguments_of(count):
         "reason": [ReportReason.CORRUPT],
         "replaces": [artifact(count)],
         "reported_by": ["x"],
-        "request": [
-            PageRequest(BENCH, order, after, "", "", "", label)
+        "listing.list_page": [
+            {
+                "namespace": BENCH,
+                "query": ArtifactQuery(order=order, label=label, details=True),
+                "after": after,
+                "limit": PAGE,
+                "most_scanned": PAGE,
+            }
             for order, place in places.items()
             for after in (None, place)
             for label in ("", "x")
@@ -302,7 +311,6 @@ def arguments_of(count):
         "used": [[(each, 1, NOW) for each in keys]],
         "uses": [{"0005": NOW}],
         "wanted": [Toolchain(BENCH, "jax", "jax 1", NOW)],
-        "with_details": [True],
         "with_misses": [True],
         "withdrawn": [[(key(100), digest(100))]],
         "writer": ["5", None],

@@ -3,65 +3,58 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import and_, bindparam, delete, func, literal, select, union
+from sqlalchemy import Select, bindparam, delete, func, literal, select, union
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema.explanation import digest_of_parts, identity_of
+from graphstash_schema import Namespace
+from graphstash_schema.explanation import Description, digest_of_parts, identity_of
+from graphstash_server.artifact import DescribedArtifact
 from graphstash_server.db.queries.shared import (
+    KEY_COLUMNS,
+    KEYED_ARTIFACT_COLUMNS,
+    described_of,
     insert_into,
     is_key,
     key_values,
-    stored_key,
+    same_key,
 )
 from graphstash_server.db.tables import artifacts, descriptions, environments
 from graphstash_server.keys import StoredKey
 
 __all__ = [
-    "DescribedRow",
-    "NewDescription",
+    "NearRequest",
     "add_descriptions",
     "count_undescribed",
     "drop_unused_environments",
-    "find_described",
     "list_by_identity",
     "list_by_label",
     "list_by_near_label",
 ]
 
 
-class NewDescription(NamedTuple):
-    """A publisher's description of an artifact."""
+class NearRequest(NamedTuple):
+    """Which artifacts may be near a missed one: of a namespace and a kind, described until a time.
+    `limit` restricts each query.
+    """
 
-    key: StoredKey
-    label: str
-    program: Mapping[str, str]
-    environment: Mapping[str, str]
+    namespace: str
+    kind: str
+    until: datetime
+    limit: int
 
-
-class DescribedRow(NamedTuple):
-    """An artifact that may be served, with its description."""
-
-    key: StoredKey
-    label: str
-    identity: str
-    parts: dict[str, str]
-    metadata_header: str
-    created_at: datetime
-
-
-_KEY: Final = ("namespace", "fingerprint", "kind", "device_type")
 
 _DESCRIBED = (
     select(
-        *(descriptions.c[name] for name in (*_KEY, "label", "identity", "parts")),
-        environments.c.parts.label("environment_parts"),
-        artifacts.c.metadata_header,
-        artifacts.c.created_at,
+        *KEYED_ARTIFACT_COLUMNS,
+        descriptions.c.label,
+        descriptions.c.parts.label("program"),
+        environments.c.parts.label("environment"),
     )
+    .select_from(descriptions)
     .join(environments, environments.c.id == descriptions.c.environment)
-    .join(artifacts)
+    .join(artifacts, same_key(artifacts, descriptions))
     .where(artifacts.c.withheld_at.is_(None))
 )
 _NEAREST = (
@@ -91,10 +84,14 @@ _AFTER_LABEL, _BEFORE_LABEL = (
 
 
 async def add_descriptions(
-    connection: AsyncConnection, new: Sequence[NewDescription], *, now: datetime
+    connection: AsyncConnection,
+    namespace: Namespace,
+    new: Sequence[Description],
+    *,
+    now: datetime,
 ) -> int:
-    """Describe existing artifacts that have no description. Return how many were described. Write
-    rows in key order, environments first, so that two calls cannot deadlock.
+    """Describe artifacts of a namespace that have no description. Return their number. Write rows
+    in key order, environments first, so that two calls cannot deadlock.
     """
     used = {digest_of_parts(each.environment): each.environment for each in new}
     for digest, parts in sorted(used.items()):
@@ -105,16 +102,17 @@ async def add_descriptions(
             kept.on_conflict_do_update(index_elements=["id"], set_={"used_at": now})
         )
     added = 0
-    for each in sorted(new, key=lambda one: one.key.columns):
-        added += await _add_description(connection, each, now=now)
+    keyed = [(StoredKey.of(namespace, each.key), each) for each in new]
+    for key, each in sorted(keyed, key=lambda pair: pair[0].columns):
+        added += await _add_description(connection, key, each, now=now)
     return added
 
 
 async def _add_description(
-    connection: AsyncConnection, new: NewDescription, *, now: datetime
+    connection: AsyncConnection, key: StoredKey, new: Description, *, now: datetime
 ) -> int:
     values = {
-        **key_values(new.key),
+        **key_values(key),
         "label": new.label,
         "identity": identity_of(new.program),
         "environment": digest_of_parts(new.environment),
@@ -125,7 +123,7 @@ async def _add_description(
     chosen = (
         select(*(literal(value, columns[name].type) for name, value in values.items()))
         .select_from(artifacts)
-        .where(is_key(artifacts, new.key))
+        .where(is_key(artifacts, key))
         .with_for_update(read=True, key_share=True)  # no other transaction deletes it meanwhile
     )
     statement = insert_into(connection, descriptions).from_select(list(values), chosen)
@@ -133,70 +131,42 @@ async def _add_description(
 
 
 async def list_by_identity(
-    connection: AsyncConnection,
-    namespace: str,
-    kind: str,
-    identity: str,
-    *,
-    until: datetime,
-    limit: int,
-) -> list[DescribedRow]:
-    """Return artifacts of the same program that were described until a time, latest first."""
-    chosen = _chosen(namespace, kind, identity, until=until, limit=limit)
-    return [_row(each) for each in await connection.execute(_BY_IDENTITY, chosen)]
+    connection: AsyncConnection, near: NearRequest, identity: str
+) -> list[DescribedArtifact]:
+    """Return artifacts of the same program, last described first."""
+    return await _list(connection, _BY_IDENTITY, near, identity)
 
 
 async def list_by_label(
-    connection: AsyncConnection,
-    namespace: str,
-    kind: str,
-    label: str,
-    *,
-    until: datetime,
-    limit: int,
-) -> list[DescribedRow]:
-    """Return artifacts of programs of that name that were described until a time, latest first."""
-    chosen = _chosen(namespace, kind, label, until=until, limit=limit)
-    return [_row(each) for each in await connection.execute(_BY_LABEL, chosen)]
+    connection: AsyncConnection, near: NearRequest, label: str
+) -> list[DescribedArtifact]:
+    """Return artifacts of programs with this label, last described first."""
+    return await _list(connection, _BY_LABEL, near, label)
 
 
 async def list_by_near_label(
-    connection: AsyncConnection,
-    namespace: str,
-    kind: str,
-    label: str,
-    *,
-    prefix: str,
-    until: datetime,
-    limit: int,
-) -> list[DescribedRow]:
+    connection: AsyncConnection, near: NearRequest, label: str, *, prefix: str
+) -> list[DescribedArtifact]:
     """Return artifacts whose labels have a prefix, and come right before or after a label."""
-    chosen = _chosen(namespace, kind, label, until=until, limit=limit)
-    return [
-        _row(each)
-        for statement in (_AFTER_LABEL, _BEFORE_LABEL)
-        for each in await connection.execute(statement, chosen)
-        if each.label.startswith(prefix)
-    ]
+    after = await _list(connection, _AFTER_LABEL, near, label)
+    before = await _list(connection, _BEFORE_LABEL, near, label)
+    return [each for each in after + before if each.label.startswith(prefix)]
 
 
-def _chosen(
-    namespace: str, kind: str, wanted: str, *, until: datetime, limit: int
-) -> dict[str, object]:
-    """Return the parameters of the statements that extend `_NEAREST`."""
-    return {
-        "in_namespace": namespace,
-        "of_kind": kind,
-        "wanted": wanted,
-        "until": until,
-        "most": limit,
-    }
-
-
-async def find_described(connection: AsyncConnection, key: StoredKey) -> DescribedRow | None:
-    """Return one artifact, or None if it is absent or has no description."""
-    found = (await connection.execute(_DESCRIBED.where(is_key(descriptions, key)))).first()
-    return None if found is None else _row(found)
+async def _list(
+    connection: AsyncConnection, statement: Select[Any], near: NearRequest, wanted: str
+) -> list[DescribedArtifact]:
+    found = await connection.execute(
+        statement,
+        {
+            "in_namespace": near.namespace,
+            "of_kind": near.kind,
+            "until": near.until,
+            "most": near.limit,
+            "wanted": wanted,
+        },
+    )
+    return [described_of(each) for each in found]
 
 
 async def count_undescribed(
@@ -209,7 +179,7 @@ async def count_undescribed(
     """
     age = artifacts.c.created_at
     ends = (
-        select(*(artifacts.c[name] for name in _KEY))
+        select(*(artifacts.c[name] for name in KEY_COLUMNS))
         .where(artifacts.c.namespace == namespace, age <= until)
         .order_by(order)
         .limit(looked_at)
@@ -217,11 +187,10 @@ async def count_undescribed(
         for order in (age, age.desc())
     )
     some = union(*(select(end) for end in ends)).subquery()
-    is_described = and_(*(descriptions.c[name] == some.c[name] for name in _KEY))
     counted = (
         select(func.count())
         .select_from(some)
-        .where(~select(descriptions.c.label).where(is_described).exists())
+        .where(~select(descriptions.c.label).where(same_key(descriptions, some)).exists())
     )
     return int(await connection.scalar(counted) or 0)
 
@@ -233,18 +202,6 @@ async def drop_unused_environments(connection: AsyncConnection, *, before: datet
     )
     await connection.execute(
         delete(environments).where(environments.c.used_at < before, ~is_used.exists())
-    )
-
-
-def _row(found: Any) -> DescribedRow:
-    parts = {**json.loads(found.environment_parts), **json.loads(found.parts)}
-    return DescribedRow(
-        stored_key(found),
-        found.label,
-        found.identity,
-        parts,
-        found.metadata_header,
-        found.created_at,
     )
 
 

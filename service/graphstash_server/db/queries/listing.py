@@ -8,12 +8,13 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import Column, ColumnElement, and_, literal, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema.listing import ListOrder
+from graphstash_schema import Namespace
+from graphstash_schema.listing import ArtifactQuery, ListOrder
 from graphstash_server.artifact import Artifact, DescribedArtifact
 from graphstash_server.db.queries.shared import KEYED_ARTIFACT_COLUMNS, KNOWN_KINDS, described_of
 from graphstash_server.db.tables import artifacts, descriptions, environments
 
-__all__ = ["PageRequest", "Place", "list_page"]
+__all__ = ["Place", "list_page"]
 
 _BEYOND_HEX: Final = "g"
 """Sorts after every hex digit."""
@@ -48,38 +49,23 @@ class Place(NamedTuple):
     device_type: str
 
 
-class PageRequest(NamedTuple):
-    """Order and filters of a page.
-
-    `after` is the end of the previous page. An empty filter matches all; `fingerprint` is a prefix,
-    `label` a part in any case.
-    """
-
-    namespace: str
-    order: ListOrder
-    after: Place | None
-    kind: str
-    device_type: str
-    fingerprint: str
-    label: str
-
-
 async def list_page(
     connection: AsyncConnection,
-    request: PageRequest,
+    namespace: Namespace,
+    query: ArtifactQuery,
     *,
+    after: Place | None,
     limit: int,
     most_scanned: int,
-    with_details: bool,
 ) -> tuple[list[DescribedArtifact], Place | None]:
-    """Return a page, and its end if more artifacts may follow.
+    """Return the page after a place, and its end if more artifacts may follow.
 
-    The query scans at most `most_scanned` artifacts in index order, because few of a million may
-    match. It reads descriptions' parts only `with_details`.
+    The statement scans at most `most_scanned` artifacts in index order, because few of a million
+    may match. It reads descriptions' parts only if the query asks for details.
     """
-    order, within = _order_of(request), _range_of(request)
+    order, within = _order_of(query.order), _range_of(namespace, query, after)
     ends = (
-        select(*_place_columns(request.order))
+        select(*_place_columns(query.order))
         .where(within)
         .order_by(*order)
         .offset(most_scanned - 1)
@@ -87,16 +73,16 @@ async def list_page(
     )
     end = (await connection.execute(ends)).first()
     last = None if end is None else Place(*end)
-    chosen = (_DETAILED if with_details else _LISTED).where(within, *_filters_of(request))
+    chosen = (_DETAILED if query.details else _LISTED).where(within, *_filters_of(query))
     if last is not None:
-        chosen = chosen.where(~_is_after(request, last))
+        chosen = chosen.where(~_is_after(query.order, last))
     found: list[DescribedArtifact] = []
     rows = await connection.execute(chosen.order_by(*order).limit(limit + 1))
     for part in rows.partitions(_AT_ONCE):
         found += map(described_of, part)
         await asyncio.sleep(0)  # a whole page takes ten milliseconds; let other tasks run
     if len(found) > limit:
-        return found[:limit], _place_of(found[limit - 1].artifact, request.order)
+        return found[:limit], _place_of(found[limit - 1].artifact, query.order)
     return found, last
 
 
@@ -110,24 +96,26 @@ def _place_columns(order: ListOrder) -> Sequence[Column[Any]]:
     return _DESCENDING[order if order in _DESCENDING else ListOrder.NEWEST]
 
 
-def _order_of(request: PageRequest) -> Sequence[ColumnElement[Any]]:
-    columns = _DESCENDING.get(request.order)
+def _order_of(order: ListOrder) -> Sequence[ColumnElement[Any]]:
+    columns = _DESCENDING.get(order)
     return _KEY if columns is None else [column.desc() for column in columns]
 
 
-def _range_of(request: PageRequest) -> ColumnElement[bool]:
+def _range_of(
+    namespace: Namespace, query: ArtifactQuery, after: Place | None
+) -> ColumnElement[bool]:
     """Return the conditions that an index evaluates."""
-    chosen = [artifacts.c.namespace == request.namespace]
-    if request.fingerprint:
-        chosen.append(artifacts.c.fingerprint >= request.fingerprint)
-        chosen.append(artifacts.c.fingerprint < request.fingerprint + _BEYOND_HEX)
-    if request.after is not None:
-        chosen.append(_is_after(request, request.after))
+    chosen = [artifacts.c.namespace == namespace]
+    if query.fingerprint:
+        chosen.append(artifacts.c.fingerprint >= query.fingerprint)
+        chosen.append(artifacts.c.fingerprint < query.fingerprint + _BEYOND_HEX)
+    if after is not None:
+        chosen.append(_is_after(query.order, after))
     return and_(*chosen)
 
 
-def _is_after(request: PageRequest, place: Place) -> ColumnElement[bool]:
-    columns = _DESCENDING.get(request.order)
+def _is_after(order: ListOrder, place: Place) -> ColumnElement[bool]:
+    columns = _DESCENDING.get(order)
     if columns is not None:
         return tuple_(*columns) < _values(columns, place)
     return tuple_(*_KEY) > _values(_KEY, place[1:])
@@ -138,12 +126,12 @@ def _values(columns: Sequence[Column[Any]], values: Sequence[Any]) -> ColumnElem
     return tuple_(*(literal(value, column.type) for column, value in paired))
 
 
-def _filters_of(request: PageRequest) -> list[ColumnElement[bool]]:
+def _filters_of(query: ArtifactQuery) -> list[ColumnElement[bool]]:
     filters = []
-    if request.kind:
-        filters.append(artifacts.c.kind == request.kind)
-    if request.device_type:
-        filters.append(artifacts.c.device_type == request.device_type)
-    if request.label:
-        filters.append(descriptions.c.label.icontains(request.label, autoescape=True))
+    if query.kind is not None:
+        filters.append(artifacts.c.kind == query.kind.value)
+    if query.device_type is not None:
+        filters.append(artifacts.c.device_type == query.device_type)
+    if query.label:
+        filters.append(descriptions.c.label.icontains(query.label, autoescape=True))
     return filters

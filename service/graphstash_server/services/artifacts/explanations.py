@@ -7,8 +7,8 @@ program, then to the fewest words in the shown differences, then to the latest a
 import asyncio
 import heapq
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from difflib import SequenceMatcher
 from operator import itemgetter
@@ -16,7 +16,7 @@ from typing import Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import ArtifactMetadata, AuditEntry, InvalidValueError, Namespace
+from graphstash_schema import AuditEntry, Namespace
 from graphstash_schema.explanation import (
     PACK_PART,
     Description,
@@ -28,15 +28,15 @@ from graphstash_schema.explanation import (
     identity_of,
     is_of_program,
 )
+from graphstash_server.artifact import DescribedArtifact
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.audit import find_removal
+from graphstash_server.db.queries.catalog import find_described
 from graphstash_server.db.queries.descriptions import (
-    DescribedRow,
-    NewDescription,
+    NearRequest,
     add_descriptions,
     count_undescribed,
     drop_unused_environments,
-    find_described,
     list_by_identity,
     list_by_label,
     list_by_near_label,
@@ -73,14 +73,8 @@ class ExplanationService:
 
     async def describe(self, namespace: Namespace, given: Sequence[Description]) -> int:
         """Describe stored artifacts that have no description yet. Return their number."""
-        new = [
-            NewDescription(
-                StoredKey.of(namespace, each.key), each.label, each.program, each.environment
-            )
-            for each in given
-        ]
         async with self.database.writing() as connection:
-            return await add_descriptions(connection, new, now=self.clock())
+            return await add_descriptions(connection, namespace, given, now=self.clock())
 
     async def explain(
         self,
@@ -104,10 +98,10 @@ class ExplanationService:
         until = self.clock() - min_age
         async with self._comparing:  # only one call at a time holds descriptions in memory
             async with self.database.reading() as connection:
-                rows: dict[StoredKey, DescribedRow] = {}
+                rows: dict[StoredKey, DescribedArtifact] = {}
                 for where in readable:
                     for row in await self._candidates(connection, where, wanted, until=until):
-                        rows.setdefault(row.key, row)
+                        rows.setdefault(row.artifact.key, row)
                 # Another job may have stored the missed artifact in the meantime.
                 missed = StoredKey.of(namespace, wanted.key)
                 rows.pop(missed, None)
@@ -140,15 +134,12 @@ class ExplanationService:
         environment = wanted.model_copy(update={"program": {}})
         async with self.database.reading() as connection:
             rows = [
-                row._replace(parts={n: v for n, v in row.parts.items() if not is_of_program(n)})
+                replace(row, program={}, environment=_environment_in(row.parts))
                 for where in readable
                 for row in await list_by_label(
                     connection,
-                    where,
-                    wanted.key.kind.value,
+                    NearRequest(where, wanted.key.kind.value, until, _CANDIDATES),
                     pack,
-                    limit=_CANDIDATES,
-                    until=until,
                 )
             ]
         relatives = await asyncio.to_thread(_nearest, rows, environment)
@@ -162,30 +153,19 @@ class ExplanationService:
         wanted: Description,
         *,
         until: datetime,
-    ) -> list[DescribedRow]:
-        kind = wanted.key.kind.value
+    ) -> list[DescribedArtifact]:
+        near = NearRequest(namespace, wanted.key.kind.value, until, _CANDIDATES)
         found = []
         same = await find_described(connection, StoredKey.of(namespace, wanted.key))
-        if same is not None and same.created_at <= until:
+        if same is not None and same.is_described and same.artifact.created_at <= until:
             found.append(same)
         if identity := identity_of(wanted.program):
-            found += await list_by_identity(
-                connection, namespace, kind, identity, limit=_CANDIDATES, until=until
-            )
+            found += await list_by_identity(connection, near, identity)
         if wanted.label:
-            found += await list_by_label(
-                connection, namespace, kind, wanted.label, limit=_CANDIDATES, until=until
-            )
+            found += await list_by_label(connection, near, wanted.label)
         if line := _LINE.match(wanted.label):  # lines above the program may have moved it
-            found += await list_by_near_label(
-                connection,
-                namespace,
-                kind,
-                wanted.label,
-                prefix=line[1],
-                limit=_NEAR_LINES,
-                until=until,
-            )
+            near = near._replace(limit=_NEAR_LINES)
+            found += await list_by_near_label(connection, near, wanted.label, prefix=line[1])
         return found
 
 
@@ -199,15 +179,19 @@ def _removal(entry: AuditEntry | None, *, with_names: bool) -> Removal | None:
     return found.model_copy(update={"actor": entry.actor, "reason": reason})
 
 
-def _nearest(rows: Sequence[DescribedRow], wanted: Description) -> tuple[Relative, ...]:
+def _environment_in(parts: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in parts.items() if not is_of_program(name)}
+
+
+def _nearest(rows: Sequence[DescribedArtifact], wanted: Description) -> tuple[Relative, ...]:
     """Return the nearest candidates. Large ones take milliseconds, so call this in a thread."""
     identity = identity_of(wanted.program)
 
-    def distance(row: DescribedRow) -> tuple[int, bool, float]:
+    def distance(row: DescribedArtifact) -> tuple[int, bool, float]:
         return (
             len(differing(wanted.parts, row.parts)),
-            not identity or identity != row.identity,
-            -row.created_at.timestamp(),
+            not _is_same_program(row, identity),
+            -row.artifact.created_at.timestamp(),
         )
 
     nearest = heapq.nsmallest(_COMPARED, ((distance(row), row) for row in rows), key=itemgetter(0))
@@ -227,20 +211,18 @@ def _tie_break(relative: Relative) -> tuple[int, float]:
     )
 
 
-def _relative(row: DescribedRow, wanted: Description) -> Relative:
-    identity = identity_of(wanted.program)
-    producer = ""
-    if row.metadata_header:
-        try:
-            producer = ArtifactMetadata.from_header(row.metadata_header).producer
-        except InvalidValueError:  # a release with other rules stored it
-            producer = ""
+def _relative(row: DescribedArtifact, wanted: Description) -> Relative:
+    key = row.artifact.key
     return Relative(
-        key=row.key.key,
-        namespace=row.key.namespace,
+        key=key.key,
+        namespace=key.namespace,
         label=row.label,
-        producer=producer,
-        created_at=row.created_at,
-        is_same_program=bool(identity) and identity == row.identity,
+        producer=row.producer,
+        created_at=row.artifact.created_at,
+        is_same_program=_is_same_program(row, identity_of(wanted.program)),
         differences=compare(wanted.parts, row.parts),
     )
+
+
+def _is_same_program(row: DescribedArtifact, identity: str) -> bool:
+    return bool(identity) and identity == identity_of(row.program or {})

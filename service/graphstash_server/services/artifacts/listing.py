@@ -17,7 +17,7 @@ from graphstash_schema.listing import (
 from graphstash_schema.stats import MAX_COUNT
 from graphstash_server.artifact import DescribedArtifact
 from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.listing import PageRequest, Place, list_page
+from graphstash_server.db.queries.listing import Place, list_page
 from graphstash_server.errors import ServerError
 
 __all__ = ["ListingService"]
@@ -41,23 +41,11 @@ class ListingService:
         Raises:
             ServerError: 400 if `after` does not have the form of a page's `next`.
         """
-        request = PageRequest(
-            namespace=namespace,
-            order=query.order,
-            after=_parse(query.after, query.order) if query.after else None,
-            kind=query.kind or "",
-            device_type=query.device_type or "",
-            fingerprint=query.fingerprint,
-            label=query.label,
-        )
+        after = _parse(query.after, query.order) if query.after else None
         limit = min(query.limit, MAX_DETAILED_ARTIFACTS) if query.details else query.limit
         async with self.database.reading() as connection:
             rows, last = await list_page(
-                connection,
-                request,
-                limit=limit,
-                most_scanned=_SCANNED,
-                with_details=query.details,
+                connection, namespace, query, after=after, limit=limit, most_scanned=_SCANNED
             )
         listed: list[ListedArtifact] = []
         for start in range(0, len(rows), _AT_ONCE):
