@@ -26,7 +26,7 @@ from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.db.tables import artifacts, usage
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.eviction_order import HALF_LIFE, aged, density
-from graphstash_server.services.artifacts import service
+from graphstash_server.services.artifacts import blobs, service
 from graphstash_server.services.artifacts.eviction import Planned
 from graphstash_server.services.maintenance.garbage import GarbageOptions, collect_garbage
 from graphstash_server.settings import load_settings
@@ -610,14 +610,14 @@ async def test_server_frozen_since_its_claim_deletes_nothing(opened, monkeypatch
     async with opened(soft_limit_bytes=1) as one, opened() as two:
         await one.add(0)
         await one.evict()
-        generations = one.context.collector._generations
+        find = blobs.find_generations
 
         async def frozen(connection, digests):
-            found = await generations(connection, digests)
+            found = await find(connection, digests)
             one.clock.turn(91)
             return found
 
-        monkeypatch.setattr(one.context.collector, "_generations", frozen)
+        monkeypatch.setattr(blobs, "find_generations", frozen)
         with pytest.raises(ServerError, match="its claim ended before"):
             await one.collect()
         await two.add(0)

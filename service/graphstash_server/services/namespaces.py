@@ -198,8 +198,7 @@ class PolicyService:
 
     async def of(self, namespace: Namespace) -> NamespacePolicy:
         """Return the policy of a namespace, or else the default policy."""
-        if not self._is_younger(self._tried_at, _FRESH_SECONDS):
-            await self._refresh()
+        await self._refresh()
         return self._in_memory(namespace)
 
     def now_of(self, namespace: Namespace) -> NamespacePolicy | None:
@@ -220,14 +219,12 @@ class PolicyService:
 
     async def is_anything_public(self) -> bool:
         """Whether anonymous callers may read any namespace."""
-        if not self._is_younger(self._tried_at, _FRESH_SECONDS):
-            await self._refresh()
+        await self._refresh()
         return self._is_anything_public
 
     async def limits(self) -> PolicyLimits:
         """Return the byte limits in policies."""
-        if not self._is_younger(self._tried_at, _FRESH_SECONDS):
-            await self._refresh()
+        await self._refresh()
         return self._limits
 
     def admit(self, namespace: Namespace, policy: NamespacePolicy) -> None:
@@ -287,12 +284,14 @@ class PolicyService:
             self._tried_at = None
 
     async def _refresh(self) -> None:
-        """Read the table once for all waiting callers. They also share its failure, or each would
-        make its own attempt, one after another.
+        """Read the table if the last read is too old, once for all waiting callers. They also share
+        its failure, or each would make its own attempt, one after another.
 
         Raises:
             ServerError: 503 if the read fails and the last successful read is too old.
         """
+        if self._is_younger(self._tried_at, _FRESH_SECONDS):
+            return
         failed_reads = self._failed_reads
         async with self._reading:
             if self._is_younger(self._tried_at, _FRESH_SECONDS):

@@ -36,7 +36,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from graphstash_schema import Digest, ErrorCode
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
-from graphstash_server.db.prepared import Source
 from graphstash_server.db.queries.artifacts import find_used
 from graphstash_server.db.queries.deletions import (
     abandon_deletion,
@@ -98,7 +97,7 @@ class BlobCollector:
         If the mark stayed, a later deletion would delete the new blob.
 
         Returns:
-            Whether the blob was marked. If so, call `collect` if the upload fails.
+            Whether the blob was marked. If so, call `collect_all` if the upload fails.
 
         Raises:
             ServerError: 503 after five seconds, for example because the deleting server died.
@@ -116,16 +115,12 @@ class BlobCollector:
                 if is_free:
                     await abandon_deletion(connection, digest)
             if is_free:
-                await self.learn(digest)
+                await self.learn_generations([digest])
                 return True
             await asyncio.sleep(_SETTLE_SECONDS)
         raise ServerError(
             ErrorCode.UNAVAILABLE, "the same bytes are being deleted: retry the upload"
         )
-
-    async def collect(self, digest: Digest) -> None:
-        """Delete a blob if it is unused and unclaimed."""
-        await self.collect_all([digest])
 
     async def collect_all(
         self, digests: Collection[Digest], *, only_marked: bool = False
@@ -154,7 +149,7 @@ class BlobCollector:
                 )
                 page = _without(page, await self._find_kept(connection, page))
                 await claim_blobs(connection, page, until=until)
-                generations = await self._generations(connection, page)
+                generations = await find_generations(connection, page)
             gone, failed = await self._delete_all(page, generations, held_until=until)
             deleted.update(gone)
             failure = failed or failure
@@ -238,22 +233,17 @@ class BlobCollector:
             kept = await self._find_kept(connection, held)
             await release_deletions(connection, _only(held, kept), held_until=until)
             unneeded = _without(held, kept)
-            generations = await self._generations(connection, unneeded)
+            generations = await find_generations(connection, unneeded)
         return await self._delete_all(unneeded, generations, held_until=until)
 
-    async def learn(self, digest: Digest) -> bool:
-        """Read a blob's generation, which any server may increment. Return whether it was new."""
-        return bool(await self.learn_all([digest]))
-
-    async def learn_all(self, digests: Sequence[Digest]) -> set[Digest]:
-        """Read the generations of blobs. Return the blobs whose generation was new here."""
-        known = await self._generations(self.database, digests)
+    async def learn_generations(self, digests: Sequence[Digest]) -> set[Digest]:
+        """Read the generations of blobs, which any server may increment. Return the blobs whose
+        generation was new here.
+        """
+        known = await find_generations(self.database, digests)
         return {
             each for each in digests if self.blobs.use_generation(each, known.get(each.sha256, 0))
         }
-
-    async def _generations(self, source: Source, digests: Sequence[Digest]) -> dict[str, int]:
-        return await find_generations(source, digests)
 
     async def _delete_all(
         self, digests: Sequence[Digest], generations: Mapping[str, int], *, held_until: datetime

@@ -313,7 +313,7 @@ class ArtifactService:
         dropped: list[Artifact] = []
         for page in _pages_by_namespace(rows):
             try:
-                renamed = await self.collector.learn_all([row.digest for row in page])
+                renamed = await self.collector.learn_generations([row.digest for row in page])
                 gone = await self._delete([row for row in page if row.digest not in renamed])
             except ServerError as error:
                 _LOGGER.warning(

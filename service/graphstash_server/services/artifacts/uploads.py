@@ -226,8 +226,7 @@ class CommitBatcher:
         locked = await _lock(connection, uploads)
         if not self._are_stored_now(uploads):
             raise _NotStoredNowError
-        are_there = [True] * len(uploads)
-        return await self._store_all(uploads, are_there, locked, connection)
+        return await _store_all(connection, uploads, [True] * len(uploads), locked, self._times())
 
     async def _lock_before_check(
         self, uploads: Sequence[Upload], connection: Transaction
@@ -247,17 +246,10 @@ class CommitBatcher:
         connection: Transaction,
     ) -> list[_Outcome]:
         await end_pause(connection)
-        return await self._store_all(uploads, are_there, locked, connection)
+        return await _store_all(connection, uploads, are_there, locked, self._times())
 
-    async def _store_all(
-        self,
-        uploads: Sequence[Upload],
-        are_there: Sequence[bool],
-        locked: "_Locked",
-        connection: Transaction,
-    ) -> list[_Outcome]:
-        times = _Times(self.clock(), self.plausible_clock())
-        return await _store_all(connection, uploads, are_there, locked, times)
+    def _times(self) -> "_Times":
+        return _Times(self.clock(), self.plausible_clock())
 
 
 class _NotStoredNowError(Exception):
@@ -446,10 +438,7 @@ class UploadService:
         size_bytes = upload.digest.size_bytes
         rows_bytes = metadata_bytes(size_bytes, upload.metadata_header)
         allocation = Allocation(
-            upload.key.namespace,
-            blob_bytes=size_bytes,
-            row_bytes=rows_bytes,
-            actor=upload.actor,
+            upload.key.namespace, blob_bytes=size_bytes, row_bytes=rows_bytes, actor=upload.actor
         )
         await self.allocator.check(allocation)
         is_unused = False  # whether the store may have a blob that no artifact uses
@@ -480,7 +469,7 @@ class UploadService:
         deletes it later.
         """
         try:
-            await self.collector.collect(digest)
+            await self.collector.collect_all([digest])
         except ServerError as error:
             _LOGGER.warning("could not delete the unused blob %s, will retry: %s", digest, error)
 

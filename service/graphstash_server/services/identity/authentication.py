@@ -253,10 +253,8 @@ class AccessService:
             return OPEN_ACCESS
         if authorization is None:
             return ANONYMOUS
-        scheme, _, credentials = authorization.partition(" ")
-        principal = None
-        if scheme.lower() == "bearer":
-            principal = await self._of_bearer(credentials.strip(" "))
+        credentials = _bearer_in(authorization)
+        principal = None if credentials is None else await self._of_bearer(credentials)
         if principal is None or self._is_expired(principal):
             raise ServerError(
                 ErrorCode.UNAUTHENTICATED,
@@ -275,10 +273,9 @@ class AccessService:
             return OPEN_ACCESS
         if authorization is None:
             return ANONYMOUS
-        scheme, _, credentials = authorization.partition(" ")
-        if scheme.lower() != "bearer":
+        credentials = _bearer_in(authorization)
+        if credentials is None:
             return None
-        credentials = credentials.strip(" ")
         form = TOKEN_FORM.fullmatch(credentials)
         if form is not None:
             token = self.tokens.find_now(form["id"], max_age=max_age)
@@ -303,11 +300,9 @@ class AccessService:
     async def _of_bearer(self, credentials: str) -> Principal | None:
         token = TOKEN_FORM.fullmatch(credentials)
         if token is not None:
-            return await self._of_token(token["id"], token["secret"])
+            known = await self.tokens.find(token["id"])
+            return self._accept(known, token["id"], token["secret"])
         return await self._of_jwt(credentials, self.oidc) if self.oidc is not None else None
-
-    async def _of_token(self, token_id: str, secret: str) -> Principal | None:
-        return self._accept(await self.tokens.find(token_id), token_id, secret)
 
     def _accept(self, token: KnownToken | None, token_id: str, secret: str) -> Principal | None:
         """Return the owner of a token if the secret is right, and count the use."""
@@ -356,6 +351,11 @@ class AccessService:
         if self.oidc is None or issuer is None or verified.keys is None:
             return False
         return self.oidc.fresh_keys(issuer) is verified.keys
+
+
+def _bearer_in(authorization: str) -> str | None:
+    scheme, _, credentials = authorization.partition(" ")
+    return credentials.strip(" ") if scheme.lower() == "bearer" else None
 
 
 def _name_of(jwt: str) -> bytes:

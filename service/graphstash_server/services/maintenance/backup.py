@@ -498,7 +498,7 @@ def _source_of(url: str) -> str:
 async def _open(collector: BlobCollector, digest: Digest) -> BlobReader | None:
     """Open a blob. Read its generation, which is part of its name, again if the name is stale."""
     reader = await collector.blobs.open(digest)
-    if reader is None and await collector.learn(digest):
+    if reader is None and await collector.learn_generations([digest]):
         return await collector.blobs.open(digest)
     return reader
 
