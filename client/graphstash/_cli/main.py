@@ -11,7 +11,7 @@ from collections.abc import Container
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from io import TextIOWrapper
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -22,148 +22,69 @@ from graphstash_schema.misspelling import warning_of
 
 __all__ = ["complete_app", "main"]
 
-_JOBS: Final = "Jobs"
-_SERVER: Final = "The server and its artifacts"
-_ADMINISTRATION: Final = "Administration"
-
-
-class _Listed(NamedTuple):
-    """Help of a command that is not imported.
-
-    Attributes:
-        panel: heading of the list.
-        summary: first sentence of the command's own help.
-        home: `module:name` in this package, or "" for a command of the server's package.
-    """
-
-    panel: str
-    summary: str
-    home: str = ""
-
+_COMMANDS: Final = {
+    "Jobs": {
+        "init": "Store the server's address and a token for all jobs of this user.",
+        "run": "Run a command with the cache in every Python process that it starts.",
+        "prefetch": "Download the artifacts that earlier runs of a job used.",
+        "publish": "Publish what jobs on this host compiled while the server was down, or before "
+        "there was one.",
+        "top": "Show what the jobs of this host and of the team are doing now, until Ctrl-C.",
+        "explain": "Explain why a run compiled: which flag, version, shape or line differs from "
+        "stored artifacts.",
+        "summary": "Print what the last run on this host hit and compiled, in Markdown.",
+        "prewarm": "Compile a JAX train step ahead of time, on a host without the device.",
+        "doctor": "Check settings, server, TLS, token, clock, local disk, signatures and "
+        "compilers.",
+        "login": "Exchange the JWT of a CI job or a pod for a token that lasts as long as the job.",
+        "forget": "Remove an artifact from this host's disk: all copies, of every namespace and "
+        "server.",
+    },
+    "The server and its artifacts": {
+        "status": "Show whether the server answers, what it holds, and this host's local tier.",
+        "ls": "List the artifacts of a namespace.",
+        "show": "Show everything about one artifact: parts, label, signature, hits.",
+        "report": "Print what the cache saved in a month, in Markdown.",
+        "export": "Write artifacts of a namespace to one file, for hosts without a network to the "
+        "server.",
+        "import": "Publish the artifacts of a bundle to a server, or to this host.",
+        "tune": "Find, show and export the team's schedules of kernels.",
+        "serve": "Run the cache server. It needs no configuration.",
+    },
+    "Administration": {
+        "keys": "Manage signing keys and the list of trusted keys.",
+        "audit": "Show the audit log, newest first.",
+        "backup": "Back up the database and all blobs, while servers run.",
+        "clock": "Show whether the servers delete by age, or accept a clock that jumped.",
+        "fsck": "Check the database, that every artifact has its blob, and every blob an artifact.",
+        "gc": "Collect garbage: enforce limits and retention, delete marked blobs and orphans.",
+        "migrate": "Upgrade the database to the revision of this release.",
+        "namespace": "Manage namespace policies: who may write, how much, and whether artifacts "
+        "may be replaced.",
+        "pin": "Protect the artifacts of a job from eviction.",
+        "quarantine": "Review artifacts that were reported as wrong. They are withheld until you "
+        "decide.",
+        "restore": "Restore a backup into the database and the blob store of the server's "
+        "settings.",
+        "token": "Create, list and revoke tokens.",
+        "unpin": "Allow eviction of a job's artifacts again.",
+    },
+}
+"""By heading of the list, the first sentence of each command's own help."""
 
 _LISTED: Final = {
-    "init": _Listed(
-        _JOBS,
-        "Store the server's address and a token for all jobs of this user.",
-        "init:init",
-    ),
-    "run": _Listed(
-        _JOBS,
-        "Run a command with the cache in every Python process that it starts.",
-        "run:run",
-    ),
-    "prefetch": _Listed(
-        _JOBS,
-        "Download the artifacts that earlier runs of a job used.",
-        "prefetch:prefetch",
-    ),
-    "publish": _Listed(
-        _JOBS,
-        "Publish what jobs on this host compiled while the server was down, or before there was "
-        "one.",
-        "publish:publish",
-    ),
-    "top": _Listed(
-        _JOBS,
-        "Show what the jobs of this host and of the team are doing now, until Ctrl-C.",
-        "top:top",
-    ),
-    "explain": _Listed(
-        _JOBS,
-        "Explain why a run compiled: which flag, version, shape or line differs from "
-        "stored artifacts.",
-        "explain:explain",
-    ),
-    "summary": _Listed(
-        _JOBS,
-        "Print what the last run on this host hit and compiled, in Markdown.",
-        "summary:summary",
-    ),
-    "prewarm": _Listed(
-        _JOBS,
-        "Compile a JAX train step ahead of time, on a host without the device.",
-        "prewarm:prewarm",
-    ),
-    "doctor": _Listed(
-        _JOBS,
-        "Check settings, server, TLS, token, clock, local disk, signatures and compilers.",
-        "doctor.command:doctor",
-    ),
-    "login": _Listed(
-        _JOBS,
-        "Exchange the JWT of a CI job or a pod for a token that lasts as long as the job.",
-        "login:login",
-    ),
-    "forget": _Listed(
-        _JOBS,
-        "Remove an artifact from this host's disk: all copies, of every namespace and server.",
-        "artifacts:forget",
-    ),
-    "status": _Listed(
-        _SERVER,
-        "Show whether the server answers, what it holds, and this host's local tier.",
-        "status:status",
-    ),
-    "ls": _Listed(_SERVER, "List the artifacts of a namespace.", "artifacts:ls"),
-    "show": _Listed(
-        _SERVER,
-        "Show everything about one artifact: parts, label, signature, hits.",
-        "artifacts:show",
-    ),
-    "report": _Listed(
-        _SERVER,
-        "Print what the cache saved in a month, in Markdown.",
-        "report:report",
-    ),
-    "export": _Listed(
-        _SERVER,
-        "Write artifacts of a namespace to one file, for hosts without a network to the server.",
-        "bundles:export",
-    ),
-    "import": _Listed(
-        _SERVER,
-        "Publish the artifacts of a bundle to a server, or to this host.",
-        "bundles:import_",
-    ),
-    "tune": _Listed(_SERVER, "Find, show and export the team's schedules of kernels.", "tune:tune"),
-    "keys": _Listed(
-        _ADMINISTRATION,
-        "Manage signing keys and the list of trusted keys.",
-        "keys:keys",
-    ),
-    "serve": _Listed(_SERVER, "Run the cache server. It needs no configuration."),
-    "audit": _Listed(_ADMINISTRATION, "Show the audit log, newest first."),
-    "backup": _Listed(_ADMINISTRATION, "Back up the database and all blobs, while servers run."),
-    "clock": _Listed(
-        _ADMINISTRATION,
-        "Show whether the servers delete by age, or accept a clock that jumped.",
-    ),
-    "fsck": _Listed(
-        _ADMINISTRATION,
-        "Check the database, that every artifact has its blob, and every blob an artifact.",
-    ),
-    "gc": _Listed(
-        _ADMINISTRATION,
-        "Collect garbage: enforce limits and retention, delete marked blobs and orphans.",
-    ),
-    "migrate": _Listed(_ADMINISTRATION, "Upgrade the database to the revision of this release."),
-    "namespace": _Listed(
-        _ADMINISTRATION,
-        "Manage namespace policies: who may write, how much, and whether artifacts may "
-        "be replaced.",
-    ),
-    "pin": _Listed(_ADMINISTRATION, "Protect the artifacts of a job from eviction."),
-    "quarantine": _Listed(
-        _ADMINISTRATION,
-        "Review artifacts that were reported as wrong. They are withheld until you decide.",
-    ),
-    "restore": _Listed(
-        _ADMINISTRATION,
-        "Restore a backup into the database and the blob store of the server's settings.",
-    ),
-    "token": _Listed(_ADMINISTRATION, "Create, list and revoke tokens."),
-    "unpin": _Listed(_ADMINISTRATION, "Allow eviction of a job's artifacts again."),
+    name: (panel, summary)
+    for panel, commands in _COMMANDS.items()
+    for name, summary in commands.items()
 }
+
+_OWN: Final = (
+    *("init:init", "run:run", "prefetch:prefetch", "publish:publish", "top:top"),
+    *("explain:explain", "summary:summary", "prewarm:prewarm", "doctor.command:doctor"),
+    *("login:login", "artifacts:forget", "status:status", "artifacts:ls", "artifacts:show"),
+    *("report:report", "bundles:export", "bundles:import_", "tune:tune", "keys:keys"),
+)
+"""`module:name` of this package's commands. Entry points name those of the server's package."""
 
 _EXITS: Final = "Exit status:\n\n" + "\n".join(
     f"- {status.value}: {meaning}" for status, meaning in MEANINGS.items()
@@ -233,10 +154,12 @@ def _app_with(words: Container[str]) -> typer.Typer:
     )
     app.callback()(_root)
     group = "graphstash.commands"
-    homes = {name: listed.home for name, listed in _LISTED.items() if listed.home}
-    commands = [EntryPoint(name, f"graphstash._cli.{home}", group) for name, home in homes.items()]
-    for command in [*commands, *entry_points(group=group)]:
-        panel, summary, _ = _LISTED.get(command.name, (None, None, ""))
+    own = [
+        EntryPoint(home.partition(":")[2].rstrip("_"), f"graphstash._cli.{home}", group)
+        for home in _OWN
+    ]
+    for command in [*own, *entry_points(group=group)]:
+        panel, summary = _LISTED.get(command.name, (None, None))
         is_needed = summary is None or command.name in words
         loaded = command.load() if is_needed else _only_listed
         if isinstance(loaded, typer.Typer):  # a group of commands
