@@ -11,7 +11,7 @@ import typer
 from graphstash._cli.doctor.access import check_access
 from graphstash._cli.doctor.command import doctor, show
 from graphstash._cli.doctor.findings import Finding, State, Topic
-from graphstash._cli.doctor.server import ReachedServer, check_server
+from graphstash._cli.doctor.server import check_server
 from graphstash._cli.output import fail, say
 from graphstash._user_file import read_user_file, user_file_path, write_user_file
 from graphstash.config import ClientConfig
@@ -44,8 +44,8 @@ def init(
     path = user_file_path(os.environ)
     if path is None:
         fail("there is no home directory: set XDG_CONFIG_HOME", status=ExitStatus.USAGE)
-    config, server = _choose_server(url)
-    token = _choose_token(config, server)
+    config = _choose_server(url)
+    token = _choose_token(config)
     values = {"url": config.url} | ({"token": token} if token else {})
     try:
         write_user_file(path, values)
@@ -60,8 +60,8 @@ def init(
     doctor(url=None, namespace=None, probe=False, as_json=False)
 
 
-def _choose_server(url: str | None) -> tuple[ClientConfig, ReachedServer]:
-    """Return a server that answers, and its settings. On a terminal, ask until one answers."""
+def _choose_server(url: str | None) -> ClientConfig:
+    """Return the settings of a server that answers. On a terminal, ask until one answers."""
     usual = read_user_file(os.environ).values.get("url")
     while True:
         config = None
@@ -70,22 +70,22 @@ def _choose_server(url: str | None) -> tuple[ClientConfig, ReachedServer]:
         except ConfigError as error:
             say(str(error))
         if config is not None and config.url:
-            findings, server = _all(check_server(config))
-            if server is not None:
-                return config, server
+            findings, is_reached = _all(check_server(config))
+            if is_reached:
+                return config
             _show_failures(findings)
         _end_unless_asked_again(url)
 
 
-def _choose_token(config: ClientConfig, server: ReachedServer) -> str:
+def _choose_token(config: ClientConfig) -> str:
     """Return a token that the server accepts, or "" if it requires none."""
-    findings, _ = _all(check_access(config, server))
+    findings, _ = _all(check_access(config))
     if all(each.state is State.OK for each in findings):
         return ""
     while True:
         token = str(typer.prompt("Token", hide_input=True)).strip()
         try:
-            findings, _ = _all(check_access(_config(config.url, token), server))
+            findings, _ = _all(check_access(_config(config.url, token)))
         except ConfigError as error:
             say(str(error))
         else:

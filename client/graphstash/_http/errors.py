@@ -69,9 +69,8 @@ def named_failures(url: str) -> Iterator[None]:
         # TLS 1.3 may raise a TLS failure at the first read instead of on connect.
         failure = tls_failure(error)
         reason = Reason.CONNECT if isinstance(error, httpx.ConnectError) else Reason.RESET
-        raise TransportError(
-            Reason.TLS if failure else reason, f"{url}: {failure or error}"
-        ) from error
+        text = ": ".join(failure) if failure else str(error)
+        raise TransportError(Reason.TLS if failure else reason, f"{url}: {text}") from error
     except (httpx.ProxyError, httpx.UnsupportedProtocol) as error:
         raise TransportError(Reason.CONNECT, f"{url}: {error}") from error
     except httpx.RemoteProtocolError as error:

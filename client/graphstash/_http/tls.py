@@ -5,6 +5,7 @@ For the server, `ca_file` replaces the system's CA bundle, as with curl. `SSL_CE
 """
 
 import ssl
+from datetime import UTC, datetime
 from pathlib import Path
 
 from graphstash.config import ClientConfig
@@ -14,10 +15,10 @@ __all__ = ["server_context", "storage_context", "tls_failure"]
 
 _VERIFY_ADVICE = {
     # https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/
-    9: "it is not valid yet: check this host's clock",
-    10: "it has expired: renew it, or correct this host's clock",
-    62: "it is for another host: use the name in the certificate in GRAPHSTASH_URL",
-    64: "it is for another address: use the name in the certificate in GRAPHSTASH_URL",
+    9: "correct this host's clock, which says {now}",
+    10: "renew the server's certificate, or correct this host's clock, which says {now}",
+    62: "use a name in the certificate in GRAPHSTASH_URL",
+    64: "use a name in the certificate in GRAPHSTASH_URL",
 }
 
 
@@ -52,7 +53,7 @@ def storage_context(config: ClientConfig) -> ssl.SSLContext:
     return _context_with(config.ca_file, is_exclusive=False)
 
 
-def tls_failure(error: BaseException) -> str | None:
+def tls_failure(error: BaseException) -> tuple[str, str] | None:
     """Return what failed in TLS and how to fix it, or None if TLS did not fail."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
@@ -64,16 +65,19 @@ def tls_failure(error: BaseException) -> str | None:
             advice = _VERIFY_ADVICE.get(
                 code, "set GRAPHSTASH_CA_FILE to the certificate of the CA that issued it"
             )
-            return f"the server's certificate is not accepted ({message}): {advice}"
+            now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+            return f"the server's certificate is not accepted ({message})", advice.format(now=now)
         case ssl.SSLError(reason="WRONG_VERSION_NUMBER" | "HTTP_REQUEST" | "RECORD_LAYER_FAILURE"):
-            return "the server does not use TLS: use http:// in GRAPHSTASH_URL"
+            return "the server does not use TLS", "use http:// in GRAPHSTASH_URL"
         case ssl.SSLError(reason=reason) if "ALERT" in (reason or ""):
+            variables = "GRAPHSTASH_CLIENT_CERT and GRAPHSTASH_CLIENT_KEY"
             return (
-                f"the server refused the connection ({reason}): it may require a client "
-                "certificate, GRAPHSTASH_CLIENT_CERT and GRAPHSTASH_CLIENT_KEY"
+                f"the server refused the connection ({reason})",
+                f"it may require a client certificate: set {variables}",
             )
         case _:
-            return f"the TLS connection failed ({_reason_of(cause)})"
+            what = f"the TLS connection failed ({_reason_of(cause)})"
+            return what, "its TLS versions or ciphers may not fit this Python's"
 
 
 def _context_with(ca_file: Path | None, *, is_exclusive: bool) -> ssl.SSLContext:

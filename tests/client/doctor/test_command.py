@@ -26,7 +26,7 @@ def test_failure_exits_with_1_shows_advice_and_changes_nothing(tmp_path):
     assert result.returncode == 1
     lines = result.stdout.splitlines()
     failure = next(number for number, each in enumerate(lines) if each.startswith("✗"))
-    assert "127.0.0.1 port 9: Connection refused" in lines[failure]
+    assert "http://127.0.0.1:9: Connection refused" in lines[failure]
     assert "→ start a server there with `graphstash serve`" in lines[failure + 1]
     assert lines[-1].startswith("1 failure,")
     assert result.stderr == ""

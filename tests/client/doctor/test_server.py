@@ -26,23 +26,6 @@ def test_unresolvable_name_and_dead_socket_are_distinguished(tmp_path):
     assert "No such file or directory" in told.found
 
 
-def test_server_is_found_at_the_second_address_of_its_name(server, monkeypatch):
-    resolve = socket.getaddrinfo
-
-    def resolved(host, port, *arguments, **named):
-        if host != "cache.example":
-            return resolve(host, port, *arguments, **named)
-        places = (socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1")
-        return [(family, socket.SOCK_STREAM, 6, "", (place, port)) for family, place in places]
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    findings = diagnose(server.url.replace("127.0.0.1", "cache.example"))
-    found = "cache.example (127.0.0.1) port"
-    finding = expect(findings, "connection", State.OK, found=found)
-    assert finding.found.endswith("accepts connections, unlike ::1")
-    expect(findings, "server", State.OK)
-
-
 def test_connections_that_nobody_accepts_end_in_time_with_advice():
     listener = socket.create_server(("127.0.0.1", 0), backlog=0)
     port = listener.getsockname()[1]

@@ -13,7 +13,7 @@ def test_settings_are_listed_with_their_source():
     findings = list(examine(environ, {"url": "http://127.0.0.1:8", "namespace": None}))
     told = line(findings, "settings").found
     assert told == "--url from the command line; then GRAPHSTASH_NAMESPACE from the environment"
-    assert "port 8:" in line(findings, "connection").found
+    assert ":8: " in line(findings, "connection").found
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@
     settings    the environment, and the keys that sign and verify artifacts
     server      name, connection, certificate, protocol, clock, readiness
     access      what the token grants; with `--probe` a lease
-    local       this host's disk
+    local       this host's disk, and its last run
     compilers   their versions; with `--probe` a Python under `graphstash run` that imports them
     witness     what runs in that Python
 

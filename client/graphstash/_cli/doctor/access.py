@@ -1,7 +1,6 @@
 """Access: what the server allows this job to do."""
 
 import secrets
-from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Final
@@ -9,11 +8,10 @@ from typing import Final
 from pydantic import ValidationError
 
 from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, skipped, warn
-from graphstash._cli.doctor.server import ReachedServer
 from graphstash._http.client import ServerClient
 from graphstash._http.credentials import Credentials
 from graphstash._http.transport import Answer, Transport
-from graphstash.config import ClientConfig, netrc_path
+from graphstash.config import ClientConfig, is_on_this_host, netrc_path
 from graphstash.errors import CacheError, RefusedError
 from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, Fingerprint, LeaseOutcome
 from graphstash_schema.access import Access, AccessKind, Scope
@@ -24,46 +22,37 @@ __all__ = ["check_access", "probe_lease"]
 _EXPIRES_SOON: Final = timedelta(days=7)
 
 
-def check_access(config: ClientConfig, server: ReachedServer) -> Topic[None]:
+def check_access(config: ClientConfig) -> Topic[None]:
     """Check the token, and which namespaces this job may read and write."""
     try:
         source = _source_of_token(config)
     except CacheError as error:
         yield fail("token", f"{error}", "make the file readable by this user only (chmod 600)")
         return
-    if source is not None and config.url.startswith("http:") and not server.is_loopback:
+    if source and config.url.startswith("http:") and not is_on_this_host(config.url):
         yield warn(
             "token",
             f"the token is sent unencrypted to {config.url}",
             "anyone on the network can read it: configure TLS on the server and set GRAPHSTASH_URL "
             "to https://",
         )
+    path = f"{ADMIN_PREFIX}/access"
     try:
-        answer = _ask(config, f"{ADMIN_PREFIX}/access")
-    except RefusedError as error:
-        if error.status == 401:
-            yield _unauthenticated(config, source)
-        else:
-            yield fail("token", f"GET {ADMIN_PREFIX}/access: {error}", "see the server's log")
-        return
-    except CacheError as error:
-        yield fail(
-            "token",
-            f"GET {ADMIN_PREFIX}/access: {error}",
-            "run the doctor again; see the server's log",
-        )
-        return
-    if answer.status == 404:
-        yield _older_server(source)
-        return
-    try:
+        answer = _ask(config, path)
+        if answer.status == 404:
+            yield _older_server(source)
+            return
         access = Access.model_validate_json(answer.body)
     except ValidationError:
-        yield fail(
-            "token",
-            f"GET {ADMIN_PREFIX}/access: an unexpected response",
-            "a proxy must not change responses",
-        )
+        yield fail("token", f"GET {path}: unexpected response", "a proxy must not change responses")
+        return
+    except CacheError as error:
+        if isinstance(error, RefusedError) and error.status == 401:
+            yield _unauthenticated(config, source)
+        else:
+            yield fail(
+                "token", f"GET {path}: {error}", "run the doctor again; see the server's log"
+            )
         return
     yield _caller(access, source)
     if access.kind is not AccessKind.OPEN:
@@ -181,7 +170,7 @@ def _rights(config: ClientConfig, access: Access) -> Topic[None]:
             )
 
 
-def probe_lease(config: ClientConfig) -> Iterator[Finding]:
+def probe_lease(config: ClientConfig) -> Topic[None]:
     """Acquire and release a lease, as a job with write access does before it compiles.
 
     The lease has a random key and is released as failed. It produces no artifact, no other job

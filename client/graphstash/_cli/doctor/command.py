@@ -12,8 +12,7 @@ from rich.text import Text
 from graphstash._cli.doctor.access import check_access, probe_lease
 from graphstash._cli.doctor.compilers import check_compilers, probe_hooks
 from graphstash._cli.doctor.findings import Finding, State, Topic, fail, skipped, warn
-from graphstash._cli.doctor.last_run import check_last_run
-from graphstash._cli.doctor.local import check_local
+from graphstash._cli.doctor.local import check_last_run, check_local
 from graphstash._cli.doctor.server import check_server
 from graphstash._cli.doctor.settings import check_settings, check_signatures
 from graphstash._cli.output import Json, NamespaceOption, Url, out, plural, print_json
@@ -111,12 +110,12 @@ def examine(
             yield skipped(name, _NO_SETTINGS)
         return
     yield from _examine_server(config, with_probe=with_probe)
-    yield from _guarded("local tier", _topic(check_local(config)))
-    yield from _guarded("last run", _topic(check_last_run(config)))
-    yield from _guarded("signatures", _topic(check_signatures(config)))
-    yield from _guarded("compilers", _topic(check_compilers(config, environ)))
+    yield from _guarded("local tier", check_local(config))
+    yield from _guarded("last run", check_last_run(config))
+    yield from _guarded("signatures", check_signatures(config))
+    yield from _guarded("compilers", check_compilers(config, environ))
     if with_probe:
-        yield from _guarded("import probe", _topic(probe_hooks(environ, options)))
+        yield from _guarded("import probe", probe_hooks(environ, options))
 
 
 def _examine_server(config: ClientConfig, *, with_probe: bool) -> Iterator[Finding]:
@@ -126,13 +125,13 @@ def _examine_server(config: ClientConfig, *, with_probe: bool) -> Iterator[Findi
             "none: this job shares nothing and has only the local tier of this host",
             "set GRAPHSTASH_URL to the server of your team, or run `graphstash serve` on this host",
         )
-        server, why = None, _NO_URL
+        is_reached, why = None, _NO_URL
     else:
-        server, why = (yield from _guarded("server", check_server(config))), _NO_SERVER
-    if server is not None:
-        yield from _guarded("token", check_access(config, server))
+        is_reached, why = (yield from _guarded("server", check_server(config))), _NO_SERVER
+    if is_reached:
+        yield from _guarded("token", check_access(config))
         if with_probe:
-            yield from _guarded("write probe", _topic(probe_lease(config)))
+            yield from _guarded("write probe", probe_lease(config))
         return
     for name in ("clock", "token", *(("write probe",) if with_probe else ())):
         yield skipped(name, why)
@@ -149,7 +148,3 @@ def _guarded(name: str, topic: Topic[_T]) -> Topic[_T | None]:
             "please report it; the other checks do not depend on it",
         )
         return None
-
-
-def _topic(findings: Iterator[Finding]) -> Topic[None]:
-    yield from findings

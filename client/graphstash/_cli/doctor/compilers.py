@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from graphstash._cli.doctor.findings import Finding, fail, ok, skipped, warn
+from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, skipped, warn
 from graphstash._process.notices import autoload_notice
 from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig
 from graphstash.hooks import HookSpec
@@ -34,7 +34,7 @@ _HOW_TO_REPEAT: Final = (
 )
 
 
-def check_compilers(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_compilers(config: ClientConfig, environ: Mapping[str, str]) -> Topic[None]:
     """Yield a finding for each hook, and one about how jobs start the cache."""
     installed = _installed_hooks()
     if not installed:
@@ -143,7 +143,7 @@ def probe_hooks(
     options: Mapping[str, str | None],
     *,
     limit_seconds: float = _IMPORT_SECONDS,
-) -> Iterator[Finding]:
+) -> Topic[None]:
     """Import every installed compiler under `graphstash run`, and report the installed hooks.
 
     Args:

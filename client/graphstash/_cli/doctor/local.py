@@ -1,9 +1,10 @@
-"""Local tier: the cache directory on this host's disk."""
+"""This host: the local tier on its disk, and programs that its last run could not share."""
 
 import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +13,16 @@ from time import monotonic, time
 from typing import Final
 
 from graphstash._artifacts.local_tier import FOLDERS
-from graphstash._cli.doctor.findings import Finding, fail, ok, warn, within
+from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, warn, within
 from graphstash._cli.output import format_bytes, plural
+from graphstash._process.run_record import read_last_run
 from graphstash.config import ClientConfig
+from graphstash.errors import Reason
 from graphstash_schema.own_files import open_own_directory
 
-__all__ = ["check_local", "file_system_of"]
+__all__ = ["check_last_run", "check_local", "file_system_of"]
+
+_MAX_CAUSES: Final = 4
 
 _SCAN_SECONDS: Final = 5.0
 """Maximum seconds to scan the tier, which may be on a slow or hanging network file system."""
@@ -34,7 +39,7 @@ _NETWORK: Final = re.compile(
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
-def check_local(config: ClientConfig) -> Iterator[Finding]:
+def check_local(config: ClientConfig) -> Topic[None]:
     """Check the local tier's directory: writable, on a local disk, with free space."""
     root = config.cache_dir
     try:
@@ -190,3 +195,24 @@ def _user(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"user {uid}"
+
+
+def check_last_run(config: ClientConfig) -> Topic[None]:
+    """Report the most frequent causes for which the last run shared no program."""
+    try:
+        records = read_last_run(config.cache_dir)
+    except OSError:  # the local tier's check reports it
+        return
+    causes = Counter(
+        trouble.partition(": ")[2] or trouble
+        for record in records or ()
+        for _, trouble, _ in record.misses
+        if trouble is not None and trouble.partition(":")[0] == Reason.UNSHAREABLE
+    )
+    for cause, count in causes.most_common(_MAX_CAUSES):
+        yield warn(
+            "last run",
+            f"{plural(count, 'program')} {Reason.UNSHAREABLE}: {cause}",
+            "every host compiles them: remove the cause, or accept it; "
+            "`graphstash explain` names the programs",
+        )

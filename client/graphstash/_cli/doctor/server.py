@@ -1,15 +1,13 @@
 """Server: name, connection, certificate, protocol, clock, readiness. No request carries a token."""
 
-import ipaddress
 import json
-import socket
+import re
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from functools import partial
 from importlib.metadata import version
 from time import monotonic
 from typing import Final
@@ -17,14 +15,14 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, warn, within
+from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, warn
 from graphstash._http.deadline import Deadline, ProcessClient
 from graphstash._http.errors import problem_of
 from graphstash._http.tls import server_context, tls_failure
 from graphstash.config import UNIX, ClientConfig
 from graphstash_schema.protocol import HEADER_PROTOCOL, PROTOCOL_VERSION
 
-__all__ = ["ReachedServer", "check_server"]
+__all__ = ["check_server"]
 
 _SLOW_SECONDS: Final = 0.1
 """Seconds of a round trip above which to warn: every download needs at least one."""
@@ -41,22 +39,6 @@ _FAIL_SECONDS: Final = 60.0
 
 _EXPIRES_SOON: Final = timedelta(days=14)
 
-# X509_V_ERR_* of OpenSSL, unchanged since 1.0 (include/openssl/x509_vfy.h).
-_NOT_YET_VALID: Final = 9
-_EXPIRED: Final = 10
-_WRONG_NAME: Final = (62, 64)  # host name, IP address
-
-
-@dataclass(frozen=True, slots=True)
-class ReachedServer:
-    """A server that answers in this client's protocol.
-
-    Attributes:
-        is_loopback: whether the server is on this host, so that no network carries the traffic.
-    """
-
-    is_loopback: bool
-
 
 @dataclass(frozen=True, slots=True)
 class _Response:
@@ -67,6 +49,7 @@ class _Response:
         body: first 64 KiB of the body.
         seconds: time from the start of the request to the end of the body.
         at: this host's clock when the headers arrived.
+        tls: version of TLS and end of the server's certificate, or None without TLS.
     """
 
     status: int
@@ -74,6 +57,7 @@ class _Response:
     body: bytes
     seconds: float
     at: datetime
+    tls: tuple[str, datetime] | None
 
 
 class _Wire:
@@ -105,6 +89,7 @@ class _Wire:
         client, transport = self._client.connected()
         with transport.within(deadline), client.stream("GET", path, timeout=timeout) as response:
             at = datetime.now(UTC)
+            tls = _tls_of(response)
             body = bytearray()
             for chunk in response.iter_raw():
                 body += chunk
@@ -112,80 +97,19 @@ class _Wire:
                     break
         seconds = monotonic() - started
         return _Response(
-            response.status_code, response.headers, bytes(body[:_MAX_BYTES]), seconds, at
+            response.status_code, response.headers, bytes(body[:_MAX_BYTES]), seconds, at, tls
         )
 
 
-def check_server(config: ClientConfig) -> Topic[ReachedServer | None]:
-    """Check the server. Return None if it does not answer in this client's protocol."""
-    if config.url.startswith(UNIX):
-        with closing(_Wire(config)) as wire:
-            return (yield from _check_answers(config, wire, is_loopback=True))
-    parts = urlsplit(config.url)
-    host = parts.hostname or ""
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    address = yield from _check_connection(config, host, port)
-    if address is None:
-        return None
-    if parts.scheme == "https" and not (yield from _check_tls(config, host, address, port)):
-        return None
+def check_server(config: ClientConfig) -> Topic[bool]:
+    """Check the server. Return whether it answers in this client's protocol."""
     with closing(_Wire(config)) as wire:
-        return (yield from _check_answers(config, wire, is_loopback=_is_loopback(address)))
-
-
-def _check_answers(
-    config: ClientConfig, wire: _Wire, *, is_loopback: bool
-) -> Topic[ReachedServer | None]:
-    response = yield from _check_protocol(config, wire)
-    if response is None:
-        return None
-    yield from _check_clock(response)
-    yield from _check_readiness(wire)
-    return ReachedServer(is_loopback=is_loopback)
-
-
-def _check_connection(config: ClientConfig, host: str, port: int) -> Topic[str | None]:
-    try:
-        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        found = within(config.connect_seconds, look_up)
-    except (OSError, UnicodeError) as error:
-        yield fail(
-            "connection",
-            f"{host} has no address: {_reason(error)}",
-            f"check the spelling of GRAPHSTASH_URL. If it is right, DNS does not resolve the name "
-            f"on this host within GRAPHSTASH_CONNECT_SECONDS ({config.connect_seconds:g}): try "
-            f"`getent hosts {host}`",
-        )
-        return None
-    addresses: dict[int, str] = {}
-    for family, *_, place in found:
-        addresses.setdefault(family, str(place[0]))
-    failures: dict[str, Finding] = {}
-    for address in addresses.values():  # like the client: one of each family
-        where = _place(host, address, port)
-        try:
-            socket.create_connection((address, port), timeout=config.connect_seconds).close()
-        except TimeoutError:
-            failures[address] = fail(
-                "connection",
-                f"{where}: no connection within {config.connect_seconds:g} s "
-                "(GRAPHSTASH_CONNECT_SECONDS)",
-                "a firewall or a network policy drops the packets, or the server is far away: "
-                "allow this host, or raise the timeout",
-            )
-        except OSError as error:
-            failures[address] = fail(
-                "connection",
-                f"{where}: {_reason(error)}",
-                "start a server there with `graphstash serve`, or set GRAPHSTASH_URL to the "
-                "URL of one, e.g. http://cache.internal:8077",
-            )
-        else:
-            unlike = f", unlike {', '.join(failures)}" if failures else ""
-            yield ok("connection", f"{where} accepts connections{unlike}")
-            return address
-    yield from failures.values()
-    return None
+        response = yield from _check_protocol(config, wire)
+        if response is None:
+            return False
+        yield from _check_clock(response)
+        yield from _check_readiness(wire)
+        return True
 
 
 def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Response | None]:
@@ -194,6 +118,8 @@ def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Response | None
     except httpx.HTTPError as error:
         yield _no_answer(config, error)
         return None
+    if response.tls is not None:
+        yield _lifetime(response.tls)
     spoken = response.headers.get(HEADER_PROTOCOL)
     if spoken is None:
         yield _other_program(config, response)
@@ -228,12 +154,36 @@ def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Response | None
 
 
 def _no_answer(config: ClientConfig, error: httpx.HTTPError) -> Finding:
-    if config.url.startswith(UNIX) and isinstance(error, httpx.ConnectError):
+    place = urlsplit(config.url)
+    reason = re.sub(r"^\[Errno -?[0-9]+\] ", "", str(error))
+    if (failure := tls_failure(error)) is not None:
+        what, advice = failure
+        return fail("TLS", f"{config.url}: {what}", f"{advice}. {_own_certificate(config)}")
+    if isinstance(error, httpx.ConnectTimeout):
         return fail(
             "connection",
-            f"{config.url}: {error}",
+            f"{config.url}: no connection within {config.connect_seconds:g} s "
+            "(GRAPHSTASH_CONNECT_SECONDS)",
+            "a firewall or a network policy drops the packets, or the server is far away: "
+            "allow this host, or raise the timeout",
+        )
+    if isinstance(error, httpx.ConnectError) and reason.endswith("no address"):
+        return fail(
+            "connection",
+            f"{place.hostname} has no address",
+            "check the spelling of GRAPHSTASH_URL. If it is right, DNS does not resolve the name "
+            f"on this host within GRAPHSTASH_CONNECT_SECONDS ({config.connect_seconds:g}): try "
+            f"`getent hosts {place.hostname}`",
+        )
+    if isinstance(error, httpx.ConnectError):
+        return fail(
+            "connection",
+            f"{config.url}: {reason}",
             "start the server again with `graphstash serve`; only this user may have access to the "
-            "directory of its socket",
+            "directory of its socket"
+            if config.url.startswith(UNIX)
+            else "start a server there with `graphstash serve`, or set GRAPHSTASH_URL to the URL "
+            "of one, e.g. http://cache.internal:8077",
         )
     if isinstance(error, httpx.TimeoutException):
         return fail(
@@ -243,8 +193,6 @@ def _no_answer(config: ClientConfig, error: httpx.HTTPError) -> Finding:
             "it hangs, is overloaded, or is another program: see its log, and which program uses "
             "the port; raise the timeout for a server that is far away",
         )
-    if told := tls_failure(error):
-        return fail("TLS", f"{config.url}: {told}", _own_certificate(config))
     hint = (
         f"A server that requires a client certificate may also hang up: {_own_certificate(config)}"
         if config.url.startswith("https:")
@@ -296,7 +244,7 @@ def _check_readiness(wire: _Wire) -> Topic[None]:
     except httpx.HTTPError as error:
         yield fail(
             "readiness",
-            f"GET /readyz: {_reason(error)}",
+            f"GET /readyz: {error}",
             "its database or its blob store hangs; see the server's log",
         )
         return
@@ -331,22 +279,6 @@ def _check_readiness(wire: _Wire) -> Topic[None]:
         yield ok("readiness", "its database and its blob store work")
 
 
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
-
-
-def _place(host: str, address: str, port: int) -> str:
-    return f"{host} port {port}" if host == address else f"{host} ({address}) port {port}"
-
-
-def _reason(error: BaseException) -> str:
-    """Return the system's error text without `[Errno N]`."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
 def _word(body: bytes, name: str) -> str:
     with suppress(ValueError, RecursionError):
         answer = json.loads(body)
@@ -355,69 +287,28 @@ def _word(body: bytes, name: str) -> str:
     return "?"
 
 
-def _check_tls(config: ClientConfig, host: str, address: str, port: int) -> Topic[bool]:
-    """Return whether a job would accept the certificate of the server at `address` for `host`."""
-    try:
-        with socket.create_connection((address, port), config.connect_seconds) as plain:
-            plain.settimeout(config.first_byte_seconds)
-            with server_context(config).wrap_socket(plain, server_hostname=host) as secured:
-                certificate = secured.getpeercert() or {}
-                spoken = secured.version()
-    except ssl.SSLCertVerificationError as error:
-        yield fail("TLS", f"{host}: {error.verify_message}", _advice(error, host))
-        return False
-    except ssl.SSLError as error:
-        yield fail(
-            "TLS",
-            f"{host} port {port} does not speak TLS with this client: {error.reason or error}",
-            "use http:// in GRAPHSTASH_URL for a server without TLS; otherwise its TLS versions or "
-            "ciphers are too old for this Python",
-        )
-        return False
-    except OSError as error:
-        yield fail(
-            "TLS",
-            f"{host} port {port}: no handshake: {error}",
-            "use http:// in GRAPHSTASH_URL for a server without TLS",
-        )
-        return False
-    yield _lifetime(host, spoken, str(certificate.get("notAfter", "")))
-    return True
+def _tls_of(response: httpx.Response) -> tuple[str, datetime] | None:
+    connection = response.extensions["network_stream"].get_extra_info("ssl_object")
+    if connection is None:
+        return None
+    ends = ssl.cert_time_to_seconds(connection.getpeercert()["notAfter"])
+    return connection.version(), datetime.fromtimestamp(ends, UTC)
 
 
-def _lifetime(host: str, spoken: str | None, until: str) -> Finding:
-    ends = datetime.fromtimestamp(ssl.cert_time_to_seconds(until), UTC)
+def _lifetime(tls: tuple[str, datetime]) -> Finding:
+    spoken, ends = tls
     left = ends - datetime.now(UTC)
-    told = f"{spoken}; the certificate of {host} expires in {left.days} days"
+    found = f"{spoken}; the server's certificate expires in {left.days} days"
     if left < _EXPIRES_SOON:
         return warn(
             "TLS",
-            told,
+            found,
             f"renew it before {ends:%Y-%m-%d}; after that, every job runs without the cache",
         )
-    return ok("TLS", told)
+    return ok("TLS", found)
 
 
-def _advice(error: ssl.SSLCertVerificationError, host: str) -> str:
-    if error.verify_code == _EXPIRED:
-        return (
-            f"renew the server's certificate. This host's clock says "
-            f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC: if that is wrong, correct it"
-        )
-    if error.verify_code == _NOT_YET_VALID:
-        return (
-            f"this host's clock says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC: if that is wrong, "
-            "set it by NTP (`timedatectl`)"
-        )
-    if error.verify_code in _WRONG_NAME:
-        return f"set GRAPHSTASH_URL to a name in the certificate, or get a certificate for {host}"
-    return (
-        "the CA that issued it is not trusted here: set GRAPHSTASH_CA_FILE to the CA's certificate "
-        "(PEM) from your platform team"
-    )
-
-
-def _check_clock(response: _Response) -> Iterator[Finding]:
+def _check_clock(response: _Response) -> Topic[None]:
     try:
         told = parsedate_to_datetime(response.headers.get("Date", ""))
         told = told if told.tzinfo else told.replace(tzinfo=UTC)

@@ -116,7 +116,7 @@ def _consequences(config: ClientConfig) -> Iterator[Finding]:
         yield warn("settings", broken, "update or remove the package that registers it")
 
 
-def check_signatures(config: ClientConfig) -> Iterator[Finding]:
+def check_signatures(config: ClientConfig) -> Topic[None]:
     """Check the policy and the keys, and list the keys that the job trusts in each namespace."""
     policy = config.signature_policy
     if policy is SignaturePolicy.OFF:
