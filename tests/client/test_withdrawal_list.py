@@ -202,7 +202,7 @@ def test_torn_line_between_processes_of_a_run_hides_no_withdrawal(
 
         monkeypatch.setattr(one.standing, "withdrawn", full)
     else:
-        with one.standing._shared.open("a") as file:
+        with one.standing._shared._path.open("a") as file:
             file.write(torn)
     delete(publisher)
     look_up(one)

@@ -7,12 +7,11 @@ statistics use the file, so errors are ignored.
 
 import os
 import weakref
-from contextlib import suppress
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from graphstash._artifacts import run_folder
-from graphstash._artifacts.run_folder import Claim
+from graphstash._artifacts.run_folder import Claim, SharedLines
 from graphstash_schema import ArtifactKey
 
 __all__ = ["RunDownloads", "Source"]
@@ -20,8 +19,6 @@ __all__ = ["RunDownloads", "Source"]
 Source: TypeAlias = Literal["server", "prefetched", "host"]
 """Source of a hit. server: this run downloaded the artifact on demand. prefetched: this run
 downloaded it in advance. host: an earlier run left it on this host, or this run compiled it."""
-
-_MAX_BYTES: Final = 4 * 1024**2
 
 
 class RunDownloads:
@@ -39,19 +36,11 @@ class RunDownloads:
             finalizer = weakref.finalize(self, os.close, held)
             finalizer.atexit = False  # the kernel closes it at process exit
         self._known: dict[str, Source] = {}
-        self._read_bytes = 0
+        self._shared = SharedLines(None if folder is None else folder / "downloads")
 
     def add(self, key: ArtifactKey, source: Literal["server", "prefetched"]) -> None:
         self._known[str(key)] = source
-        if self._folder is None:
-            return
-        with suppress(OSError):
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-            descriptor = os.open(self._folder / "downloads", flags, 0o600)
-            try:
-                os.write(descriptor, f"{key} {source}\n".encode())  # one write: whole lines
-            finally:
-                os.close(descriptor)
+        self._shared.append(f"{key} {source}\n")
 
     def claim(self, name: str) -> Claim | None:
         """Hold a name of the run, or return None if another process of the run holds it."""
@@ -59,24 +48,9 @@ class RunDownloads:
 
     def source_of(self, key: ArtifactKey) -> Source:
         """Return the source of an artifact that is on this host's disk."""
-        known = self._known.get(str(key))
-        if known is None and self._folder is not None:
-            self._read(self._folder / "downloads")
-            known = self._known.get(str(key))
-        return known or "host"
-
-    def _read(self, path: Path) -> None:
-        """Read the lines that other processes have appended since the last call."""
-        with suppress(OSError, ValueError):
-            start = self._read_bytes
-            if path.stat().st_size in (start, 0):
-                return
-            with path.open("rb") as file:
-                file.seek(start)
-                added = file.read(_MAX_BYTES)
-            whole = added[: added.rfind(b"\n") + 1]
-            self._read_bytes = start + len(whole)  # harmless if two threads read the same lines
-            for line in whole.decode("ascii").splitlines():
-                key, _, source = line.partition(" ")
+        if str(key) not in self._known:
+            for line in self._shared.added():
+                known, _, source = line.partition(" ")
                 if source in ("server", "prefetched"):
-                    self._known.setdefault(key, "server" if source == "server" else "prefetched")
+                    self._known.setdefault(known, "server" if source == "server" else "prefetched")
+        return self._known.get(str(key), "host")

@@ -15,9 +15,12 @@ from typing import Final
 
 from graphstash._forking import close_unshared, forkable, open_unshared
 
-__all__ = ["Claim", "claim", "hold", "remove_unless_held"]
+__all__ = ["Claim", "SharedLines", "claim", "hold", "remove_unless_held"]
 
 _LOCK: Final = "lock"
+
+_MAX_READ_BYTES: Final = 4 * 1024**2
+"""Maximum bytes that a process reads at a time of a file that its run shares."""
 
 _OLD_SECONDS: Final = 7 * 24 * 3600.0
 _TRIES: Final = 5
@@ -52,6 +55,50 @@ class Claim:
             with suppress(OSError):  # a child that C code forked has a copy
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             close_unshared(self._descriptor)
+
+
+class SharedLines:
+    """A file to which the processes of a run append lines, and which each reads as it grows.
+
+    Args:
+        path: path of the file. None if this process shares no run.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._read_bytes = 0
+
+    def append(self, text: str) -> bool:
+        """Append whole lines. Return False if the disk did not take all of them."""
+        if self._path is None:
+            return True
+        content = text.encode()
+        with suppress(OSError):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(self._path, flags, 0o600)
+            try:
+                # One write, so that lines of processes do not interleave.
+                return os.write(descriptor, content) == len(content)
+            finally:
+                os.close(descriptor)
+        return False
+
+    def added(self) -> list[str]:
+        """Return the whole lines since the last call. Two threads may get the same lines."""
+        if self._path is None:
+            return []
+        start = self._read_bytes
+        try:
+            if self._path.stat().st_size in (start, 0):
+                return []
+            with self._path.open("rb") as file:
+                file.seek(start)
+                added = file.read(_MAX_READ_BYTES)
+        except OSError:
+            return []
+        whole = added[: added.rfind(b"\n") + 1]
+        self._read_bytes = start + len(whole)
+        return list(filter(None, whole.decode("ascii", "replace").split("\n")))
 
 
 def claim(path: Path) -> Claim | None:

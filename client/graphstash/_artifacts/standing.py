@@ -38,6 +38,7 @@ from time import monotonic, time
 from typing import TYPE_CHECKING, Final
 
 from graphstash._artifacts.local_tier import OWN, LocalTier
+from graphstash._artifacts.run_folder import SharedLines
 from graphstash._artifacts.withdrawals import Named, Withdrawals
 from graphstash._forking import forkable, unforked
 from graphstash._http.client import ServerClient
@@ -62,9 +63,6 @@ _RETRY_SECONDS: Final = 30.0
 
 _TOUCH_SECONDS: Final = 60.0
 """Seconds between two records that this host has reached the server."""
-
-_MAX_BYTES: Final = 4 * 1024**2
-"""Maximum bytes that a process reads at a time of the answers that a run shares."""
 
 _ABSENT: Final = "-"
 _SERVER_LAG_SECONDS: Final = 5.0
@@ -103,8 +101,6 @@ class Standing:
     """Decides about copies for one process. Thread-safe.
 
     Args:
-        server: client for look-ups.
-        tier: local tier with the copies.
         run_folder: folder in which the processes of a run share the server's answers. None: share
             nothing.
     """
@@ -119,8 +115,8 @@ class Standing:
         token = self._config.token.reveal() if self._config.token else ""
         caller = f"{name} {token} {self._config.token_file}"
         digest = hashlib.sha256(caller.encode()).hexdigest()[:16]
-        self._shared = None if run_folder is None else run_folder / f"answers-{digest}"
-        self._read_bytes = 0
+        answers = None if run_folder is None else run_folder / f"answers-{digest}"
+        self._shared = SharedLines(answers)
         self._is_shared_whole = True
         self._origin = _read_origin(self._folder / _ORIGIN) or f"url-{name}"
         # A signal handler may compile in the same thread.
@@ -440,38 +436,17 @@ class Standing:
         return list(batch)
 
     def _share(self, lines: Sequence[str]) -> None:
-        if self._shared is None:
-            return
-        text = "".join(("\n", *lines)).encode()  # the newline ends a torn line of another process
-        written = 0
-        with suppress(OSError):
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(self._shared, flags, 0o600)
-            try:
-                written = os.write(descriptor, text)  # one write, so that lines do not interleave
-            finally:
-                os.close(descriptor)
-        self._is_shared_whole &= written == len(text)
+        # The first newline ends a torn line of another process.
+        self._is_shared_whole &= self._shared.append("".join(("\n", *lines)))
 
     def _read_shared(self) -> None:
         """Record the answers that processes of the run have shared since the last call."""
-        if self._shared is None:
-            return
-        with suppress(OSError):
-            start = self._read_bytes
-            if self._shared.stat().st_size in (start, 0):
-                return
-            with self._shared.open("rb") as file:
-                file.seek(start)
-                added = file.read(_MAX_BYTES)
-            whole = added[: added.rfind(b"\n") + 1]
-            self._read_bytes = start + len(whole)  # two threads may have read the same
-            for line in filter(None, whole.decode("ascii", "replace").split("\n")):
-                try:
-                    at, namespace, key, answer = line.split(" ")
-                    self._record_line(float(at), Namespace(namespace), key, answer)
-                except ValueError:
-                    self._distrust()
+        for line in self._shared.added():
+            try:
+                at, namespace, key, answer = line.split(" ")
+                self._record_line(float(at), Namespace(namespace), key, answer)
+            except ValueError:
+                self._distrust()
 
     def _distrust(self) -> None:
         """Forget all answers. A process was killed while it wrote, or the disk is full, and the
