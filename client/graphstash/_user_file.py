@@ -6,12 +6,19 @@ holds settings that protect a job, such as trusted keys.
 
 import os
 import stat
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
-__all__ = ["STORED_SETTINGS", "UserFile", "read_user_file", "user_file_path", "write_user_file"]
+__all__ = [
+    "STORED_SETTINGS",
+    "UserFile",
+    "read_user_file",
+    "replacing",
+    "user_file_path",
+    "write_user_file",
+]
 
 STORED_SETTINGS: Final[tuple[str, ...]] = ("url", "token")
 
@@ -62,18 +69,31 @@ def read_user_file(environ: Mapping[str, str]) -> UserFile:
 def write_user_file(path: Path, values: Mapping[str, str]) -> None:
     """Replace the file atomically. Only its owner can read it."""
     import json  # slow to import, and only one command writes the file
-    import tempfile
 
     path = Path(os.path.realpath(path))  # keep a symbolic link to a user's dotfiles
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lines = [f"{name} = {json.dumps(value)}\n" for name, value in values.items()]
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    with replacing(path) as file:
+        file.write("# Written by `graphstash init`. GRAPHSTASH_* variables take precedence.\n")
+        file.writelines(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+
+
+@contextmanager
+def replacing(path: Path, *, is_text: bool = True, mode: int = 0o600) -> Iterator[IO[Any]]:
+    """Yield a file that replaces `path` atomically when the block ends without an exception.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import tempfile  # slow to import
+
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write("# Written by `graphstash init`. GRAPHSTASH_* variables take precedence.\n")
-            file.writelines(lines)
+        encoding = "utf-8" if is_text else None
+        with os.fdopen(descriptor, "w" if is_text else "wb", encoding=encoding) as file:
+            yield file
             file.flush()
-            os.fsync(file.fileno())
+            os.fchmod(descriptor, mode)
+            os.fsync(descriptor)
         Path(partial).replace(path)
     except BaseException:
         with suppress(OSError):

@@ -14,9 +14,7 @@ import io
 import os
 import re
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final, Literal, NamedTuple, Self, TypeVar
 
@@ -25,6 +23,7 @@ from pydantic import Field, ValidationError
 from graphstash._artifacts.envelope import Nowhere, unseal
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import Provenance, SignedSubject, digest_of, open_ours
+from graphstash._user_file import replacing
 from graphstash.errors import BundleError, VerificationError
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest, Namespace
 from graphstash_schema.explanation import Description
@@ -110,11 +109,6 @@ class Bundle:
 
     Args:
         path: path of the bundle, which no other user may be able to change.
-
-    Attributes:
-        namespace: namespace that the artifacts come from.
-        artifacts: number of artifacts that the first line announces.
-        size_bytes: size of the file.
 
     Raises:
         BundleError: the file cannot be read, other users can change it, or it does not begin with
@@ -271,13 +265,6 @@ def check_blob(
     Verifies the digest, the signature, the key, and that the payload decompresses to the size and
     hash in the envelope.
 
-    Args:
-        entry: the expected artifact.
-        blob: the bytes of the artifact. Rewound on success.
-        namespace: namespace that the signature must name.
-        signatures: signature policy and trusted keys.
-        max_bytes: maximum decompressed size of the payload.
-
     Returns:
         The decompressed size of the payload in bytes.
 
@@ -340,27 +327,18 @@ def write_bundle(
     for line in _from_start(lines):
         sha256.update(line)
         size += len(line)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(_header(f"manifest-{sha256.hexdigest()}.jsonl", size) + head)
-            for line in _from_start(lines):
-                file.write(line)
-            file.write(bytes(_padding(size)))
-            for line in _from_start(lines):
-                entry = BundleEntry.model_validate_json(line)
-                file.write(_header(entry.name, entry.size_bytes))
-                _copy(entry, blob_of(entry), file, written)
-                file.write(bytes(_padding(entry.size_bytes)))
-            end = _whole_size(file.tell())
-            file.write(bytes(end - file.tell()))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        with suppress(OSError):
-            Path(name).unlink()
-        raise
+    with replacing(path, is_text=False) as file:
+        file.write(_header(f"manifest-{sha256.hexdigest()}.jsonl", size) + head)
+        for line in _from_start(lines):
+            file.write(line)
+        file.write(bytes(_padding(size)))
+        for line in _from_start(lines):
+            entry = BundleEntry.model_validate_json(line)
+            file.write(_header(entry.name, entry.size_bytes))
+            _copy(entry, blob_of(entry), file, written)
+            file.write(bytes(_padding(entry.size_bytes)))
+        end = _whole_size(file.tell())
+        file.write(bytes(end - file.tell()))
     return end
 
 

@@ -5,9 +5,8 @@ most the JWT's rights, and an administrator can revoke it.
 """
 
 import dataclasses
-import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Annotated, Final
 
@@ -19,6 +18,7 @@ from graphstash._cli.output import Json, Url, fail, load_config, out, print_json
 from graphstash._http.client import ServerClient
 from graphstash._http.identity import jwt_from_github, read_jwt
 from graphstash._rules import Secret
+from graphstash._user_file import replacing
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, Reason, RefusedError, TransportError
 from graphstash_schema import (
@@ -150,18 +150,10 @@ def _exchange(config: ClientConfig, jwt: str, request: TokenExchange) -> TokenIs
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[str]]:
-    """Yield a private temporary file, which then replaces `path` atomically."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False)  # noqa: SIM115 - closed below
-        try:
-            with file:
-                yield file
-            Path(file.name).replace(path)
-        except BaseException:
-            with suppress(OSError):
-                Path(file.name).unlink()
-            raise
+        with replacing(path) as file:
+            yield file
     except OSError as error:
         raise ConfigError(f"GRAPHSTASH_TOKEN_FILE={path}: {error.strerror}") from None
 

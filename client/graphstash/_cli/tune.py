@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import stat
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -32,6 +31,7 @@ from graphstash._cli.output import (
     shown,
 )
 from graphstash._user_code import load
+from graphstash._user_file import replacing
 from graphstash.errors import CacheError, ConfigError, VerificationError
 from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, InvalidValueError
 from graphstash_schema.exit_status import ExitStatus
@@ -300,18 +300,8 @@ def _write(file: Path, text: str) -> None:
     if not stat.S_ISREG(mode):
         file.write_text(text, encoding="utf-8")
         return
-    with tempfile.NamedTemporaryFile(
-        "w", dir=file.parent, prefix=".graphstash-", delete=False, encoding="utf-8"
-    ) as written:
-        partial = Path(written.name)
-        try:
-            written.write(text)
-            written.flush()
-            os.fchmod(written.fileno(), stat.S_IMODE(mode))
-            os.fsync(written.fileno())
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
+    with replacing(file, mode=stat.S_IMODE(mode)) as written:
+        written.write(text)
 
 
 def _umask() -> int:

@@ -12,7 +12,6 @@ old key. The client rejects all signatures of a revoked key, including earlier s
 """
 
 import base64
-import tempfile
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +28,7 @@ from pydantic import (
 
 from graphstash._trust.file_stamp import file_stamp
 from graphstash._trust.signing_keys import is_safe
+from graphstash._user_file import replacing
 from graphstash.errors import ConfigError, LocalTierError
 from graphstash_schema import Namespace, NamespacePattern, SigningKeyId, key_id_of
 
@@ -131,11 +131,9 @@ class TrustedKeys(_Record):
         text = self.model_dump_json(indent=2) + "\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                file.write(text)
             # The file holds no secret, and every job on this host may read it.
-            Path(file.name).chmod(0o644)
-            Path(file.name).replace(path)
+            with replacing(path, mode=0o644) as file:
+                file.write(text)
         except OSError as error:
             raise ConfigError(f"trusted keys {path}: {error.strerror}") from None
 
