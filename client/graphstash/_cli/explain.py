@@ -110,11 +110,7 @@ def explain(
         print_json([_as_json(cause) for cause in (*map(Cause, notes), *causes)])
         return
     command = shown(" ".join(records[0].argv), most=2000) if records else ""
-    hits = sum(
-        int(record.stats.get(f"hits_{source}", 0))
-        for record in records
-        for source in ("server", "prefetched", "host", "ranks")
-    )
+    hits = sum(record.stats.hits for record in records)
     say(f"{command}: {plural(hits, 'hit')}, {_counted(misses, records or (), which)}")
     for note in notes:
         say(shown(note, most=400))
@@ -170,7 +166,7 @@ def _counted(
     failed = sum(reason is not None for _, reason in misses)
     count = len(misses) - failed
     if which == "last":
-        count = sum(int(record.stats.get("misses", 0)) for record in records)
+        count = sum(record.stats.misses for record in records)
         failed = max(0, len(misses) - count)
     return plural(count, "miss") + (f", {failed} compiled without the cache" if failed else "")
 

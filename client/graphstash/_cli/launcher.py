@@ -23,6 +23,8 @@ _ENDING: Final = ("GRAPHSTASH_FAIL_ON_MISS", "GRAPHSTASH_MAX_COMPILE_SECONDS")
 """Settings that may end the job. With one of them, `graphstash run` stays as the parent process and
 ends all processes of the job."""
 
+_OFF: Final = ("", "0", "0.0", "false", "no", "off", "f", "n")
+
 
 class CannotRunError(Exception):
     """The command cannot start.
@@ -63,17 +65,13 @@ class Launch(NamedTuple):
         environment[COMMAND_VARIABLE] = joined(self.command)
         sys.stdout.flush()
         sys.stderr.flush()
-        for number in (
-            signal.SIGPIPE,
-            signal.SIGXFSZ,
-        ):  # else the job would inherit that Python ignores them
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; the job must not
             signal.signal(number, signal.SIG_DFL)
         try:
-            if any(environment.get(name) for name in _ENDING):
-                from graphstash._process.run_end import may_end, supervise  # few jobs need it
+            if any(environment.get(name, "").strip().lower() not in _OFF for name in _ENDING):
+                from graphstash._process.run_end import supervise  # few jobs need it
 
-                if may_end(environment):
-                    supervise(program, self.command, environment)
+                supervise(program, self.command, environment)
             os.execve(program, list(self.command), environment)  # noqa: S606 - this is the job
         except OSError as error:
             is_missing = isinstance(error, FileNotFoundError) and not Path(program).exists()

@@ -184,7 +184,7 @@ def _add_runs(
     found: list[tuple[float, Namespace, Run]] = []
     with count_progress() as progress:
         for where in progress.track(namespaces, description="runs"):
-            with closing(ServerClient(_in(config, where))) as server:
+            with closing(ServerClient(replace(config, namespace=where))) as server:
                 for run in _runs_of(server, since, until):
                     seconds = sum(each.compile_seconds for each in run.counts)
                     found.append((seconds, where, run))
@@ -195,7 +195,7 @@ def _add_runs(
         content.runs_read = len(read)
         sums: dict[tuple[str, str], MissSums] = {}
         for _, where, run in progress.track(read, description="misses"):
-            with closing(ServerClient(_in(config, where))) as server:
+            with closing(ServerClient(replace(config, namespace=where))) as server:
                 for miss in server.run(run.run).misses:
                     _add_miss(sums, where, miss)
     longest = sorted(sums.values(), key=lambda each: -each.seconds)
@@ -221,10 +221,6 @@ def _add_miss(sums: dict[tuple[str, str], MissSums], where: Namespace, miss: Run
     each.misses += 1
     each.seconds += miss.seconds
     each.cause = miss.cause or each.cause
-
-
-def _in(config: ClientConfig, namespace: Namespace) -> ClientConfig:
-    return replace(config, namespace=namespace)
 
 
 # --- Markdown

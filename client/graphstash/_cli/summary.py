@@ -29,7 +29,6 @@ from graphstash_schema import Namespace
 __all__ = ["summary"]
 
 _SHOWN: Final = 20
-_SOURCES: Final = ("server", "prefetched", "host", "ranks")
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,7 @@ def summary(
 
 
 def _read(config: ClientConfig, records: Sequence[ProcessRecord]) -> RunSummary:
-    def total(name: str) -> float:
-        return sum(float(record.stats.get(name, 0)) for record in records)
-
+    stats = [record.stats for record in records]
     misses = [each for record in records for each in record.misses]
     misses.sort(key=lambda each: -each[2])
     why = {}
@@ -143,11 +140,11 @@ def _read(config: ClientConfig, records: Sequence[ProcessRecord]) -> RunSummary:
     return RunSummary(
         command=" ".join(records[0].argv) if records else "",
         started_at=datetime.fromtimestamp(records[0].started_at, UTC) if records else None,
-        hits=int(sum(total(f"hits_{source}") for source in _SOURCES)),
-        misses=int(total("misses")),
+        hits=sum(each.hits for each in stats),
+        misses=sum(each.misses for each in stats),
         troubled=sum(record.uncached for record in records),
-        compile_seconds=total("compile_seconds"),
-        saved_compile_seconds=total("saved_compile_seconds"),
+        compile_seconds=sum(each.compile_seconds for each in stats),
+        saved_compile_seconds=sum(each.saved_compile_seconds for each in stats),
         compiled=[
             Compiled(
                 description.label or f"{description.key.kind} {description.key.fingerprint[:12]}",

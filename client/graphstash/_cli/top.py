@@ -30,13 +30,13 @@ from graphstash._cli.output import (
     print_json,
     print_table,
     say,
+    server_of,
     shown,
 )
 from graphstash._http.client import ServerClient
 from graphstash._process.run_name import COMMAND_VARIABLE, RUN_VARIABLE, is_run, started_at
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError, ConfigError
-from graphstash_schema.exit_status import ExitStatus
+from graphstash.errors import CacheError
 from graphstash_schema.lease import MAX_LISTED_LEASES, HeldLeases
 from graphstash_schema.stats import NamespaceStats
 
@@ -111,17 +111,11 @@ def top(
     --json, the command prints the state once.
     """
     config = load_config(url=url, namespace=namespace)
-    try:
-        server = ServerClient(config)
-    except ConfigError as error:
-        fail(str(error), status=ExitStatus.USAGE)
-    try:
+    with server_of(config) as server:
         if out.is_terminal and not as_json:
             _watch(config, server, interval)
             return
         snapshot = _snapshot(config, server)
-    finally:
-        server.close()
     if as_json:
         print_json(asdict(snapshot) | {"at": snapshot.at.isoformat()})
     else:

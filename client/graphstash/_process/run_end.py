@@ -20,13 +20,10 @@ from typing import Final, NoReturn
 
 from graphstash._process.run_name import RUN_VARIABLE
 
-__all__ = ["is_first", "leave", "may_end", "supervise", "wait_for_end"]
+__all__ = ["is_first", "leave", "supervise", "wait_for_end"]
 
 _FILE_VARIABLE: Final = "_GRAPHSTASH_END"
 """Variable with the path of the run's status file, set in all its processes."""
-
-_SWITCHES: Final = ("GRAPHSTASH_FAIL_ON_MISS", "GRAPHSTASH_MAX_COMPILE_SECONDS")
-_OFF: Final = ("", "0", "0.0", "false", "no", "off", "f", "n")
 
 _POLL_SECONDS: Final = 0.2
 _GRACE_SECONDS: Final = 5.0
@@ -44,11 +41,6 @@ _PR_SET_PDEATHSIG: Final = 1
 
 _SI_KERNEL: Final = 0x80
 """`si_code` of a terminal's signal, such as Ctrl-C. The command also receives it."""
-
-
-def may_end(environ: Mapping[str, str]) -> bool:
-    """Return whether a setting may end the job early."""
-    return any(environ.get(name, "").strip().lower() not in _OFF for name in _SWITCHES)
 
 
 def is_first(status: int) -> bool:

@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from random import sample
-from typing import Any, Final
+from typing import Final
 
 from graphstash._artifacts import run_folder
 from graphstash._compile.misses import Miss
@@ -32,6 +32,7 @@ _KEPT: Final = 20
 _MAX_TRIED: Final = 20
 _MAX_AHEAD_SECONDS: Final = 3600.0
 _MAX_BYTES: Final = 32 * 1024**2
+_COUNTERS: Final = {each.name for each in fields(Stats)}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class ProcessRecord:
         namespace: namespace that the process wrote to.
         started_at: start of the process in seconds since 1970.
         run_started_at: start of the run in seconds since 1970.
-        stats: counters by their names in `Stats`.
+        stats: its counters. Those that the release of the record did not count are 0.
         uncached: compilations after an error of the cache, or of programs that cannot be shared.
         misses: description, `Miss.trouble` and compile seconds of each miss.
         unsent: why uploads of compiled artifacts failed, by key.
@@ -54,7 +55,7 @@ class ProcessRecord:
     namespace: str
     started_at: float
     run_started_at: float
-    stats: Mapping[str, Any]
+    stats: Stats
     uncached: int
     misses: Sequence[tuple[Description, str | None, float]]
     unsent: Mapping[ArtifactKey, str]
@@ -175,7 +176,7 @@ def _readable(run: Path) -> Iterator[ProcessRecord]:
                 str(read["namespace"]),
                 float(read["started_at"]),
                 run_name.started_at(run.name),
-                dict(read["stats"]),
+                Stats(**{name: read["stats"][name] for name in _COUNTERS & read["stats"].keys()}),
                 int(read.get("uncached", 0)),
                 misses,
                 {

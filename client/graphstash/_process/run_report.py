@@ -36,13 +36,7 @@ _HOST_CHARACTERS: Final = 40
 def report_of(
     cache: CompileCache, *, job: ManifestName | None, causes: Sequence[Cause] = ()
 ) -> RunReport:
-    """Return the report of this process so far.
-
-    Args:
-        cache: cache with the counters.
-        job: name of the job, if known.
-        causes: explanations of the misses, if requested.
-    """
+    """Return the report of this process so far."""
     started = _started_at()
     report = RunReport(
         job=job,
