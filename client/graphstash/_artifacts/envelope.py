@@ -56,13 +56,7 @@ _Update: TypeAlias = Callable[[memoryview], object]
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Digest and sizes of a new envelope.
-
-    Attributes:
-        sha256: hex digest of the envelope.
-        size_bytes: size of the envelope.
-        raw_size_bytes: size of the payload.
-    """
+    """Digest and sizes of a new envelope."""
 
     sha256: str
     size_bytes: int

@@ -114,6 +114,7 @@ class LocalTier:
 
     Attributes:
         root: path of the tier, for messages.
+        is_private: whether the tier is a temporary directory of this process.
         troubles: reasons of failed writes. The caller that counts them clears the list.
 
     Args:
@@ -126,9 +127,9 @@ class LocalTier:
         self._limit_bytes = limit_bytes or 1024**4
         self._added_bytes = 0
         self._owner = os.getpid()
-        self._is_private = limit_bytes == 0
+        self.is_private = limit_bytes == 0
         self.troubles: deque[LocalTierError] = deque(maxlen=_MAX_TROUBLES)
-        if not self._is_private:
+        if not self.is_private:
             try:
                 self._place = _prepare(root)
             except OSError as error:
@@ -138,9 +139,9 @@ class LocalTier:
                         "GRAPHSTASH_CACHE_DIR to a directory that only this user can write to"
                     )
                 )
-                self._is_private = True
+                self.is_private = True
         self.root = root
-        if self._is_private:
+        if self.is_private:
             self.root = Path(tempfile.mkdtemp(prefix="graphstash-"))
             atexit.register(self._remove_private)
             try:
@@ -229,11 +230,6 @@ class LocalTier:
             os.utime(file.fileno())
         return file
 
-    @property
-    def is_private(self) -> bool:
-        """Whether the tier is a temporary directory of this process."""
-        return self._is_private
-
     def temporary(self) -> SpillFile:
         """Return a file to write and read. Closing removes it unless it was adopted."""
         return SpillFile(self._root)
@@ -251,13 +247,6 @@ class LocalTier:
 
         Return False if the disk refuses, and add the reason to `troubles`. The caller still has the
         bytes.
-
-        Args:
-            namespace: namespace of origin, or of the compilation.
-            key: key of the artifact.
-            envelope: file from `temporary`. The file moves and stays open.
-            origin: server of origin.
-            proof: provenance, appended to the envelope.
         """
         # A killed job never calls `close`, so a long job enforces the limit here. Evict before
         # adopting, because the caller continues to use the new envelope.
@@ -472,7 +461,7 @@ class LocalTier:
 
     def close(self) -> None:
         """Evict if this process added an envelope, and remove a private tier."""
-        if self._is_private:
+        if self.is_private:
             self._remove_private()
         elif self._added_bytes:
             self.evict()

@@ -85,11 +85,6 @@ class Reader:
         received_bytes: bytes of all downloads, used or not. Exact if only one thread reads.
 
     Args:
-        server: source of artifacts that this host lacks.
-        tier: this host's disk.
-        signatures: policy for signatures.
-        standing: decides which copies may still be used.
-        downloads: records the keys of downloads.
         between_chunks: called between chunks of a prefetch, which yields to urgent downloads.
             None for a download that the job needs.
     """

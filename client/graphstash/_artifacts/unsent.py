@@ -53,10 +53,6 @@ class Unsent:
 
     Attributes:
         added: called after an upload failed, which leaves a record if it may succeed later.
-
-    Args:
-        tier: local tier that holds the artifacts.
-        config: server and namespace.
     """
 
     def __init__(self, tier: LocalTier, config: ClientConfig) -> None:

@@ -166,11 +166,7 @@ class Withdrawals:
     """Follows the lists of one server for one process. Thread-safe, and usable in a forked child.
 
     Args:
-        config: server and time limits.
-        tier: tier with the copies.
-        server_folder: folder in the tier for this server.
         origins: returns the origins of copies that the lists apply to. The server's own is first.
-        listener: receives the withdrawals.
     """
 
     def __init__(

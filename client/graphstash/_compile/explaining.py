@@ -139,12 +139,7 @@ class Explainer:
         return self._failure is not None
 
     def explain(self, description: Description, reason: str | None) -> Cause:
-        """Return the cause of one miss, without its label.
-
-        Args:
-            description: Description of the program.
-            reason: `Miss.trouble`.
-        """
+        """Return the cause of one miss, without its label."""
         if reason is not None:
             return Cause(_trouble(reason))
         if self._asked == _MAX_ASKED or monotonic() > self._until:
@@ -174,16 +169,7 @@ def causes_of(
     earlier: Earlier | None = None,
     known: Mapping[ArtifactKey, Cause] | None = None,
 ) -> list[Cause]:
-    """Return the causes of misses, the most frequent first.
-
-    Args:
-        server: See `Explainer`.
-        misses: Descriptions of the programs, each with the reason why the cache failed, or None if
-            there was no artifact.
-        started_at: See `Explainer`.
-        earlier: See `Explainer`.
-        known: Causes that are known already, by key.
-    """
+    """Return the causes of misses, the most frequent first. A reason of None means a plain miss."""
     until = monotonic() + _MAX_SECONDS
     explainer = Explainer(server, started_at=started_at, earlier=earlier, until=until)
     causes: dict[str, Cause] = {}

@@ -32,7 +32,6 @@ class HeldLease:
     releases the lease on the server, unless the upload of the artifact has ended the lease.
 
     Args:
-        token: Token of the grant.
         ttl_seconds: Lifetime without a renewal.
         budget_seconds: Time after which renewals stop, so that no job waits forever for a hanging
             compiler.
@@ -125,12 +124,6 @@ class InFlightCompile:
         fallback_reason: Why the cache could not help, or None for a plain miss.
         is_compiling: True until the compiler has finished.
         is_wanted: Whether the server would accept the result. Otherwise only this host stores it.
-
-    Args:
-        owner: Cache that stores the result.
-        request: Request for the artifact.
-        lease: The right to compile, if the server granted it.
-        wanted: Value of `is_wanted`.
     """
 
     def __init__(

@@ -93,12 +93,7 @@ class CompileTurn:
 
 
 class RankCoordinator:
-    """Makes all ranks of this job agree on one answer per key.
-
-    Args:
-        cache: Cache of this rank.
-        store: Store that the ranks share.
-    """
+    """Makes all ranks of this job agree on one answer per key."""
 
     def __init__(self, cache: CompileCache, store: RankStore) -> None:
         self._cache = cache
@@ -290,9 +285,6 @@ class CompileTurns:
     """Finds artifacts or assigns turns to compile, for the ranks of a job or for one process.
 
     Never raises.
-
-    Args:
-        cache: Cache of this process.
     """
 
     def __init__(self, cache: CompileCache) -> None:

@@ -30,11 +30,7 @@ class _Begun:
 
 
 class TwoCallCache:
-    """Gets and puts payloads in memory. Thread-safe; one instance per hook and process.
-
-    Args:
-        cache: Cache of this process.
-    """
+    """Gets and puts payloads in memory. Thread-safe; one instance per hook and process."""
 
     def __init__(self, cache: CompileCache) -> None:
         self._cache = cache

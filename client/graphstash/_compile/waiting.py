@@ -45,12 +45,7 @@ _PAUSE_SECONDS: Final = 300.0
 
 
 class WaitBudget:
-    """The budget of a job. Thread-safe.
-
-    Args:
-        seconds: Size of the budget.
-        clock: Monotonic clock in seconds.
-    """
+    """The budget of a job. Thread-safe."""
 
     def __init__(self, seconds: float, *, clock: Callable[[], float] = monotonic) -> None:
         self.clock = clock
@@ -165,9 +160,6 @@ class Wait:
         left: Seconds that the wait may still last; 0 before it begins.
         has_begun: Whether the wait has begun.
         saved_seconds: Compile time that the wait saved, or None while it is in vain.
-
-    Args:
-        budget: Budget to deduct the wait from.
     """
 
     def __init__(self, budget: WaitBudget) -> None:

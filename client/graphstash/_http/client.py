@@ -68,11 +68,9 @@ class ServerClient:
     raises `CacheError` if the server does not answer, refuses the call, or is too old for it.
 
     Attributes:
-        config: URL, namespaces and limits.
         may_write: false once the server has refused a write for lack of permission.
 
     Args:
-        config: URL, namespaces and limits.
         tracer: records each call as a span. Default: no spans.
         announced: compile times that look-ups announce, of a client to share them with.
         context: TLS context of a client with the same settings, to share it. Not with a tracer.
@@ -382,13 +380,7 @@ class ServerClient:
     def runs(
         self, job: schema.ManifestName | None = None, *, limit: int = 20, **chosen: str
     ) -> RunList:
-        """Return the latest runs of the namespace, or of one job, without their misses.
-
-        Args:
-            job: name of the job.
-            limit: maximum number of runs.
-            **chosen: further parameters of the call.
-        """
+        """Return the latest runs of the namespace, or of one job, without their misses."""
         from graphstash_schema.run import RunList
 
         query = {"limit": limit, **({} if job is None else {"job": job}), **chosen}

@@ -32,12 +32,7 @@ _MAX_TOKEN_FILE_BYTES: Final = 16 * 1024
 
 
 class Credentials:
-    """Finds the bearer token. Thread-safe.
-
-    Args:
-        config: token settings and the server's URL.
-        clock: monotonic clock, in seconds.
-    """
+    """Finds the bearer token. Thread-safe."""
 
     def __init__(self, config: ClientConfig, *, clock: Callable[[], float] = monotonic) -> None:
         self._config = config

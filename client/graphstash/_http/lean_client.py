@@ -27,7 +27,6 @@ class LeanClient:
 
     Args:
         transport: sends the requests. The creator closes it.
-        headers: headers of all requests.
     """
 
     def __init__(
