@@ -18,8 +18,6 @@ _HEADS = {
     "a deep path": ("GET", "/v1" + "/a" * 4000, [], 404),
     "an audit page of all": ("GET", "/v1/-/audit?limit=99999999", [], 400),
     "an audit page before time": ("GET", f"/v1/-/audit?before={2**63}", [], 400),
-    "two lengths": ("PUT", "/v1/a/manifests/m", ["Content-Length: 2", "Content-Length: 2"], 400),
-    "a negative length": ("PUT", "/v1/a/manifests/m", ["Content-Length: -1"], 400),
     "a length of 2**63": ("PUT", "PATH", ["Content-Length: 9223372036854775808"], 413),
     "a length of 2**64": ("PUT", "PATH", [f"Content-Length: {2**64}"], 400),
     "a length beyond the limit": ("PUT", "PATH", ["Content-Length: 4294967297"], 413),

@@ -1,4 +1,4 @@
-"""JSON bodies: what is accepted is in range, comes back as it is, and names only checked words."""
+"""JSON bodies: what is accepted comes back as it is, and a refusal can be sent."""
 
 import json
 
@@ -17,7 +17,6 @@ with instrumented():
         TokenExchange,
         TokenRequest,
     )
-    from graphstash_schema.protocol import MAX_LEASE_SECONDS, MIN_LEASE_SECONDS
     from graphstash_server.api.problems import invalid_body
 
 _MODELS = (
@@ -71,15 +70,6 @@ def check(data: bytes) -> None:
     assert "NaN" not in dumped
     assert "Infinity" not in dumped
     assert isinstance(json.loads(raw), dict)
-    if isinstance(read, LeaseRequest):
-        assert MIN_LEASE_SECONDS <= read.ttl_seconds <= MAX_LEASE_SECONDS
-        assert read.holder.isprintable() or all(ord(each) > 31 for each in read.holder)
-    if isinstance(read, TokenRequest):
-        assert read.grants
-        assert read.description
-    if isinstance(read, NamespacePolicy):
-        limits = (read.limit_bytes, read.max_artifact_bytes, read.requests_per_second)
-        assert all(limit is None or limit > 0 for limit in limits)
 
 
 if __name__ == "__main__":

@@ -30,18 +30,6 @@ WORDS = [Namespace, DeviceType, Fingerprint, ManifestName]
 
 
 @pytest.mark.parametrize("word", WORDS)
-@given(data=st.data())
-def test_words_of_the_right_form_stay_as_they_are(word, data):
-    texts = data.draw(st.lists(st.from_regex(word.form, fullmatch=True), max_size=3))
-    words = [word(text) for text in texts]
-    assert words == texts
-    assert {type(each) for each in words} <= {word}
-    listed = TypeAdapter(list[word])
-    assert listed.validate_json(json.dumps(texts)) == texts
-    assert json.loads(listed.dump_json(words)) == texts
-
-
-@pytest.mark.parametrize("word", WORDS)
 def test_malformed_text_is_refused(word):
     for text in (
         *("", " ", "a b", "a/b", "..", ".a", "a\n", "\na", "a\0", "ä", "a" * 300, "%2e", "-a"),
@@ -68,18 +56,15 @@ def test_a_key_reads_its_three_segments_and_writes_them_again():
     assert refusal.value.code is ErrorCode.INVALID_KIND
 
 
-@pytest.mark.parametrize(
-    ("parts", "word"),
-    [
+def test_device_type_is_built_from_runtime_names_or_a_set_of_features():
+    for parts, word in (
         (("TPU", "v5 lite", "2x4"), "tpu-v5_lite-2x4"),
         (("cuda", "sm_90"), "cuda-sm_90"),
         (("cpu", "", "x"), "cpu-x"),
         (("neuron", "Trn1/32xl"), "neuron-trn1_32xl"),
-    ],
-)
-def test_device_type_is_built_from_runtime_names_or_a_set_of_features(parts, word):
-    assert DeviceType.of(*parts) == word
-    assert DeviceType.of(*parts).platform == word.split("-")[0]
+    ):
+        assert DeviceType.of(*parts) == word
+        assert DeviceType.of(*parts).platform == word.split("-")[0]
     first = DeviceType.cpu("x86_64", ["avx2", "sse", "avx2"])
     assert first == DeviceType.cpu("x86_64", ["sse", "avx2"])
     assert first != DeviceType.cpu("x86_64", ["sse"])
@@ -97,14 +82,6 @@ def test_digest_of_pieces_equals_that_of_the_whole_in_three_spellings(blob, cut)
     assert digest.etag == f'"{digest}"'
 
 
-@given(st.text(max_size=60))
-def test_arbitrary_text_is_neither_a_digest_nor_metadata(text):
-    with pytest.raises(InvalidValueError):
-        Digest.parse_repr_digest(text, size_bytes=0)
-    with pytest.raises(InvalidValueError):
-        ArtifactMetadata.from_header(text)
-
-
 @pytest.mark.parametrize("text", ["", "sha256:", "sha256:" + "A" * 64, "md5:" + "a" * 32, "a" * 64])
 def test_malformed_digest_is_refused(text):
     with pytest.raises(InvalidValueError):
@@ -113,42 +90,23 @@ def test_malformed_digest_is_refused(text):
         Digest("a" * 64, -1)
 
 
-METADATA = st.builds(
-    ArtifactMetadata,
-    compile_seconds=st.floats(0, MAX_COMPILE_SECONDS),
-    raw_size_bytes=st.integers(0, 2**50),
-    toolchain=st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=256),
-    producer=st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=128),
-    parts=st.dictionaries(
-        st.text(st.characters(codec="utf-8"), max_size=10),
-        st.text(st.characters(codec="utf-8"), max_size=20),
-        max_size=5,
-    ),
-)
-
-
-@given(METADATA)
-def test_metadata_round_trips_through_its_header(metadata):
-    header = metadata.to_header()
-
-    assert header.isascii()
-    assert ArtifactMetadata.from_header(header) == metadata
-
-
-@pytest.mark.parametrize("size", [50, 160])
-def test_a_metadata_header_never_passes_its_limit(size):
-    metadata = ArtifactMetadata(
-        compile_seconds=MAX_COMPILE_SECONDS,
-        raw_size_bytes=2**60,
-        toolchain="\U0001f600" * 256,
-        producer="\U0001f600" * 128,
-        parts={f"part{number}": "\U0001f600" * size for number in range(256)},
-    )
-
-    header = metadata.to_header()
-
-    assert len(header) <= MAX_METADATA_BYTES
-    assert ArtifactMetadata.from_header(header).compile_seconds == MAX_COMPILE_SECONDS
+def test_metadata_header_has_the_whole_record_unless_it_would_pass_its_limit():
+    """tests/fuzz/headers.py searches for other records that do not come back."""
+    for size, is_whole in ((1, True), (50, False), (160, False)):
+        metadata = ArtifactMetadata(
+            compile_seconds=MAX_COMPILE_SECONDS,
+            raw_size_bytes=2**60,
+            toolchain="\U0001f600" * 256,
+            producer="\U0001f600" * 128,
+            parts={f"part{number}": "\U0001f600" * size for number in range(256)},
+        )
+        header = metadata.to_header()
+        read = ArtifactMetadata.from_header(header)
+        assert header.isascii()
+        assert len(header) <= MAX_METADATA_BYTES
+        assert (read == metadata) is is_whole
+        assert read.model_copy(update={"parts": {}}) == metadata.model_copy(update={"parts": {}})
+        assert read.parts.items() <= metadata.parts.items()
 
 
 @pytest.mark.parametrize(
