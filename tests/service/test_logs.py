@@ -24,9 +24,9 @@ def logged():
     handler.setFormatter(JsonFormatter())
     logger = logging.getLogger("graphstash_server.test")
 
-    def log(message, *arguments, exc_info=None, extra=None):
+    def log(message, *arguments, exc_info=None):
         record = logger.makeRecord(
-            logger.name, logging.WARNING, __file__, 1, message, arguments, exc_info, extra=extra
+            logger.name, logging.WARNING, __file__, 1, message, arguments, exc_info
         )
         handler.handle(record)
         return stream.getvalue()
@@ -48,22 +48,6 @@ def test_an_entry_and_its_traceback_are_one_line_of_ascii_without_control_charac
     assert "ValueError: " in entry["traceback"]
 
 
-def test_log_entries_of_a_request_have_its_ids(logged):
-    token = REQUEST.set({"server_request_id": "own", "request_id": "own"})
-    try:
-        alone = json.loads(logged("a").splitlines()[-1])
-        state = {"server_request_id": "own-2", "request_id": "theirs"}
-        both = json.loads(logged("b", extra={"state": state}).splitlines()[-1])
-    finally:
-        REQUEST.reset(token)
-    neither = json.loads(logged("c").splitlines()[-1])
-
-    assert alone["request"] == "own"
-    assert "caller_request" not in alone
-    assert (both["request"], both["caller_request"]) == ("own-2", "theirs")
-    assert "request" not in neither
-
-
 def test_entries_of_shared_work_have_no_request_id(logged):
     async def work():
         logged("shared")
@@ -76,6 +60,7 @@ def test_entries_of_shared_work_have_no_request_id(logged):
     shared, own = map(json.loads, asyncio.run(request()).splitlines())
     assert "request" not in shared
     assert own["request"] == "own"
+    assert "caller_request" not in own
 
 
 def test_background_tasks_do_not_inherit_request_ids():

@@ -22,7 +22,6 @@ from graphstash_server.services.identity.oidc import IssuerKeys, OidcVerifier
 from graphstash_server.settings import load_settings
 from support.issuer import Issuer, new_key
 from support.services import FakeClock
-from support.tokens import Guarded
 
 RULES = [
     {
@@ -75,29 +74,17 @@ def test_job_gets_grants_of_all_matching_rules(verify, issuer):
     assert abs(principal.expires_at.timestamp() - time.time() - 330) < 60
 
 
-@pytest.mark.parametrize(
-    ("claims", "is_fitting"),
-    [
-        ({"ref": "refs/heads/other"}, True),
-        ({"repository": "team/"}, True),
-        ({"repository": ["x", "team/other"]}, True),
-        *(
-            ({"repository": name}, False)
-            for name in (
-                *("teams/model", "x/team/model", None),
-                *({"team/model": 1}, [["team/other"]]),
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_rule_matches_whole_claims_only(verify, issuer, claims, is_fitting):
-    principal = verify(issuer.token("first", **claims))
-
-    if is_fitting:
-        assert sorted(map(str, principal.grants)) == ["read:trusted", "write:ci"]
-    else:
-        assert principal is None  # the provider signs for strangers, too
+def test_rule_matches_whole_claims_only(verify, issuer):
+    for claims in (
+        {"ref": "refs/heads/other"},
+        {"repository": "team/"},
+        {"repository": ["x", "team/other"]},
+    ):
+        principal = verify(issuer.token("first", **claims))
+        assert sorted(map(str, principal.grants)) == ["read:trusted", "write:ci"], claims
+    # The provider signs for strangers, too.
+    for name in ("teams/model", "x/team/model", None, {"team/model": 1}, [["team/other"]]):
+        assert verify(issuer.token("first", repository=name)) is None, name
 
 
 def test_star_matches_ordinary_names_and_no_path_to_another_place():
@@ -139,35 +126,31 @@ def test_a_rule_reaches_into_a_claim_that_is_an_object():
         assert not rule.fits({"kubernetes": {"io": claim}, "kubernetes.io.namespace": "ci"})
 
 
-@pytest.mark.parametrize("algorithm", ["RS256", "PS384", "ES384", "EdDSA"])
-def test_every_asymmetric_algorithm_is_accepted(verify, issuer, algorithm):
-    issuer.add_key("other", algorithm)
+def test_every_asymmetric_algorithm_is_accepted(verify, issuer):
+    """RS256 and ES256 sign in other tests."""
+    for algorithm in ("PS384", "EdDSA"):
+        issuer.add_key(algorithm, algorithm)
+    assert None not in verify(*map(issuer.token, ("PS384", "EdDSA")))
 
-    assert verify(issuer.token("other")) is not None
 
-
-@pytest.mark.parametrize(
-    "changed",
-    [
+def test_token_with_wrong_or_missing_claim_is_refused(verify, issuer):
+    wrong = (
         *({"aud": "another"}, {"aud": []}, {"iss": "https://elsewhere"}, {"sub": 7}),
         *({"exp": 10**30}, {"exp": "soon"}),
         {"headers": {"crit": ["b64"], "b64": True}},
         {"headers": {"kid": "unknown"}},
         *({"without": [name]} for name in ("exp", "aud", "iss", "sub", "iat")),
-    ],
-    ids=str,
-)
-def test_token_with_wrong_or_missing_claim_is_refused(verify, issuer, changed):
+    )
     assert verify(issuer.token("first")) is not None
-    assert verify(issuer.token("first", **changed)) is None
+    for changed in wrong:
+        assert verify(issuer.token("first", **changed)) is None, changed
 
 
-@pytest.mark.parametrize(("claim", "sign"), [("exp", -1), ("nbf", 1), ("iat", 1)])
-def test_clocks_may_differ_by_half_a_minute_and_no_more(verify, issuer, claim, sign):
+def test_clocks_may_differ_by_half_a_minute_and_no_more(verify, issuer):
     now = int(time.time())
-
-    assert verify(issuer.token("first", **{claim: now + sign * 20})) is not None
-    assert verify(issuer.token("first", **{claim: now + sign * 60})) is None
+    for claim, sign in (("exp", -1), ("nbf", 1), ("iat", 1)):
+        assert verify(issuer.token("first", **{claim: now + sign * 20})) is not None, claim
+        assert verify(issuer.token("first", **{claim: now + sign * 60})) is None, claim
 
 
 def encoded(value):
@@ -400,23 +383,6 @@ def test_keys_come_from_a_provider_with_an_authority_of_its_own(tmp_path, caplog
         assert all(
             f"the CAs in {tmp_path / name} cannot" in caplog.text for name in ("none", "absent")
         )
-
-
-def test_server_accepts_jwts_beside_its_own_tokens(tmp_path, issuer, problem):
-    settings = {"oidc_issuer": issuer.url, "oidc_audience": "graphstash", "oidc_rules": RULES}
-    with Guarded(tmp_path, **settings) as guarded:
-        job = guarded.http(issuer.token("first", sub="a\x1b[2J" + "b" * 200))
-        access = job.get("/v1/-/access").json()
-        assert (access["kind"], access["name"][:-17]) == ("oidc", "oidc:a?[2J" + "b" * 101)
-        guarded.set_policy("trusted", trusted=True)
-        assert job.put("/v1/trusted/manifests/m", json={"keys": []}).status_code == 400
-        assert job.put("/v1/other/manifests/m", json={"keys": []}).status_code == 404
-        wrong = guarded.http(issuer.token("first", aud="x"))
-        problem(wrong.get("/v1/-/access"), 401, "unauthenticated")
-        assert guarded.http(guarded.admin).get("/v1/-/tokens").status_code == 200
-        for _ in range(20):
-            assert job.get("/v1/-/access").status_code == 200
-    assert len(issuer.jwks_fetches) <= 2
 
 
 def test_settings_that_match_every_token_or_none_are_refused():

@@ -157,14 +157,12 @@ def test_a_session_ends_with_a_sign_out_another_sign_in_or_its_token(guarded, to
     assert not shows(third)
 
 
-def test_redirect_after_sign_in_stays_on_this_server(guarded, token, signed_in):
-    assert signed_in(token, next="/search?q=a").answer.headers["location"] == "/search?q=a"
+def test_redirect_after_sign_in_keeps_the_search_and_stays_on_this_server(
+    guarded, token, signed_in
+):
     for elsewhere in ("//evil.example", "/\\evil.example", "https://evil.example", "/a\r\nX: y"):
         assert way_back(elsewhere) == "/"
-        assert signed_in(token, next=elsewhere).answer.headers["location"] == "/"
-
-
-def test_search_is_kept_until_the_token_is_right(guarded, token, signed_in):
+    assert signed_in(token, next="//evil.example").answer.headers["location"] == "/"
     asked = "/tuning?q=a*+%C3%A9%22&namespace="
 
     def kept(page):
@@ -175,8 +173,7 @@ def test_search_is_kept_until_the_token_is_right(guarded, token, signed_in):
     assert mistyped.status_code == 401
     assert way == kept(mistyped) == asked
     assert signed_in(token, next=way).answer.headers["location"] == asked
-    for elsewhere in ("//evil.example/?q=x", "https://evil.example/*"):
-        assert kept(signed_in("gst_x", next=elsewhere).answer) == "/"
+    assert kept(signed_in("gst_x", next="//evil.example/?q=x").answer) == "/"
     for path in ("//evil.example?q=x", "/%5Cevil.example?q=x", "/sign-in?next=//evil.example"):
         page = guarded.http().get(guarded.url + path, headers=HTML)
         assert "evil" not in "".join(re.findall('name="next" value="([^"]*)"', page.text))

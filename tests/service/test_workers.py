@@ -24,6 +24,7 @@ from support.waiting import PATIENT
 from support.wire import Wire
 
 LARGE = bytes(range(256)) * 200_000  # 50 MB: more than the sockets of both sides hold
+UPLOAD = LARGE[:3_000_000]
 
 FAILING = """
 import graphstash_server.app as app
@@ -183,11 +184,6 @@ def test_rolling_restart_fails_no_request_and_a_killed_worker_only_its_own(
     socket.create_server(("127.0.0.1", server.port)).close()  # the port is free
 
 
-def end_server(server, eventually):
-    server.process.terminate()
-    eventually(lambda: not is_listening(server))
-
-
 def test_long_download_completes_before_its_worker_ends(start, connect, eventually):
     server = start("--workers", "2")
     old, api = server.workers, connect(server.url)
@@ -203,21 +199,6 @@ def test_long_download_completes_before_its_worker_ends(start, connect, eventual
 
     assert received == LARGE
     assert server.stop() == 0
-
-
-def test_long_upload_completes_before_shutdown(start, connect, eventually):
-    server = start("--workers", "2")
-    api = connect(server.url)
-
-    def halves():
-        yield LARGE[: len(LARGE) // 2]
-        eventually(lambda: any((server.data_dir / "blobs" / "tmp").iterdir()))
-        end_server(server, eventually)
-        yield LARGE[len(LARGE) // 2 :]
-
-    headers = {"Content-Length": str(len(LARGE)), "Repr-Digest": Digest.of(LARGE).repr_digest}
-    assert api.http.put(api.path(), content=halves(), headers=headers).status_code == 201
-    assert server.process.wait(30) == 0
 
 
 def test_shutdown_answers_lease_waiters_and_a_second_interrupt_waits_for_nothing(
@@ -245,9 +226,9 @@ def test_shutdown_answers_lease_waiters_and_a_second_interrupt_waits_for_nothing
     assert "was killed by SIGKILL" in server.log  # a reader that takes nothing is cut off anyway
 
 
-def test_download_and_new_connection_are_served_before_shutdown(start, connect, eventually):
+def test_transfers_and_new_connection_are_served_before_shutdown(start, connect, eventually):
     server = start()
-    api = connect(server.url)
+    api, writer = connect(server.url), connect(server.url)
     api.put(LARGE)
     with (
         Wire(server.url) as wire,
@@ -255,12 +236,23 @@ def test_download_and_new_connection_are_served_before_shutdown(start, connect, 
     ):
         chunks = download.iter_raw(65536)
         received = next(chunks)
-        # Connections are accepted in order: a later one that is answered shows that this one is.
-        assert "ok" in asked(server)
-        end_server(server, eventually)
+
+        def halves():
+            yield UPLOAD[: len(UPLOAD) // 2]
+            eventually(lambda: any((server.data_dir / "blobs" / "tmp").iterdir()))
+            # Connections are accepted in order: an answer to a later one shows that this one is.
+            assert "ok" in asked(server)
+            server.process.terminate()
+            eventually(lambda: not is_listening(server))
+            yield UPLOAD[len(UPLOAD) // 2 :]
+
+        length, digest = str(len(UPLOAD)), Digest.of(UPLOAD).repr_digest
+        headers = {"Content-Length": length, "Repr-Digest": digest}
+        stored = writer.http.put(api.path(1), content=halves(), headers=headers)
         answer = wire.ask(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
         received += b"".join(chunks)
 
+    assert stored.status_code == 201
     assert (answer.status, answer.headers["connection"]) == (200, "close")
     assert received == LARGE
     assert server.process.wait(30) == 0
