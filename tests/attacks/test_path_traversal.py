@@ -37,17 +37,15 @@ def _paths(name, namespace):
     )
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "POST"])
-def test_a_name_in_a_path_leads_out_of_the_store(fort, space, method):
-    """By the administrator, whom nothing else would stop."""
+def test_a_name_in_a_path_leads_out_of_the_store(fort, space):
+    """By the administrator, whom nothing else would stop. Each name in each place, by a method."""
     fort.fill(space)
     asked = 0
 
     with fort.withstands() as refused:
-        for name in _NAMES:
-            for path in _paths(name, space):
-                if method == "DELETE" and path.startswith("/v1/-/quarantine"):
-                    continue
+        for number, name in enumerate(_NAMES):
+            for place, path in enumerate(_paths(name, space)):
+                method = ("GET", "PUT", "DELETE", "POST")[(number + place) % 4]
                 with Wire(fort.url) as wire:
                     told = head(method, path, "Content-Length: 2", token=fort.admin)
                     answer = wire.ask(told + b"{}")

@@ -77,14 +77,16 @@ _HEADERS = {
 
 @pytest.fixture(scope="module")
 def calls(fort):
-    """Every call, as the server describes them; the words of a path are filled in by a test."""
+    """Every call, as the server describes them, and whether it reads a body; the words of a path
+    are filled in by a test.
+    """
     described = fort.http().get("/openapi.json").json()
-    return [
-        (method.upper(), path)
+    return {
+        (method.upper(), path): "requestBody" in call
         for path, methods in described["paths"].items()
-        for method in methods
+        for method, call in methods.items()
         if path not in {"/healthz", "/readyz", "/openapi.json"} and method != "head"
-    ]
+    }
 
 
 def _request(method, path, space, token, body, *headers):
@@ -120,8 +122,11 @@ def _dear(fort, requests):
 
 @pytest.mark.parametrize("body", _BODIES)
 def test_a_body_makes_the_server_work(fort, space, calls, body):
-    """Sent by an administrator, whose bodies every call reads that reads any."""
-    requests = {call: _request(*call, space, fort.admin, _BODIES[body]) for call in calls}
+    """Sent by an administrator, whose bodies every call reads that reads any. The other calls get
+    one body.
+    """
+    chosen = [call for call in calls if calls[call] or body == "unknown fields"]
+    requests = {call: _request(*call, space, fort.admin, _BODIES[body]) for call in chosen}
     assert _dear(fort, requests) == []
 
 
@@ -136,7 +141,11 @@ def test_a_body_of_a_caller_with_fewer_rights_makes_the_server_work(fort, space,
 
 @pytest.mark.parametrize("header", _HEADERS)
 def test_a_header_makes_the_server_work(fort, space, calls, header):
-    """The body is not what is announced, so that nothing is ever stored."""
+    """Sent to the calls that read headers of their own, and to one other. The body is not what is
+    announced, so that nothing is ever stored.
+    """
     token = None if "Authorization" in _HEADERS[header] else fort.token(f"write:{space}")
-    requests = {call: _request(*call, space, token, b"not x", _HEADERS[header]) for call in calls}
+    chosen = [call for call in calls if "{fingerprint}" in call[1] or "/manifests/" in call[1]]
+    chosen.append(("GET", "/v1/stats"))
+    requests = {call: _request(*call, space, token, b"not x", _HEADERS[header]) for call in chosen}
     assert _dear(fort, requests) == []

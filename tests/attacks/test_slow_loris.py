@@ -53,6 +53,20 @@ def test_a_head_comes_byte_by_byte(hasty, requests_before):
     assert refused == {"upload_timeout": 1}
 
 
+@pytest.mark.parametrize(
+    ("asked", "dripped"),
+    [(None, b"\r\n"), (_HEALTH, b"\r\n"), (head("GET", "/healthz", "Content-Length: 9999"), b"x")],
+    ids=["empty lines", "empty lines after a request", "an unread body"],
+)
+def test_an_idle_connection_is_kept_busy(hasty, asked, dripped):
+    """Empty lines before a request are allowed, and no reason to wait for ever."""
+    with Wire(hasty.url) as wire:
+        if asked is not None:
+            assert wire.ask(asked).status == 200
+        assert wire.drip(dripped, every=_SECONDS / 10) is None
+        assert wire.is_closed
+
+
 @pytest.mark.parametrize("call", ["upload", "lookup"])
 def test_a_body_comes_byte_by_byte(hasty, space, call):
     length = "Content-Length: 9999"

@@ -12,42 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from graphstash_server.api.bodies import body_chunks
-from graphstash_server.testing import LiveServer, ServerProcess
+from graphstash_server.testing import ServerProcess
 from support.wire import Wire
 
 HEALTH = "GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
-
-_SECONDS = 1.0
-
-
-@pytest.fixture(scope="module")
-def hasty(tmp_path_factory):
-    """A server that has little patience."""
-    with LiveServer(
-        tmp_path_factory.mktemp("hasty"),
-        header_seconds=_SECONDS,
-        upload_idle_seconds=_SECONDS,
-        log_level="error",
-    ) as server:
-        yield server
-
-
-@pytest.mark.parametrize(
-    ("asked", "dripped"),
-    [
-        ("", b"\r\n"),
-        (HEALTH, b"\r\n"),
-        (HEALTH.replace("\r\n\r\n", "\r\nContent-Length: 1000000\r\n\r\n"), b"x"),
-    ],
-    ids=["empty lines", "empty lines after a request", "an unread body"],
-)
-def test_an_idle_connection_is_closed(hasty, asked, dripped):
-    """Empty lines before a request are allowed, and no reason to wait for ever."""
-    with Wire(hasty.url) as wire:
-        if asked:
-            assert wire.ask(asked.encode()).status == 200
-        assert wire.drip(dripped, every=_SECONDS / 10) is None
-        assert wire.is_closed
 
 
 def test_bytes_that_arrive_while_the_server_is_stalled_are_in_time():
