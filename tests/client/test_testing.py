@@ -55,59 +55,37 @@ def other(fake, tmp_path):
 
 
 def conversation(url, namespace):
-    """What a server answers to calls of every kind: status, the headers that clients use, body."""
-    artifact, lease, run = f"/artifacts/{key(1)}", f"/leases/{key(4)}", "/runs/one/p0"
-    keys = [key(number).model_dump() for number in (3, 1, 2, 1)]
-    counts = {"kind": "jax", "device_type": DEVICE, "misses": 1, "compile_seconds": 2.0}
-    reported = {"started_at": "2026-01-01T12:00:00Z", "seconds": 3.0, "counts": [counts]}
-    sound, wrong = (
+    """What a server answers to the calls whose bodies the layer of the double reads."""
+    artifact, run = f"/artifacts/{key(1)}", "/runs/one/p0"
+    reported = {"started_at": "2026-01-01T12:00:00Z", "seconds": 3.0}
+    wrong, sound = (
         {"key": key(1).model_dump(), "reason": "corrupt", "digest": str(Digest.of(blob))}
-        for blob in (b"graph", b"other")
+        for blob in (b"other", b"graph")
     )
-    steps = [
-        *(("GET", artifact, b""), ("HEAD", artifact, b""), ("PUT", artifact, None)),
-        *(("PUT", artifact, b"graph"), ("PUT", artifact, b"graph"), ("PUT", artifact, b"other")),
-        *(("GET", artifact, b""), ("HEAD", artifact, b""), ("PATCH", artifact, b"")),
-        *(("GET", "/nowhere", b""), ("GET", f"/artifacts/jax/{DEVICE}/short", b"")),
-        ("POST", "/artifacts:verify", key(1).model_dump()),
-        *(("POST", "/artifacts:lookup", body) for body in ({"keys": keys}, {"keys": []}, b"[")),
-        *(("PUT", lease, b""), ("POST", lease, {"ttl_seconds": 0})),
-        *(("POST", lease, {"holder": "first"}), ("POST", lease, b""), ("PUT", lease, b"")),
-        *(("DELETE", f"{lease}?outcome={word}", b"") for word in ("nonsense", "failed", "failed")),
-        *(("GET", "/manifests/job", b""), ("PUT", "/manifests/job", {"keys": keys})),
-        *(("GET", "/manifests/job", b""), ("GET", "/manifests/-no-name", b"")),
-        *(("GET", "/runs", b""), ("PUT", run, reported), ("PUT", run, reported | {"seconds": -1})),
+    steps = (
+        *(("PUT", artifact, b"graph"), ("PUT", artifact, b"other"), ("GET", artifact, b"")),
+        *(("POST", "/artifacts:verify", body) for body in (key(1).model_dump(), {"kind": "no"})),
+        *(("PUT", run, reported), ("PUT", run, reported | {"seconds": -1})),
         *(("PUT", run, reported | {"program": "long" * 20_000}), ("GET", "/runs/one", b"")),
-        *(("GET", "/runs?limit=1", b""), ("GET", "/runs?limit=0", b"")),
-        *(("POST", "/artifacts:report", wrong), ("POST", "/artifacts:report", sound)),
-        *(("GET", artifact, b""), ("PUT", artifact, b"graph"), ("DELETE", artifact, b"")),
-    ]
-    random = "instance|detail|token|fencing|expires_in_seconds|(used|created)_at|newest_withdrawal"
-    random += "|next"  # of the list of runs, which has a time
-    heard, token = [], "nonsense"
+        *(("POST", "/artifacts:report", body) for body in (wrong, sound, b"[")),
+        ("GET", artifact, b""),
+    )
+    heard = []
     with httpx.Client(base_url=f"{url}/v1/{namespace}", timeout=30, trust_env=False) as http:
         for method, path, body in steps:
-            content = json.dumps(body).encode() if isinstance(body, dict) else body or b"graph"
-            headers = {"graphstash-lease": token, "prefer": "wait=0"}
-            if body is not None:
-                headers["repr-digest"] = Digest.of(content).repr_digest
-            answer = http.request(method, path, content=content if body else b"", headers=headers)
-            assert answer.headers["graphstash-protocol"] == "1"
-            names = ("content-type", "etag", "repr-digest", "graphstash-metadata", "retry-after")
-            told = answer.content
-            if told and "json" in answer.headers.get("content-type", ""):
-                token = answer.json().get("token", token)
-                told = re.sub(rf'"({random})":("[^"]*"|[^",}}]*)', "", answer.text)
-            kept = {name: answer.headers.get(name) for name in names}
-            heard.append((method, path, answer.status_code, kept, told))
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            headers = {"repr-digest": Digest.of(content).repr_digest}
+            answer = http.request(method, path, content=content, headers=headers)
+            told = re.sub(r'"(instance|detail)":"[^"]*"', "", answer.text)
+            heard.append((method, path, answer.status_code, told))
     return heard
 
 
-def test_double_answers_every_call_as_the_server_does(server, fake, namespace):
+def test_double_answers_calls_whose_bodies_it_reads_as_the_server_does(server, fake, namespace):
     real, ours = (conversation(each.url, namespace) for each in (server, fake))
 
-    assert len({status for _, _, status, _, _ in real}) > 8
-    assert [pair for pair in zip(real, ours, strict=True) if pair[0] != pair[1]] == []
+    assert {status for _, _, status, _ in real} == {200, 201, 204, 400, 404, 409, 413}
+    assert real == ours
 
 
 @pytest.mark.parametrize(
