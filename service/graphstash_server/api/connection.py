@@ -31,7 +31,7 @@ from collections.abc import Callable
 from ipaddress import IPv6Address
 from itertools import chain, islice
 from secrets import token_hex
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.protocols.http.httptools_impl import (
@@ -40,8 +40,9 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from graphstash_schema import ErrorCode, Problem
-from graphstash_schema.protocol import HEADER_PROTOCOL, PROBLEM_MEDIA_TYPE, PROTOCOL_VERSION
+from graphstash_schema import ErrorCode
+from graphstash_server.api.frame import frame_headers, header_lines
+from graphstash_server.api.problems import problem_response
 from graphstash_server.errors import ServerError
 from graphstash_server.settings import ListenSettings
 
@@ -162,6 +163,7 @@ class Connection(HttpToolsProtocol):
                 f"this server process has {most} connections, its limit: retry, or raise "
                 "GRAPHSTASH_MAX_CONNECTIONS or GRAPHSTASH_WORKERS",
                 limit=most,
+                retry_after_seconds=1,
             )
         )
 
@@ -504,18 +506,6 @@ def _request_line_refusal(target: bytes, version: str) -> ServerError | None:
 def _answer(error: ServerError) -> bytes:
     """Return a complete HTTP response with a problem document, for an unparsed request."""
     request_id = token_hex(8)
-    problem = Problem.of(error.code, error.detail, request_id=request_id, limit=error.limit)
-    body = problem.model_dump_json(exclude_none=True).encode()
-    headers: dict[str, Any] = {
-        "Content-Type": PROBLEM_MEDIA_TYPE,
-        "Content-Length": len(body),
-        "Cache-Control": "no-store",
-        "Connection": "close",
-        HEADER_PROTOCOL: PROTOCOL_VERSION,
-        "X-Request-Id": request_id,
-        "X-Content-Type-Options": "nosniff",
-    }
-    if error.code is ErrorCode.TOO_MANY_CONNECTIONS:
-        headers["Retry-After"] = 1
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return STATUS_LINE[problem.status] + lines.encode() + b"\r\n" + body
+    made = problem_response(request_id, error, headers={"Connection": "close"})
+    lines = header_lines([*made.raw_headers, *frame_headers("http", request_id.encode())])
+    return STATUS_LINE[error.status] + lines + b"\r\n" + bytes(made.body)

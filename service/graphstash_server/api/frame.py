@@ -33,6 +33,7 @@ __all__ = [
     "RequestFrame",
     "callers_request_id",
     "frame_headers",
+    "header_lines",
     "internal_failure",
     "request_ids",
     "shutting_down",
@@ -164,6 +165,11 @@ def frame_headers(scheme: str, request_id: bytes) -> list[tuple[bytes, bytes]]:
     if scheme == "https":
         headers.append(_HSTS)
     return headers
+
+
+def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the lines of headers in HTTP/1.1."""
+    return b"".join(b"%b: %b\r\n" % each for each in headers)
 
 
 def shutting_down() -> ServerError:

@@ -22,7 +22,6 @@ __all__ = [
     "log_refusal",
     "logged_id",
     "problem_response",
-    "refusal_response",
     "refusals",
 ]
 
@@ -32,7 +31,18 @@ _LOGGER = logging.getLogger(__name__)
 def problem_response(
     request_id: str, error: ServerError, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return the response to a refused request. No cache may store it."""
+    """Return the response to a refused request, with `headers` and the headers of its error code.
+    No cache may store it.
+    """
+    headers = {"Cache-Control": "no-store", **(headers or {})}
+    if error.retry_after_seconds is not None:
+        headers["Retry-After"] = str(max(math.ceil(error.retry_after_seconds), 1))
+    elif error.code is ErrorCode.UNAVAILABLE:
+        headers["Retry-After"] = _RETRY_SECONDS
+    if error.code is ErrorCode.UNAUTHENTICATED:
+        headers["WWW-Authenticate"] = _CHALLENGE
+    if error.code is ErrorCode.RANGE_NOT_SATISFIABLE:
+        headers["Content-Range"] = f"bytes */{error.limit:.0f}"
     problem = Problem.of(
         error.code,
         error.detail,
@@ -44,7 +54,7 @@ def problem_response(
     return Response(
         problem.model_dump_json(exclude_none=True),
         status_code=problem.status,
-        headers={"Cache-Control": "no-store", **(headers or {})},
+        headers=headers,
         media_type=PROBLEM_MEDIA_TYPE,
     )
 
@@ -180,23 +190,7 @@ def _answer(
     state = request.scope["state"]
     context.accounting.count_refusal(error.code)
     log_refusal(error, method=request.method, path=request.url.path, state=state)
-    return refusal_response(state["request_id"], error, headers=headers)
-
-
-def refusal_response(
-    request_id: str, error: ServerError, *, headers: dict[str, str] | None = None
-) -> Response:
-    """Return the problem document, with `headers` and the headers of its error code."""
-    headers = dict(headers or {})
-    if error.retry_after_seconds is not None:
-        headers["Retry-After"] = str(max(math.ceil(error.retry_after_seconds), 1))
-    elif error.code is ErrorCode.UNAVAILABLE:
-        headers["Retry-After"] = _RETRY_SECONDS
-    if error.code is ErrorCode.UNAUTHENTICATED:
-        headers["WWW-Authenticate"] = _CHALLENGE
-    if error.code is ErrorCode.RANGE_NOT_SATISFIABLE:
-        headers["Content-Range"] = f"bytes */{error.limit:.0f}"
-    return problem_response(request_id, error, headers=headers)
+    return problem_response(state["request_id"], error, headers=headers)
 
 
 def are_refusals_logged() -> bool:

@@ -29,13 +29,13 @@ from graphstash_server.api.frame import (
     MAX_HEADER_BYTES,
     callers_request_id,
     frame_headers,
+    header_lines,
     request_ids,
 )
 from graphstash_server.api.problems import (
     are_refusals_logged,
     log_refusal,
     problem_response,
-    refusal_response,
 )
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
@@ -192,7 +192,7 @@ class FastPath:
         """Build and count the response to a refused request."""
         self._context().accounting.count_refusal(error.code)
         log_refusal(error, method=request.method, path=request.path, state=request.state)
-        return self._problem(request, refusal_response(request.request_id.decode(), error))
+        return self._problem(request, problem_response(request.request_id.decode(), error))
 
     def fail(self, request: FastRequest, error: ServerError) -> Answer:
         """Build the response to a request that failed with an internal error."""
@@ -220,7 +220,7 @@ class FastPath:
         return _absence(*key[:3]).answer(request)
 
     def _problem(self, request: FastRequest, made: Response) -> Answer:
-        headers = b"".join(b"%b: %b\r\n" % header for header in made.raw_headers)
+        headers = header_lines(made.raw_headers)
         body = b"" if request.method == "HEAD" else bytes(made.body)
         return Answer(made.status_code, headers + _frame(request), body)
 
@@ -324,10 +324,10 @@ class _Absence(NamedTuple):
 def _absence(namespace: Namespace, kind: ArtifactKind, device_type: DeviceType) -> _Absence:
     """Split a problem document at placeholders that no valid value can contain."""
     key = StoredKey(namespace, kind, device_type, cast("Fingerprint", "<fingerprint>"))
-    made = refusal_response("<id>", absent(key))
+    made = problem_response("<id>", absent(key))
     begin, _, rest = bytes(made.body).partition(b"<fingerprint>")
     between, _, end = rest.partition(b"<id>")
-    lines = b"".join(b"%b: %b\r\n" % header for header in made.raw_headers)
+    lines = header_lines(made.raw_headers)
     before, _, after = lines.partition(b"content-length: %d\r\n" % len(made.body))
     return _Absence((before, after), (begin, between, end))
 
@@ -378,6 +378,6 @@ def _frame(request: FastRequest) -> bytes:
 def _frame_around(scheme: str) -> tuple[bytes, bytes]:
     """Return the common header lines before and after the request ID."""
     placeholder = b"<id>"
-    lines = b"".join(b"%b: %b\r\n" % each for each in frame_headers(scheme, placeholder))
+    lines = header_lines(frame_headers(scheme, placeholder))
     before, _, after = lines.partition(placeholder)
     return before, after

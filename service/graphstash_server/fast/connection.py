@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from graphstash_server.api.connection import MAX_PIPELINED, Connection
-from graphstash_server.api.frame import internal_failure, shutting_down
+from graphstash_server.api.frame import header_lines, internal_failure, shutting_down
 from graphstash_server.api.problems import logged_id
 from graphstash_server.fast.answers import Answer, FastPath, FastRequest
 from graphstash_server.storage import BlobReader, FileReader
@@ -275,7 +275,7 @@ class FastConnection(Connection):
 def _default_lines(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, bool]:
     """Return the lines that uvicorn adds to every response, and whether the server is stopping."""
     is_ending = any(name == b"connection" for name, _ in headers)
-    return b"".join(b"%b: %b\r\n" % each for each in headers), is_ending
+    return header_lines(headers), is_ending
 
 
 def _names(request: FastRequest) -> tuple[str, str, str]:
