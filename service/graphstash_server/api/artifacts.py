@@ -31,6 +31,7 @@ from graphstash_server.api.bodies import body_chunks, read_keys, read_model
 from graphstash_server.api.calls import (
     BYTES,
     KEY,
+    KEY_ERRORS,
     Calls,
     NamespaceCall,
     in_namespace,
@@ -257,11 +258,7 @@ def _info(key: StoredKey, found: FoundArtifact) -> str:
     needs=in_namespace(Scope.READ),
     body=ArtifactKey,
     answers={200: {"model": VerifyResponse}},
-    refuses=[
-        ErrorCode.INVALID_FINGERPRINT,
-        ErrorCode.INVALID_DEVICE_TYPE,
-        ErrorCode.INVALID_KIND,
-    ],
+    refuses=KEY_ERRORS,
 )
 async def verify_artifact(call: NamespaceCall) -> Response:
     """Compare an artifact's blob with its digest, and drop the artifact if it is lost or damaged.

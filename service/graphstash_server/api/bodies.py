@@ -3,8 +3,8 @@ time limits, or the query of its URL.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final, Protocol, TypeVar, cast
+from collections.abc import AsyncIterator
+from typing import Any, Final, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -18,6 +18,8 @@ from graphstash_schema import (
     ErrorCode,
     Fingerprint,
     InvalidValueError,
+    LookupRequest,
+    ManifestUpdate,
     Namespace,
 )
 from graphstash_server.api.calls import Call, NamespaceCall
@@ -26,7 +28,6 @@ from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 
 __all__ = [
-    "ListOfKeys",
     "body_chunks",
     "parameters_of",
     "read_keys",
@@ -125,26 +126,21 @@ async def read_model(
     return _parsed(raw, model)
 
 
-class ListOfKeys(Protocol):
-    """Model of a body with keys."""
-
-    @property
-    def keys(self) -> Sequence[ArtifactKey]:
-        """The keys, in the order of the body."""
-
-
 async def read_keys(
-    call: NamespaceCall, model: type[BaseModel], *, max_keys: int, way_out: str
+    call: NamespaceCall,
+    model: type[LookupRequest | ManifestUpdate],
+    *,
+    max_keys: int,
+    way_out: str,
 ) -> list[StoredKey]:
-    """Read a body whose `model` is a `ListOfKeys`. A valid body is parsed without the model, which
+    """Read a body that is a list of keys. A valid body is parsed without the model, which
     is several times as fast. For an invalid body, the model reports the error.
     """
     limit_bytes = max_keys * _MAX_KEY_BYTES
     raw = await _read_json(call, max_bytes=limit_bytes, max_keys=max_keys, way_out=way_out)
     keys = _plain_keys(raw, call.namespace, max_keys=max_keys)
     if keys is None:
-        listed = cast("ListOfKeys", _parsed(raw, model))
-        keys = [StoredKey.of(call.namespace, key) for key in listed.keys]
+        keys = [StoredKey.of(call.namespace, key) for key in _parsed(raw, model).keys]
     return keys
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "ANONYMOUS_RIGHT",
     "BYTES",
     "KEY",
+    "KEY_ERRORS",
     "KNOWN",
     "NO_STORE",
     "OPEN_PATHS",
@@ -65,6 +66,13 @@ __all__ = [
 
 KEY: Final = "{kind}/{device_type}/{fingerprint}"
 """Path segments of an artifact key."""
+
+KEY_ERRORS: Final = (
+    ErrorCode.INVALID_KIND,
+    ErrorCode.INVALID_DEVICE_TYPE,
+    ErrorCode.INVALID_FINGERPRINT,
+)
+"""Error codes of a body with a malformed artifact key."""
 
 NO_STORE: Final = {"Cache-Control": "no-store"}
 

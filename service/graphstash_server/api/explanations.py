@@ -1,7 +1,6 @@
 """Descriptions of artifacts, and the nearest artifacts to a missed one."""
 
 from datetime import timedelta
-from typing import Final
 
 from fastapi import Response
 from pydantic import Field
@@ -16,7 +15,7 @@ from graphstash_schema.explanation import (
 from graphstash_schema.model import WireModel
 from graphstash_schema.protocol import API_PREFIX, MAX_DESCRIBE_BYTES
 from graphstash_server.api.bodies import parameters_of, read_model, read_query
-from graphstash_server.api.calls import Calls, NamespaceCall, in_namespace, json_answer
+from graphstash_server.api.calls import KEY_ERRORS, Calls, NamespaceCall, in_namespace, json_answer
 from graphstash_server.errors import ServerError
 from graphstash_server.services.artifacts.explanations import MAX_NAMESPACES
 from graphstash_server.services.namespaces import check_writable
@@ -24,12 +23,6 @@ from graphstash_server.services.namespaces import check_writable
 __all__ = ["router"]
 
 router = Calls(prefix=API_PREFIX, tags=["artifacts"])
-
-_REFUSALS: Final = (
-    ErrorCode.INVALID_KIND,
-    ErrorCode.INVALID_DEVICE_TYPE,
-    ErrorCode.INVALID_FINGERPRINT,
-)
 
 
 class _ExplainQuery(WireModel):
@@ -48,7 +41,7 @@ class _ExplainQuery(WireModel):
     needs=in_namespace(Scope.WRITE),
     body=DescribeRequest,
     answers={204: {"description": "stored; earlier descriptions of an artifact stay"}},
-    refuses=[*_REFUSALS, ErrorCode.READ_ONLY],
+    refuses=[*KEY_ERRORS, ErrorCode.READ_ONLY],
 )
 async def describe_artifacts(call: NamespaceCall) -> Response:
     """Store the inputs of artifacts, so that the server can explain later misses."""
@@ -67,7 +60,7 @@ async def describe_artifacts(call: NamespaceCall) -> Response:
     query=parameters_of(_ExplainQuery),
     body=Description,
     answers={200: {"model": ExplainResponse}},
-    refuses=_REFUSALS,
+    refuses=KEY_ERRORS,
 )
 async def explain_miss(call: NamespaceCall) -> Response:
     """Return the nearest artifacts in all readable namespaces, and how they differ."""

@@ -17,6 +17,7 @@ from graphstash_schema.protocol import ADMIN_PREFIX, API_PREFIX
 from graphstash_server.api.bodies import read_model
 from graphstash_server.api.calls import (
     ADMINISTRATOR,
+    KEY_ERRORS,
     NO_STORE,
     Call,
     Calls,
@@ -32,12 +33,7 @@ __all__ = ["router"]
 
 router = Calls()
 
-_REFUSALS: Final = (
-    ErrorCode.INVALID_KIND,
-    ErrorCode.INVALID_DEVICE_TYPE,
-    ErrorCode.INVALID_FINGERPRINT,
-    ErrorCode.INSUFFICIENT_STORAGE,
-)
+_REFUSALS: Final = (*KEY_ERRORS, ErrorCode.INSUFFICIENT_STORAGE)
 _NAMESPACE: Final = {
     "name": "namespace",
     "in": "query",

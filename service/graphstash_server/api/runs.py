@@ -17,7 +17,7 @@ from graphstash_schema.run import (
     RunReport,
 )
 from graphstash_server.api.bodies import parameters_of, read_model, read_query
-from graphstash_server.api.calls import Calls, NamespaceCall, in_namespace, json_answer
+from graphstash_server.api.calls import KEY_ERRORS, Calls, NamespaceCall, in_namespace, json_answer
 from graphstash_server.errors import ServerError
 
 __all__ = ["router"]
@@ -52,13 +52,7 @@ def _hidden(request: Request) -> ServerError:
     needs=in_namespace(Scope.READ),
     body=RunReport,
     answers={204: {"description": "stored, in place of what the process reported before"}},
-    refuses=[
-        ErrorCode.INVALID_KIND,
-        ErrorCode.INVALID_DEVICE_TYPE,
-        ErrorCode.INVALID_FINGERPRINT,
-        ErrorCode.CONFLICT,
-        ErrorCode.INSUFFICIENT_STORAGE,
-    ],
+    refuses=[*KEY_ERRORS, ErrorCode.CONFLICT, ErrorCode.INSUFFICIENT_STORAGE],
 )
 async def put_report(call: NamespaceCall) -> Response:
     """Store the report of one process of a run at its end. Any caller that may read the namespace
