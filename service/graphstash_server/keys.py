@@ -2,7 +2,15 @@
 
 from typing import NamedTuple
 
-from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, Fingerprint, Namespace
+from graphstash_schema import (
+    ArtifactKey,
+    ArtifactKind,
+    DeviceType,
+    ErrorCode,
+    Fingerprint,
+    InvalidValueError,
+    Namespace,
+)
 
 __all__ = ["StoredKey"]
 
@@ -24,6 +32,19 @@ class StoredKey(NamedTuple):
             DeviceType(device_type),
             Fingerprint(fingerprint),
         )
+
+    @classmethod
+    def parse_path(cls, text: str) -> "StoredKey":
+        """Parse `<namespace>/<kind>/<device type>/<fingerprint>`, or raise InvalidValueError."""
+        segments = text.split("/")
+        if len(segments) != len(cls._fields):
+            raise InvalidValueError(
+                code=ErrorCode.INVALID_FINGERPRINT,
+                what="artifact",
+                value=text,
+                expected="<namespace>/<kind>/<device type>/<fingerprint>",
+            )
+        return cls.parse(**dict(zip(cls._fields, segments, strict=True)))
 
     @classmethod
     def of(cls, namespace: Namespace, key: ArtifactKey) -> "StoredKey":

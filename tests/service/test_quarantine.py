@@ -301,6 +301,6 @@ def test_the_command_lists_releases_and_deletes(command, connect):
     log = api.http.get("/v1/-/audit").json()["entries"]
     assert {each["actor"].partition(":")[0] for each in log[1:3]} == {"local"}
 
-    assert "use <namespace>/<kind>" in command("release", "team/jax", status=2)
+    assert "expected <namespace>/<kind>" in command("release", "team/jax", status=2)
     assert "fingerprint" in command("delete", "team/jax/cpu/short", status=2)
     assert "namespace" in command("list", "--namespace", "No", status=2)

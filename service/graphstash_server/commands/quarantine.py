@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from graphstash_schema import InvalidValueError, Namespace
+from graphstash_schema import Namespace
 from graphstash_server.commands.running import (
     Json,
     NamespaceFilter,
@@ -26,8 +26,6 @@ quarantine = typer.Typer(
     "on a host of the server, with its `GRAPHSTASH_*` variables.",
     no_args_is_help=True,
 )
-
-_PARTS = 4
 
 _Artifact = Annotated[
     str,
@@ -78,7 +76,7 @@ def delete(artifact: _Artifact, *, as_json: Json = False) -> None:
 def _decide(
     artifact: str, method: Literal["release", "delete"], done: str, *, as_json: bool
 ) -> None:
-    key = _parse(artifact)
+    key = parse(StoredKey.parse_path, artifact)
 
     async def work(context: "ProcessContext") -> None:
         from graphstash_server.actor import Actor
@@ -91,18 +89,3 @@ def _decide(
             typer.echo(f"{artifact} is {done}")
 
     run_with_services(work)
-
-
-def _parse(text: str) -> StoredKey:
-    parts = text.split("/")
-    if len(parts) != _PARTS:
-        fail(
-            f"{text!r} is not an artifact: use <namespace>/<kind>/<device type>/<fingerprint>",
-            status=2,
-        )
-    try:
-        return StoredKey.parse(
-            namespace=parts[0], kind=parts[1], device_type=parts[2], fingerprint=parts[3]
-        )
-    except InvalidValueError as error:
-        fail(str(error), status=2)

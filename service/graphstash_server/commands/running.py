@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
-from graphstash_schema import InvalidValueError, Word
+from graphstash_schema import InvalidValueError
 from graphstash_schema.exit_status import error_line
 from graphstash_schema.names import printable
 from graphstash_server.logs import set_up_logging
@@ -34,7 +34,7 @@ __all__ = [
     "size_of",
 ]
 
-W = TypeVar("W", bound=Word)
+T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 JsonLines = Annotated[
@@ -125,10 +125,10 @@ def parse_age(text: str) -> timedelta:
     return age
 
 
-def parse(kind: type[W], text: str) -> W:
-    """Return a checked word of the command line. Exit if the word is malformed."""
+def parse(read: Callable[[str], T], text: str) -> T:
+    """Return an argument of the command line as `read` parses it. Exit if it is malformed."""
     try:
-        return kind(text)
+        return read(text)
     except InvalidValueError as error:
         fail(str(error), status=2)
 

@@ -219,11 +219,7 @@ async def _administered(visitor: Visitor, form: Form) -> Namespace:
 
 async def _key(visitor: Visitor, form: Form) -> StoredKey:
     namespace = await _administered(visitor, form)
-    names = ("kind", "device_type", "fingerprint")
-    segments = form.get("key", "").split("/")
-    if len(segments) != len(names):
-        raise _invalid("the artifact's key is missing: open its page")
-    return StoredKey.parse(namespace=namespace, **dict(zip(names, segments, strict=True)))
+    return StoredKey.parse_path(f"{namespace}/{form.get('key', '')}")
 
 
 def _days(form: Form, what: str) -> timedelta:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
-from graphstash_schema import ErrorCode, InvalidValueError, Namespace, ReportReason, Scope
+from graphstash_schema import ErrorCode, Fingerprint, Namespace, ReportReason, Scope
 from graphstash_schema.explanation import Relative, described, words
 from graphstash_server.api.calls import key_of
 from graphstash_server.errors import ServerError
@@ -78,20 +78,11 @@ async def _comparison(visitor: Visitor, details: ArtifactDetails, against: str) 
     device type, or `<namespace>/<kind>/<device type>/<fingerprint>`.
     """
     key = details.entry.artifact.key
-    segments = against.split("/")
-    if len(segments) == 1:
-        other = key._replace(fingerprint=type(key.fingerprint)(against))
-    elif len(segments) == 4:
-        where = await visitor.enter(segments[0])
-        names = ("kind", "device_type", "fingerprint")
-        other = StoredKey.parse(namespace=where, **dict(zip(names, segments[1:], strict=True)))
+    if "/" in against:
+        other = StoredKey.parse_path(against)
+        await visitor.enter(other.namespace)
     else:
-        raise InvalidValueError(
-            code=ErrorCode.INVALID_FINGERPRINT,
-            what="artifact to compare with",
-            value=against,
-            expected="a fingerprint, or <namespace>/<kind>/<device type>/<fingerprint>",
-        )
+        other = key._replace(fingerprint=Fingerprint(against))
     found = await visitor.context.catalog.find(other)
     if found is None:
         raise absent(other)
