@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from graphstash_schema import ErrorCode, NamespacePolicy, WriteMode
 from graphstash_schema.protocol import HEADER_ACCEPT_REDIRECT, HEADER_HITS, HEADER_METADATA
@@ -16,6 +16,7 @@ from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.reading.conditions import lists_etag, requested_range
 from graphstash_server.settings import Settings
+from graphstash_server.storage import BlobReader
 
 __all__ = [
     "ACCEPT_REDIRECT",
@@ -59,15 +60,6 @@ _CACHE_CONTROL: Final = {
     True: "private, no-cache",
 }
 """By whether artifacts may change. Clients cache an artifact that never changes for a year."""
-
-
-class LocalFile(Protocol):
-    """The part of a `BlobReader` that these functions use."""
-
-    @property
-    def path(self) -> Path | None:
-        """Local file with the bytes, or None."""
-        ...
 
 
 _ACCEL_ONLY: Final = {HEADER_ACCEL}
@@ -132,7 +124,7 @@ def representation_of(
     request: Mapping[str, str],
     policy: NamespacePolicy,
     *,
-    file: LocalFile | None,
+    file: BlobReader | None,
     settings: Settings,
 ) -> Representation:
     """Represent an artifact for a GET.
