@@ -178,11 +178,7 @@ class FastPath:
         return None if answer is Unanswered.BLOCKED else self._rendered(request, answer)
 
     async def answer(self, request: FastRequest) -> Answer:
-        """Return the answer. A `ServerError` becomes a refusal.
-
-        Raises:
-            Exception: any other error.
-        """
+        """Return the answer. A `ServerError` becomes a refusal."""
         try:
             return self._rendered(request, await Reads(self._context()).answer(request.read))
         except ServerError as error:

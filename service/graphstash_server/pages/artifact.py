@@ -30,13 +30,7 @@ class Comparison:
 
 
 async def artifact_of(visitor: Visitor) -> dict[str, Any]:
-    """Return the content of the page.
-
-    Raises:
-        InvalidValueError: the path is not a key.
-        ServerError: as for a GET of the artifact. 404 if the artifact to compare is absent, or if
-            one of the two has no description.
-    """
+    """Return the content of the page."""
     where = await visitor.enter(visitor.request.path_params["namespace"])
     key = key_of(visitor.request)
     details = await visitor.context.catalog.find(key)

@@ -15,11 +15,6 @@ _MAX_ROWS: Final = 100
 async def audit_of(visitor: Visitor) -> dict[str, Any]:
     """Return the content of the page. Searches `MAX_AUDIT_ENTRIES` entries with IDs below `before`
     for an action or an actor.
-
-    Raises:
-        InvalidValueError: the namespace is malformed.
-        ServerError: 400 for an unknown action or a malformed ID, 401 or 403 for a visitor who does
-            not administer the server.
     """
     visitor.require_administrator()
     query = visitor.request.query_params

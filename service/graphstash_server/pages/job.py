@@ -16,12 +16,7 @@ _MAX_RUNS: Final = 20
 
 
 async def job_of(visitor: Visitor) -> dict[str, Any]:
-    """Return the content of a job's page.
-
-    Raises:
-        InvalidValueError: the name is malformed.
-        ServerError: see `Visitor.enter`. 404 if the job has no runs and no manifest.
-    """
+    """Return the content of a job's page."""
     where = await visitor.enter(visitor.request.path_params["namespace"])
     job = ManifestName(visitor.request.path_params["name"])
     runs = (await visitor.context.runs.list_latest(where, job=job, limit=_MAX_RUNS)).runs
@@ -63,12 +58,7 @@ async def job_of(visitor: Visitor) -> dict[str, Any]:
 
 
 async def run_of(visitor: Visitor) -> dict[str, Any]:
-    """Return the content of a run's page.
-
-    Raises:
-        InvalidValueError: the name is malformed.
-        ServerError: see `Visitor.enter`. 404 if no process has reported the run.
-    """
+    """Return the content of a run's page."""
     where = await visitor.enter(visitor.request.path_params["namespace"])
     name = RunName(visitor.request.path_params["run"])
     run = await visitor.context.runs.find(where, name)

@@ -91,12 +91,7 @@ class SpaceRow(NamedTuple):
 
 
 async def overview_of(visitor: Visitor) -> dict[str, Any]:
-    """Return the content of the page that its visitor may see.
-
-    Raises:
-        InvalidValueError: the namespace is malformed.
-        ServerError: 400 for an unknown choice, the errors of `Visitor.enter`, and 503.
-    """
+    """Return the content of the page that its visitor may see."""
     query = visitor.request.query_params
     step = _choice(Step, query.get("step"), default=Step.DAY)
     by = _choice(Grouping, query.get("by"), default=Grouping.NONE)

@@ -14,12 +14,7 @@ _MIN_CHARACTERS: Final = 2
 
 
 async def search_of(visitor: Visitor) -> dict[str, Any]:
-    """Return the content of the page.
-
-    Raises:
-        InvalidValueError: the namespace is malformed.
-        ServerError: 400 if the text is too long, errors of `Visitor.enter`, or 503.
-    """
+    """Return the content of the page."""
     query = visitor.request.query_params
     text = query.get("q", "").strip()
     if len(text) > _MAX_CHARACTERS:

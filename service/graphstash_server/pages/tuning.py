@@ -16,12 +16,7 @@ _MAX_CHARACTERS: Final = 128
 
 
 async def tuning_of(visitor: Visitor) -> dict[str, Any]:
-    """Return the content of the page.
-
-    Raises:
-        InvalidValueError: the namespace is malformed.
-        ServerError: 400 for a malformed name, the errors of `Visitor.enter`, and 503.
-    """
+    """Return the content of the page."""
     query = visitor.request.query_params
     name = query.get("q", "").lstrip()
     if len(name) > _MAX_CHARACTERS or "\0" in name:
