@@ -133,7 +133,7 @@ def test_expired_lease_goes_to_next_waiter_with_higher_fencing_number(api, probl
 async def test_holder_can_release_after_a_commit_that_a_waiter_overlooked(opened, monkeypatch):
     """The waiter looks for the artifact before the commit, and for the lease after it."""
     async with opened() as server:
-        granted = await acquire(server, 0, "holder")
+        granted = await server.acquire(0, "holder")
         artifacts = server.context.artifacts
         find = artifacts.find
 
@@ -144,23 +144,23 @@ async def test_holder_can_release_after_a_commit_that_a_waiter_overlooked(opened
             return found
 
         monkeypatch.setattr(artifacts, "find", find_then_commit)
-        assert (await acquire(server, 0, "waiter")).state is LeaseState.READY
+        assert (await server.acquire(0, "waiter")).state is LeaseState.READY
         await server.context.leases.release(key_of(0), token=granted.token)
 
 
 async def test_a_renewed_lease_lives_longer_and_an_expired_one_cannot_be_renewed(opened):
     async with opened() as server:
-        granted = await acquire(server, 0, "one", ttl_seconds=3)
+        granted = await server.acquire(0, "one", ttl_seconds=3)
         answer = await renewed(server, granted.token, ttl_seconds=20)
         assert (answer.token, answer.fencing) == (granted.token, granted.fencing)
         assert answer.ttl_seconds == 20
         opened.clock.turn(19)
-        assert (await acquire(server, 0, "two")).state is LeaseState.HELD
+        assert (await server.acquire(0, "two")).state is LeaseState.HELD
         opened.clock.turn(1)
         with pytest.raises(ServerError, match="expired") as refused:
             await renewed(server, granted.token)
         assert refused.value.code == ErrorCode.LEASE_LOST
-        assert (await acquire(server, 0, "two")).state is LeaseState.GRANTED
+        assert (await server.acquire(0, "two")).state is LeaseState.GRANTED
 
 
 def test_token_and_outcome_are_required_and_a_body_is_not(api, problem):
@@ -175,12 +175,12 @@ def test_token_and_outcome_are_required_and_a_body_is_not(api, problem):
 async def test_another_waiter_takes_over_when_the_polling_one_hangs_up(opened):
     """The first waiter looks for all; when it goes, the next one finds that the lease expired."""
     async with opened() as server:
-        await acquire(server, 0, "holder")
+        await server.acquire(0, "holder")
         gone = asyncio.get_running_loop().create_future()
         wanted = Acquisition(key_of(0), LeaseRequest(), WAIT, "first")
         first = asyncio.create_task(server.context.leases.acquire(wanted, gone=gone))
         await until_waiting(server, 1)
-        second = asyncio.create_task(acquire(server, 0, "second", wait_seconds=WAIT))
+        second = asyncio.create_task(server.acquire(0, "second", wait_seconds=WAIT))
         await until_waiting(server, 2)
 
         gone.set_result(None)
@@ -225,7 +225,7 @@ async def test_many_waiters_leave_database_connections_for_the_upload(opened, mo
             return await find(key)
 
         monkeypatch.setattr(artifacts, "find", slow_find)
-        crowd = [asyncio.create_task(acquire(server, 0, f"caller {n}")) for n in range(100)]
+        crowd = [asyncio.create_task(server.acquire(0, f"caller {n}")) for n in range(100)]
         await has_begun.wait()
         async with asyncio.timeout(_ANSWER_SECONDS):
             assert await server.put(b"graph")
@@ -239,16 +239,16 @@ async def test_many_waiters_leave_database_connections_for_the_upload(opened, mo
 async def test_leases_of_a_caller_are_limited(opened, monkeypatch):
     monkeypatch.setattr(leases, "_MAX_HELD", 3)
     async with opened() as server:
-        granted = [await acquire(server, number, "one") for number in range(3)]
+        granted = [await server.acquire(number, "one") for number in range(3)]
         with pytest.raises(ServerError) as refused:
-            await acquire(server, 3, "one")
+            await server.acquire(3, "one")
         assert (refused.value.code, refused.value.limit) == (ErrorCode.TOO_MANY_LEASES, 3)
-        assert (await acquire(server, 3, "two")).token is not None
+        assert (await server.acquire(3, "two")).token is not None
 
         await server.context.leases.release(key_of(0), token=granted[0].token)
-        assert (await acquire(server, 4, "one")).token is not None
+        assert (await server.acquire(4, "one")).token is not None
         opened.clock.turn(3600)
-        assert (await acquire(server, 5, "one")).token is not None
+        assert (await server.acquire(5, "one")).token is not None
 
 
 @pytest.mark.sql
@@ -256,10 +256,10 @@ async def test_ended_leases_are_dropped_beyond_a_limit_and_held_ones_stay(opened
     """Of those that ended the oldest are forgotten; those that are held stay."""
     monkeypatch.setattr(leases, "_MAX_ROWS", 6)
     async with opened() as server:
-        held = await acquire(server, 100, "one")
+        held = await server.acquire(100, "one")
         fencing = 0
         for number in range(20):
-            reply = await acquire(server, number % 10, "one")
+            reply = await server.acquire(number % 10, "one")
             await server.context.leases.release(key_of(number % 10), token=reply.token)
             assert reply.fencing >= fencing
             fencing = reply.fencing
@@ -267,15 +267,15 @@ async def test_ended_leases_are_dropped_beyond_a_limit_and_held_ones_stay(opened
         assert await count_rows(server) <= 6
 
         for number in range(20):
-            reply = await acquire(server, number, "a roamer", f"team-{number}")
+            reply = await server.acquire(number, "a roamer", f"team-{number}")
             await server.context.leases.release(key_of(number, f"team-{number}"), token=reply.token)
         assert await count_rows(server) <= 6 + 6
         await server.context.leases.renew(key_of(100), token=held.token, request=LeaseRequest())
 
         for number in range(200, 205):
-            await acquire(server, number, f"caller {number}")
+            await server.acquire(number, f"caller {number}")
         with pytest.raises(ServerError, match="the namespace team has 6 leases"):
-            await acquire(server, 205, "another")
+            await server.acquire(205, "another")
 
 
 async def count_rows(server):
@@ -287,12 +287,6 @@ async def until_waiting(server, count):
     async with asyncio.timeout(_ANSWER_SECONDS):
         while server.context.wait_queue.count < count:  # noqa: ASYNC110 - it sets no event
             await asyncio.sleep(0)
-
-
-async def acquire(server, number, caller, namespace="team", *, wait_seconds=0.0, **request):
-    wanted = Acquisition(key_of(number, namespace), LeaseRequest(**request), wait_seconds, caller)
-    gone = asyncio.get_running_loop().create_future()
-    return await server.context.leases.acquire(wanted, gone=gone)
 
 
 async def renewed(server, token, **request):

@@ -1,5 +1,6 @@
 """The services of a server without HTTP, on a clock that a test turns, and a client's verbs."""
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,8 @@ from typing import Any
 from graphstash_schema import (
     ArtifactKey,
     Digest,
+    LeaseReply,
+    LeaseRequest,
     Namespace,
     NamespacePolicy,
     NamespaceStats,
@@ -20,6 +23,7 @@ from graphstash_server.context import ProcessContext, open_services, prepare_dat
 from graphstash_server.db.queries.usage import stored_bytes
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.uploads import Upload
+from graphstash_server.services.jobs.leases import Acquisition
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import MemoryBlobStore
 from graphstash_server.testing.stores import as_chunks
@@ -114,6 +118,26 @@ class ServiceClient:
         )
         await self.context.collector.collect_marked()
         return is_evicted > 0
+
+    async def use(self, number: int = 0) -> None:
+        """Counts a hit, and writes it."""
+        self.context.accounting.count_hit(key_of(number), saved_seconds=1)
+        await self.context.accounting.flush()
+
+    async def acquire(
+        self,
+        number: int = 0,
+        caller: str = "somebody",
+        namespace: str = "team",
+        *,
+        wait_seconds: float = 0.0,
+        **request: Any,
+    ) -> LeaseReply:
+        """Asks for a lease on behalf of a client that does not hang up."""
+        key = key_of(number, namespace)
+        wanted = Acquisition(key, LeaseRequest(**request), wait_seconds, caller)
+        gone = asyncio.get_running_loop().create_future()
+        return await self.context.leases.acquire(wanted, gone=gone)
 
     async def used(self, namespace: str = "team") -> NamespaceStats | None:
         stats = (await self.context.statistics.read()).namespaces
