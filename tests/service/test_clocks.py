@@ -1,6 +1,5 @@
 """A wrong clock destroys nothing: clocks of real servers that jump, and what the servers keep."""
 
-import asyncio
 import sqlite3
 from datetime import UTC, datetime, timedelta
 
@@ -12,7 +11,6 @@ from graphstash_server.db import tables
 from graphstash_server.db.queries.artifacts import pin_artifacts
 from graphstash_server.db.queries.deletions import claim_blobs
 from graphstash_server.errors import ServerError
-from graphstash_server.services.jobs.leases import Acquisition
 from graphstash_server.services.plausible_clock import TOLERANCE
 from graphstash_server.testing import LiveServer
 from support.clocks import HostClock
@@ -25,7 +23,6 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 WRONG = {
     "an hour behind": -timedelta(hours=1),
-    "a day ahead": DAY,
     "200 days ahead": 200 * DAY,
     "in 2038": datetime(2038, 1, 19, 3, 14, 8, tzinfo=UTC) - START,  # more than 31 bits of seconds
     "in 2106": datetime(2106, 2, 7, 6, 28, 16, tzinfo=UTC) - START,  # more than 32 bits
@@ -72,13 +69,6 @@ def test_clock_that_is_ahead_for_a_moment_deletes_nothing_and_set_back_ends_leas
     assert api.acquire(1, wait=60).json()["state"] == "granted"
 
 
-async def ask(server, seconds=30):
-    request = LeaseRequest(ttl_seconds=seconds)
-    wanted = Acquisition(key_of(), request, wait_seconds=0, caller="somebody")
-    gone = asyncio.get_running_loop().create_future()
-    return await server.context.leases.acquire(wanted, gone=gone)
-
-
 @pytest.mark.sql
 @pytest.mark.parametrize(
     ("database_url", "days"),
@@ -88,17 +78,17 @@ async def ask(server, seconds=30):
 async def test_lease_lasts_for_its_duration_and_is_renewed_when_the_clock_is_set(opened, days):
     async with opened() as one, opened() as other:
         opened.clock.jump(max(days, 0) * DAY_SECONDS)
-        granted = await ask(one)
+        granted = await one.acquire()
         opened.clock.jump(-abs(days) * DAY_SECONDS)
-        held = await ask(other)
+        held = await other.acquire()
         assert (held.state, held.expires_in_seconds) == (LeaseState.HELD, 30)
         opened.clock.turn(20)
         request = LeaseRequest(ttl_seconds=30)
         await other.context.leases.renew(key_of(), token=granted.token, request=request)
         opened.clock.turn(29)
-        assert (await ask(one)).state is LeaseState.HELD
+        assert (await one.acquire()).state is LeaseState.HELD
         opened.clock.turn(2)
-        assert (await ask(other)).state is LeaseState.GRANTED
+        assert (await other.acquire()).state is LeaseState.GRANTED
 
 
 def test_servers_of_one_database_agree_about_leases_although_a_clock_is_wrong(
@@ -118,11 +108,12 @@ def test_servers_of_one_database_agree_about_leases_although_a_clock_is_wrong(
 
 
 @ON_SQLITE
-@pytest.mark.parametrize("ahead", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("when", ["an hour behind", "200 days ahead", "in 2106"])
 async def test_clock_that_is_wrong_for_a_while_loses_nothing_and_stops_nothing_afterwards(
-    opened, ahead
+    opened, when
 ):
     """It jumps while a lease is held and before every chore, and servers start meanwhile."""
+    ahead = WRONG[when]
     async with opened(retain_days=5) as server:
         for number in (1, 2):
             await server.put(b"blob %d" % number, number)
@@ -133,22 +124,24 @@ async def test_clock_that_is_wrong_for_a_while_loses_nothing_and_stops_nothing_a
         await rounds(opened.clock, server, days=1)
 
         for _ in range(2):
-            assert (await ask(server)).state is LeaseState.GRANTED
+            assert (await server.acquire()).state is LeaseState.GRANTED
             opened.clock.jump(ahead.total_seconds())
             # A lease is advice: a clock that is ahead ends it.
             is_over = ahead > timedelta(0)
-            assert (await ask(server)).state is (LeaseState.GRANTED if is_over else LeaseState.HELD)
+            assert (await server.acquire()).state is (
+                LeaseState.GRANTED if is_over else LeaseState.HELD
+            )
             async with opened(retain_days=5) as other:
                 for each in (server, other):
                     opened.clock.turn(8)
                     await each.context.maintenance.run_once()
-                assert (await ask(other)).state is LeaseState.HELD
-                await use(other, 1)
+                assert (await other.acquire()).state is LeaseState.HELD
+                await other.use(1)
             opened.clock.jump(-ahead.total_seconds())
-            await ask(server)
+            await server.acquire()
             for _ in range(2):
                 opened.clock.turn(31)  # no lease lasts longer, whenever it was granted
-                assert (await ask(server)).state is LeaseState.GRANTED
+                assert (await server.acquire()).state is LeaseState.GRANTED
             opened.clock.turn(31)
             await server.context.maintenance.run_once()
 
@@ -162,10 +155,12 @@ async def test_clock_that_is_wrong_for_a_while_loses_nothing_and_stops_nothing_a
 
 async def test_age_shorter_than_the_tolerance_is_not_reached_by_a_wrong_clock(opened):
     minute = 60
-    async with opened(retain_days=20 / (24 * 60)) as server:
+    async with opened(retain_days=40 / (24 * 60)) as server:
         await server.put(b"blob")
         await server.context.maintenance.run_once()
-        opened.clock.jump(50 * minute)
+        opened.clock.turn(15 * minute)
+        await server.context.maintenance.run_once()
+        opened.clock.jump(50 * minute)  # so that retention, an hourly chore, is due again
         opened.clock.turn(8)
         await server.context.maintenance.run_once()
         assert not server.context.plausible_clock.is_suspended
@@ -201,9 +196,9 @@ async def test_a_session_that_began_while_the_clock_was_ahead_does_not_outlive_i
 
 
 async def rounds(clock, *servers, days):
-    """Lets days pass, with six rounds of maintenance of each server a day."""
-    for _ in range(days * 6):
-        clock.turn(4 * HOUR_SECONDS)
+    """Lets days pass, with two rounds of maintenance of each server a day."""
+    for _ in range(days * 2):
+        clock.turn(DAY_SECONDS / 2)
         for server in servers:
             await server.context.maintenance.run_once()
 
@@ -244,11 +239,6 @@ async def test_deletions_are_refused_while_the_clock_is_doubtful_until_an_operat
         assert await server.get() is None
 
 
-async def use(server, number):
-    server.context.accounting.count_hit(key_of(number), saved_seconds=1)
-    await server.context.accounting.flush()
-
-
 async def accept(clock, server):
     clock.turn(600)
     await server.context.plausible_clock.accept()
@@ -273,7 +263,7 @@ async def test_uses_while_deletion_was_suspended_count_as_uses_at_its_end(opened
     opened.clock.jump(60 * DAY_SECONDS)
     async with opened(retain_days=5) as one, opened(retain_days=5) as other:
         await one.context.maintenance.run_once()
-        await use(one, 0)
+        await one.use(0)
         await one.put(b"blob 2", 2)
         await other.context.plausible_clock.observe()
         await end(opened.clock, one)
@@ -304,28 +294,28 @@ async def test_a_use_before_the_end_of_a_suspension_is_worth_as_much_as_one_afte
         await rounds(opened.clock, server, days=1)
         opened.clock.jump(60 * DAY_SECONDS)
         await server.context.maintenance.run_once()
-        await use(server, 0)
+        await server.use(0)
         await accept(opened.clock, server)
         await server.context.maintenance.run_once()
-        await use(server, 1)
+        await server.use(1)
         assert await server.evict_one()
         assert [await server.get(number) for number in range(2)] == [b"blob 0", None]
 
 
 @ON_SQLITE
 async def test_a_server_that_runs_for_an_hour_a_day_deletes_by_age(opened):
-    async with opened(retain_days=30) as server:
+    async with opened(retain_days=10) as server:
         await server.put(b"blob")
         await rounds(opened.clock, server, days=1)
     believed = []
-    for _ in range(40):
+    for _ in range(20):
         opened.clock.jump(23 * HOUR_SECONDS)
-        async with opened(retain_days=30) as server:
-            for _ in range(6):
+        async with opened(retain_days=10) as server:
+            for _ in range(3):
                 await server.context.maintenance.run_once()
-                opened.clock.turn(600)
+                opened.clock.turn(1200)
             believed.append(not server.context.plausible_clock.is_suspended)
-    assert sum(believed) >= 10
+    assert sum(believed) >= 5
     async with opened() as server:
         assert await server.get() is None
 
@@ -389,10 +379,10 @@ async def test_a_use_while_the_clock_was_ahead_protects_an_artifact_no_longer_th
             await server.put(b"blob %d" % number, number)
         await server.context.plausible_clock.observe()
         opened.clock.jump(200 * DAY_SECONDS)
-        await use(server, 0)
+        await server.use(0)
         opened.clock.jump(-200 * DAY_SECONDS)
         opened.clock.turn(DAY_SECONDS)
-        await use(server, 1)
+        await server.use(1)
         assert await server.evict_one()
         assert [await server.get(number) for number in range(2)] == [None, b"blob 1"]
 
