@@ -17,6 +17,7 @@ from graphstash_server.errors import ServerError, ShortBlobError
 from graphstash_server.settings import load_settings
 from graphstash_server.storage import TieredBlobStore
 from graphstash_server.storage.s3 import S3BlobStore
+from graphstash_server.storage.upload import DiskUpload
 from graphstash_server.testing import (
     LiveServer,
     MemoryBlobStore,
@@ -222,6 +223,21 @@ class TestFills:
         await settled(store)
         assert copies(tmp_path) == {}
         assert await read(store, LARGE) is None
+
+    async def test_deletion_before_the_copy_gets_its_name_leaves_no_copy(
+        self, opened, back, tmp_path, monkeypatch
+    ):
+        store, loop, keep = opened(back), asyncio.get_running_loop(), DiskUpload.keep
+
+        def keep_late(upload, destination):
+            deletion = store.delete(Digest.of(LARGE))
+            asyncio.run_coroutine_threadsafe(deletion, loop).result()
+            keep(upload, destination)
+
+        monkeypatch.setattr(DiskUpload, "keep", keep_late)
+        await put(store, LARGE)
+        assert await read(store, LARGE) == LARGE
+        assert copies(tmp_path) == {}
 
 
 def test_damaged_blob_never_looks_whole_and_its_artifact_is_dropped_and_put_again(
