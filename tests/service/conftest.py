@@ -211,6 +211,28 @@ def writers() -> Callable[..., AbstractContextManager[dict[int, bytes]]]:
     return writing
 
 
+@pytest.fixture
+def most_at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], int]]:
+    """Counts how many calls of a module's coroutine ran at the same time."""
+
+    def counting(module: Any, name: str) -> Callable[[], int]:
+        call, running, most = getattr(module, name), 0, 0
+
+        async def counted(*given: Any, **named: Any) -> Any:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            try:
+                return await call(*given, **named)
+            finally:
+                running -= 1
+
+        monkeypatch.setattr(module, name, counted)
+        return lambda: most
+
+    return counting
+
+
 @pytest.fixture(scope="session")
 def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SQLite database as a server has it; take a copy."""

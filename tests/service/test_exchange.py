@@ -158,11 +158,8 @@ def test_a_token_has_the_rights_of_its_jwt_or_fewer_as_long_as_the_server_allows
 def test_malformed_exchange_is_refused(exchange, github, problem):
     for changed, code, names in (
         ({"lifetime_seconds": 3 * 3600 + 1}, "invalid_request", "10800"),
-        ({"lifetime_seconds": 59}, "invalid_request", "60"),
         ({"lifetime_seconds": 10**30}, "invalid_request", "lifetime_seconds"),
         ({"grants": [{"scope": "read", "namespaces": "A"}]}, "invalid_pattern", "A"),
-        ({"grants": [{"scope": "read", "namespaces": "ci"}] * 65}, "invalid_request", "grants"),
-        ({"expires_at": "2030-01-01T00:00:00Z"}, "invalid_request", "expires_at"),
     ):
         problem(exchange(github.token("first"), **changed), 400, code, names)
 

@@ -12,10 +12,7 @@ from graphstash_schema.explanation import MAX_PARTS_CHARACTERS, Description
 from graphstash_schema.protocol import MAX_DESCRIPTIONS
 from graphstash_server.db.tables import descriptions, environments
 from graphstash_server.services.artifacts import catalog, explanations
-from graphstash_server.testing import LiveServer
 from support.api import OwnKeysApi
-from support.filling import describe as describe_many
-from support.filling import environment_of, fill, program_of
 from support.services import ACTOR, key_of
 
 pytestmark = pytest.mark.anyio
@@ -282,53 +279,15 @@ async def test_equal_environments_are_stored_once_and_removed_when_unused(opened
         assert await count(environments) == 0
 
 
-async def test_metadata_of_one_caller_at_a_time_is_in_memory(opened, monkeypatch):
+async def test_metadata_of_one_caller_at_a_time_is_in_memory(opened, most_at_once):
     """Who waits has read nothing yet."""
-    under_way = most = 0
-
-    def counted(read):
-        async def count(*given, **asked):
-            nonlocal under_way, most
-            under_way += 1
-            most = max(most, under_way)
-            try:
-                return await read(*given, **asked)
-            finally:
-                under_way -= 1
-
-        return count
-
-    for module, name in ((catalog, "list_latest"), (explanations, "list_by_label")):
-        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    searching = most_at_once(catalog, "list_latest")
+    explaining = most_at_once(explanations, "list_by_label")
     async with opened() as server:
-        context = server.context
-        key = key_of()
+        context, key = server.context, key_of()
         wanted = Description(key=key.key, label="jit(step)", program={"a": "b"}, environment={})
         where = [key.namespace]
         await asyncio.gather(*(context.catalog.search(where, "step") for _ in range(4)))
-        assert most == 1
         explain = context.explanations.explain
         await asyncio.gather(*(explain(*where, wanted, readable=where) for _ in range(4)))
-        assert most == 1
-
-
-def test_differing_part_is_found_among_many_artifacts(tmp_path):
-    """That takes no scan: see test_plans (`make bench` has the time)."""
-    count = 2_000
-    changed = count * 7 // 9
-    url = f"sqlite:///{tmp_path / 'graphstash.sqlite3'}"
-    with LiveServer(tmp_path, database_url=url):
-        pass
-    fill(url, tmp_path, count, namespace="bench")
-    describe_many(url, count, changed=changed)
-    with (
-        LiveServer(tmp_path, database_url=url) as server,
-        httpx.Client(base_url=server.url) as http,
-    ):
-        wanted = {
-            "key": {"kind": "torch_xla", "device_type": "cpu-bench", "fingerprint": "f" * 64},
-            "program": program_of(changed),
-            "environment": environment_of(is_usual=True),
-        }
-        answer = http.post("/v1/bench/artifacts:explain", json=wanted)
-    assert differences(answer) == [("env.XLA_FLAGS", "--a=1", "--a=2")]
+    assert (searching(), explaining()) == (1, 1)

@@ -139,15 +139,10 @@ def test_artifacts_are_chosen_by_kind_device_type_fingerprint_and_label(api):
 def test_malformed_query_parameter_is_named(api, problem):
     last = f"{'0' * 64}/jax/cpu"
     for query, named in (
-        ({"limit": 501}, "limit"),
-        ({"order": "hits"}, "order"),
         ({"order": "size", "after": f"2026-01-01T00:00:00+00:00/{last}"}, "next"),
         ({"order": "size", "after": f"-1/{last}"}, "next"),
         ({"order": "size", "after": f"{10**19}/{last}"}, "next"),
         ({"order": "newest", "after": f"10/{last}"}, "next"),
-        ({"label": "a\0b"}, "label"),
-        ({"fingerprint": "xyz"}, "fingerprint"),
-        ({"kind": "java"}, "kind"),
         ({"colour": "red"}, "colour"),
         ({"after": "x"}, "after='x'"),
         ({"after": f"2026-01-01T00:00:00/{last}"}, "next"),

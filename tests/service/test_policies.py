@@ -172,7 +172,7 @@ def test_a_bucket_holds_one_second_and_fills_with_time():
     clock.turn(2)
     assert is_in(slow, per_second=0.5) is True
 
-    for number in range(5000):
+    for number in range(4200):
         rates.take(Namespace(f"n{number}"), per_second=1)
         clock.turn(0.01)
         assert is_in(slow, per_second=0.001) is not True  # a bucket in use is not dropped

@@ -247,11 +247,6 @@ class TestPut:
         assert f"{tmp_path / 'spool'}, where this server spools uploads" in refusal.value.detail
         assert "GRAPHSTASH_S3" not in refusal.value.detail
 
-    async def test_every_thread_that_calls_the_bucket_has_a_connection(self, store):
-        pools = (store._bucket.threads, store._writers)
-        threads = sum(pool._max_workers for pool in pools) + bucket_module.UPLOAD_REQUESTS
-        assert store._client.meta.config.max_pool_connections == threads
-
     @pytest.mark.extended
     async def test_uploads_of_dead_server_are_aborted(
         self, tmp_path, swift, monkeypatch, eventually
