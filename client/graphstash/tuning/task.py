@@ -136,7 +136,7 @@ def tune(
         searched(turn)  # `TeamMemory` chooses among the published measurements
 
     with _measuring(task, method, executor) as measure:
-        return memory.schedule(problem, space, in_turn, measure=measure, confirm=measure, fit=fit)
+        return memory.schedule(problem, space, in_turn, measure=measure, confirm=True, fit=fit)
 
 
 class _Measure(Protocol):

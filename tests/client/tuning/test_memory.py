@@ -14,7 +14,7 @@ import pytest
 from graphstash._compile.cache import CompileCache
 from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
-from graphstash.tuning.memory import team as team_module
+from graphstash.tuning.memory import journal
 from graphstash.tuning.memory.findings import Finding, merged
 from graphstash.tuning.memory.problem import Problem
 from graphstash.tuning.memory.team import TeamMemory
@@ -422,10 +422,9 @@ def test_near_ties_are_measured_again(memories, monkeypatch):
 def remembered(memories):
     """How much a second host knows of a search that was cut short after so many measurements."""
 
-    def known(space, count, *, batch_count=64):
+    def known(space, count):
         first, second = memories("first"), memories("second")
         first.measure = lambda configuration: Finding(configuration, 1.0, count=1)
-        memory = TeamMemory(first.cache, batch_count=batch_count)
         random_ = random.Random(0)
         told = []
 
@@ -438,7 +437,7 @@ def remembered(memories):
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            memory.schedule(PROBLEM, space, measure_some, measure=first.measure)
+            first.memory.schedule(PROBLEM, space, measure_some, measure=first.measure)
         assert first.cache.publisher.drain(30)
         assert first.fallbacks == {}
         known = {}
@@ -455,13 +454,14 @@ NUMBERS = ParameterSpace({"x": list(range(1000))})
 
 
 def test_all_of_many_measurements_are_stored(remembered, monkeypatch):
-    monkeypatch.setattr(team_module, "_MAX_BATCHES", 16)
-    assert remembered(NUMBERS, 8 + 2 * 8, batch_count=1) == 24
+    monkeypatch.setattr(journal, "_MAX_BATCHES", 16)
+    monkeypatch.setattr(journal, "_BATCH_COUNT", 1)
+    assert remembered(NUMBERS, 8 + 2 * 8) == 24
 
 
 def test_all_measurements_of_long_search_are_stored(remembered, monkeypatch):
-    monkeypatch.setattr(team_module, "_MAX_BATCHES", 16)
-    monkeypatch.setattr(team_module, "monotonic", count(0, 11).__next__)
+    monkeypatch.setattr(journal, "_MAX_BATCHES", 16)
+    monkeypatch.setattr(journal, "monotonic", count(0, 11).__next__)
     assert remembered(NUMBERS, 60) == 60
 
 

@@ -8,12 +8,15 @@ import pytest
 from graphstash import tuning
 from graphstash.tuning.measuring import Budget, Measurement, Method, Pool
 from graphstash.tuning.memory.findings import Finding, merged
-from graphstash.tuning.memory.team import _best
+from graphstash.tuning.memory.journal import Journal
 from graphstash.tuning.tuner import search
 from graphstash_schema import DeviceType
 from support import wrong_kernels
 
 QUICK = Method(samples=2, sample_seconds=1e-6)
+
+
+PROBLEM = tuning.Problem("sums", (3,), "float64", DeviceType("cpu"), "made-up 1.0")
 
 
 def failures(found):
@@ -72,8 +75,7 @@ def test_a_wrong_result_on_one_host_outweighs_costs_of_others():
 
 
 def test_stored_answers_with_fewer_checks_have_another_key():
-    problem = tuning.Problem("sums", (3,), "float64", DeviceType("cpu"), "made-up 1.0")
-    request = problem.request(wrong_kernels.SPACE, "answer", 0, max_bytes=1)
+    request = PROBLEM.request(wrong_kernels.SPACE, "answer", 0, max_bytes=1)
     assert request.parts["checks"] == "after the last sample"
 
 
@@ -140,14 +142,6 @@ def test_another_shape_is_refused():
         tuning.CheckedOutput((1,), "int64").holds(np.zeros(2))
 
 
-class Journal:
-    """Keeps measurements of this host, as the memory's own does."""
-
-    def __init__(self, *own):
-        self.own = list(own)
-        self.add = self.own.append
-
-
 LATER = Finding((2,), 2.0, count=5)
 
 
@@ -155,10 +149,12 @@ LATER = Finding((2,), 2.0, count=5)
 @pytest.mark.parametrize("has_failed", [True, False], ids=["in its round", "once more"])
 def test_finalist_that_fails_in_final_round_or_recheck_is_not_chosen(failure, has_failed):
     fails = Finding((1,), None, failure=failure)
-    journal = Journal(Finding((1,), 1.0, count=5), LATER, *[fails] * has_failed)
 
     def measure(configuration):
         return LATER if has_failed or configuration == (2,) else fails
 
-    found = _best(journal, {}, measure=measure, confirm=measure)
+    journal = Journal(None, PROBLEM, wrong_kernels.SPACE, measure)
+    for each in (Finding((1,), 1.0, count=5), LATER, *[fails] * has_failed):
+        journal.add(each)
+    found = journal.best({}, confirm=True)
     assert [each.configuration for each in found] == [(2,)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from graphstash._process.session import open_cache
+from graphstash.tuning.memory import journal
 from graphstash.tuning.memory.findings import Finding
 from graphstash.tuning.memory.problem import Problem
 from graphstash.tuning.memory.process import ranks_of_job
@@ -111,7 +112,8 @@ def tuned(
     problem = Problem("matmul", (size,) * 3, "float32", DeviceType(device), "made-up 1.0")
     cache = open_cache()
     assert cache is not None
-    memory = TeamMemory(cache, ranks=ranks_of_job, batch_count=batch)
+    setattr(journal, "_BATCH_COUNT", batch)  # noqa: B010 - mypy refuses the assignment
+    memory = TeamMemory(cache, ranks=ranks_of_job)
     schedule = memory.schedule(problem, SPACE, kernel.climb, measure=kernel.measure)
     for _ in range(reject):
         assert schedule is not None

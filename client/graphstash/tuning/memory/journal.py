@@ -1,0 +1,303 @@
+"""Journal: what one host knows of a problem while it searches, and what it concludes.
+
+It holds the measurements that the team has stored, and those of this host, which it publishes while
+the search goes on.
+"""
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from time import monotonic
+from typing import Any, Final, TypeAlias
+
+from graphstash._compile.cache import CompileCache, PackOutcome
+from graphstash.config import holder_name
+from graphstash.errors import CacheError, Reason
+from graphstash.tuning.memory.findings import (
+    MAX_MEASUREMENTS,
+    MAX_RECORD_BYTES,
+    Finding,
+    merged,
+    read,
+)
+from graphstash.tuning.memory.problem import Problem
+from graphstash.tuning.space import Configuration, SearchSpace
+from graphstash_schema import ArtifactKey
+from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, described
+
+__all__ = ["MAX_BEST", "Journal", "Measure"]
+
+_log = logging.getLogger("graphstash")
+
+_MAX_BATCHES: Final = 64
+"""Maximum measurement artifacts of a problem. A search downloads all of them."""
+
+_BATCH_COUNT: Final = 64
+_BATCH_SECONDS: Final = 10.0
+"""Publish the first artifact after this many measurements or seconds: a search may be killed. Later
+artifacts wait for more, so that `_MAX_BATCHES` suffice for hours."""
+
+_STEP: Final = 8
+"""After this many artifacts, the number of measurements per artifact increases."""
+
+MAX_BEST: Final = 8
+"""Maximum configurations in an answer: one to run, and starting points for other searches."""
+
+_MAX_CLAIMS: Final = 32
+"""Maximum configurations that a host measures only because peers report them as fast."""
+
+_MAX_HOSTS: Final = 64
+"""Maximum host names in an answer."""
+
+_MAX_FINALISTS: Final = 4
+_FINAL_ROUNDS: Final = 3
+_MIN_SPREAD: Final = 0.01
+"""Costs within this share of the best cost count as equal and are measured again."""
+
+_MAX_COST_RATIO: Final = 4.0
+"""Maximum credible ratio of a configuration's costs on equal hosts, under any load."""
+
+Measure: TypeAlias = Callable[[Configuration], Finding]
+"""Measures one configuration on this host."""
+
+
+class Journal:
+    """The measurements of one problem during a search on this host.
+
+    Attributes:
+        known: measurements of all hosts, by configuration, since `read`.
+
+    Args:
+        cache: finds and publishes measurements.
+        problem: what is tuned.
+        space: the searched space.
+        measure: measures one configuration here.
+    """
+
+    def __init__(
+        self, cache: CompileCache, problem: Problem, space: SearchSpace, measure: Measure
+    ) -> None:
+        self.known: dict[Configuration, Finding] = {}
+        self._cache = cache
+        self._problem = problem
+        self._space = space
+        self._measure = measure
+        self._requests = [
+            problem.request(space, "measurements", number, max_bytes=MAX_RECORD_BYTES)
+            for number in range(_MAX_BATCHES)
+        ]
+        self._measured: list[Finding] = []
+        self._lock = threading.Lock()  # guards the fields below
+        self._next = 0  # number of the first artifact that may be absent
+        self._pending: list[Finding] = []
+        self._since = monotonic()
+
+    # --- the team's artifacts
+
+    def read(self) -> None:
+        """Set `known`. Errors of the cache are counted."""
+        batches = []
+        stored = self._stored()
+        for key in stored:
+            pack = self._cache.fetch_pack(key, max_bytes=MAX_RECORD_BYTES)
+            if pack is None or pack.payload is None:
+                continue
+            try:
+                batches.append(read(pack.payload, self._space))
+            except ValueError as error:
+                self._cache.record_fallback(CacheError(Reason.CORRUPT, f"{key}: {error}"))
+        absent = (n for n, each in enumerate(self._requests) if each.key not in stored)
+        self._next = next(absent, _MAX_BATCHES)
+        self.known = merged(batches)
+
+    def add(self, measurement: Finding) -> None:
+        """Add a measurement of this host, and publish it soon. Never raises or waits."""
+        with self._lock:
+            self._measured.append(measurement)
+            self._pending.append(measurement)
+            count = min(_BATCH_COUNT * (1 + self._next // _STEP), MAX_MEASUREMENTS)
+            seconds = _BATCH_SECONDS * (1 + self._next)
+            is_due = len(self._pending) >= count or monotonic() - self._since >= seconds
+        if is_due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Publish the pending measurements in the background."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+            seconds, self._since = monotonic() - self._since, monotonic()
+        if pending and not self._cache.publisher.submit(lambda: self._publish(pending, seconds)):
+            self._cache.record_fallback(
+                CacheError(Reason.QUEUE_FULL, "too many artifacts wait for their upload")
+            )
+
+    def _stored(self) -> Collection[ArtifactKey]:
+        """Return keys of the artifacts on this host or in a namespace that this job reads."""
+        keys = [each.key for each in self._requests]
+        found = {key for key in keys if self._cache.is_on_this_host(key)}
+        server = self._cache.stash.server
+        if not server.is_configured:
+            return found
+        for namespace in self._cache.config.readable:
+            try:
+                reply = server.lookup(keys, namespace=namespace)
+            except CacheError as error:
+                self._cache.record_fallback(error)
+                break
+            found |= {each.key for each in reply.found} & set(keys)
+        return sorted(found, key=keys.index)
+
+    def _publish(self, pending: Sequence[Finding], seconds: float) -> None:
+        payload = _encoded(
+            {
+                "host": _this_host(),
+                "measurements": [each.named(self._space).to_json() for each in pending],
+            }
+        )
+        if len(payload) > MAX_RECORD_BYTES and len(pending) > 1:
+            half = len(pending) // 2
+            for part in (pending[:half], pending[half:]):
+                self._publish(part, seconds * len(part) / len(pending))
+            return
+        while self._next < _MAX_BATCHES:
+            request = self._requests[self._next]
+            self._next += 1
+            metadata = request.metadata(compile_seconds=seconds, raw_size_bytes=len(payload))
+            outcome = self._cache.store_pack(request.key, payload, metadata, artifact_count=1)
+            if outcome is PackOutcome.TAKEN:
+                continue
+            if outcome is not PackOutcome.STORED:
+                self._next -= 1
+            else:
+                with suppress(CacheError):  # the artifact is stored without a description
+                    name = described(request.key, request.label, request.parts)
+                    self._cache.stash.server.describe([name])
+            return
+        self._cache.record_fallback(
+            CacheError(Reason.TOO_LARGE, f"{_MAX_BATCHES} artifacts have measurements already")
+        )
+
+    # --- this host's conclusions
+
+    def own(self) -> dict[Configuration, Finding]:
+        """Return this host's measurements, merged by configuration, or the last one if that failed.
+
+        Earlier measurements may have been made in a process that other trials had changed.
+        """
+        last = {each.configuration: each for each in self._measured}
+        failed = {key: each for key, each in last.items() if each.cost is None}
+        return merged([self._measured]) | failed
+
+    def measure_default(self) -> None:
+        """Measure `space.start` unless the search has, or it failed on another host. Pages compare
+        the answer with it, and it is the answer if it is the fastest.
+        """
+        start = self._space.start
+        peer = self.known.get(start)
+        if start in self.own() or (peer is not None and peer.failure is not None):
+            return
+        try:
+            self.add(self._measure(start))
+        except Exception:  # noqa: BLE001 - the search may have an answer, which must not be lost
+            _log.debug("the default was not measured", exc_info=True)
+
+    def best(
+        self, claims: Mapping[Configuration, Finding], *, confirm: bool
+    ) -> tuple[Finding, ...]:
+        """Return this host's measurements of the best configurations, best first.
+
+        Peers' costs are not trusted: in the order of these `claims`, measure the configurations
+        here until the best cost here is below the next one. Then measure nearly equal
+        configurations again, in turn. With `confirm`, measure the best configuration once more.
+        """
+        for claim in _ranked(claims)[:_MAX_CLAIMS]:
+            own = self.own()
+            if claim.configuration in own:
+                continue
+            if (here := _ranked(own)) and _cost(here[0]) < _cost(claim):
+                break
+            self.add(self._measure(claim.configuration))
+        finalists = _finalists(_ranked(self.own()))
+        for _ in range(_FINAL_ROUNDS if len(finalists) > 1 else 0):
+            for each in finalists:
+                self.add(self._measure(each.configuration))
+        ranked = _ranked(self.own())
+        confirmed: set[Configuration] = set()
+        while confirm and ranked and ranked[0].configuration not in confirmed:
+            confirmed.add(ranked[0].configuration)
+            self.add(self._measure(ranked[0].configuration))
+            ranked = _ranked(self.own())
+        return tuple(ranked[:MAX_BEST])
+
+    def is_misled(self, best: Sequence[Finding]) -> bool:
+        """Return whether to repeat a search that skipped configurations because of peers.
+
+        True if nothing works here, or if a cost here is far from the peers' cost.
+        """
+        own, known = self.own(), self.known
+        if not known.keys() - own.keys():
+            return False
+        pairs = [(_cost(own[key]), _cost(known[key])) for key in own.keys() & known.keys()]
+        return not best or any(
+            max(here, there) > _MAX_COST_RATIO * min(here, there)
+            for here, there in pairs
+            if here < math.inf and there < math.inf
+        )
+
+    def described(self, best: Finding) -> dict[str, str]:
+        """Return what pages show of an answer: configuration, and speedup over the default."""
+        values = self._space.named(best.configuration).items()
+        parts = {SCHEDULE_PART: " ".join(f"{name}={value}" for name, value in values)}
+        start = self.own().get(self._space.start)
+        if start is not None and start.cost is not None:
+            parts[SPEEDUP_PART] = f"{start.cost / _cost(best):.2f}"
+        return parts
+
+    def answer(self, best: Sequence[Finding]) -> bytes:
+        """Return the answer to publish, with as many configurations as fit into an artifact.
+
+        Hosts use only `measurements`; the other fields are for display.
+        """
+        hosts = {_this_host()}.union(*(each.hosts for each in self.known.values()))
+        answer = _encoded(
+            {
+                "problem": self._problem.label,
+                "compiler": self._problem.compiler,
+                "hosts": sorted(hosts)[:_MAX_HOSTS],
+                "measured": len(self.own().keys() | self.known.keys()),
+                "measurements": [each.named(self._space).to_json() for each in best],
+            }
+        )
+        if len(answer) > MAX_RECORD_BYTES and len(best) > 1:
+            return self.answer(best[: len(best) // 2])
+        return answer
+
+
+def _finalists(ranked: Sequence[Finding]) -> Sequence[Finding]:
+    """Return the configurations whose cost is indistinguishable from the best cost."""
+    if not ranked:
+        return ()
+    limit = _cost(ranked[0]) + max(ranked[0].spread, _MIN_SPREAD * _cost(ranked[0]))
+    return [each for each in ranked if _cost(each) <= limit][:_MAX_FINALISTS]
+
+
+def _ranked(measurements: Mapping[Configuration, Finding]) -> list[Finding]:
+    return sorted((each for each in measurements.values() if each.cost is not None), key=_cost)
+
+
+def _cost(measurement: Finding) -> float:
+    return measurement.cost if measurement.cost is not None else float("inf")
+
+
+def _this_host() -> str:
+    """Return `user@host`: the lease holder's name without the process ID."""
+    return holder_name().rpartition(":")[0]
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    # `default` converts numpy numbers, which a searcher may use.
+    plain = json.dumps(record, sort_keys=True, allow_nan=False, default=lambda each: each.item())
+    return plain.encode()
