@@ -3,6 +3,7 @@
 import math
 import random
 import sys
+from itertools import cycle
 from statistics import mean
 
 import numpy as np
@@ -60,8 +61,9 @@ def name(request):
     return request.param
 
 
-@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_search_visits_every_configuration_once_and_ends(name, space):
+@pytest.mark.parametrize(("name", "kind"), [*zip(SEARCHERS, cycle(SPACES), strict=False)])
+def test_search_visits_every_configuration_once_and_ends(name, kind):
+    space = SPACES[kind]
     searcher = run(searcher_of(name, space), 2 * space.size, batch=3)
     visited = [trial.configuration for trial in searcher.trials]
     assert sorted(map(repr, visited)) == sorted(map(repr, space))
