@@ -8,13 +8,12 @@ another, warm, over a link with a round trip of 50 ms, without prefetching and w
 """
 
 from functools import partial
-from pathlib import Path
 
 from benchmarks.figures import part
 from support.jobs import Jobs
+from support.run_case import RUN_CASE, case_arguments
 from support.slow_link import SlowLink
 
-SCRIPT = Path(__file__).parents[1] / "support" / "graphs_job.py"
 SAVED = "12 graphs in four threads: what was saved, s"
 LINK = "12 graphs one after another, warm, 50 ms to the server and back"
 
@@ -29,11 +28,11 @@ def main():
             over_a_link(bench.figures, bench.server, bench.directory / f"link-{number}")
 
 
-def job(directory, url, *arguments, **settings):
+def job(directory, url, *, threads=1, layers=24, **settings):
     running = Jobs().start(
         directory,
-        *arguments,
-        script=SCRIPT,
+        *case_arguments("graphs:compiled", threads=threads, layers=layers),
+        script=RUN_CASE,
         under="graphstash run",
         url=url,
         namespace=directory.parent.name,
@@ -44,24 +43,24 @@ def job(directory, url, *arguments, **settings):
 
 def saved(figures, server, directory):
     add = partial(figures.add, SAVED, "JAX")
-    cold = job(directory / "cold", server.url, "--threads", 4)
-    warm = job(directory / "warm", server.url, "--threads", 4, prefetch_limit=0)
-    add("cold", cold.report["seconds"])
-    add("warm", warm.report["seconds"])
-    add("stopwatch", cold.report["seconds"] - warm.report["seconds"])
+    cold = job(directory / "cold", server.url, threads=4)
+    warm = job(directory / "warm", server.url, threads=4, prefetch_limit=0)
+    add("cold", cold.report)
+    add("warm", warm.report)
+    add("stopwatch", cold.report - warm.report)
     add("wall time", warm.stats["saved_wall_seconds"])
     add("compiling", warm.stats["saved_compile_seconds"])
 
 
 def over_a_link(figures, server, directory):
-    small = ("--layers", 6)  # what JAX itself does for a graph takes longer than any link
-    job(directory / "first", server.url, *small)
+    small = {"layers": 6}  # what JAX itself does for a graph takes longer than any link
+    job(directory / "first", server.url, **small)
     for arm, limit in (("on demand", 0), ("prefetching", "2GiB")):
         add = partial(figures.add, LINK, arm)
         with SlowLink(server.port, round_trip_seconds=0.05) as link:
             where = directory / arm.replace(" ", "-")
-            outcome = job(where, link.url, *small, prefetch_limit=limit)
-            add("first step, s", outcome.report["seconds"])
+            outcome = job(where, link.url, **small, prefetch_limit=limit)
+            add("first step, s", outcome.report)
             add("looking up, s", outcome.stats["fetch_seconds"])
             add("hits", outcome.hits)
             add("prefetched", outcome.stats["hits_prefetched"])

@@ -2,12 +2,12 @@
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphstash.tuning.search.base import Searcher
 
-__all__ = ["COSTS", "area_under_best", "best_so_far"]
+__all__ = ["COSTS", "area_above", "best_so_far"]
 
 Values = Mapping[str, Any]
 
@@ -70,9 +70,6 @@ def best_so_far(searcher: Searcher, cost: Callable[[Values], float], budget: int
     return found
 
 
-def area_under_best(
-    searcher: Searcher, cost: Callable[[Values], float], budget: int, optimum: float
-) -> float:
+def area_above(best: Sequence[float], optimum: float) -> float:
     """Mean over the measurements of log(best so far / optimum), log 100 while nothing worked."""
-    best = best_so_far(searcher, cost, budget)
     return sum(math.log(min(each / optimum, 100)) for each in best) / len(best)

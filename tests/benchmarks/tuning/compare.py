@@ -9,6 +9,7 @@ from time import monotonic
 from scipy.stats import wilcoxon
 
 from graphstash.tuning import make_searcher
+from support.tuning_costs import area_above
 
 __all__ = ["ARMS", "PAPER", "Run", "best_known", "compare", "points_of", "rows_of", "saved"]
 
@@ -167,14 +168,9 @@ def _summary(values):
 
 def _against(runs, baseline, known):
     """Wilcoxon's signed-rank test of the areas under the curves, paired by seed, two-sided."""
-    pairs = [(_area(a, known), _area(b, known)) for a, b in zip(runs, baseline, strict=True)]
-    differences = [a - b for a, b in pairs]
+    areas = [[area_above(run.best, known) for run in each] for each in (runs, baseline)]
+    differences = [a - b for a, b in zip(*areas, strict=True)]
     return {
         "seeds with less area than random": sum(each < 0 for each in differences),
         "p": float(wilcoxon(differences).pvalue) if any(differences) else 1.0,
     }
-
-
-def _area(run, known):
-    """Mean of log(best so far / best known); log 100 while nothing worked."""
-    return sum(math.log(min(each / known, 100)) for each in run.best) / len(run.best)

@@ -16,7 +16,7 @@ from support.environments import python_of
 
 __all__ = ["gemms"]
 
-MEASURER = Path(__file__).parents[2] / "support" / "tvm_measurer.py"
+MEASURER = Path(__file__).with_name("tvm_measurer.py")
 
 
 def gemms(lengths):
@@ -24,7 +24,7 @@ def gemms(lengths):
     for length in lengths:
         space = GemmSpace(length, length, length)
         with subprocess.Popen(
-            [_python(), MEASURER, *3 * [str(length)]],
+            [python_of("tvm"), MEASURER, *3 * [str(length)]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -32,16 +32,6 @@ def gemms(lengths):
             compare = partial(_costs, measurer, space)
             _cost(compare, space.start)  # starts what measures, at nobody's expense
             yield Problem(f"TVM {length}^3", space, partial(_cost, compare), compare=compare)
-
-
-def _python():
-    try:
-        return python_of("tvm")
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise SystemExit(
-            f"TVM is missing: tests/environments/tvm.txt could not be installed into .venv-tvm "
-            f"({error}); without --gemm, all else is compared"
-        ) from error
 
 
 def _cost(compare, configuration):

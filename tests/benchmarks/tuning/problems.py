@@ -37,14 +37,15 @@ class Problem:
     compare: Callable[[list[Configuration]], list[float]] | None = None
 
 
-def lattices(lengths, costs):
+def lattices(lengths):
     """Every tiling has a cost that is computed, so that the optimum is known."""
     for length in lengths:
         space = GemmSpace(length, length, length)
-        for cost in costs:
-            known = {each: COSTS[cost](space.named(each)) for each in space}
-            name = f"lattice {length}^3, {cost}"
-            yield Problem(name, space, known.__getitem__, min(known.values()))
+        for name, cost in COSTS.items():
+            known = {each: cost(space.named(each)) for each in space}
+            yield Problem(
+                f"lattice {length}^3, {name}", space, known.__getitem__, min(known.values())
+            )
 
 
 def table(file):

@@ -1,6 +1,6 @@
-"""Compares searchers on lattices, on tables of measured kernels, on TVM, and on what is plugged in.
+"""Compares searchers on lattices, on tables of measured kernels, and on TVM.
 
-    .venv/bin/python tests/benchmarks/tuning/run.py [--quick] [--tables FOLDER] [--gemm LENGTH ...]
+    .venv/bin/python tests/benchmarks/tuning/run.py [--tables FOLDER] [--gemm LENGTH ...]
 
 Lattices and tables are looked up, so that many seeds take minutes; every seed is shared by all
 searchers. A table is a file of CSV, perhaps with .gz: a column for each parameter, then
@@ -9,9 +9,8 @@ compiles; choose what is affordable, at 0.2 to 1 s a measurement:
 
     --lattices --gemm 256 512 1024 --seeds 5 --most 0.001
 
-`--problems MODULE:FUNCTION` adds what a function of that module returns: a list of
-`benchmarks.tuning.problems.Problem`. Writes bench-tuning.md and .json after each seed, and .png at
-the end. `make bench-tuning` runs this.
+`make bench-tuning` runs this. It writes bench-tuning.md and .json after each seed, and .png at the
+end.
 """
 
 import argparse
@@ -20,7 +19,6 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 
@@ -40,7 +38,6 @@ from benchmarks.tuning.compare import (
 )
 from benchmarks.tuning.gemm import gemms
 from benchmarks.tuning.problems import lattices, table
-from support.tuning_costs import COSTS
 
 EXPLANATION = (
     "Cells: the best so far over the best known, median of the seeds (lowest to highest), after "
@@ -74,13 +71,10 @@ def main(arguments=None):
 
 
 def problems(options):
-    yield from lattices(options.lattices, options.costs)
+    yield from lattices(options.lattices)
     for file in sorted(options.tables.glob("*.csv*")) if options.tables else ():
         yield table(file)
     yield from gemms(options.gemm)
-    for name in options.problems:
-        module, _, function = name.partition(":")
-        yield from getattr(import_module(module), function)()
 
 
 def facts(problem, runs, most):
@@ -164,19 +158,14 @@ def parse_options(arguments):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="5 seeds, at most 1 %% of a space")
-    parser.add_argument("--seeds", type=int, help="how many [30; quick: 5]")
-    parser.add_argument("--most", type=float, help="largest share of a space [0.05; quick: 0.01]")
+    parser.add_argument("--seeds", type=int, default=30, help="how many [30]")
+    parser.add_argument("--most", type=float, default=0.05, help="largest share of a space [0.05]")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="[all]")
     parser.add_argument("--lattices", nargs="*", type=int, default=(32, 64), help="[32 64]")
-    parser.add_argument("--costs", nargs="+", choices=COSTS, default=list(COSTS), help="[all]")
     parser.add_argument("--tables", type=Path, help="a folder of CSV files")
     parser.add_argument("--gemm", nargs="+", type=int, default=(), help="lengths, for TVM [none]")
-    parser.add_argument("--problems", nargs="+", default=(), help="MODULE:FUNCTION of more")
     parser.add_argument("--directory", type=Path, default=Path("build"), help="[build]")
     options = parser.parse_args(arguments)
-    options.seeds = options.seeds or (5 if options.quick else 30)
-    options.most = options.most or (0.01 if options.quick else 0.05)
     if options.tables and not any(options.tables.glob("*.csv*")):
         parser.error(f"{options.tables} has no CSV files")
     return options

@@ -2,19 +2,10 @@
 
 import gzip
 import json
-import subprocess
 
 import pytest
 
-from benchmarks.tuning import gemm, run
-
-PLUGGED = """
-from benchmarks.tuning.problems import Problem
-from graphstash.tuning import GemmSpace
-
-def problems():
-    return [Problem("plugged", GemmSpace(8, 8, 8), lambda tiling: float(sum(tiling)))]
-"""
+from benchmarks.tuning import run
 
 
 def table(folder):
@@ -33,21 +24,15 @@ def bench(folder, *options):
     run.main(["--directory", str(folder / "out"), "--seeds", "2", "--lattices", *options])
 
 
-def test_benchmark_replays_tables_and_custom_problems(tmp_path, monkeypatch):
+def test_benchmark_replays_tables(tmp_path):
     table(tmp_path)
-    (tmp_path / "plugged.py").write_text(PLUGGED)
-    monkeypatch.syspath_prepend(tmp_path)
-    options = ("--tables", str(tmp_path), "--problems", "plugged:problems")
-    bench(tmp_path, *options, "--arms", "random", "g-bfs", "xgboost")
+    bench(tmp_path, "--tables", str(tmp_path), "--arms", "random", "g-bfs", "xgboost")
     report = json.loads((tmp_path / "out" / "bench-tuning.json").read_text())
     assert report["problems"]["made"]["size"] == 64
-    assert report["problems"]["plugged"]["size"] == 10 * 4 * 10 * 4
     rows = report["problems"]["made"]["rows"]
     assert set(rows) == {"random", "g-bfs", "xgboost"}
     assert all(cells["5.0% (4)"]["min"] >= 1 for cells in rows.values())
-    pages = (tmp_path / "out" / "bench-tuning.md").read_text()
-    assert "## made" in pages
-    assert "## plugged" in pages
+    assert "## made" in (tmp_path / "out" / "bench-tuning.md").read_text()
     assert (tmp_path / "out" / "bench-tuning.png").stat().st_size > 1000
 
 
@@ -58,12 +43,3 @@ def test_folder_without_tables_is_refused(tmp_path, capsys, text, told):
     with pytest.raises(SystemExit) as refused:
         bench(tmp_path, "--tables", str(tmp_path))
     assert told in f"{refused.value} {capsys.readouterr().err}"
-
-
-def test_benchmark_names_missing_tvm_environment(monkeypatch):
-    def fails(name):
-        raise subprocess.CalledProcessError(2, ["uv", "pip", "install", name])
-
-    monkeypatch.setattr(gemm, "python_of", fails)
-    with pytest.raises(SystemExit, match=r"tests/environments/tvm\.txt .*'tvm'.* --gemm"):
-        next(gemm.gemms([16]))

@@ -18,7 +18,7 @@ from graphstash.tuning.search.na2c import ActorCritic, Transitions
 from graphstash.tuning.search.rnn import Controller, Written
 from graphstash.tuning.space import SearchSpace, SpaceError
 from graphstash.tuning.spaces import GemmSpace, ParameterSpace, TableSpace
-from support.tuning_costs import COSTS, area_under_best
+from support.tuning_costs import COSTS, area_above, best_so_far
 
 SMALL = GemmSpace(8, 4, 8, factors=(3, 2, 3))  # 10 * 3 * 10 configurations
 SPACES = {
@@ -322,7 +322,9 @@ def test_a_search_beats_random_on_a_lattice_with_a_known_optimum(name, shape, op
     optimum = min(cost(space.named(each)) for each in space)
     areas = {
         which: [
-            area_under_best(make_searcher(which, space, seed=seed, **kept), cost, budget, optimum)
+            area_above(
+                best_so_far(make_searcher(which, space, seed=seed, **kept), cost, budget), optimum
+            )
             for seed in range(seeds)
         ]
         for which, kept in ((name, options), ("random", {}))

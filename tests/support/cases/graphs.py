@@ -1,0 +1,36 @@
+"""Compile many graphs of JAX, one after another or side by side."""
+
+# mypy: disallow-untyped-calls=False
+# JAX is typed in part.
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+__all__ = ["compiled"]
+
+GRAPHS = 12
+
+
+def loss(weights: list[Any], x: Any) -> Any:
+    for number, weight in enumerate(weights):
+        x = jnp.tanh(x @ weight) * (1 + number / 100)
+    return jnp.sum(x * x)
+
+
+def compiled(*, threads: int = 1, layers: int = 24) -> float:
+    """Return the seconds from the end of the imports to the last graph."""
+
+    def build(number: int) -> None:
+        width = 16 + 2 * number
+        weights = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+        batch = jax.ShapeDtypeStruct((8, width), jnp.float32)
+        jax.jit(jax.value_and_grad(loss)).lower(weights, batch).compile()
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(build, range(GRAPHS)))
+    return time.monotonic() - started
