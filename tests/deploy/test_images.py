@@ -139,16 +139,6 @@ def test_ci_writes_developers_read_and_nginx_sends_the_bytes(project, callers):
     assert Caller(project, "gst_nobody").get(1).status_code == 401
 
 
-def test_a_killed_server_costs_no_request(project, admin):
-    with Load(admin.url, admin.headers, puts=False) as load:
-        load.wait_for(20)
-        project.kill("server-1")
-        load.wait_for(100)
-        project.sh("dc up --detach --wait server-1")
-        load.wait_for(20)
-    assert load.failures == []
-
-
 def test_backup_and_restore_word_for_word(project, callers):
     _, ci, developers = callers
     assert ci.put(2).status_code == 201

@@ -121,10 +121,6 @@ class Project:
         label = "com.docker.compose.service"
         return {each["Config"]["Labels"][label]: each for each in found}
 
-    def kill(self, service: str) -> None:
-        """SIGKILL, as a crash or an operator."""
-        self._docker("kill", self.containers()[service]["Id"])
-
     def log(self, service: str) -> list[str]:
         """What a service has written to its standard output since its container was made."""
         return self._docker("logs", self.containers()[service]["Id"]).splitlines()

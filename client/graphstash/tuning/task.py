@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 from graphstash.tuning.measuring import Budget, MakeExecutor, Method, Pool, Target
 from graphstash.tuning.memory.findings import Finding
+from graphstash.tuning.memory.journal import Measure
 from graphstash.tuning.memory.problem import Problem
 from graphstash.tuning.memory.process import team_memory
 from graphstash.tuning.memory.team import Fit, Schedule, Search
@@ -139,12 +140,8 @@ def tune(
         return memory.schedule(problem, space, in_turn, measure=measure, confirm=True, fit=fit)
 
 
-class _Measure(Protocol):
-    def __call__(self, configuration: Configuration, /) -> Finding: ...
-
-
 @contextmanager
-def _measuring(task: Task, method: Method | None, executor: MakeExecutor) -> Iterator[_Measure]:
+def _measuring(task: Task, method: Method | None, executor: MakeExecutor) -> Iterator[Measure]:
     """Yield a function that measures one configuration in a new process."""
     with executor(task.target, method=method or Method()) as pool:
 

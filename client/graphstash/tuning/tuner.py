@@ -93,21 +93,15 @@ def search(
         searcher: chooses configurations; may know trials already.
         target: the kernel to measure.
         budget: limits the search, without the finalists' round.
-        workers: number of configurations built in parallel, 1 or more. They run one at a time.
+        workers: see `tune`.
         finalists: number of finalists, from 1 to 64: all are in memory together.
-        method: how thoroughly each configuration is measured. Default: `Method()`.
-        executor: where to measure. Default: processes of this host. `RayPool` uses the machines of
-            a Ray cluster; `partial(RayPool, options={"num_gpus": 1})` uses its machines with GPUs.
+        method: see `tune`.
+        executor: see `tune`.
         known: earlier measurements of the same target on equal machines. The searcher learns from
             them; only finalists are measured again. Measurements outside the space are ignored.
         publish: called with each new measurement; a finalist's second measurement replaces its
             first. Exceptions are logged and otherwise ignored.
-        observe: called at the start, after each measurement and when measuring ends. Exceptions end
-            the search.
-
-    Raises:
-        MeasuringError: the target cannot be measured on this host.
-        ValueError: a number is too small or too large.
+        observe: see `tune`.
     """
     if not 1 <= finalists <= _MAX_FINALISTS:
         raise ValueError(f"finalists must be from 1 to {_MAX_FINALISTS} (got {finalists})")

@@ -83,7 +83,7 @@ class Built:
 
 
 def take_samples(
-    target: Target, built: Sequence[Built], method: Method, begin: Callable[[int], None]
+    target: Target, built: Sequence[Built], method: Method, begin: Callable[[], None]
 ) -> None:
     """Check, warm up and measure the built kernels; set `samples` or `failure` of each.
 
@@ -91,25 +91,24 @@ def take_samples(
         target: the target that built them.
         built: the configurations to compare.
         method: how thoroughly to measure.
-        begin: called with a kernel's index before its first two checks and warm-up, before each
-            sample, and before its last check.
+        begin: called before the first two checks and warm-up of a kernel, before each sample, and
+            before the last check.
     """
-    for index, each in enumerate(built):
+    for each in built:
         if each.kernel is not None:
-            begin(index)
+            begin()
             _begin(target, each, method)
-    order = list(enumerate(built))
+    order = list(built)
     for _ in range(method.samples):
-        for index, each in order:
-            if each.kernel is not None and (
-                not each.samples or each.seconds < method.trial_seconds
-            ):
-                begin(index)
+        for each in order:
+            is_due = not each.samples or each.seconds < method.trial_seconds
+            if each.kernel is not None and is_due:
+                begin()
                 _sample(target, each)
         order.reverse()
-    for index, each in enumerate(built):
+    for each in built:
         if each.kernel is not None:
-            begin(index)
+            begin()
             _check(target, each, renew=target.renew)
 
 

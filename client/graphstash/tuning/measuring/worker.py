@@ -6,7 +6,7 @@ unpickle data of a trial. `<` marks messages from this process, `>` messages to 
 
     < {"token", "step": "ready"} or {"token", "step": "unable", "reason"}
     > {"token", "configurations": [...]}          build these
-    < {"token", "step": "build" or "run", "index"}  before each step that has a deadline
+    < {"token", "step": "build" or "run"}          before each step that has a deadline
     < {"token", "step": "built"}
     > {"token"}                                    your turn: run them
     < {"token", "step": "result", "samples", "failure", "reason"}    one per kernel, in order
@@ -95,8 +95,8 @@ def _measure(
         return target.build(configuration)
 
     trials = []
-    for index, configuration in enumerate(configurations):
-        channel.send("build", index=index)
+    for configuration in configurations:
+        channel.send("build")
         built = Built()
         built.kernel = built.attempt("compile", partial(build, configuration))  # type: ignore[assignment] # checked below
         if built.failure is None and not callable(built.kernel):
@@ -105,7 +105,7 @@ def _measure(
     channel.send("built")
     if channel.receive() is None:
         return
-    take_samples(target, trials, method, lambda index: channel.send("run", index=index))
+    take_samples(target, trials, method, partial(channel.send, "run"))
     for trial in trials:
         channel.send("result", **_result(trial))
     channel.send("measured")

@@ -11,7 +11,8 @@ The numbers of factors (4, 2 and 4) are those of the GPU kernel for which the se
 Learning", arXiv 1909.10616, 2019). The loop order is our own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from time import thread_time
 from typing import Any, Final
@@ -95,7 +96,7 @@ class TvmGemm(Target):
             for axis, count in _FACTORS.items()
         }
         function = tvm.compile(self._scheduled(splits), target=self._target)["main"]
-        return _Gemm(function, (self._a, self._b, self._c))
+        return partial(function, self._a, self._b, self._c)
 
     def check(self, kernel: Kernel) -> bool:
         """Return whether each element of the product is within rounding errors of the exact one."""
@@ -126,15 +127,6 @@ class TvmGemm(Target):
             schedule.unroll(m_3)
         schedule.decompose_reduction(block, k_0)
         return schedule.mod
-
-
-class _Gemm:
-    def __init__(self, function: Callable[..., object], matrices: tuple[Any, Any, Any]) -> None:
-        self._function = function
-        self._matrices = matrices
-
-    def __call__(self) -> None:
-        self._function(*self._matrices)
 
 
 def _module(m: int, k: int, n: int) -> Any:
