@@ -125,11 +125,7 @@ def create_app(
     unknown_page, pages = add_pages(app, document=app.document)
     routes += pages
     add_problem_handlers(app, routes, unknown_page=unknown_page)
-    app.add_middleware(RequestFrame, counters=counters)
-    if tracing is not None:
-        from graphstash_server.api.traced import TraceRequests
-
-        app.add_middleware(TraceRequests, tracing=tracing)
+    app.add_middleware(RequestFrame, counters=counters, tracing=tracing)
     return app
 
 

@@ -2,7 +2,7 @@
 
 It assigns the request ID, refuses malformed, ambiguous and cross-site requests, and adds the common
 response headers. It turns an unexpected exception into a response without internal details.
-If tracing is on, `api.traced` puts a span around this layer.
+If tracing is on, each request is a span, and its log entries carry the IDs of the span.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,6 +27,9 @@ from graphstash_server.api.problems import logged_id, problem_response
 from graphstash_server.errors import ServerError
 from graphstash_server.logs import REQUEST
 from graphstash_server.services.counters import Counters
+
+if TYPE_CHECKING:
+    from graphstash_server.tracing import Tracing
 
 __all__ = [
     "MAX_HEADER_BYTES",
@@ -52,6 +55,7 @@ _ID_NAME = HEADER_REQUEST_ID.lower().encode()
 _PROTOCOL_NAME = HEADER_PROTOCOL.lower().encode()
 _PROTOCOL = str(PROTOCOL_VERSION).encode()
 _PREFIX = API_PREFIX + "/"
+_TRACEPARENT = b"traceparent"
 
 _CHECKED_HEADERS = frozenset({_PROTOCOL_NAME, b"host", b"origin", b"transfer-encoding"})
 """Request headers for which a request may be refused."""
@@ -93,9 +97,12 @@ def request_ids() -> Callable[[], bytes]:
 class RequestFrame:
     """ASGI middleware for HTTP requests. Passes other scopes through."""
 
-    def __init__(self, app: ASGIApp, *, counters: Counters) -> None:
+    def __init__(
+        self, app: ASGIApp, *, counters: Counters, tracing: "Tracing | None" = None
+    ) -> None:
         self._app = app
         self._counters = counters
+        self._tracing = tracing
         self._new_request_id = request_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,9 +112,25 @@ class RequestFrame:
             return
         began = time.perf_counter()
         try:
-            await self._answer(scope, receive, send)
+            if self._tracing is None:
+                await self._answer(scope, receive, send)
+            else:
+                await self._trace(self._tracing, scope, receive, send)
         finally:
             self._counters.count_seconds(time.perf_counter() - began)
+
+    async def _trace(self, tracing: "Tracing", scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request in a span."""
+        values = [text.decode("latin-1") for name, text in scope["headers"] if name == _TRACEPARENT]
+        span = tracing.begin(scope["method"], values)
+        state = scope.setdefault("state", {})
+        state.update(tracing.ids(span))
+        try:
+            with tracing.inside(span):
+                await self._answer(scope, receive, send)
+        finally:
+            route = getattr(scope.get("route"), "path", None)
+            tracing.finish(span, status=state.get("status"), route=route, path=scope["path"])
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         own_id = self._new_request_id()
@@ -123,6 +146,7 @@ class RequestFrame:
             nonlocal is_started
             if message["type"] == "http.response.start":
                 is_started = True
+                state["status"] = message["status"]
                 self._counters.count_request(scope["method"], message["status"])
                 given = list(message.get("headers", ()))
                 overridden = {name for name, _ in given} & _PAGE_HEADERS
