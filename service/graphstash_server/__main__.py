@@ -90,8 +90,8 @@ def main() -> None:
 
 
 def _run(settings: Settings, listener: socket.socket, port_file: Path | None) -> None:
-    from graphstash_server.serving.own_socket import OwnSocket
     from graphstash_server.serving.server import run_server
+    from graphstash_server.serving.sockets import OwnSocket
     from graphstash_server.serving.workers import run_workers
 
     own = None
@@ -146,8 +146,8 @@ def _check_reach(settings: Settings) -> None:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """Take the port first, but leave it closed until the server can answer (`serving.ports`)."""
-    from graphstash_server.serving.ports import take_port
+    """Take the port first, but leave it closed until the server can answer (`serving.sockets`)."""
+    from graphstash_server.serving.sockets import take_port
 
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -3,8 +3,8 @@
 workers      several processes that share a port, and their supervisor
 server       one process: uvicorn with this server's limits and shutdown
 open_files   limits that the limit of open files allows
-ports        a port that refuses connections until the server can answer them
-own_socket   the Unix socket through which the owner's jobs reach the server
+sockets      the port, which refuses connections until the server can answer them, and the Unix
+             socket through which the owner's jobs reach the server
 tls          certificates
 """
 

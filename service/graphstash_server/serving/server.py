@@ -34,7 +34,7 @@ from graphstash_server.fast.connection import FastConnection
 from graphstash_server.logs import WithoutQuery
 from graphstash_server.services.counters import Counters
 from graphstash_server.serving.open_files import max_handshakes
-from graphstash_server.serving.ports import allow_listening
+from graphstash_server.serving.sockets import allow_listening
 from graphstash_server.serving.tls import Handshakes, tls_context
 from graphstash_server.settings import Settings
 
@@ -112,7 +112,7 @@ class GraphstashServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, then listen. Until then, the kernel refuses connections.
 
-        Connections over a Unix socket come from the user who runs the server (`own_socket`).
+        Connections over a Unix socket come from the user who runs the server (`sockets`).
         """
         if self._lifeline is not None:
             loop = asyncio.get_running_loop()

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from graphstash_server.serving.ports import take_port
 from graphstash_server.serving.server import make_server
+from graphstash_server.serving.sockets import take_port
 from graphstash_server.settings import load_settings
 
 __all__ = ["LiveServer", "ServerProcess"]
