@@ -49,13 +49,22 @@ def clock():
 
 
 @pytest.fixture
-def verify(issuer, clock):
-    """Verifies tokens with what one process knows of the issuer."""
+def oidc(issuer, clock):
+    """What one process knows of the issuer."""
     trusted = TrustedIssuer(issuer=issuer.url, audience="graphstash", rules=RULES)
-    verifier = OidcVerifier([trusted], seconds=clock.steady)
+    return OidcVerifier([trusted], seconds=clock.steady)
 
+
+@pytest.fixture
+def access(oidc, clock):
+    tokens = KnownTokens(database=None, clock=clock)
+    return AccessService(is_open=False, tokens=tokens, oidc=oidc, accounting=None, clock=clock)
+
+
+@pytest.fixture
+def verify(oidc):
     async def verify_all(tokens):
-        return await asyncio.gather(*map(verifier.verify, tokens), return_exceptions=True)
+        return await asyncio.gather(*map(oidc.verify, tokens), return_exceptions=True)
 
     with asyncio.Runner() as runner:
 
@@ -232,11 +241,9 @@ def test_new_key_is_found_after_the_pause_and_an_old_one_forgotten(verify, issue
     assert verify(new) is not None
 
 
-async def test_decision_about_jwt_lasts_until_keys_are_fetched_again(issuer, clock, monkeypatch):
-    trusted = TrustedIssuer(issuer=issuer.url, audience="graphstash", rules=RULES)
-    oidc = OidcVerifier([trusted], seconds=clock.steady)
-    tokens = KnownTokens(database=None, clock=clock)
-    access = AccessService(is_open=False, tokens=tokens, oidc=oidc, accounting=None, clock=clock)
+async def test_decision_about_jwt_lasts_until_keys_are_fetched_again(
+    issuer, clock, oidc, access, monkeypatch
+):
     verified = []
     verify = oidc.verify
 
@@ -266,11 +273,7 @@ async def test_decision_about_jwt_lasts_until_keys_are_fetched_again(issuer, clo
         await access.principal_of(shown)
 
 
-async def test_decision_about_jwt_of_failing_provider_lasts_two_seconds(issuer, clock):
-    trusted = TrustedIssuer(issuer=issuer.url, audience="graphstash", rules=RULES)
-    oidc = OidcVerifier([trusted], seconds=clock.steady)
-    tokens = KnownTokens(database=None, clock=clock)
-    access = AccessService(is_open=False, tokens=tokens, oidc=oidc, accounting=None, clock=clock)
+async def test_decision_about_jwt_of_failing_provider_lasts_two_seconds(issuer, clock, access):
     shown = f"Bearer {issuer.token('first')}"
     await access.principal_of(shown)
     issuer.answer = (500, b"")
