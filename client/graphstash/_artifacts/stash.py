@@ -205,13 +205,7 @@ class Stash:
         If the disk fails, add the reason to `local.troubles`, and still upload. If the upload fails
         temporarily, a later job publishes the copy on the disk.
 
-        Args:
-            key: key of the artifact.
-            payload: result of the compiler. A file is read in constant memory.
-            metadata: metadata of the artifact.
-            local_only: whether to skip the server.
-            description: description for a later upload.
-            when_busy: as for `upload`.
+        A file is read in constant memory. `when_busy` is as for `upload`.
 
         Returns:
             Bytes sent. 0 if `local_only` or `server.is_read_only` is true.
@@ -289,18 +283,9 @@ class Stash:
     ) -> None:
         """Upload an artifact from the local tier, and update the origin of the tier's copy.
 
-        A conflict deletes the copy.
-
-        Args:
-            server: client for the upload.
-            key: key of the artifact.
-            envelope: file that begins with the artifact's blob.
-            digest: digest of the blob.
-            metadata: metadata of the artifact.
-            from_origin: present origin of the copy.
-            asked_at: time of the confirmation to record in `standing`. Default: after the upload.
-            between_chunks: called before each chunk.
-            when_busy: may wait for a busy server. Returns whether to upload again.
+        A conflict deletes the copy. `standing` records `asked_at` as the time of the confirmation,
+        by default the end of the upload. `when_busy` may wait for a busy server, and returns
+        whether to upload again.
 
         Raises:
             CacheError: as for `put`.

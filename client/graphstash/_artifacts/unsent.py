@@ -137,10 +137,8 @@ class Unsent:
         return next(self._lines(with_any=with_any), None) is None
 
     def entries(self, *, with_any: bool) -> "Iterator[BundleEntry]":
-        """Yield the recorded artifacts, unordered. Skip records of unknown form.
-
-        Args:
-            with_any: whether to include the records of jobs without a server.
+        """Yield the recorded artifacts, unordered. Skip records of unknown form, and without
+        `with_any` those of jobs that had no server.
         """
         from graphstash._artifacts.bundle import BundleEntry  # few jobs need it
 

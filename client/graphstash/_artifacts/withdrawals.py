@@ -192,12 +192,8 @@ class Withdrawals:
         self._slow: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def follow(self, namespace: Namespace, newest: str | None, *, asked_at: float) -> None:
-        """Read the list in the background if a look-up's response has a new position.
-
-        Args:
-            namespace: namespace of the look-up.
-            newest: position in the response. None for a server without lists.
-            asked_at: Unix time of the request.
+        """Read the list in the background if a look-up's response has a new position. A server
+        without lists has none.
         """
         position = None
         with suppress(InvalidValueError):

@@ -210,15 +210,8 @@ class CompileCache:
     ) -> InFlightCompile | None:
         """Write the artifact's payload to `destination`, or start its compilation.
 
-        Never raises. Waits for another job's compilation as long as the job's `WaitBudget` allows.
-
-        Args:
-            request: Request for the artifact.
-            destination: Where to write the payload.
-            lease: Whether to request a lease, and to wait while another job holds it.
-
-        Returns:
-            None if the verified payload is at `destination`, else the compilation.
+        Never raises. With `lease`, request a lease, and wait while another job holds it, as long as
+        the job's `WaitBudget` allows. Return None if the verified payload is at `destination`.
         """
         key = request.key
         fallback_reason: Reason | None = None

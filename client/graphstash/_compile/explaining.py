@@ -189,13 +189,7 @@ def in_brief(
 
     Example: `missed 3: XLA_FLAGS differs -> https://cache/runs/team/...`. If only some misses
     have the cause: `missed 9: jax differs (3 of 4 explained)`. An uncertain cause is left out.
-    Returns "" if there is neither a cause nor a link.
-
-    Args:
-        causes: Known causes of the misses, and perhaps of failures of the cache.
-        missed: Keys of the misses.
-        misses: Number of misses.
-        page: Address of the run's page, or "".
+    Only keys that are `missed` count. Returns "" if there is neither a cause nor a link.
     """
     counts: Counter[str] = Counter()
     for cause in causes:
@@ -280,10 +274,7 @@ def cause_of(
 ) -> Cause:
     """Return the server's explanation as a cause, without labels.
 
-    Args:
-        answer: The server's explanation.
-        missed: Key of the missed program, if an artifact with another key may have its description.
-        read: Namespaces that the job reads.
+    Name `missed` if an artifact with another key may have the description of the missed program.
     """
     nearest = answer.relatives[0] if answer.relatives else None
     if answer.removal is not None:

@@ -161,12 +161,8 @@ class InFlightCompile:
         compile_seconds: float,
         done: Callable[[], None] | None = None,
     ) -> None:
-        """Upload the result in the background. Never raises or waits.
-
-        Args:
-            payload: File that the compiler has written. It must exist until `done`.
-            compile_seconds: Wall time of the compilation.
-            done: Called when the payload is no longer necessary.
+        """Upload the result in the background. Never raises or waits. The payload must exist until
+        `done` is called.
         """
         self.is_compiling = False
         self._done = done

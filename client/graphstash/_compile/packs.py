@@ -67,9 +67,7 @@ class _Entry:
 class Packs:
     """The small programs of one job. Thread-safe.
 
-    Args:
-        cache: Cache of this process.
-        name: Returns the request for the pack with a number, the same in every run of a job.
+    `name` returns the request for the pack with a number, the same in every run of a job.
     """
 
     def __init__(self, cache: CompileCache, name: _Name) -> None:

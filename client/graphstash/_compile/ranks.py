@@ -103,14 +103,8 @@ class RankCoordinator:
         self._relayed: deque[tuple[str, int, int]] = deque()  # name, chunks, bytes
 
     def get(self, request: CompileRequest, *, lease: bool) -> bytes | CompileTurn:
-        """Return the payload that all ranks load, or a turn to compile.
-
-        Args:
-            request: Request for the artifact.
-            lease: See `CompileCache.fetch_or_start`. If False, every rank compiles after a miss.
-
-        Raises:
-            Exception: Any exception of the store.
+        """Return the payload that all ranks load, or a turn to compile. Without `lease`, every rank
+        compiles after a miss. Exceptions of the store propagate.
         """
         key = request.key
         has_passed = False
@@ -297,11 +291,8 @@ class CompileTurns:
     ) -> bytes | CompileTurn:
         """Return the payload, or a turn to compile.
 
-        Args:
-            request: Request for the artifact.
-            ranks: Returns the store of the ranks that request the artifact. None: only this process
-                requests it.
-            lease: See `CompileCache.fetch_or_start`.
+        `ranks` returns the store of the ranks that request the artifact, or None if only this
+        process requests it.
         """
         try:
             if (store := ranks()) is not None:

@@ -173,14 +173,7 @@ class Counters:
     def hit(
         self, key: "ArtifactKey", source: HitSource, *, began: float, compile_seconds: float
     ) -> None:
-        """Count a hit of the calling thread.
-
-        Args:
-            key: Key of the artifact.
-            source: Source of its bytes.
-            began: Start of the look-up, by `time.monotonic`.
-            compile_seconds: Compile time that the publisher measured.
-        """
+        """Count a hit of the calling thread, whose look-up began at this `time.monotonic`."""
         with self._lock:
             self._count(key, **{f"hits_{source}": 1}, saved_compile_seconds=compile_seconds)
             self._saved.hit(began, monotonic(), compile_seconds=compile_seconds)

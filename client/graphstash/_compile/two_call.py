@@ -74,12 +74,8 @@ class TwoCallCache:
         *,
         compile_seconds: float | None = None,
     ) -> None:
-        """Publish the compiler's result in the background.
-
-        Args:
-            request: Request for the artifact.
-            payload: Bytes that `get` returns to later jobs.
-            compile_seconds: Wall time of the compilation. Default: the time since `get`.
+        """Publish the compiler's result in the background. Compiling took the time since `get`, if
+        `compile_seconds` is not given.
         """
         with self._lock:
             begun = self._begun.pop(request.key, None)

@@ -115,12 +115,7 @@ class WaitBudget:
             self._spent_on[holder] += seconds
 
     def settle(self, spent: dict[str, float], *, saved_seconds: float | None) -> None:
-        """Settle a wait that has ended.
-
-        Args:
-            spent: Seconds that the wait has spent on each holder.
-            saved_seconds: Compile time that the wait saved, or None if it was in vain.
-        """
+        """Settle a wait that has ended. `saved_seconds` is None if it was in vain."""
         with self._lock:
             if saved_seconds is not None:
                 total = sum(spent.values())
@@ -227,12 +222,7 @@ class Wait:
             self._since = now
 
     def resume(self, spent: Mapping[str, float], *, since: float) -> None:
-        """Continue after a wait inside this one, which leaves its settlement to this one.
-
-        Args:
-            spent: Seconds that the inner wait has spent on each holder.
-            since: Time of the last deduction.
-        """
+        """Continue after a wait inside this one, which leaves its settlement to this one."""
         for holder, seconds in spent.items():
             self._spent[holder] += seconds
         self._since = since

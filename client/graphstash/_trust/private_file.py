@@ -12,11 +12,7 @@ _MAX_BYTES: Final = 64 * 1024
 
 
 def read_private(path: Path, what: str) -> bytes:
-    """Read up to 64 KiB of a secret file.
-
-    Args:
-        path: path of the file.
-        what: name of the secret in error messages.
+    """Read up to 64 KiB of a secret file, which messages call `what`.
 
     Raises:
         ConfigError: the file cannot be read, or its mode lets too many users access it.

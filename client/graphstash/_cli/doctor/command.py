@@ -97,12 +97,8 @@ def examine(
 ) -> Iterator[Finding]:
     """Check every topic in order, and yield each finding at once.
 
-    If the settings or the server fail, the topics that depend on them are skipped.
-
-    Args:
-        environ: environment of the job.
-        options: settings from the command line. None: the environment's value.
-        with_probe: also import the compilers in a new Python process, and take a lease.
+    If the settings or the server fail, the topics that depend on them are skipped. The probe
+    imports the compilers in a new Python process, and takes a lease.
     """
     config = yield from _guarded("settings", check_settings(environ, options))
     if config is None:

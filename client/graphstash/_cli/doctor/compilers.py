@@ -146,10 +146,7 @@ def probe_hooks(
 ) -> Topic[None]:
     """Import every installed compiler under `graphstash run`, and report the installed hooks.
 
-    Args:
-        environ: environment of the job.
-        options: options of `graphstash run`, by name without dashes. None omits an option.
-        limit_seconds: maximum seconds for all imports together.
+    The options are those of `graphstash run`, by name without dashes; None omits an option.
     """
     modules = _modules_to_import()
     if not modules:

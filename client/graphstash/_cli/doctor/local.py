@@ -166,11 +166,9 @@ def _place(root: Path) -> Iterator[Finding]:
 
 
 def file_system_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
-    """Return the type of the file system of a path, or "" if it is unknown.
+    """Return the type of the file system of a path, which need not exist, or "" if it is unknown.
 
-    Args:
-        path: absolute path, which need not exist.
-        mounts: the kernel's list of mounts, see proc_pid_mountinfo(5).
+    `mounts` is the kernel's list of mounts, see proc_pid_mountinfo(5).
     """
     try:
         lines = mounts.read_text(errors="replace").splitlines()

@@ -31,12 +31,7 @@ _CACHE_OFF: Final = "until then jobs run without the cache rather than with unch
 def check_settings(
     environ: Mapping[str, str], overrides: Mapping[str, Any]
 ) -> Topic[ClientConfig | None]:
-    """Load and check the settings as a job would. Return None if they are invalid.
-
-    Args:
-        environ: environment of the job.
-        overrides: options of the command line, by setting. None if the option is absent.
-    """
+    """Load and check the settings as a job would. Return None if they are invalid."""
     yield from _unknown_variables(environ)
     try:
         config = ClientConfig.load(environ, **overrides)
