@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 
 import httpx
 import pytest
@@ -92,15 +91,6 @@ def test_largest_artifacts_are_sorted_by_the_server_or_here_if_it_is_older(serve
         assert numbers(listed(command, "--sort", "size", "--limit", "2", url=box.url)) == [2, 3]
         refused = command("ls", "--sort", "size", *after, url=box.url, status=1)
         assert "order" in refused.stderr
-
-
-def test_list_that_is_sorted_here_shows_how_much_it_has_read_on_a_terminal(put, config):
-    for number in (1, 2, 3):
-        put(number)
-    settings = variables_of(config("host"))
-    status, shown = graphstash_on_terminal("ls", "--sort", "hits", **settings, COLUMNS="100")
-    assert status == 0
-    assert re.search(r"reading the list .* 3/", shown)
 
 
 def test_labels_are_cut_to_a_terminal_of_80_columns_and_whole_elsewhere(put, command, config):

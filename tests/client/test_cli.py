@@ -1,7 +1,6 @@
 """The command line: what `graphstash run` hands to a job, and how commands say what is wrong."""
 
 import ast
-import itertools
 import json
 import os
 import re
@@ -15,9 +14,7 @@ from pathlib import Path
 import pytest
 from reference import command_line
 
-from graphstash.config import ClientConfig
 from graphstash_schema.exit_status import MEANINGS, ExitStatus
-from graphstash_schema.settings import declarations
 from support import processes
 from support.waiting import PATIENT_VARIABLES, until
 
@@ -153,17 +150,6 @@ _SLOW = {"httpx", "filelock", "cryptography", "graphstash_schema.model", "graphs
 """Imports of which each takes as long as the rest of a command that fails on its arguments."""
 
 
-_CLIENTS = ("run", "status", "ls", "show", "forget", "explain", "report", "keys", "tune")
-"""Commands that fail on their arguments without the client of a server and the local tier."""
-
-
-def test_settings_of_job_import_nothing_that_only_commands_need():
-    program = (
-        "import sys, graphstash.config; print({'json', 'tempfile', 'tomllib'} & {*sys.modules})"
-    )
-    assert processes.python(program, check=True).stdout == "set()\n"
-
-
 def test_run_imports_nothing_heavy_before_the_job():
     program = """
         import os, sys
@@ -202,20 +188,6 @@ def test_start_imports_only_what_the_command_line_needs(arguments, unwanted):
     """
     result = processes.python(program, *arguments)
     assert result.stderr.splitlines()[-1] == "[]"
-
-
-def test_commands_that_fail_on_their_arguments_import_no_client():
-    program = f"""
-        import contextlib, sys
-        from graphstash.__main__ import main
-        for command in sys.argv[1:]:
-            sys.argv = ["graphstash", command, "--nope"]
-            with contextlib.suppress(SystemExit):
-                main()
-            print(command, sorted({_SLOW - {"graphstash_schema.model"}} & sys.modules.keys()))
-    """
-    told = processes.python(program, *_CLIENTS).stdout
-    assert told.splitlines() == [f"{command} []" for command in _CLIENTS]
 
 
 def test_the_list_of_commands_repeats_the_first_sentences_of_their_help():
@@ -347,18 +319,6 @@ def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):
     assert (result.returncode, "remembered for job 'job'" in result.stderr) == (1, True)
 
 
-def test_help_fills_its_paragraphs_and_names_defaults():
-    told = here("serve", "--help", COLUMNS="60").stdout
-    flat = " ".join(told.replace("│", " ").split())
-    assert "[default: 8077]" in flat
-    assert "[default: tokens]" in flat
-    assert "(8077)" not in flat
-    lines = [each.strip() for each in told.partition("Options")[0].splitlines()]
-    for first, second in itertools.pairwise(lines):  # a line ends early only where a paragraph does
-        word = second.split(" ")[0]
-        assert not second or not first or len(first) + 1 + len(word) > 57
-
-
 def all_commands():
     """Every command with its path, groups included."""
     commands = [("graphstash", command_line())]
@@ -376,16 +336,6 @@ def test_every_option_is_explained_in_a_sentence_without_markup_that_a_terminal_
             assert "<" not in re.sub(r"`[^`]*`", "", told), path
             if not getattr(parameter, "hidden", False) and parameter.name != "help":
                 assert told.partition(" [default: ")[0].endswith("."), f"{path} {parameter.name}"
-
-
-def test_help_of_a_flag_names_the_variable_for_each_value_that_the_flag_cannot_give():
-    values = []
-    for name, declared in declarations(ClientConfig).items():
-        if declared.option is not None and declared.option.flags:
-            for word in set(declared.words) - {"true", "false"}:
-                values.append(word)
-                assert f"GRAPHSTASH_{name.upper()}={word}" in declared.option.help
-    assert values == ["live"]
 
 
 def test_the_help_groups_every_command_and_names_every_exit_status():

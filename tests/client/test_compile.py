@@ -113,14 +113,6 @@ def test_a_holder_that_lives_renews_its_lease(hosts):
     assert (holder.compiles, waiter.compiles) == (1, 0)
 
 
-def test_waits_stay_within_the_compile_budget(hosts):
-    hosts("a").stash.server.acquire(key(1))
-    waiter = hosts("b", wait_seconds=0.6)
-    assert waiter.build(1) == b"graph"
-    assert waiter.compiles == 1
-    assert waiter.stats.fallbacks == {"wait_budget": 1}
-
-
 def test_first_of_two_published_results_stays(hosts):
     a, b = hosts("a"), hosts("b", wait_seconds=0)
     with ThreadPoolExecutor(1) as pool:

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import pytest
 
-from graphstash._process import run_end
 from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseState
 from support.build_job import BUILD
 from support.processes import graphstash, is_running, python
@@ -182,12 +181,3 @@ def test_run_without_limit_replaces_itself_by_the_command(settings):
     )
     told, _ = process.communicate(timeout=60)
     assert int(told) == process.pid
-
-
-def test_status_of_immediately_ending_command_is_returned():
-    this_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    for _ in range(20):
-        child = run_end._start("/bin/false", ["false"], os.environ, signal_mask=this_mask)
-        _, status = os.waitpid(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        assert child.returncode == 1

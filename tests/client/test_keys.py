@@ -84,13 +84,9 @@ def test_file_that_is_no_private_key_is_refused_without_prompt(tmp_path):
     ("text", "told"),
     [
         ("", "Invalid JSON"),
-        (trust_json(extra=1), "extra: Extra inputs"),
-        ('{"version": 2}', "version"),
-        (trust_json(keys=[{"public": "short"}]), "keys.0.public"),
         (trust_json(keys=[{"public": PUBLIC, "namespaces": []}]), "keys.0.namespaces"),
         (trust_json(keys=[{"public": PUBLIC, "namespaces": ["../x"]}]), "keys.0.namespaces.0"),
         (trust_json(keys=[{"public": PUBLIC}] * 1001), "at most 1000"),
-        (trust_json(revoked=[{"key_id": "x", "at": "2026-01-01T00:00:00Z"}]), "revoked.0.key_id"),
         (" " * (1024**2 + 1), "more than 1048576 bytes"),
     ],
 )

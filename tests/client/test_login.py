@@ -1,6 +1,5 @@
 """`graphstash login --oidc`: with GitHub's way to a JWT, a cluster's, and a file."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -9,19 +8,16 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from graphstash._artifacts.stash import Stash
 from graphstash._cli.doctor.findings import State
 from graphstash._http.credentials import Credentials
 from graphstash.config import ClientConfig
-from graphstash.errors import RefusedError
-from graphstash_schema import TOKEN_FORM, ArtifactKey, ArtifactMetadata
+from graphstash_schema import TOKEN_FORM
 from support.doctor import diagnose, line
 from support.hostile import Answer, Middlebox
 from support.issuer import Cluster, Issuer
 from support.processes import graphstash_here
-from support.services import FakeClock
 from support.tokens import Guarded
-from support.waiting import PATIENT, PATIENT_VARIABLES
+from support.waiting import PATIENT_VARIABLES
 
 RULES = [{"claims": {"repository": "team/model"}, "grants": ["write:ci-*", "read:trusted"]}]
 ACCOUNT = {"namespace": "ci", "serviceaccount": {"name": "trainer"}}
@@ -135,42 +131,6 @@ def test_a_job_logs_in_with_a_jwt_from_standard_input(guarded, github, tmp_path)
     assert told["file"] == str(tmp_path / "token")
     assert told["id"] == TOKEN_FORM.fullmatch(token)["id"]
     assert TOKEN_FORM.fullmatch(token)["secret"] not in done.stdout + done.stderr
-
-
-def test_two_hour_job_publishes_with_login_token_after_jwt_expires(
-    login, github, guarded, place, tmp_path
-):
-    login(*GITHUB, "--hours", "2.1", **github.job)
-    (tmp_path / "jwt").write_text(github.token("first"))
-    context = guarded.server._server.config.app.state.context
-    clock, numbers = FakeClock(), itertools.count()
-    clock.now = datetime.now(UTC)
-    metadata = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=1)
-
-    def statuses():
-        """What the server says to uploads with the JWT and with the token of the login."""
-        for file in (tmp_path / "jwt", place):
-            number = next(numbers)
-            settings = {
-                "token_file": file,
-                "namespace": "ci-1",
-                "cache_dir": tmp_path / str(number),
-            }
-            with Stash(ClientConfig(url=guarded.url, **settings, **PATIENT)) as stash:
-                try:
-                    stash.put(ArtifactKey.parse("jax", "cpu", f"{number:064x}"), b"x", metadata)
-                    yield 201
-                except RefusedError as error:
-                    yield error.status
-
-    with pytest.MonkeyPatch.context() as turned:
-        for service in (context.access, context.access.tokens):
-            turned.setattr(service, "clock", clock)
-        assert list(statuses()) == [201, 201]
-        clock.turn(2 * 3600)
-        assert list(statuses()) == [401, 201]
-        clock.turn(360)
-        assert list(statuses()) == [401, 401]
 
 
 def test_second_login_replaces_token_of_running_jobs_and_a_link(

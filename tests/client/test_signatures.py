@@ -22,7 +22,6 @@ from support.host import Host, key
 from support.processes import python
 from support.refusals import refusal
 from support.signing import plant, sealed, signature_of, trust_json
-from support.waiting import variables_of
 
 PAYLOAD = b"graph" * 1000
 
@@ -163,11 +162,7 @@ def test_artifact_allowed_by_policy_is_decompressed(
 
 
 @pytest.mark.parametrize(
-    ("size", "policy"),
-    [
-        *((0, "require"), (1, "prefer"), (2**20 - 1, "off")),
-        *((2**20, "require"), (2**20 + 1, "prefer"), (3 * 2**20, "off")),
-    ],
+    ("size", "policy"), [(0, "require"), (2**20, "prefer"), (2**20 + 1, "off")]
 )
 def test_bytes_behind_payload_on_disk_are_ignored(hosts, team, policy, size):
     """Random, so that pieces of the payload and of the file end at the same places."""
@@ -402,18 +397,6 @@ def test_policy_that_cannot_be_enforced_disables_the_cache(tmp_path, team):
     for line, told in zip(lines, named, strict=True):
         assert line.startswith("graphstash: disabled: ")
         assert told in line
-
-
-def test_job_without_signatures_does_not_import_cryptography(config):
-    program = """
-        import sys, graphstash
-        from graphstash_schema import ArtifactKey, ArtifactMetadata
-        stash, key = graphstash.install().cache.stash, ArtifactKey.parse("jax", "cpu", 64 * "1")
-        stash.put(key, b"graph", ArtifactMetadata(compile_seconds=1, raw_size_bytes=5))
-        assert stash.get(key) == b"graph"
-        print([name for name in sys.modules if name.startswith("cryptography")])
-    """
-    assert python(program, check=True, **variables_of(config())).stdout == "[]\n"
 
 
 def test_header_keeps_the_signature_when_it_must_drop_parts(team, config, tmp_path):

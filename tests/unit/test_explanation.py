@@ -168,9 +168,9 @@ def test_invalid_name_is_left_out_and_refused():
 
 def test_large_values_are_compared_in_one_pass():
     """Not once for each word: a server compares hundreds of them."""
-    here, there = (" ".join(f"{letter}{n}" for n in range(200_000)) for letter in "ab")
+    here, there = (" ".join(f"{letter}{n}" for n in range(50_000)) for letter in "ab")
     (difference,) = compare({"flags": here}, {"flags": there})
-    assert difference.here.endswith("and 199992 more")
+    assert difference.here.endswith("and 49992 more")
 
 
 def test_a_program_is_the_same_under_other_flags_and_parts_in_any_order():
