@@ -1,4 +1,4 @@
-"""Threads beside the training thread: worker pools, and an executor of device work.
+"""Threads beside the training thread: one that works in the background, and one for a device.
 
     with WorkerPool("checkpoint") as pool:
         written = pool.submit(write, state)     # waits only if `capacity` calls are queued
@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -114,29 +113,11 @@ class DeviceFuture(Generic[_T]):
     """The result of a submission. As an argument of another submission, it stands for its result.
 
     Nothing but this future keeps the result alive.
-
-    Args:
-        future: future of the submitted call.
-        executor: name of the executor, for messages.
-        before_waiting: raises if this thread would wait for itself.
-        is_stuck: given threads that never go on, returns whether the call never ends.
-        on_read: called with a failure once the caller has read it.
     """
 
-    def __init__(
-        self,
-        future: Future[_T],
-        *,
-        executor: str,
-        before_waiting: Callable[[], None],
-        is_stuck: Callable[[AbstractSet[int]], bool],
-        on_read: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, future: Future[_T], pool: "WorkerPool") -> None:
         self._future = future
-        self._executor = executor
-        self._before_waiting = before_waiting
-        self._is_stuck = is_stuck
-        self._on_read = on_read
+        self._pool = pool
 
     def done(self) -> bool:
         """Return whether the callable has returned or raised, or will not run."""
@@ -163,18 +144,18 @@ class DeviceFuture(Generic[_T]):
         """Wait, and return the exception that `result` would raise, which then counts as read."""
         is_bounded = timeout is not None or self._future.done()
         if not self._future.done():
-            self._before_waiting()
+            self._pool._require_other_thread()
         try:
-            with nullcontext() if is_bounded else _waits.waiting(self._executor, self._never_ends):
+            with nullcontext() if is_bounded else _waits.waiting(self._pool.name, self._never_ends):
                 error = self._future.exception(timeout)
         except CancelledError:
-            return ExecutorClosed(f"{self._executor!r} was closed and dropped this submission")
+            return ExecutorClosed(f"{self._pool.name!r} was closed and dropped this submission")
         if error is not None:
-            self._on_read(error)
+            self._pool._mark_read(error)
         return error
 
     def _never_ends(self, stuck: AbstractSet[int]) -> bool:
-        return not self._future.done() and self._is_stuck(stuck)
+        return not self._future.done() and self._pool._is_stuck(stuck)
 
 
 def resolve(value: Any) -> Any:
@@ -193,38 +174,31 @@ def resolve(value: Any) -> Any:
 
 
 class WorkerPool:
-    """Runs calls on a few threads, and starts them in order of submission.
+    """Runs calls on a thread, in order of submission.
 
     The next `submit` or `close` raises an unread failure. Without such a call, the failure is
     logged when the pool is garbage-collected or the process exits. A job that forgets `close` can
     still end: the interpreter runs the queued calls before exit handlers, torch_xla's included.
 
     Args:
-        name: prefix of the threads' names.
-        workers: number of threads, 1 or more; they start with the first submissions.
-        capacity: number of submissions that may wait for a thread, 0 or more.
+        name: prefix of the thread's name. The thread starts with the first submission.
+        capacity: number of submissions that may wait for the thread, 0 or more.
     """
 
     _stops_at_failure: ClassVar[bool] = False
 
-    def __init__(self, name: str, *, workers: int = 1, capacity: int = 8) -> None:
-        if workers < 1:
-            raise ConfigError(f"workers must be at least 1 (got {workers})")
-        if capacity < 0:
-            raise ConfigError(f"capacity must be at least 0 (got {capacity})")
+    def __init__(self, name: str, *, capacity: int = 8) -> None:
         self.name = name
         self._pid = os.getpid()
         self._closed = False
         self._stopped_by: BaseException | None = None
         self._unread: dict[int, BaseException] = {}
         self._members: set[int] = set()
-        self._running: dict[int, int] = {}
-        """By thread: the number of the last submission that it started."""
+        """Id of the thread; empty before it starts and after it has ended."""
         self._numbers = itertools.count(1)
-        self._workers = workers
-        self._slots = threading.Semaphore(workers + capacity)
+        self._slots = threading.Semaphore(1 + capacity)
         self._threads = ThreadPoolExecutor(
-            workers, thread_name_prefix=name, initializer=_begin, initargs=(self._members,)
+            1, thread_name_prefix=name, initializer=_begin, initargs=(self._members,)
         )
         weakref.finalize(self, _report, name, self._pid, self._unread)
 
@@ -236,11 +210,11 @@ class WorkerPool:
 
         Raises:
             BaseException: a failure that stopped the run, or an unread failure.
-            ExecutorError: called from a thread of this pool, or from one for which this pool's
-                calls wait while the queue is full.
+            ExecutorError: called from this pool's thread, or from one for which this pool's calls
+                wait while the queue is full.
             ExecutorClosed: the pool is closed, or belongs to the parent process.
         """
-        self._require_other_thread(waits=False)
+        self._require_other_thread()
         if not self._slots.acquire(blocking=False):
             with _waits.waiting(self.name, self._stays_full):
                 self._slots.acquire()
@@ -256,19 +230,13 @@ class WorkerPool:
             raise
         slots = self._slots
         future.add_done_callback(lambda _: slots.release())
-        return DeviceFuture(
-            future,
-            executor=self.name,
-            before_waiting=partial(self._require_other_thread, waits=True),
-            is_stuck=partial(self._is_stuck, number),
-            on_read=self._mark_read,
-        )
+        return DeviceFuture(future, self)
 
     def close(self, *, cancel: bool = False) -> None:
-        """Wait for all submissions and end the threads. Idempotent.
+        """Wait for all submissions and end the thread. Idempotent.
 
         Args:
-            cancel: drop submissions that have not started, and wait only for running ones.
+            cancel: drop submissions that have not started, and wait only for the running one.
 
         Raises:
             BaseException: the first unread failure; its notes name the others.
@@ -293,7 +261,6 @@ class WorkerPool:
             error.add_note(f"{self.name!r} failed as well: {failure!r}")
 
     def _run(self, number: int, call: list[tuple[Callable[..., _T], Any, Any]]) -> _T:
-        self._running[threading.get_ident()] = number
         if self._stopped_by is not None:
             call.clear()
             raise ExecutorStopped(
@@ -309,34 +276,26 @@ class WorkerPool:
                 self._stopped_by = error
             raise
 
-    def _require_other_thread(self, *, waits: bool) -> None:
+    def _require_other_thread(self) -> None:
         """Raise if this thread would wait for itself, or for a thread that a fork left behind."""
         if os.getpid() != self._pid:
             raise ExecutorClosed(
-                f"the threads of {self.name!r} are in process {self._pid}; "
-                "create another in this one"
+                f"the thread of {self.name!r} is in process {self._pid}; create another in this one"
             )
-        # A worker may wait for another worker of its pool.
-        if threading.get_ident() in self._members and not (waits and self._workers > 1):
+        if threading.get_ident() in self._members:
             raise ExecutorError(
-                f"{self.name!r} would wait for itself: this is one of its threads;"
-                " submit and wait outside of submitted callables"
+                f"{self.name!r} would wait for itself: this is its thread; submit and wait outside "
+                "of submitted callables"
             )
 
-    def _is_stuck(self, number: int, stuck: AbstractSet[int]) -> bool:
-        """Return whether a submission never ends if these threads never go on."""
-        for thread, running in list(self._running.items()):
-            if running == number:
-                return thread in stuck
-        return len(self._members & stuck) == self._workers
+    def _is_stuck(self, stuck: AbstractSet[int]) -> bool:
+        """Return whether the pool makes no progress if these threads never go on."""
+        return not self._members.isdisjoint(stuck)
 
     def _stays_full(self, stuck: AbstractSet[int]) -> bool:
         if has_room := self._slots.acquire(blocking=False):
             self._slots.release()
-        return not has_room and len(self._members & stuck) == self._workers
-
-    def _stays_open(self, stuck: AbstractSet[int]) -> bool:
-        return not self._members.isdisjoint(stuck)
+        return not has_room and self._is_stuck(stuck)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -354,14 +313,13 @@ class WorkerPool:
     def _shut_down(self, *, cancel: bool) -> BaseException | None:
         if os.getpid() != self._pid:
             return None
-        self._require_other_thread(waits=False)
-        with _waits.waiting(self.name, self._stays_open):
+        self._require_other_thread()
+        with _waits.waiting(self.name, self._is_stuck):
             self._closed = True
             self._threads.shutdown(wait=True, cancel_futures=cancel)
         failures = list(self._unread.values())
         self._unread.clear()
         self._members.clear()  # the system reuses the ids of ended threads
-        self._running.clear()
         for other in failures[1:]:
             failures[0].add_note(f"another failure of {self.name!r}: {other!r}")
         return failures[0] if failures else None
@@ -383,7 +341,7 @@ def _report(name: str, pid: int, unread: dict[int, BaseException]) -> None:
 
 
 class DeviceExecutor(WorkerPool):
-    """A pool of one thread that runs nothing after the first failure.
+    """A thread that runs nothing after the first failure.
 
     Results of submissions behind the failed one raise `ExecutorStopped`, and `submit` raises the
     failure itself.
@@ -399,4 +357,4 @@ class DeviceExecutor(WorkerPool):
     def __init__(self, name: str = "device", *, depth: int = 2) -> None:
         if depth < 1:
             raise ConfigError(f"depth must be at least 1 (got {depth})")
-        super().__init__(name, workers=1, capacity=depth - 1)
+        super().__init__(name, capacity=depth - 1)

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from functools import partial
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,16 +100,6 @@ def test_futures_as_arguments_are_resolved(device):
     assert device.submit(lambda value: value, values).result() is values
 
 
-def test_futures_of_another_executor_are_waited_for(device):
-    held = Held()
-    with DeviceExecutor("other") as other:
-        doubled = device.submit(lambda x: x * 2, other.submit(held, 4))
-        assert held.started.wait(SECONDS)
-        assert not doubled.done()
-        held.release.set()
-        assert doubled.result() == (4, 4)
-
-
 def test_wait_for_result_ends_at_its_timeout(device):
     held = Held()
     future = device.submit(held)
@@ -155,14 +146,6 @@ def test_failure_reaches_dependents_in_another_executor():
         dependant = device.submit(int, loader.submit(fail, error))
         assert dependant.exception() is error
     loader.close()
-
-
-def test_close_raises_unread_failure():
-    device = DeviceExecutor()
-    device.submit(fail, ValueError("unread"))
-    with pytest.raises(ValueError, match="unread"):
-        device.close()
-    device.close()
 
 
 def test_exception_of_body_is_raised_with_note_of_failure():
@@ -238,8 +221,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("first", WAYS)
-@pytest.mark.parametrize("second", WAYS)
+@pytest.mark.parametrize(("first", "second"), [*combinations_with_replacement(WAYS, 2)])
 def test_executors_that_wait_for_each_other_are_refused(first, second):
     submitted = threading.Barrier(3)
     one, two = DeviceExecutor("one"), DeviceExecutor("two")
@@ -259,22 +241,6 @@ def test_executors_that_wait_for_each_other_are_refused(first, second):
     for pool in (one, two):
         with contextlib.suppress(ExecutorError):
             pool.close()
-
-
-def test_all_workers_of_a_pool_that_wait_for_queued_calls_are_refused():
-    submitted, queued = threading.Barrier(3), []
-    with WorkerPool("pair", workers=2) as pool:
-
-        def wait_for(number):
-            submitted.wait(SECONDS)
-            return queued[number].result()
-
-        waits = [pool.submit(wait_for, number) for number in range(2)]
-        queued += [pool.submit(int, number) for number in range(2)]
-        submitted.wait(SECONDS)
-        errors = [each.exception() for each in waits]
-        assert sum(isinstance(each, ExecutorError) for each in errors) == 1
-        assert [each.result() for each in queued] == [0, 1]
 
 
 @pytest.fixture
@@ -415,6 +381,55 @@ def test_executor_releases_submissions_dropped_after_failure():
     assert failed.exception() is not None
     assert watched() is None
     device.close()
+
+
+# A pool goes on after a failure.
+
+
+def test_a_failure_does_not_keep_others_from_running():
+    seen = []
+    with WorkerPool("going-on") as pool:
+        failed = pool.submit(fail, ValueError("one"))
+        with pytest.raises(ValueError, match="one"):
+            failed.result()
+        pool.submit(seen.append, 1)
+    assert seen == [1]
+
+
+def test_unread_failure_is_raised_once_by_next_submit():
+    pool = WorkerPool("surfacing")
+    with DeviceExecutor() as device:  # waits for the failure without reading it
+        finished = threading.Event()
+        pool.submit(fail, ValueError("unread"))
+        threading.Thread(target=lambda: (wait_for_idle(pool), finished.set())).start()
+        assert finished.wait(SECONDS)
+        with pytest.raises(ValueError, match="unread"):
+            pool.submit(int)
+        assert device.submit(int, pool.submit(int)).result() == 0
+    pool.close()
+
+
+def wait_for_idle(pool):
+    """Takes all the room there is, and gives it back."""
+    room = 1 + 8
+    for _ in range(room):
+        pool._slots.acquire()
+    pool._slots.release(room)
+
+
+def test_close_raises_the_first_unread_failure_and_names_the_others():
+    pool, release = WorkerPool("closing"), threading.Event()
+    pool.submit(release.wait, SECONDS)
+    for name in ("first", "second"):
+        pool.submit(fail, ValueError(name))
+    release.set()
+    with pytest.raises(ValueError, match="first") as raised:
+        pool.close()
+    assert raised.value.__notes__ == ["another failure of 'closing': ValueError('second')"]
+    pool.close()
+
+
+# Training.
 
 
 def train(run, result_of):

@@ -143,7 +143,7 @@ class Background:
     def submit(self, compute: Compute, snapshot: Snapshot, *, due: int) -> Pending:
         """Begin a computation."""
         if self._pool is None or self._pid != os.getpid():
-            self._pool = WorkerPool("roots", workers=1, capacity=_UNLIMITED)
+            self._pool = WorkerPool("roots", capacity=_UNLIMITED)
             self._pid = os.getpid()
         event = _recorded(snapshot.statistics.device)
         call = partial(_computed, compute, snapshot, event)
