@@ -45,13 +45,12 @@ from graphstash.training.optimizers.base import (
     require_count,
     selecting,
 )
-from graphstash.training.sharding import is_sharded
 
 __all__ = ["Adafactor"]
 
 
 def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
-    eps1, eps2, d, maximize = options
+    eps1, eps2, d = options
     lr, weight_decay, beta2_decay = old.scalars
     step = step.to(lr.dtype)
     rest2 = step.pow(beta2_decay)
@@ -63,8 +62,6 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
     for inputs in zip(old.parameters, old.gradients, *old.slots, strict=True):
         # Compute in the type of the scalars: squares of float16 overflow easily.
         value, gradient, *before = (each.to(lr.dtype) for each in inputs)
-        if maximize:
-            gradient = -gradient
         if len(before) == 1:
             means = [before[0].lerp(gradient * gradient, rest2)]
             square = means[0]
@@ -121,6 +118,7 @@ class Adafactor(SyncFreeOptimizer):
     _nonnegative = ("lr", "weight_decay")
     _numbers = ("lr", "weight_decay", "beta2_decay")
     _moments = ("row_var", "col_var")
+    _refuses_shards = "needs whole rows and columns, and a parameter is sharded: use AdamW"
 
     def __init__(
         self,
@@ -145,16 +143,8 @@ class Adafactor(SyncFreeOptimizer):
         eps1, eps2 = group["eps"]
         at_least({"eps[0]": 0 if eps1 is None else eps1, "eps[1]": eps2}, 0, "eps[0]", "eps[1]")
 
-    def _check_parameters(self, group: Group) -> None:
-        super()._check_parameters(group)
-        if any(map(is_sharded, group["params"])):
-            raise ValueError(
-                "Adafactor needs whole rows and columns, and a parameter is sharded: use AdamW, "
-                "whose state is sharded"
-            )
-
     def _options(self, group: Group) -> Options:
-        return (*group["eps"], group["d"], group["maximize"])
+        return (*group["eps"], group["d"])
 
     def _slots_of(self, group: Group, parameter: Tensor) -> tuple[str, ...]:
         return self._slots(group) if parameter.dim() > 1 else ("variance",)

@@ -77,11 +77,10 @@ class Moments:
 def adam_formula(
     old: Split, step: Tensor, options: Options
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Return new parameters and slots; options are eps, amsgrad, maximize and decoupled decay."""
-    eps, amsgrad, maximize, decoupled = options
+    """Return new parameters and slots; options are eps, amsgrad and decoupled decay."""
+    eps, amsgrad, decoupled = options
     lr, weight_decay = old.scalars[:2]
-    parameters = old.parameters
-    gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
+    parameters, gradients = old.parameters, old.gradients
     if decoupled:
         parameters = list(torch._foreach_mul(parameters, 1 - lr * weight_decay))
     else:
@@ -156,7 +155,7 @@ class Adam(SyncFreeOptimizer):
         super().__init__(params, defaults, **options)
 
     def _options(self, group: Group) -> Options:
-        return (group["eps"], group["amsgrad"], group["maximize"], self._decoupled)
+        return (group["eps"], group["amsgrad"], self._decoupled)
 
     def _slots(self, group: Group) -> tuple[str, ...]:
         return (*self._moments, "max_exp_avg_sq") if group["amsgrad"] else self._moments
@@ -188,10 +187,9 @@ class AdamW(Adam):
 
 
 def _lamb(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
-    eps, maximize = options
+    (eps,) = options
     lr, weight_decay = old.scalars[:2]
-    gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
-    moments = Moments(old, gradients, step)
+    moments = Moments(old, old.gradients, step)
     unbiased = torch._foreach_div(moments.mean, moments.correction1)
     denominator = torch._foreach_add(
         torch._foreach_sqrt(torch._foreach_div(moments.square, moments.correction2)), eps

@@ -13,7 +13,6 @@ Multiplying by a mask would keep NaN, because NaN * 0 is NaN.
 import inspect
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, TypedDict, Unpack
 
 import torch
@@ -41,7 +40,7 @@ from graphstash.training.optimizers.cohort import (
     computes_the_same,
     place_of,
 )
-from graphstash.training.sharding import Sums, sharded_like
+from graphstash.training.sharding import Sums, is_sharded, sharded_like
 
 __all__ = [
     "Group",
@@ -74,6 +73,7 @@ class Layout(NamedTuple):
     options: Options
     select: bool
     unscale: bool
+    maximize: bool
     scalar_count: int
     slot_count: int
     parameters: Shapes
@@ -82,7 +82,10 @@ class Layout(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The inputs of an update. `gradients`, `parameters` and each slot have equal lengths."""
+    """The inputs of an update. `gradients`, `parameters` and each slot have equal lengths.
+
+    If the loss is maximized, the gradients are negated.
+    """
 
     scalars: list[Tensor]  # each []
     gradients: list[Tensor]
@@ -154,6 +157,8 @@ def _split(inputs: list[Tensor], layout: Layout) -> Split:
     gradients = [g.float() if layout.master else _widened(g) for g in gradients]
     if layout.unscale:
         gradients = list(torch._foreach_mul(gradients, extra[-1].reciprocal()))
+    if layout.maximize:
+        gradients = list(torch._foreach_neg(gradients))
     dtype = torch.float32 if layout.master else layout.parameters[0][1]
     return Split(scalars, gradients, step, lists[0], lists[1:], found_inf, layout.shards, dtype)
 
@@ -312,6 +317,8 @@ class SyncFreeOptimizer(Optimizer):
         super().__setstate__(state)
 
     def _check_parameters(self, group: Group) -> None:
+        if self._refuses_shards and any(map(is_sharded, group["params"])):
+            raise ValueError(f"{type(self).__name__} {self._refuses_shards}")
         dtypes = {parameter.dtype for parameter in group["params"]}
         if group["master_weights"] and not dtypes <= {torch.bfloat16, torch.float16}:
             raise ValueError(
@@ -327,10 +334,12 @@ class SyncFreeOptimizer(Optimizer):
     """Options that may change from step to step, in the formula's order. `betas` come last: all
     beta, then all 1 - beta, then all log(beta).
     """
-    _constants: ClassVar[tuple[str, ...]] = ("eps", "maximize")
+    _constants: ClassVar[tuple[str, ...]] = ("eps",)
     """Options that are constants of the graph, in the formula's order."""
     _moments: ClassVar[tuple[str, ...]]
     """State tensors that every parameter has besides `step`."""
+    _refuses_shards: ClassVar[str] = ""
+    """Why sharded parameters are refused, and what to use instead. "": they are updated."""
 
     def _check(self, group: Group) -> None:
         at_least(group, 0, *self._nonnegative)
@@ -507,6 +516,7 @@ class SyncFreeOptimizer(Optimizer):
             options=self._options(group),
             select=cohort.found_inf is not None,
             unscale=cohort.grad_scale is not None,
+            maximize=group["maximize"],
             scalar_count=len(scalars),
             slot_count=len(cohort.slots),
             parameters=shapes_of(cohort.parameters),
@@ -526,7 +536,7 @@ class SyncFreeOptimizer(Optimizer):
         case = (
             *(cohort.device, cohort.parameters[0].dtype, len(cohort.slots)),
             *(cohort.found_inf is not None, cohort.grad_scale is not None),
-            *self._options(group),
+            *(group["maximize"], *self._options(group)),
             *[_number(value) != 0 for value in scheduled.values()],
         )
         if case not in self._checked_kernels:
@@ -722,9 +732,8 @@ class SyncFreeOptimizer(Optimizer):
         return {*self._slots_of(group, parameter)} - {"max_exp_avg_sq"} <= {*saved}
 
     def _step_of(self, state: Mapping[str, Any]) -> float:
-        """Return the step count of loaded state that has no `step`."""
-        del state
-        return 0.0
+        """Return the step count of loaded state that has no `step`: 1 if it has tensors, else 0."""
+        return float(any(value is not None for value in state.values()))
 
 
 _DECOUPLED: Final = "decoupled_weight_decay"
@@ -779,21 +788,18 @@ def _scalar_on(scalar: Tensor | None, device: torch.device) -> Tensor | None:
     return scalar.to(device, torch.float32).reshape(())
 
 
-@dataclass(slots=True)
-class _Scalar:
-    value: float
-    tensor: Tensor  # []
-
-
 class DeviceScalars:
-    """Named numbers of an optimizer's groups, as tensors on the devices of its parameters.
+    """Numbers of an optimizer's groups, as tensors on the devices of its parameters.
 
     A Python number would become a constant of the graph, or one upload per parameter. A tensor is
     uploaded once for each change on the host.
     """
 
     def __init__(self) -> None:
-        self._scalars: dict[tuple[int, torch.device, torch.dtype], dict[str, _Scalar]] = {}
+        self._scalars: dict[
+            tuple[int, torch.device, torch.dtype], tuple[list[float], list[Tensor]]
+        ] = {}
+        """By group, device and dtype: the numbers, and their tensors."""
 
     def get(
         self,
@@ -809,40 +815,32 @@ class DeviceScalars:
         Raises:
             ValueError: a value is a tensor on a device.
         """
+        numbers = list(map(_number, values.values()))
         place = (group, device, dtype)
         if place not in self._scalars:
-            numbers = [_number(value) for value in values.values()]
             tensors = upload([torch.tensor(number, dtype=dtype) for number in numbers], device)
-            scalars = map(_Scalar, numbers, tensors)
-            self._scalars[place] = dict(zip(values, scalars, strict=True))
-        return self._update(self._scalars[place], values)
+            self._scalars[place] = numbers, tensors
+        self._update(place, numbers)
+        return self._scalars[place][1]
 
     def refresh(self, group: int, values: Mapping[str, float | Tensor]) -> None:
         """Upload the numbers of a group that `get` has uploaded before and that have changed."""
-        for (of_group, _, _), scalars in self._scalars.items():
-            if of_group == group:
-                self._update(scalars, values)
+        for place in self._scalars:
+            if place[0] == group:
+                self._update(place, list(map(_number, values.values())))
 
     def __iter__(self) -> Iterator[Tensor]:
-        for scalars in self._scalars.values():
-            for scalar in scalars.values():
-                yield scalar.tensor
+        for _, tensors in self._scalars.values():
+            yield from tensors
 
-    def _update(
-        self, scalars: Mapping[str, _Scalar], values: Mapping[str, float | Tensor]
-    ) -> list[Tensor]:
-        changed = []
-        for name, value in values.items():
-            number = _number(value)
-            if scalars[name].value != number:
-                scalars[name].value = number
-                changed.append(scalars[name])
+    def _update(self, place: tuple[int, torch.device, torch.dtype], numbers: list[float]) -> None:
+        old, tensors = self._scalars[place]
+        changed = [index for index, number in enumerate(numbers) if number != old[index]]
         if changed:
-            old = [scalar.tensor for scalar in changed]
-            new = [torch.tensor(scalar.value, dtype=old[0].dtype) for scalar in changed]
+            new = [torch.tensor(numbers[index], dtype=place[2]) for index in changed]
             with torch.no_grad():
-                assign(old, upload(new, old[0].device))
-        return [scalar.tensor for scalar in scalars.values()]
+                assign([tensors[index] for index in changed], upload(new, place[1]))
+            old[:] = numbers
 
 
 def _number(value: float | Tensor) -> float:

@@ -25,7 +25,6 @@ from graphstash.training.device import TracedOp, upload
 from graphstash.training.optimizers.adam import Adam, AdamW, adam_formula
 from graphstash.training.optimizers.base import Group, Kernel, Options, Split, selecting
 from graphstash.training.optimizers.cohort import Cohort
-from graphstash.training.sharding import is_sharded
 
 __all__ = ["Adam8bit", "AdamW8bit"]
 
@@ -127,20 +126,15 @@ class Adam8bit(Adam):
 
     _operation = TracedOp("adam8bit", selecting(_formula))
     _has_own_types = True
+    _refuses_shards = (
+        "keeps moments in blocks of whole parameters, and a parameter is sharded: use Adam or AdamW"
+    )
 
     def _check(self, group: Group) -> None:
         _torchao()
         super()._check(group)
         if group["amsgrad"]:
             raise ValueError("amsgrad is not for moments of eight bits: use Adam or AdamW with it")
-
-    def _check_parameters(self, group: Group) -> None:
-        super()._check_parameters(group)
-        if any(map(is_sharded, group["params"])):
-            raise ValueError(
-                "moments of eight bits are kept in blocks of whole parameters, and a parameter is "
-                "sharded: use Adam or AdamW, whose state is sharded"
-            )
 
     def _slots_of(self, group: Group, parameter: Tensor) -> tuple[str, ...]:
         names = self._slots(group)

@@ -11,7 +11,6 @@ Lion has half the state of Adam. The authors advise a learning rate 3 to 10 time
 AdamW's, and a weight decay that is larger by the same factor. torch.optim has no Lion.
 """
 
-from collections.abc import Mapping
 from typing import Any, Unpack
 
 import torch
@@ -31,11 +30,9 @@ __all__ = ["Lion"]
 
 
 def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
-    del step
-    (maximize,) = options
+    del step, options
     lr, weight_decay, _, _, rest1, rest2, *_ = old.scalars
-    gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
-    difference = torch._foreach_sub(gradients, old.slots[0])
+    difference = torch._foreach_sub(old.gradients, old.slots[0])
     direction = torch._foreach_add(old.slots[0], torch._foreach_mul(difference, rest1))
     means = torch._foreach_add(old.slots[0], torch._foreach_mul(difference, rest2))
     decayed = torch._foreach_mul(old.parameters, 1 - lr * weight_decay)
@@ -61,7 +58,7 @@ class Lion(SyncFreeOptimizer):
 
     _operation = TracedOp("lion", selecting(_formula))
     _nonnegative = ("lr", "weight_decay")
-    _constants = ("maximize",)
+    _constants = ()
     _moments = ("exp_avg",)
 
     def __init__(
@@ -75,6 +72,3 @@ class Lion(SyncFreeOptimizer):
         **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(params, options_in(locals()), **options)
-
-    def _step_of(self, state: Mapping[str, Any]) -> float:
-        return 0.0 if state.get("exp_avg") is None else 1.0

@@ -60,11 +60,12 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
 
 def _muon(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
     del step
-    nesterov, adjustment, coefficients, iterations, maximize = options
+    nesterov, adjustment, coefficients, iterations = options
     lr, weight_decay, momentum, complement = old.scalars
     parameters, buffers = [], []
-    gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
-    for parameter, gradient, previous in zip(old.parameters, gradients, old.slots[0], strict=True):
+    for parameter, gradient, previous in zip(
+        old.parameters, old.gradients, old.slots[0], strict=True
+    ):
         buffer = previous.lerp(gradient, complement.to(previous.dtype))
         update = gradient.lerp(buffer, momentum.to(buffer.dtype)) if nesterov else buffer
         matrix = update.flatten(1)
@@ -215,10 +216,10 @@ class Muon(SyncFreeOptimizer):
 
     def _options(self, group: Group) -> Options:
         if not group["use_muon"]:
-            return (False, group["eps"], False, group["maximize"], True)
+            return (False, group["eps"], False, True)
         return (
             *(True, group["nesterov"], group["adjust_lr_fn"] or "original"),
-            *(tuple(group["ns_coefficients"]), group["ns_steps"], group["maximize"]),
+            *(tuple(group["ns_coefficients"]), group["ns_steps"]),
         )
 
     def _slots(self, group: Group) -> tuple[str, ...]:
@@ -226,9 +227,6 @@ class Muon(SyncFreeOptimizer):
 
     def _fused_kernel(self, group: Group, cohort: Cohort) -> Kernel | None:
         return None if group["use_muon"] else fused_adam(group, cohort, decoupled=True)
-
-    def _step_of(self, state: Mapping[str, Any]) -> float:
-        return 0.0 if state.get("momentum_buffer") is None else 1.0
 
 
 def _momentum(group: Group) -> float:

@@ -39,7 +39,6 @@ from graphstash.training.optimizers.background import (
 from graphstash.training.optimizers.base import Group, Options, SyncFreeOptimizer
 from graphstash.training.optimizers.cohort import Cohort
 from graphstash.training.optimizers.factors import Blocking, Factors, factors_of
-from graphstash.training.sharding import is_sharded
 
 __all__ = ["RootsOptimizer"]
 
@@ -57,6 +56,7 @@ class RootsOptimizer(SyncFreeOptimizer):
     """
 
     works_on_host = True
+    _refuses_shards = "needs whole matrices, and a parameter is sharded; use LAMB or AdamW"
     _accumulates_first: ClassVar[bool]
     """Whether a step updates the statistics before the parameters."""
     _splits: ClassVar[bool]
@@ -120,15 +120,10 @@ class RootsOptimizer(SyncFreeOptimizer):
 
     def _check_parameters(self, group: Group) -> None:
         super()._check_parameters(group)
-        name = type(self).__name__
         if any(parameter.device.type == "xla" for parameter in group["params"]):
             raise ValueError(
-                f"{name} decomposes matrices beside the training, and torch_xla computes nothing "
-                "beside a step; use Muon, LAMB or AdamW"
-            )
-        if any(map(is_sharded, group["params"])):
-            raise ValueError(
-                f"{name} needs whole matrices, and a parameter is sharded; use LAMB or AdamW"
+                f"{type(self).__name__} decomposes matrices beside the training, and torch_xla "
+                "computes nothing beside a step; use Muon, LAMB or AdamW"
             )
 
     def _check_loaded(self, group: Group, saved: Group, states: Sequence[Group]) -> None:

@@ -39,7 +39,6 @@ from graphstash.training.optimizers.base import (
     selecting,
 )
 from graphstash.training.optimizers.cohort import MASTER
-from graphstash.training.sharding import is_sharded
 
 __all__ = ["ScheduleFreeAdamW"]
 
@@ -50,25 +49,24 @@ _SWITCHED: Final = "averages"
 
 
 def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
-    eps, warmup_steps, r, weight_lr_power, maximize = options
+    eps, warmup_steps, r, weight_lr_power = options
     lr, weight_decay, beta1, beta2, _, rest2, _, log2 = old.scalars
     step = step.to(lr.dtype)
     if warmup_steps:
         lr = lr * (step / warmup_steps).clamp(max=1.0)
-    gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
     # On torch_xla, parameters may change after state was created: z begins at y in the first step.
     points = [
         torch.where(step == 1, y, z) for y, z in zip(old.parameters, old.slots[0], strict=True)
     ]
     squares = torch._foreach_add(
         torch._foreach_mul(old.slots[1], beta2),
-        torch._foreach_mul(torch._foreach_mul(gradients, gradients), rest2),
+        torch._foreach_mul(torch._foreach_mul(old.gradients, old.gradients), rest2),
     )
     correction = -torch.expm1(step * log2)
     denominator = torch._foreach_add(
         torch._foreach_sqrt(torch._foreach_div(squares, correction)), eps
     )
-    update = decayed(torch._foreach_div(gradients, denominator), old.parameters, weight_decay)
+    update = decayed(torch._foreach_div(old.gradients, denominator), old.parameters, weight_decay)
     # Store the sum in units of the newest weight, so that equal weights add up without rounding.
     before = torch.stack(old.slots[3])
     largest = torch.maximum(before, lr)
@@ -119,8 +117,12 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
     _operation = TracedOp("schedule_free", selecting(_formula))
     _has_own_types = True
     _nonnegative = ("lr", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power")
-    _constants = ("eps", "warmup_steps", "r", "weight_lr_power", "maximize")
+    _constants = ("eps", "warmup_steps", "r", "weight_lr_power")
     _moments = ("z", "exp_avg_sq", "weight_sum", "lr_max")
+    _refuses_shards = (
+        "switches between averages and iterates, which would not reach the copies that FSDP "
+        "gathers, and a parameter is sharded: use AdamW"
+    )
 
     def __init__(
         self,
@@ -196,14 +198,6 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
         super()._check(group)
         if not group["betas"][0] > 0:
             raise ValueError(f"betas[0] must be above 0 (got {group['betas'][0]})")
-
-    def _check_parameters(self, group: Group) -> None:
-        super()._check_parameters(group)
-        if any(map(is_sharded, group["params"])):
-            raise ValueError(
-                "a parameter is sharded, and FSDP keeps gathered copies that a switch between "
-                "averages and iterates would not reach: use AdamW"
-            )
 
     def _check_loaded(self, group: Group, saved: Group, states: Sequence[Group]) -> None:
         if not {"weight_lr_power", "master_weights"} <= saved.keys():

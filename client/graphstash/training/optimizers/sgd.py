@@ -14,7 +14,7 @@ deep learning", 2013, in torch's form.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from typing import Any, Unpack
 
@@ -39,10 +39,9 @@ __all__ = ["SGD"]
 
 
 def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
-    nesterov, maximize = options
+    (nesterov,) = options
     lr, weight_decay, momentum, dampening = old.scalars
-    gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
-    gradients = decayed(gradients, old.parameters, weight_decay)
+    gradients = decayed(old.gradients, old.parameters, weight_decay)
     slots: list[list[Tensor]] = []
     if old.slots:
         running = torch._foreach_add(
@@ -79,7 +78,7 @@ class SGD(SyncFreeOptimizer):
     _operation = TracedOp("sgd", selecting(_formula))
     _nonnegative = ("lr", "momentum", "weight_decay")
     _numbers = ("lr", "weight_decay", "momentum", "dampening")
-    _constants = ("nesterov", "maximize")
+    _constants = ("nesterov",)
 
     def __init__(
         self,
@@ -125,6 +124,3 @@ class SGD(SyncFreeOptimizer):
             is_first_step=False,
             **{name: group[name] for name in names},
         )
-
-    def _step_of(self, state: Mapping[str, Any]) -> float:
-        return 0.0 if state.get("momentum_buffer") is None else 1.0

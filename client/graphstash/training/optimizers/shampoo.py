@@ -50,13 +50,13 @@ __all__ = ["Shampoo"]
 
 def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
     del step
-    graft, nesterov, maximize, blocking = options
+    graft, nesterov, blocking = options
     lr, weight_decay, beta1, _, _, _, _, _, *roots = old.scalars
     parameters, buffers = [], []
     for parameter, gradient, buffer, root in zip(
         old.parameters, old.gradients, old.slots[0], roots, strict=True
     ):
-        wide = (-gradient if maximize else gradient).to(root.dtype)
+        wide = gradient.to(root.dtype)
         direction = factors_of(parameter.shape, blocking).apply(root, wide)
         if graft:
             least = torch.finfo(root.dtype).tiny
@@ -113,7 +113,7 @@ class Shampoo(RootsOptimizer):
     """
 
     _operation = TracedOp("shampoo", selecting(_formula))
-    _constants = ("graft", "nesterov", "maximize")
+    _constants = ("graft", "nesterov")
     _moments = ("momentum_buffer",)
     _accumulates_first = True
     _splits = True

@@ -44,7 +44,7 @@ __all__ = ["SOAP"]
 
 
 def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
-    eps, maximize, blocking = options
+    eps, blocking = options
     lr, weight_decay, _, _, rest1, rest2, log1, log2, *bases = old.scalars
     began = step > 1
     before = torch.clamp(step - 1, min=1)
@@ -54,7 +54,7 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
         old.parameters, old.gradients, *old.slots, bases, strict=True
     ):
         factors = factors_of(parameter.shape, blocking)
-        wide = (-gradient if maximize else gradient).to(basis.dtype)
+        wide = gradient.to(basis.dtype)
         new_mean = mean.to(basis.dtype).lerp(wide, rest1)
         new_square = square.to(basis.dtype).lerp(factors.apply(basis, wide).square(), rest2)
         turned = factors.apply(basis, new_mean) / (new_square.sqrt() + eps)
