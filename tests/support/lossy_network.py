@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from graphstash.errors import GraphstashError
 from graphstash.training.reduce.aggregators.aggregator import Aggregator, Reply
-from graphstash.training.reduce.aggregators.block_rows import BlockRows
 from graphstash.training.reduce.aggregators.datagrams import Header, Kind, Operation, Seal
-from graphstash.training.reduce.aggregators.worker import Outgoing, Totals, Worker
+from graphstash.training.reduce.aggregators.worker import BlockRows, Outgoing, Totals, Worker
 
 __all__ = ["Faults", "Network"]
 

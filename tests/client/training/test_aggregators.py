@@ -15,7 +15,7 @@ import pytest
 from graphstash.training.reduce.aggregators import sockets
 from graphstash.training.reduce.aggregators.colocated import ColocatedAggregator
 from graphstash.training.reduce.aggregators.datagrams import Header, Kind, Seal
-from graphstash.training.reduce.aggregators.secret_file import read_secret
+from graphstash.training.reduce.aggregators.server import read_secret
 from support.processes import is_running
 from support.waiting import until
 from support.warm_ranks import WarmRanks

@@ -19,7 +19,7 @@ from graphstash.training.reduce import (
     Thresholding,
     sparse_hook,
 )
-from graphstash.training.reduce.layout import BlockLayout
+from graphstash.training.reduce.blocks import BlockLayout
 from support.cases.ranks import assert_same_bits, error_of
 from support.cases.sums import ROWS, Hook, assert_sum, drawn, expected, nonzero_blocks, trained
 

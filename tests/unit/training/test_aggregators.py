@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from graphstash import ConfigError
 from graphstash.training.reduce.aggregators import sockets
 from graphstash.training.reduce.aggregators.aggregator import Aggregator
-from graphstash.training.reduce.aggregators.awake_clock import AwakeClock
-from graphstash.training.reduce.aggregators.block_rows import BlockRows
 from graphstash.training.reduce.aggregators.datagrams import (
     END,
     OVERHEAD_BYTES,
@@ -23,10 +21,16 @@ from graphstash.training.reduce.aggregators.datagrams import (
     Operation,
     Seal,
 )
-from graphstash.training.reduce.aggregators.elements import ELEMENTS, code_of
-from graphstash.training.reduce.aggregators.quantization import dequantized, exponents, quantized
-from graphstash.training.reduce.aggregators.secret_file import read_secret
+from graphstash.training.reduce.aggregators.elements import (
+    ELEMENTS,
+    code_of,
+    dequantized,
+    exponents,
+    quantized,
+)
+from graphstash.training.reduce.aggregators.server import read_secret
 from graphstash.training.reduce.aggregators.session import Session, Settings
+from graphstash.training.reduce.aggregators.worker import BlockRows
 from support.aggregation_formula import rounds_of, streams_of
 from support.lossy_network import Faults, Network
 
@@ -414,7 +418,7 @@ def test_blocks_keep_a_rank_alive():
 
 def test_resumed_process_declares_no_peer_dead():
     times = iter([100, 101, 103, 3700, 3701, 3701])
-    clock = AwakeClock(lambda: next(times))
+    clock = sockets.AwakeClock(lambda: next(times))
     assert [clock() for _ in range(5)] == [101, 103, 105, 106, 106]
 
 

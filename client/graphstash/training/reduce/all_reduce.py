@@ -25,8 +25,14 @@ import torch
 from torch import Tensor, distributed
 
 from graphstash.training.reduce.agreement import require_floats, require_same
-from graphstash.training.reduce.blocks import BlockView, bits_of, from_bits, written_back
-from graphstash.training.reduce.layout import BLOCK_ELEMENTS, BlockLayout
+from graphstash.training.reduce.blocks import (
+    BLOCK_ELEMENTS,
+    BlockLayout,
+    BlockView,
+    bits_of,
+    from_bits,
+    written_back,
+)
 
 __all__ = ["BlockSparseAllReduce", "Sent"]
 

@@ -7,6 +7,7 @@ bucket to another.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -21,12 +22,9 @@ from torch.futures import Future
 
 from graphstash._executor import BoundedExecutor
 from graphstash.errors import ConfigError
-from graphstash.training.reduce.agreement import require_same
+from graphstash.training.reduce.agreement import require_same, timeout_of
 from graphstash.training.reduce.all_reduce import BlockSparseAllReduce, Sent
-from graphstash.training.reduce.density_gate import DensityGate
-from graphstash.training.reduce.group_timeout import timeout_of
-from graphstash.training.reduce.layout import BLOCK_ELEMENTS, layout_of
-from graphstash.training.reduce.statistics import BucketStatistics
+from graphstash.training.reduce.blocks import BLOCK_ELEMENTS, layout_of
 from graphstash.training.reduce.thresholding import Thresholding
 
 if TYPE_CHECKING:  # the module needs numpy, which torch does not require
@@ -48,6 +46,9 @@ _END_SECONDS: Final = 2.0
 _UNLIMITED: Final = 2**31
 """Queue capacity. Backward waits for its buckets, so the queue holds at most a model's buckets."""
 
+_MEANS: Final = ("density", "union_density")
+_SECONDS: Final = ("pack_seconds", "send_seconds", "unpack_seconds")
+
 
 def sparse_hook(state: "SparseState", bucket: GradBucket, *_: Tensor) -> Future[Tensor]:
     """Return a future with a bucket's mean over the ranks, as DDP's own reduction does.
@@ -63,6 +64,92 @@ def sparse_hook(state: "SparseState", bucket: GradBucket, *_: Tensor) -> Future[
             "torch.compile's python_reducer give: it is for DistributedDataParallel's own reducer"
         )
     return state.reduce(bucket)
+
+
+class DensityGate:
+    """Switches between sparse and dense sending, with hysteresis.
+
+    The gate uses only values that are equal on all ranks, so all ranks decide alike. A look at the
+    blocks finds their density. Call `skips` before each send. If it returns False, look, and pass
+    the density to `record`. While looks find the tensor dense, the gate skips 1, 2, 4, ..., at most
+    `longest` looks, so a dense tensor costs almost nothing.
+
+    Attributes:
+        is_dense: Whether the last look found the tensor dense.
+    """
+
+    def __init__(self, *, dense_above: float, sparse_below: float, longest: int = 64) -> None:
+        """Set the limits, as shares of the blocks.
+
+        Raises:
+            ValueError: not 0 <= sparse_below <= dense_above <= 1.
+        """
+        if not 0 <= sparse_below <= dense_above <= 1:
+            raise ValueError(
+                f"sparse_below={sparse_below} and dense_above={dense_above}: take shares of the "
+                "blocks with 0 <= sparse_below <= dense_above <= 1"
+            )
+        self._dense_above = dense_above
+        self._sparse_below = sparse_below
+        self._longest = longest
+        self._pause = 1
+        self._left = 0
+        self.is_dense = False
+
+    @property
+    def limit(self) -> float:
+        """Density of the union above which the next look counts the tensor as dense."""
+        return self._sparse_below if self.is_dense else self._dense_above
+
+    def skips(self) -> bool:
+        """Return whether to send the tensor whole, without a look. Call it once for each send."""
+        if self.is_dense and self._left > 0:
+            self._left -= 1
+            return True
+        return False
+
+    def record(self, union_density: float) -> None:
+        """Record the density of the union, which is equal on all ranks."""
+        was_dense, self.is_dense = self.is_dense, union_density > self.limit
+        if self.is_dense:
+            self._pause = min(self._pause * 2, self._longest) if was_dense else 1
+            self._left = self._pause
+
+
+class BucketStatistics:
+    """The totals of many `Sent`."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[str, float] = defaultdict(int)
+
+    def add(self, sent: Sent) -> None:
+        """Add one `Sent`. It has 0 blocks if the bucket was sent without a look at its blocks."""
+        self._sums["looks" if sent.blocks else "whole"] += 1
+        self._sums["sent_bytes"] += sent.bitmap_bytes + sent.block_bytes
+        self._sums["dense_bytes"] += sent.dense_bytes
+        for name in (*_MEANS, *_SECONDS):
+            self._sums[name] += getattr(sent, name)
+
+    def add_all(self, other: "BucketStatistics") -> None:
+        """Add the totals of another bucket."""
+        for name, value in other._sums.items():
+            self._sums[name] += value
+
+    def report(self) -> dict[str, float]:
+        """Return the totals by name.
+
+        `looks` and `whole` count the sends with and without a look at the blocks. `density` and
+        `union_density` are means over the looks, 0 to 1. `sent_bytes` includes whole buckets.
+        `saved_bytes` is the size of all gradients less `sent_bytes`.
+        """
+        sums = self._sums
+        return {
+            **{name: sums[name] for name in ("looks", "whole")},
+            **{name: sums[name] / (sums["looks"] or 1) for name in _MEANS},
+            "sent_bytes": sums["sent_bytes"],
+            "saved_bytes": sums["dense_bytes"] - sums["sent_bytes"],
+            **{name: sums[name] for name in _SECONDS},
+        }
 
 
 class SparseState:

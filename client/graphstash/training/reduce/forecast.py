@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphstash.training.reduce.blocks import BlockView
-from graphstash.training.reduce.layout import layout_of
+from graphstash.training.reduce.blocks import BlockView, layout_of
 
 __all__ = ["Forecast", "report"]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from graphstash.errors import ConfigError
 from graphstash.training.reduce.aggregators import sockets
-from graphstash.training.reduce.aggregators.secret_file import read_secret
-from graphstash.training.reduce.aggregators.server import Owner, Server
+from graphstash.training.reduce.aggregators.server import Owner, Server, read_secret
 
 __all__ = ["main"]
 

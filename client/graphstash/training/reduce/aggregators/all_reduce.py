@@ -22,7 +22,6 @@ from torch import Tensor, distributed
 
 from graphstash.errors import ConfigError
 from graphstash.training.reduce.aggregators.aggregator import MAX_SLOTS
-from graphstash.training.reduce.aggregators.block_rows import BlockRows
 from graphstash.training.reduce.aggregators.client import Counters
 from graphstash.training.reduce.aggregators.datagrams import (
     END,
@@ -32,14 +31,23 @@ from graphstash.training.reduce.aggregators.datagrams import (
     Values,
     blocks_per_datagram,
 )
-from graphstash.training.reduce.aggregators.elements import ELEMENTS, code_of
-from graphstash.training.reduce.aggregators.quantization import dequantized, exponents, quantized
+from graphstash.training.reduce.aggregators.elements import (
+    ELEMENTS,
+    code_of,
+    dequantized,
+    exponents,
+    quantized,
+)
 from graphstash.training.reduce.aggregators.session import Session, Settings
-from graphstash.training.reduce.agreement import require_floats
+from graphstash.training.reduce.aggregators.worker import BlockRows
+from graphstash.training.reduce.agreement import require_floats, timeout_of
 from graphstash.training.reduce.all_reduce import Sent
-from graphstash.training.reduce.blocks import BlockView, written_back
-from graphstash.training.reduce.group_timeout import timeout_of
-from graphstash.training.reduce.layout import BLOCK_ELEMENTS, BlockLayout
+from graphstash.training.reduce.blocks import (
+    BLOCK_ELEMENTS,
+    BlockLayout,
+    BlockView,
+    written_back,
+)
 
 __all__ = ["AggregatedAllReduce"]
 
@@ -83,7 +91,7 @@ class AggregatedAllReduce:
             secret_file: File with the secret of the running aggregators.
             listen: IP address by which other ranks reach this host. Default: the address of the
                 interface that routes to torch's store.
-            quantize: Whether to add fp32 as int32 with an exponent per block, see `quantization`.
+            quantize: Whether to add fp32 as int32 with an exponent per block, see `elements`.
             payload_bytes: Payload of a UDP datagram, up to 65,507. Default: the largest of 61,440,
                 8,952 and 1,452 that passes between all ranks and aggregators, and of which half of
                 every receive buffer holds one per rank.

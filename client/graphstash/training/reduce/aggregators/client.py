@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from graphstash.training.reduce.aggregators import sockets
-from graphstash.training.reduce.aggregators.awake_clock import AwakeClock
-from graphstash.training.reduce.aggregators.block_rows import BlockRows
 from graphstash.training.reduce.aggregators.datagrams import (
     OVERHEAD_BYTES,
     Header,
@@ -24,7 +22,13 @@ from graphstash.training.reduce.aggregators.datagrams import (
     Operation,
     Seal,
 )
-from graphstash.training.reduce.aggregators.worker import AggregationError, Outgoing, Totals, Worker
+from graphstash.training.reduce.aggregators.worker import (
+    AggregationError,
+    BlockRows,
+    Outgoing,
+    Totals,
+    Worker,
+)
 
 __all__ = ["Client", "Counters", "PathLimits"]
 
@@ -100,7 +104,7 @@ class Client:
         self._lost_after = lost_after_seconds
         self._selector = selectors.DefaultSelector()
         self._sockets = []
-        self._clock = AwakeClock()
+        self._clock = sockets.AwakeClock()
         self._closing = threading.Event()
         self._thread = threading.Thread(
             target=self._send_heartbeats, name="graphstash-alive", daemon=True

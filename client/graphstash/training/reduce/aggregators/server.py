@@ -9,14 +9,18 @@ import selectors
 import socket
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+from graphstash._trust.private_file import read_private
+from graphstash.errors import ConfigError
 from graphstash.training.reduce.aggregators import sockets
 from graphstash.training.reduce.aggregators.aggregator import Aggregator, Reply
-from graphstash.training.reduce.aggregators.awake_clock import AwakeClock
 from graphstash.training.reduce.aggregators.datagrams import Header, Kind, Seal, session_of
 
-__all__ = ["Owner", "Server"]
+__all__ = ["Owner", "Server", "read_secret"]
+
+_MIN_SECRET_BYTES: Final = 32
 
 _MAX_SESSIONS: Final = 64
 _REMEMBERED: Final = 4096
@@ -24,6 +28,21 @@ _REMEMBERED: Final = 4096
 _TICK_SECONDS: Final = 1.0
 _LINGER_SECONDS: Final = 2.0
 """Seconds to still answer ranks that miss the last sums, after the end of a session or a stop."""
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the secret that ranks and aggregators share, without white space at its ends.
+
+    Raises:
+        ConfigError: the file cannot be read, other users may read it, or the secret is short.
+    """
+    secret = read_private(path, "the aggregators' secret").strip()
+    if len(secret) < _MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"the aggregators' secret {path} has {len(secret)} bytes without white space at its "
+            f"ends: take {_MIN_SECRET_BYTES} or more, as `openssl rand -hex 32` makes them"
+        )
+    return secret
 
 
 @dataclass
@@ -57,7 +76,7 @@ class Server:
         self._socket = at
         self._secret = secret
         self._owner = owner
-        self._clock = AwakeClock()
+        self._clock = sockets.AwakeClock()
         self._sessions: dict[int, _Session] = {}
         self._over: deque[int] = deque(maxlen=_REMEMBERED)
         self._selector = selectors.DefaultSelector()
@@ -94,19 +113,16 @@ class Server:
             is_over, is_full = number in self._over, len(self._sessions) >= _MAX_SESSIONS
             if message.header.kind != Kind.OPEN or is_over or is_full:
                 return _unknown(seal, message.header, source, is_over=is_over)
-            session = _Session(seal, self._begun(seal, message.header, now))
-            self._sessions[number] = session
+            aggregator = Aggregator(
+                seal,
+                number=message.header.aggregator,
+                world=message.header.filled,
+                now=now,
+                lost_after_seconds=message.header.round / 1000,
+                buffer_bytes=sockets.receive_buffer_of(self._socket),
+            )
+            session = self._sessions[number] = _Session(seal, aggregator)
         return session.aggregator.receive(message, source, now)
-
-    def _begun(self, seal: Seal, header: Header, now: float) -> Aggregator:
-        return Aggregator(
-            seal,
-            number=header.aggregator,
-            world=header.filled,
-            now=now,
-            lost_after_seconds=header.round / 1000,
-            buffer_bytes=sockets.receive_buffer_of(self._socket),
-        )
 
     def _tick(self, now: float) -> None:
         for number, session in list(self._sessions.items()):
@@ -149,17 +165,14 @@ def _unknown(seal: Seal, header: Header, source: sockets.Name, *, is_over: bool)
     if header.kind == Kind.LEAVE:
         kind, text = Kind.LEFT, ""
     elif is_over:  # perhaps a replay
-        kind = Kind.FAILED
-        text = f"aggregator {header.aggregator} has ended that aggregation session"
+        kind, text = Kind.FAILED, "has ended that aggregation session"
     elif header.kind == Kind.OPEN:
-        kind, text = Kind.FAILED, _full(header.aggregator)
+        kind = Kind.FAILED
+        text = (
+            f"has {_MAX_SESSIONS} sessions, and takes no more: wait until one of them ends, or "
+            "start another aggregator"
+        )
     else:
-        kind, text = Kind.FAILED, f"aggregator {header.aggregator} has been started anew"
-    return [Reply(source, seal.close(header._replace(kind=kind, filled=0), text.encode()))]
-
-
-def _full(aggregator: int) -> str:
-    return (
-        f"aggregator {aggregator} has {_MAX_SESSIONS} sessions, and takes no more: wait until one "
-        "of them ends, or start another aggregator"
-    )
+        kind, text = Kind.FAILED, "has been started anew"
+    body = f"aggregator {header.aggregator} {text}".encode() if text else b""
+    return [Reply(source, seal.close(header._replace(kind=kind, filled=0), body))]

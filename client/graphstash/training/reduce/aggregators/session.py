@@ -20,13 +20,17 @@ from torch import distributed
 
 from graphstash.errors import ConfigError, GraphstashError
 from graphstash.training.reduce.aggregators import sockets
-from graphstash.training.reduce.aggregators.block_rows import BlockRows
 from graphstash.training.reduce.aggregators.client import Client, Counters, PathLimits
 from graphstash.training.reduce.aggregators.colocated import ColocatedAggregator
 from graphstash.training.reduce.aggregators.datagrams import Operation, Seal
-from graphstash.training.reduce.aggregators.secret_file import read_secret
-from graphstash.training.reduce.aggregators.worker import AggregationError, Totals, Worker
-from graphstash.training.reduce.agreement import require_same
+from graphstash.training.reduce.aggregators.server import read_secret
+from graphstash.training.reduce.aggregators.worker import (
+    AggregationError,
+    BlockRows,
+    Totals,
+    Worker,
+)
+from graphstash.training.reduce.agreement import gathered, require_same
 
 __all__ = ["Session", "Settings"]
 
@@ -108,7 +112,7 @@ class Session:
                 wrong="the ranks want different sums",
                 way_out="give the same settings on each",
             )
-            offers = _gathered(group, self._offer(settings, rank, secret_file, listen))
+            offers = gathered(group, self._offer(settings, rank, secret_file, listen))
             _require_agreement(offers, settings)
             addresses = [offer.addresses[0] for offer in offers]
             keys = [offer.secret for offer in offers]
@@ -116,7 +120,7 @@ class Session:
                 addresses = offers[0].addresses
                 keys = [self._secret] * len(addresses)
             seals = [Seal(key, offers[0].session) for key in keys]
-            limits = _gathered(group, self._path_limits(addresses, seals, settings, rank, world))
+            limits = gathered(group, self._path_limits(addresses, seals, settings, rank, world))
             self.payload_bytes, slots = _agreed(limits, settings, world)
             self._worker = Worker(
                 seals,
@@ -296,12 +300,6 @@ def _store_host() -> str | None:
         store = store.underlying_store
     host = getattr(store, "host", None)
     return host if isinstance(host, str) and host else None
-
-
-def _gathered(group: distributed.ProcessGroup, mine: Any) -> list[Any]:
-    found: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(found, mine, group=group)
-    return found
 
 
 def _require_agreement(offers: Sequence[_Offer], settings: Settings) -> None:

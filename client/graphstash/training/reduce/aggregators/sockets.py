@@ -1,8 +1,9 @@
-"""Non-blocking UDP sockets with large buffers, for IPv4 and IPv6."""
+"""Non-blocking UDP sockets with large buffers, and the clock by which a peer counts as silent."""
 
 import errno
 import select
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias
 
@@ -10,6 +11,7 @@ from graphstash.errors import ConfigError
 
 __all__ = [
     "Address",
+    "AwakeClock",
     "Name",
     "address_of",
     "bound",
@@ -40,6 +42,30 @@ _SEND_MILLISECONDS: Final = 100
 """Milliseconds to wait for room in a full send buffer. After that, the datagram counts as lost. The
 caller resends it later.
 """
+
+
+_LONGEST_SECONDS: Final = 2.0
+"""Maximum advance of a clock per call. A running process waits at most half of it."""
+
+
+class AwakeClock:
+    """Monotonic clock that advances at most two seconds per call, to exclude suspension.
+
+    When a suspended process resumes, it has not yet read the heartbeats that arrived meanwhile. By
+    an ordinary clock, their senders would count as dead.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._missed = 0.0
+
+    def __call__(self) -> float:
+        """Return the time in seconds."""
+        now = self._clock()
+        self._missed += max(0.0, now - self._last - _LONGEST_SECONDS)
+        self._last = now
+        return now - self._missed
 
 
 def parsed(text: str) -> Address:

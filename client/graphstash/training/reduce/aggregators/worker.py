@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from graphstash.errors import ConfigError, GraphstashError
 from graphstash.training.reduce.aggregators.aggregator import DIFFERENT, ranks_text
-from graphstash.training.reduce.aggregators.block_rows import BlockRows
 from graphstash.training.reduce.aggregators.datagrams import (
     END,
     Header,
@@ -28,10 +27,11 @@ from graphstash.training.reduce.aggregators.datagrams import (
     Numbers,
     Operation,
     Seal,
+    Values,
     blocks_per_datagram,
 )
 
-__all__ = ["AggregationError", "Outgoing", "Totals", "Worker"]
+__all__ = ["AggregationError", "BlockRows", "Outgoing", "Totals", "Worker"]
 
 _FIRST_WAIT: Final = 0.1
 _SHORTEST_WAIT: Final = 0.05
@@ -42,6 +42,55 @@ fifth of `lost_after_seconds`, so an aggregator gets five resends before it coun
 _DATAGRAMS_PER_STREAM: Final = 2
 """About as many datagrams of a dense tensor per stream, more if slots run out. Every stream sends a
 datagram, so more streams would send more of them for a sparse tensor."""
+
+
+class BlockRows:
+    """Reads and writes the blocks of a contiguous, one-dimensional array of a wire type.
+
+    Of n streams, stream i has the blocks i, i + n, i + 2n, and so on. Clustered nonzero blocks are
+    therefore spread over all streams.
+
+    Attributes:
+        count: Number of blocks, including a shorter last one.
+        elements: Number of elements of the array.
+        block_size: Number of elements of a block.
+        itemsize: Bytes of an element.
+    """
+
+    def __init__(self, flat: Values, block_size: int) -> None:
+        whole = len(flat) // block_size
+        self.elements = len(flat)
+        self.block_size = block_size
+        self.itemsize = flat.itemsize
+        self.count = -(-len(flat) // block_size)
+        self._rows = flat[: whole * block_size].reshape(whole, block_size)
+        self._tail = flat[whole * block_size :]
+
+    def deal(self, nonzero: npt.NDArray[np.bool_], streams: int) -> list[Numbers]:
+        """Return each stream's numbers of nonzero blocks, ascending."""
+        table = np.zeros(-(-self.count // streams) * streams, np.bool_)
+        table[: self.count] = nonzero
+        stream, row = np.nonzero(table.reshape(-1, streams).T)
+        numbers = (row * streams + stream).astype(np.uint32)
+        return np.split(numbers, np.searchsorted(stream, np.arange(1, streams)))
+
+    def read(self, numbers: Numbers, into: Values) -> None:
+        """Copy the blocks with ascending `numbers` to the zeros [len(numbers), block_size]."""
+        whole = self._whole_of(numbers)
+        np.take(self._rows, numbers[:whole], axis=0, out=into[:whole], mode="clip")
+        if whole < len(numbers):
+            into[whole, : len(self._tail)] = self._tail
+
+    def write(self, numbers: Numbers, values: Values) -> None:
+        """Write values to the blocks; the inverse of `read`."""
+        whole = self._whole_of(numbers)
+        self._rows[numbers[:whole]] = values[:whole]
+        if whole < len(numbers):
+            self._tail[:] = values[whole, : len(self._tail)]
+
+    def _whole_of(self, numbers: Numbers) -> int:
+        ends_short = len(numbers) > 0 and int(numbers[-1]) == len(self._rows)
+        return len(numbers) - ends_short
 
 
 class AggregationError(GraphstashError, RuntimeError):
