@@ -28,7 +28,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from graphstash import training
 from graphstash.training.fusion import partial_step
-from graphstash.training.fusion.stand_ins import StandIn
+from graphstash.training.fusion.uses import StandIn
 from graphstash.training.sharding import local
 from support.cases.ranks import error_of
 

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from graphstash.training.fusion.backward import BackwardFusion
 from graphstash.training.fusion.base import Fusion
-from graphstash.training.fusion.errors import FusionError
 from graphstash.training.fusion.forward import ForwardFusion
+from graphstash.training.fusion.parameters import FusionError
 
 __all__ = ["Fusion", "FusionError", "fuse"]
 

@@ -21,11 +21,9 @@ from torch.optim import Optimizer
 
 from graphstash.training.fusion.base import Fusion, ModuleHook
 from graphstash.training.fusion.buckets import Buckets
-from graphstash.training.fusion.errors import FusionError, named
-from graphstash.training.fusion.memory import Memory
+from graphstash.training.fusion.parameters import FusionError, Memory, named
 from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
-from graphstash.training.fusion.stand_ins import StandIn, stand_in_for
-from graphstash.training.fusion.tripwire import Tripwire
+from graphstash.training.fusion.uses import StandIn, Tripwire, stand_in_for
 from graphstash.training.sharding import is_fully_sharded, is_sharded, local
 
 __all__ = ["BackwardFusion"]

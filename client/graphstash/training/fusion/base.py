@@ -16,9 +16,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from graphstash.training.fusion.errors import FusionError, named
 from graphstash.training.fusion.guards import Guards
-from graphstash.training.fusion.memory import Memory
+from graphstash.training.fusion.parameters import FusionError, Memory, named
 from graphstash.training.fusion.partial_step import PartialStep, undecorated
 from graphstash.training.optimizers.base import SyncFreeOptimizer
 from graphstash.training.sharding import is_flat_parallel, is_sharded, local

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from graphstash.training.fusion.errors import FusionError
+from graphstash.training.fusion.parameters import FusionError
 
 __all__ = ["Buckets"]
 
@@ -46,8 +46,16 @@ class Buckets:
         updater: Callable[[GradBucket], Callable[[Sequence[Tensor | None]], None] | None],
         is_used: Callable[[Tensor], bool],
     ) -> None:
-        _refuse(ddp)
-        self.parameters = [p for p in _managed(ddp) if p.requires_grad]
+        if ddp._delay_all_reduce_params:
+            raise FusionError(
+                "DistributedDataParallel(delay_all_reduce_named_params=) reduces gradients outside "
+                f"of the buckets; {_REMEDY}"
+            )
+        self.parameters = [
+            parameter
+            for name, parameter in ddp.module.named_parameters()
+            if parameter.requires_grad and name not in ddp.parameters_to_ignore
+        ]
         state = _state_of(ddp)
         if state is None:
             state = _State(ddp)
@@ -88,18 +96,6 @@ def _other_hook() -> FusionError:
         "DistributedDataParallel has a communication hook, which decides what becomes of the "
         f"gradients, and takes only one; {_REMEDY}"
     )
-
-
-def _managed(ddp: DistributedDataParallel) -> list[nn.Parameter]:
-    return [p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
-
-
-def _refuse(ddp: DistributedDataParallel) -> None:
-    if ddp._delay_all_reduce_params:
-        raise FusionError(
-            "DistributedDataParallel(delay_all_reduce_named_params=) reduces gradients outside of "
-            f"the buckets; {_REMEDY}"
-        )
 
 
 def _divisor(ddp: DistributedDataParallel, device: torch.device) -> int:

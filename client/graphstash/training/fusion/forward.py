@@ -21,11 +21,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from graphstash.training.fusion.base import Fusion, ModuleHook
-from graphstash.training.fusion.errors import FusionError, named
-from graphstash.training.fusion.memory import Memory
+from graphstash.training.fusion.parameters import FusionError, Memory, named
 from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
-from graphstash.training.fusion.tripwire import Tripwire, is_held
-from graphstash.training.fusion.waiting_state import WaitingState
+from graphstash.training.fusion.uses import Tripwire, WaitingState, is_held
 from graphstash.training.sharding import is_fully_sharded, is_sharded, local
 
 __all__ = ["ForwardFusion"]

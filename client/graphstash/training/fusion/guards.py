@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from graphstash.training.fusion.errors import FusionError, named
+from graphstash.training.fusion.parameters import FusionError, named
 
 __all__ = ["Guards"]
 

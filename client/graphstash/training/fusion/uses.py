@@ -1,0 +1,212 @@
+"""Objects that notice when other code uses a parameter, a gradient or an optimizer's state.
+
+    Tripwire        calls a function before torch uses the values of a parameter or a gradient
+    StandIn         takes the place of a freed gradient, without memory, and refuses its use
+    WaitingState    takes the place of an optimizer's state, and makes waiting updates first
+
+Without fusion, gradients stay until zero_grad(): a loop may clip them, log their norm, remove them
+before the step, or add to them in the next backward. With fusion, they are freed. If code, even
+torch's own, uses the values of a freed gradient, its stand-in raises an error.
+
+An armed tensor gets a class whose `__torch_function__` torch calls before each operation on it.
+Torch changes classes likewise when it materializes a lazy module's parameters. Code that reaches
+the memory through an earlier view or an address does not trip; `is_held` finds such views.
+"""
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["StandIn", "Tripwire", "WaitingState", "is_held", "stand_in_for"]
+
+_PROPERTIES: Final = (
+    *("grad", "requires_grad", "is_leaf", "grad_fn", "_backward_hooks"),
+    *("_post_accumulate_grad_hooks", "shape", "device", "dtype", "layout", "ndim", "is_cpu"),
+    *("is_cuda", "is_meta", "is_sparse", "_version", "itemsize", "nbytes", "names", "output_nr"),
+)
+"""Properties of a tensor; torch 2.15 has no `names`."""
+_GRAD: Final[Any] = Tensor.grad
+_HARMLESS: Final = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
+        *(_GRAD.__set__, _GRAD.__delete__),
+        *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement),
+        *(Tensor.element_size, Tensor.is_floating_point, Tensor.requires_grad_, Tensor.ndimension),
+        *(Tensor.is_contiguous, Tensor.is_complex, Tensor.is_signed, Tensor.storage_offset),
+        *(Tensor.get_device, Tensor.__len__, Tensor.is_inference, Tensor._is_view),
+        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+        *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like),
+        *(torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones),
+    )
+)
+"""Operations of torch that neither read nor write a tensor's values."""
+
+
+class Tripwire:
+    """Calls `on_use` before torch reads or writes the values of an armed tensor.
+
+    Args:
+        on_use: bound method, called with the tensor. Must disarm it or raise. Held weakly.
+    """
+
+    def __init__(self, on_use: Callable[[Tensor], None]) -> None:
+        method = weakref.WeakMethod(on_use)
+        self._armed: Mapping[type, type] = {
+            kind: _armed(kind, method) for kind in (Tensor, nn.Parameter)
+        }
+        self._bases = {armed: kind for kind, armed in self._armed.items()}
+
+    def arm(self, tensor: Tensor) -> bool:
+        """Arm a plain tensor or parameter, and return whether it is armed; subclasses are not."""
+        if (armed := self._armed.get(type(tensor))) is not None:
+            tensor.__class__ = armed
+        return type(tensor) in self._bases
+
+    def disarm(self, tensor: Tensor) -> None:
+        """Restore the tensor's own class."""
+        if (kind := self._bases.get(type(tensor))) is not None:
+            tensor.__class__ = kind
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Return whether another tensor shares memory with this unsharded one.
+
+    Examples: a view, `detach()`, `.data`, and a graph that backward has not freed yet.
+    """
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count > 1
+
+
+def _armed(kind: type[Tensor], on_use: "weakref.WeakMethod[Callable[[Tensor], None]]") -> type:
+    def trip(tensor: Tensor) -> None:
+        if (call := on_use()) is None:  # the owner of `on_use` no longer exists
+            tensor.__class__ = kind
+        else:
+            call(tensor)
+
+    class Armed(kind):  # type: ignore[misc,valid-type] # the base is a variable
+        __slots__ = ()
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            del types
+            kwargs = kwargs or {}
+            if func in _HARMLESS:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            for leaf in tree_leaves((args, kwargs)):
+                if type(leaf) is cls:
+                    trip(leaf)
+            return func(*args, **kwargs)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            trip(self)
+            return copy.deepcopy(self, memo)
+
+    Armed.__name__, Armed.__qualname__ = kind.__name__, kind.__qualname__
+    Armed.__module__ = kind.__module__
+    return Armed
+
+
+_CONVERT: Final = torch.ops.aten._to_copy.default
+"""The operation with which module.to() converts parameters and their gradients."""
+
+
+class StandIn(Tensor):
+    """A tensor without values; `stand_in_for` creates it."""
+
+    refuse: Callable[[str], None]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # torch
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch has no type for it
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Torch calls this in place of each operation that has a stand-in as an argument."""
+        del types
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
+        for stand_in in given:
+            stand_in.refuse(func.overloadpacket.__name__)
+        if func is not _CONVERT:
+            raise RuntimeError(f"{func} uses a gradient that optimizer fusion has freed")
+        first, options = given[0], kwargs or {}
+        zero = torch.zeros(
+            (), dtype=options.get("dtype", first.dtype), device=options.get("device", first.device)
+        )
+        return zero.expand(first.shape)
+
+    def __repr__(self) -> str:  # type: ignore[override] # without the values
+        return f"StandIn(shape={tuple(self.shape)})"
+
+
+def stand_in_for(parameter: Tensor, refuse: Callable[[str], None]) -> StandIn:
+    """Return a stand-in with the shape, type and device of a parameter.
+
+    Args:
+        parameter: the parameter whose gradient was freed.
+        refuse: called with the name of the operation that uses the gradient's values. Raises,
+            except for a conversion after the step. Must not hold the parameter strongly.
+    """
+    stand_in: StandIn = StandIn._make_wrapper_subclass(  # type: ignore[attr-defined] # torch
+        StandIn,
+        parameter.shape,
+        strides=parameter.stride(),
+        dtype=parameter.dtype,
+        device=parameter.device,
+    )
+    stand_in.refuse = refuse
+    return stand_in
+
+
+_METHODS: Final = (
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__reversed__"),
+    *("__len__", "__eq__", "__ne__", "__or__", "__ror__", "__ior__", "__repr__", "__copy__"),
+    *("__reduce__", "__missing__", "get", "keys", "values", "items", "pop", "popitem", "clear"),
+    *("update", "setdefault", "copy"),
+)
+
+
+class WaitingState(defaultdict[Any, Any]):
+    """A mapping whose every method first makes the waiting updates, then calls the state's method.
+
+    `make_updates` is held weakly.
+    """
+
+    def __init__(self, state: defaultdict[Any, Any], make_updates: Callable[[], None]) -> None:
+        super().__init__(state.default_factory)
+        self.state = state
+        self.make_updates = weakref.WeakMethod(make_updates)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle the state itself."""
+        return _delegate(self, "__reduce_ex__", protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _delegate(self, "__len__")
+        return copy.deepcopy(self.state, memo)
+
+
+def _delegate(this: WaitingState, name: str, *args: Any, **kwargs: Any) -> Any:
+    if (make_updates := this.make_updates()) is not None:
+        make_updates()
+    return getattr(this.state, name)(*args, **kwargs)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(this: WaitingState, *args: Any, **kwargs: Any) -> Any:
+        return _delegate(this, name, *args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+for _name in _METHODS:
+    setattr(WaitingState, _name, _method(_name))
