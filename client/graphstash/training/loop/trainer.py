@@ -226,13 +226,8 @@ class _Run:
             self.fusion = fuse(self.step.model, self.options.optimizer, when=self.options.fuse)
         except FusionError as error:
             raise ConfigError(f"fuse={self.options.fuse!r}: {error}") from error
-        try:
+        with self.fusion:
             yield
-        except BaseException:
-            with suppress(FusionError):  # keep the first exception
-                self.fusion.close()
-            raise
-        self.fusion.close()
 
     def _make_steps(
         self, loader: "_Loader", one_step: Callable[..., object], signals: "_Signals"

@@ -68,6 +68,8 @@ def traced_step(
 
         donating = donates() if donate is None else donate
         return XlaStep(function, elements, device=tensors[0].device, donate=donating)
-    from graphstash.training.traced.torch_graph import plain_torch_step
+    from graphstash.training.traced.torch_graph import CudaGraphStep, TorchStep
 
-    return plain_torch_step(function, elements, device=tensors[0].device)
+    if tensors[0].device.type == "cuda":
+        return CudaGraphStep(function, elements, device=tensors[0].device)
+    return TorchStep(function, elements)

@@ -28,7 +28,7 @@ from graphstash.training.traced.step import (
     flatten_batch,
 )
 
-__all__ = ["plain_torch_step"]
+__all__ = ["CudaGraphStep", "TorchStep"]
 
 
 class Snapshot:
@@ -75,15 +75,6 @@ _WARM_UP: Final = 3
 
 _WARM_UP_OF_DDP: Final = 11
 """Under DDP, torch's page requires 11 steps, in which DDP rebuilds and times its buckets."""
-
-
-def plain_torch_step(
-    function: Callable[..., R], state: State, *, device: torch.device
-) -> TracedStep[R]:
-    """Return the traced step for a CUDA device or a CPU."""
-    if device.type == "cuda":
-        return CudaGraphStep(function, state, device=device)
-    return TorchStep(function, state)
 
 
 class TorchStep(TracedStep[R]):
