@@ -15,7 +15,6 @@ import torch
 from loops import ARMS, OPTIMIZERS
 
 from benchmarks.figures import Figures, progress, rotated
-from benchmarks.training import loader
 from benchmarks.training.cells import BATCH_SIZES, Cell, Run
 
 __all__ = ["BACKENDS", "COSTS", "HOST", "RATES", "RATIOS", "main"]
@@ -62,8 +61,6 @@ def main():
         figures.note(
             "Arms share what is compiled: ours-traced finds graphs that ours has compiled."
         )
-    if options.loader:
-        loader.measure(device, rounds, figures)
     figures.write(options.output)
 
 
@@ -136,7 +133,6 @@ def parse_options():
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--batch-sizes", type=int, default=2, help="how many of each model's")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--no-loader", dest="loader", action="store_false")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
 

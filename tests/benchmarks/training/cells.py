@@ -12,8 +12,9 @@ from gpt import GPT, draw_batches, read_corpus
 from loops import device_counts, make_step
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from train_digits import CNN, Digits, batches_of
+
+from support.device_reads import Reads
 
 __all__ = ["BATCH_SIZES", "Cell", "Run"]
 
@@ -118,15 +119,7 @@ class Run:
 
     def reads(self):
         """Reads of the device per step on plain torch, where no metric tells."""
-        with _Reads() as reads:
+        with Reads() as reads:
             for _ in range(COUNTED):
                 self._one_step()
         return reads.count / COUNTED
-
-
-class _Reads(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
