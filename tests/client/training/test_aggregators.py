@@ -292,21 +292,12 @@ def test_finished_session_is_not_restarted(secret):
         assert answer(begin).text == "aggregator 0 has ended that aggregation session"
 
 
-def test_aggregator_names_missing_secret_or_address(tmp_path):
+def test_aggregator_names_secret_that_cannot_be_read(tmp_path):
     command = [sys.executable, "-m", MODULE, "--listen", "127.0.0.1:0"]
-    missing = subprocess.run([*command], capture_output=True, text=True, check=False)
-    assert missing.returncode == 2
-    assert "--secret-file" in missing.stderr
     command += ["--secret-file", str(tmp_path / "none")]
     unreadable = subprocess.run([*command], capture_output=True, text=True, check=False)
     assert unreadable.returncode == 2
     assert json.loads(unreadable.stdout)["error"].endswith("/none: No such file or directory")
-
-
-def test_an_aggregator_imports_no_torch():
-    script = f"import sys, {MODULE}.__main__; print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
-    assert found.stdout == b"False\n"
 
 
 def test_colocated_aggregator_imports_nothing_from_folder_of_the_job(tmp_path, monkeypatch):

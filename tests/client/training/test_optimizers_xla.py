@@ -8,7 +8,6 @@ from support.run_case import RUN_CASE, case_arguments
 pytestmark = pytest.mark.extended
 
 CHECKS = [
-    "options_that_are_no_part_of_the_graph",
     "every_schedule_on_one_graph",
     "clipping_by_norm_and_by_value",
     "state_is_written_over_in_place",
@@ -16,7 +15,6 @@ CHECKS = [
     "torch_goes_on_from_ours_and_ours_from_torch",
     "the_scalers_of_torch_and_torch_xla",
     "other_types_are_kept",
-    "a_parameter_without_a_gradient_keeps_its_own_step",
     "muon_rounds_as_bfloat16_does",
     "moments_of_eight_bits_are_rounded_as_on_the_host",
     "averages_are_put_in_and_taken_out",

@@ -1,9 +1,8 @@
-"""`make bench-reduce`: its links, and its smallest cell on them and on loopback."""
+"""`make bench-reduce`: its links, and its smallest cell on them."""
 
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,23 +46,12 @@ def of_process(pid):
     return [name for name in links.names() if name.startswith(f"{links.PREFIX}-{pid}-")]
 
 
-def bench(folder, *options, **environment):
-    done = subprocess.run(
-        [sys.executable, RUN, *SMALLEST, *options, "--directory", folder],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=os.environ | environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "bench-reduce.json").read_text()), done.stdout
-
-
 @needs_namespaces
 @pytest.mark.extended
 def test_smallest_cell_on_shaped_links_sends_bytes_of_the_formula(tmp_path):
-    report, _ = bench(tmp_path)
+    command = [sys.executable, RUN, *SMALLEST, "--directory", tmp_path]
+    subprocess.run(command, check=True, timeout=300)
+    report = json.loads((tmp_path / "bench-reduce.json").read_text())
     assert report["links"] == "network namespaces"
     sums, training = report["parts"].values()
     rows = sums["tables"]["MB on all links for each worker, 1 MiB"]
@@ -79,20 +67,6 @@ def test_smallest_cell_on_shaped_links_sends_bytes_of_the_formula(tmp_path):
     page = (tmp_path / "bench-reduce.md").read_text()
     assert "payload equal to the formula, to the byte: in 11 of 11 samples" in page
     assert (tmp_path / "bench-reduce.png").stat().st_size > 1000
-
-
-@pytest.mark.extended
-def test_benchmark_without_namespaces_counts_bytes_on_loopback(tmp_path):
-    path = tmp_path / "bin"
-    path.mkdir()
-    (path / "setpriv").symlink_to(shutil.which("setpriv"))  # and no `ip`
-    report, said = bench(tmp_path, "--parts", "sums", "--densities", "0.1", PATH=str(path))
-    assert "no network namespaces" in said
-    assert "ip is not installed" in said
-    assert report["links"] == "loopback"
-    assert list(report["parts"]) == ["2 workers, loopback"]
-    assert report["goals"] == []
-    assert any("payload equal to the formula" in line for line in report["checks"])
 
 
 @needs_namespaces

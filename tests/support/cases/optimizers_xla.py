@@ -8,7 +8,7 @@ import gc
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,6 @@ BY_NAME: dict[str, Any] = {
     for name in ("SGD", "Adam", "AdamW", "LAMB", "Lion", "Adafactor", "ScheduleFreeAdamW")
 }
 XLA, HOST = torch_xla.device(), torch.device("cpu")
-Missing = Mapping[int, Collection[int]]
 
 
 class Counter:
@@ -138,12 +137,10 @@ def plain_steps(
     steps: Iterable[int],
     *,
     dtype: torch.dtype = torch.float32,
-    missing: Missing | None = None,
     after: Callable[[], object] = lambda: None,
 ) -> None:
     for step in steps:
-        values = gradients(step, dtype=dtype, missing=(missing or {}).get(step, ()))
-        factors = on(parameters, values)
+        factors = on(parameters, gradients(step, dtype=dtype))
         optimizer.zero_grad()
         loss_of(parameters, factors).backward()
         optimizer.step()
@@ -195,21 +192,6 @@ def matrix(name: str) -> None:
     assert_equal(again, parameters)
     assert scales == history
     assert {float(optimizer.state[each]["step"]) for each in again} == {STEPS - len(BAD)}
-
-
-def options_that_are_no_part_of_the_graph() -> None:
-    betas = {"betas": (0.0, 0.9), "weight_decay": 0.1}
-    graphs: list[tuple[str, list[dict[str, Any]]]] = [
-        ("SGD", [{}, {"weight_decay": 0.1}, {"momentum": 0.0, "weight_decay": 0.3}]),
-        ("SGD", [{"momentum": 0.5}, {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.1}]),
-        *((name, [{}, betas]) for name in ("Adam", "AdamW", "LAMB")),
-    ]
-    for name, same in graphs:
-        for number, options in enumerate(same):
-            parameters = new_parameters(XLA)
-            optimizer, counter = BY_NAME[name](parameters, lr=0.01, **options), Counter()
-            plain_steps(parameters, optimizer, range(3), after=counter.next)
-            counter.require_one_graph(compiles_at_most=1 if number == 0 else 0)
 
 
 def every_schedule_on_one_graph() -> None:
@@ -364,20 +346,6 @@ def other_types_are_kept() -> None:
     assert_close(mixed, [torch.full_like(each, 0.7) for each in on_host(mixed)], atol=0.02)
 
 
-def a_parameter_without_a_gradient_keeps_its_own_step() -> None:
-    missing = {0: (1,), 2: (0, 2), 3: (3,), 5: (1, 2)}
-    for name, case in ON_XLA.items():
-        if "0.8" in name or "nesterov" in name:
-            parameters, theirs = new_parameters(XLA), new_parameters()
-            optimizer = case.ours(parameters)
-            plain_steps(parameters, optimizer, range(8), missing=missing)
-            plain_steps(theirs, case.reference(theirs), range(8), missing=missing)
-            assert_close(parameters, theirs)
-            lacking = [sum(n in each for each in missing.values()) for n in range(len(SHAPES))]
-            steps = [float(optimizer.state[each]["step"]) for each in parameters]
-            assert steps == [8 - count for count in lacking]
-
-
 def here_and_on_the_host(
     make: Callable[[Any], Any], shapes: Any, *, steps: int
 ) -> tuple[list[list[nn.Parameter]], list[Any]]:
@@ -465,7 +433,6 @@ def optimizers_that_compute_beside_the_steps_are_refused() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
-        options_that_are_no_part_of_the_graph,
         every_schedule_on_one_graph,
         clipping_by_norm_and_by_value,
         state_is_written_over_in_place,
@@ -473,7 +440,6 @@ CHECKS: dict[str, Callable[[], None]] = {
         torch_goes_on_from_ours_and_ours_from_torch,
         the_scalers_of_torch_and_torch_xla,
         other_types_are_kept,
-        a_parameter_without_a_gradient_keeps_its_own_step,
         muon_rounds_as_bfloat16_does,
         moments_of_eight_bits_are_rounded_as_on_the_host,
         averages_are_put_in_and_taken_out,

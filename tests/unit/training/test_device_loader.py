@@ -1,5 +1,4 @@
 import random
-import signal
 import threading
 import weakref
 from collections import OrderedDict
@@ -67,8 +66,7 @@ def test_batches_are_loaded_while_the_consumer_works():
             assert loaded.acquire(timeout=SECONDS)
 
 
-@pytest.mark.parametrize("upload", [None, lambda batch: batch])
-@pytest.mark.parametrize("ahead", [1, 5])
+@pytest.mark.parametrize(("ahead", "upload"), [(1, None), (5, lambda batch: batch)])
 def test_no_more_than_ahead_are_loaded_beyond_the_one_in_use(ahead, upload):
     consumed, most = 0, 0
 
@@ -176,21 +174,6 @@ def test_stop_loading_yields_loaded_batches_and_ends():
         assert 2 <= loader.loaded_count <= 2 + 3
     assert next(source) == loader.loaded_count
     assert not threads()
-
-
-def test_a_signal_handler_may_stop_loading():
-    loader = DeviceLoader(range(100))
-    before = signal.signal(signal.SIGUSR1, lambda *_: loader.stop_loading())
-    try:
-        batches = []
-        for batch in loader:
-            batches.append(batch)
-            if batch == 10:
-                signal.raise_signal(signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert batches == list(range(loader.loaded_count))
-    assert len(batches) < 20
 
 
 def test_close_closes_generator_in_its_thread():
