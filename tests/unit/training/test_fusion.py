@@ -319,13 +319,13 @@ def test_a_model_that_is_compiled_later_is_not_fused_with_its_forward(steps):
 
 
 class Large(Loop):
-    """24 MB in layers of 1 MB."""
+    """24 layers, each as large as a unit."""
 
-    model = partial(many_layers, 24, 512)
+    model = partial(many_layers, 24, 128)
 
     def loss(self, step):
         generator = torch.Generator().manual_seed(step)
-        return self.net(torch.randn(2, 512, generator=generator)).square().mean()
+        return self.net(torch.randn(2, 128, generator=generator)).square().mean()
 
 
 def peak_bytes(case, when):
@@ -353,9 +353,9 @@ def peak_bytes(case, when):
 def test_backward_fusion_keeps_parameters_and_state_and_next_to_no_gradients(
     make, kept, monkeypatch
 ):
-    monkeypatch.setattr(partial_step, "_UNIT_BYTES", 1024**2)
+    monkeypatch.setattr(partial_step, "_UNIT_BYTES", 4 * 128**2)
     case = type("Case", (Large,), {"optimizer": make})
-    size = 4 * 24 * 512 * 513
+    size = 4 * 24 * 128 * 129
 
     assert kept + 0.98 <= peak_bytes(case, None) / size <= kept + 1.2
     assert kept - 0.02 <= peak_bytes(case, "backward") / size <= kept + 0.2
