@@ -24,12 +24,16 @@ __all__ = [
     "ON_XLA",
     "SCHEDULES",
     "SHAPES",
+    "assert_close",
+    "assert_equal",
+    "copies",
     "give_gradients",
     "gradients",
     "loss_of",
     "make_steps",
     "new_parameters",
     "shaped",
+    "train_beside",
     "train_scheduled",
 ]
 
@@ -278,6 +282,46 @@ def make_steps(
     for step in steps:
         give_gradients(parameters, step)
         optimizer.step()
+
+
+def train_beside(
+    ours: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    theirs: Sequence[nn.Parameter],
+    reference: torch.optim.Optimizer,
+    *,
+    steps: int = 20,
+    after: Callable[[int], object] = lambda step: None,
+) -> None:
+    """Make steps with both, and bad steps in between, which only ours gets.
+
+    `after` is called after every step.
+    """
+    for step in range(steps):
+        bad = {0: math.inf, 5: math.nan, 11: -math.inf}.get(step)
+        give_gradients(ours, step, bad=bad)
+        optimizer.step(found_inf=torch.tensor(float(bad is not None)))  # type: ignore[call-overload] # not torch's
+        if bad is None:
+            give_gradients(theirs, step)
+            reference.step()
+        after(step)
+
+
+def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies without a graph."""
+    return [each.detach().clone() for each in tensors]
+
+
+def assert_close(
+    ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], *, atol: float = 1e-6
+) -> None:
+    """Require equal tensors, but for rounding."""
+    torch.testing.assert_close(list(ours), list(theirs), rtol=0, atol=atol)
+
+
+def assert_equal(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> None:
+    """Require the same bits."""
+    assert_close(ours, theirs, atol=0)
 
 
 def gradients(

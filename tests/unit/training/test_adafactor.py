@@ -1,6 +1,5 @@
 """Adafactor's factored state. What all optimizers do is tested with the others."""
 
-import math
 from functools import partial
 
 import pytest
@@ -8,11 +7,9 @@ import torch
 from torch import nn
 
 from graphstash.training import Adafactor
-from support.optimizer_cases import give_gradients, shaped
+from support.optimizer_cases import assert_close, shaped, train_beside
 
 SHAPES = ((6, 4), (4, 6), (3, 2, 5, 2), (1, 7), (5,), ())
-BAD = {0: math.inf, 5: math.nan, 11: -math.inf}
-STEPS = 20
 
 new_parameters = partial(shaped, SHAPES)
 
@@ -29,15 +26,9 @@ def test_parameters_of_every_rank_are_updated_as_in_torch(options, foreach):
     ours, theirs = new_parameters(), new_parameters()
     mine = Adafactor(ours, **options)
     reference = torch.optim.Adafactor(theirs, foreach=foreach, **options)
-    for step in range(STEPS):
-        give_gradients(ours, step, bad=BAD.get(step))
-        mine.step(found_inf=torch.tensor(float(step in BAD)))
-        if step not in BAD:
-            give_gradients(theirs, step)
-            reference.step()
-    for a, b, start in zip(ours, theirs, new_parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-        assert not torch.equal(a, start)
+    train_beside(ours, mine, theirs, reference)
+    assert_close(ours, theirs)
+    assert not any(map(torch.equal, ours, new_parameters()))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(dict(mine.state[a]), dict(reference.state[b]))
     assert mine.state[ours[0]]["row_var"].shape == (6, 1)  # of (6, 4)

@@ -1,4 +1,6 @@
 # ruff: noqa: NPY002 - users draw from the global generator of NumPy
+"""Batches, positions in data, and random states: a run continues where it stopped."""
+
 import itertools
 import random
 from collections import Counter
@@ -12,7 +14,12 @@ from torch.utils import data
 
 from graphstash import GraphstashError
 from graphstash.training.data.batches import Batches
-from graphstash.training.data.position import DataPosition, host_random_state, set_random_state
+from graphstash.training.data.position import (
+    DataPosition,
+    host_random_state,
+    random_state,
+    set_random_state,
+)
 
 shapes = st.fixed_dictionaries(
     {
@@ -233,13 +240,9 @@ LOADERS = {
     "in order": lambda: data.DataLoader(Noisy(), 3),
     "shuffled": lambda: data.DataLoader(Noisy(), 3, shuffle=True, drop_last=True),
     "own generator": lambda: data.DataLoader(Noisy(), 3, shuffle=True, generator=seeded()),
-    "with replacement": lambda: data.DataLoader(
-        Noisy(), 3, sampler=data.RandomSampler(Noisy(), replacement=True, num_samples=70)
-    ),
     "weighted": lambda: data.DataLoader(
         Noisy(), 3, sampler=data.WeightedRandomSampler([1.0] * 10, 10, generator=seeded())
     ),
-    "subset": lambda: data.DataLoader(Noisy(), 3, sampler=data.SubsetRandomSampler([1, 3, 5, 9])),
     "batch sampler": lambda: data.DataLoader(
         Noisy(),
         batch_sampler=data.BatchSampler(
@@ -380,3 +383,40 @@ def test_closing_ends_a_generator():
     next(position)
     position.close()
     assert ended
+
+
+# Random states.
+
+
+def draw():
+    """Of every generator, and of both forms that keep a second number for later."""
+    return [
+        *(random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()),
+        *(torch.rand(3).tolist(), torch.randn(1).tolist()),
+    ]
+
+
+@pytest.mark.parametrize("before", range(2))
+@pytest.mark.parametrize("take", [host_random_state, lambda: random_state("cpu")])
+def test_restored_state_repeats_the_numbers_and_taking_it_draws_none(before, take):
+    for _ in range(before):
+        draw()
+    state = take()
+    first = [draw(), draw()]
+    set_random_state(state)
+    take()
+    assert [draw(), draw()] == first
+    set_random_state(state | {"torch_xla": 5}, "cpu")  # the state of another device is skipped
+    assert draw() == first[0]
+
+
+def test_numpy_may_use_another_bit_generator(tmp_path):
+    mine = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        torch.save(host_random_state(), tmp_path / "state.pt")
+        first = draw()
+        set_random_state(torch.load(tmp_path / "state.pt", weights_only=True))
+        assert draw() == first
+    finally:
+        np.random.set_bit_generator(mine)

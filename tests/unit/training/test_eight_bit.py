@@ -1,6 +1,5 @@
 """Moments of eight bits, beside torchao's. What all optimizers do is tested with the others."""
 
-import math
 import subprocess
 import sys
 
@@ -13,12 +12,10 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from graphstash import ConfigError
 from graphstash.training import Adam8bit, AdamW, AdamW8bit
 from graphstash.training.optimizers import eight_bit
-from support.optimizer_cases import give_gradients, make_steps, shaped
+from support.optimizer_cases import make_steps, shaped, train_beside
 
 SHAPES = ((64, 64), (4, 16, 8, 8), (8192,), (5000,), (7, 3), ())
 ROUNDED = 3  # the first of them; 256 does not divide 5000
-BAD = {0: math.inf, 5: math.nan, 11: -math.inf}
-STEPS = 13
 BOTH = [Adam8bit, AdamW8bit]
 given_classes = pytest.mark.parametrize(
     "given_class", [torchao.optim.AdamW8bit, torch.optim.AdamW, AdamW], ids=lambda c: c.__module__
@@ -55,14 +52,9 @@ def test_steps_equal_torchao_with_skipped_steps_between(ours_class, options, dty
     ours, theirs = new_parameters(dtype), new_parameters(dtype)
     mine = ours_class(ours, lr=1e-3, **options)
     reference = getattr(torchao.optim, ours_class.__name__)(theirs, **{"lr": 1e-3, **options})
-    for step in range(STEPS):
-        give_gradients(ours, step, bad=BAD.get(step))
-        mine.step(found_inf=torch.tensor(float(step in BAD)))
-        if step not in BAD:
-            give_gradients(theirs, step)
-            reference.step()
+    train_beside(ours, mine, theirs, reference, steps=13)
     assert_nearly_equal(ours, theirs, lr=1e-3)
-    assert not any(torch.equal(*pair) for pair in zip(ours, new_parameters(dtype), strict=True))
+    assert not any(map(torch.equal, ours, new_parameters(dtype)))
     for a, b in zip(ours[:ROUNDED], theirs[:ROUNDED], strict=True):
         for name in ("exp_avg", "exp_avg_sq"):
             other = reference.state[b][name].codes

@@ -1,3 +1,5 @@
+"""Gradients between backward and step: loss scales as torch's scaler, clipping as torch's."""
+
 import copy
 import math
 import pickle
@@ -9,7 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphstash.training.optimizers import SGD, AdamW
-from graphstash.training.optimizers.gradients import LossScale, clip_grad_norm_
+from graphstash.training.optimizers.gradients import (
+    LossScale,
+    clip_grad_norm_,
+    clip_grad_value_,
+)
 from support.optimizer_cases import gradients, loss_of, new_parameters
 
 
@@ -248,3 +254,48 @@ def test_a_loss_scale_that_is_not_enabled_changes_nothing():
     scale.load_state_dict({})
     with pytest.raises(RuntimeError, match="not enabled"):
         LossScale().load_state_dict({})
+
+
+# Clipping.
+
+
+def with_gradients(**options):
+    parameters = new_parameters()
+    for parameter, gradient in zip(parameters, gradients(0, **options), strict=True):
+        parameter.grad = gradient
+    return parameters
+
+
+CLIPS = {
+    "norm": (clip_grad_norm_, nn.utils.clip_grad_norm_),
+    "value": (clip_grad_value_, nn.utils.clip_grad_value_),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "given", "options"),
+    [
+        ("norm", 0.5, list, {"missing": (1,)}),
+        ("norm", math.inf, iter, {}),
+        ("norm", 1.0, list, {"bad": math.inf}),
+        ("norm", 0.1, lambda parameters: parameters[0], {}),
+        ("value", 0.3, iter, {"bad": math.nan}),
+        ("value", 0.1, lambda parameters: parameters[0], {}),
+    ],
+)
+def test_clipping_equals_torchs(kind, limit, given, options):
+    ours, theirs = with_gradients(**options), with_gradients(**options)
+    clip, reference = CLIPS[kind]
+    norms = clip(given(ours), limit), reference(given(theirs), limit)
+    if kind == "norm":
+        assert torch.equal(*norms)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.grad is b.grad is None) or torch.equal(a.grad.nan_to_num(9), b.grad.nan_to_num(9))
+
+
+def test_norm_without_gradients_is_zero_and_limit_must_be_above_zero():
+    assert clip_grad_norm_(new_parameters(), 1.0) == 0
+    for clip, _ in CLIPS.values():
+        for limit in (0.0, -1.0, math.nan):
+            with pytest.raises(ValueError, match="above 0"):
+                clip(with_gradients(), limit)

@@ -1,7 +1,6 @@
 """Muon and its groups. What all optimizers do is tested with the others."""
 
 import copy
-import math
 from functools import partial
 
 import pytest
@@ -11,18 +10,18 @@ from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from graphstash.training import AdamW, Muon, muon_groups
-from support.optimizer_cases import give_gradients, make_steps, shaped
+from support.optimizer_cases import (
+    assert_close,
+    assert_equal,
+    give_gradients,
+    make_steps,
+    shaped,
+    train_beside,
+)
 
 SHAPES = ((6, 4), (4, 6), (5, 5), (3, 2, 2, 2))
-BAD = {0: math.inf, 5: math.nan, 11: -math.inf}
-STEPS = 20
 
 matrices = partial(shaped, SHAPES)
-
-
-def assert_close(ours, theirs, **tolerance):
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, **{"rtol": 0, "atol": 1e-6, **tolerance})
 
 
 @pytest.mark.parametrize(
@@ -44,15 +43,9 @@ def test_matrices_are_updated_as_in_public_implementation(adjustment, nesterov, 
         foreach=False,
         **options,
     )
-    for step in range(STEPS):
-        give_gradients(ours, step, bad=BAD.get(step))
-        found_inf = torch.tensor(float(step in BAD))
-        mine.step(found_inf=found_inf)
-        if step not in BAD:
-            give_gradients(theirs, step)
-            reference.step()
+    train_beside(ours, mine, theirs, reference)
     assert_close(ours, theirs)
-    assert not any(torch.equal(*pair) for pair in zip(ours, matrices(), strict=True))
+    assert not any(map(torch.equal, ours, matrices()))
 
 
 def test_other_parameters_are_updated_as_by_adamw():
@@ -60,10 +53,7 @@ def test_other_parameters_are_updated_as_by_adamw():
     options = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
     mine = Muon([{"params": ours, "use_muon": False, **options}])
     reference = torch.optim.AdamW(theirs, **options)
-    for step in range(STEPS):
-        for parameters, optimizer in ((ours, mine), (theirs, reference)):
-            give_gradients(parameters, step)
-            optimizer.step()
+    train_beside(ours, mine, theirs, reference)
     assert_close(ours, theirs)
 
 
@@ -135,7 +125,7 @@ def test_cycled_momentum_is_used_and_resumed(cycle, resumes):
             schedule.optimizer = optimizer
         make_steps(parameters, optimizer, [step])
         schedule.step()
-    assert_close(parameters, expected, atol=0)
+    assert_equal(parameters, expected)
 
 
 @every_cycle
@@ -149,7 +139,7 @@ def test_adamw_groups_of_muon_cycle_their_first_beta(cycle):
         other.grad = vector.grad.clone()
         for each in (*optimizers, *schedules):
             each.step()
-    assert_close([vector], [other], atol=0)
+    assert_equal([vector], [other])
 
 
 class Model(nn.Module):
@@ -161,9 +151,6 @@ class Model(nn.Module):
         self.tied = nn.Linear(6, 10, bias=False)
         self.tied.weight = self.embedding.weight
         self.head = nn.Linear(6, 3)
-
-    def forward(self, tokens):
-        return self.head(self.hidden(self.embedding(tokens)))
 
 
 def test_groups_of_model_split_hidden_matrices_from_other_parameters():

@@ -96,21 +96,6 @@ def test_trajectory_equals_torch_with_skipped_steps_and_missing_gradients(name, 
         assert reference.state[other].get("step", counted) == counted
 
 
-@pytest.mark.parametrize("optimizer", [SGD, Adafactor, ScheduleFreeAdamW])
-def test_torchs_scaler_works_without_device_read(optimizer):
-    ours, other = new_parameters(), new_parameters()
-    mine, scaler = optimizer(ours, lr=0.1), torchs_scaler()
-    for step in range(STEPS):
-        mine.zero_grad()
-        scaler.scale(loss_of(ours, gradients(step, bad=BAD.get(step)))).backward()
-        with Reads() as reads:
-            scaler.step(mine)
-        scaler.update()
-        assert reads.count == 0
-    train(other, optimizer(other, lr=0.1), LossScale(8.0, growth_interval=3), missing={})
-    assert_close(ours, other)
-
-
 @both_ways
 def test_nonzero_found_inf_skips_the_step(fused):
     for value in (1.0, 2.0, math.nan, math.inf, True, 3, [1.0], 0.0, False, 0, [0.0]):
@@ -418,20 +403,6 @@ def test_a_loss_scale_alone_makes_no_squares_overflow(make):
     assert not torch.equal(parameters[0], torch.ones(4, 4))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_steps_below_precision_of_parameter_accumulate(dtype):
-    steps = 1.0 - torch.finfo(dtype).eps / 16 * 64
-    results = []
-    for master in (False, True):
-        parameter = nn.Parameter(torch.ones(40, dtype=dtype))
-        optimizer = SGD([parameter], lr=torch.finfo(dtype).eps / 16, master_weights=master)
-        for _ in range(64):
-            parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-        results.append(float(parameter[0]))
-    assert results == [1.0, pytest.approx(steps)]
-
-
 # Torch's kernels.
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -569,24 +540,6 @@ def test_backward_through_updated_parameter_is_an_error(fused):
         before.backward()
 
 
-def test_closure_is_called_with_gradients_between_the_hooks_of_a_step():
-    parameters, calls = new_parameters(), []
-    optimizer = SGD(parameters, lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-
-    def closure():
-        calls.append("closure")
-        optimizer.zero_grad()
-        loss = loss_of(parameters, gradients(0))
-        loss.backward()
-        return loss
-
-    assert float(optimizer.step(closure)) == float(loss_of(new_parameters(), gradients(0)))
-    assert optimizer.state[parameters[0]]["step"] == 1
-    assert calls == ["before", "closure", "after"]
-
-
 @pytest.mark.parametrize("ours", [SGD, Adam, AdamW, Adafactor])
 def test_arguments_have_torchs_names_and_order(ours):
     theirs = getattr(torch.optim, ours.__name__)
@@ -625,7 +578,7 @@ def test_a_compiled_step_follows_a_schedule_and_is_compiled_once():
     torch._dynamo.reset()
     compiled = torch.compile(optimizer.step, backend=backend)
     counts = []
-    for step in range(20):
+    for step in range(10):
         for parameters, mine in ((ours, optimizer), (theirs, reference)):
             mine.param_groups[0]["lr"] = 0.1 / (step + 1)
             for parameter, gradient in zip(parameters, gradients(step), strict=True):
@@ -634,5 +587,5 @@ def test_a_compiled_step_follows_a_schedule_and_is_compiled_once():
         reference.step()
         counts.append(len(compiles))
     assert_close(ours, theirs)
-    # Ten more learning rates; the collector may take an object away that a guard looks at.
-    assert counts[-1] - counts[9] <= 1
+    # Five more learning rates; the collector may take an object away that a guard looks at.
+    assert counts[-1] - counts[4] <= 1

@@ -23,7 +23,7 @@ from graphstash.training.optimizers.background import Pending, Roots
 from support import distributed_checkpoint
 from support.device_reads import Reads
 from support.distributed_checkpoint import FLAT
-from support.optimizer_cases import give_gradients, shaped
+from support.optimizer_cases import assert_close, assert_equal, give_gradients, shaped
 
 BOTH = [Shampoo, SOAP]
 MATRICES = ((6, 4), (4, 6), (5, 5), (3, 2, 2, 2))
@@ -39,23 +39,10 @@ def run(parameters, optimizer, steps, *, bad=None, after=lambda step: None):
         after(step)
 
 
-def new_parameters(shapes=SHAPES, dtype=torch.float32):
-    return shaped(shapes, dtype)
-
-
-def assert_close(ours, theirs, **tolerance):
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, **{"rtol": 0, "atol": 1e-6, **tolerance})
-
-
-def assert_equal(ours, theirs):
-    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
-
-
 def compare(make, make_reference, *, shapes=SHAPES, dtype=torch.float32, bad=BAD, refresh=None):
     """Trains both; the reference does not see bad steps. `refresh(reference, is_due)` tells it
     whether ours computes roots in this call, where the bad ones count."""
-    ours, theirs = new_parameters(shapes, dtype), new_parameters(shapes, dtype)
+    ours, theirs = shaped(shapes, dtype), shaped(shapes, dtype)
     optimizer, reference = make(ours), make_reference(theirs)
     with Reads() as reads:
         run(ours, optimizer, range(STEPS), bad=bad)
@@ -70,9 +57,7 @@ def compare(make, make_reference, *, shapes=SHAPES, dtype=torch.float32, bad=BAD
                 refresh(reference, since_first)
             reference.step()
     assert_close(ours, theirs)
-    assert not any(
-        torch.equal(*pair) for pair in zip(ours, new_parameters(shapes, dtype), strict=True)
-    )
+    assert not any(map(torch.equal, ours, shaped(shapes, dtype)))
 
 
 # The formulas.
@@ -207,7 +192,7 @@ def test_empty_and_zero_parameters_stay_finite(optimizer):
 
 
 def roots_after_each_call(optimizer, steps=16, **options):
-    parameters = new_parameters(MATRICES[:2])
+    parameters = shaped(MATRICES[:2])
     mine = optimizer(parameters, **options)
     history = []
     run(
@@ -255,7 +240,7 @@ def test_training_goes_on_without_roots_and_waits_when_they_are_due(monkeypatch)
         gate.opened.set()
         return original(pending)
 
-    parameters = new_parameters(MATRICES[:2])
+    parameters = shaped(MATRICES[:2])
     mine = Shampoo(parameters, precondition_frequency=4, delay=3)
     history = []
 
@@ -276,7 +261,7 @@ def test_training_goes_on_without_roots_and_waits_when_they_are_due(monkeypatch)
 
 def test_computation_reads_state_of_its_own_step(monkeypatch):
     gate = Gate(monkeypatch)
-    parameters, found_inf = new_parameters(MATRICES[1:2]), torch.tensor(0.0)
+    parameters, found_inf = shaped(MATRICES[1:2]), torch.tensor(0.0)
     mine = SOAP(parameters, precondition_frequency=4, delay=4, deterministic=True)
     state = mine.state[parameters[0]]
     for step in range(8):
@@ -294,7 +279,7 @@ def test_computation_reads_state_of_its_own_step(monkeypatch):
 
 
 def test_each_parameter_has_one_pending_computation():
-    parameters = new_parameters(MATRICES[:1])
+    parameters = shaped(MATRICES[:1])
     mine = Shampoo(parameters, precondition_frequency=4, delay=4, deterministic=True)
     run(parameters, mine, range(5))
     pending = mine.state[parameters[0]]["pending"]
@@ -306,7 +291,7 @@ def test_each_parameter_has_one_pending_computation():
 
 
 def takes_roots_early(*, deterministic):
-    parameters = new_parameters(MATRICES[:1])
+    parameters = shaped(MATRICES[:1])
     mine = Shampoo(parameters, precondition_frequency=4, delay=4, deterministic=deterministic)
     run(parameters, mine, range(5))
     state = mine.state[parameters[0]]
@@ -339,7 +324,7 @@ def test_skipped_step_starts_no_computation(monkeypatch, delay):
         return seen[-1]
 
     monkeypatch.setattr(background, "_finite", watched)
-    parameters = new_parameters(MATRICES[:1])
+    parameters = shaped(MATRICES[:1])
     mine = SOAP(parameters, precondition_frequency=1, delay=delay)
     run(parameters, mine, range(4), bad={0: math.inf, 2: math.nan})
     mine.close()
@@ -353,7 +338,7 @@ def test_skipped_step_starts_no_computation(monkeypatch, delay):
 @pytest.mark.parametrize("optimizer", BOTH)
 @pytest.mark.parametrize("kind", ["raised", "not finite"])
 def test_failed_roots_are_counted_and_old_ones_stay(optimizer, kind, monkeypatch, caplog):
-    parameters = new_parameters(MATRICES[:1])
+    parameters = shaped(MATRICES[:1])
     mine = optimizer(parameters, precondition_frequency=1, delay=1)
     run(parameters, mine, range(3))
     mine.state_dict()  # waits
@@ -381,7 +366,7 @@ def test_failed_roots_are_counted_and_old_ones_stay(optimizer, kind, monkeypatch
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_an_error_in_the_thread_is_raised_by_the_step_that_waits_for_it(delay, monkeypatch):
-    parameters = new_parameters(MATRICES[:1])
+    parameters = shaped(MATRICES[:1])
     mine = Shampoo(parameters, precondition_frequency=2, delay=delay, deterministic=True)
     run(parameters, mine, range(2))
 
@@ -430,13 +415,13 @@ BF16 = torch.bfloat16
 )
 def test_resumed_run_is_equal_to_the_bit_from_any_step(optimizer, dtype, delay, how):
     options = {"precondition_frequency": 3, "delay": delay, "deterministic": True}
-    parameters = new_parameters(dtype=dtype)
+    parameters = shaped(SHAPES, dtype)
     mine = optimizer(parameters, **options)
     others = []
-    for step in range(10):
-        run(parameters, mine, [step], bad={0: math.inf, 6: math.nan})
+    for step in range(8):
+        run(parameters, mine, [step], bad={0: math.inf, 5: math.nan})
         for new, other in others:
-            run(new, other, [step], bad={0: math.inf, 6: math.nan})
+            run(new, other, [step], bad={0: math.inf, 5: math.nan})
         others.append(continued(parameters, mine, how))
     for new, other in others:
         assert_equal(new, parameters)
@@ -452,7 +437,7 @@ def test_memory_layout_of_gradient_changes_no_bit(optimizer):
     """In the buckets of DistributedDataParallel it is anywhere."""
     results = []
     for offset in (0, 3):
-        parameters = new_parameters([(64, 64), (3, 64)])
+        parameters = shaped([(64, 64), (3, 64)])
         mine = optimizer(parameters, lr=0.01, deterministic=True)
         for step in range(9):
             give_gradients(parameters, step)
@@ -490,7 +475,7 @@ def test_a_distributed_checkpoint_has_the_roots_that_a_parameter_waits_for(
 
 def test_loading_state_drops_pending_computations(monkeypatch):
     gate = Gate(monkeypatch)
-    parameters = new_parameters(MATRICES[:1])
+    parameters = shaped(MATRICES[:1])
     mine = Shampoo(parameters, precondition_frequency=2, delay=2)
     run(parameters, mine, range(1))
     saved = copy.deepcopy(mine.state_dict())
@@ -512,7 +497,7 @@ def root_threads():
 @pytest.mark.parametrize("how", ["closed", "collected"])
 def test_the_thread_ends_with_close_or_with_the_optimizer(how):
     before = root_threads()
-    parameters = new_parameters(MATRICES[:1])
+    parameters = shaped(MATRICES[:1])
     mine = SOAP(parameters)
     run(parameters, mine, range(2))
     (thread,) = [t for t in root_threads() if t not in before]
@@ -529,7 +514,7 @@ def test_the_thread_ends_with_close_or_with_the_optimizer(how):
 def test_a_step_after_close_starts_another_thread():
     results = []
     for closes in (False, True):
-        parameters = new_parameters()
+        parameters = shaped(SHAPES)
         mine = SOAP(parameters, precondition_frequency=2)
         for step in range(8):
             run(parameters, mine, [step])
@@ -596,26 +581,12 @@ print("end", optimizer.state[parameter]["pending"] is not None, flush=True)
 # With the rest.
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh())
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.layers(x))
-
-
-def inputs(step):
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
-
-
 @pytest.mark.parametrize("optimizer", BOTH)
 def test_traced_step_runs_untraced_with_reason(optimizer, caplog):
     results = []
     for is_traced in (False, True):
         torch.manual_seed(0)
-        model = Model()
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
         mine = optimizer(model.parameters(), precondition_frequency=2)
 
         def step(x, model=model, mine=mine):
@@ -628,20 +599,8 @@ def test_traced_step_runs_untraced_with_reason(optimizer, caplog):
         with caplog.at_level(logging.WARNING, "graphstash"):
             function = traced_step(step, [model, mine]) if is_traced else step
         for number in range(6):
-            function(inputs(number))
+            function(torch.full((5, 4), number / 5))
         results.append(list(model.parameters()))
     assert_equal(*results)
     assert function.mode == "lazy"
     assert f"{optimizer.__name__} computes a part of its steps on the host" in function.reason
-
-
-def test_a_schedule_changes_the_learning_rate():
-    for optimizer in BOTH:
-        parameters = new_parameters()
-        mine = optimizer(parameters, lr=0.1, weight_decay=0.1)
-        schedule = torch.optim.lr_scheduler.LambdaLR(mine, lambda step: float(step < 2))
-        for step in range(3):
-            before = [p.detach().clone() for p in parameters]
-            run(parameters, mine, [step])
-            schedule.step()
-        assert_equal(parameters, before)
