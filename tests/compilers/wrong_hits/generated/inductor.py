@@ -249,6 +249,8 @@ def meaning(chosen: dict[str, str]) -> object:
         found = _of_compiled_graph(found)
     if found["mark"] == found["registration"] == "constraint":  # the later one counts
         found["mark"] = ""
+    if found["mark"] == "no lowering" and found["registration"] == "lowering of aten":
+        found["mark"] = ""  # the removed lowering is replaced
     if found["mark"] == "side effect of aten" and "aten.sin" not in found["operation"]:
         found["mark"] = ""
     if found["registration"] == "nothing":
