@@ -79,7 +79,9 @@ def compilers_of(describer: CodeDescriber, settings: Any) -> Iterator[str]:
     # torch may have copied its table before a program changed an entry: describe the differences.
     table = given.get("decompositions") or {}
     present = table if table is decompositions else {**decompositions, **extra_random_decomps}
-    for target in present.keys() | table.keys() if table != present else ():
+    targets = present.keys() | table.keys() if table != present else ()
+    # Sort by name: the order of a set of operations differs in each process.
+    for target in sorted(targets, key=_target):
         function = table.get(target)
         if function is not present.get(target):
             name = describer.registered(function) if _is_foreign(function) else name_once(function)
