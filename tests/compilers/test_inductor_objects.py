@@ -1,6 +1,7 @@
 """C++ objects in this process, by real compilations that take a tenth of a second."""
 
 import ctypes
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -119,6 +120,14 @@ def compiler_part(monkeypatch):
         return fingerprint.host_parts()["compiler"]
 
     return part
+
+
+@pytest.mark.parametrize(
+    "options", ["-O1  -Dname=1\t-x c++ ", "-Dtext='a  b' -O1", '-Dtext=\\"a\\" -O1', '-D"x=1"']
+)
+def test_command_is_split_as_a_shell_splits_it(tmp_path, options):
+    parts = object_parts(f"g++ {options}", tmp_path / "kernel.so")
+    assert parts["command"] == " ".join(["g++", *shlex.split(options)])
 
 
 def test_spelling_of_compiler_does_not_change_key(compiler_part):

@@ -121,8 +121,17 @@ def _loaded(_count: tuple[int, int]) -> list[str]:
         for path in sorted(paths)
         if not path.startswith(own)
         and ("-packages/" in path or not path.startswith(_OF_SYSTEM))
-        and Path(path).is_file()
+        and _is_file(path)
     ]
+
+
+@lru_cache(maxsize=4096)
+def _is_file(path: str) -> bool:
+    """Return whether a loaded library had a file at the first call.
+
+    Linux appends a word to the path of a library whose file is replaced or deleted later.
+    """
+    return Path(path).is_file()
 
 
 @lru_cache(maxsize=4096)

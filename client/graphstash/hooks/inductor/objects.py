@@ -11,6 +11,7 @@ headers contain. It contains the CPU, because the command has `-march=native`.
 
 import logging
 import os
+import re
 import shlex
 import sysconfig
 import tempfile
@@ -55,6 +56,9 @@ _READ_BY_GCC: Final = (
 command (gcc's manual, "Environment Variables Affecting GCC"; ld's manual, "Environment
 Variables")."""
 
+
+_QUOTES: Final = re.compile(r"['\"\\]")
+_WORD: Final = re.compile(r"[^ \t\r\n]+")
 
 _LABEL: Final = "C++ kernel"
 
@@ -180,29 +184,36 @@ class Objects:
 
 def object_parts(command: str, target: Path) -> dict[str, str]:
     """Return the parts of the key for what a g++ command line writes to `target`."""
-    compiler, *words = shlex.split(command)
+    compiler, *words = _words(command)
+    places = _places()
+    described = (_word(word, target, places) for word in words)
     return {
         **host_parts(),
-        "command": " ".join([Path(compiler).name, *(_word(word, target) for word in words)]),
+        "command": " ".join([Path(compiler).name, *described]),
         # The name of a precompiled header depends on all its includes, which g++ does not check.
         "header": target.name if target.suffix in {".gch", ".pch"} else "",
         "environment": " ".join(f"{name}={os.environ.get(name, '')}" for name in _READ_BY_GCC),
     }
 
 
-def _word(word: str, target: Path) -> str:
+def _words(command: str) -> list[str]:
+    """Split a command line like `shlex.split`, which is slow, if it has no quotes."""
+    return shlex.split(command) if _QUOTES.search(command) else _WORD.findall(command)
+
+
+def _word(word: str, target: Path, places: list[tuple[str, str]]) -> str:
     """Return a word of the command without directories of this host, or the hash of a file."""
     if word == str(target):
         return f"<target>{target.suffix}"
     path = Path(word)
     if path.is_absolute() and path.is_file():
         content = path.read_bytes()
-        for place, name in _places():
+        for place, name in places:
             content = content.replace(place.encode(), name.encode())
         return sha256(content).hexdigest()
     if "rpath" in word:  # g++ writes the path into the object
         return word
-    for place, name in _places():
+    for place, name in places:
         word = word.replace(place, name)
     return word
 
