@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import is_running
+from support.processes import captured, is_running
 from support.waiting import until
 
 GRAPHSTASH = [sys.executable, "-m", "graphstash"]
@@ -35,11 +35,9 @@ starts.close()
 
 def test_command_is_forked_if_its_imports_cannot_differ():
     """In a process of its own: other tests and imports change the variables of this one."""
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", PROGRAM],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
         check=True,
     )
     assert done.stdout.splitlines() == ["2 b'' True True", "2 b'' True False"]

@@ -26,6 +26,7 @@ from support.compose import Image, load
 from support.nginx import Nginx
 from support.ports import reserved_port
 from support.postgres import Postgres
+from support.processes import captured
 from support.waiting import PATIENT
 
 PASSWORD = "secret"  # of support.postgres
@@ -102,14 +103,8 @@ class Deployment:
 
     def exec(self, service, *command):
         """As `docker compose exec -T`."""
-        return subprocess.run(
-            command,
-            check=False,
-            capture_output=True,
-            text=True,
-            env=self.environment(service),
-            cwd=self.directory / "tmp",
-            timeout=120,
+        return captured(
+            command, env=self.environment(service), cwd=self.directory / "tmp", timeout=120
         )
 
     def start(self, *services):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -14,6 +13,7 @@ from compose_spec import PyCompose
 
 from graphstash_server.settings import Settings
 from support.compose import DOCKER, Image, example_variables, load, variables_of
+from support.processes import captured
 
 COMBINATIONS = {
     "disk": ("compose.yaml",),
@@ -205,12 +205,7 @@ def test_nginx_is_told_every_variable_of_its_templates():
 
 def test_the_dockerfile_passes_hadolint():
     hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
-    done = subprocess.run(
-        [hadolint, "--no-color", DOCKER / "Dockerfile"],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = captured([hadolint, "--no-color", DOCKER / "Dockerfile"])
 
     assert (done.returncode, done.stdout) == (0, "")
 
@@ -240,10 +235,7 @@ def test_image_requires_tokens_unless_two_options_disable_them(image):
     assert not {"GRAPHSTASH_AUTH", "GRAPHSTASH_INSECURE"} & set(image.environment)
     environment["PATH"] = f"{sysconfig.get_path('scripts')}:{environment['PATH']}"
 
-    refused = subprocess.run(
-        [*image.entrypoint, *image.command], check=False, capture_output=True, text=True,
-        env=environment,
-    )  # fmt: skip
+    refused = captured([*image.entrypoint, *image.command], env=environment)
 
     assert refused.returncode != 0
     assert "--insecure" in refused.stderr
@@ -269,13 +261,7 @@ def test_without_an_engine_the_tests_of_the_images_are_named_as_not_run(tmp_path
     docker.chmod(0o755)
     make = ["make", "--silent", "--directory", str(DOCKER.parent), ".test-images"]
 
-    done = subprocess.run(
-        make,
-        check=True,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )
+    done = captured(make, check=True, env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
 
     assert done.stdout.startswith("NOT RUN: tests/deploy/test_images.py")
     assert "no container engine" in done.stdout
@@ -287,8 +273,6 @@ def test_the_folders_of_the_tests_hide_no_package():
         "print(json.dumps([*docker.__path__, *packaging.__path__]))"
     )
     tests = str(Path(__file__).parents[1])
-    found = subprocess.run(
-        [sys.executable, "-I", "-c", program, tests], check=True, capture_output=True, text=True
-    ).stdout
+    found = captured([sys.executable, "-I", "-c", program, tests], check=True).stdout
 
     assert tests not in "".join(json.loads(found))

@@ -24,6 +24,7 @@ from support.issuer import Cluster
 from support.moto import CREDENTIALS, Moto
 from support.nginx import Nginx
 from support.ports import reserved_port
+from support.processes import captured
 from support.tokens import Guarded
 from support.waiting import PATIENT_VARIABLES, until
 
@@ -304,22 +305,12 @@ class Pod:
 
     def exec(self, *command):
         """As `kubectl exec`."""
-        return subprocess.run(
-            command,
-            check=False,
-            capture_output=True,
-            text=True,
-            env=self.environment(container_of(self.rendered)),
-            timeout=120,
-        )
+        return captured(command, env=self.environment(container_of(self.rendered)), timeout=120)
 
     def migrate(self):
         container = container_of(self.rendered, "Job", "graphstash-migrate")
-        return subprocess.run(
+        return captured(
             [*self.image.entrypoint, *container["args"]],
-            check=False,
-            capture_output=True,
-            text=True,
             env=self.environment(container),
             timeout=120,
         )
@@ -507,15 +498,7 @@ def test_job_of_the_page_exchanges_the_token_of_its_service_account(tmp_path):
             }
             (tmp_path / "train.py").write_text("import graphstash; print(graphstash.stats())")
             script = container["args"][0].replace("/var/run/secrets/graphstash/token", str(place))
-            done = subprocess.run(
-                [*container["command"], script],
-                check=False,
-                capture_output=True,
-                text=True,
-                cwd=tmp_path,
-                env=env,
-                timeout=120,
-            )
+            done = captured([*container["command"], script], cwd=tmp_path, env=env, timeout=120)
             assert done.returncode == 0, done.stderr
             token = (tmp_path / "exchanged").read_text().strip()
             assert TOKEN_FORM.fullmatch(token)

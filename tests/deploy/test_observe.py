@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 
 import httpx
 import pytest
@@ -12,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from graphstash_schema import Digest
 from graphstash_server.testing import LiveServer
 from support.compose import DOCKER
+from support.processes import captured
 from support.waiting import until
 
 OBSERVE = DOCKER / "observe"
@@ -31,9 +31,7 @@ def queries():
 
 
 def promtool(*arguments, directory=OBSERVE):
-    done = subprocess.run(
-        ["promtool", *arguments], check=False, capture_output=True, text=True, cwd=directory
-    )
+    done = captured(["promtool", *arguments], cwd=directory)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -2,7 +2,6 @@
 
 import os
 import ssl
-import subprocess
 import sys
 import sysconfig
 
@@ -12,6 +11,7 @@ import pytest
 from graphstash_schema import Digest
 from support.compose import copy_build_context, example_variables
 from support.moto import Moto
+from support.processes import captured
 
 pytestmark = pytest.mark.extended
 
@@ -141,20 +141,15 @@ def test_the_steps_of_the_dockerfile_make_a_server_that_migrates_its_database(de
     command = install.replace("--mount=type=cache,target=/root/.cache/uv", "").split()
     assert command == ["docker/install.sh", "/source", "/opt/graphstash"]
     scripts = sysconfig.get_path("scripts")
-    built = subprocess.run(
+    built = captured(
         [source / "docker" / "install.sh", source, venv, sys.executable],
-        check=False,
-        capture_output=True,
-        text=True,
         env=os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"},
     )
     assert built.returncode == 0, built.stderr
     deployment.scripts = str(venv / "bin")
 
     heavy = "import importlib.util as u; print([n for n in ('torch', 'pytest') if u.find_spec(n)])"
-    found = subprocess.run(
-        [venv / "bin" / "python", "-I", "-c", heavy], check=True, capture_output=True, text=True
-    )
+    found = captured([venv / "bin" / "python", "-I", "-c", heavy], check=True)
     assert found.stdout.strip() == "[]"
     deployment.migrate()
     deployment.start("server-1")

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 from support.compose import DOCKER
 from support.environments import python_of
 from support.issuer import Issuer
+from support.processes import captured
 from support.tokens import Guarded
 from support.waiting import PATIENT_VARIABLES
 
@@ -54,13 +54,7 @@ def files_of_the_page(directory):
 
 
 def checked(*command):
-    done = subprocess.run(
-        [str(python_of("workflows").parent / command[0]), *command[1:]],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = captured([str(python_of("workflows").parent / command[0]), *command[1:]], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -135,11 +129,8 @@ def act(github, guarded, tmp_path):
             "HOME": str(runner),
             "PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}",
         }
-        done = subprocess.run(
+        done = captured(
             [shutil.which("bash"), "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
-            check=False,
-            capture_output=True,
-            text=True,
             cwd=runner,
             env=env | PATIENT_VARIABLES | ({} if fork else job_environment),
             timeout=120,

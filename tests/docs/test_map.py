@@ -2,12 +2,13 @@
 
 import ast
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 from snippets import ROOT
+
+from support.processes import captured
 
 _HEADING = "### Which tests prove a change\n"
 _SOURCES = ("client", "docker", "docs", "migrations", "schema", "service")
@@ -24,12 +25,10 @@ def _rows():
 
 
 def _files(pattern, *folders):
-    listed = subprocess.run(
+    listed = captured(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders],
         cwd=ROOT,
         check=True,
-        capture_output=True,
-        text=True,
     ).stdout.splitlines()
     return [Path(name) for name in listed if re.search(pattern, name) and (ROOT / name).exists()]
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from snippets import ROOT
 
+from support.processes import captured
+
 pytestmark = pytest.mark.extended
 
 # What a browser loads by itself; links that a reader follows may lead elsewhere.
@@ -31,13 +33,10 @@ def checkout(tmp_path):
 
 
 def build(checkout):
-    return subprocess.run(
+    return captured(
         [sys.executable, "-m", "mkdocs", "build"],
         cwd=checkout,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        check=False,
-        capture_output=True,
-        text=True,
     )
 
 

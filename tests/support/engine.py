@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from support.compose import DOCKER, copy_build_context
 from support.ports import reserved_port
+from support.processes import captured
 
 __all__ = ["Project", "bridge_address", "guide"]
 
@@ -25,7 +26,7 @@ _OVERRIDES = re.compile("GRAPHSTASH_|AWS_|COMPOSE_")
 def bridge_address() -> str:
     """The address under which containers reach this host."""
     inspect = ["docker", "network", "inspect", "bridge", "--format", "{{json .IPAM.Config}}"]
-    done = subprocess.run(inspect, check=True, capture_output=True, text=True)
+    done = captured(inspect, check=True)
     (config, *_) = json.loads(done.stdout)
     first = next(IPv4Network(config["Subnet"]).hosts())  # where the engine does not name it
     return str(config.get("Gateway") or first)
@@ -99,12 +100,9 @@ class Project:
         compose = ["docker", "compose", "--project-name", self.name]
         for file in self.files:
             compose += ["--file", file]
-        done = subprocess.run(
+        done = captured(
             ["bash", "-euc", f'dc() {{ {" ".join(compose)} "$@"; }}\n{script}'],
-            check=False,
             cwd=self.directory,
-            capture_output=True,
-            text=True,
             env={name: value for name, value in os.environ.items() if not _OVERRIDES.match(name)},
             stdin=subprocess.DEVNULL,
             timeout=_DEADLINE_SECONDS,
@@ -128,4 +126,4 @@ class Project:
     @staticmethod
     def _docker(*arguments: str) -> str:
         command: Sequence[str] = ["docker", *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return captured(command, check=True).stdout

@@ -1,7 +1,6 @@
 """What Helm makes of the chart in docker/helm, checked against the API schemas of Kubernetes."""
 
 import json
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from support.compose import DOCKER
 from support.environments import python_of
+from support.processes import captured
 
 __all__ = ["CHART", "VERSIONS", "HelmError", "render", "render_all", "validate"]
 
@@ -84,12 +84,9 @@ def validate(objects: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _run(**asked: object) -> dict[str, Any]:
-    done = subprocess.run(
+    done = captured(
         [str(python_of("helm")), "-c", _PROGRAM],
         input=json.dumps({"chart": str(Path(CHART)), "versions": VERSIONS, **asked}),
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ import httpx
 
 from graphstash_server.testing import LiveServer, ServerProcess
 from support.ports import reserved_port
+from support.processes import captured
 from support.waiting import until
 
 __all__ = ["TEMPLATES", "Nginx", "in_front_of", "render", "seen"]
@@ -84,12 +85,7 @@ class Nginx:
 
     def check(self) -> tuple[int, str]:
         """`nginx -t`: its exit code and what it says."""
-        done = subprocess.run(
-            [*self.command, "-t"],
-            check=False,
-            capture_output=True,
-            text=True,
-        )
+        done = captured([*self.command, "-t"])
         return done.returncode, done.stderr
 
     def close(self) -> None:

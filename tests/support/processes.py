@@ -7,14 +7,17 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from graphstash.__main__ import main
 
 __all__ = [
+    "captured",
     "graphstash",
     "graphstash_here",
     "graphstash_on_terminal",
@@ -22,6 +25,14 @@ __all__ = [
     "is_running",
     "python",
 ]
+
+
+def captured(
+    command: Iterable[object], *, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command, and keep what it prints as text; `options` are those of `subprocess.run`."""
+    words = [str(word) for word in command]
+    return subprocess.run(words, check=check, capture_output=True, text=True, **options)
 
 
 def python(
@@ -128,11 +139,6 @@ def _run(
 ) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ)
     environment.pop("XLA_FLAGS", None)  # torch_xla sets it in the tests' own process
-    return subprocess.run(
-        [str(interpreter or sys.executable), *map(str, words)],
-        env=environment | {name: str(value) for name, value in variables.items()},
-        capture_output=True,
-        text=True,
-        check=check,
-        timeout=120,
-    )
+    environment |= {name: str(value) for name, value in variables.items()}
+    command = [interpreter or sys.executable, *words]
+    return captured(command, check=check, env=environment, timeout=120)

@@ -17,6 +17,7 @@ from urllib.request import urlopen
 from support.environments import python_of
 from support.moto import AnyS3, s3_client
 from support.ports import reserved_port
+from support.processes import captured
 
 __all__ = ["Swift"]
 
@@ -127,7 +128,7 @@ class Swift(AnyS3):
         self._stack.close()
 
     def _start(self, memcached: str) -> None:
-        user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True)
+        user = captured(["id", "-un"], check=True)
         account, container, objects, proxy = (reserved_port(self._address) for _ in range(4))
         cache = reserved_port()
         values: dict[str, Any] = {

@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from support.cases.tracing import LARGE
+from support.processes import captured
 from support.run_case import RUN_CASE, case_arguments
 from support.waiting import PATIENT_VARIABLES
 
@@ -26,7 +26,7 @@ def run_trace_job(
 ) -> dict[str, Any]:
     """Return what the job reports; jobs of one `host` share their local tier."""
     report = directory / "report.json"
-    job = subprocess.run(
+    job = captured(
         [sys.executable, RUN_CASE, report, *case_arguments("tracing:ask", mode=mode)],
         env={
             "PATH": "/usr/bin:/bin",
@@ -39,9 +39,6 @@ def run_trace_job(
             **({"GRAPHSTASH_TOKEN": token} if token else {}),
             **environment,
         },
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=120,
     )
     if job.returncode:

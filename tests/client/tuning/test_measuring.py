@@ -291,44 +291,34 @@ def test_processes_end_with_the_process_that_started_them(tmp_path):
     until(lambda: running(file) == [])
 
 
-def test_a_target_may_be_made_of_functions_of_a_script(tmp_path):
-    with start(
-        tmp_path,
-        """
-        from graphstash.tuning.measuring import Pool
+@pytest.mark.parametrize(
+    ("condition", "printed"),
+    [
+        ('__name__ == "__main__"', "None\n"),
+        ("True", 'under `if __name__ == "__main__":`'),
+    ],
+    ids=["guarded", "searches on import"],
+)
+def test_functions_of_a_script_are_measured_if_importing_it_does_not_search(
+    tmp_path, condition, printed
+):
+    program = f"""
+        from graphstash.tuning.measuring import MeasuringError, Pool
         from graphstash.tuning.targets.callable import CallableTarget
 
         def build(configuration):
             return lambda: configuration["x"]
 
-        if __name__ == "__main__":
+        if {condition}:
             with Pool(CallableTarget(build, name="of a script")) as pool:
-                pool.submit({"x": 1})
-                print(pool.results()[0].failure)
-        """,
-    ) as job:
-        assert job.communicate()[0] == "None\n"
-
-
-def test_script_that_searches_on_import_gets_explanation(tmp_path):
-    with start(
-        tmp_path,
-        """
-        from graphstash.tuning.measuring import MeasuringError, Pool
-        from graphstash.tuning.targets.callable import CallableTarget
-
-        def build(configuration):
-            return lambda: 1
-
-        with Pool(CallableTarget(build, name="of a script")) as pool:
-            pool.submit({"x": 1})
-            try:
-                pool.results()
-            except MeasuringError as error:
-                print(error)
-        """,
-    ) as job:
-        assert 'under `if __name__ == "__main__":`' in job.communicate()[0]
+                pool.submit({{"x": 1}})
+                try:
+                    print(pool.results()[0].failure)
+                except MeasuringError as error:
+                    print(error)
+    """
+    with start(tmp_path, program) as job:
+        assert printed in job.communicate()[0]
 
 
 def test_failed_preparation_of_target_ends_the_search():

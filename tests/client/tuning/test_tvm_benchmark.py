@@ -1,11 +1,12 @@
 """`make bench-tuning` measures matrix multiplications of TVM."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support.processes import captured
 
 RUN = Path(__file__).parents[2] / "benchmarks" / "tuning" / "run.py"
 
@@ -16,7 +17,7 @@ def test_searchers_are_compared_on_a_matrix_multiplication_of_tvm(tmp_path):
     options = ("--lattices", "--gemm", "16", "--most", "0.001", "--seeds", "2")
     arms = ("--arms", "random", "g-bfs", "xgboost")
     command = [sys.executable, RUN, *options, *arms, "--directory", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = captured(command)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "bench-tuning.json").read_text())["problems"]["TVM 16^3"]
     assert found["size"] == 35 * 5 * 35
