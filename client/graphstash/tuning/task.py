@@ -8,14 +8,12 @@ Other hosts get the same schedule without measuring.
 
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from graphstash.tuning.measuring import Budget, MakeExecutor, Method, Pool, Target
 from graphstash.tuning.memory.findings import Finding
-from graphstash.tuning.memory.journal import Measure
 from graphstash.tuning.memory.problem import Problem
 from graphstash.tuning.memory.process import team_memory
 from graphstash.tuning.memory.team import Fit, Schedule, Search
@@ -136,17 +134,10 @@ def tune(
     def in_turn(turn: Search) -> None:
         searched(turn)  # `TeamMemory` chooses among the published measurements
 
-    with _measuring(task, method, executor) as measure:
-        return memory.schedule(problem, space, in_turn, measure=measure, confirm=True, fit=fit)
-
-
-@contextmanager
-def _measuring(task: Task, method: Method | None, executor: MakeExecutor) -> Iterator[Measure]:
-    """Yield a function that measures one configuration in a new process."""
     with executor(task.target, method=method or Method()) as pool:
 
         def measure(configuration: Configuration) -> Finding:
-            (measured,) = pool.compare([task.space.named(configuration)])
-            return measured.within(task.space)
+            (measured,) = pool.compare([space.named(configuration)])
+            return measured.within(space)
 
-        yield measure
+        return memory.schedule(problem, space, in_turn, measure=measure, confirm=True, fit=fit)

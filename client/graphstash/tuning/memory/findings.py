@@ -92,14 +92,11 @@ def read(payload: bytes, space: SearchSpace) -> list[Finding]:
     record = _parsed(payload)
     host = record.get("host")
     hosts = frozenset({printable(host, most=_HOST_CHARACTERS)} if isinstance(host, str) else ())
-    found = [Measurement.from_json(each, hosts=hosts) for each in record["measurements"]]
-    return [_typed(each.within(space), space) for each in found]
-
-
-def _typed(found: Finding, space: SearchSpace) -> Finding:
-    """Check the types of the values: 1, 1.0 and true are equal, but only one is in the space."""
-    if not space.has_types(found.configuration):
-        raise ValueError(f"{found.configuration!r} has not the types of the space's values")
+    named = [Measurement.from_json(each, hosts=hosts) for each in record["measurements"]]
+    found = [each.within(space) for each in named]
+    for each in found:  # 1, 1.0 and true are equal, but only one of them is in the space
+        if not space.has_types(each.configuration):
+            raise ValueError(f"{each.configuration!r} has not the types of the space's values")
     return found
 
 
