@@ -8,16 +8,18 @@ from sqlalchemy import and_, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace, ReportReason
+from graphstash_server.artifact import Artifact
 from graphstash_server.db.prepared import Prepared
 from graphstash_server.db.queries.shared import (
     KEY_COLUMNS,
+    KEYED_ARTIFACT_COLUMNS,
     KNOWN_KINDS,
     are_keys,
+    described_of,
     is_key,
     key_values,
     keys_parameters,
     same_key,
-    stored_key,
     upsert,
 )
 from graphstash_server.db.tables import artifacts, reports
@@ -36,9 +38,7 @@ __all__ = [
 class ReportRow(NamedTuple):
     """A withheld artifact and the report that withholds it."""
 
-    key: StoredKey
-    digest: Digest
-    metadata_header: str
+    artifact: Artifact
     reason: ReportReason
     reported_by: str
     reported_at: datetime
@@ -89,7 +89,7 @@ async def list_reports(
     report that withholds an artifact is its last one.
     """
     chosen = (
-        select(*_KEY, *(artifacts.c[name] for name in _SHOWN))
+        select(*KEYED_ARTIFACT_COLUMNS)
         .where(artifacts.c.withheld_at.is_not(None), artifacts.c.kind.in_(KNOWN_KINDS))
         .order_by(artifacts.c.withheld_at.desc(), *_KEY)
         .limit(limit)
@@ -99,11 +99,11 @@ async def list_reports(
     withheld = chosen.subquery()
     is_same = and_(same_key(reports, withheld), reports.c.sha256 == withheld.c.sha256)
     # Instead of a join, for which PostgreSQL may read all reports.
-    told = (
+    reported = (
         select(reports.c[name]).where(is_same).scalar_subquery().label(name)
         for name in ("reason", "reported_by", "reported_at")
     )
-    statement = select(withheld, *told).order_by(
+    statement = select(withheld, *reported).order_by(
         withheld.c.withheld_at.desc(), *(withheld.c[name] for name in KEY_COLUMNS)
     )
     found = await connection.execute(statement)
@@ -111,7 +111,6 @@ async def list_reports(
 
 
 _KEY = tuple(artifacts.c[name] for name in KEY_COLUMNS)
-_SHOWN = ("sha256", "size_bytes", "metadata_header", "withheld_at")
 
 
 async def count_withheld(connection: AsyncConnection) -> dict[str, int]:
@@ -128,9 +127,7 @@ def _row(found: Any) -> ReportRow:
     """Build a row. A reason from a later release becomes CORRUPT."""
     is_known = found.reason in set(ReportReason)
     return ReportRow(
-        stored_key(found),
-        Digest(found.sha256, found.size_bytes),
-        found.metadata_header,
+        described_of(found).artifact,
         ReportReason(found.reason) if is_known else ReportReason.CORRUPT,
         found.reported_by,
         found.reported_at,

@@ -27,9 +27,7 @@ from io import BytesIO
 from typing import Final
 
 from graphstash_schema import (
-    ArtifactMetadata,
     AuditAction,
-    InvalidValueError,
     Namespace,
     ReportReason,
     ReportRequest,
@@ -40,7 +38,7 @@ from graphstash_schema import (
 from graphstash_schema.envelope import MAX_ENVELOPE_HEAD_BYTES, names_key, read_envelope_head
 from graphstash_schema.withdrawals import WithdrawalCause
 from graphstash_server.actor import Actor
-from graphstash_server.artifact import Artifact
+from graphstash_server.artifact import Artifact, DescribedArtifact
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.notifications import notify
@@ -216,20 +214,14 @@ class QuarantineService:
 
 
 def _withheld(row: ReportRow) -> Withheld:
+    artifact = row.artifact
     return Withheld(
-        namespace=row.key.namespace,
-        key=row.key.key,
-        digest=str(row.digest),
-        size_bytes=row.digest.size_bytes,
-        producer=_producer(row.metadata_header),
+        namespace=artifact.key.namespace,
+        key=artifact.key.key,
+        digest=str(artifact.digest),
+        size_bytes=artifact.digest.size_bytes,
+        producer=DescribedArtifact(artifact).producer,
         reason=row.reason,
         reported_by=row.reported_by,
         reported_at=row.reported_at,
     )
-
-
-def _producer(metadata_header: str) -> str:
-    try:
-        return ArtifactMetadata.from_header(metadata_header).producer if metadata_header else ""
-    except InvalidValueError:
-        return ""
