@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TypeAlias
 
-__all__ = ["Clock", "SteadyClock", "jitter", "steady_seconds", "system_clock"]
+__all__ = ["Clock", "SteadyClock", "jitter", "parsed_time", "steady_seconds", "system_clock"]
 
 Clock: TypeAlias = Callable[[], datetime]
 """Returns the current time as an aware UTC time."""
@@ -15,6 +15,16 @@ Clock: TypeAlias = Callable[[], datetime]
 def system_clock() -> datetime:
     """Return the time of this host."""
     return datetime.now(UTC)
+
+
+def parsed_time(text: str) -> datetime:
+    """Return an aware UTC time from its ISO 8601 form. Raise ValueError or OverflowError if the
+    text has no time zone or another form.
+    """
+    parsed = datetime.fromisoformat(text)
+    if parsed.tzinfo is None:
+        raise ValueError(text)
+    return parsed.astimezone(UTC)
 
 
 SteadyClock: TypeAlias = Callable[[], float]

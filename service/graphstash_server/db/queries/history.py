@@ -182,16 +182,8 @@ async def list_points(
 
 def _points(found: Iterable[Any]) -> list[HistoryPoint]:
     return [
-        HistoryPoint(
-            at=at,
-            group=name,
-            hits=int(hits),
-            misses=int(misses),
-            served_bytes=int(served_bytes),
-            puts=int(puts),
-            saved_compile_seconds=saved,
-        )
-        for at, name, hits, misses, served_bytes, puts, saved in found
+        HistoryPoint(at=at, group=name, **HistoryChange(*counts)._asdict())
+        for at, name, *counts in found
     ]
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Final
 
 from graphstash_schema import DeviceType, ErrorCode, Fingerprint, Namespace
@@ -16,6 +15,7 @@ from graphstash_schema.listing import (
 )
 from graphstash_schema.stats import MAX_COUNT
 from graphstash_server.artifact import DescribedArtifact
+from graphstash_server.clock import parsed_time
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.listing import Place, list_page
 from graphstash_server.errors import ServerError
@@ -87,7 +87,7 @@ def _format(place: Place) -> str:
 def _parse(text: str, order: ListOrder) -> Place:
     try:
         first, fingerprint, kind, device_type = text.split("/")
-        value = _size(first) if order is ListOrder.SIZE else _time(first)
+        value = _size(first) if order is ListOrder.SIZE else parsed_time(first)
         place = Place(value, Fingerprint(fingerprint), kind, DeviceType(device_type))
         is_valid = kind.isidentifier()
     except (ValueError, OverflowError):
@@ -105,10 +105,3 @@ def _size(text: str) -> int:
     if not 0 <= (size_bytes := int(text)) <= MAX_COUNT:
         raise ValueError(text)
     return size_bytes
-
-
-def _time(text: str) -> datetime:
-    parsed = datetime.fromisoformat(text)
-    if parsed.tzinfo is None:
-        raise ValueError(text)
-    return parsed.astimezone(UTC)

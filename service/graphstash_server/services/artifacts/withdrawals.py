@@ -43,19 +43,17 @@ class WithdrawalService:
         after = query.after
         async with self.database.reading() as connection:
             newest = await withdrawal_head(connection, namespace)
-            rows = (
-                await list_withdrawals(
-                    connection,
-                    namespace,
-                    start=max(1, after.number),
-                    end=newest.number,
-                    limit=query.limit + 1,
+            if after == newest:
+                return WithdrawalList(
+                    is_complete=True, withdrawals=(), position=newest, newest=newest
                 )
-                if after != newest
-                else []
+            rows = await list_withdrawals(
+                connection,
+                namespace,
+                start=max(1, after.number),
+                end=newest.number,
+                limit=query.limit + 1,
             )
-        if after == newest:
-            return WithdrawalList(is_complete=True, withdrawals=(), position=newest, newest=newest)
         if after.number:
             is_complete = bool(rows) and rows[0].position == after
             rows = rows[1:]

@@ -14,7 +14,7 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final
 
 from pydantic import TypeAdapter
@@ -36,7 +36,7 @@ from graphstash_schema.run import (
     RunReport,
 )
 from graphstash_schema.stats import MAX_COUNT
-from graphstash_server.clock import Clock
+from graphstash_server.clock import Clock, parsed_time
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.runs import (
@@ -264,20 +264,13 @@ class RunService:
 def _parse(text: str) -> tuple[datetime, str]:
     at, _, name = text.partition("/")
     try:
-        return _time(at), RunName(name)
+        return parsed_time(at), RunName(name)
     except (ValueError, OverflowError):
         raise ServerError(
             ErrorCode.INVALID_REQUEST,
             f"after={text[:120]!r} does not come from a page: use its `next` as it is, or leave it "
             "out to begin",
         ) from None
-
-
-def _time(text: str) -> datetime:
-    parsed = datetime.fromisoformat(text)
-    if parsed.tzinfo is None:
-        raise ValueError(text)
-    return parsed.astimezone(UTC)
 
 
 def _sum(reports: Sequence[ReportRow]) -> Run:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from sqlalchemy import Executable, exists, insert, select, text
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
 from graphstash_server.db.corruption import advice_for, corruption_in, first_problem
@@ -293,11 +294,7 @@ async def _export(source: URL, path: Path) -> None:
             (found,) = (await reader.execute(text("SELECT version_num FROM alembic_version"))).one()
             if found != newest_revision():
                 raise BackupError(f"the database has moved to revision {found}: try again")
-            for table in metadata.sorted_tables:
-                names = [column.key for column in table.columns]
-                async for rows in (await reader.stream(select(table))).partitions(_CHUNK_ROWS):
-                    values = [dict(zip(names, row, strict=True)) for row in rows]
-                    await writer.execute(insert(table), values)
+            await _copy_rows(reader, writer)
     finally:
         await engine.dispose()
         await copy.dispose()
@@ -305,15 +302,11 @@ async def _export(source: URL, path: Path) -> None:
 
 async def _import(path: Path, target: URL) -> None:
     engine, copy = make_engine(target), make_engine(make_url(_url_of(path)))
-    tables = metadata.sorted_tables
+    names = ", ".join(table.name for table in metadata.sorted_tables)
     try:
         async with engine.begin() as writer, copy.connect() as reader:
-            await writer.execute(text(f"TRUNCATE {', '.join(table.name for table in tables)}"))
-            for table in tables:
-                names = [column.key for column in table.columns]
-                async for rows in (await reader.stream(select(table))).partitions(_CHUNK_ROWS):
-                    values = [dict(zip(names, row, strict=True)) for row in rows]
-                    await writer.execute(insert(table), values)
+            await writer.execute(text(f"TRUNCATE {names}"))
+            await _copy_rows(reader, writer)
             await writer.execute(
                 text(
                     "SELECT setval(pg_get_serial_sequence('audit', 'id'), "
@@ -323,6 +316,14 @@ async def _import(path: Path, target: URL) -> None:
     finally:
         await engine.dispose()
         await copy.dispose()
+
+
+async def _copy_rows(reader: AsyncConnection, writer: AsyncConnection) -> None:
+    for table in metadata.sorted_tables:
+        names = [column.key for column in table.columns]
+        async for rows in (await reader.stream(select(table))).partitions(_CHUNK_ROWS):
+            values = [dict(zip(names, row, strict=True)) for row in rows]
+            await writer.execute(insert(table), values)
 
 
 def _read(url: str, statement: Executable) -> Sequence[Any]:
