@@ -24,7 +24,6 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 WRONG = {
     "an hour behind": -timedelta(hours=1),
     "200 days ahead": 200 * DAY,
-    "in 2038": datetime(2038, 1, 19, 3, 14, 8, tzinfo=UTC) - START,  # more than 31 bits of seconds
     "in 2106": datetime(2106, 2, 7, 6, 28, 16, tzinfo=UTC) - START,  # more than 32 bits
 }
 """How far a wrong clock is ahead."""
@@ -56,7 +55,7 @@ def test_clock_that_is_ahead_for_a_moment_deletes_nothing_and_set_back_ends_leas
 
     assert api.put(b"blob").status_code == 201
     eventually(has_compared)
-    for number, name in enumerate(("an hour behind", "in 2038", "in 2106"), 2):
+    for number, name in enumerate(("an hour behind", "in 2106"), 2):
         ahead = WRONG[name]
         for jump in (ahead, timedelta(0)):
             host_clock.set(jump)
@@ -108,12 +107,11 @@ def test_servers_of_one_database_agree_about_leases_although_a_clock_is_wrong(
 
 
 @ON_SQLITE
-@pytest.mark.parametrize("when", ["an hour behind", "200 days ahead", "in 2106"])
+@pytest.mark.parametrize("ahead", WRONG.values(), ids=WRONG)
 async def test_clock_that_is_wrong_for_a_while_loses_nothing_and_stops_nothing_afterwards(
-    opened, when
+    opened, ahead
 ):
     """It jumps while a lease is held and before every chore, and servers start meanwhile."""
-    ahead = WRONG[when]
     async with opened(retain_days=5) as server:
         for number in (1, 2):
             await server.put(b"blob %d" % number, number)

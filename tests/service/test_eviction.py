@@ -150,7 +150,6 @@ async def test_looked_up_artifact_is_evicted_last_for_some_time(opened):
         assert await store.kept(6) == [5]
 
 
-@pytest.mark.sql
 async def test_a_namespace_has_a_budget_of_its_own(opened):
     limits = {"namespace_limits": {"ci-*": 50_000}, "namespace_limit_bytes": 200_000}
     async with opened(**limits) as store:

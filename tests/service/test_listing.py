@@ -154,7 +154,6 @@ def test_malformed_query_parameter_is_named(api, problem):
         problem(answer, 400, "invalid_request", named)
 
 
-@pytest.mark.sql
 @pytest.mark.parametrize("order", ["fingerprint", "newest", "size"])
 async def test_a_rare_artifact_is_found_over_several_bounded_calls(opened, monkeypatch, order):
     """A page may be empty although there are more. All were stored at the same time."""

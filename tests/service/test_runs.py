@@ -274,7 +274,6 @@ async def test_all_reports_of_a_run_are_dropped_together(bounded):
         assert await server.of() == ["new"] * 6
 
 
-@pytest.mark.sql
 async def test_full_namespace_drops_oldest_report_of_largest_caller(bounded):
     """A reader who floods it pushes out nobody who has fewer runs."""
     async with bounded(max_reports=16) as server:
@@ -286,7 +285,6 @@ async def test_full_namespace_drops_oldest_report_of_largest_caller(bounded):
         assert len(await server.of()) <= 16
 
 
-@pytest.mark.sql
 async def test_bytes_of_reports_are_bounded(bounded):
     async with bounded(max_bytes=100_000) as server:
         told = [miss(n, label="x" * 128) for n in range(MAX_RUN_MISSES)]
