@@ -313,10 +313,14 @@ def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def assert_close(
-    ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], *, atol: float = 1e-6
+    ours: Iterable[torch.Tensor],
+    theirs: Iterable[torch.Tensor],
+    *,
+    rtol: float = 0.0,
+    atol: float = 1e-6,
 ) -> None:
     """Require equal tensors, but for rounding."""
-    torch.testing.assert_close(list(ours), list(theirs), rtol=0, atol=atol)
+    torch.testing.assert_close(list(ours), list(theirs), rtol=rtol, atol=atol)
 
 
 def assert_equal(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> None:

@@ -246,15 +246,15 @@ def test_executors_that_wait_for_each_other_are_refused(first, second):
 @pytest.fixture
 def one_interrupt():
     """Interrupts the main thread once; a signal that comes just before it waits is not seen."""
-    told = threading.Event()
+    received = threading.Event()
 
     def tell(*_):
-        if not told.is_set():
-            told.set()
+        if not received.is_set():
+            received.set()
             raise KeyboardInterrupt
 
     def interrupt():
-        while not told.wait(0.01):
+        while not received.wait(0.01):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, tell)

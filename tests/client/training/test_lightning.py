@@ -224,16 +224,13 @@ class FabricLoop:
 
 @pytest.mark.parametrize("when", ["backward", "forward"])
 def test_fabric_trains_as_torchs_adamw_and_resumes_to_the_bit(lightning, when, tmp_path):
-    def make(*args, **options):
-        return training.AdamW(*args, amp_scaling=False, **options)
-
-    whole = FabricLoop(lightning, make, when)
+    whole = FabricLoop(lightning, without_amp_scaling, when)
     losses = whole.run(0, 3)
     whole.fabric.save(tmp_path / "state", whole.state())
     losses += whole.run(3, 6)
     torch.testing.assert_close(losses, FabricLoop(lightning, torch.optim.AdamW).run(0, 6))
 
-    resumed = FabricLoop(lightning, make, when)
+    resumed = FabricLoop(lightning, without_amp_scaling, when)
     resumed.fabric.load(tmp_path / "state", resumed.state())
     assert is_same(resumed.run(3, 6), losses[3:])
     pairs = [(each.model.state_dict(), each.optimizer.state_dict()) for each in (resumed, whole)]

@@ -321,23 +321,23 @@ def test_the_batches_are_those_of_a_plain_loop(name):
 
 
 def test_samplers_get_the_epoch():
-    told = []
+    epochs = []
 
     class Sampler(data.SequentialSampler):
         def set_epoch(self, epoch):
-            told.append(epoch)
+            epochs.append(epoch)
 
     def loader():
         return data.DataLoader(range(4), 2, sampler=Sampler(range(4)))
 
     position = DataPosition(loader())
     run(position, 5, 0)
-    assert told == [0, 1, 2]
+    assert epochs == [0, 1, 2]
     again = DataPosition(loader())
     again.load_state_dict(position.state_dict())
-    assert told[3:] == [2]
+    assert epochs[3:] == [2]
     run(again, 2, 0)
-    assert told[3:] == [2, 3]
+    assert epochs[3:] == [2, 3]
 
 
 def test_an_epoch_without_a_batch_is_an_error():

@@ -260,9 +260,9 @@ def trained_under(default_dtype, name):
 def test_torchs_default_dtype_changes_no_bit(name):
     expected, _ = trained_under(torch.float32, name)
     for default_dtype in (torch.float64, torch.bfloat16):
-        parameters, told = trained_under(default_dtype, name)
+        parameters, numbers = trained_under(default_dtype, name)
         assert_equal(parameters, expected)
-        assert told == (304, torch.float32, 64)
+        assert numbers == (304, torch.float32, 64)
 
 
 def laid_out(kind):

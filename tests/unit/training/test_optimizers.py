@@ -33,6 +33,7 @@ from support.optimizer_cases import (
     FORMS,
     NOT_IN_TORCH,
     SCHEDULES,
+    assert_close,
     gradients,
     loss_of,
     new_parameters,
@@ -44,10 +45,6 @@ MISSING = {1: (1,), 2: (0, 2), 3: (3,), 5: (1, 2), 9: (0, 1, 2)}
 STEPS = 12
 
 both_ways = pytest.mark.parametrize("fused", [None, False])
-
-
-def assert_close(ours, theirs, *, rtol=0.0, atol=1e-6):
-    torch.testing.assert_close(list(ours), list(theirs), rtol=rtol, atol=atol)
 
 
 def train(parameters, optimizer, scaler, *, missing=MISSING, dtype=torch.float32):
