@@ -17,6 +17,8 @@ _HEADS = {
     "a long query": ("GET", "/v1/-/audit?limit=" + "1" * 9000, [], 431),
     "a deep path": ("GET", "/v1" + "/a" * 4000, [], 404),
     "an audit page of all": ("GET", "/v1/-/audit?limit=99999999", [], 400),
+    "a list of all": ("GET", "/v1/a/artifacts?limit=501", [], 400),
+    "a label": ("GET", f"/v1/a/artifacts?label={'a' * 129}", [], 400),
     "an audit page before time": ("GET", f"/v1/-/audit?before={2**63}", [], 400),
     "a length of 2**63": ("PUT", "PATH", ["Content-Length: 9223372036854775808"], 413),
     "a length of 2**64": ("PUT", "PATH", [f"Content-Length: {2**64}"], 400),
@@ -41,6 +43,9 @@ _GRANT = {"scope": "read", "namespaces": "a"}
 _TOKEN = {"description": "x", "grants": [_GRANT]}
 _SPACES = b" " * (2 * 1024**2 + 1)
 _REPORT = {"key": _KEY, "digest": f"sha256:{'0' * 64}", "reason": "a" * 100_000}
+_RUN = {"started_at": "2026-01-01T12:00:00Z", "seconds": 1.0}
+_COUNTS = [{"kind": "jax", "device_type": "cpu"}]
+_MISSES = [{"key": _KEY, "seconds": 1.0}]
 _BODIES = {
     "keys of a lookup": ("POST", "SPACE/artifacts:lookup", {"keys": _MANY[:1001]}, 413),
     "entries of a manifest": ("PUT", "SPACE/manifests/m", {"keys": _MANY}, 413),
@@ -52,6 +57,10 @@ _BODIES = {
     "an exponent": ("PUT", "-/namespaces/SPACE", b'{"requests_per_second":1e999}', 400),
     "a limit beyond the column": ("PUT", "-/namespaces/SPACE", {"limit_bytes": 2**63}, 400),
     "grants": ("POST", "-/tokens", _TOKEN | {"grants": [_GRANT] * 65}, 400),
+    "a description": ("POST", "-/tokens", _TOKEN | {"description": "a" * 201}, 400),
+    "counts of a run": ("PUT", "SPACE/runs/r/0", _RUN | {"counts": _COUNTS * 33}, 400),
+    "misses of a run": ("PUT", "SPACE/runs/r/0", _RUN | {"misses": _MISSES * 65}, 400),
+    "a program of a run": ("PUT", "SPACE/runs/r/0", _RUN | {"program": "a" * 129}, 400),
     "an expiry": ("POST", "-/tokens", _TOKEN | {"expires_at": "99999-01-01T00:00:00Z"}, 400),
     "a holder": ("POST", "SPACE/leases/LEASE", {"holder": "a" * 129}, 400),
     "a lease": ("POST", "SPACE/leases/LEASE", {"ttl_seconds": 1e308}, 400),

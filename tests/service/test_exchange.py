@@ -160,6 +160,7 @@ def test_malformed_exchange_is_refused(exchange, github, problem):
         ({"lifetime_seconds": 3 * 3600 + 1}, "invalid_request", "10800"),
         ({"lifetime_seconds": 10**30}, "invalid_request", "lifetime_seconds"),
         ({"grants": [{"scope": "read", "namespaces": "A"}]}, "invalid_pattern", "A"),
+        ({"grants": [{"scope": "read", "namespaces": "ci"}] * 65}, "invalid_request", "grants"),
     ):
         problem(exchange(github.token("first"), **changed), 400, code, names)
 
