@@ -131,8 +131,8 @@ def test_library_that_is_not_loaded_cannot_be_observed(tmp_path):
 
 @pytest.mark.parametrize(
     ("script", "reason"),
-    [(OTHER_BUILD, "cannot be observed"), (LATE, "already recorded operations")],
-    ids=["other build", "operations before the hook"],
+    [(OTHER_BUILD, "cannot be observed"), (LATE, "runtime has already started")],
+    ids=["other build", "runtime before the hook"],
 )
 def test_hook_is_not_installed_if_attributes_are_unknown(start_program, script, reason):
     outcome = start_program(script, under="").finish()

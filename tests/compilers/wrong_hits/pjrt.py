@@ -75,6 +75,8 @@ flags("--xla_force_host_platform_device_count=2")
 sharding = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("a",)), PartitionSpec("a"))
 """
 
+_ONE_CPU = "cpus = os.sched_getaffinity(0); os.sched_setaffinity(0, {min(cpus)})"
+_ALL_CPUS = "os.sched_setaffinity(0, cpus)"
 _FAST = "flags('--xla_cpu_enable_fast_math=true')"
 
 
@@ -141,6 +143,13 @@ PAIRS = (
         "generator of random numbers",
         "",
         "jax.devices(); os.environ['XLA_RNG_BIT_GENERATOR'] = 'philox'",
+    ),
+    _setting("CPUs around the client", "jax.devices()", f"{_ONE_CPU}; jax.devices(); {_ALL_CPUS}"),
+    _setting(
+        "CPUs after the client",
+        "jax.devices()",
+        f"jax.devices(); {_ONE_CPU}",
+        relation=Relation.EQUAL,
     ),
     _setting("number of threads", "", "os.environ['NPROC'] = '1000'"),
     _setting("nothing but the host", "", relation=Relation.EQUAL),

@@ -129,6 +129,8 @@ _FAST = "os.environ['XLA_FLAGS'] = '--xla_cpu_enable_fast_math=true'"
 _FILE = "open('flags', 'w').write('--xla_cpu_enable_fast_math=true\\n'); "
 _FLAG_FILE = f"{_FILE}os.environ['XLA_FLAGS'] = 'flags'"
 
+_ONE_CPU = "cpus = os.sched_getaffinity(0); os.sched_setaffinity(0, {min(cpus)})"
+_ALL_CPUS = "os.sched_setaffinity(0, cpus)"
 _NONE = "del os.environ['XLA_FLAGS']"
 _SYNC = "os.environ['PJRT_CPU_ASYNC_CLIENT'] = '0'"
 
@@ -229,10 +231,19 @@ PAIRS = (
             ("flags", f"{_FAST}; start()", f"start(); {_FAST}"),
         )
     ),
+    _late("CPUs around the start", "start()", f"{_ONE_CPU}; start(); {_ALL_CPUS}"),
+    _late("CPUs after the start", "start()", f"start(); {_ONE_CPU}", relation=Relation.EQUAL),
     _late("flags after the start", "start()", f"start(); {_FAST}"),
     _late("flags that were there at the start", "start()", f"{_FAST}; start(); {_NONE}"),
     _late("flags between two graphs", f"start(); {_FAST}; {_NONE}", f"{_FAST}; start()"),
     # Programs that compile to one executable
+    _evaluates(
+        "side of solve_triangular, which torch computes",
+        "torch.linalg.solve_triangular(of(2, 2), of(2, 2), upper=True, left=HERE)",
+        "True",
+        "False",
+        relation=Relation.EQUAL,
+    ),
     _evaluates("nothing but the host", "of(4).sin()", relation=Relation.EQUAL),
     _evaluates("number that is a parameter", "of(4) * HERE", "2", "3", relation=Relation.EQUAL),
     _evaluates(

@@ -163,12 +163,19 @@ class Fingerprints:
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
         self._environment = EnvironmentStates(without=_PLUGIN_SELECTORS)
-        self._threads = ""
+        self._threads: dict[int, str] = {}
 
-    def observe_environment(self) -> None:
-        """Record the environment. Call it right before the framework creates a client."""
+    def observe_environment(self) -> str:
+        """Record the environment. Return the number of threads for which a client would compile.
+
+        Call it right before the framework creates a client.
+        """
         self._environment.observe()
-        self._threads = threads()
+        return threads()
+
+    def add_client(self, client: int, number_of_threads: str) -> None:
+        """Record the number of threads for which a new client compiles."""
+        self._threads[client] = number_of_threads
 
     def parts(
         self, args: ClientCompileArgs | AheadOfTimeArgs, topology: Topology
@@ -199,7 +206,7 @@ class Fingerprints:
         }
         if topology.platform.lower() == "cpu":
             parts |= {"libc": libc(), "cpu_features": " ".join(cpu_features())}
-            parts["threads"] = self._threads or threads()
+            parts["threads"] = self._threads.get(args.client) or threads()
         if topology.platform.lower() == "neuron":  # the plug-in calls a separate compiler
             parts["compiler"] = version_of("neuronx-cc") or "none"
         return parts

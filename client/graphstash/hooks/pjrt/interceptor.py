@@ -82,8 +82,10 @@ class Interceptor:
             return 0 if args.client else self._create(address) or 0
 
         shield = Shield(self._failed)
-        shield.attempt(self._fingerprints.observe_environment)
+        count = shield.attempt(self._fingerprints.observe_environment)
         error = shield.repeat_until_done(create)
+        if count is not None and args.client:
+            self._fingerprints.add_client(args.client, count)
         shield.close()
         return error
 

@@ -4,9 +4,9 @@ torch_xla names a graph by a 128-bit hash of its nodes, torch_xla's git revision
 tokens of two environment variables and the serialized topology. Measurements on 2.7 show that other
 inputs change the program but not the name: the matmul precision, `XLA_STABLEHLO_COMPILE`, the
 parameter-wrapping threshold, a flag file, the libtpu version, the build of the library, and
-attributes of some operations (see `omitted`). The fingerprint contains all of these. So does the
-number of a CPU's threads, for which XLA splits loops, which changes the order of sums. It also
-contains the CPU's features, because torch_xla loads machine code without checking the CPU.
+attributes of some operations (see `omitted`). The fingerprint contains all of these. It also
+contains the number of threads in XLA's pools, and the CPU's features, because torch_xla loads
+machine code without checking the CPU.
 
 This code runs in the middle of a training step. Therefore it neither computes on a device nor
 creates a tensor.
@@ -35,7 +35,6 @@ from graphstash.hooks.environment import (
     libc,
     read_part,
     sample_of,
-    threads,
 )
 from graphstash.hooks.labels import user_line
 from graphstash.hooks.torch_xla.omitted import omitted_attributes
@@ -67,7 +66,6 @@ class Fingerprints:
         self._process_parts: Mapping[str, str] | None = None
         self._device_type: DeviceType | None = None
         self._environment = EnvironmentStates()
-        self._threads: tuple[str, ...] = ()  # before and after the start of the runtime
         self.observe_environment()
         # torch_xla 2.7 has a setter but no getter in Python. The library exports the variable.
         self._precision = ctypes.c_int.in_dll(ctypes.CDLL(torch_xla._XLAC.__file__), _PRECISION)
@@ -76,10 +74,6 @@ class Fingerprints:
         """Record the environment variables. Call it before each change of one and at look-ups."""
         has_started = torch_xla._XLAC._xla_runtime_is_initialized()
         self._environment.observe(has_started=has_started)
-        if not has_started:
-            self._threads = (threads(),)
-        elif len(self._threads) < 2:
-            self._threads += (threads(),)
 
     def request(self, name: str) -> CompileRequest:
         """Return the request for the graph that torch_xla calls `name`."""
@@ -114,12 +108,11 @@ class Fingerprints:
         if self._process_parts is None:
             self._process_parts = _process_parts()
         self.observe_environment()
-        is_on_cpu = self._process_parts["platform"] == "CPU"
         return {
             **self._process_parts,
-            **({"threads": " ".join(dict.fromkeys(self._threads))} if is_on_cpu else {}),
             **self._environment.parts(),
             "graph": name,
+            "threads": self._omitted.threads(),
             "omitted_attributes": json.dumps(self._omitted.values(), sort_keys=True),
             "matmul_precision": str(self._precision.value),
         }

@@ -75,21 +75,13 @@ def install(cache: CompileCache) -> "TorchXlaHook | None":
             error,
         )
         return None
-    if _has_pending_operations():
+    if torch_xla._XLAC._xla_runtime_is_initialized():
         _log.warning(
-            "graphstash: torch_xla has already recorded operations, whose attributes are unknown, "
-            "so its graphs are not shared; call graphstash.install() before the first operation"
+            "graphstash: torch_xla's runtime has already started, with operations and threads that "
+            "are unknown, so its graphs are not shared; call graphstash.install() before"
         )
         return None
     return TorchXlaHook(cache)
-
-
-def _has_pending_operations() -> bool:
-    """Return whether any thread has recorded operations that the hook did not observe."""
-    extension = torch_xla._XLAC
-    return extension._xla_runtime_is_initialized() and any(
-        extension._check_device_tensor_need_materialization("")  # on any device
-    )
 
 
 def _warn_of_useless_cache(version: str, *, by_plugin: bool) -> None:

@@ -258,6 +258,11 @@ OPERATIONS: Final = (
     ),
 )
 
+_POOL: Final = f"_ZN3tsl6thread10ThreadPoolC1EPNS_3EnvERKNS_13ThreadOptionsE{_STRING}i"
+"""The constructor with which XLA's client for CPUs makes its two pools when the runtime starts."""
+
+_POOL_SIZE: Final = Argument("number of threads", "44 89 c0", "mov eax, r8d", is_added=True)
+
 
 class OmittedAttributes:
     """Observes the values of the omitted attributes in this process.
@@ -271,8 +276,19 @@ class OmittedAttributes:
 
     def __init__(self, library: Path) -> None:
         functions = [(name, each.arguments) for each in OPERATIONS for name in each.symbols]
-        observers = iter(observe(library, functions))
+        self._pools, *rest = observe(library, [(_POOL, (_POOL_SIZE,)), *functions])
+        self._threads = ""
+        observers = iter(rest)
         self._observers = [(each, [next(observers) for _ in each.symbols]) for each in OPERATIONS]
+
+    def threads(self) -> str:
+        """Return the number of threads in the pools of XLA's client. Empty before it starts.
+
+        Call it before the first compilation: compilers make further pools.
+        """
+        if not self._threads and (seen := self._pools.observation()).called:
+            self._threads = str(seen.values[0])
+        return self._threads
 
     def values(self) -> dict[str, str]:
         """Return the unusual values by operation name.
