@@ -187,8 +187,14 @@ class CodeDescriber:
     def _object(self, value: Any) -> str:
         if type(value) in (list, dict, set, frozenset):
             return self._container(value)
+        if type(value) in (staticmethod, classmethod):
+            return f"{type(value).__name__}({self.describe(value.__func__)})"
+        if type(value) is property:
+            return f"property{self.describe((value.fget, value.fset, value.fdel))}"
         if isinstance(value, ModuleType):
-            return self._module(value)
+            # Code may read any name of a module that it passes on, e.g. with `getattr`. A program
+            # can add names to every module.
+            raise UndescribableError(f"the module {value.__name__} is read as a whole")
         if type(value).__module__.partition(".")[0] == "numpy":
             return _array(value)
         if isinstance(value, FunctionType | BuiltinFunctionType | type) or _is_kernel(value):
@@ -205,12 +211,6 @@ class CodeDescriber:
             raise UndescribableError("a set of other than plain values")
         return f"{type(value).__name__}({', '.join(sorted(map(self.describe, value)))})"
 
-    def _module(self, module: ModuleType) -> str:
-        # Code may read any name of a module that it passes on, e.g. with `getattr`.
-        if not self.is_known(module.__name__):
-            raise UndescribableError(f"the module {module.__name__} is read as a whole")
-        return f"module {module.__name__} {platform.python_version()}"
-
     def _callable(self, value: Any) -> str:
         if isinstance(value, BuiltinFunctionType):
             return self._builtin(value)
@@ -225,7 +225,10 @@ class CodeDescriber:
             if why := self.reads_state(value):
                 raise UndescribableError(f"{name} {why}")
             cells = [_content(cell) for cell in getattr(value, "__closure__", None) or ()]
-            return f"{name} {platform.python_version()} {self.describe(tuple(cells))}"
+            held = tuple(each for each in cells if not isinstance(each, ModuleType))
+            own = vars(value) if isinstance(value, FunctionType) else {}
+            added = {k: v for k, v in own.items() if not k.startswith("_") and self._is_added(v)}
+            return f"{name} {platform.python_version()} {self.describe((held, added))}"
         return self._class(value) if isinstance(value, type) else self._function(value)
 
     def _builtin(self, value: BuiltinFunctionType) -> str:
@@ -255,19 +258,11 @@ class CodeDescriber:
             for name, each in vars(cls).get("__dataclass_fields__", {}).items()
         )
         members = (
-            f"{name}={self._member(value)}"
+            f"{name}={self.describe(value)}"
             for name, value in vars(cls).items()
             if name not in _OMITTED_ATTRIBUTES and not _is_hash_of_dataclass(cls, name)
         )
         return f"class {cls.__name__} {cls.__qualname__}({bases}) {fields}{'; '.join(members)}"
-
-    def _member(self, value: Any) -> str:
-        if type(value) in (staticmethod, classmethod):
-            return f"{type(value).__name__}({self.describe(value.__func__)})"
-        if type(value) is property:
-            functions = (value.fget, value.fset, value.fdel)
-            return f"property({', '.join(map(self.describe, functions))})"
-        return self.describe(value)
 
     def _instance(self, value: Any) -> str:
         cls = type(value)
@@ -303,7 +298,8 @@ class CodeDescriber:
         kind = type(kernel).__qualname__
         name = getattr(kernel, "__qualname__", kernel.__name__)
         if self.is_known(str(kernel.__module__)):
-            return f"{kind} {kernel.__module__}.{name} {platform.python_version()}"
+            text = hashlib.sha256(str(getattr(kernel, "src", "")).encode()).hexdigest()
+            return f"{kind} {kernel.__module__}.{name} {platform.python_version()} {text}"
         if kind == "ConstexprFunction":  # Python runs it
             return f"{kind} {self.describe(kernel.fn)}"
         options = [f"{each}={getattr(kernel, each, None)!r}" for each in _OPTIONS]
@@ -333,21 +329,39 @@ class CodeDescriber:
         value = _look_up(function, chain[0])
         if value is _ABSENT and chain[0].startswith(_IMPORTED):
             raise UndescribableError(f"{function.__qualname__}: {chain[0]} was not imported yet")
+        added: Any = None
         for name in chain[1:]:
             # Python may read any attribute of an object, so describe the whole object. A kernel
             # reads only these attributes.
-            if not (is_kernel or isinstance(value, ModuleType) or self.is_path(value)):
+            is_path = isinstance(value, ModuleType) or _is_kernel(value) or self.is_path(value)
+            if not (is_kernel or is_path):
+                added = self._added(value, name)
                 break
             try:
                 value = getattr(value, name, _ABSENT)
             except Exception as error:
                 raise UndescribableError(f"{'.'.join(chain)}: {error!r}") from error
         try:
-            return self.describe(value)
+            return self.describe(value) + ("" if added is None else self.describe(added))
         except UndescribableError as error:
             raise UndescribableError(
                 f"{'.'.join(chain)} of {function.__qualname__}: {error}"
             ) from error
+
+    def _added(self, owner: Any, name: str) -> Any:
+        """Return an attribute that a program may have set in a known class, or None."""
+        if not (isinstance(owner, type) and self.is_known(owner.__module__)):
+            return None
+        value = inspect.getattr_static(owner, name, None)
+        value = getattr(value, "__func__", value)  # static and class methods
+        return value if self._is_added(value) else None
+
+    def _is_added(self, value: Any) -> bool:
+        """Return whether a program may have given a known class or function this attribute."""
+        if isinstance(value, (*_PLAIN, FunctionType, list, tuple, dict, SimpleNamespace)):
+            return True
+        module = type(value).__module__
+        return not self.is_known(module) and _root(module) not in sys.stdlib_module_names
 
     def is_path(self, value: Any) -> bool:  # noqa: ARG002 - for subclasses
         """Return whether a chain continues through a value, as through a module."""
@@ -374,8 +388,11 @@ class CodeDescriber:
                     raise UndescribableError(f"{function.__qualname__} assigns to a global")
                 is_local = step.opname.startswith("LOAD_FAST") or step.opname in _CELLS
                 for name in step.argval if type(step.argval) is tuple else (step.argval,):
+                    if chain:  # the first of two names that one instruction loads
+                        yield chain
+                        chain = ()
                     if is_local and name in imported:
-                        yield (chain := imported[name])
+                        chain = imported[name]
                     elif step.opname in _GLOBALS or (step.opname in _CELLS and name in free):
                         chain = (name,)
 

@@ -189,6 +189,60 @@ _VALUES = (
     ),
 )
 
+_MINE = "@triton.jit\ndef mine(a, b):\n    return a + b * HERE\n\n"
+
+_REPLACED = (
+    _reads(
+        "attribute of a function of Triton",
+        "tl.cdiv.by = HERE\n\n@at_compilation\ndef by(key):\n    return tl.cdiv.by",
+        "by('k')",
+        "5",
+        "7",
+    ),
+    _reads(
+        "function that a function of Triton calls",
+        f"{_MINE}tl.standard._sum_combine = mine",
+        "tl.sum(tl.load(x + tl.arange(0, 4)), axis=0)",
+        "5",
+        "7",
+    ),
+    _reads(
+        "text of a function of Triton",
+        "tl.cdiv._unsafe_update_src(tl.cdiv.src + '\\n# HERE')",
+        "tl.cdiv(1, 2)",
+        "5",
+        "7",
+    ),
+    _compiles("number of Triton", f"tl.core.TRITON_MAX_TENSOR_NUMEL = HERE\n{_CALL}", "64", "128"),
+    *(
+        _compiles(
+            f"{name} that a program replaces",
+            _CALL,
+            "5",
+            "7",
+            before=f"""
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler.code_generator import CodeGenerator
+
+old = {owner}.{method}
+
+
+def new(*given):
+    print(HERE)
+    return old(*given)
+
+
+{owner}.{method} = {replaced}
+""",
+        )
+        for name, owner, method, replaced in (
+            ("pass of a compiler", "CUDABackend", "make_ttir", "staticmethod(new)"),
+            ("step of the generator of code", "CodeGenerator", "visit_BinOp", "new"),
+            ("source of a kernel", "ASTSource", "make_ir", "new"),
+        )
+    ),
+)
+
 _ARGUMENTS = (
     _compiles("type of an argument", _CALL.replace("*fp32", "*HERE"), "fp32", "fp16"),
     _compiles("architecture", _CALL.replace("90", "HERE"), "90", "80"),
@@ -323,6 +377,27 @@ def assembler(word):
 
 
 _UNSHARED = (
+    *(
+        _reads(
+            f"attribute of the module {module} by its name",
+            f"import math\n{module}.FACTOR = HERE\n\n@at_compilation\ndef by(key):\n"
+            f"    return getattr({module}, 'FACTOR')",
+            "by('k')",
+            "5",
+            "7",
+            relation=Relation.UNSHARED,
+            reason="read as a whole",
+        )
+        for module in ("math", "tl")
+    ),
+    _compiles(
+        "function without a source in place of one of Triton",
+        f"exec('def mine(*_): return HERE')\ntl.core.arange = mine\n{_CALL}",
+        "5",
+        "7",
+        relation=Relation.UNSHARED,
+        reason="inside Triton, mine has no readable source",
+    ),
     _reads(
         "object written in C",
         "@at_compilation\ndef by(key, table=types.MappingProxyType({'k': HERE})):\n"
@@ -403,7 +478,7 @@ _REVERSE = (
 )
 
 PAIRS = with_extended(
-    (*_VALUES, *_ARGUMENTS, *_ENVIRONMENT, *_UNSHARED, *_REVERSE),
+    (*_VALUES, *_REPLACED, *_ARGUMENTS, *_ENVIRONMENT, *_UNSHARED, *_REVERSE),
     # The values and options of these are read as those of a pair above.
     *(
         "element of a tuple",

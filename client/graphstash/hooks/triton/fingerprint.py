@@ -3,7 +3,8 @@
 Triton's key hashes Triton's files, the kernel's source with its line number, the target with its
 architecture, the options with the contents of device libraries, ptxas' version and some environment
 variables. It omits others that change a kernel, on AMD most of them. This key contains all
-variables except those known not to matter, and the values that a kernel reads (see `source`).
+variables except those known not to matter, the values that a kernel reads (see `source`), and what
+a program replaced inside Triton (see `replaced`).
 """
 
 import re
@@ -20,6 +21,7 @@ from graphstash.errors import CacheError, Reason
 from graphstash.hooks.environment import read_part, sample_of
 from graphstash.hooks.triton.source import (
     compiled_for,
+    replacements,
     settings_of,
     target_being_compiled,
     values_in,
@@ -81,6 +83,8 @@ def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) ->
         "knobs": settings_of(environ),
         "ptxas": _ptxas(target_being_compiled()),
     }
+    if replaced := replacements():
+        parts["replaced"] = replaced
     return CompileRequest.of(
         ArtifactKind.TRITON,
         _DEVICE,

@@ -15,9 +15,11 @@ import triton
 
 from graphstash.errors import CacheError, Reason
 from graphstash.hooks.code import CodeDescriber, UndescribableError
+from graphstash.hooks.triton.replaced import replaced_members
 
 __all__ = [
     "compiled_for",
+    "replacements",
     "settings_of",
     "source_being_compiled",
     "target_being_compiled",
@@ -83,6 +85,19 @@ def values_in(source: Any) -> str:
         return f"{constants} {describer.describe(function)}"
     except (UndescribableError, RecursionError) as error:
         raise _unshared(str(error)) from error
+
+
+def replacements() -> str:
+    """Describe what the program replaced or added inside Triton.
+
+    Raises:
+        CacheError: a replacement cannot be described.
+    """
+    describer = _Describer()
+    try:
+        return "\n".join(f"{at}={describer.registered(held)}" for at, held in replaced_members())
+    except (UndescribableError, RecursionError) as error:
+        raise _unshared(f"inside Triton, {error}") from error
 
 
 def settings_of(environ: Mapping[str, str]) -> str:
