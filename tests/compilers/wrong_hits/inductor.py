@@ -830,6 +830,26 @@ _AROUND_CODE = (
         "3",
     ),
     _code(
+        "attribute of a class of torch",
+        "torch.Tensor.by = HERE\nscale.register_autograd(lambda ctx, g: g * torch.Tensor.by)",
+        "2",
+        "3",
+    ),
+    _code(
+        "method of a class of torch",
+        "torch.nn.Module.by = lambda: HERE\n"
+        "scale.register_autograd(lambda ctx, g: g * torch.nn.Module.by())",
+        "2",
+        "3",
+    ),
+    _code(
+        "attribute of a function of torch",
+        "torch.nn.functional.softsign.by = HERE\n"
+        "scale.register_autograd(lambda ctx, g: g * torch.nn.functional.softsign.by)",
+        "2",
+        "3",
+    ),
+    _code(
         "field of a dataclass",
         "import dataclasses\n@dataclasses.dataclass\nclass Factor:\n    by: int = HERE\n"
         "factor = Factor()\nscale.register_autograd(lambda ctx, g: g * factor.by)",
@@ -1237,6 +1257,14 @@ _REFUSED_CODE = (
         reason="read as a whole",
     ),
     _code(
+        "attribute of the module torch by its name",
+        "torch.FACTOR = HERE\nscale.register_autograd(lambda ctx, g: g * getattr(torch, 'FACTOR'))",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="read as a whole",
+    ),
+    _code(
         "globals of a function",
         "FACTOR = HERE\ndef helper():\n    pass\n"
         "scale.register_autograd(lambda ctx, g: g * helper.__globals__['FACTOR'])",
@@ -1406,6 +1434,32 @@ _SWITCHES = (
     _switch("choice of einsum's path", "torch.backends.opt_einsum.enabled = HERE", "False", "True"),
     _switch(
         "fast path of attention", "torch.backends.mha.set_fastpath_enabled(HERE)", "True", "False"
+    ),
+    *(
+        _switch(f"setting {name} of {module}", f"import {module} as c; c.{name} = HERE", *values)
+        for module, name, *values in (
+            ("torch._inductor.config", "_micro_pipeline_tp", "False", "True"),
+            ("torch._inductor.config", "_fuse_ddp_bucket_size", "25", "50"),
+            ("torch._inductor.config", "_fuse_ddp_communication_passes", "['a']", "['b']"),
+        )
+    ),
+    _switch(
+        "setting of Dynamo that Inductor reads",  # 2.15 has none
+        "import torch._dynamo.config as c; import torch._inductor.config as d\n"
+        "if 'skip_fsdp_hooks' in c._config:\n    c.skip_fsdp_hooks = HERE\n"
+        "else:\n    d._micro_pipeline_tp = HERE",
+        "False",
+        "True",
+    ),
+    _switch(
+        "flags of mkldnn when Inductor registered its fusions",
+        "from torch._inductor.fx_passes import mkldnn_fusion, post_grad\n"
+        "mkldnn_fusion._mkldnn_fusion_init.cache_clear()\n"
+        "for each in post_grad.pass_patterns:\n    each.patterns.clear()\n"
+        "with torch.backends.mkldnn.flags(enabled=HERE):\n"
+        "    mkldnn_fusion._mkldnn_fusion_init()",
+        "True",
+        "False",
     ),
     _switch(
         "setting of Inductor",

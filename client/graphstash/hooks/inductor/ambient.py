@@ -6,10 +6,15 @@ the new switch may change what a graph computes.
 """
 
 import re
+from collections.abc import Iterator
 from functools import cache, partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
+from torch._dynamo import config as dynamo_config
+from torch._inductor import config
+from torch._inductor.fx_passes import post_grad
 from torch.backends import mha, opt_einsum
 from torch.fx.experimental import _config as symbols_config
 
@@ -133,7 +138,53 @@ def ambient_state() -> str:
         for name in settings._config
         if not settings._is_default(name)
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"onednn_fusions={_has_fusions()}", *_omitted_settings()])
+
+
+def _omitted_settings() -> Iterator[str]:
+    """Yield the settings that a program has changed, and that torch's keys omit.
+
+    The keys omit Inductor's private settings, and that of Dynamo which Inductor reads. Functions
+    among their values are described with all others, see `user_code`.
+    """
+    for module, name in _names_of_omitted():
+        if not module._is_default(name):
+            value = getattr(module, name)
+            values = value if isinstance(value, list | tuple) else [value]
+            plain = [each for each in values if isinstance(each, str | int | float)]
+            yield f"setting.{name}={plain}"
+
+
+@cache
+def _names_of_omitted() -> list[tuple[Any, str]]:
+    inductor: Any = config
+    known: tuple[tuple[Any, str], ...] = (
+        *((inductor, name) for name in inductor._config if name.startswith("_")),
+        (dynamo_config, "skip_fsdp_hooks"),
+    )
+    return [(module, name) for module, name in known if name in module._config]
+
+
+_known_fusions: list[Any] = [0, False]
+"""Cache of `_has_fusions`: number of patterns, and the result."""
+
+
+def _has_fusions() -> bool:
+    """Return whether Inductor fuses operations of oneDNN.
+
+    Before its first compilation, Inductor registers the fusions if mkldnn is enabled then. Later
+    changes of that switch have no effect on them.
+    """
+    lazy_init: Any = post_grad.lazy_init
+    if not lazy_init.cache_info().currsize:
+        return bool(torch.backends.mkldnn.enabled)
+    entries = [each.patterns.values() for each in post_grad.pass_patterns]
+    if (count := sum(map(len, chain(*entries)))) != _known_fusions[0]:
+        handlers = [getattr(each, "handler", None) for each in chain(*chain(*entries))]
+        modules = {getattr(each, "__module__", "") for each in handlers}
+        _known_fusions[:] = [count, "torch._inductor.fx_passes.mkldnn_fusion" in modules]
+    found: bool = _known_fusions[1]
+    return found
 
 
 @cache
