@@ -190,6 +190,27 @@ def test_entry_is_not_published_if_settings_change_before_its_backward(host, lat
     assert a.stats.fallbacks == ({"unshareable": 1} if late else {})
 
 
+@pytest.mark.parametrize("late", [{}, {"epilogue_fusion": False}])
+def test_settings_that_change_before_a_loaded_backward_end_sharing(host, late):
+    """Without the cache, torch compiles the backward pass with the settings at that time."""
+
+    def train(late):
+        x, y = torch.ones(3, 4, requires_grad=True), torch.ones(4, 5, requires_grad=True)
+        result = torch.compile(multiply)(x, y)
+        with config.patch(late):
+            result.sum().backward()
+
+    with host("a"):
+        train({})
+    with host("b") as b:
+        train(late)
+        assert b.stats.misses == 0
+        assert b.stats.fallbacks == ({"unshareable": 1} if late else {})
+        torch._dynamo.reset()
+        train({})
+        assert counters["aot_autograd"]["autograd_cache_hit"] == (1 if late else 2)
+
+
 def test_every_kind_comes_back_byte_for_byte(host):
     caches = {
         remote_cache.RemoteFxGraphCache: {"data": "AAAA", "time_taken_ms": 7},

@@ -14,7 +14,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from time import monotonic
 from typing import Any, Final, TypeVar
 
@@ -23,9 +23,9 @@ from torch._inductor.remote_cache import RemoteCacheBackend
 from graphstash._compile.cache import CompileCache
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
-from graphstash.errors import Reason
+from graphstash.errors import CacheError, Reason
 from graphstash.hooks.inductor.fingerprint import entry_request
-from graphstash.hooks.inductor.key_info import KeyInfo
+from graphstash.hooks.inductor.key_info import KeyInfo, State, present_state
 from graphstash.hooks.inductor.ranks import ranks
 from graphstash_schema import ArtifactKey, ArtifactKind
 
@@ -38,6 +38,12 @@ _MAX_VARIANTS: Final = 4
 _NOT_STORED: Final = (
     "torch stored no result of AOTAutograd: it does so when it has compiled the backward pass, "
     "unless its AOTAutograd cache refuses the graph"
+)
+
+_CHANGED_SETTINGS: Final = (
+    "the program changes settings of torch between a forward pass and its backward pass. A "
+    "backward graph from the cache was compiled with the settings of its forward pass; results of "
+    "AOTAutograd are not shared from now on"
 )
 
 _T = TypeVar("_T")
@@ -67,6 +73,7 @@ class Entries:
         self.key_info = KeyInfo()
         self._built_seconds = built_seconds
         self._closed = False
+        self._changes_settings = False
         self.use(cache)
 
     def use(self, cache: CompileCache) -> None:
@@ -145,9 +152,40 @@ class Entries:
         look_up.variant += 1
         return look_up.variant < _MAX_VARIANTS
 
+    def watch(self, graph: Any) -> None:
+        """Report if settings have changed when a loaded backward graph runs for the first time.
+
+        torch loads a backward graph with a result of AOTAutograd, before the forward pass. Without
+        the result, torch would compile it at the first backward pass, with the settings then.
+        """
+        if not self._thread.compiling and graph.fx_kwargs.get("is_backward"):
+            self._guarded(lambda: self._watch(graph))
+
+    def _watch(self, graph: Any) -> None:
+        run = graph.current_callable
+        loaded: State | None = present_state()
+
+        @wraps(run)
+        def run_checked(inputs: Any) -> Any:
+            nonlocal loaded
+            before, loaded = loaded, None
+            if before is not None:
+                self._guarded(lambda: self._compare(before))
+            return run(inputs)
+
+        graph.current_callable = run_checked
+
+    def _compare(self, loaded: State) -> None:
+        if not self._closed and not present_state().equals(loaded):
+            self._changes_settings = True
+            self._cache.record_fallback(CacheError(Reason.UNSHAREABLE, _CHANGED_SETTINGS))
+
     def _get(self, kind: ArtifactKind, name: str) -> bytes | None:
         if why := self.key_info.unshared(name):
             self._cache.refuse(self._request(kind, name, 0), f"a graph is not shared: {why}")
+            return None
+        if kind is ArtifactKind.AOT_AUTOGRAD and self._changes_settings:
+            self._cache.refuse(self._request(kind, name, 0), _CHANGED_SETTINGS)
             return None
         look_up = self._thread.look_up or _LookUp()
         request = self._request(kind, name, look_up.variant)
@@ -249,7 +287,11 @@ class _Backend(RemoteCacheBackend[bytes]):
 
 
 def offering_variants(
-    original: Callable[..., Any], entries: Entries, *, is_miss: Callable[[Any], bool]
+    original: Callable[..., Any],
+    entries: Entries,
+    *,
+    is_miss: Callable[[Any], bool],
+    found: Callable[[Any], None] = lambda _: None,
 ) -> Callable[..., Any]:
     """Wrap a look-up of torch: repeat it while torch rejects the offered variant.
 
@@ -260,7 +302,10 @@ def offering_variants(
         with entries.look_up() as current:
             while True:
                 result = original(*args, **kwargs)
-                if not is_miss(result) or not entries.did_not_fit(current):
+                if not is_miss(result):
+                    found(result)
+                    return result
+                if not entries.did_not_fit(current):
                     return result
 
     return look_up

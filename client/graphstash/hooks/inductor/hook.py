@@ -120,7 +120,10 @@ class InductorHook:
             backend = partial(self._entries.backend, kind)
             self._patches.replace(getattr(remote_cache, name), "backend_override_cls", backend)
         self._offer_variants(
-            codecache.FxGraphCache, "_lookup_graph", is_miss=lambda result: result[0] is None
+            codecache.FxGraphCache,
+            "_lookup_graph",
+            is_miss=lambda result: result[0] is None,
+            found=lambda result: self._entries.watch(result[0]),
         )
         self._offer_variants(
             autograd_cache.AOTAutogradCache, "_lookup", is_miss=lambda result: result is None
@@ -141,8 +144,8 @@ class InductorHook:
         _forget_remote_cache()
         self._switch_on()
 
-    def _offer_variants(self, owner: Any, name: str, *, is_miss: Callable[[Any], bool]) -> None:
-        offered = offering_variants(getattr(owner, name), self._entries, is_miss=is_miss)
+    def _offer_variants(self, owner: Any, name: str, **calls: Callable[[Any], Any]) -> None:
+        offered = offering_variants(getattr(owner, name), self._entries, **calls)
         self._patches.replace(owner, name, staticmethod(offered))
 
     def _switch_on(self) -> None:

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import wraps
 from hashlib import sha256
+from itertools import combinations
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,9 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.ambient import ambient_state, unknown_switches
-from graphstash.hooks.inductor.user_code import registrations, user_code_of
+from graphstash.hooks.inductor.user_code import Registrations, registrations, user_code_of
 
-__all__ = ["GPU_SUFFIX", "KeyInfo"]
+__all__ = ["GPU_SUFFIX", "KeyInfo", "State", "present_state"]
 
 GPU_SUFFIX: Final = "_gpu"
 """Suffix of the key of a graph that `_is_on_gpu`. Results of AOTAutograd refer to graphs by key."""
@@ -62,13 +63,14 @@ _READ: Final = frozenset(
 )
 """Environment variables that affect generated code and hold no secret. `KeyInfo.details` does not
 publish others, such as the address of a Redis server with its password."""
-_READ_LATE: Final = re.compile(r"_get_(?!\w*sdp)")
-"""Switches that Inductor reads. AOTAutograd has applied the others, such as those of attention."""
+_READ_LATE: Final = re.compile(r"_get_(?!\w*sdp)|setting\.")
+"""Switches and settings that Inductor reads. AOTAutograd has applied the others, such as those of
+attention."""
 _MAX_VALUE: Final = 200
 _MAX_KEYS: Final = 64
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """What torch reads when it compiles an FX graph, apart from the graph.
 
     Attributes:
@@ -81,6 +83,16 @@ class _State(NamedTuple):
     settings: bytes
     registered: str
 
+    def equals(self, other: "State") -> bool:
+        """Return whether both read the same, apart from settings of different threads."""
+        is_same = self.settings == other.settings or self.thread != other.thread
+        return is_same and self.registered == other.registered
+
+
+def present_state() -> State:
+    """Return the state in which this thread would compile an FX graph now."""
+    return _state(ambient_state(), registrations())
+
 
 class KeyInfo:
     """Completes torch's keys, and remembers the contents of recent keys. Thread-safe."""
@@ -89,7 +101,7 @@ class KeyInfo:
         self._lock = threading.Lock()  # guards the fields below
         self._lists: OrderedDict[str, list[str]] = OrderedDict()
         self._unshared: OrderedDict[str, str] = OrderedDict()
-        self._states: OrderedDict[str, _State] = OrderedDict()  # of FX graphs
+        self._states: OrderedDict[str, State] = OrderedDict()  # of FX graphs
 
     def completing(self, make_key: Callable[..., tuple[str, list[str]]]) -> Callable[..., Any]:
         """Wrap a function of torch that makes keys."""
@@ -123,9 +135,7 @@ class KeyInfo:
         with self._lock:
             named = [self._states.get(key) for key in _FX_KEY.findall(entry)]
         found = [each for each in named if each is not None]
-        settings = {(each.thread, each.settings) for each in found}
-        is_constant = len(settings) == len({each.thread for each in found})
-        return is_constant and len({each.registered for each in found}) < 2
+        return all(one.equals(other) for one, other in combinations(found, 2))
 
     def _remember(self, place: OrderedDict[str, Any], key: str, value: Any) -> None:
         with self._lock:
@@ -167,7 +177,7 @@ class KeyInfo:
 
 def _completed(
     key: str, graph: Any, inputs: Any, settings: Any = None
-) -> tuple[str, list[str], _State | None]:
+) -> tuple[str, list[str], State | None]:
     """Return the completed key, lines with the added parts, and the state of an FX graph.
 
     `settings` are torch's.
@@ -186,10 +196,14 @@ def _completed(
     suffix = GPU_SUFFIX if _is_on_gpu(graph, inputs) else ""
     if of_autograd is not None:
         return f"{key[0]}{own}{suffix}", lines, None
+    return f"{key[0]}{own}{suffix}", lines, _state(ambient, registered)
+
+
+def _state(ambient: str, registered: Registrations) -> State:
     switches = [each for each in ambient.splitlines() if _READ_LATE.match(each)]
     late = sha256(repr((switches, registered.lines)).encode()).hexdigest()
     thread = threading.get_ident() if hasattr(config, "_hash_dirty_var") else 0
-    return f"{key[0]}{own}{suffix}", lines, _State(thread, config.get_hash(), late)
+    return State(thread, config.get_hash(), late)
 
 
 def _is_on_gpu(graph: Any, inputs: Any) -> bool:
