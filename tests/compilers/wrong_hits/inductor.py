@@ -150,9 +150,13 @@ torch.compile(lambda x: x.sin())(torch.ones(4))
 """
 
 
+_NUMBERS = "2", "3"
+"""What stands at `HERE` in most pairs."""
+
+
 def _code(name: str, before: str, *values: str, text: str = _BACKWARD, **how: Any) -> Pair:
-    """A pair whose custom operations differ."""
-    return pair(name, f"{_DEFINE}\n{before}\n{text}", *values, **how)
+    """A pair whose custom operations differ, in a number unless values are given."""
+    return pair(name, f"{_DEFINE}\n{before}\n{text}", *(values or _NUMBERS), **how)
 
 
 def _switch(name: str, statement: str, *values: str, **how: Any) -> Pair:
@@ -172,20 +176,14 @@ def gradient(by):
 
 scale.register_autograd(gradient(HERE))
 """,
-        "2",
-        "3",
     ),
     _code(
         "global of a backward",
         f"FACTOR = HERE\n{_GRADIENT}".replace("HERE)", "g * FACTOR)"),
-        "2",
-        "3",
     ),
     _code(
         "entry of a dictionary that a backward reads",
         "FACTORS = {'k': HERE}\nscale.register_autograd(lambda ctx, g: g * FACTORS['k'])",
-        "2",
-        "3",
     ),
     _code(
         "tensor that a backward reads",
@@ -196,55 +194,39 @@ scale.register_autograd(gradient(HERE))
     _code(
         "function that a backward calls",
         "helper = lambda g: g * HERE\nscale.register_autograd(lambda ctx, g: helper(g))",
-        "2",
-        "3",
     ),
     _code(
         "function two calls away",
         "inner = lambda g: g * HERE\nouter = lambda g: inner(g)\n"
         "scale.register_autograd(lambda ctx, g: outer(g))",
-        "2",
-        "3",
     ),
     _code(
         "default of a backward",
         "def gradient(ctx, g, by=HERE):\n    return g * by\nscale.register_autograd(gradient)",
-        "2",
-        "3",
     ),
     _code(
         "keyword default of a backward",
         "def gradient(ctx, g, *, by=HERE):\n    return g * by\nscale.register_autograd(gradient)",
-        "2",
-        "3",
     ),
     _code(
         "partial as a backward",
         "import functools\ndef gradient(by, ctx, g):\n    return g * by\n"
         "scale.register_autograd(functools.partial(gradient, HERE))",
-        "2",
-        "3",
     ),
     _code(
         "attribute of an object that a backward reads",
         "class Factor:\n    def __init__(self, by):\n        self.by = by\n"
         "factor = Factor(HERE)\nscale.register_autograd(lambda ctx, g: g * factor.by)",
-        "2",
-        "3",
     ),
     _code(
         "method of a class that a backward uses",
         "class Factor:\n    def by(self):\n        return HERE\n"
         "factor = Factor()\nscale.register_autograd(lambda ctx, g: g * factor.by())",
-        "2",
-        "3",
     ),
     _code(
         "what is saved for the backward",
         "def keep(ctx, inputs, output):\n    ctx.by = HERE\n"
         "scale.register_autograd(lambda ctx, g: g * ctx.by, setup_context=keep)",
-        "2",
-        "3",
     ),
     _code("fake kernel", "scale.register_fake(lambda x: torch.HERE(x))", "zeros_like", "ones_like"),
     _code("kernel for a device", "scale.register_kernel('cpu', lambda x: x * HERE)", "2", "3"),
@@ -267,8 +249,6 @@ def other(g: Tensor) -> Tensor:
 other.register_fake(lambda g: torch.empty_like(g))
 scale.register_autograd(lambda ctx, g: torch.ops.pairs.other(g))
 """,
-        "2",
-        "3",
     ),
     pair(
         "forward of a custom operation",
@@ -404,7 +384,6 @@ _UNSHARED = (
         _IMPLICIT,
         "2",
         "3",
-        relation=Relation.UNSHARED,
         reason="Composite",
     ),
     *(
@@ -413,7 +392,6 @@ _UNSHARED = (
             _REGISTERED.replace("KEY", key),
             "zeros_like",
             "ones_like",
-            relation=Relation.UNSHARED,
             reason=f"the {key} kernel of pairs::twice",
         )
         for key in ("CompositeExplicitAutograd", "Meta")
@@ -426,7 +404,6 @@ _UNSHARED = (
             ).replace("KEY", key),
             "zeros_like",
             "ones_like",
-            relation=Relation.UNSHARED,
             reason=f"the {key} kernel of pairs::twice",
         )
         for key in ("CPU", "Autograd", "AutogradCPU")
@@ -434,9 +411,6 @@ _UNSHARED = (
     _code(
         "kernel of autocast from a library",
         "torch.library.impl('pairs::scale', 'AutocastCPU', lambda x: x * HERE)",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="the AutocastCPU kernel of pairs::scale",
     ),
     _code(
@@ -444,9 +418,6 @@ _UNSHARED = (
         f"{_REPLACED}\nlibrary = replace('pairs', 'scale', 'Autograd', 'AutogradCPU')".replace(
             "HERE", "2 + HERE"
         ),
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason=r"the Autograd(CPU)? kernel of pairs::scale",
     ),
     pair(
@@ -455,7 +426,6 @@ _UNSHARED = (
         "torch.compile(lambda x: x.sin())(torch.ones(4))",
         "2",
         "3",
-        relation=Relation.UNSHARED,
         reason="aten/sin/",
     ),
     pair(
@@ -465,7 +435,6 @@ _UNSHARED = (
         "torch.compile(lambda x: x.sin())(torch.ones(4))",
         "2",
         "3",
-        relation=Relation.UNSHARED,
         reason="aten/addr/",
     ),
     *(
@@ -476,7 +445,6 @@ _UNSHARED = (
             "torch.compile(lambda x: x.sin())(torch.ones(4))",
             "2",
             "3",
-            relation=Relation.UNSHARED,
             reason=f"{namespace}/{operation}/",
         )
         for namespace, operation in (
@@ -491,15 +459,11 @@ _UNSHARED = (
         "torch.compile(lambda x: x.sin())(torch.ones(4))",
         "2",
         "3",
-        relation=Relation.UNSHARED,
         reason="for all operations",
     ),
     _code(
         "backward without a source",
         "exec('def gradient(ctx, g): return g * HERE')\nscale.register_autograd(gradient)",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="no readable source",
     ),
     _code(
@@ -507,17 +471,11 @@ _UNSHARED = (
         "from torch._inductor import lowering\n"
         "exec('def lowered(x): return x * HERE')\n"
         "lowering.register_lowering(torch.ops.pairs.scale.default)(lowered)",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="no readable source",
     ),
     _code(
         "backward that reads the environment",
         "import os\nscale.register_autograd(lambda ctx, g: g * int(os.environ.get('BY', 'HERE')))",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="environ",
     ),
     _code(
@@ -525,9 +483,6 @@ _UNSHARED = (
         "count = HERE\ndef gradient(ctx, g):\n    global count\n    count += 1\n"
         "    return g * count\n"
         "scale.register_autograd(gradient)",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="assigns to a global",
     ),
     _code(
@@ -536,7 +491,6 @@ _UNSHARED = (
         "scale.register_autograd(lambda ctx, g: g * FACTOR.sum())",
         "2.0",
         "3.0",
-        relation=Relation.UNSHARED,
         reason="a tensor of 10000 elements",
     ),
 )
@@ -755,7 +709,7 @@ torch.compile(lambda x: x.sum(0))(x)
 def _noted(name: str, before: str, graph: str, after: str, *values: str, **how: Any) -> Pair:
     """A pair that changes something after another graph."""
     text = _NOTED.replace("BEFORE", before).replace("GRAPH", graph).replace("AFTER", after)
-    return pair(name, text, *values, **how)
+    return pair(name, text, *(values or _NUMBERS), **how)
 
 
 def _lowers(name: str, before: str, *values: str, **how: Any) -> Pair:
@@ -773,12 +727,14 @@ def _runs(
 ) -> Pair:
     """A pair whose graphs hold kernels of Triton."""
     text = _KERNEL.replace("BEFORE", before).replace("EXPRESSION", expression)
-    return pair(name, text.replace("AROUND", around).replace("CONSTANT", constant), *values)
+    text = text.replace("AROUND", around).replace("CONSTANT", constant)
+    return pair(name, text, *(values or _NUMBERS))
 
 
 def _given(name: str, before: str, given: str, *values: str) -> Pair:
     """A pair whose backends give AOTAutograd other functions."""
-    return pair(name, _BACKEND.replace("BEFORE", before).replace("GIVEN", given), *values)
+    text = _BACKEND.replace("BEFORE", before).replace("GIVEN", given)
+    return pair(name, text, *(values or _NUMBERS))
 
 
 _LOADED = f"""
@@ -805,78 +761,56 @@ _AROUND_CODE = (
         "attribute of a function",
         "def helper():\n    pass\nhelper.by = HERE\n"
         "scale.register_autograd(lambda ctx, g: g * helper.by)",
-        "2",
-        "3",
     ),
     _code(
         "operation of a module that a backward imports",
         f"{_OTHER}\ndef gradient(ctx, g):\n    import torch\n    return torch.ops.pairs.other(g)\n"
         "scale.register_autograd(gradient)",
-        "2",
-        "3",
     ),
     _code(
         "method that is a backward",
         "class Factor:\n    def __init__(self):\n        self.by = HERE\n"
         "    def gradient(self, ctx, g):\n        return g * self.by\n"
         "scale.register_autograd(Factor().gradient)",
-        "2",
-        "3",
     ),
     _code(
         "attribute of a class that a backward reads",
         "class Factor:\n    by = HERE\nscale.register_autograd(lambda ctx, g: g * Factor.by)",
-        "2",
-        "3",
     ),
     _code(
         "attribute of a class of torch",
         "torch.Tensor.by = HERE\nscale.register_autograd(lambda ctx, g: g * torch.Tensor.by)",
-        "2",
-        "3",
     ),
     _code(
         "method of a class of torch",
         "torch.nn.Module.by = lambda: HERE\n"
         "scale.register_autograd(lambda ctx, g: g * torch.nn.Module.by())",
-        "2",
-        "3",
     ),
     _code(
         "attribute of a function of torch",
         "torch.nn.functional.softsign.by = HERE\n"
         "scale.register_autograd(lambda ctx, g: g * torch.nn.functional.softsign.by)",
-        "2",
-        "3",
     ),
     _code(
         "field of a dataclass",
         "import dataclasses\n@dataclasses.dataclass\nclass Factor:\n    by: int = HERE\n"
         "factor = Factor()\nscale.register_autograd(lambda ctx, g: g * factor.by)",
-        "2",
-        "3",
     ),
     _code(
         "field of a named tuple",
         "import typing\nclass Factor(typing.NamedTuple):\n    by: int\n"
         "factor = Factor(HERE)\nscale.register_autograd(lambda ctx, g: g * factor.by)",
-        "2",
-        "3",
     ),
     _code(
         "array of NumPy",
         "import numpy\nFACTOR = numpy.array(HERE)\n"
         "scale.register_autograd(lambda ctx, g: g * float(FACTOR))",
-        "2",
-        "3",
     ),
     _code(
         "rule for a mode of dispatch",
         "from torch.utils._python_dispatch import TorchDispatchMode\n"
         "class Mode(TorchDispatchMode):\n    pass\n"
         "scale.register_torch_dispatch(Mode, lambda mode, f, types, args, kwargs: args[0] * HERE)",
-        "2",
-        "3",
     ),
     _code(
         "effect of an operation",
@@ -906,15 +840,13 @@ _AROUND_CODE = (
         "old = lowering.lowerings[sin]\n@functools.wraps(old)\ndef lowered(x):\n"
         "    return lowering.lowerings[torch.ops.aten.mul.Tensor](old(x), HERE)\n"
         "lowering.lowerings[sin] = lowered",
-        "2",
-        "3",
+        *_NUMBERS,
     ),
     _lowers(
         "argument of a lowering of torch",
         "times = lowering.lowerings[torch.ops.aten.mul.Tensor]\n"
         "lowering.lowerings[sin] = functools.partial(times, HERE)",
-        "2",
-        "3",
+        *_NUMBERS,
     ),
     _lowers(
         "function that torch makes a lowering of",
@@ -1003,23 +935,17 @@ _AROUND_CODE = (
     _runs("global of a kernel", "2", "3", before="by = tl.constexpr(HERE)", expression="by"),
     _runs(
         "attribute that a kernel reads",
-        "2",
-        "3",
         before="config = types.SimpleNamespace(by=HERE)",
         expression="config.by",
     ),
     _runs(
         "default of a function that a kernel calls",
-        "2",
-        "3",
         before="@triton.jit\ndef by(x, factor: tl.constexpr = HERE):\n    return x * factor",
         expression="by(1)",
     ),
     _runs("constant of a kernel", "2", "3", expression="n", constant="HERE"),
     _runs(
         "what runs before a kernel",
-        "2",
-        "3",
         around="configs = [triton.Config({}, pre_hook=lambda named: named['x'].fill_(HERE))]\n"
         "kernel = triton.autotune(configs, key=[], do_bench=lambda *_, **__: 1.0)(kernel)",
     ),
@@ -1086,16 +1012,12 @@ _SEEN_BEFORE = (
         "    def compile(self, graph, inputs, **how):\n        print(self.by)\n"
         "        return compile_fx_inner(graph, inputs, **how)\n",
         "inner_compile=Inner(HERE).compile",
-        "2",
-        "3",
     ),
     _given(
         "argument of a compiler that a backend gives",
         "import functools\n\ndef inner(by, graph, inputs, **how):\n    print(by)\n"
         "    return compile_fx_inner(graph, inputs, **how)\n",
         "inner_compile=functools.partial(inner, HERE)",
-        "2",
-        "3",
     ),
     _lowers(
         "decomposition that comes after torch's copy of the table",
@@ -1111,8 +1033,7 @@ _SEEN_BEFORE = (
         "from torch._inductor.decomposition import fast_random_decomps\n"
         "fast_random_decomps.cache_clear()\n"
         "extra_random_decomps[torch.ops.aten.silu.default] = lambda x: x * HERE",
-        "2",
-        "3",
+        *_NUMBERS,
     ),
     pair("kernel of an operator of the user", _OPERATOR, "2", "3"),
     pair("generator of code for a device", _BACKEND_OF_DEVICE, "False", "True"),
@@ -1131,8 +1052,6 @@ _SEEN_BEFORE = (
         "key = torch._C.DispatchKey.CompositeImplicitAutograd\nkernels[key] = lambda x: x * 4",
         "lambda x: x.sin()",
         "kernels[key] = lambda x: x * HERE\naten.silu.default._dispatch_cache.clear()",
-        "2",
-        "3",
     ),
     _noted(
         "pattern in place of another one",
@@ -1143,8 +1062,6 @@ _SEEN_BEFORE = (
         "    key: list(held) for key, held in patterns.items()\n}\nadd(4)",
         "lambda x: x.sin()",
         "for key, held in patterns.items():\n    held[:] = before.get(key, [])\nadd(HERE)",
-        "2",
-        "3",
     ),
     pair(
         "pass of a pattern",
@@ -1204,8 +1121,6 @@ _SEEN_BEFORE = (
         "import functools\ndef inner(ctx, g):\n    return g * HERE\n"
         "@functools.wraps(inner)\ndef gradient(ctx, g):\n"
         "    return gradient.__wrapped__(ctx, g)\nscale.register_autograd(gradient)",
-        "2",
-        "3",
     ),
     _code(
         "deleter of a property",
@@ -1213,8 +1128,6 @@ _SEEN_BEFORE = (
         "setattr(self, 'held', HERE))\n"
         "def gradient(ctx, g):\n    factor = Factor()\n    del factor.by\n"
         "    return g * factor.by\nscale.register_autograd(gradient)",
-        "2",
-        "3",
     ),
 )
 
@@ -1236,50 +1149,34 @@ _REFUSED_CODE = (
         _SHARDED,
         "Shard(0)",
         "Replicate()",
-        relation=Relation.UNSHARED,
         reason="mesh differs in each process",
     ),
     _code(
         "operations under another name",
         f"{_OTHER}\ndef gradient(ctx, g):\n    ops = torch.ops\n    return ops.pairs.other(g)\n"
         "scale.register_autograd(gradient)",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="read as a whole",
     ),
     _code(
         "operation by its name",
         f"{_OTHER}\nscale.register_autograd(lambda ctx, g: getattr(torch.ops.pairs, 'other')(g))",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="read as a whole",
     ),
     _code(
         "attribute of the module torch by its name",
         "torch.FACTOR = HERE\nscale.register_autograd(lambda ctx, g: g * getattr(torch, 'FACTOR'))",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="read as a whole",
     ),
     _code(
         "globals of a function",
         "FACTOR = HERE\ndef helper():\n    pass\n"
         "scale.register_autograd(lambda ctx, g: g * helper.__globals__['FACTOR'])",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="__globals__",
     ),
     _code(
         "rank of the process",
         "import torch.distributed as dist\n"
         "scale.register_autograd(lambda ctx, g: g * (dist.get_rank() + HERE))",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="get_rank",
     ),
     _code(
@@ -1287,24 +1184,17 @@ _REFUSED_CODE = (
         "scale.register_autograd(lambda ctx, g: g * torch.load('HERE').item())",
         "one",
         "another",
-        relation=Relation.UNSHARED,
         reason="torch.load",
     ),
     _code(
         "seed that a backward reads",
         "torch.manual_seed(HERE)\nscale.register_autograd(lambda ctx, g: g * torch.initial_seed())",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="initial_seed",
     ),
     _code(
         "counter in C",
         "import itertools\ncount = itertools.count(HERE)\n"
         "scale.register_autograd(lambda ctx, g: g * next(count))",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="itertools.count",
     ),
     pair(
@@ -1318,7 +1208,6 @@ _REFUSED_CODE = (
         """,
         "2",
         "3",
-        relation=Relation.UNSHARED,
         reason="aten/silu/AutogradCPU",
     ),
     _noted(
@@ -1329,9 +1218,6 @@ _REFUSED_CODE = (
         "lambda x: x.sin()",
         "library._destroy()\nother = torch.library.Library('aten', 'IMPL')\n"
         "other.impl('silu', lambda x: x * HERE, 'AutogradCPU')",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="aten/silu/AutogradCPU",
     ),
     _noted(
@@ -1339,9 +1225,6 @@ _REFUSED_CODE = (
         "from torch._meta_registrations import _meta_lib_dont_use_me_use_register_meta as fake",
         "lambda x: x.sin()",
         "fake.impl('binomial', lambda n, p: n * HERE, 'Meta')",
-        "2",
-        "3",
-        relation=Relation.UNSHARED,
         reason="aten/binomial/Meta",
     ),
     _noted(
@@ -1349,8 +1232,6 @@ _REFUSED_CODE = (
         "library = torch.library.Library('aten', 'IMPL')",
         "lambda x: x.sin()",
         "library.impl('silu', lambda x: x * HERE, 'AutogradCPU')\nlibrary._destroy()",
-        "2",
-        "3",
         relation=Relation.EQUAL,
     ),
 )

@@ -297,7 +297,7 @@ sharding = NamedSharding(spread(4), PartitionSpec("a"))
 
 
 def _unshared(name: str, reason: str, before: str, call: str, *values: str) -> Pair:
-    return _of(name, before, call, *values, relation=Relation.UNSHARED, reason=reason)
+    return _of(name, before, call, *values, reason=reason)
 
 
 _UNSHARED = (

@@ -83,8 +83,10 @@ def pair(
 ) -> Pair:
     """A pair of programs of the same text but for `HERE`, which is replaced by two values.
 
-    With one value or none both programs are the same, on different hosts.
+    With one value or none both programs are the same, on different hosts. With a reason, the second
+    program is not shared.
     """
+    relation = Relation.UNSHARED if reason else relation
     both = (*values, *values, "", "")[:2]
     first, second = (textwrap.dedent(text).replace(PLACE, value) for value in both)
     if len(values) == 2 and first == second:

@@ -117,14 +117,12 @@ PAIRS = (
     _program(
         "callback",
         "lambda x: jax.pure_callback(lambda y: y * 2, x, x)",
-        relation=Relation.UNSHARED,
         reason="calls a Python function",
     ),
     _program(
         "partitioning in Python",
         "f, in_shardings=sharding, out_shardings=sharding",
         before=_PARTITIONED,
-        relation=Relation.UNSHARED,
         reason="calls a Python function",
     ),
     _setting(

@@ -170,7 +170,7 @@ PAIRS = (
     _evaluates("dequantize axis", _QUANTIZE.replace("HERE", "de") % "HERE", "0", "1"),
     # Those that no key can cover
     *(
-        _evaluates(name, expression, relation=Relation.UNSHARED, reason=reason)
+        _evaluates(name, expression, reason=reason)
         for name, expression, reason in (
             ("custom call", _CUSTOM_CALL.replace("HERE", "'a'"), "custom_call"),
             ("exponential", "of(4).exponential_()", "exponential_"),

@@ -357,7 +357,6 @@ _ENVIRONMENT = (
         "pass of the user",
         "{}",
         "{'LLVM_PASS_PLUGIN_PATH': '/mine.so'}",
-        relation=Relation.UNSHARED,
         reason="LLVM_PASS_PLUGIN_PATH",
     ),
     _environment(
@@ -385,7 +384,6 @@ _UNSHARED = (
             "by('k')",
             "5",
             "7",
-            relation=Relation.UNSHARED,
             reason="read as a whole",
         )
         for module in ("math", "tl")
@@ -395,7 +393,6 @@ _UNSHARED = (
         f"exec('def mine(*_): return HERE')\ntl.core.arange = mine\n{_CALL}",
         "5",
         "7",
-        relation=Relation.UNSHARED,
         reason="inside Triton, mine has no readable source",
     ),
     _reads(
@@ -405,7 +402,6 @@ _UNSHARED = (
         "by('k')",
         "2",
         "3",
-        relation=Relation.UNSHARED,
         reason="mappingproxy",
     ),
     _reads(
@@ -414,7 +410,6 @@ _UNSHARED = (
         "by('k')",
         "2",
         "3",
-        relation=Relation.UNSHARED,
         reason="environ",
     ),
     _reads(
@@ -423,7 +418,6 @@ _UNSHARED = (
         "by('k')",
         "2",
         "3",
-        relation=Relation.UNSHARED,
         reason="open reads more than its arguments",
     ),
     _compiles(
@@ -435,7 +429,6 @@ _UNSHARED = (
         "code.__wrapped__.__globals__, name, code.__wrapped__.__defaults__)\n"
         "renamed(ASTSource(fn=kernel, signature={'x': '*fp32'}, constexprs={}), "
         "target=GPUTarget('cuda', 90, 32))",
-        relation=Relation.UNSHARED,
         reason="not known",
     ),
 )
