@@ -9,6 +9,9 @@ import pytest
 
 from graphstash import ClientConfig
 from graphstash._compile.compile_limit import STATUS_NO_CACHE
+from graphstash._compile.misses import MissLog
+from graphstash.errors import RefusedError
+from support.host import key, request
 from support.processes import graphstash, graphstash_here
 from support.waiting import PATIENT, PATIENT_VARIABLES, variables_of
 
@@ -186,3 +189,20 @@ def test_damaged_record_is_left_out_and_unknown_miss_or_run_is_named(host, expla
         outcome = explain(*arguments)
         assert outcome.returncode == 1
         assert told in outcome.stderr
+
+
+def test_a_server_of_an_earlier_release_is_not_asked_again():
+    """It answers 404 to what it does not know; that is no fallback of the job."""
+    asked = []
+
+    class Earlier:
+        def describe(self, descriptions):
+            asked.append(len(descriptions))
+            raise RefusedError("unknown path", code=None, status=404)
+
+    log = MissLog()
+    for number in range(3):
+        log.add(request(number), reason=None)
+        log.compiled(key(number), seconds=1, is_published=True)
+        log.send(Earlier())
+    assert asked == [1]
