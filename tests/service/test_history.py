@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import threading
 from collections import defaultdict
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
@@ -17,8 +18,10 @@ from graphstash_schema.history import (
     MAX_HISTORY_GROUPS,
     OTHERS,
     Grouping,
+    HistoryPoint,
     Step,
 )
+from graphstash_server.db.queries import history as queries
 from graphstash_server.db.tables import history
 from graphstash_server.errors import ServerError
 from graphstash_server.services import accounting
@@ -139,8 +142,16 @@ async def test_points_are_grouped_as_requested(opened):
         assert last == {(START, ""): 5}  # the hour it is in; the end is excluded
 
 
-async def test_answer_names_only_its_largest_groups(opened, most_at_once):
-    running = most_at_once(services, "list_points")
+async def test_answer_names_only_its_largest_groups_and_is_built_alone_in_a_thread(
+    opened, most_at_once, monkeypatch
+):
+    running, builders = most_at_once(services, "list_points"), set()
+
+    def build(**fields):
+        builders.add(threading.get_ident())
+        return HistoryPoint(**fields)
+
+    monkeypatch.setattr(queries, "HistoryPoint", build)
     async with opened() as server:
         await server.put(b"blob")
         for number in range(MAX_HISTORY_GROUPS + 5):
@@ -153,6 +164,8 @@ async def test_answer_names_only_its_largest_groups(opened, most_at_once):
     largest = {(START, f"job-{n:02}"): 1 + n for n in range(5, MAX_HISTORY_GROUPS + 5)}
     assert found == 4 * [largest | {(START, OTHERS): 1 + 2 + 3 + 4 + 5}]
     assert running() == 1
+    assert builders
+    assert threading.get_ident() not in builders
 
 
 @pytest.mark.sql
