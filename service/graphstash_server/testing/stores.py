@@ -56,6 +56,11 @@ class BlobStoreContract:
     pytestmark = pytest.mark.anyio
 
     @pytest.fixture
+    def anyio_backend(self) -> str:
+        """Stores need asyncio. Without this fixture, the plug-in also runs the tests on trio."""
+        return "asyncio"
+
+    @pytest.fixture
     def store(self) -> BlobStore:
         """An empty store."""
         raise NotImplementedError
