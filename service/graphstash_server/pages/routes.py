@@ -41,8 +41,9 @@ _ASSET_HEADERS: Final = {
 _CHALLENGE: Final = {"WWW-Authenticate": 'Bearer realm="graphstash"'}
 
 View = Callable[[Visitor], Awaitable[dict[str, Any]]]
-"""Returns the content of a page. Raises InvalidValueError for a malformed part of the path or the
-query, and ServerError as `Visitor.enter` does, for what is absent, or with 503."""
+"""Returns the content of a page. Raises InvalidValueError for a malformed name or key, and
+ServerError: 400 for another malformed part of the query, the errors of `Visitor.enter`, 404 for an
+absent artifact, job or run, and 503."""
 
 Handler = Callable[[Visitor], Awaitable[Response]]
 Document = Callable[[], Awaitable[dict[str, Any]]]
