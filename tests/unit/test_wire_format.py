@@ -9,7 +9,8 @@ from pathlib import Path
 from pydantic import BaseModel
 
 import graphstash_schema
-from graphstash_schema import protocol
+from graphstash_schema import Word, protocol
+from graphstash_schema.run import RunName
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "protocol_1.json").read_text())
 PUBLIC = (getattr(graphstash_schema, name) for name in sorted(graphstash_schema.__all__))
@@ -38,6 +39,12 @@ def test_unknown_field_of_a_request_is_refused_and_of_a_reply_ignored():
 
 def test_names_and_limits_of_the_protocol_do_not_change():
     assert {name: getattr(protocol, name) for name in protocol.__all__} == GOLDEN["protocol"]
+
+
+def test_forms_of_words_do_not_change():
+    """A narrower form would refuse names in use, a wider one would not fit into the database."""
+    words = {*Word.__subclasses__(), RunName}
+    assert {word.__name__: word.form.pattern for word in words} == GOLDEN["words"]
 
 
 def test_error_codes_and_kinds_are_only_ever_added():
