@@ -344,7 +344,7 @@ def _addresses(host: str, timeout: float | None) -> list[str]:
     found: dict[int, str] = {}
 
     def resolve() -> None:
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):  # a label of the name is empty or too long
             for family, *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
                 found.setdefault(family, str(address[0]))
 

@@ -20,6 +20,8 @@ def test_unresolvable_name_and_dead_socket_are_distinguished(tmp_path):
     expect(findings, "connection", State.FAIL, found=found, advice=advice)
     assert line(findings, "token").state == State.SKIPPED
     assert line(findings, "local tier").state == State.OK
+    findings = diagnose("http://cache..internal:8077")  # Python cannot encode it for DNS
+    expect(findings, "connection", State.FAIL, found="cache..internal has no address")
     findings = diagnose(f"unix:{tmp_path}/socket")
     told = expect(findings, "connection", State.FAIL, advice="graphstash serve")
     assert f"unix:{tmp_path}/socket" in told.found
