@@ -6,11 +6,12 @@ import fcntl
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from graphstash_schema import Digest, ErrorCode
-from graphstash_server.errors import ServerError
+from graphstash_server.errors import NoSpaceError, ServerError
 from graphstash_server.settings import load_settings
 from graphstash_server.storage import DiskBlobStore, TieredBlobStore
 from graphstash_server.storage.s3 import S3BlobStore
@@ -137,6 +138,17 @@ async def test_blob_is_stored_under_its_digest_and_second_put_repairs_it(disk, t
     path.write_bytes(b"xyz")
     await put(disk, b"abc")
     assert path.read_bytes() == b"abc"
+
+
+async def test_upload_is_refused_once_other_writers_have_filled_the_disk(
+    disk, tmp_path, monkeypatch
+):
+    blob = bytes(3_000_000)
+    room = iter([len(blob), 0])
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=next(room), f_frsize=1))
+    with pytest.raises(NoSpaceError):
+        await disk.put(Digest.of(blob), as_chunks(blob[:2_000_000], blob[2_000_000:]))
+    assert [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()] == []
 
 
 async def test_store_keeps_live_uploads_and_files_of_others_and_removes_crash_leftovers(tmp_path):
