@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -27,6 +28,7 @@ from graphstash_server.testing import (
 )
 from support.moto import CREDENTIALS, s3_settings
 from support.s3_proxy import S3Fault, S3Proxy
+from support.waiting import until
 
 SMALL = b"small" * 1000
 LARGE = bytes(range(256)) * 20_000  # 5 MB
@@ -87,6 +89,15 @@ def copies(directory):
     """The files of copies, by the SHA-256 of their blobs."""
     found = (directory / "tier" / "sha256").rglob("*")
     return {path.name: path for path in found if path.is_file()}
+
+
+def opened_in(directory):
+    """The files of a directory that this process has open."""
+    found = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(fd.readlink())
+    return [path for path in found if path.is_relative_to(directory)]
 
 
 async def put(store, *blobs):
@@ -223,6 +234,18 @@ class TestFills:
         await settled(store)
         assert copies(tmp_path) == {}
         assert await read(store, LARGE) is None
+
+    async def test_fill_closes_its_file_whether_its_reader_is_faster_or_slower(
+        self, opened, back, tmp_path
+    ):
+        store = opened(back)
+        await put(store, SMALL, LARGE)
+        assert await read(store, SMALL) == SMALL
+        reader = await store.open(Digest.of(LARGE))
+        fill = store._fills[Digest.of(LARGE).sha256]
+        await asyncio.wait([fill._task])
+        assert await whole_of(reader) == LARGE
+        await asyncio.to_thread(until, lambda: not opened_in(tmp_path))
 
     async def test_deletion_before_the_copy_gets_its_name_leaves_no_copy(
         self, opened, back, tmp_path, monkeypatch
