@@ -1376,6 +1376,13 @@ _REVERSE = (
         "torch.library.define('pairs::spare', '(Tensor x) -> Tensor')",
         relation=_EQUAL,
     ),
+    _switch(
+        "settings that got their own values",
+        "import torch._inductor.config as c; c.HERE",
+        "_config",
+        "load_config(c.save_config())",
+        relation=_EQUAL,
+    ),
     _switch("warnings", "torch.set_warn_always(HERE)", "False", "True", relation=_EQUAL),
     _switch("seed of random numbers", "torch.manual_seed(HERE)", "1", "2", relation=_EQUAL),
     _switch(

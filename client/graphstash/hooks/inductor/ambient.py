@@ -20,7 +20,7 @@ from torch.fx.experimental import _config as symbols_config
 
 from graphstash.hooks.environment import read_part
 
-__all__ = ["ambient_state", "unknown_switches"]
+__all__ = ["ambient_state", "is_changed", "unknown_switches"]
 
 _READ: Final = (
     *("_get_autograd_fallback_mode", "_get_blas_preferred_backend", "_get_default_device"),
@@ -136,9 +136,21 @@ def ambient_state() -> str:
     lines += [
         f"symbols.{name}={getattr(settings, name)}"
         for name in settings._config
-        if not settings._is_default(name)
+        if is_changed(settings, name)
     ]
     return "\n".join([*lines, f"onednn_fusions={_has_fusions()}", *_omitted_settings()])
+
+
+def is_changed(module: Any, name: str) -> bool:
+    """Return whether a setting of a config module of torch has another value than its default.
+
+    torch counts each setting that was assigned as changed, also one that got its default back, as
+    all do in `config.load_config(config.save_config())`.
+    """
+    if module._is_default(name):
+        return False
+    value, default = getattr(module, name), module._config[name].default
+    return type(value) is not type(default) or bool(value != default)
 
 
 def _omitted_settings() -> Iterator[str]:
@@ -148,7 +160,7 @@ def _omitted_settings() -> Iterator[str]:
     among their values are described with all others, see `user_code`.
     """
     for module, name in _names_of_omitted():
-        if not module._is_default(name):
+        if is_changed(module, name):
             value = getattr(module, name)
             values = value if isinstance(value, list | tuple) else [value]
             plain = [each for each in values if isinstance(each, str | int | float)]

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from graphstash.hooks.code import UndescribableError
-from graphstash.hooks.inductor.ambient import ambient_state, unknown_switches
+from graphstash.hooks.inductor.ambient import ambient_state, is_changed, unknown_switches
 from graphstash.hooks.inductor.user_code import Registrations, registrations, user_code_of
 
 __all__ = ["GPU_SUFFIX", "KeyInfo", "State", "present_state"]
@@ -273,6 +273,6 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _is_default(name: str) -> bool:
     try:
-        return bool(config._is_default(name))  # type: ignore[attr-defined] # made by torch
+        return not is_changed(config, name)
     except Exception:  # noqa: BLE001 - a private name; without it, list all settings
         return False
