@@ -265,6 +265,21 @@ def test_pack_that_the_server_never_accepts_is_uploaded_once(tmp_path):
         assert job.packs.is_alone(key(3))
 
 
+def test_read_only_job_whose_disk_refuses_a_pack_keeps_it_for_later(jobs):
+    job = jobs("a", read_only=True)
+    copies = job.stash.local.root / "v2"
+    copies.rename(copies.with_name("tmp") / "aside")
+    copies.touch()
+    job.build((0,))
+    job.end()
+    assert set(job.fallbacks) == {"local_io"}
+    copies.unlink()
+    copies.with_name("tmp").joinpath("aside").rename(copies)
+    job.build((1,))
+    job.end()
+    assert jobs("a").build((0, 1)) == {0, 1}
+
+
 @pytest.mark.parametrize("where", ["on the way", "on the server"])
 def test_damaged_pack_delays_only_its_own_programs(tmp_path, where):
     def job(name):

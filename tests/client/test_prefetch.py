@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+import time
 from contextlib import ExitStack, closing
 from hashlib import sha256
 
@@ -11,6 +12,7 @@ import pytest
 from graphstash import ClientConfig, Stash
 from graphstash._artifacts import prefetch
 from graphstash._artifacts.prefetch import Prefetch
+from graphstash._http import deadline
 from graphstash.testing import FakeServer
 from graphstash_schema import MAX_COMPILE_SECONDS, ArtifactInfo, ArtifactKey, ArtifactMetadata
 from support.host import key
@@ -187,6 +189,30 @@ def test_command_downloads_in_parallel(writer, link, command):
     assert len(downloads_in(link)) == GRAPHS + 1
     again = command("prefetch", "mine", url=link.url).stdout
     assert again == f"0 fetched (0 B), {GRAPHS} already here, 1 no longer on the server\n"
+
+
+@pytest.mark.parametrize("size", [1 << 20, 5], ids=["large", "small"])
+def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, monkeypatch, size):
+    """The job downloads something meanwhile, and every pause lasts longer than a download may. A
+    download that has all its bytes does not pause.
+    """
+    hosts("writer").put(_key(1), random.Random(1).randbytes(size), _metadata(size, 1))
+    reader, slept, received = hosts("reader"), [], []
+
+    def now():
+        return time.monotonic() + sum(slept)
+
+    monkeypatch.setattr(deadline, "monotonic", now)
+    monkeypatch.setattr(prefetch, "monotonic", now)
+    monkeypatch.setattr(prefetch, "sleep", lambda _: slept.append(2 * reader.config.fetch_seconds))
+    prefetching = Prefetch(
+        reader, is_stopped=lambda: False, done=lambda _, outcome: received.append(outcome)
+    )
+    with closing(prefetching), reader.local.downloading():
+        prefetching.fetch([_key(1)])
+    assert bool(slept) == (size > 5)
+    assert [each.source for each in received] == ["remote"]
+    assert reader.is_on_this_host(_key(1))
 
 
 @pytest.fixture

@@ -134,6 +134,16 @@ def test_folder_of_a_run_whose_lock_fails_stays_for_a_week(save, tmp_path, monke
     assert runs(tmp_path) == [name(number) for number in range(2, KEPT + 3)]
 
 
+def test_exit_of_a_process_tries_to_remove_at_most_twenty_runs(save, tmp_path):
+    records = tmp_path / "a" / "records"
+    save(name(0))
+    for number in range(1, 3 * KEPT):
+        (records / name(number)).mkdir()
+        (records / name(number) / "lock").touch()
+    save(name(3 * KEPT))
+    assert len(runs(tmp_path)) == 2 * KEPT + 1
+
+
 def test_a_run_that_began_while_the_clock_was_ahead_is_not_the_latest(save, tmp_path):
     ahead = f"{time.time_ns() + 200 * 24 * 3600 * 10**9:020d}-1"
     save(ahead)

@@ -248,6 +248,20 @@ def test_file_system_without_locks_does_not_delay_a_download(tmp_path, monkeypat
     assert [each for each in calls if each != fcntl.LOCK_UN] == [fcntl.LOCK_EX | fcntl.LOCK_NB]
 
 
+def test_temporary_file_is_truncated_only_if_it_has_another_size(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    content = os.urandom(2 * MIB)
+    with tier.temporary() as file:
+        file.write(content)
+        os.utime(file.fileno(), (0, 0))
+        assert file.truncate() == file.truncate(2 * MIB) == 2 * MIB
+        assert os.fstat(file.fileno()).st_mtime == 0, "ftruncate would change it"
+        file.seek(6)
+        assert file.truncate() == 6
+        file.seek(0)
+        assert file.read() == content[:6]
+
+
 def test_temporary_file_is_on_the_disk_only_while_it_is_large(tmp_path):
     tier = LocalTier(tmp_path, limit_bytes=1000)
     files = tmp_path / "tmp"
