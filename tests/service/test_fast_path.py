@@ -293,6 +293,9 @@ def test_fast_path_and_application_count_alike(api, connect, eventually, live_se
 # -- connections --
 
 
+BOTH_WAYS = pytest.mark.parametrize("aside", [[], [ASIDE]], ids=["fast path", "application"])
+
+
 def asked_for(path, *lines):
     return "\r\n".join([f"GET {path} HTTP/1.1", "Host: a", *lines, "", ""]).encode()
 
@@ -346,26 +349,28 @@ def is_open(file):
 
 
 @ON_SQLITE
-def test_download_ends_with_its_reader_or_whole_though_the_artifact_is_deleted(api, large):
+@BOTH_WAYS
+def test_download_ends_with_its_reader_or_whole_though_the_artifact_is_deleted(api, large, aside):
     blob, file = large
     with Wire(api.url) as wire:
-        wire.send(asked_for(api.path()))
+        wire.send(asked_for(api.path(), *aside))
         wire.begin()
         until(lambda: is_open(file))
     until(lambda: not is_open(file))
 
     with Wire(api.url) as wire:
-        wire.send(asked_for(api.path()))
+        wire.send(asked_for(api.path(), *aside))
         until(lambda: is_open(file))
         assert api.delete().status_code == 204
         assert wire.answer().body == blob
 
 
 @ON_SQLITE
-def test_a_file_that_shrinks_during_a_download_cuts_the_connection(api, large, caplog):
+@BOTH_WAYS
+def test_a_file_that_shrinks_during_a_download_cuts_the_connection(api, large, aside, caplog):
     _, file = large
     with Wire(api.url) as wire:
-        wire.send(asked_for(api.path()))
+        wire.send(asked_for(api.path(), *aside))
         until(lambda: is_open(file))
         os.truncate(file, 5_000_000)
         with pytest.raises(AssertionError, match="the answer is cut"):
