@@ -211,6 +211,34 @@ def test_settings_that_change_before_a_loaded_backward_end_sharing(host, late):
         assert counters["aot_autograd"]["autograd_cache_hit"] == (1 if late else 2)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mode": "max-autotune-no-cudagraphs"},
+        {"options": {"epilogue_fusion": False}},
+        {"options": {"_micro_pipeline_tp": True}},
+    ],
+    ids=["mode", "option", "private option"],
+)
+@pytest.mark.parametrize("late", [{}, {"aggressive_fusion": True}])
+def test_options_of_torch_compile_are_not_settings_that_change(host, how, late):
+    """torch applies them to the backward graph, but not while it runs."""
+
+    def train(late):
+        x, y = torch.ones(3, 4, requires_grad=True), torch.ones(4, 5, requires_grad=True)
+        result = torch.compile(multiply, **how)(x, y)
+        with config.patch(late):
+            result.sum().backward()
+
+    with host("a") as a:
+        train({})
+        assert a.stats.fallbacks == {}
+    with host("b") as b:
+        train(late)
+        assert b.stats.misses == 0
+        assert b.stats.fallbacks == ({"unshareable": 1} if late else {})
+
+
 def test_every_kind_comes_back_byte_for_byte(host):
     caches = {
         remote_cache.RemoteFxGraphCache: {"data": "AAAA", "time_taken_ms": 7},

@@ -25,7 +25,7 @@ from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
 from graphstash.errors import CacheError, Reason
 from graphstash.hooks.inductor.fingerprint import entry_request
-from graphstash.hooks.inductor.key_info import KeyInfo, State, present_state
+from graphstash.hooks.inductor.key_info import KeyInfo, State, options_of_compilation, present_state
 from graphstash.hooks.inductor.ranks import ranks
 from graphstash_schema import ArtifactKey, ArtifactKind
 
@@ -158,25 +158,29 @@ class Entries:
         torch loads a backward graph with a result of AOTAutograd, before the forward pass. Without
         the result, torch would compile it at the first backward pass, with the settings then.
         """
-        if not self._thread.compiling and graph.fx_kwargs.get("is_backward"):
+        if not self._thread.compiling:
             self._guarded(lambda: self._watch(graph))
 
     def _watch(self, graph: Any) -> None:
+        if not graph.fx_kwargs.get("is_backward"):
+            return
         run = graph.current_callable
-        loaded: State | None = present_state()
+        # torch would compile the backward graph with the same options, whatever is set then.
+        options = options_of_compilation()
+        loaded: State | None = present_state(options)
 
         @wraps(run)
         def run_checked(inputs: Any) -> Any:
             nonlocal loaded
             before, loaded = loaded, None
             if before is not None:
-                self._guarded(lambda: self._compare(before))
+                self._guarded(lambda: self._compare(before, options))
             return run(inputs)
 
         graph.current_callable = run_checked
 
-    def _compare(self, loaded: State) -> None:
-        if not self._closed and not present_state().equals(loaded):
+    def _compare(self, loaded: State, options: frozenset[str]) -> None:
+        if not self._closed and not present_state(options).equals(loaded):
             self._changes_settings = True
             self._cache.record_fallback(CacheError(Reason.UNSHAREABLE, _CHANGED_SETTINGS))
 

@@ -10,12 +10,14 @@ those keys up later, when the switches may have changed.
 
 import os
 import re
+import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from hashlib import sha256
 from itertools import combinations
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.ambient import ambient_state, is_changed, unknown_switches
 from graphstash.hooks.inductor.user_code import Registrations, registrations, user_code_of
 
-__all__ = ["GPU_SUFFIX", "KeyInfo", "State", "present_state"]
+__all__ = ["GPU_SUFFIX", "KeyInfo", "State", "options_of_compilation", "present_state"]
 
 GPU_SUFFIX: Final = "_gpu"
 """Suffix of the key of a graph that `_is_on_gpu`. Results of AOTAutograd refer to graphs by key."""
@@ -89,9 +91,30 @@ class State(NamedTuple):
         return is_same and self.registered == other.registered
 
 
-def present_state() -> State:
-    """Return the state in which this thread would compile an FX graph now."""
-    return _state(ambient_state(), registrations())
+def present_state(without: Collection[str] = ()) -> State:
+    """Return the state in which this thread would compile an FX graph now.
+
+    `without`: names of Inductor's settings to ignore.
+    """
+    return _state(ambient_state(), registrations(), without)
+
+
+def options_of_compilation() -> frozenset[str]:
+    """Return the names of the settings that this thread's call of `torch.compile` has given.
+
+    torch applies the options and the mode of `torch.compile` to the backward graph, too, but only
+    while it compiles.
+    """
+    frame: FrameType | None = sys._getframe()
+    names: set[str] = set()
+    while frame is not None:
+        if (
+            frame.f_code.co_name == "compile_fx"
+            and frame.f_globals.get("__name__") == "torch._inductor.compile_fx"
+        ):
+            names.update(frame.f_locals.get("config_patches") or ())
+        frame = frame.f_back
+    return frozenset(names)
 
 
 class KeyInfo:
@@ -199,11 +222,25 @@ def _completed(
     return f"{key[0]}{own}{suffix}", lines, _state(ambient, registered)
 
 
-def _state(ambient: str, registered: Registrations) -> State:
-    switches = [each for each in ambient.splitlines() if _READ_LATE.match(each)]
+def _state(ambient: str, registered: Registrations, without: Collection[str] = ()) -> State:
+    ignored = {f"setting.{name}" for name in without}
+    switches = [
+        each
+        for each in ambient.splitlines()
+        if _READ_LATE.match(each) and each.partition("=")[0] not in ignored
+    ]
     late = sha256(repr((switches, registered.lines)).encode()).hexdigest()
     thread = threading.get_ident() if hasattr(config, "_hash_dirty_var") else 0
-    return State(thread, config.get_hash(), late)
+    return State(thread, _settings(without), late)
+
+
+def _settings(without: Collection[str]) -> bytes:
+    """Return a hash of Inductor's settings, like torch's, apart from some of them."""
+    if not without:
+        return config.get_hash()
+    untyped: Any = config
+    values = untyped._get_dict(ignored_keys=[*untyped._compile_ignored_keys, *without])
+    return sha256(repr(sorted(values.items())).encode()).digest()
 
 
 def _is_on_gpu(graph: Any, inputs: Any) -> bool:
