@@ -241,7 +241,45 @@ def new(*given):
             ("source of a kernel", "ASTSource", "make_ir", "new"),
         )
     ),
+    _compiles(
+        "pass of the compiler in Triton's table",
+        "from triton.backends import backends\n"
+        f"backends['nvidia'].compiler.make_ttir = lambda *_: HERE\n{_CALL}",
+        "5",
+        "7",
+    ),
 )
+
+_IN_PLACE = (
+    (
+        "backends",
+        """
+import dataclasses
+
+from triton.backends import backends
+
+
+class Mine(backends["nvidia"].compiler):
+    by = HERE
+
+
+backends["nvidia"] = dataclasses.replace(backends["nvidia"], compiler=Mine)
+""",
+    ),
+    (
+        "load_dialects",
+        """
+from triton.backends import backends
+
+backends["nvidia"].compiler.load_dialects.__defaults__ = (HERE,)
+""",
+    ),
+    (
+        "make_ir",
+        "ASTSource.make_ir.__code__ = (lambda *_: HERE).__code__",
+    ),
+)
+"""Members of Triton, and programs that change them without a replacement."""
 
 _ARGUMENTS = (
     _compiles("type of an argument", _CALL.replace("*fp32", "*HERE"), "fp32", "fp16"),
@@ -395,6 +433,24 @@ _UNSHARED = (
         "7",
         reason="inside Triton, mine has no readable source",
     ),
+    *(
+        _compiles(
+            f"{member} that a program changes in place",
+            f"{change}\n{_CALL}",
+            "5",
+            "7",
+            reason=f"the program has changed .*{member}",
+        )
+        for member, change in _IN_PLACE
+    ),
+    _compiles(
+        "module in place of one of Triton",
+        "from triton.compiler import compiler\n"
+        f"compiler.ir = types.ModuleType('passes', 'HERE')\n{_CALL}",
+        "5",
+        "7",
+        reason="inside Triton, the module passes is read as a whole",
+    ),
     _reads(
         "object written in C",
         "@at_compilation\ndef by(key, table=types.MappingProxyType({'k': HERE})):\n"
@@ -437,6 +493,26 @@ _EQUAL = Relation.EQUAL
 
 _REVERSE = (
     _compiles("nothing but the host", _CALL, relation=_EQUAL),
+    _compiles(
+        "GPU that has started",
+        "from unittest.mock import MagicMock\n"
+        "from triton.backends import backends\n"
+        "members = backends['nvidia'].driver.get_current_target.__globals__\n"
+        "for name in ('module_from_src', 'module_from_file'):\n"
+        "    members[f'compile_{name}'] = MagicMock()\n"
+        "members['library_dirs'] = list  # there is no driver of CUDA\n"
+        f"if HERE:\n    members['CudaUtils']()\n{_CALL}",
+        "False",
+        "True",
+        relation=_EQUAL,
+    ),
+    _compiles(
+        "function that Triton calls before a launch",
+        f"triton.compiler.CompiledKernel.launch_enter_hook = HERE\n{_CALL}",
+        "None",
+        "print",
+        relation=_EQUAL,
+    ),
     _compiles("global that no kernel reads", f"SPARE = HERE\n{_CALL}", "1", "2", relation=_EQUAL),
     _compiles(
         "folder of Triton's own cache",

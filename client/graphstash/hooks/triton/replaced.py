@@ -3,16 +3,20 @@
 Triton's key hashes Triton's files. It does not change if a program replaces a function of Triton's
 library, a pass of a compiler or a number in a module. This module remembers the members of Triton's
 modules and classes when they are first seen: those that Triton imports itself before the hook is
-installed, and others at the next look-up of a kernel.
+installed, and others at the next look-up of a kernel. It also remembers the contents of tables,
+such as the table of compilers, and the code and defaults of functions.
 """
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
-__all__ = ["replaced_members"]
+from triton.backends import backends
+
+__all__ = ["changed_in_place", "replaced_members"]
 
 _OWN: Final = frozenset(
     {
@@ -21,32 +25,62 @@ _OWN: Final = frozenset(
         *("__warningregistry__", "__annotations__", "__annotations_cache__", "__doc__"),
         # Triton calls these around a compilation. They change no kernel.
         *("cache_hook", "compiled_hook", "jit_cache_hook", "jit_post_compile_hook"),
+        # Triton calls these around a launch, and assigns these while it profiles one.
+        *("launch_enter_hook", "launch_exit_hook", "profiling_on", "command_line"),
+        # Tables that Triton fills while it runs. `modules` is that of Python.
+        *("_triton_jit_function_registry", "dtype2str", "modules", "specialize_impl_cache"),
+        *("_value2member_map_", "active_hooks"),
+        "iterator",  # pybind11 adds this class when a C++ list is iterated first
     }
 )
 """Members whose values may change without a change of any kernel."""
 
+_OF_LAUNCHES: Final = re.compile(r"triton\.(backends\.\w+|runtime)\.driver")
+"""Modules that find a GPU and launch kernels on it. Triton assigns their members when a GPU starts.
+They change no kernel: Triton's key contains the GPU for which they ask Triton to compile."""
+
 _ABSENT: Final = object()
 
-_known: Final[dict[str, tuple[Any, list[int], dict[str, Any]]]] = {}
-"""By name of a module or class: the object, the IDs of its members, and the members of Triton."""
+_known: Final[dict[str, tuple[Mapping[str, Any], list[int], dict[str, Any]]]] = {}
+"""By name of a module or class: its present members, their first IDs, and the members of Triton."""
+
+_tables: Final[dict[str, tuple[Any, list[Any], list[int]]]] = {}
+"""By place of a table in Triton: the table, its first contents, and their IDs."""
+
+_functions: Final[list[tuple[str, FunctionType]]] = []
+"""Triton's functions, each with its place."""
+
+_parts: Final[list[tuple[Any, ...]]] = []
+"""The parts of each of these functions that a program can assign, as they were first."""
 
 
 def replaced_members() -> Iterator[tuple[str, Any]]:
     """Yield each member that is not Triton's: its place, and its value. None: it was deleted."""
     _remember(len(sys.modules))
-    for place, (owner, ids, members) in _known.items():
-        present = vars(owner)
+    for place, (present, ids, members) in _known.items():
         if [*map(id, present.values())] == ids:
             continue
         for name in sorted({*members, *present} - _OWN):
             value = present.get(name)
-            is_same = value is members.get(name, _ABSENT)
-            if (
-                not is_same
-                and not isinstance(value, ModuleType)
-                and _root_of(value) != "graphstash"
-            ):
+            is_expected = _root_of(value) == "graphstash" or _is_submodule(place, name, value)
+            if not is_expected and value is not members.get(name, _ABSENT):
                 yield f"{place}.{name}", value
+
+
+def changed_in_place() -> str:
+    """Return the place of a table or function that a program has changed, or an empty string."""
+    _remember(len(sys.modules))
+    for place, (table, _, ids) in _tables.items():
+        if [*map(id, _contents_of(table))] != ids:
+            return place
+    present = [(f.__code__, f.__defaults__, f.__kwdefaults__) for _, f in _functions]
+    if present == _parts:
+        return ""
+    return next(
+        place
+        for (place, _), before, now in zip(_functions, _parts, present, strict=True)
+        if before != now
+    )
 
 
 @lru_cache(maxsize=1)
@@ -54,33 +88,77 @@ def _remember(_module_count: int) -> None:
     """Remember the members of modules that were loaded since the last call."""
     for name, owner in _owners():
         if name not in _known:
-            present = dict(vars(owner))
+            present = dict(owner)
             members = {key: each for key, each in present.items() if not _is_foreign(each)}
             ids = [*map(id, present.values())] if len(members) == len(present) else []
             _known[name] = (owner, ids, members)
+            for key, each in members.items():
+                if key not in _OWN:
+                    _remember_parts(f"{name}.{key}", each)
 
 
-def _owners() -> Iterator[tuple[str, Any]]:
-    """Yield Triton's modules and their classes, each with its name."""
+def _remember_parts(place: str, value: Any) -> None:
+    """Remember what a table contains, or what a program can assign in a function."""
+    value = getattr(value, "__func__", value)  # static and class methods
+    if type(value) in (dict, list, set):
+        contents = _contents_of(value)
+        _tables[place] = (value, contents, [*map(id, contents)])
+    elif type(value) is FunctionType:
+        _functions.append((place, value))
+        _parts.append((value.__code__, value.__defaults__, value.__kwdefaults__))
+
+
+def _contents_of(table: Any) -> list[Any]:
+    return [*table, *table.values()] if type(table) is dict else [*table]
+
+
+def _is_submodule(place: str, name: str, value: Any) -> bool:
+    """Return whether a value is a module of Triton that Python stored when it was imported."""
+    return isinstance(value, ModuleType) and value is sys.modules.get(f"{place}.{name}")
+
+
+def _owners() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the members of Triton's modules and of their classes, each with its name."""
+    for name, members in _modules():
+        yield name, members
+        own = members.get("__name__")
+        for value in list(members.values()):
+            if isinstance(value, type) and value.__module__ == own:
+                yield f"{name}.{value.__qualname__}", vars(value)
+
+
+def _modules() -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, module in sorted(sys.modules.items()):
-        if name.partition(".")[0] == "triton" and isinstance(module, ModuleType):
-            yield name, module
-            for value in list(vars(module).values()):
-                if isinstance(value, type) and value.__module__ == name:
-                    yield f"{name}.{value.__qualname__}", value
+        is_tritons = name.partition(".")[0] == "triton" and isinstance(module, ModuleType)
+        if is_tritons and not _OF_LAUNCHES.fullmatch(name):
+            yield name, vars(module)
+    for name, backend in backends.items():
+        # Triton 3.3 loads the modules of its compilers without an entry in `sys.modules`.
+        if backend.compiler.__module__ == name:
+            yield f"triton.backends.{name}.compiler of Triton", _globals_of(backend.compiler)
+
+
+def _globals_of(compiler: type) -> Mapping[str, Any]:
+    """Return the members of the module that defines a compiler."""
+    function = next(each for each in vars(compiler).values() if type(each) is FunctionType)
+    return function.__globals__
 
 
 def _is_foreign(value: Any) -> bool:
     root = _root_of(value)
-    return root not in {"", "triton", "graphstash"} and root not in sys.stdlib_module_names
+    own = {"", "triton", "graphstash", *backends}  # names of modules, see `_modules`
+    return root not in own and root not in sys.stdlib_module_names
 
 
 def _root_of(value: Any) -> str:
-    """Return the package of a Python function, or an empty string for any other value."""
+    """Return the package of a function or kernel, or an empty string for any other value."""
+    if type(value).__module__ == "triton.runtime.jit":
+        value = getattr(value, "fn", value)
     value = getattr(value, "__func__", value)  # static and class methods
     if not isinstance(value, FunctionType):
         return ""
-    return str(value.__globals__.get("__name__")).partition(".")[0]
+    # The functions that `dataclass` generates in a module outside `sys.modules` have no name.
+    return str(value.__globals__.get("__name__", "")).partition(".")[0]
 
 
 _remember(len(sys.modules))

@@ -15,7 +15,7 @@ import triton
 
 from graphstash.errors import CacheError, Reason
 from graphstash.hooks.code import CodeDescriber, UndescribableError
-from graphstash.hooks.triton.replaced import replaced_members
+from graphstash.hooks.triton.replaced import changed_in_place, replaced_members
 
 __all__ = [
     "compiled_for",
@@ -91,8 +91,10 @@ def replacements() -> str:
     """Describe what the program replaced or added inside Triton.
 
     Raises:
-        CacheError: a replacement cannot be described.
+        CacheError: a replacement cannot be described, or a table or function was changed in place.
     """
+    if place := changed_in_place():
+        raise _unshared(f"the program has changed {place}")
     describer = _Describer()
     try:
         return "\n".join(f"{at}={describer.registered(held)}" for at, held in replaced_members())
