@@ -46,6 +46,18 @@ pending = torch.ones(2, device=torch_xla.device()) + 1
 print(hook.install(None))
 """
 
+PLATFORMS = """
+import torch_xla
+from graphstash.hooks.torch_xla import fingerprint
+
+found = fingerprint.Fingerprints()
+torch_xla.device()
+made = fingerprint._process_parts()
+for platform in ("CPU", "TPU"):
+    found._process_parts = {**made, "platform": platform}
+    print(bool(found.parts("graph")["threads"]))
+"""
+
 
 @pytest.fixture
 def library(tmp_path):
@@ -139,3 +151,8 @@ def test_hook_is_not_installed_if_attributes_are_unknown(start_program, script, 
     assert outcome.report == ["None"]
     (told,) = outcome.errors.splitlines()
     assert reason in told
+
+
+def test_key_contains_threads_of_pools_only_on_cpus(start_program):
+    outcome = start_program(PLATFORMS, under="").finish()
+    assert outcome.report == ["True", "False"]

@@ -5,7 +5,7 @@ tokens of two environment variables and the serialized topology. Measurements on
 inputs change the program but not the name: the matmul precision, `XLA_STABLEHLO_COMPILE`, the
 parameter-wrapping threshold, a flag file, the libtpu version, the build of the library, and
 attributes of some operations (see `omitted`). The fingerprint contains all of these. It also
-contains the number of threads in XLA's pools, and the CPU's features, because torch_xla loads
+contains the number of threads in XLA's pools on a CPU, and its features, because torch_xla loads
 machine code without checking the CPU.
 
 This code runs in the middle of a training step. Therefore it neither computes on a device nor
@@ -108,11 +108,13 @@ class Fingerprints:
         if self._process_parts is None:
             self._process_parts = _process_parts()
         self.observe_environment()
+        is_on_cpu = self._process_parts["platform"] == "CPU"
         return {
             **self._process_parts,
             **self._environment.parts(),
             "graph": name,
-            "threads": self._omitted.threads(),
+            # Runtimes of other devices compile elsewhere, whatever pools this library has.
+            "threads": self._omitted.threads() if is_on_cpu else "",
             "omitted_attributes": json.dumps(self._omitted.values(), sort_keys=True),
             "matmul_precision": str(self._precision.value),
         }
