@@ -112,7 +112,8 @@ class HookContract:
     @pytest.fixture(scope="class")
     @classmethod
     def namespace(cls) -> str:
-        return f"contract-{cls.__name__.lower()}"
+        # Tests in random order leave the class and come back to it, and `cold` finds nothing again.
+        return f"contract-{cls.__name__.lower()}-{next(_numbers)}"
 
     @pytest.fixture(scope="class")
     @classmethod
