@@ -1335,6 +1335,7 @@ _SWITCHES = (
     _switch(
         "flags of mkldnn when Inductor registered its fusions",
         "from torch._inductor.fx_passes import mkldnn_fusion, post_grad\n"
+        "post_grad.lazy_init.cache_clear()\n"
         "mkldnn_fusion._mkldnn_fusion_init.cache_clear()\n"
         "for each in post_grad.pass_patterns:\n    each.patterns.clear()\n"
         "with torch.backends.mkldnn.flags(enabled=HERE):\n"

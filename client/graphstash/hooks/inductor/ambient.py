@@ -6,6 +6,7 @@ the new switch may change what a graph computes.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import chain
@@ -187,8 +188,9 @@ def _has_fusions() -> bool:
     Before its first compilation, Inductor registers the fusions if mkldnn is enabled then. Later
     changes of that switch have no effect on them.
     """
-    lazy_init: Any = post_grad.lazy_init
-    if not lazy_init.cache_info().currsize:
+    fusions = sys.modules.get("torch._inductor.fx_passes.mkldnn_fusion")
+    register: Any = getattr(fusions, "_mkldnn_fusion_init", None)
+    if register is None or not register.cache_info().currsize:
         return bool(torch.backends.mkldnn.enabled)
     entries = [each.patterns.values() for each in post_grad.pass_patterns]
     if (count := sum(map(len, chain(*entries)))) != _known_fusions[0]:
