@@ -513,6 +513,13 @@ _REVERSE = (
         "print",
         relation=_EQUAL,
     ),
+    _compiles(
+        "copy of a type, which Python notes in its class",
+        f"import copy; HERE(tl.float32)\n{_CALL}",
+        "id",
+        "copy.copy",
+        relation=_EQUAL,
+    ),
     _compiles("global that no kernel reads", f"SPARE = HERE\n{_CALL}", "1", "2", relation=_EQUAL),
     _compiles(
         "folder of Triton's own cache",

@@ -164,6 +164,7 @@ def manager_calls() -> dict[str, Any]:
     compiler = triton.compiler.compiler
 
     def call(_: object) -> NoReturn:
+        compiler.get_cache_manager = original  # a program that replaces it shares nothing
         raise _CalledError(_found_and_alone())
 
     original, compiler.get_cache_manager = compiler.get_cache_manager, call

@@ -23,6 +23,7 @@ _OWN: Final = frozenset(
         # Triton and Python assign these while they run.
         *("__cache_cls", "__cache_cls_nme", "_allocator", "_profile_allocator", "_abc_impl"),
         *("__warningregistry__", "__annotations__", "__annotations_cache__", "__doc__"),
+        "__slotnames__",  # of a class, one of whose objects was copied
         # Triton calls these around a compilation. They change no kernel.
         *("cache_hook", "compiled_hook", "jit_cache_hook", "jit_post_compile_hook"),
         # Triton calls these around a launch, and assigns these while it profiles one.
