@@ -56,7 +56,7 @@ def serve(
     renews processes, not code: a new version needs a restart of the server.
     """
     try:
-        from graphstash_server.serving.server import find_tracing
+        from graphstash_server.serving.telemetry import find_tracing
         from graphstash_server.serving.tls import tls_context
 
         settings = load_settings(**options)

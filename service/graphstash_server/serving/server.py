@@ -35,6 +35,7 @@ from graphstash_server.logs import WithoutQuery
 from graphstash_server.services.counters import Counters
 from graphstash_server.serving.open_files import max_handshakes
 from graphstash_server.serving.sockets import allow_listening
+from graphstash_server.serving.telemetry import find_tracing
 from graphstash_server.serving.tls import Handshakes, tls_context
 from graphstash_server.settings import Settings
 
@@ -45,7 +46,6 @@ __all__ = [
     "KEEP_ALIVE_SECONDS",
     "PARENT_SIGNALS",
     "GraphstashServer",
-    "find_tracing",
     "make_server",
     "run_server",
     "run_worker",
@@ -253,22 +253,6 @@ def _fast_path(app: ServerApp, tracing: "Tracing | None") -> tuple[type[FastConn
     from graphstash_server.fast.traced import TracedFastConnection, TracedFastPath
 
     return TracedFastConnection, TracedFastPath(lambda: app.context, tracing=tracing)
-
-
-def find_tracing(settings: Settings) -> "type[Tracing] | None":
-    """Return the class that creates spans, or None if tracing is off. Raise StartError if
-    OpenTelemetry, an optional dependency, is missing.
-    """
-    if not settings.tracing:
-        return None
-    try:
-        from graphstash_server.tracing import Tracing
-    except ModuleNotFoundError as error:
-        raise StartError(
-            f"GRAPHSTASH_TRACING needs OpenTelemetry ({error.name} is missing): "
-            "pip install 'graphstash[server,tracing] @ git+<repository>'"
-        ) from error
-    return Tracing
 
 
 def run_server(
