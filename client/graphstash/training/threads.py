@@ -188,6 +188,8 @@ class WorkerPool:
     _stops_at_failure: ClassVar[bool] = False
 
     def __init__(self, name: str, *, capacity: int = 8) -> None:
+        if capacity < 0:
+            raise ConfigError(f"capacity must be at least 0 (got {capacity})")
         self.name = name
         self._pid = os.getpid()
         self._closed = False

@@ -88,6 +88,11 @@ def test_depth_below_one_step_is_refused():
         DeviceExecutor(depth=0)
 
 
+def test_a_pool_that_could_accept_nothing_is_refused():
+    with pytest.raises(GraphstashError, match=r"capacity must be at least 0 \(got -1\)"):
+        WorkerPool("pool", capacity=-1)
+
+
 def test_futures_as_arguments_are_resolved(device):
     one, two = device.submit(int, 1), device.submit(int, 2)
     nested = {"list": [one, (two, 3)], "pair": Pair(one, two), "text": "four"}
