@@ -195,7 +195,7 @@ def _nearest(rows: Sequence[DescribedArtifact], wanted: Description) -> tuple[Re
         )
 
     nearest = heapq.nsmallest(_COMPARED, ((distance(row), row) for row in rows), key=itemgetter(0))
-    relatives = [(away[:2], _relative(row, wanted)) for away, row in nearest]
+    relatives = [(away[:2], _relative(row, wanted, identity)) for away, row in nearest]
     relatives.sort(key=lambda each: (each[0], _tie_break(each[1])))  # stable
     return tuple(relative for _, relative in relatives[:_RELATIVES])
 
@@ -211,7 +211,7 @@ def _tie_break(relative: Relative) -> tuple[int, float]:
     )
 
 
-def _relative(row: DescribedArtifact, wanted: Description) -> Relative:
+def _relative(row: DescribedArtifact, wanted: Description, identity: str) -> Relative:
     key = row.artifact.key
     return Relative(
         key=key.key,
@@ -219,7 +219,7 @@ def _relative(row: DescribedArtifact, wanted: Description) -> Relative:
         label=row.label,
         producer=row.producer,
         created_at=row.artifact.created_at,
-        is_same_program=_is_same_program(row, identity_of(wanted.program)),
+        is_same_program=_is_same_program(row, identity),
         differences=compare(wanted.parts, row.parts),
     )
 
