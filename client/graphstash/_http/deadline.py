@@ -39,7 +39,10 @@ from graphstash.config import UNIX  # noqa: E402 - see above
 from graphstash.errors import Reason, TransportError  # noqa: E402 - see above
 from graphstash_schema.own_files import open_own_directory  # noqa: E402 - see above
 
-__all__ = ["REPEATABLE", "REPEATED", "Deadline", "DeadlineTransport", "ProcessClient"]
+__all__ = ["NO_ADDRESS", "REPEATABLE", "REPEATED", "Deadline", "DeadlineTransport", "ProcessClient"]
+
+NO_ADDRESS: Final = "no address"
+"""End of the text of the error for a name that cannot be resolved."""
 
 REPEATABLE: Final = "graphstash.repeatable"
 """Extension of a request whose streamed body can be iterated again, and whose repetition changes
@@ -357,7 +360,7 @@ def _addresses(host: str, timeout: float | None) -> list[str]:
         with forkable():
             resolver.join(timeout)
     if not found:
-        raise httpcore.ConnectError(f"{host}: no address")
+        raise httpcore.ConnectError(f"{host}: {NO_ADDRESS}")
     return [*found.values()]
 
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, warn
-from graphstash._http.deadline import Deadline, ProcessClient
+from graphstash._http.deadline import NO_ADDRESS, Deadline, ProcessClient
 from graphstash._http.errors import problem_of
 from graphstash._http.tls import server_context, tls_failure
 from graphstash.config import UNIX, ClientConfig
@@ -167,7 +167,7 @@ def _no_answer(config: ClientConfig, error: httpx.HTTPError) -> Finding:
             "a firewall or a network policy drops the packets, or the server is far away: "
             "allow this host, or raise the timeout",
         )
-    if isinstance(error, httpx.ConnectError) and reason.endswith("no address"):
+    if isinstance(error, httpx.ConnectError) and reason.endswith(NO_ADDRESS):
         return fail(
             "connection",
             f"{place.hostname} has no address",
