@@ -6,19 +6,13 @@ holds settings that protect a job, such as trusted keys.
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-__all__ = [
-    "STORED_SETTINGS",
-    "UserFile",
-    "read_user_file",
-    "replacing",
-    "user_file_path",
-    "write_user_file",
-]
+from graphstash._replacing import replacing
+
+__all__ = ["STORED_SETTINGS", "UserFile", "read_user_file", "user_file_path", "write_user_file"]
 
 STORED_SETTINGS: Final[tuple[str, ...]] = ("url", "token")
 
@@ -75,30 +69,6 @@ def write_user_file(path: Path, values: Mapping[str, str]) -> None:
     with replacing(path) as file:
         file.write("# Written by `graphstash init`. GRAPHSTASH_* variables take precedence.\n")
         file.writelines(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
-
-
-@contextmanager
-def replacing(path: Path, *, is_text: bool = True, mode: int = 0o600) -> Iterator[IO[Any]]:
-    """Yield a file that replaces `path` atomically when the block ends without an exception.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    import tempfile  # slow to import
-
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        encoding = "utf-8" if is_text else None
-        with os.fdopen(descriptor, "w" if is_text else "wb", encoding=encoding) as file:
-            yield file
-            file.flush()
-            os.fchmod(descriptor, mode)
-            os.fsync(descriptor)
-        Path(partial).replace(path)
-    except BaseException:
-        with suppress(OSError):
-            Path(partial).unlink()
-        raise
 
 
 def _read_own(path: Path) -> bytes:

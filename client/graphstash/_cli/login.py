@@ -17,8 +17,8 @@ from rich.markup import escape
 from graphstash._cli.output import Json, Url, fail, load_config, out, print_json
 from graphstash._http.client import ServerClient
 from graphstash._http.identity import jwt_from_github, read_jwt
+from graphstash._replacing import replacing
 from graphstash._rules import Secret
-from graphstash._user_file import replacing
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, Reason, RefusedError, TransportError
 from graphstash_schema import (

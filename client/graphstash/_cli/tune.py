@@ -30,8 +30,8 @@ from graphstash._cli.output import (
     say,
     shown,
 )
+from graphstash._replacing import replacing
 from graphstash._user_code import load
-from graphstash._user_file import replacing
 from graphstash.errors import CacheError, ConfigError, VerificationError
 from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, InvalidValueError
 from graphstash_schema.exit_status import ExitStatus

@@ -26,9 +26,9 @@ from pydantic import (
     field_validator,
 )
 
+from graphstash._replacing import replacing
 from graphstash._trust.file_stamp import file_stamp
 from graphstash._trust.signing_keys import is_safe
-from graphstash._user_file import replacing
 from graphstash.errors import ConfigError, LocalTierError
 from graphstash_schema import Namespace, NamespacePattern, SigningKeyId, key_id_of
 
