@@ -129,25 +129,25 @@ def test_an_anonymous_reader_of_one_namespace_tries_the_others(fort, public):
     space = public
     fort.fill(space, 0)
     fort.fill(f"{space}-closed", 0)
-    nobody = fort.http()
+    anonymous = fort.http()
     key = {"kind": "jax", "device_type": "cpu", "fingerprint": "0" * 64}
-    assert nobody.get(artifact_path(space)).status_code == 200
+    assert anonymous.get(artifact_path(space)).status_code == 200
 
     with fort.withstands() as refused:
         answers = [
-            nobody.get(artifact_path(f"{space}-closed")),
-            nobody.get(artifact_path(f"{space}-absent")),
-            nobody.post(f"/v1/{space}-closed/artifacts:lookup", json={"keys": [key]}),
-            nobody.put(artifact_path(space, 1), content=b"x"),
-            nobody.delete(artifact_path(space)),
-            nobody.post(LEASE.format(space=space), json={}),
-            nobody.put(f"/v1/{space}/manifests/m", json={"keys": [key]}),
-            nobody.get("/v1/stats"),
-            nobody.get("/v1/-/access"),
-            nobody.get("/v1/-/tokens"),
-            nobody.get("/v1/-/namespaces"),
-            nobody.get(f"/v1/-/namespaces/{space}"),
-            nobody.get("/v1/-/audit"),
+            anonymous.get(artifact_path(f"{space}-closed")),
+            anonymous.get(artifact_path(f"{space}-absent")),
+            anonymous.post(f"/v1/{space}-closed/artifacts:lookup", json={"keys": [key]}),
+            anonymous.put(artifact_path(space, 1), content=b"x"),
+            anonymous.delete(artifact_path(space)),
+            anonymous.post(LEASE.format(space=space), json={}),
+            anonymous.put(f"/v1/{space}/manifests/m", json={"keys": [key]}),
+            anonymous.get("/v1/stats"),
+            anonymous.get("/v1/-/access"),
+            anonymous.get("/v1/-/tokens"),
+            anonymous.get("/v1/-/namespaces"),
+            anonymous.get(f"/v1/-/namespaces/{space}"),
+            anonymous.get("/v1/-/audit"),
         ]
     assert statuses(answers) == [401] * 13
     assert refused == {"unauthenticated": 13}

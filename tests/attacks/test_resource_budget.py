@@ -121,10 +121,8 @@ def _dear(fort, requests):
 
 
 @pytest.mark.parametrize("body", _BODIES)
-def test_a_body_makes_the_server_work(fort, space, calls, body):
-    """Sent by an administrator, whose bodies every call reads that reads any. The other calls get
-    one body.
-    """
+def test_no_body_costs_the_server_much(fort, space, calls, body):
+    """An administrator sends each body to every call that reads one, and one body to the others."""
     chosen = [call for call in calls if calls[call] or body == "unknown fields"]
     requests = {call: _request(*call, space, fort.admin, _BODIES[body]) for call in chosen}
     assert _dear(fort, requests) == []
@@ -132,7 +130,7 @@ def test_a_body_makes_the_server_work(fort, space, calls, body):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("caller", ["nobody", "read:{0}", "write:{0}", "admin:{0}-other"])
-def test_a_body_of_a_caller_with_fewer_rights_makes_the_server_work(fort, space, calls, caller):
+def test_no_body_of_a_caller_with_fewer_rights_costs_the_server_much(fort, space, calls, caller):
     token = None if caller == "nobody" else fort.token(caller.format(space))
     for body in ("690,000 empty objects", "4,095 keys and a wrong one"):
         requests = {call: _request(*call, space, token, _BODIES[body]) for call in calls}

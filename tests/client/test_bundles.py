@@ -179,8 +179,8 @@ def test_interrupted_export_resumes_with_what_is_intact(
     left = file.with_name("a.bundle.partial")
     damaged, _ = (each for each in left.iterdir() if not each.name.startswith("."))
     damaged.write_bytes(b"something else")
-    told = json.loads(command("export", file, "--json").stdout)
-    assert (told["fetched"], told["reused"]) == (2, 1)
+    export = json.loads(command("export", file, "--json").stdout)
+    assert (export["fetched"], export["reused"]) == (2, 1)
     assert KEYS[2] in seen[3:]
     assert keys_in(file) == list(KEYS)
     assert not left.exists()

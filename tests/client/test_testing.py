@@ -55,7 +55,7 @@ def other(fake, tmp_path):
 
 
 def conversation(url, namespace):
-    """What a server answers to the calls whose bodies the layer of the double reads."""
+    """Return the answers to calls whose bodies the double reads before the server does."""
     artifact, run = f"/artifacts/{key(1)}", "/runs/one/p0"
     reported = {"started_at": "2026-01-01T12:00:00Z", "seconds": 3.0}
     wrong, sound = (

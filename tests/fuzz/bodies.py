@@ -1,4 +1,4 @@
-"""JSON bodies: what is accepted comes back as it is, and a refusal can be sent."""
+"""JSON bodies: a model writes what it has read, and every error of a model can be sent."""
 
 import json
 

@@ -50,7 +50,7 @@ def clock():
 
 @pytest.fixture
 def oidc(issuer, clock):
-    """What one process knows of the issuer."""
+    """A verifier that trusts the issuer and has not read its keys yet."""
     trusted = TrustedIssuer(issuer=issuer.url, audience="graphstash", rules=RULES)
     return OidcVerifier([trusted], seconds=clock.steady)
 

@@ -294,30 +294,30 @@ def test_anonymous_pages_need_no_sign_in_and_read_statistics_once(
     guarded, team, foreign, browse, namespace
 ):
     key = team.put(0)
-    nobody = browse()
+    anonymous = browse()
 
     def statements(path):
         with recorded("usage.evicted_bytes", of_servers=True) as statements:
-            answer = nobody.get(path)
+            answer = anonymous.get(path)
         assert answer.status_code == 200
         return [each.sql[:6] for each in statements if each.sql.startswith("SELECT")]
 
     for path in ("/", "/?by=job", "/search", "/search?q=a*+%22b%22", "/tuning?q=x&next=/docs"):
-        page = html.unescape(nobody.get(path).text)
+        page = html.unescape(anonymous.get(path).text)
         assert "Token" in page
         assert f'name="next" value="{path}"' in page
-    assert nobody.get(artifact_page(namespace, key)).status_code == 401
+    assert anonymous.get(artifact_page(namespace, key)).status_code == 401
     assert statements("/") == statements("/search?q=train") == statements("/tuning") == []
 
     guarded.set_policy(namespace, anonymous_read=True)
-    page = nobody.get(artifact_page(namespace, key))
+    page = anonymous.get(artifact_page(namespace, key))
     assert page.status_code == 200
     assert LABEL in page.text
-    overview = nobody.get("/").text
+    overview = anonymous.get("/").text
     assert namespace in overview
     assert foreign.namespace not in overview
     assert "secret" not in overview
-    assert nobody.get(artifact_page(foreign.namespace, key_of(0))).status_code == 401
+    assert anonymous.get(artifact_page(foreign.namespace, key_of(0))).status_code == 401
     assert statements("/") == statements("/search?q=train") == ["SELECT"]
 
 

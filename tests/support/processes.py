@@ -30,7 +30,7 @@ __all__ = [
 def captured(
     command: Iterable[object], *, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command, and keep what it prints as text; `options` are those of `subprocess.run`."""
+    """Run a command and capture its output as text. `options` are passed to `subprocess.run`."""
     words = [str(word) for word in command]
     return subprocess.run(words, check=check, capture_output=True, text=True, **options)
 
@@ -122,7 +122,7 @@ def graphstash_here(
 
 
 def is_running(pid: int | str) -> bool:
-    """Return whether a process lives. A zombie, for which nobody has waited, does not."""
+    """Return whether a process is running. A zombie has ended, so it is not running."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

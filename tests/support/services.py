@@ -31,7 +31,7 @@ from support.pins import pin_in
 
 __all__ = ["ACTOR", "OVERWRITE", "FakeClock", "ServiceClient", "key_of", "opener", "upload_of"]
 
-ACTOR = Actor("somebody", "request-1")
+ACTOR = Actor("writer", "request-1")
 OVERWRITE = NamespacePolicy(mode=WriteMode.OVERWRITE)
 
 
@@ -127,7 +127,7 @@ class ServiceClient:
     async def acquire(
         self,
         number: int = 0,
-        caller: str = "somebody",
+        caller: str = "caller",
         namespace: str = "team",
         *,
         wait_seconds: float = 0.0,

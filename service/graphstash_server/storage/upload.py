@@ -64,8 +64,10 @@ _AMPLE_SECONDS: Final = 1.0
 
 
 class SpaceGuard:
-    """Keeps at least `min_free_bytes` of a disk free. Concurrent writers reserve nothing, because
-    announced bytes may never arrive. The margin covers what they write after a check.
+    """Keeps about `min_free_bytes` of a disk free.
+
+    A writer reserves no space, because a client may send fewer bytes than it announced. So several
+    writers may pass the check at once, and use a part of `min_free_bytes`.
     """
 
     def __init__(self, directory: Path, *, min_free_bytes: int) -> None:

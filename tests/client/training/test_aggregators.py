@@ -206,8 +206,8 @@ def test_a_killed_rank_of_dedicated_aggregators_ends_the_others_within_the_bound
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("anew", "text"),
-    [(True, "aggregator 0 has been started anew"), (False, "an aggregator was stopped")],
-    ids=["started anew", "stopped"],
+    [(True, "aggregator 0 was restarted"), (False, "an aggregator was stopped")],
+    ids=["restarted", "stopped"],
 )
 def test_dedicated_aggregator_that_exits_ends_all_ranks_with_cause(
     broken, secret, tmp_path, anew, text

@@ -155,7 +155,7 @@ _NUMBERS = "2", "3"
 
 
 def _code(name: str, before: str, *values: str, text: str = _BACKWARD, **how: Any) -> Pair:
-    """A pair whose custom operations differ, in a number unless values are given."""
+    """A pair with different custom operations. Without `values`, one number differs."""
     return pair(name, f"{_DEFINE}\n{before}\n{text}", *(values or _NUMBERS), **how)
 
 

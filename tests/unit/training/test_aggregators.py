@@ -288,9 +288,9 @@ def starts_anew(network):
         (lambda n: n.dead_aggregators.add(1), None, [0, 1, 2], "aggregator 1 has not answered"),
         (lambda n: None, [0, 5000, 0], [0, 1, 2], "still waits for rank 1 after 600 seconds"),
         (closes_early, None, [0, 2], "rank 1 closed before the others were done"),
-        (starts_anew, None, [0, 1, 2], "is ahead of aggregator 1, which was started anew"),
+        (starts_anew, None, [0, 1, 2], "is ahead of aggregator 1, which was restarted"),
     ],
-    ids=["dead aggregator", "late rank", "closing rank", "aggregator started anew"],
+    ids=["dead aggregator", "late rank", "closing rank", "restarted aggregator"],
 )
 def test_sum_that_cannot_end_tells_every_rank_the_cause(fault, starts, ranks, text):
     network = bounded()

@@ -165,7 +165,8 @@ class Entries:
         if not graph.fx_kwargs.get("is_backward"):
             return
         run = graph.current_callable
-        # torch would compile the backward graph with the same options, whatever is set then.
+        # Without the cache, torch would compile the backward graph with these options, even if the
+        # program had changed the settings by then.
         options = options_of_compilation()
         loaded: State | None = present_state(options)
 

@@ -113,7 +113,7 @@ class Fingerprints:
             **self._process_parts,
             **self._environment.parts(),
             "graph": name,
-            # Runtimes of other devices compile elsewhere, whatever pools this library has.
+            # Other devices compile in their own runtimes, not in the pools of this library.
             "threads": self._omitted.threads() if is_on_cpu else "",
             "omitted_attributes": json.dumps(self._omitted.values(), sort_keys=True),
             "matmul_precision": str(self._precision.value),

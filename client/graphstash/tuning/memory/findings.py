@@ -116,8 +116,8 @@ def values_of(payload: bytes) -> list[Mapping[str, Value]]:
 def merged(batches: Iterable[Sequence[Finding]]) -> dict[Configuration, Finding]:
     """Merge the measurements of all hosts, by configuration.
 
-    The cost is the median of the hosts' costs, whatever their numbers of samples, so that a host
-    that measures often cannot outvote the others. A host's cost is the median of its measurements.
+    Each host counts once, so a host that measures often cannot outvote the others: the cost is the
+    median of the hosts' costs, and a host's cost is the median of its measurements.
     The spread is the median of all spreads, or the interquartile range of the hosts' costs if that
     is larger. A configuration that works on any host works: a failure may be specific to a host. A
     configuration with a wrong result on any host is wrong: other hosts may have been lucky.

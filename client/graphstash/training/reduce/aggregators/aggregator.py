@@ -180,9 +180,7 @@ class Aggregator:
         """Return why a contribution ends the session, or None if it is valid."""
         header = message.header
         if header.round > slot.round:
-            return (
-                f"rank {header.rank} is ahead of aggregator {self._number}, which was started anew"
-            )
+            return f"rank {header.rank} is ahead of aggregator {self._number}, which was restarted"
         if self._left:
             return _closed(self._left)
         if slot.tensor is not None and slot.tensor.tensor_fields != header.tensor_fields:

@@ -173,6 +173,6 @@ def _unknown(seal: Seal, header: Header, source: sockets.Name, *, is_over: bool)
             "start another aggregator"
         )
     else:
-        kind, text = Kind.FAILED, "has been started anew"
+        kind, text = Kind.FAILED, "was restarted"
     body = f"aggregator {header.aggregator} {text}".encode() if text else b""
     return [Reply(source, seal.close(header._replace(kind=kind, filled=0), body))]
