@@ -520,6 +520,13 @@ _REVERSE = (
         "copy.copy",
         relation=_EQUAL,
     ),
+    _compiles(
+        "name that a notebook adds to Python's builtins",
+        f"import builtins; builtins.HERE = print\n{_CALL}",
+        "display",
+        "get_ipython",
+        relation=_EQUAL,
+    ),
     _compiles("global that no kernel reads", f"SPARE = HERE\n{_CALL}", "1", "2", relation=_EQUAL),
     _compiles(
         "folder of Triton's own cache",

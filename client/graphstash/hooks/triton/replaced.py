@@ -23,7 +23,8 @@ _OWN: Final = frozenset(
         # Triton and Python assign these while they run.
         *("__cache_cls", "__cache_cls_nme", "_allocator", "_profile_allocator", "_abc_impl"),
         *("__warningregistry__", "__annotations__", "__annotations_cache__", "__doc__"),
-        "__slotnames__",  # of a class, one of whose objects was copied
+        "__slotnames__",  # of a class, after a copy of an object of the class
+        "__builtins__",  # a table of Python, to which notebooks and test runners add names
         # Triton calls these around a compilation. They change no kernel.
         *("cache_hook", "compiled_hook", "jit_cache_hook", "jit_post_compile_hook"),
         # Triton calls these around a launch, and assigns these while it profiles one.
