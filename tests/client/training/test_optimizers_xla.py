@@ -10,6 +10,7 @@ pytestmark = pytest.mark.extended
 CHECKS = [
     "every_schedule_on_one_graph",
     "clipping_by_norm_and_by_value",
+    "clipping_on_the_host_is_torchs",
     "state_is_written_over_in_place",
     "aliases_of_parameters_follow",
     "torch_goes_on_from_ours_and_ours_from_torch",

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import clip_grad
 
 from graphstash.training.optimizers import SGD, AdamW
 from graphstash.training.optimizers.gradients import (
@@ -71,7 +72,7 @@ def test_a_step_can_be_clipped_as_with_torchs_scaler():
         (
             torch.amp.GradScaler("cpu", init_scale=8.0),
             torch.optim.AdamW,
-            torch.nn.utils.clip_grad_norm_,
+            clip_grad.clip_grad_norm_,
         ),
     ):
         parameters = new_parameters()
@@ -267,8 +268,8 @@ def with_gradients(**options):
 
 
 CLIPS = {
-    "norm": (clip_grad_norm_, nn.utils.clip_grad_norm_),
-    "value": (clip_grad_value_, nn.utils.clip_grad_value_),
+    "norm": (clip_grad_norm_, clip_grad.clip_grad_norm_),
+    "value": (clip_grad_value_, clip_grad.clip_grad_value_),
 }
 
 

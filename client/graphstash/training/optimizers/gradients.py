@@ -23,7 +23,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.nn import utils
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from graphstash.training.device import Shapes, TracedOp, assign, shapes_of, upload
@@ -61,7 +61,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
         )
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients or gradients[0].device.type != "xla":
-        return full(utils.clip_grad_norm_(parameters, max_norm))
+        # Importing torch_xla replaces the function of this name in torch.nn.utils for every device,
+        # with one whose results have other bits.
+        return full(clip_grad.clip_grad_norm_(parameters, max_norm))
     norm, *clipped = _clip_norm(gradients, (max_norm, shapes_of(gradients)))
     assign(gradients, clipped)
     return norm
