@@ -38,12 +38,14 @@ def ranks(request, jobs, server, namespace, tmp_path):
 @pytest.mark.extended
 def test_agreement_ends_with_its_process_group_and_leaves_out_forked_children(start_program):
     program = """
-        import os
+        import os, weakref
         import torch.distributed as dist
         from graphstash.hooks.inductor.ranks import ranks
 
-        for number in range(3):  # each group begins at the same address
-            dist.init_process_group("gloo")
+        me = {"rank": int(os.environ["RANK"]), "world_size": 2}
+        for number, port in enumerate(os.environ["PORTS"].split()):
+            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", **me)
+            store = weakref.ref(dist.distributed_c10d._get_default_store())
             known = ranks()
             child = os.fork()
             if child == 0:
@@ -53,9 +55,11 @@ def test_agreement_ends_with_its_process_group_and_leaves_out_forked_children(st
             print(known.claim("name", str(number).encode()).decode())
             dist.monitored_barrier()
             dist.destroy_process_group()
+            assert store() is None, "its address is not free for the next group"
         print(ranks())
         """
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved_port()), "WORLD_SIZE": "2"}
+    ports = " ".join(str(reserved_port()) for _ in range(3))
+    place = {"PORTS": ports}
     running = [
         start_program(program, host=str(rank), under="torch", variables=place | {"RANK": str(rank)})
         for rank in range(2)
