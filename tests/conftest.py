@@ -9,6 +9,7 @@ files that took longest in the last run start first; the cache of pytest keeps t
 """
 
 import functools
+import gc
 import itertools
 import os
 import signal
@@ -90,6 +91,17 @@ def pytest_configure(config):
     )
     hypothesis.settings.register_profile("test-all", untimed, max_examples=300)
     hypothesis.settings.load_profile("test-all" if config.option.extended else "test")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Import the test files without looking for garbage, and never again among what they import."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_itemcollected(item):

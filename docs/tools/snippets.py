@@ -108,8 +108,13 @@ def pages() -> list[str]:
     return [*_OUTSIDE, _EXAMPLES, *written]
 
 
-def read(name: str, text: str | None = None) -> Page:
+def read(name: str, text: str | None = None, *, is_checked: bool = True) -> Page:
     """Reads a page.
+
+    Args:
+        name: its path in the repository.
+        text: instead of that file's.
+        is_checked: whether each snippet is parsed, shell by a process of bash.
 
     Raises:
         SnippetError: the page does not keep to the convention, or a snippet does not parse.
@@ -125,11 +130,11 @@ def read(name: str, text: str | None = None) -> Page:
         name=name,
         environment=environment,
         extended=bool(environment) or "extended" in settings,
-        snippets=tuple(_snippets(name, text, reason=settings.get("parse"))),
+        snippets=tuple(_snippets(name, text, reason=settings.get("parse"), is_checked=is_checked)),
     )
 
 
-def _snippets(name: str, text: str, *, reason: str | None) -> Iterator[Snippet]:
+def _snippets(name: str, text: str, *, reason: str | None, is_checked: bool) -> Iterator[Snippet]:
     of_page = [] if reason is None else [Directive("parse", reason)]
     said = [*of_page]
     for token in MarkdownIt("commonmark").parse(text):
@@ -139,7 +144,8 @@ def _snippets(name: str, text: str, *, reason: str | None) -> Iterator[Snippet]:
             said += [Directive(*found) for found in _DIRECTIVE.findall(token.content)]
         elif token.type in ("fence", "code_block"):
             snippet = _snippet(name, token, tuple(said))
-            _check(name, snippet)
+            if is_checked:
+                _check(name, snippet)
             yield snippet
             said = [*of_page]
         elif said != of_page and token.type not in ("bullet_list_open", "list_item_open"):

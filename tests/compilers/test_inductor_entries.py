@@ -7,17 +7,23 @@ import sys
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
-from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
-from torch._inductor import codecache, compile_fx, config, cpp_builder, remote_cache
 
 from graphstash import CompileCache
 from graphstash._compile.compile_limit import CompileLimit
 from graphstash._compile.stats import Counters
 from graphstash_schema import ArtifactKind, ArtifactMetadata
+from support.deferred import Deferred
 from support.fault_proxy import IMPATIENT, Fault, FaultProxy
 from support.server import Server
+
+dynamo = Deferred("torch._dynamo.utils")
+functorch_config = Deferred("torch._functorch.config")
+autograd_cache = Deferred("torch._functorch._aot_autograd.autograd_cache")
+codecache = Deferred("torch._inductor.codecache")
+compile_fx = Deferred("torch._inductor.compile_fx")
+config = Deferred("torch._inductor.config")
+cpp_builder = Deferred("torch._inductor.cpp_builder")
+remote_cache = Deferred("torch._inductor.remote_cache")
 
 # What is counted under each fault; others may follow from the first.
 REASONS = {
@@ -57,8 +63,8 @@ def test_a_graph_is_compiled_once(host):
     with host("b") as b:
         compute()
         assert (b.stats.hits_server, b.stats.misses) == (2, 0)
-        assert counters["inductor"]["fxgraph_cache_hit"] == 1
-        assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+        assert dynamo.counters["inductor"]["fxgraph_cache_hit"] == 1
+        assert dynamo.counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
 def predict():
@@ -130,8 +136,8 @@ def test_unloadable_entry_is_skipped_and_replaced(host, kind, garbage):
     with host("after") as after:
         compute()
         assert after.stats.misses == 0
-        assert counters["inductor"]["fxgraph_cache_hit"] == 1
-        assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+        assert dynamo.counters["inductor"]["fxgraph_cache_hit"] == 1
+        assert dynamo.counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
 def test_a_put_that_fails_does_not_end_the_compilation(host, monkeypatch):
@@ -171,7 +177,7 @@ def test_a_graph_that_torch_does_not_cache_leaves_no_lease_and_its_reason_once(h
         compute()
         torch._dynamo.reset()
         compute()
-        assert counters["inductor"]["fxgraph_cache_bypass"] == 2
+        assert dynamo.counters["inductor"]["fxgraph_cache_bypass"] == 2
         assert a.stats.published == 0
         assert quiet.leases_held() == 0
     (said,) = [each.message for each in caplog.records if "caches no graph" in each.message]
@@ -208,7 +214,7 @@ def test_settings_that_change_before_a_loaded_backward_end_sharing(host, late):
         assert b.stats.fallbacks == ({"unshareable": 1} if late else {})
         torch._dynamo.reset()
         train({})
-        assert counters["aot_autograd"]["autograd_cache_hit"] == (1 if late else 2)
+        assert dynamo.counters["aot_autograd"]["autograd_cache_hit"] == (1 if late else 2)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +273,7 @@ def seams():
     return [
         cpp_builder.CppBuilder.__dict__["build"],
         codecache.FxGraphCache.__dict__["_lookup_graph"],
-        AOTAutogradCache.__dict__["_lookup"],
+        autograd_cache.AOTAutogradCache.__dict__["_lookup"],
         compile_fx._compile_fx_inner,
         config.fx_graph_remote_cache,
         config.autotune_remote_cache,

@@ -7,15 +7,16 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from torch._inductor import cpp_builder
-from torch._inductor.codecache import cache_dir
-from torch._inductor.cpp_builder import BuildOptionsBase, CppBuilder
-from torch._inductor.exc import CppCompileError
 
-from graphstash.hooks.inductor import fingerprint
-from graphstash.hooks.inductor.objects import LateHeader, late, object_parts
+from support.deferred import Deferred
 from support.fault_proxy import Fault, FaultProxy
 from support.server import Server
+
+codecache = Deferred("torch._inductor.codecache")
+cpp_builder = Deferred("torch._inductor.cpp_builder")
+exc = Deferred("torch._inductor.exc")
+fingerprint = Deferred("graphstash.hooks.inductor.fingerprint")
+objects = Deferred("graphstash.hooks.inductor.objects")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -37,13 +38,13 @@ def commands(monkeypatch):
 
 def builder(source, *, name="kernel", cflags=("shared", "fPIC", "O1"), **options):
     """A builder of a file in torch's own directory, which is another one on every host."""
-    path = Path(cache_dir()) / "ab" / f"{name}.cpp"
+    path = Path(codecache.cache_dir()) / "ab" / f"{name}.cpp"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source)
-    return CppBuilder(
+    return cpp_builder.CppBuilder(
         name=name,
         sources=str(path),
-        BuildOption=BuildOptionsBase(compiler="g++", cflags=list(cflags), **options),
+        BuildOption=cpp_builder.BuildOptionsBase(compiler="g++", cflags=list(cflags), **options),
         output_dir=str(path.parent),
     )
 
@@ -64,7 +65,7 @@ HEADER = "#pragma once\n#define ANSWER 42\n"
 
 def including(content):
     """Source code that includes a header from torch's own directory, as Inductor's does."""
-    path = Path(cache_dir()) / "cd" / "header.h"
+    path = Path(codecache.cache_dir()) / "cd" / "header.h"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
     return f'#include "{path}"\nextern "C" int answer() {{ return ANSWER; }}\n'
@@ -92,7 +93,7 @@ def test_a_host_with_the_default_directory_shares_with_one_that_sets_it(
     with host("b") as b:
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
-        assert Path(cache_dir()).parent == tmp_path / "shared"
+        assert Path(codecache.cache_dir()).parent == tmp_path / "shared"
         assert answer(build(including(HEADER))) == 42
         assert b.stats.hits_server == 1
     assert len(commands) == 1
@@ -101,11 +102,13 @@ def test_a_host_with_the_default_directory_shares_with_one_that_sets_it(
 def test_parts_name_compiler_and_processor_and_no_directory_but_one_in_the_object(host):
     with host("a"):
         built = builder(SOURCE)
-        parts = object_parts(built.get_command_line(), Path(built.get_target_file_path()))
-        assert cache_dir() not in parts["command"]
-        searched = builder(SOURCE, ldflags=[f"Wl,-rpath,{cache_dir()}"]).get_command_line()
-        command = object_parts(searched, Path(built.get_target_file_path()))["command"]
-        assert f"-rpath,{cache_dir()}" in command
+        parts = objects.object_parts(built.get_command_line(), Path(built.get_target_file_path()))
+        assert codecache.cache_dir() not in parts["command"]
+        searched = builder(
+            SOURCE, ldflags=[f"Wl,-rpath,{codecache.cache_dir()}"]
+        ).get_command_line()
+        command = objects.object_parts(searched, Path(built.get_target_file_path()))["command"]
+        assert f"-rpath,{codecache.cache_dir()}" in command
     assert "gcc" in parts["compiler"]
     assert parts["cpu_features"]
     assert parts["libc"].startswith("glibc")
@@ -126,7 +129,7 @@ def compiler_part(monkeypatch):
     "options", ["-O1  -Dname=1\t-x c++ ", "-Dtext='a  b' -O1", '-Dtext=\\"a\\" -O1', '-D"x=1"']
 )
 def test_command_is_split_as_a_shell_splits_it(tmp_path, options):
-    parts = object_parts(f"g++ {options}", tmp_path / "kernel.so")
+    parts = objects.object_parts(f"g++ {options}", tmp_path / "kernel.so")
     assert parts["command"] == " ".join(["g++", *shlex.split(options)])
 
 
@@ -161,14 +164,14 @@ def test_key_of_graph_on_gpu_holds_no_part_of_cpu(monkeypatch):
 @pytest.mark.parametrize("name", ["CPATH", "SOURCE_DATE_EPOCH", "LD_RUN_PATH"])
 def test_variable_that_compiler_reads_changes_key(monkeypatch, tmp_path, name):
     monkeypatch.delenv(name, raising=False)
-    before = object_parts("g++ -O1", tmp_path / "kernel.so")
+    before = objects.object_parts("g++ -O1", tmp_path / "kernel.so")
     monkeypatch.setenv(name, "1")
-    assert object_parts("g++ -O1", tmp_path / "kernel.so") != before
+    assert objects.object_parts("g++ -O1", tmp_path / "kernel.so") != before
 
 
 def test_failed_build_is_reported_and_leaves_no_lease(host, tmp_path):
     with Server(tmp_path / "server") as quiet, host("a", url=quiet.url) as a:
-        with pytest.raises(CppCompileError):
+        with pytest.raises(exc.CppCompileError):
             build("no C++")
         (lease,) = a.cache._leases
         lease.join(20)
@@ -205,13 +208,13 @@ def test_a_header_is_prepared_when_the_first_object_is_built(host, tmp_path, com
 
     def with_header():
         built = builder(SOURCE.replace("42", "ANSWER"))
-        built._build_option.precompiled_header = late(prepare)("header.h")
+        built._build_option.precompiled_header = objects.late(prepare)("header.h")
         return built
 
     with host("a") as a:
         built = with_header()
         assert built._build_option.precompiled_header == ""
-        assert isinstance(built._build_option.precompiled_header, LateHeader)
+        assert isinstance(built._build_option.precompiled_header, objects.LateHeader)
         built.build()
         assert prepared == ["header.h"]
         assert answer(built) == 42

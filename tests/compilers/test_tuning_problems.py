@@ -6,9 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch._inductor import select_algorithm
 
-from graphstash.tuning.targets import inductor
 from graphstash.tuning.targets import triton as target
 from graphstash_schema import DeviceType
 
@@ -62,6 +60,10 @@ def test_other_sizes_alone_change_no_part(changed):
 
 
 def test_products_that_torch_verifies_are_not_shared(monkeypatch):
+    from torch._inductor import select_algorithm
+
+    from graphstash.tuning.targets import inductor
+
     about = ["mm", [], SimpleNamespace(), None, None]
     assert inductor._is_shared(about, {})
     monkeypatch.setattr(select_algorithm, "VERIFY", {"atol": 1e-3})

@@ -1,6 +1,6 @@
 """A model and its optimizer, saved and loaded as torch.distributed.checkpoint says, in one process.
 
-`options` None: the optimizer's state nested by parameters; FLAT: one flat dictionary.
+The state of the optimizer is one flat dictionary, or nested by parameters.
 """
 
 import warnings
@@ -18,20 +18,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
-
-def save(
-    model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None, folder: Path
-) -> None:
+def save(model: nn.Module, optimizer: Optimizer, folder: Path, *, is_flat: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch itself
         state_dict_saver.save(_state(model, optimizer, options), checkpoint_id=folder, no_dist=True)
 
 
-def load(
-    model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None, folder: Path
-) -> None:
+def load(model: nn.Module, optimizer: Optimizer, folder: Path, *, is_flat: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
     state = _state(model, optimizer, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch itself
@@ -40,9 +36,7 @@ def load(
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optimizer"], options=options)
 
 
-def _state(
-    model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None
-) -> dict[str, Any]:
+def _state(model: nn.Module, optimizer: Optimizer, options: StateDictOptions) -> dict[str, Any]:
     return {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=options),

@@ -5,11 +5,12 @@ the optimizer's: the loss is a sum of products, and its gradient is the other fa
 """
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Final
 
-import pytorch_optimizer
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedules
@@ -32,6 +33,7 @@ __all__ = [
     "loss_of",
     "make_steps",
     "new_parameters",
+    "public",
     "shaped",
     "train_beside",
     "train_scheduled",
@@ -41,6 +43,19 @@ NOT_IN_TORCH: Final = frozenset({"LAMB", "Lion", "ScheduleFreeAdamW"})
 """Optimizers of ours whose state dictionaries nobody else reads, and that have no fused kernel."""
 
 SHAPES = ((3, 4), (5,), (), (1,))
+
+
+def public() -> ModuleType:
+    """Return pytorch_optimizer. It would import transformers, only for DeepSpeed's users."""
+    modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment] # None: absent
+    is_new = modules.setdefault("transformers", None) is None
+    try:
+        import pytorch_optimizer
+
+        return pytorch_optimizer
+    finally:
+        if is_new:
+            del modules["transformers"]
 
 
 class ReferenceLAMB(torch.optim.Optimizer):
@@ -83,7 +98,7 @@ class ReferenceScheduleFree(torch.optim.Optimizer):
             options = {name: value for name, value in group.items() if name != "params"}
             for p in group["params"]:
                 if p not in self._of_each:
-                    self._of_each[p] = pytorch_optimizer.ScheduleFreeAdamW([p], **options)
+                    self._of_each[p] = public().ScheduleFreeAdamW([p], **options)
                 if p.grad is not None:
                     self._of_each[p].step()
 
@@ -105,9 +120,7 @@ class Case:
         if self.name == "ScheduleFreeAdamW":
             return ReferenceScheduleFree(self._groups(parameters), **self.options)
         if self.name == "Lion":
-            return pytorch_optimizer.Lion(
-                self._groups(parameters), **{"foreach": False, **self.options}
-            )
+            return public().Lion(self._groups(parameters), **{"foreach": False, **self.options})
         more = more or {"foreach": False}
         return getattr(torch.optim, self.name)(self._groups(parameters), **self.options, **more)
 

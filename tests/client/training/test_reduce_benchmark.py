@@ -38,7 +38,7 @@ def allowed():
 
 
 needs_namespaces = pytest.mark.skipif(
-    not allowed(), reason="network namespaces need root and Debian's iproute2"
+    "not allowed()", reason="network namespaces need root and Debian's iproute2"
 )
 
 

@@ -2,22 +2,16 @@
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.stateful import Stateful
 
 from graphstash import training
+from support.deferred import Deferred
 from support.frameworks import Regression, batches, is_same
 
 STEPS = 6
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+dcp = Deferred("torch.distributed.checkpoint")
+state_dict = Deferred("torch.distributed.checkpoint.state_dict")
 
 # Of one process, and of what torch itself deprecates when it writes.
 pytestmark = [
@@ -26,25 +20,29 @@ pytestmark = [
 ]
 
 
-class Parts(Stateful):
+class Parts:
     """The state of all model parts."""
 
     def __init__(self, parts):
         self.parts = parts
 
     def state_dict(self):
-        return {k: v for part in self.parts for k, v in get_model_state_dict(part).items()}
+        return {
+            k: v for part in self.parts for k, v in state_dict.get_model_state_dict(part).items()
+        }
 
     def load_state_dict(self, state):
         for part in self.parts:
-            set_model_state_dict(part, state, options=StateDictOptions(strict=False))
+            options = state_dict.StateDictOptions(strict=False)
+            state_dict.set_model_state_dict(part, state, options=options)
 
 
-class Optimizers(Stateful):
+class Optimizers:
     """An optimizer for each part, with one state for all; each entry has a parameter's name."""
 
     def __init__(self, parts, make):
         self.parts = parts
+        self.flat = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
         self.optimizers = [make(part) for part in parts]
 
     def step(self):
@@ -57,15 +55,17 @@ class Optimizers(Stateful):
 
     def state_dict(self):
         pairs = zip(self.parts, self.optimizers, strict=True)
-        states = [get_optimizer_state_dict(*pair, options=FLAT) for pair in pairs]
+        states = [state_dict.get_optimizer_state_dict(*pair, options=self.flat) for pair in pairs]
         return {name: value for state in states for name, value in state.items()}
 
     def load_state_dict(self, state):
         for part, optimizer in zip(self.parts, self.optimizers, strict=True):
-            set_optimizer_state_dict(part, optimizer, optim_state_dict=state, options=FLAT)
+            state_dict.set_optimizer_state_dict(
+                part, optimizer, optim_state_dict=state, options=self.flat
+            )
 
 
-class Schedules(Stateful):
+class Schedules:
     def __init__(self, optimizers):
         self.schedules = [
             torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)

@@ -5,20 +5,24 @@ import sys
 
 import pytest
 import torch
-import torchao.optim
 from torch import nn
-from torchao.optim.subclass_8bit import OptimState8bit
 
 from graphstash import ConfigError
-from graphstash.training import Adam8bit, AdamW, AdamW8bit
+from graphstash.training import Adam8bit, AdamW, AdamW8bit, optimizers
 from graphstash.training.optimizers import eight_bit
+from support.deferred import Deferred
 from support.optimizer_cases import make_steps, shaped, train_beside
+
+torchao_optim = Deferred("torchao.optim")
+subclasses = Deferred("torchao.optim.subclass_8bit")
 
 SHAPES = ((64, 64), (4, 16, 8, 8), (8192,), (5000,), (7, 3), ())
 ROUNDED = 3  # the first of them; 256 does not divide 5000
 BOTH = [Adam8bit, AdamW8bit]
 given_classes = pytest.mark.parametrize(
-    "given_class", [torchao.optim.AdamW8bit, torch.optim.AdamW, AdamW], ids=lambda c: c.__module__
+    ("module", "name"),
+    [(torchao_optim, "AdamW8bit"), (torch.optim, "AdamW"), (optimizers, "AdamW")],
+    ids=["torchao", "torch", "ours"],
 )
 
 
@@ -51,7 +55,7 @@ def assert_nearly_equal(ours, theirs, *, lr):
 def test_steps_equal_torchao_with_skipped_steps_between(ours_class, options, dtype):
     ours, theirs = new_parameters(dtype), new_parameters(dtype)
     mine = ours_class(ours, lr=1e-3, **options)
-    reference = getattr(torchao.optim, ours_class.__name__)(theirs, **{"lr": 1e-3, **options})
+    reference = getattr(torchao_optim, ours_class.__name__)(theirs, **{"lr": 1e-3, **options})
     train_beside(ours, mine, theirs, reference, steps=13)
     assert_nearly_equal(ours, theirs, lr=1e-3)
     assert not any(map(torch.equal, ours, new_parameters(dtype)))
@@ -72,9 +76,9 @@ def test_moments_take_two_bytes_per_element():
 
 
 @given_classes
-def test_state_of_another_adamw_is_loaded(given_class):
+def test_state_of_another_adamw_is_loaded(module, name):
     parameters, others = new_parameters(), new_parameters()
-    given = given_class(others, lr=1e-3)
+    given = getattr(module, name)(others, lr=1e-3)
     make_steps(others, given, range(4))
     with torch.no_grad():
         for parameter, other in zip(parameters, others, strict=True):
@@ -86,7 +90,7 @@ def test_state_of_another_adamw_is_loaded(given_class):
     make_steps(others, given, range(4, 6))
     for number, (ours, theirs) in enumerate(zip(parameters, others, strict=True)):
         assert mine.state[ours]["step"] == 6
-        is_rounded_now = given_class is not torchao.optim.AdamW8bit and number < ROUNDED
+        is_rounded_now = name != "AdamW8bit" and number < ROUNDED
         # A moment that was rounded is off by up to some percent, and so are two steps of 1e-3.
         atol = 1e-3 if is_rounded_now else 1e-6
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
@@ -94,9 +98,9 @@ def test_state_of_another_adamw_is_loaded(given_class):
 
 @given_classes
 @pytest.mark.parametrize("shape", [(64, 128), (3, 3)])
-def test_state_of_another_adamw_for_another_shape_is_refused(given_class, shape):
+def test_state_of_another_adamw_for_another_shape_is_refused(module, name, shape):
     other = nn.Parameter(torch.ones(64, 64))
-    given = given_class([other], lr=1e-3)
+    given = getattr(module, name)([other], lr=1e-3)
     make_steps([other], given, range(1))
     mine = AdamW8bit([nn.Parameter(torch.ones(shape))])
     with pytest.raises(ConfigError, match=r"exp_avg has the shape \[64, 64\] instead of"):
@@ -107,10 +111,12 @@ def test_state_of_another_adamw_for_another_shape_is_refused(given_class, shape)
 @pytest.mark.parametrize("count", [2048, 4096], ids=["unquantized here", "quantized here"])
 def test_torchaos_moments_in_blocks_of_another_size_are_loaded(count):
     parameters, others = ([nn.Parameter(torch.ones(count))] for _ in range(2))
-    given = torchao.optim.AdamW8bit(others, lr=1e-3, block_size=128)
+    given = torchao_optim.AdamW8bit(others, lr=1e-3, block_size=128)
     make_steps(others, given, range(2))
     for name in ("exp_avg", "exp_avg_sq"):  # torchao quantizes only 4096 elements or more
-        quantized = OptimState8bit.zeros((count,), signed=name == "exp_avg", block_size=128)
+        quantized = subclasses.OptimState8bit.zeros(
+            (count,), signed=name == "exp_avg", block_size=128
+        )
         given.state[others[0]][name] = quantized.copy_(given.state[others[0]][name])
     mine = AdamW8bit(parameters)
     mine.load_state_dict(given.state_dict())

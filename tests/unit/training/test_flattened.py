@@ -6,8 +6,6 @@ import sys
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from graphstash import ConfigError
 from graphstash.training import LAMB, AdamW, LossScale, Muon, clip_grad_norm_
@@ -19,6 +17,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 @pytest.fixture(params=[False, True], ids=["flat", "views"])
 def model(request):
     """The first of two processes; no message is sent."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         torch.manual_seed(0)

@@ -4,7 +4,6 @@ import copy
 from functools import partial
 
 import pytest
-import pytorch_optimizer
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
@@ -15,6 +14,7 @@ from support.optimizer_cases import (
     assert_equal,
     give_gradients,
     make_steps,
+    public,
     shaped,
     train_beside,
 )
@@ -36,7 +36,7 @@ def test_matrices_are_updated_as_in_public_implementation(adjustment, nesterov, 
     ours, theirs = matrices(), matrices()
     options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov}
     mine = Muon(ours, adjust_lr_fn=adjustment, maximize=maximize, **options)
-    reference = pytorch_optimizer.Muon(
+    reference = public().Muon(
         [{"params": theirs, "use_muon": True}],
         use_adjusted_lr=adjustment == "match_rms_adamw",
         maximize=maximize,

@@ -7,7 +7,6 @@ import pickle
 from functools import partial
 
 import pytest
-import pytorch_optimizer
 import torch
 from torch import nn
 
@@ -37,6 +36,7 @@ from support.optimizer_cases import (
     gradients,
     loss_of,
     new_parameters,
+    public,
     train_scheduled,
 )
 
@@ -257,7 +257,7 @@ NO_AVERAGES = r"load only the model, and begin with new state"
         (AdamW, LAMB, NO_OPTIONS),
         *((torch.optim.AdamW, each, NO_ROOTS) for each in (Shampoo, SOAP)),
         *((each, ScheduleFreeAdamW, NO_AVERAGES) for each in (AdamW, torch.optim.AdamW)),
-        (pytorch_optimizer.ScheduleFreeAdamW, ScheduleFreeAdamW, NO_AVERAGES),
+        (public().ScheduleFreeAdamW, ScheduleFreeAdamW, NO_AVERAGES),
     ],
     ids=lambda kind: f"{kind.__module__}.{kind.__name__}" if isinstance(kind, type) else "",
 )

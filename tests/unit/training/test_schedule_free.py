@@ -6,7 +6,6 @@ import pickle
 from functools import partial
 
 import pytest
-import pytorch_optimizer
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
@@ -17,15 +16,14 @@ from graphstash.training import (
     train,
 )
 from graphstash.training.optimizers import schedule_free
-from support import distributed_checkpoint
 from support.device_reads import Reads
-from support.distributed_checkpoint import FLAT
 from support.optimizer_cases import (
     assert_close,
     assert_equal,
     copies,
     give_gradients,
     make_steps,
+    public,
     shaped,
     train_beside,
 )
@@ -48,7 +46,7 @@ new_parameters = partial(shaped, SHAPES)
 def test_iterates_and_averages_equal_public_implementation(options):
     ours, theirs = new_parameters(), new_parameters()
     mine = ScheduleFreeAdamW(ours, lr=0.02, **options)
-    reference = pytorch_optimizer.ScheduleFreeAdamW(theirs, lr=0.02, **options)
+    reference = public().ScheduleFreeAdamW(theirs, lr=0.02, **options)
 
     def change_rate(step):
         if step % 4 == 0 and step:
@@ -169,18 +167,20 @@ def test_checkpoint_saved_in_evaluation_resumes_to_the_bit(copied, dtype, master
     assert_equal(parameters, new)
 
 
-@pytest.mark.parametrize("options", [FLAT, None], ids=["flat", "nested"])
-def test_state_missing_in_distributed_checkpoint_of_evaluation_is_detected(options, tmp_path):
+@pytest.mark.parametrize("is_flat", [True, False], ids=["flat", "nested"])
+def test_state_missing_in_distributed_checkpoint_of_evaluation_is_detected(is_flat, tmp_path):
     """It fills only what the new optimizer has, too, and that had nothing put aside."""
+    from support import distributed_checkpoint
+
     model, optimizer = trained(steps=4)
     optimizer.eval()
-    distributed_checkpoint.save(model, optimizer, options, tmp_path)
+    distributed_checkpoint.save(model, optimizer, tmp_path, is_flat=is_flat)
     other = new_model()
     its = ScheduleFreeAdamW(other.parameters())
     with pytest.raises(ValueError, match="has only 0 of the 6 tensors"):
-        distributed_checkpoint.load(other, its, options, tmp_path)
+        distributed_checkpoint.load(other, its, tmp_path, is_flat=is_flat)
     its.eval()
-    distributed_checkpoint.load(other, its, options, tmp_path)
+    distributed_checkpoint.load(other, its, tmp_path, is_flat=is_flat)
     for each in (optimizer, its):
         each.train()
     for each, of_it in ((model, optimizer), (other, its)):
@@ -278,9 +278,9 @@ def test_loop_evaluates_averages_and_trains_on_iterates(when):
 
 def test_the_loop_evaluates_averages_of_the_public_implementation():
     seen = []
-    public = pytorch_optimizer.ScheduleFreeAdamW
-    trained(steps=5, make=public, evaluate=lambda m: seen.append(copies(m.parameters())))
-    model, optimizer = trained(steps=5, make=public)
+    reference = public().ScheduleFreeAdamW
+    trained(steps=5, make=reference, evaluate=lambda m: seen.append(copies(m.parameters())))
+    model, optimizer = trained(steps=5, make=reference)
     optimizer.eval()
     assert_equal(model.parameters(), seen[0])
 

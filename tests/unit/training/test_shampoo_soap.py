@@ -12,18 +12,14 @@ import threading
 from functools import partial
 
 import pytest
-import pytorch_optimizer
 import torch
 from torch import distributed, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from graphstash.training import SOAP, Shampoo, traced_step
 from graphstash.training.optimizers import background
 from graphstash.training.optimizers.background import Pending, Roots
-from support import distributed_checkpoint
 from support.device_reads import Reads
-from support.distributed_checkpoint import FLAT
-from support.optimizer_cases import assert_close, assert_equal, give_gradients, shaped
+from support.optimizer_cases import assert_close, assert_equal, give_gradients, public, shaped
 
 BOTH = [Shampoo, SOAP]
 MATRICES = ((6, 4), (4, 6), (5, 5), (3, 2, 2, 2))
@@ -78,7 +74,7 @@ def test_soap_equals_public_implementation_with_skipped_steps(number, delay):
     options |= {"lr": 0.01, "precondition_frequency": 1}
     compare(
         lambda p: SOAP(p, delay=delay, max_preconditioner_dim=largest, **options),
-        lambda p: pytorch_optimizer.SOAP(p, max_precondition_dim=largest, **options),
+        lambda p: public().SOAP(p, max_precondition_dim=largest, **options),
         shapes=shapes,
     )
 
@@ -91,7 +87,7 @@ def test_soap_counts_skipped_calls_between_two_bases(frequency):
 
     compare(
         lambda p: SOAP(p, precondition_frequency=frequency),
-        pytorch_optimizer.SOAP,
+        public().SOAP,
         refresh=refresh,
     )
 
@@ -100,7 +96,7 @@ def test_soap_rotates_vectors_if_enabled():
     options = {"precondition_frequency": 7, "precondition_1d": True}
     compare(
         lambda p: SOAP(p, **options),
-        lambda p: pytorch_optimizer.SOAP(p, **options),
+        lambda p: public().SOAP(p, **options),
         shapes=(*MATRICES, (5,), (3,)),
         bad={},
     )
@@ -123,7 +119,7 @@ def test_shampoo_equals_public_implementation_with_skipped_steps(frequency, dtyp
             precondition_frequency=frequency,
             delay=0,
         ),
-        lambda p: pytorch_optimizer.Shampoo(
+        lambda p: public().Shampoo(
             p, lr=0.01, matrix_eps=1e-3, preconditioning_compute_steps=frequency
         ),
         refresh=refresh if frequency > 1 else None,
@@ -158,7 +154,7 @@ def test_shampoo_with_blocks_equals_public_implementation(number):
             delay=0,
             **options,
         ),
-        lambda p: pytorch_optimizer.ScalableShampoo(
+        lambda p: public().ScalableShampoo(
             p,
             lr=0.01,
             matrix_eps=1e-12,
@@ -308,6 +304,8 @@ def test_early_roots_are_used_unless_deterministic(deterministic):
 
 def test_roots_are_never_used_early_with_several_processes():
     """Else the processes' parameters would not stay equal."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     distributed.init_process_group("fake", world_size=2, rank=0, store=FakeStore())
     try:
         assert not takes_roots_early(deterministic=False)
@@ -450,11 +448,13 @@ def test_memory_layout_of_gradient_changes_no_bit(optimizer):
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("options", [FLAT, None], ids=["flat", "nested"])
+@pytest.mark.parametrize("is_flat", [True, False], ids=["flat", "nested"])
 @pytest.mark.parametrize("optimizer", BOTH)
 def test_a_distributed_checkpoint_has_the_roots_that_a_parameter_waits_for(
-    optimizer, options, tmp_path
+    optimizer, is_flat, tmp_path
 ):
+    from support import distributed_checkpoint
+
     def new():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4), nn.Conv2d(2, 3, 2))
@@ -465,9 +465,9 @@ def test_a_distributed_checkpoint_has_the_roots_that_a_parameter_waits_for(
     model, mine = new()
     run(list(model.parameters()), mine, range(5))
     assert mine.state[model[0].weight]["pending"] is not None
-    distributed_checkpoint.save(model, mine, options, tmp_path)
+    distributed_checkpoint.save(model, mine, tmp_path, is_flat=is_flat)
     other, its = new()
-    distributed_checkpoint.load(other, its, options, tmp_path)
+    distributed_checkpoint.load(other, its, tmp_path, is_flat=is_flat)
     for each, of_it in ((model, mine), (other, its)):
         run(list(each.parameters()), of_it, range(5, 11))
     assert_equal(list(other.parameters()), list(model.parameters()))

@@ -6,14 +6,16 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._inductor import config as inductor
-from torch._inductor.codecache import cache_dir
 from torch.nn import functional
 
 from graphstash.training.optimizers import AdamW
 from graphstash.training.traced import traced_step
 from graphstash.training.traced.step import State
+from support.deferred import Deferred
+
+inductor = Deferred("torch._inductor.config")
+codecache = Deferred("torch._inductor.codecache")
+symbolic_convert = Deferred("torch._dynamo.symbolic_convert")
 
 # torch.compile warns of what it does not compile, and of its own future.
 pytestmark = pytest.mark.filterwarnings(
@@ -79,9 +81,9 @@ def assert_same(one, other):
 
 
 def names_of_traced_code(monkeypatch):
-    files, run = [], InstructionTranslator.run
+    files, run = [], symbolic_convert.InstructionTranslator.run
     monkeypatch.setattr(
-        InstructionTranslator,
+        symbolic_convert.InstructionTranslator,
         "run",
         lambda self: (files.append(self.f_code.co_filename), run(self)),
     )
@@ -100,7 +102,7 @@ def test_traced_training_is_equal_and_generated_code_is_not_traced_again(optimiz
     files = names_of_traced_code(monkeypatch)
     assert_trains_alike(*both(optimizer), range(5))
     assert __file__ in files
-    assert not [name for name in files if name.startswith(cache_dir())]
+    assert not [name for name in files if name.startswith(codecache.cache_dir())]
     assert torch.autograd.backward.__module__ == "torch.autograd"
 
 

@@ -5,8 +5,6 @@ import json
 
 import pytest
 
-from benchmarks.tuning import run
-
 
 def table(folder):
     """A made-up kernel: 60 of 64 tilings work, and one of 16 x 16 is the fastest."""
@@ -21,6 +19,8 @@ def table(folder):
 
 
 def bench(folder, *options):
+    from benchmarks.tuning import run  # with scipy and matplotlib
+
     run.main(["--directory", str(folder / "out"), "--seeds", "2", "--lattices", *options])
 
 

@@ -8,7 +8,6 @@ from statistics import mean
 import numpy as np
 import pytest
 import torch
-from scipy.stats import wilcoxon
 
 from graphstash.tuning.search import SEARCHERS, make_searcher
 from graphstash.tuning.search.base import CostError, Trial
@@ -327,6 +326,8 @@ def test_a_search_beats_random_on_a_lattice_with_a_known_optimum(name, shape, op
         ]
         for which, kept in ((name, options), ("random", {}))
     }
+    from scipy.stats import wilcoxon
+
     test = wilcoxon(areas[name], areas["random"], alternative="less")
     assert test.pvalue < 0.01, {which: mean(each) for which, each in areas.items()}
 
