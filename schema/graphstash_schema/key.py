@@ -13,15 +13,17 @@ import hashlib
 import re
 import struct
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Final, Self
-
-from pydantic import BeforeValidator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self
 
 from graphstash_schema.errors import ErrorCode, InvalidValueError
-from graphstash_schema.model import RequestModel
 from graphstash_schema.names import Namespace, Word
 from graphstash_schema.protocol import API_PREFIX
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
 
 __all__ = [
     "MAX_PARTS",
@@ -123,20 +125,42 @@ class Fingerprint(Word):
     code = ErrorCode.INVALID_FINGERPRINT
 
 
-class ArtifactKey(RequestModel):
+class _Parsed:
+    """Lets pydantic parse a kind as `ArtifactKind.parse` does."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: "GetCoreSchemaHandler"
+    ) -> "CoreSchema":
+        from pydantic_core import core_schema  # keys also work without pydantic
+
+        return core_schema.no_info_before_validator_function(ArtifactKind.parse, handler(source))
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactKey:
     """Identifies an artifact within a namespace."""
 
-    kind: Annotated[ArtifactKind, BeforeValidator(ArtifactKind.parse)]
+    # Not a pydantic model: jobs that compile nothing import this class, but not pydantic.
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    kind: Annotated[ArtifactKind, _Parsed()]
     device_type: DeviceType
     fingerprint: Fingerprint
+
+    def __post_init__(self) -> None:
+        """Parse fields that are plain strings."""
+        if type(self.kind) is not ArtifactKind:
+            object.__setattr__(self, "kind", ArtifactKind.parse(self.kind))
+        if type(self.device_type) is not DeviceType:
+            object.__setattr__(self, "device_type", DeviceType(self.device_type))
+        if type(self.fingerprint) is not Fingerprint:
+            object.__setattr__(self, "fingerprint", Fingerprint(self.fingerprint))
 
     @classmethod
     def parse(cls, kind: str, device_type: str, fingerprint: str) -> "ArtifactKey":
         """Parse the three path segments, or raise InvalidValueError."""
-        return ArtifactKey.model_construct(
-            kind=ArtifactKind.parse(kind),
-            device_type=DeviceType(device_type),
-            fingerprint=Fingerprint(fingerprint),
+        return ArtifactKey(
+            ArtifactKind.parse(kind), DeviceType(device_type), Fingerprint(fingerprint)
         )
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
+from pydantic import TypeAdapter
 
 from graphstash_schema import ArtifactKey, ErrorCode, ManifestEntry, Problem
 from graphstash_schema.explanation import Description
@@ -138,7 +139,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = document["components"]["schemas"]
     for model in (Problem, ArtifactKey, ManifestEntry, Description, ArtifactQuery, WithdrawalQuery):
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema = TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
         for name, definition in schema.pop("$defs", {}).items():
             schemas.setdefault(name, definition)
         schemas.setdefault(model.__name__, schema)

@@ -54,9 +54,7 @@ class StoredKey(NamedTuple):
     @property
     def key(self) -> ArtifactKey:
         """The key without its namespace."""
-        return ArtifactKey.model_construct(
-            kind=self.kind, device_type=self.device_type, fingerprint=self.fingerprint
-        )
+        return ArtifactKey(self.kind, self.device_type, self.fingerprint)
 
     @property
     def json(self) -> str:

@@ -1,5 +1,7 @@
 """A sound artifact under another key: it runs, and the numbers are wrong."""
 
+from dataclasses import asdict
+
 import pytest
 
 from support.reader_job import OWN
@@ -84,7 +86,7 @@ def test_a_report_names_what_is_not_there_or_comes_from_a_reader(fort, space, ke
     digest, other = fort.digest_of(space), fort.digest_of(f"{space}-other")
 
     def report(caller, number, digest, where=space):
-        body = {"key": key(number).model_dump(mode="json"), "digest": digest, "reason": "corrupt"}
+        body = {"key": asdict(key(number)), "digest": digest, "reason": "corrupt"}
         return caller.post(f"/v1/{where}/artifacts:report", json=body)
 
     with fort.withstands() as refused:

@@ -1,5 +1,7 @@
 """A writer who wants others to lose what they have stored, without a right to delete."""
 
+from dataclasses import asdict
+
 import pytest
 
 from graphstash_schema import Digest
@@ -26,7 +28,7 @@ def report(any_fort, space, key):
         answer = caller.post(
             f"/v1/{space}/artifacts:report",
             json={
-                "key": key(number).model_dump(mode="json"),
+                "key": asdict(key(number)),
                 "digest": any_fort.digest_of(space),
                 "reason": reason,
             },
@@ -57,7 +59,7 @@ def test_a_writer_alone_reports_a_sound_artifact_away(
 def test_two_writers_report_a_sound_artifact(any_fort, space, key, publish, writer, report):
     """This is what two independent reporters are for; an administrator alone puts it back."""
     publish(key(), PAYLOAD, server=any_fort)
-    named = key().model_dump(mode="json")
+    named = asdict(key())
     release = f"/v1/{space}/artifacts:release"
     callers = [writer(), writer()]
 
@@ -94,7 +96,7 @@ def test_a_report_of_a_blob_that_was_damaged_on_disk_drops_it(fort, space, key, 
 
     answer = caller.post(
         f"/v1/{space}/artifacts:report",
-        json={"key": key().model_dump(mode="json"), "digest": str(digest), "reason": "corrupt"},
+        json={"key": asdict(key()), "digest": str(digest), "reason": "corrupt"},
     )
 
     assert answer.json() == {"found": True, "withheld": False}

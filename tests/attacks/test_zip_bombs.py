@@ -1,5 +1,7 @@
 """A few bytes that unfold to gigabytes."""
 
+from dataclasses import asdict
+
 import pytest
 
 from graphstash_schema import ArtifactMetadata
@@ -68,7 +70,7 @@ def test_a_bomb_fills_the_memory_of_a_process(fort, space, key, plant, publish, 
         "cache_dir": str(tmp_path / "job"),
         "max_artifact": 64 * 1024**2,
     }
-    keys = [key(number).model_dump(mode="json") for number in range(3)]
+    keys = [asdict(key(number)) for number in range(3)]
 
     with fort.withstands() as refused:
         arguments = case_arguments("bombs:costs_of", settings=settings, keys=keys)

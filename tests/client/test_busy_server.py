@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict
 from functools import partial
 from threading import Thread
 
@@ -172,7 +173,7 @@ def test_processes_share_connections_and_each_host_downloads_a_graph_once(
 def test_connections_wait_for_their_turn_and_the_oldest_comes_first(server, namespace, monkeypatch):
     monkeypatch.setattr(connection, "_WAITING_SECONDS", 600)
     path = f"/v1/{namespace}/artifacts:lookup"
-    body = json.dumps({"keys": [key(1).model_dump()]}).encode()
+    body = json.dumps({"keys": [asdict(key(1))]}).encode()
     asked = head("POST", path, f"Content-Length: {len(body)}", "Content-Type: application/json")
     with ExitStack() as stack:
         held = [stack.enter_context(Wire(server.url)) for _ in range(CONNECTIONS)]

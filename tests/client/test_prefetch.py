@@ -5,6 +5,7 @@ import random
 import sys
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from hashlib import sha256
 
 import pytest
@@ -14,7 +15,13 @@ from graphstash._artifacts import prefetch
 from graphstash._artifacts.prefetch import Prefetch
 from graphstash._http import deadline
 from graphstash.testing import FakeServer
-from graphstash_schema import MAX_COMPILE_SECONDS, ArtifactInfo, ArtifactKey, ArtifactMetadata
+from graphstash_schema import (
+    MAX_COMPILE_SECONDS,
+    ArtifactInfo,
+    ArtifactKey,
+    ArtifactMetadata,
+    DeviceType,
+)
 from support.host import key
 from support.processes import graphstash
 from support.slow_link import SlowLink
@@ -360,7 +367,7 @@ def test_bytes_that_fail_verification_count_against_the_limit(
 
 
 def _key(number):
-    return key(number, "schedule").model_copy(update={"device_type": "cpu"})
+    return replace(key(number, "schedule"), device_type=DeviceType("cpu"))
 
 
 def _metadata(size, seconds):

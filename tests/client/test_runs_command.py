@@ -1,6 +1,7 @@
 """`graphstash explain --job` and `report`: what runs reported, and what a month saved."""
 
 import json
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 
@@ -40,7 +41,7 @@ def report_run(server, namespace, hosts):
             "saved_wall_seconds": 20,
             "counts": [counts],
             "misses": [
-                {"key": key_of(number).model_dump(), "label": label, "seconds": 30, "cause": cause}
+                {"key": asdict(key_of(number)), "label": label, "seconds": 30, "cause": cause}
                 for number, (label, cause) in enumerate(misses)
             ],
         }

@@ -4,6 +4,7 @@ import html
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 
@@ -28,7 +29,7 @@ def artifact_page(namespace, key):
 
 def withhold(team, key):
     digest = team.http.head(key.artifact_path(team.namespace)).headers["etag"].strip('"')
-    report = {"key": key.model_dump(mode="json"), "digest": digest, "reason": "corrupt"}
+    report = {"key": asdict(key), "digest": digest, "reason": "corrupt"}
     answer = team.http.post(f"/v1/{team.namespace}/artifacts:report", json=report)
     assert answer.json()["withheld"]
 

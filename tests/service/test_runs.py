@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -38,7 +39,7 @@ def counts(device_type="cpu", **fields):
 
 
 def miss(number=0, *, seconds=1.0, **fields):
-    return {"key": key_of(number).key.model_dump(mode="json"), "seconds": seconds, **fields}
+    return {"key": asdict(key_of(number).key), "seconds": seconds, **fields}
 
 
 def report_of(**fields):

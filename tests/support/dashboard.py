@@ -1,6 +1,7 @@
 """What a team leaves on a server: artifacts, hits, misses, a manifest, runs and a herd."""
 
 import hashlib
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -88,7 +89,7 @@ class Team:
     ) -> None:
         """A run that missed programs: each a key, a label and a cause."""
         missed: list[dict[str, Any]] = [
-            {"key": key.model_dump(mode="json"), "label": label, "cause": cause, "seconds": 12.5}
+            {"key": asdict(key), "label": label, "cause": cause, "seconds": 12.5}
             for key, label, cause in misses
         ]
         counts = {
@@ -126,7 +127,7 @@ class Team:
         self.tune(4, "tuned matmul float16 nn 4096x4096", "block_m=128 block_n=64", "2.41")
         self.get(key, times=5)
         self.get(key_of(99))
-        named = [key.model_dump(mode="json"), near.model_dump(mode="json")]
+        named = [asdict(key), asdict(near)]
         self._ok(self.http.put(f"/v1/{self.namespace}/manifests/{JOB}", json={"keys": named}))
         self.report("run-1", age=timedelta(hours=20))
         self.report("run-2", (near, LABEL, CAUSE), (key_of(98), "jit(init)", ""))

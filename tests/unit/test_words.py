@@ -2,6 +2,8 @@
 
 import base64
 import json
+import re
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -50,10 +52,26 @@ def test_a_key_reads_its_three_segments_and_writes_them_again():
     assert str(key) == f"jax/cpu-x86_64/{'a' * 64}"
     assert key.artifact_path(Namespace("team")) == f"/v1/team/artifacts/{key}"
     assert key.lease_path(Namespace("team")) == f"/v1/team/leases/{key}"
-    assert ArtifactKey.model_validate_json(key.model_dump_json()) == key
+    adapter = TypeAdapter(ArtifactKey)
+    assert adapter.validate_json(adapter.dump_json(key)) == key
+    with pytest.raises(ValidationError, match="more"):
+        adapter.validate_python({**asdict(key), "more": ""})
     with pytest.raises(InvalidValueError, match="torch_xla") as refusal:  # names those that exist
         ArtifactKind.parse("wasm")
     assert refusal.value.code is ErrorCode.INVALID_KIND
+
+
+def test_a_key_parses_the_fields_that_are_plain_strings():
+    fields = {"kind": "jax", "device_type": "cpu", "fingerprint": "a" * 64}
+
+    key = ArtifactKey(**fields)
+    assert key == ArtifactKey.parse(**fields)
+    assert [type(each) for each in (key.kind, key.device_type, key.fingerprint)] == [
+        *(ArtifactKind, DeviceType, Fingerprint)
+    ]
+    for name in fields:
+        with pytest.raises(InvalidValueError, match=re.escape("../..")):
+            ArtifactKey(**fields | {name: "../.."})
 
 
 def test_device_type_is_built_from_runtime_names_or_a_set_of_features():

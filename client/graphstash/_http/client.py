@@ -6,9 +6,11 @@ content. `schema` imports each wire model when it is first used, because most jo
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import IO, TYPE_CHECKING, Final, TypeVar
 
@@ -253,7 +255,7 @@ class ServerClient:
 
     def verify(self, key: schema.ArtifactKey) -> schema.VerifyResponse:
         """Ask the server to read an artifact's blob, and to drop the artifact if it is damaged."""
-        answer = self._post("verify", key, patience_seconds=_VERIFY_SECONDS)
+        answer = self._post("verify", asdict(key), patience_seconds=_VERIFY_SECONDS)
         return _parsed(schema.VerifyResponse, answer)
 
     def describe(self, descriptions: Sequence[Description]) -> None:
@@ -295,15 +297,16 @@ class ServerClient:
     def _post(
         self,
         action: str,
-        body: BaseModel,
+        body: BaseModel | Mapping[str, str],
         *,
         namespace: schema.Namespace | None = None,
         patience_seconds: float = 0.0,
     ) -> Answer:
+        text = json.dumps(body) if isinstance(body, Mapping) else body.model_dump_json()
         return self._transport.call(
             "POST",
             f"{API_PREFIX}/{namespace or self.config.namespace}/artifacts:{action}",
-            json=body.model_dump_json().encode(),
+            json=text.encode(),
             patience_seconds=patience_seconds,
         )
 

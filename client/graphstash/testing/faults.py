@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphstash.testing.failures import Call, Failure, ServerCall
@@ -91,7 +91,7 @@ class Exchange:
                     groups["kind"], groups["device_type"], groups["fingerprint"]
                 )
             elif operation == "verify":
-                key = ArtifactKey.model_validate_json(await self.body())
+                key = TypeAdapter(ArtifactKey).validate_json(await self.body())
             elif operation == "report":
                 key = ReportRequest.model_validate_json(await self.body()).key
         except (InvalidValueError, ValidationError):

@@ -3,11 +3,13 @@ time limits, or the query of its URL.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncIterator, Hashable
+from dataclasses import fields
+from functools import cache
+from typing import Any, Final, TypeVar, cast
 
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.types import Message
 
@@ -35,7 +37,7 @@ __all__ = [
     "read_query",
 ]
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M")
 
 _MAX_JSON_BYTES = 32 * 1024
 """Maximum bytes of a JSON body without keys. The largest has about 13 KiB: a token with all
@@ -176,7 +178,7 @@ class _DeviceTypes(dict[str, DeviceType]):
 
 
 _KINDS: Final = {kind.value: kind for kind in ArtifactKind}
-_FIELDS: Final = len(ArtifactKey.model_fields)
+_FIELDS: Final = len(fields(ArtifactKey))
 
 
 async def _read_json(call: Call, *, max_bytes: int, max_keys: int | None, way_out: str) -> bytes:
@@ -198,9 +200,15 @@ async def _read_json(call: Call, *, max_bytes: int, max_keys: int | None, way_ou
 
 def _parsed(raw: bytes, model: type[M]) -> M:
     try:
-        return model.model_validate_json(raw)
+        parsed: M = _adapter(cast("Hashable", model)).validate_json(raw)
     except ValidationError as error:
         raise invalid_body(error) from None
+    return parsed
+
+
+@cache
+def _adapter(model: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(model)
 
 
 def _count_keys(raw: bytearray) -> int:
@@ -228,6 +236,9 @@ def read_query(call: Call, model: type[M]) -> M:
         ServerError: 400 for the first invalid parameter.
     """
     try:
-        return model.model_validate(dict(call.request.query_params))
+        parsed: M = _adapter(cast("Hashable", model)).validate_python(
+            dict(call.request.query_params)
+        )
     except ValidationError as error:
         raise invalid_body(error) from None
+    return parsed

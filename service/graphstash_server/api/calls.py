@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from graphstash_schema import (
     AccessKind,
@@ -333,7 +333,7 @@ class Calls(APIRouter):
         needs: Right[C],
         answers: dict[int | str, dict[str, Any]],
         refuses: Sequence[ErrorCode] = (),
-        body: type[BaseModel] | None = None,
+        body: type[object] | None = None,
         takes_bytes: bool = False,
         query: Sequence[dict[str, Any]] = (),
         tags: Sequence[str] = (),
@@ -366,7 +366,7 @@ class Calls(APIRouter):
             extra["requestBody"] = {"required": True, **BYTES}
         if body is not None:
             codes.add(ErrorCode.INVALID_REQUEST)
-            schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+            schema = TypeAdapter(body).json_schema(ref_template="#/components/schemas/{model}")
             schema.pop("$defs", None)
             extra["requestBody"] = {"content": {"application/json": {"schema": schema}}}
         if (self.prefix + path).startswith(API_PREFIX):

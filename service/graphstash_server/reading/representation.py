@@ -99,8 +99,9 @@ class Representation:
 
 def absent(key: StoredKey) -> ServerError:
     """Return the 404 error for a missing artifact."""
+    namespace, *words = key
     return ServerError(
-        ErrorCode.NOT_FOUND, f"there is no artifact {key.key} in namespace {key.namespace}"
+        ErrorCode.NOT_FOUND, f"there is no artifact {'/'.join(words)} in namespace {namespace}"
     )
 
 

@@ -18,7 +18,7 @@ def costs_of(*, settings: dict[str, Any], keys: list[dict[str, str]]) -> list[di
         with ReaderJob(**settings | {"cache_dir": place}) as job:
             forget_peak()
             before = kibibytes("VmRSS")
-            assert job.build(ArtifactKey.model_validate(key)) == OWN
+            assert job.build(ArtifactKey.parse(**key)) == OWN
             grown = (kibibytes("VmHWM") - before) * 1024
             costs.append({"grown": grown, "fallbacks": dict(job.fallbacks)})
     return costs
