@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from graphstash import Reason
-from graphstash._trust.provenance import Provenance, read_provenance
+from graphstash._trust.proof import Provenance
+from graphstash._trust.provenance import read_provenance
 from graphstash.errors import TransportError, VerificationError
 from graphstash_schema import ArtifactMetadata, ArtifactSignature
 from graphstash_schema.protocol import MAX_METADATA_BYTES

@@ -26,7 +26,8 @@ from graphstash._artifacts.prefetch import value_of
 from graphstash._artifacts.standing import Verdict
 from graphstash._artifacts.stash import Stash, is_temporary
 from graphstash._http.client import ServerClient
-from graphstash._trust.provenance import Provenance, open_ours, read_provenance
+from graphstash._trust.proof import Provenance
+from graphstash._trust.provenance import open_ours, read_provenance
 from graphstash.errors import (
     BundleError,
     CacheError,

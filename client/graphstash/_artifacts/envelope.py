@@ -22,8 +22,9 @@ from typing import IO, Any, BinaryIO, Final, Self, TypeAlias, cast
 
 import zstandard
 
+import graphstash_schema as schema
 from graphstash.errors import Reason, VerificationError
-from graphstash_schema import MAX_COMPILE_SECONDS, ArtifactKey, DigestHasher
+from graphstash_schema import ArtifactKey, DigestHasher
 from graphstash_schema.envelope import ENVELOPE_MAGIC, names_key, read_envelope_head
 
 __all__ = ["Nowhere", "Sealed", "Unsealed", "seal", "unseal"]
@@ -168,7 +169,9 @@ def unseal(
         raw_size = int(header["raw_size"])
         raw_sha256 = str(header["raw_sha256"])
         # max() returns its first argument, 0.0, if the other one is NaN.
-        compile_seconds = min(max(0.0, float(header["compile_seconds"])), MAX_COMPILE_SECONDS)
+        compile_seconds = min(
+            max(0.0, float(header["compile_seconds"])), schema.MAX_COMPILE_SECONDS
+        )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise VerificationError(Reason.CORRUPT, f"envelope header: {error!r}") from None
     if admit is not None:

@@ -36,21 +36,17 @@ from contextlib import contextmanager
 from math import ceil, inf
 from pathlib import Path
 from time import monotonic, sleep, time
-from typing import IO, Final, NamedTuple
-
-from filelock import FileLock, Timeout
+from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 from graphstash._artifacts.spill import SpillFile
 from graphstash._forking import close_unshared, forkable, open_unshared
-from graphstash._trust.provenance import (
-    Provenance,
-    append_provenance,
-    open_ours,
-    read_provenance,
-)
+from graphstash._trust.provenance import append_provenance, open_ours, read_provenance
 from graphstash.errors import LocalTierError
 from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
 from graphstash_schema.own_files import make_own_directory, open_own_directory
+
+if TYPE_CHECKING:
+    from graphstash._trust.proof import Provenance
 
 __all__ = ["FOLDERS", "OWN", "Copy", "LocalTier"]
 
@@ -62,8 +58,6 @@ _EARLIER_FOLDER: Final = "v1"
 
 OWN: Final = "own"
 """Origin of envelopes, compiled here or imported, that no server is known to have stored."""
-
-_NO_PROOF: Final = Provenance()
 
 _SECRET_BYTES: Final = 32
 
@@ -241,7 +235,7 @@ class LocalTier:
         envelope: SpillFile,
         *,
         origin: str = OWN,
-        proof: Provenance = _NO_PROOF,
+        proof: "Provenance | None" = None,
     ) -> bool:
         """Move a complete, verified envelope into the tier, where it appears at once.
 
@@ -288,7 +282,7 @@ class LocalTier:
         self,
         namespace: Namespace,
         key: ArtifactKey,
-        is_unwanted: Callable[[Provenance], bool],
+        is_unwanted: "Callable[[Provenance], bool]",
         *,
         origin: str,
     ) -> None:
@@ -321,6 +315,8 @@ class LocalTier:
 
     def secret(self) -> bytes | None:
         """Return the tier's secret, or None if it cannot be kept safely. Create it at first use."""
+        from filelock import FileLock
+
         path = self._place / "secret"
         try:
             if _size_of(path) != _SECRET_BYTES:
@@ -432,6 +428,8 @@ class LocalTier:
         Returns:
             Removed bytes.
         """
+        from filelock import FileLock, Timeout
+
         self._added_bytes = 0
         try:
             with FileLock(self._place / "locks" / "evict", timeout=0):

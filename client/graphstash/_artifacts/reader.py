@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import time
-from typing import IO, Literal, TypeAlias, cast
+from typing import IO, TYPE_CHECKING, Literal, TypeAlias, cast
 
 from graphstash._artifacts.envelope import Unsealed, unseal
 from graphstash._artifacts.local_tier import LocalTier
@@ -29,7 +29,6 @@ from graphstash._http.client import ServerClient
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import (
     BoundedReader,
-    Provenance,
     SignedSubject,
     digest_of,
     read_provenance,
@@ -43,6 +42,9 @@ from graphstash.errors import (
     VerificationError,
 )
 from graphstash_schema import ArtifactKey, Digest, Namespace
+
+if TYPE_CHECKING:
+    from graphstash._trust.proof import Provenance
 
 __all__ = ["Fetched", "Reader", "WhenBusy"]
 
@@ -245,7 +247,7 @@ class Reader:
         key: ArtifactKey,
         into: IO[bytes],
         *,
-        proof: Provenance,
+        proof: "Provenance",
         size: int,
     ) -> Fetched:
         is_checked = self._signatures.policy is not SignaturePolicy.OFF
@@ -288,6 +290,8 @@ class Reader:
             envelope.seek(0)
             signal_progress()
             digest, metadata = downloaded.digest, downloaded.metadata
+            from graphstash._trust.proof import Provenance  # most jobs download nothing
+
             proof = Provenance(
                 signature=metadata.signature if metadata else None,
                 compile_seconds=metadata.compile_seconds if metadata else 0.0,
@@ -320,7 +324,7 @@ class Reader:
         into: IO[bytes],
         *,
         digest: Digest,
-        proof: Provenance,
+        proof: "Provenance",
         is_downloaded: bool = False,
     ) -> Fetched:
         """Decompress a blob with this digest if the signature policy allows it.
@@ -388,7 +392,7 @@ class _TierReader(BoundedReader):
 def _fetched(
     unsealed: Unsealed,
     namespace: Namespace,
-    proof: Provenance,
+    proof: "Provenance",
     *,
     is_unsigned: bool,
     received_bytes: int | None = None,

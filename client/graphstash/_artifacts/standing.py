@@ -42,14 +42,14 @@ from graphstash._artifacts.run_folder import SharedLines
 from graphstash._artifacts.withdrawals import Named, Withdrawals
 from graphstash._forking import forkable, unforked
 from graphstash._http.client import ServerClient
-from graphstash._trust.provenance import Provenance
 from graphstash.errors import CacheError, RefusedError
-from graphstash_schema import ArtifactInfo, ArtifactKey, InvalidValueError, Namespace
+from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
 from graphstash_schema.names import ListPosition
 from graphstash_schema.protocol import MAX_LOOKUP_KEYS
 
 if TYPE_CHECKING:
-    from graphstash_schema import LookupResponse
+    from graphstash._trust.proof import Provenance
+    from graphstash_schema import ArtifactInfo, LookupResponse
 
 __all__ = ["RECHECK_SECONDS", "Standing", "Verdict"]
 
@@ -164,7 +164,7 @@ class Standing:
         return any(self._tier.has(namespace, key, origin=each) for each in self.origins)
 
     def verdict(
-        self, namespace: Namespace, key: ArtifactKey, proof: Provenance, *, origin: str
+        self, namespace: Namespace, key: ArtifactKey, proof: "Provenance", *, origin: str
     ) -> Verdict:
         """Return what to do with a copy. The tier stores `proof` with the copy, under `origin`."""
         self._read_shared()
@@ -190,7 +190,7 @@ class Standing:
         self,
         namespace: Namespace,
         key: ArtifactKey,
-        proof: Provenance,
+        proof: "Provenance",
         stored: str | None,
         *,
         origin: str,
@@ -210,7 +210,7 @@ class Standing:
         return Verdict.IGNORE if is_set_aside else Verdict.DELETE
 
     def _verdict_of_unknown(
-        self, namespace: Namespace, key: ArtifactKey, proof: Provenance, *, origin: str
+        self, namespace: Namespace, key: ArtifactKey, proof: "Provenance", *, origin: str
     ) -> Verdict:
         """Return what to do with a copy if the server has nothing under its key.
 
@@ -229,12 +229,14 @@ class Standing:
         is_there = self._tier.has(namespace, key, origin=OWN)
         return Verdict.USE if is_current and is_there and not needs_confirmation else Verdict.IGNORE
 
-    def _needs_confirmation(self, namespace: Namespace, proof: Provenance, *, origin: str) -> bool:
+    def _needs_confirmation(
+        self, namespace: Namespace, proof: "Provenance", *, origin: str
+    ) -> bool:
         """Return whether the job may use a copy only if the server has the same bytes."""
         is_imported = proof.is_imported and origin == OWN
         return is_imported or self._withdrawals.is_set_aside(namespace, proof.stored_at)
 
-    def _is_withdrawn(self, namespace: Namespace, key: ArtifactKey, proof: Provenance) -> bool:
+    def _is_withdrawn(self, namespace: Namespace, key: ArtifactKey, proof: "Provenance") -> bool:
         """Return whether this process read of a withdrawal of these bytes after this host stored
         them.
         """
@@ -372,7 +374,7 @@ class Standing:
         self.follow(namespace, reply.newest_withdrawal, asked_at=asked_at)
         return answers
 
-    def may_publish(self, namespace: Namespace, key: ArtifactKey, proof: Provenance) -> bool:
+    def may_publish(self, namespace: Namespace, key: ArtifactKey, proof: "Provenance") -> bool:
         """Return whether this host compiled the bytes, the server has nothing under the key, and no
         known withdrawal concerns the bytes. Call this only if `is_current` returns True.
         """
@@ -473,7 +475,7 @@ def _is_recent(at: float) -> bool:
     return 0 <= time() - at < RECHECK_SECONDS
 
 
-def _sha256_of(found: ArtifactInfo) -> str:
+def _sha256_of(found: "ArtifactInfo") -> str:
     return found.digest.partition(":")[2]
 
 

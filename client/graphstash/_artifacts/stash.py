@@ -31,18 +31,13 @@ from graphstash.errors import (
     RefusedError,
     VerificationError,
 )
-from graphstash_schema import (
-    RETRYABLE,
-    ArtifactKey,
-    ArtifactMetadata,
-    Digest,
-    Namespace,
-)
+from graphstash_schema import RETRYABLE, ArtifactKey, Digest, Namespace
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
     from graphstash._tracing import Tracer
+    from graphstash_schema import ArtifactMetadata
     from graphstash_schema.explanation import Description
 
 __all__ = ["Destination", "Fetched", "Memory", "Stash", "is_temporary"]
@@ -193,7 +188,7 @@ class Stash:
         self,
         key: ArtifactKey,
         payload: bytes | Path,
-        metadata: ArtifactMetadata,
+        metadata: "ArtifactMetadata",
         *,
         local_only: bool = False,
         description: "Description | None" = None,
@@ -274,7 +269,7 @@ class Stash:
         key: ArtifactKey,
         envelope: IO[bytes],
         digest: Digest,
-        metadata: ArtifactMetadata,
+        metadata: "ArtifactMetadata",
         *,
         from_origin: str,
         asked_at: float | None = None,

@@ -26,10 +26,11 @@ from graphstash._artifacts.local_tier import LocalTier
 from graphstash._trust.provenance import open_ours
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, LocalTierError
-from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
+from graphstash_schema import ArtifactKey, Digest
 
 if TYPE_CHECKING:
     from graphstash._artifacts.bundle import BundleEntry
+    from graphstash_schema import ArtifactMetadata
     from graphstash_schema.explanation import Description
 
 __all__ = ["Unsent"]
@@ -67,7 +68,7 @@ class Unsent:
         self,
         key: ArtifactKey,
         digest: Digest,
-        metadata: ArtifactMetadata,
+        metadata: "ArtifactMetadata",
         description: "Description | None",
     ) -> None:
         """Record an artifact."""
@@ -79,7 +80,7 @@ class Unsent:
         self,
         key: ArtifactKey,
         digest: Digest,
-        metadata: ArtifactMetadata,
+        metadata: "ArtifactMetadata",
         description: "Description | None",
     ) -> Iterator[None]:
         """Record an artifact, and lock the record until the block ends. The caller removes the

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash._forking import forkable, unforked
 from graphstash._http.client import ServerClient
-from graphstash._trust.provenance import Provenance
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, LocalTierError
 from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
@@ -34,6 +33,7 @@ from graphstash_schema.names import LIST_START, ListPosition
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from graphstash._trust.proof import Provenance
     from graphstash_schema.withdrawals import WithdrawalList
 
 __all__ = ["HostPositions", "Listener", "Named", "Withdrawals"]
@@ -402,6 +402,6 @@ class Withdrawals:
         self._listener.outdated(namespace, before=now, is_for_run=True)
 
 
-def _has_digest(proof: Provenance, *, sha256: str) -> bool:
+def _has_digest(proof: "Provenance", *, sha256: str) -> bool:
     """Whether a copy has this digest, or no recorded digest."""
     return proof.sha256 in ("", sha256)

@@ -18,8 +18,9 @@ from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import graphstash_schema as schema
 from graphstash._artifacts.run_downloads import Source
 from graphstash._artifacts.stash import Destination, Fetched, Memory, Stash, is_temporary
 from graphstash._compile.compile_limit import CompileLimit
@@ -39,15 +40,11 @@ from graphstash.errors import (
     RefusedError,
     VerificationError,
 )
-from graphstash_schema import (
-    ArtifactKey,
-    ArtifactMetadata,
-    ErrorCode,
-    LeaseOutcome,
-    LeaseReply,
-    LeaseState,
-)
+from graphstash_schema import ArtifactKey, ErrorCode
 from graphstash_schema.names import printable
+
+if TYPE_CHECKING:
+    from graphstash_schema import ArtifactMetadata, LeaseReply
 
 __all__ = ["CompileCache", "FetchedPack", "InFlightCompile", "PackOutcome"]
 
@@ -240,7 +237,7 @@ class CompileCache:
             return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
         except BaseException:  # a signal: no process should wait for the lease
             if held is not None:
-                held.release(LeaseOutcome.FAILED)
+                held.release(schema.LeaseOutcome.FAILED)
             raise
 
     def begin(self, request: CompileRequest) -> InFlightCompile:
@@ -283,7 +280,7 @@ class CompileCache:
         return False
 
     def store(
-        self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
+        self, key: ArtifactKey, payload: Path, metadata: "ArtifactMetadata", *, local_only: bool
     ) -> bool:
         """Publish an artifact. Return whether the server now has one under the key, perhaps with
         other bytes. Never raises.
@@ -296,7 +293,7 @@ class CompileCache:
         return is_published
 
     def _store(
-        self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
+        self, key: ArtifactKey, payload: Path, metadata: "ArtifactMetadata", *, local_only: bool
     ) -> bool:
         try:
             description = self.log.description_of(key)
@@ -348,7 +345,7 @@ class CompileCache:
         return FetchedPack(payload.getvalue(), fetched.compile_seconds, source)
 
     def store_pack(
-        self, key: ArtifactKey, payload: bytes, metadata: ArtifactMetadata, *, artifact_count: int
+        self, key: ArtifactKey, payload: bytes, metadata: "ArtifactMetadata", *, artifact_count: int
     ) -> PackOutcome:
         """Publish a pack of `artifact_count` artifacts. Never raises."""
         try:
@@ -432,6 +429,10 @@ class CompileCache:
         fallback_reason: Reason | None = None,
         wanted: bool = True,
     ) -> InFlightCompile:
+        with unforked():  # importing pydantic, which publishing needs, must not race with a fork
+            import graphstash_schema.lease
+            import graphstash_schema.metadata  # noqa: F401 - the first compilation imports it
+
         compilation = InFlightCompile(
             self, request, lease=lease, fallback_reason=fallback_reason, wanted=wanted
         )
@@ -563,7 +564,7 @@ class CompileCache:
                 return copied
         return None
 
-    def _hold(self, key: ArtifactKey, reply: LeaseReply) -> HeldLease | None:
+    def _hold(self, key: ArtifactKey, reply: "LeaseReply") -> HeldLease | None:
         try:
             lease = HeldLease(
                 self.stash.server,
@@ -573,7 +574,7 @@ class CompileCache:
                 budget_seconds=max(self.config.wait_seconds, self.config.lease_seconds),
             )
         except RuntimeError:  # no thread is available to renew the lease
-            self.stash.server.release(key, reply.token or "", LeaseOutcome.FAILED)
+            self.stash.server.release(key, reply.token or "", schema.LeaseOutcome.FAILED)
             return None
         self._leases.add(lease)
         for held in tuple(self._leases):
@@ -595,9 +596,9 @@ class CompileCache:
                     partial(self.stash.server.acquire, key, wait_seconds=seconds)
                 )
                 match reply.state:
-                    case LeaseState.GRANTED:
+                    case schema.LeaseState.GRANTED:
                         return False, self._hold(key, reply)
-                    case LeaseState.READY:
+                    case schema.LeaseState.READY:
                         if (found := self._found(key, destination, since=started)) is not None:
                             wait.saved_seconds = found.compile_seconds
                             if wait.has_begun:
@@ -606,7 +607,7 @@ class CompileCache:
                         empty_replies += 1
                         if empty_replies >= _READY_WITHOUT_ARTIFACT:
                             return False, None
-                    case LeaseState.HELD:
+                    case schema.LeaseState.HELD:
                         holder = printable(reply.holder or "another job", most=_HOLDER_CHARACTERS)
                         reason_to_skip = _OWN_COMPILE if is_awaited else wait.reason_to_skip(holder)
                         if reason_to_skip is not None:

@@ -11,16 +11,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import graphstash_schema as schema
 from graphstash._artifacts.stash import Destination, Fetched
 from graphstash._compile.request import CompileRequest
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import unforked
 from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError, LeaseLostError, LocalTierError, Reason
-from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseOutcome
+from graphstash_schema import ArtifactKey
 from graphstash_schema.protocol import MAX_LEASE_SECONDS, MIN_LEASE_SECONDS
+
+if TYPE_CHECKING:
+    from graphstash_schema import ArtifactMetadata, LeaseOutcome
 
 __all__ = ["HeldLease", "InFlightCompile", "Owner"]
 
@@ -55,7 +59,7 @@ class HeldLease:
         self._interval_seconds = min(max(ttl_seconds, MIN_LEASE_SECONDS), MAX_LEASE_SECONDS) / 3
         self._until = monotonic() + budget_seconds
         self._released = threading.Event()
-        self._outcome = LeaseOutcome.FAILED
+        self._outcome = schema.LeaseOutcome.FAILED
         self._thread = threading.Thread(target=self._keep, name="graphstash-lease", daemon=True)
         try:
             self._thread.start()
@@ -63,7 +67,7 @@ class HeldLease:
             self._released.set()
             raise
 
-    def release(self, outcome: LeaseOutcome) -> None:
+    def release(self, outcome: "LeaseOutcome") -> None:
         """End the lease without waiting for the server. A second call has no effect."""
         if not self._released.is_set():
             self._outcome = outcome
@@ -87,7 +91,7 @@ class HeldLease:
                 return
             except CacheError:
                 continue  # the next renewal may still be in time
-        if self._released.is_set() and self._outcome is LeaseOutcome.FAILED:
+        if self._released.is_set() and self._outcome is schema.LeaseOutcome.FAILED:
             with suppress(CacheError), unforked():
                 self._server.release(self._key, self._token, self._outcome)
 
@@ -105,7 +109,7 @@ class Owner(Protocol):
         """Count a compilation that this thread has just finished."""
 
     def store(
-        self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
+        self, key: ArtifactKey, payload: Path, metadata: "ArtifactMetadata", *, local_only: bool
     ) -> bool:
         """Publish an artifact and return whether the server has it afterwards. Never raises."""
 
@@ -170,13 +174,13 @@ class InFlightCompile:
         self._owner.compiled(self.key, seconds=compile_seconds)
 
         def work() -> None:
-            outcome = LeaseOutcome.FAILED
+            outcome = schema.LeaseOutcome.FAILED
             try:
                 metadata = self._request.metadata(
                     compile_seconds=compile_seconds, raw_size_bytes=payload.stat().st_size
                 )
                 if self._owner.store(self.key, payload, metadata, local_only=not self.is_wanted):
-                    outcome = LeaseOutcome.PUBLISHED
+                    outcome = schema.LeaseOutcome.PUBLISHED
             finally:
                 self._finish(outcome)
 
@@ -184,7 +188,7 @@ class InFlightCompile:
             self._owner.record_fallback(
                 CacheError(Reason.QUEUE_FULL, "too many artifacts wait for their upload")
             )
-            self._finish(LeaseOutcome.FAILED)
+            self._finish(schema.LeaseOutcome.FAILED)
 
     def publish_bytes(
         self,
@@ -246,9 +250,9 @@ class InFlightCompile:
 
     def abandon(self) -> None:
         """End the compilation without a result, so that the next waiter may try. Never waits."""
-        self._finish(LeaseOutcome.FAILED)
+        self._finish(schema.LeaseOutcome.FAILED)
 
-    def _finish(self, outcome: LeaseOutcome) -> None:
+    def _finish(self, outcome: "LeaseOutcome") -> None:
         self.is_compiling = False
         self._unsent = None
         if self._lease is not None:

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
+import graphstash_schema as schema
 from graphstash.config import holder_name
 from graphstash_schema import (
     ArtifactKey,
     ArtifactKind,
-    ArtifactMetadata,
     DeviceType,
     fingerprint_of,
     parts_for_display,
 )
 from graphstash_schema.names import line_of
+
+if TYPE_CHECKING:
+    from graphstash_schema import ArtifactMetadata
 
 __all__ = ["CompileRequest"]
 
@@ -65,9 +68,9 @@ class CompileRequest:
         )
         return cls(key, parts, toolchain, label, details, max_bytes)
 
-    def metadata(self, *, compile_seconds: float, raw_size_bytes: int) -> ArtifactMetadata:
+    def metadata(self, *, compile_seconds: float, raw_size_bytes: int) -> "ArtifactMetadata":
         """Return the metadata to publish with the artifact."""
-        return ArtifactMetadata(
+        return schema.ArtifactMetadata(
             compile_seconds=compile_seconds,
             raw_size_bytes=raw_size_bytes,
             toolchain=line_of(self.toolchain, most=256),

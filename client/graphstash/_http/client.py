@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Final, TypeVar
 
 import graphstash_schema as schema
+from graphstash._forking import unforked
 from graphstash._trust.provenance import BoundedReader
 from graphstash.config import ClientConfig, holder_name
 from graphstash.errors import (
@@ -89,14 +91,31 @@ class ServerClient:
         announced: dict[schema.ArtifactKey, float] | None = None,
         context: ssl.SSLContext | None = None,
     ) -> None:
-        # Commands that need no server do not import httpx.
-        from graphstash._http.download import download
-
         self.config = config
-        self._download = download
-        self._transport = _transport(config, tracer, context)
+        self._tracer = tracer
+        self._context = context
+        self._job = config.job
+        self._is_copying = False
+        self._opening = threading.Lock()  # guards the field below
+        self._opened: Transport | None = None
         self._announced = {} if announced is None else announced
         self.may_write = True
+        if tracer is not None or config.ca_file or config.client_cert:
+            self._transport  # noqa: B018 - report a file error now, not at the first call
+
+    @property
+    def _transport(self) -> Transport:
+        """The transport. The first call creates it, because many jobs and commands make no call and
+        should not import httpx.
+        """
+        if self._opened is None:
+            with unforked(), self._opening:
+                if self._opened is None:
+                    transport = _transport(self.config, self._tracer, self._context)
+                    transport.job = self._job
+                    transport.is_copying = self._is_copying
+                    self._opened = transport
+        return self._opened
 
     @property
     def is_configured(self) -> bool:
@@ -112,7 +131,7 @@ class ServerClient:
 
         It reads no certificate file, which may have vanished since the job started.
         """
-        context = self._transport.context
+        context = self._context if self._opened is None else self._opened.context
         return ServerClient(self.config, announced=self._announced, context=context)
 
     def pause(self, seconds: float) -> None:
@@ -121,14 +140,18 @@ class ServerClient:
 
     def name_job(self, job: schema.ManifestName) -> None:
         """Send this job name with all further calls."""
-        self._transport.job = job
+        self._job = job
+        if self._opened is not None:
+            self._opened.job = job
 
     def copy_only(self) -> None:
         """Mark further downloads as copies, which the server excludes from the hit rate.
 
         Servers of earlier releases ignore the mark and count hits and misses.
         """
-        self._transport.is_copying = True
+        self._is_copying = True
+        if self._opened is not None:
+            self._opened.is_copying = True
 
     @property
     def is_read_only(self) -> bool:
@@ -140,7 +163,8 @@ class ServerClient:
 
     def close(self) -> None:
         """Close the connections."""
-        self._transport.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def download(
         self,
@@ -161,7 +185,9 @@ class ServerClient:
             CacheError: the server does not answer, or the bytes do not match the announced digest.
         """
         path = key.artifact_path(namespace or self.config.namespace)
-        return self._download(
+        from graphstash._http.download import download
+
+        return download(
             self._transport, path, target, config=self.config, between_chunks=between_chunks
         )
 

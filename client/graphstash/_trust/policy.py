@@ -12,14 +12,16 @@ import hmac
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from graphstash._trust.provenance import Provenance, SignedSubject
+import graphstash_schema as schema
+from graphstash._trust.provenance import SignedSubject
 from graphstash._trust.signing_keys import SigningKey, check_available, is_signed_by
 from graphstash.config import ClientConfig, SignaturePolicy
 from graphstash.errors import ConfigError, Reason, VerificationError
-from graphstash_schema import ArtifactSignature, SigningKeyId
 
 if TYPE_CHECKING:
+    from graphstash._trust.proof import Provenance
     from graphstash._trust.trusted_keys import TrustStore
+    from graphstash_schema import ArtifactSignature, SigningKeyId
 
 __all__ = ["Signatures"]
 
@@ -55,16 +57,18 @@ class Signatures:
             self._trusted = TrustStore(config.trusted_keys)
 
     @property
-    def signing_key_id(self) -> SigningKeyId | None:
+    def signing_key_id(self) -> "SigningKeyId | None":
         """Id of the key that signs what this job compiles. None if the job does not sign."""
         return None if self._signer is None else self._signer.key_id
 
-    def prove(self, subject: SignedSubject) -> Provenance:
+    def prove(self, subject: SignedSubject) -> "Provenance":
         """Return the provenance of an artifact that this job has compiled."""
+        from graphstash._trust.proof import Provenance
+
         signature = code = None
         if self._signer is not None:
             value = self._signer.sign(subject.statement(self._signer.key_id))
-            signature = ArtifactSignature(
+            signature = schema.ArtifactSignature(
                 key_id=self._signer.key_id,
                 value=base64.urlsafe_b64encode(value).rstrip(b"=").decode(),
             )
@@ -72,7 +76,7 @@ class Signatures:
             code = subject.code(secret)
         return Provenance(signature=signature, code=code)
 
-    def check(self, subject: SignedSubject, proof: Provenance) -> bool:
+    def check(self, subject: SignedSubject, proof: "Provenance") -> bool:
         """Check whether the job may use an artifact.
 
         Returns:
@@ -98,14 +102,14 @@ class Signatures:
             )
         return False
 
-    def _is_own(self, subject: SignedSubject, proof: Provenance) -> bool:
+    def _is_own(self, subject: SignedSubject, proof: "Provenance") -> bool:
         if proof.code is None or (secret := self._secret()) is None:
             return False
         return hmac.compare_digest(proof.code, subject.code(secret))
 
     @staticmethod
     def _check_signature(
-        trusted: "TrustStore", subject: SignedSubject, signature: ArtifactSignature
+        trusted: "TrustStore", subject: SignedSubject, signature: "ArtifactSignature"
     ) -> None:
         key_id = signature.key_id
         what = f"{subject.key} in {subject.namespace!r} is signed by key {key_id}"

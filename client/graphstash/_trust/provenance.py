@@ -1,7 +1,7 @@
 """Provenance: a trailer behind an envelope in the local tier that proves that the job may use it.
 
     envelope   the bytes as received
-    JSON       `Provenance`
+    JSON       `Provenance` (in `proof`)
     4 bytes    length of the JSON, big-endian, at most 4 KiB
     8 bytes    magic "GSPROOF" 0x0a
 
@@ -17,24 +17,17 @@ import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, TYPE_CHECKING, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import graphstash_schema as schema
+from graphstash_schema import ArtifactKey, Digest, DigestHasher, Namespace
 
-from graphstash_schema import (
-    MAX_COMPILE_SECONDS,
-    ArtifactKey,
-    ArtifactSignature,
-    Digest,
-    DigestHasher,
-    Namespace,
-    SigningKeyId,
-    statement_of,
-)
+if TYPE_CHECKING:
+    from graphstash._trust.proof import Provenance
+    from graphstash_schema import SigningKeyId
 
 __all__ = [
     "BoundedReader",
-    "Provenance",
     "SignedSubject",
     "append_provenance",
     "digest_of",
@@ -45,7 +38,7 @@ __all__ = [
 _MAGIC: Final = b"GSPROOF\n"
 _MAX_BYTES: Final = 4096
 _CHUNK_BYTES: Final = 1024**2
-_NO_KEY: Final = SigningKeyId("0" * 32)
+_NO_KEY: Final = "0" * 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +50,9 @@ class SignedSubject:
     digest: Digest
     raw_size_bytes: int
 
-    def statement(self, key_id: SigningKeyId) -> bytes:
+    def statement(self, key_id: "SigningKeyId") -> bytes:
         """Return the bytes that are signed."""
-        return statement_of(
+        return schema.statement_of(
             namespace=self.namespace,
             key=self.key,
             digest=self.digest,
@@ -69,29 +62,8 @@ class SignedSubject:
 
     def code(self, secret: bytes) -> str:
         """Return the HMAC of the statement without a key ID, as 64 hex digits."""
-        return hmac.new(secret, self.statement(_NO_KEY), hashlib.sha256).hexdigest()
-
-
-class Provenance(BaseModel):
-    """Proof that the job may use an envelope, and the compile time that a hit saves.
-
-    Attributes:
-        signature: the publisher's signature.
-        code: HMAC by the job of this user that compiled the artifact.
-        compile_seconds: compile time that the publisher reported.
-        sha256: digest of the envelope.
-        stored_at: when the envelope last matched the server, in seconds since 1970.
-        is_imported: whether it came from a bundle. The server may have withdrawn it earlier.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    signature: ArtifactSignature | None = None
-    code: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    compile_seconds: float = Field(default=0.0, ge=0, le=MAX_COMPILE_SECONDS)
-    sha256: str = Field(default="", pattern="^([0-9a-f]{64})?$")
-    stored_at: float = Field(default=0.0, ge=0)
-    is_imported: bool = False
+        statement = self.statement(schema.SigningKeyId(_NO_KEY))
+        return hmac.new(secret, statement, hashlib.sha256).hexdigest()
 
 
 class BoundedReader:
@@ -108,19 +80,23 @@ class BoundedReader:
         return data
 
 
-def append_provenance(envelope: IO[bytes], proof: Provenance) -> None:
+def append_provenance(envelope: IO[bytes], proof: "Provenance | None") -> None:
     """Append the provenance to an envelope, and flush the file's buffer to the kernel."""
-    text = proof.model_dump_json(exclude_defaults=True).encode()
+    text = b"{}" if proof is None else proof.model_dump_json(exclude_defaults=True).encode()
     if text != b"{}":
         envelope.seek(0, os.SEEK_END)
         envelope.write(text + struct.pack(">I", len(text)) + _MAGIC)
     envelope.flush()
 
 
-def read_provenance(file: IO[bytes]) -> tuple[Provenance, int]:
+def read_provenance(file: IO[bytes]) -> "tuple[Provenance, int]":
     """Return the provenance behind an envelope, and the envelope's size. Rewind the file. A missing
     or malformed provenance counts as empty.
     """
+    from pydantic import ValidationError
+
+    from graphstash._trust.proof import Provenance
+
     end = file.seek(0, os.SEEK_END)
     lead = 4 + len(_MAGIC)
     try:

@@ -8,12 +8,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+import graphstash_schema as schema
 from graphstash._trust.private_file import read_private
 from graphstash.errors import ConfigError
-from graphstash_schema import SigningKeyId, key_id_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from graphstash_schema import SigningKeyId
 
 __all__ = ["SigningKey", "check_available", "is_safe", "is_signed_by"]
 
@@ -35,9 +37,9 @@ class SigningKey:
         self.public = private.public_key().public_bytes_raw()
 
     @property
-    def key_id(self) -> SigningKeyId:
+    def key_id(self) -> "SigningKeyId":
         """Identifier of the key in signatures."""
-        return key_id_of(self.public)
+        return schema.key_id_of(self.public)
 
     @property
     def public_text(self) -> str:

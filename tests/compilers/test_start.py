@@ -1,0 +1,31 @@
+"""What `graphstash run` adds to a script that imports a compiler and compiles nothing."""
+
+import sys
+
+import pytest
+
+from support.processes import graphstash
+
+NOT_AT_START = {"httpx", "httpcore", "pydantic", "cryptography", "typer", "rich"}
+
+
+@pytest.mark.parametrize(
+    ("compiler", "hooks"),
+    [
+        ("json", set()),
+        ("torch", set()),
+        ("triton", {"triton"}),
+        ("jax", {"jax", "pjrt"}),
+        pytest.param("torch_xla", {"torch_xla", "triton", "pjrt"}, marks=pytest.mark.extended),
+    ],
+)
+def test_script_that_compiles_nothing_imports_no_client_of_the_server(compiler, hooks, tmp_path):
+    script = f"""
+import sys, {compiler}
+session = sys.modules.get("graphstash._process.session")
+print(sorted(session._current.hooks_in_place) if session else [])
+print(sorted({NOT_AT_START} & sys.modules.keys()))
+"""
+    variables = {"GRAPHSTASH_CACHE_DIR": str(tmp_path), "GRAPHSTASH_URL": "none"}
+    done = graphstash("run", "--", sys.executable, "-c", script, check=True, **variables)
+    assert done.stdout.splitlines() == [str(sorted(hooks)), "[]"]
