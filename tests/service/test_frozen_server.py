@@ -12,6 +12,7 @@ from graphstash_schema import ErrorCode, Namespace
 from graphstash_server.db import engine as engine_module
 from graphstash_server.db import notifications
 from graphstash_server.errors import ServerError
+from graphstash_server.services import exposition, metrics
 from graphstash_server.services.artifacts import uploads as uploads_module
 from support.database_sessions import BOUND_SECONDS, connected, eventually, waiting
 from support.postgres import Postgres
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def database(postgres):
-    return postgres.new_database()
+def database(postgres, migrated_name):
+    return postgres.new_database(template=migrated_name)
 
 
 async def test_a_server_that_stops_does_not_wait_for_silent_sessions(database, monkeypatch):
@@ -84,15 +85,20 @@ async def test_others_continue_while_a_server_is_frozen_which_then_acknowledges_
     timeouts = ("idle_in_transaction_session_timeout", "lock_timeout")
     idle, lock = (float(engine_module._POOL_SETTINGS[each].removesuffix("s")) for each in timeouts)
     assert 0 < idle < lock  # else those that wait are refused
-    monkeypatch.setitem(engine_module._POOL_SETTINGS, "idle_in_transaction_session_timeout", "6s")
-    monkeypatch.setitem(engine_module._POOL_SETTINGS, "lock_timeout", "60s")
-    is_frozen, thaws = asyncio.Event(), asyncio.Event()
+    for timeout, patience in zip(timeouts, ("50s", "60s"), strict=True):
+        monkeypatch.setitem(engine_module._POOL_SETTINGS, timeout, patience)
+    is_frozen, has_waited, thaws = (asyncio.Event() for _ in range(3))
+    shown = []
     store_all = uploads_module._store_all
 
     async def store(connection, uploads, *more):
         outcomes = await store_all(connection, uploads, *more)
         if uploads[0].toolchain == "frozen":
+            shown.append(await connection.scalar(text(f"SHOW {timeouts[0]}")))
             is_frozen.set()
+            await has_waited.wait()
+            # The rest of the 50 s, cut short.
+            await connection.execute(text(f"SET LOCAL {timeouts[0]} = '0.1s'"))
             await thaws.wait()
         return outcomes
 
@@ -102,12 +108,14 @@ async def test_others_continue_while_a_server_is_frozen_which_then_acknowledges_
         await other.put(b"free", namespace="free")
         upload = asyncio.create_task(one.put(b"held", namespace="held", toolchain="frozen"))
         await is_frozen.wait()
+        assert shown == ["50s"]
         held = asyncio.create_task(other.put(b"also held", 1, namespace="held"))
         await eventually(lambda: waiting(watch))
         ready = await other.context.health.check()
         assert await other.put(b"also free", 1, namespace="free")
         assert not held.done()
 
+        has_waited.set()
         assert await held  # the database has ended the idle session
         thaws.set()
         with pytest.raises(ServerError) as refused:
@@ -118,13 +126,15 @@ async def test_others_continue_while_a_server_is_frozen_which_then_acknowledges_
         assert await one.put(b"held", namespace="held")
 
 
-async def test_lasting_lock_is_refused_with_reason(tmp_path, database):
-    """Held by somebody who works, or by a server of the release before."""
+async def test_lasting_lock_is_refused_with_reason(tmp_path, database, monkeypatch):
+    """A busy client holds it, or a server of the release before."""
+    monkeypatch.setattr(engine_module, "_LOCK_SECONDS", 0.2)
+    monkeypatch.setitem(engine_module._POOL_SETTINGS, "lock_timeout", "0.2s")
     async with opener(tmp_path, database)() as server, connected(database) as watch:
         await server.put(b"0", namespace="locked")
         async with watch.transaction():
             await watch.execute("UPDATE usage SET hits = hits WHERE namespace = 'locked'")
-            with pytest.raises(ServerError, match="kept this one waiting for 5 s") as refused:
+            with pytest.raises(ServerError, match=r"kept this one waiting for 0\.2 s") as refused:
                 await server.put(b"1", 1, namespace="locked")
             assert await server.put(b"1", 1, namespace="unlocked")
         assert refused.value.code is ErrorCode.UNAVAILABLE
@@ -191,7 +201,9 @@ async def test_no_transaction_joins_namespaces(tmp_path, database):
 
 def test_metrics_and_readiness_report_a_frozen_database(tmp_path, monkeypatch):
     """Before its statements time out. Prometheus gives up a scrape after ten seconds."""
+    assert exposition._DATABASE_SECONDS + metrics._DATABASE_SECONDS < 10
     monkeypatch.setattr(engine_module, "_STATEMENT_SECONDS", 10 * BOUND_SECONDS)
+    monkeypatch.setattr(exposition, "_DATABASE_SECONDS", BOUND_SECONDS)
     with Postgres() as own, Guarded(tmp_path, database_url=own.new_database()) as server:
 
         def ask(path, token=None):
@@ -210,7 +222,9 @@ def test_metrics_and_readiness_report_a_frozen_database(tmp_path, monkeypatch):
         )
         assert "graphstash_database_up 1.0" in scrape(known)
         assert ask("/metrics", narrow).status_code == 403
-        with own.frozen():
+        with own.frozen(), monkeypatch.context() as patch:
+            for module in (exposition, metrics):
+                patch.setattr(module, "_DATABASE_SECONDS", 0.2)
             assert {"graphstash_database_up 0.0", "graphstash_workers 1.0"} <= scrape(known)
             series = [line for line in scrape(unknown) if not line.startswith("#")]
             assert sorted(series) == [
@@ -221,7 +235,7 @@ def test_metrics_and_readiness_report_a_frozen_database(tmp_path, monkeypatch):
             assert ask("/metrics").status_code == 401
             ready = ask("/readyz")
             assert ready.status_code == 503
-            assert "database failed: no answer within 2 seconds" in ready.json()["detail"]
+            assert "database failed: no answer within 0.2 seconds" in ready.json()["detail"]
         until(lambda: "graphstash_database_up 1.0" in scrape(unknown))
         until(lambda: ask("/readyz").status_code == 200)
 
@@ -241,8 +255,10 @@ async def test_revoked_token_reads_no_namespaces_metrics_while_only_its_check_is
         async with connected(database) as holder:
             transaction = holder.transaction()
             await transaction.start()
-            await holder.execute("UPDATE tokens SET revoked_at = now()")
+            # Before the change: the server, which notes uses of tokens, would wait for the changed
+            # row with a lock on the table, and this session for that lock.
             await holder.execute("LOCK TABLE tokens IN ACCESS EXCLUSIVE MODE")
+            await holder.execute("UPDATE tokens SET revoked_at = now()")
             # The two seconds for which the server needs no check may not be over.
             found = ""
             while "graphstash_database_up 0.0" not in found:
