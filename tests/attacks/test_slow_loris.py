@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
@@ -41,47 +42,41 @@ def _upload(fort, space, size_bytes=_LARGE_BYTES):
     return head("PUT", artifact_path(space), *headers, token=fort.admin)
 
 
-@pytest.mark.parametrize("requests_before", [0, 3])
-def test_a_head_comes_byte_by_byte(hasty, requests_before):
-    with hasty.withstands() as refused, Wire(hasty.url) as wire:
-        for _ in range(requests_before):
-            assert wire.ask(_HEALTH).status == 200
-        wire.send(head("GET", "/v1/stats", token=hasty.admin)[:-2])
-        answer = wire.drip(b"X", every=_SECONDS / 10)
-        assert (answer.status, answer.problem["code"]) == (408, "upload_timeout")
-        assert wire.is_closed
-    assert refused == {"upload_timeout": 1}
-
-
-@pytest.mark.parametrize(
-    ("asked", "dripped"),
-    [(None, b"\r\n"), (_HEALTH, b"\r\n"), (head("GET", "/healthz", "Content-Length: 9999"), b"x")],
-    ids=["empty lines", "empty lines after a request", "an unread body"],
-)
-def test_an_idle_connection_is_kept_busy(hasty, asked, dripped):
+def test_many_connections_are_kept_busy_byte_by_byte(hasty, space):
     """Empty lines before a request are allowed, and no reason to wait for ever."""
-    with Wire(hasty.url) as wire:
-        if asked is not None:
-            assert wire.ask(asked).status == 200
-        assert wire.drip(dripped, every=_SECONDS / 10) is None
-        assert wire.is_closed
-
-
-@pytest.mark.parametrize("call", ["upload", "lookup"])
-def test_a_body_comes_byte_by_byte(hasty, space, call):
-    length = "Content-Length: 9999"
-    heads = {
-        "upload": _upload(hasty, space),
-        "lookup": head("POST", f"/v1/{space}/artifacts:lookup", length, token=hasty.admin),
+    slow_head = head("GET", "/v1/stats", token=hasty.admin)[:-2]
+    lookup = head(
+        *("POST", f"/v1/{space}/artifacts:lookup", "Content-Length: 9999"), token=hasty.admin
+    )
+    late = "upload_timeout"
+    unread = head("GET", "/healthz", "Content-Length: 9999")
+    ways = {  # requests before, what is sent once and again and again; the error that ends it
+        "a head": ([], slow_head, b"X", late),
+        "a head after requests": ([_HEALTH] * 3, slow_head, b"X", late),
+        "empty lines": ([], b"", b"\r\n", None),
+        "empty lines after a request": ([_HEALTH], b"", b"\r\n", None),
+        "an unread body": ([unread], b"", b"x", None),
+        "an upload": ([], _upload(hasty, space), b" ", late),
+        "a look-up": ([], lookup, b" ", late),
     }
 
-    with hasty.withstands() as refused, Wire(hasty.url) as wire:
-        wire.send(heads[call])
-        answer = wire.drip(b" ", every=_SECONDS / 10)
-        assert (answer.status, answer.problem["code"]) == (408, "upload_timeout")
-        assert "bytes/s" in answer.problem["detail"]
-        assert wire.is_closed
-    assert refused == {"upload_timeout": 1}
+    def end_of(way):
+        requests, sent, dripped, _ = ways[way]
+        with Wire(hasty.url) as wire:
+            assert [wire.ask(request).status for request in requests] == [200] * len(requests)
+            wire.send(sent)
+            answer = wire.drip(dripped, every=_SECONDS / 10)
+            assert wire.is_closed
+        if answer is None:
+            return None
+        assert answer.status == 408
+        assert ("bytes/s" in answer.problem["detail"]) is (dripped == b" ")
+        return answer.problem["code"]
+
+    with hasty.withstands() as refused, ThreadPoolExecutor(len(ways)) as pool:
+        ends = dict(zip(ways, pool.map(end_of, ways), strict=True))
+    assert ends == {way: error for way, (*_, error) in ways.items()}
+    assert refused == {late: 4}
 
 
 def test_an_upload_stops_or_hangs_up_in_the_middle_and_its_room_is_given_back(hasty, space):
