@@ -33,7 +33,7 @@ ON_SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 HOUR_SECONDS = 3600
 DAY_SECONDS = 24 * HOUR_SECONDS
-_CHORES = {"GRAPHSTASH_MAINTENANCE_SECONDS": "0.5", "GRAPHSTASH_RETAIN_DAYS": "30"}
+_CHORES = {"GRAPHSTASH_MAINTENANCE_SECONDS": "0.1", "GRAPHSTASH_RETAIN_DAYS": "30"}
 
 
 def test_clock_that_is_ahead_for_a_moment_deletes_nothing_and_set_back_ends_leases(
@@ -63,7 +63,7 @@ def test_clock_that_is_ahead_for_a_moment_deletes_nothing_and_set_back_ends_leas
             assert api.get().content == b"blob"
         assert api.put(b"blob", number).status_code == 201
 
-    assert api.acquire(1, ttl_seconds=5).status_code == 201
+    assert api.acquire(1, ttl_seconds=2).status_code == 201
     host_clock.set(-DAY)
     assert api.acquire(1, wait=60).json()["state"] == "granted"
 

@@ -520,7 +520,7 @@ async def test_concurrent_uploads_of_one_server_stay_below_the_limits(opened):
     indirect=["database_url"],
 )
 async def test_deletion_that_outlives_its_transaction_spares_acknowledged_blobs(
-    opened, request, lost, database_url
+    opened, request, lost, database_url, monkeypatch
 ):
     """A request to S3 goes on when whoever made it is gone."""
     async with opened(soft_limit_bytes=1) as one, opened() as two:
@@ -553,6 +553,7 @@ async def test_deletion_that_outlives_its_transaction_spares_acknowledged_blobs(
         adding = asyncio.create_task(two.add(0))
         await asyncio.wait([adding], timeout=0.5)  # it may wait for the deletion
         may_land.set()
+        monkeypatch.setattr(blobs, "_SETTLE_SECONDS", 0.001)
         (outcome,) = await asyncio.gather(adding, return_exceptions=True)
         acknowledged = outcome is None
         assert acknowledged or outcome.code is ErrorCode.UNAVAILABLE
