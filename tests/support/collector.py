@@ -48,6 +48,8 @@ class Collector:
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
+            disable_nagle_algorithm = True  # the body follows the headers at once
+
             def do_POST(self) -> None:
                 collector.asked.set()
                 body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -69,7 +71,7 @@ class Collector:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
 
     @property
     def environment(self) -> dict[str, str]:

@@ -61,6 +61,7 @@ class Middlebox:
         box = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
+            disable_nagle_algorithm = True  # the body follows the headers at once
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:

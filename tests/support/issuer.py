@@ -48,6 +48,8 @@ class Issuer:
         issuer = self
 
         class Handler(BaseHTTPRequestHandler):
+            disable_nagle_algorithm = True  # the body follows the headers at once
+
             def do_GET(self) -> None:
                 issuer.fetches.append(self.path)
                 status, body = issuer._answer_of(self.path, self.headers["Authorization"])
