@@ -440,7 +440,7 @@ sys.stdin.readline()
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "drain ends"])
 def test_upload_that_a_job_does_not_finish_is_published_later(running, up, next_job, is_killed):
     with up() as link:
-        link.gather(100)
+        link.gather(100, method="PUT")
         with running(job=UPLOAD, GRAPHSTASH_DRAIN_SECONDS="0.1") as job:
             until(lambda: puts(link))
             other = next_job("a", url=link.url)

@@ -34,6 +34,7 @@ class SlowLink:
         self.requests: list[str] = []
         self.most_at_once = 0
         self._gather = 0
+        self._held_method = b""
         self._gathered = asyncio.Event()
         self._busy: set[object] = set()
         self._upstream_port = upstream_port
@@ -46,9 +47,14 @@ class SlowLink:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def gather(self, count: int) -> None:
-        """Hold back requests for artifacts until `count` requests are on their way."""
+    def gather(self, count: int, *, method: str = "") -> None:
+        """Hold back requests for artifacts until `count` requests are on their way.
+
+        Args:
+            method: of the requests that are held back, such as `PUT`. Default: each of them.
+        """
         self._gather = count
+        self._held_method = method.encode()
         self._gathered = asyncio.Event()
 
     def __enter__(self) -> Self:
@@ -128,5 +134,7 @@ class SlowLink:
         self.most_at_once = max(self.most_at_once, len(self._busy))
         if len(self._busy) >= self._gather:
             self._gathered.set()
-        if any(b"/artifacts/" in path for _, path in found):
+        if any(
+            b"/artifacts/" in path and self._held_method in (b"", method) for method, path in found
+        ):
             await self._gathered.wait()
