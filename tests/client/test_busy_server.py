@@ -44,6 +44,12 @@ def server(tmp_path):
 
 
 @pytest.fixture
+def brief(monkeypatch):
+    """The server answers soon that it is busy, instead of after a second."""
+    monkeypatch.setattr(connection, "_WAITING_SECONDS", 0.1)
+
+
+@pytest.fixture
 def host(start):
     return partial(start, Host)
 
@@ -88,6 +94,7 @@ def test_the_idlest_connection_yields_to_any_address(server, namespace, path):
         assert [each.ask(request).status in {200, 404} for each in (first, third)] == [True, True]
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_job_waits_for_a_connection_as_long_as_it_may(host, stored, server, monkeypatch):
     waiting, hasty = host("waiting"), host("hasty", wait_seconds=0)
     with ExitStack() as others:
@@ -95,7 +102,7 @@ def test_a_job_waits_for_a_connection_as_long_as_it_may(host, stored, server, mo
             others.enter_context(Wire(server.url)).send(HALF_A_REQUEST)
         assert hasty.build(key(0)) == b"graph"
         assert (hasty.compiles, hasty.fallbacks) == (1, {"busy": 2})  # the upload, too
-        # It asks no more for a while: each call would wait for a second.
+        # It asks no more for a while: each call would wait.
         assert hasty.stash.server._transport._breaker.asked_seconds > 20
 
         slept = []
@@ -128,6 +135,7 @@ def test_a_job_pays_for_the_wait_of_another_process_of_its_host(host, monkeypatc
     assert [each for each, spent in job.cache.waits.server_waits.items() if spent] == [reason]
 
 
+@pytest.mark.usefixtures("brief")
 def test_an_upload_waits_for_a_connection(host, server, monkeypatch):
     job, sealed = host("job"), []
     monkeypatch.setattr(stash, "seal", lambda *each: sealed.append(seal(*each)) or sealed[-1])
@@ -223,6 +231,7 @@ def test_refused_connections_linger_up_to_a_number(server, monkeypatch):
         assert [answer and answer.status for answer in answers] == [400, 400, 400, None, None]
 
 
+@pytest.mark.usefixtures("brief")
 def test_every_connection_that_waited_in_vain_is_told_that_the_server_is_busy(server, monkeypatch):
     monkeypatch.setattr(connection, "_LINGER_SECONDS", 600)
     monkeypatch.setattr(connection, "_MAX_LINGERING", 1)

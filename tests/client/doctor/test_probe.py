@@ -29,7 +29,7 @@ def test_the_probe_imports_a_real_compiler_and_finds_its_hook_in_place(installed
 @pytest.mark.parametrize(
     ("code", "seconds", "state", "found"),
     [
-        ("import time; time.sleep(600)", 6, State.FAIL, "Python did not finish within 6 s"),
+        ("import time; time.sleep(600)", 1, State.FAIL, "Python did not finish within 1 s"),
         ("import os; os.kill(os.getpid(), 9)", 200, State.FAIL, f"was killed by SIGKILL {WHILE}"),
         ("raise OSError('no libcuda')", 200, State.WARN, "import triton: OSError: no libcuda"),
     ],
