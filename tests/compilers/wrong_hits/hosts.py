@@ -3,11 +3,12 @@
 import json
 import os
 import subprocess
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from compilers.wrong_hits.pairs import Program
+from compilers.wrong_hits.pairs import Pair, Relation
 from support.environments import python_of
 
 __all__ = ["Asked", "Host", "PairOfHosts", "Ran"]
@@ -55,7 +56,7 @@ class Host:
         directory.mkdir(parents=True)
         self._directory = directory
         self._count = 0
-        self._asked: dict[tuple[object, ...], Asked] = {}
+        self._asked: dict[str, dict[str, str]] = {}
         command = [python_of(environment), "-m", "compilers.wrong_hits.runner", compiler]
         self._process = subprocess.Popen(
             list(map(str, command)),
@@ -66,32 +67,40 @@ class Host:
             env=_environment(directory, seed),
         )
 
-    def ask(self, program: Program) -> Asked:
+    def ask(self, program: str) -> Asked:
         """Runs a program until it would compile, unless this host has run it: pairs share programs.
 
         Raises:
             AssertionError: the program failed, or asked for nothing.
         """
-        parts = (program.text, *program.variables.items(), *program.files.items())
-        if parts not in self._asked:
-            answer = self._answer(program, {})
-            assert "key" in answer, f"{answer.get('failed')}\n{program.text}"
-            self._asked[parts] = Asked(**answer)
-        return self._asked[parts]
+        if program not in self._asked:
+            self._asked[program] = self._answer({"directory": self._place(program)})
+        answer = self._asked[program]
+        assert "key" in answer, f"{answer.get('failed')}\n{program}"
+        return Asked(**answer)
 
-    def run(self, program: Program, tier: Path | None) -> Ran:
+    def ask_in_one_process(self, programs: Iterable[str]) -> None:
+        """Run programs one after the other in one process; `ask` returns their answers."""
+        places = {program: self._place(program) for program in programs}
+        answer = self._answer({"directories": list(places.values())})
+        assert "answers" in answer, answer
+        self._asked |= dict(zip(places, answer["answers"], strict=True))
+
+    def run(self, program: str, tier: Path | None) -> Ran:
         """Runs a program to its end, with the artifacts in a directory or without a cache."""
-        answer = self._answer(program, {"tier": str(tier or "")})
-        assert "result" in answer, f"{answer.get('failed')}\n{program.text}"
+        answer = self._answer({"directory": self._place(program), "tier": str(tier or "")})
+        assert "result" in answer, f"{answer.get('failed')}\n{program}"
         return Ran(answer["result"], int(answer["hits"]))
 
-    def _answer(self, program: Program, how: dict[str, str]) -> dict[str, Any]:
+    def _place(self, program: str) -> str:
+        """Write a program into a directory of its own; return the directory."""
         self._count += 1
         place = self._directory / f"{self._count}"
         place.mkdir()
-        for name, text in {"program.py": program.text, **program.files}.items():
-            (place / name).write_text(text)
-        request = {"directory": str(place), "variables": dict(program.variables), **how}
+        (place / "program.py").write_text(program)
+        return str(place)
+
+    def _answer(self, request: Mapping[str, object]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -117,6 +126,17 @@ class PairOfHosts:
         self.one = Host(compiler, directory / "one", seed=1, environment=environment)
         self.other = Host(
             compiler, directory / "elsewhere" / "other", seed=2, environment=environment
+        )
+
+    def ask_in_one_process(self, pairs: Iterable[Pair]) -> None:
+        """Run the programs of pairs in one process of each host, in opposite orders."""
+        chosen = list(pairs)
+        shared = [each for each in chosen if each.relation is not Relation.UNSHARED]
+        self.one.ask_in_one_process(each.a for each in reversed(shared))
+        self.other.ask_in_one_process(
+            program
+            for each in chosen
+            for program in ((each.b, each.a) if each in shared else (each.b,))
         )
 
     def __enter__(self) -> Self:

@@ -4,7 +4,7 @@ from typing import Any
 
 from compilers.wrong_hits.pairs import Pair, Relation, pair, with_extended
 
-__all__ = ["PAIRS", "VERSIONS", "install", "prepare"]
+__all__ = ["PAIRS", "VERSIONS", "forget", "install", "prepare"]
 
 VERSIONS = {"2.7.0": "", "2.15.0": "torch-newest"}
 """Environment by torch's version; empty is the one of the tests."""
@@ -34,6 +34,13 @@ def install(cache: Any) -> None:
     from graphstash.hooks.inductor.hook import install
 
     assert install(cache) is not None
+
+
+def forget() -> None:
+    """Drops the compiled functions."""
+    import torch
+
+    torch._dynamo.reset()
 
 
 _DEFINE = """
@@ -156,7 +163,18 @@ _NUMBERS = "2", "3"
 
 def _code(name: str, before: str, *values: str, text: str = _BACKWARD, **how: Any) -> Pair:
     """A pair with different custom operations. Without `values`, one number differs."""
+    how = {"in_one_process": True} | how
     return pair(name, f"{_DEFINE}\n{before}\n{text}", *(values or _NUMBERS), **how)
+
+
+def _changes(name: str, before: str, *values: str, **how: Any) -> Pair:
+    """A pair with a custom operation whose programs change torch."""
+    return _code(name, before, *values, in_one_process=False, **how)
+
+
+def _around(name: str, *values: str, text: str = _MULTIPLY) -> Pair:
+    """A pair whose switches hold only around the function."""
+    return pair(name, text, *values, in_one_process=True)
 
 
 def _switch(name: str, statement: str, *values: str, **how: Any) -> Pair:
@@ -230,7 +248,7 @@ scale.register_autograd(gradient(HERE))
     ),
     _code("fake kernel", "scale.register_fake(lambda x: torch.HERE(x))", "zeros_like", "ones_like"),
     _code("kernel for a device", "scale.register_kernel('cpu', lambda x: x * HERE)", "2", "3"),
-    _code(
+    _changes(
         "type of autocast of an operation",
         "scale.register_autocast('cpu', torch.HERE)",
         "bfloat16",
@@ -278,7 +296,7 @@ scale.register_autograd(lambda ctx, g: torch.ops.pairs.other(g))
         "zeros_like",
         "ones_like",
     ),
-    _code(
+    _changes(
         "type of autocast that comes before another one",
         "scale.register_autocast('cpu', torch.HERE)\nscale.register_autocast('cpu', torch.float16)",
         "bfloat16",
@@ -408,12 +426,12 @@ _UNSHARED = (
         )
         for key in ("CPU", "Autograd", "AutogradCPU")
     ),
-    _code(
+    _changes(
         "kernel of autocast from a library",
         "torch.library.impl('pairs::scale', 'AutocastCPU', lambda x: x * HERE)",
         reason="the AutocastCPU kernel of pairs::scale",
     ),
-    _code(
+    _changes(
         "kernel that replaces one of a custom operation",
         f"{_REPLACED}\nlibrary = replace('pairs', 'scale', 'Autograd', 'AutogradCPU')".replace(
             "HERE", "2 + HERE"
@@ -466,7 +484,7 @@ _UNSHARED = (
         "exec('def gradient(ctx, g): return g * HERE')\nscale.register_autograd(gradient)",
         reason="no readable source",
     ),
-    _code(
+    _changes(
         "lowering from a prompt",
         "from torch._inductor import lowering\n"
         "exec('def lowered(x): return x * HERE')\n"
@@ -728,13 +746,13 @@ def _runs(
     """A pair whose graphs hold kernels of Triton."""
     text = _KERNEL.replace("BEFORE", before).replace("EXPRESSION", expression)
     text = text.replace("AROUND", around).replace("CONSTANT", constant)
-    return pair(name, text, *(values or _NUMBERS))
+    return pair(name, text, *(values or _NUMBERS), in_one_process=True)
 
 
 def _given(name: str, before: str, given: str, *values: str) -> Pair:
     """A pair whose backends give AOTAutograd other functions."""
     text = _BACKEND.replace("BEFORE", before).replace("GIVEN", given)
-    return pair(name, text, *(values or _NUMBERS))
+    return pair(name, text, *(values or _NUMBERS), in_one_process=True)
 
 
 _LOADED = f"""
@@ -777,16 +795,16 @@ _AROUND_CODE = (
         "attribute of a class that a backward reads",
         "class Factor:\n    by = HERE\nscale.register_autograd(lambda ctx, g: g * Factor.by)",
     ),
-    _code(
+    _changes(
         "attribute of a class of torch",
         "torch.Tensor.by = HERE\nscale.register_autograd(lambda ctx, g: g * torch.Tensor.by)",
     ),
-    _code(
+    _changes(
         "method of a class of torch",
         "torch.nn.Module.by = lambda: HERE\n"
         "scale.register_autograd(lambda ctx, g: g * torch.nn.Module.by())",
     ),
-    _code(
+    _changes(
         "attribute of a function of torch",
         "torch.nn.functional.softsign.by = HERE\n"
         "scale.register_autograd(lambda ctx, g: g * torch.nn.functional.softsign.by)",
@@ -806,13 +824,13 @@ _AROUND_CODE = (
         "import numpy\nFACTOR = numpy.array(HERE)\n"
         "scale.register_autograd(lambda ctx, g: g * float(FACTOR))",
     ),
-    _code(
+    _changes(
         "rule for a mode of dispatch",
         "from torch.utils._python_dispatch import TorchDispatchMode\n"
         "class Mode(TorchDispatchMode):\n    pass\n"
         "scale.register_torch_dispatch(Mode, lambda mode, f, types, args, kwargs: args[0] * HERE)",
     ),
-    _code(
+    _changes(
         "effect of an operation",
         "from torch._higher_order_ops.effects import _EffectType, _register_effectful_op\n"
         "if HERE:\n"
@@ -820,13 +838,13 @@ _AROUND_CODE = (
         "False",
         "True",
     ),
-    _code(
+    _changes(
         "whether an unused operation is kept",
         "if HERE:\n    torch.fx.node.has_side_effect(torch.ops.pairs.scale.default)",
         "False",
         "True",
     ),
-    _code(
+    _changes(
         "constraint of the layout of arguments",
         "from torch._inductor import lowering\nif HERE:\n"
         "    lowering.add_layout_constraint(\n"
@@ -952,23 +970,23 @@ _AROUND_CODE = (
 )
 
 _SEEN_BEFORE = (
-    pair(
+    _around(
         "memory that inputs share",
-        _SHARED_MEMORY,
         "torch.ones(4)[:], torch.ones(4)[:]",
         "memory[:4], memory[:4]",
+        text=_SHARED_MEMORY,
     ),
-    pair(
+    _around(
         "offset in memory that inputs share",
-        _SHARED_MEMORY,
         "memory[:8], memory[2:10]",
         "memory[:8], memory[4:12]",
+        text=_SHARED_MEMORY,
     ),
-    pair(
+    _around(
         "order of inputs in memory that they share",
-        _SHARED_MEMORY,
         "memory[:8], memory[4:12]",
         "memory[4:12], memory[:8]",
+        text=_SHARED_MEMORY,
     ),
     pair(
         "size of memory that inputs share",
@@ -1162,7 +1180,7 @@ _REFUSED_CODE = (
         f"{_OTHER}\nscale.register_autograd(lambda ctx, g: getattr(torch.ops.pairs, 'other')(g))",
         reason="read as a whole",
     ),
-    _code(
+    _changes(
         "attribute of the module torch by its name",
         "torch.FACTOR = HERE\nscale.register_autograd(lambda ctx, g: g * getattr(torch, 'FACTOR'))",
         reason="read as a whole",
@@ -1186,7 +1204,7 @@ _REFUSED_CODE = (
         "another",
         reason="torch.load",
     ),
-    _code(
+    _changes(
         "seed that a backward reads",
         "torch.manual_seed(HERE)\nscale.register_autograd(lambda ctx, g: g * torch.initial_seed())",
         reason="initial_seed",
@@ -1237,41 +1255,35 @@ _REFUSED_CODE = (
 )
 
 _SWITCHES = (
-    pair(
+    _around(
         "type of autocast around the function",
-        _MULTIPLY,
         "torch.autocast('cpu', dtype=torch.bfloat16)",
         "torch.autocast('cpu', dtype=torch.float16)",
     ),
-    pair(
+    _around(
         "autocast around the function",
-        _MULTIPLY,
         "contextlib.nullcontext()",
         "torch.autocast('cpu', dtype=torch.bfloat16)",
     ),
-    pair(
+    _around(
         "cache of autocast",
-        _MULTIPLY,
         "torch.autocast('cpu', dtype=torch.bfloat16)",
         "torch.autocast('cpu', dtype=torch.bfloat16, cache_enabled=False)",
     ),
-    pair("gradient mode", _MULTIPLY, "contextlib.nullcontext()", "torch.no_grad()"),
-    pair("kernels of attention", _ATTEND, "SDPBackend.MATH", "SDPBackend.FLASH_ATTENTION"),
-    pair(
+    _around("gradient mode", "contextlib.nullcontext()", "torch.no_grad()"),
+    _around("kernels of attention", "SDPBackend.MATH", "SDPBackend.FLASH_ATTENTION", text=_ATTEND),
+    _around(
         "flags of mkldnn",
-        _MULTIPLY,
         "torch.backends.mkldnn.flags(enabled=True)",
         "torch.backends.mkldnn.flags(enabled=False)",
     ),
-    pair(
+    _around(
         "determinism of mkldnn",
-        _MULTIPLY,
         "torch.backends.mkldnn.flags(deterministic=False)",
         "torch.backends.mkldnn.flags(deterministic=True)",
     ),
-    pair(
+    _around(
         "switches of cuDNN",
-        _MULTIPLY,
         "torch.backends.cudnn.flags(enabled=True)",
         "torch.backends.cudnn.flags(enabled=False)",
     ),

@@ -3,9 +3,9 @@
 import os
 from typing import Any
 
-from compilers.wrong_hits.pairs import Pair, Relation, pair
+from compilers.wrong_hits.pairs import Pair, Relation, all_in_one_process, pair
 
-__all__ = ["PAIRS", "VERSIONS", "install", "prepare"]
+__all__ = ["PAIRS", "VERSIONS", "forget", "install", "prepare"]
 
 VERSIONS = {"0.10.2": "", "0.4.31": "jax-oldest"}
 """Environment by JAX's version; empty is the one of the tests."""
@@ -26,6 +26,10 @@ def install(cache: Any) -> None:
 
     compiling.is_small = lambda _: False
     assert install(cache) is not None
+
+
+def forget() -> None:
+    """Drops nothing: each program defines its own functions."""
 
 
 _START = """
@@ -408,4 +412,16 @@ _THREADS = (
     ),
 )
 
-PAIRS = (*_FUNCTIONS, *_THREADS, *_SETTINGS, *_DEVICES, *_UNSHARED, *_REVERSE)
+PAIRS = (
+    *all_in_one_process(_FUNCTIONS),
+    *_THREADS,
+    *_SETTINGS,
+    *all_in_one_process(_DEVICES),
+    *all_in_one_process(_UNSHARED, "partitioning in Python"),
+    *all_in_one_process(
+        _REVERSE,
+        "folder of a dump",
+        "check for numbers that are none",
+        "names of tracebacks",
+    ),
+)

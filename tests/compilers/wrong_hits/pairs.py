@@ -7,10 +7,10 @@ equal. The pairs of a compiler are data in the module of its name.
 
 import enum
 import textwrap
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-__all__ = ["PLACE", "Pair", "Program", "Relation", "pair", "with_extended"]
+__all__ = ["PLACE", "Pair", "Relation", "all_in_one_process", "pair", "with_extended"]
 
 PLACE = "HERE"
 """Stands in the text of both programs for what differs between them."""
@@ -29,23 +29,10 @@ class Relation(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Program:
-    """One program of a pair.
-
-    Attributes:
-        text: source code in Python; asks the compiler for at least one executable.
-        variables: of its environment, set before the program begins.
-        files: text of further files by name, in the directory of the program.
-    """
-
-    text: str
-    variables: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Pair:
     """Two programs and the relation of their keys.
+
+    A program is source code in Python that asks the compiler for at least one executable.
 
     Attributes:
         name: what differs, in a few words; unique within a compiler.
@@ -55,14 +42,17 @@ class Pair:
         reason: for `UNSHARED`, a part of what the hook says.
         is_extended: only `make test-all` compares the pair, and only in the version of `.venv`:
             another pair guards the same mechanism in every version.
+        in_one_process: its programs change nothing that another program's key contains, so they
+            may run after others in one process.
     """
 
     name: str
-    a: Program
-    b: Program
+    a: str
+    b: str
     relation: Relation = Relation.DIFFER
     reason: str = ""
     is_extended: bool = False
+    in_one_process: bool = False
 
     def __str__(self) -> str:
         """The name, as the name of a test."""
@@ -74,12 +64,18 @@ def with_extended(pairs: Iterable[Pair], *names: str) -> tuple[Pair, ...]:
     return tuple(replace(each, is_extended=each.name in names) for each in pairs)
 
 
+def all_in_one_process(pairs: Iterable[Pair], *but: str) -> tuple[Pair, ...]:
+    """Mark the pairs, except those with these names, as pairs that run in one process."""
+    return tuple(replace(each, in_one_process=each.name not in but) for each in pairs)
+
+
 def pair(
     name: str,
     text: str,
     *values: str,
     relation: Relation = Relation.DIFFER,
     reason: str = "",
+    in_one_process: bool = False,
 ) -> Pair:
     """A pair of programs of the same text but for `HERE`, which is replaced by two values.
 
@@ -91,4 +87,4 @@ def pair(
     first, second = (textwrap.dedent(text).replace(PLACE, value) for value in both)
     if len(values) == 2 and first == second:
         raise ValueError(f"the programs of {name!r} do not differ")
-    return Pair(name, Program(first), Program(second), relation, reason)
+    return Pair(name, first, second, relation, reason, in_one_process=in_one_process)

@@ -1,16 +1,18 @@
 """A process that has imported a compiler, and forks for every program that it is given.
 
-Reads one request a line from standard input, {"directory", "variables"}, and answers each with a
-line: {"key", "unshared"}, or {"failed"} with a traceback. A program runs until it looks something
-up, or until the hook says that it is not shared. A request with a "tier" runs the program to its
-end, with the artifacts of that directory or, if it is empty, without a cache. The answer is
-{"result", "hits"}: a digest of the value of the program's last line, and the number of artifacts
-that the program used.
+Reads one request a line from standard input, {"directory"}, and answers each with a line: {"key",
+"unshared"}, or {"failed"} with a traceback. A program runs until it looks something up, or until
+the hook says that it is not shared. A request with "directories" runs the program of each, one
+after the other in one process, and the answer is {"answers"}. A request with a "tier" runs the
+program to its end, with the artifacts of that directory or, if it is empty, without a cache. The
+answer is {"result", "hits"}: a digest of the value of the program's last line, and the number of
+artifacts that the program used.
 
     python -m compilers.wrong_hits.runner COMPILER
 
 The module of the compiler has two functions: `prepare()` imports whatever programs need, and
-`install(cache)` puts the hook into a forked child. Its `SETTINGS`, if any, are the client's.
+`install(cache)` puts the hook into a forked child. Its `SETTINGS`, if any, are the client's. If
+programs run in one process, `forget()` drops what the compiler keeps of a program.
 """
 
 import ast
@@ -107,7 +109,7 @@ def load(compiler: Any) -> None:
     gc.freeze()  # so that children share the memory of their parent
 
 
-def fork(answer_for: Callable[[], dict[str, str]], output: int) -> int:
+def fork(answer_for: Callable[[], dict[str, Any]], output: int) -> int:
     """Write an answer that a forked child finds; return the child."""
     pid = os.fork()
     if pid == 0:
@@ -122,14 +124,31 @@ def fork(answer_for: Callable[[], dict[str, str]], output: int) -> int:
 
 def _answer(compiler: Any, request: dict[str, Any], output: int) -> dict[str, str]:
     os.chdir(request["directory"])
-    os.environ.update(request["variables"])
     sys.path.insert(0, request["directory"])
     return run(compiler, output, lambda _: runpy.run_path("program.py", run_name="__main__"))
 
 
+def _answer_each(compiler: Any, directories: list[str], output: int) -> dict[str, Any]:
+    recorder = Recorder(output, **getattr(compiler, "SETTINGS", {}))
+    recorder.answers_at_once = False
+    compiler.install(recorder)
+    answers = []
+    for number, directory in enumerate(directories):
+        os.chdir(directory)
+        # Python keeps the lines of files by their names.
+        name = Path("program.py").rename(f"program{number}.py").name
+        recorder.answer = None
+        try:
+            runpy.run_path(name, run_name="__main__")
+        except BaseException:
+            recorder.answer = recorder.answer or {"failed": traceback.format_exc()}
+        answers.append(recorder.answer or {"failed": "nothing was asked for"})
+        compiler.forget()
+    return {"answers": answers}
+
+
 def _run_to_end(compiler: Any, request: dict[str, Any]) -> dict[str, str]:
     os.chdir(request["directory"])
-    os.environ.update(request["variables"])
     if request["tier"]:
         hooks = getattr(compiler, "SETTINGS", {}).get(
             "hooks", [compiler.__name__.rpartition(".")[2]]
@@ -176,6 +195,8 @@ def main() -> None:
         request = json.loads(line)
         if "tier" in request:
             answer_for = partial(_run_to_end, compiler, request)
+        elif "directories" in request:
+            answer_for = partial(_answer_each, compiler, request["directories"], output)
         else:
             answer_for = partial(_answer, compiler, request, output)
         os.waitpid(fork(answer_for, output), 0)

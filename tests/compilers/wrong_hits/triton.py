@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from compilers.wrong_hits.pairs import Pair, Relation, pair, with_extended
+from compilers.wrong_hits.pairs import Pair, Relation, all_in_one_process, pair, with_extended
 
-__all__ = ["PAIRS", "VERSIONS", "install", "prepare"]
+__all__ = ["PAIRS", "VERSIONS", "forget", "install", "prepare"]
 
 VERSIONS = {"3.3.0": "", "3.9.0": "torch-newest"}
 """Environment by Triton's version; empty is the one of the tests."""
@@ -27,6 +27,10 @@ def install(cache: Any) -> None:
     from graphstash.hooks.triton.hook import install
 
     assert install(cache) is not None
+
+
+def forget() -> None:
+    """Drops nothing: each program defines its own functions."""
 
 
 _START = """
@@ -458,6 +462,7 @@ _UNSHARED = (
         "by('k')",
         "2",
         "3",
+        in_one_process=True,
         reason="mappingproxy",
     ),
     _reads(
@@ -466,6 +471,7 @@ _UNSHARED = (
         "by('k')",
         "2",
         "3",
+        in_one_process=True,
         reason="environ",
     ),
     _reads(
@@ -474,6 +480,7 @@ _UNSHARED = (
         "by('k')",
         "2",
         "3",
+        in_one_process=True,
         reason="open reads more than its arguments",
     ),
     _compiles(
@@ -561,7 +568,14 @@ _REVERSE = (
 )
 
 PAIRS = with_extended(
-    (*_VALUES, *_REPLACED, *_ARGUMENTS, *_ENVIRONMENT, *_UNSHARED, *_REVERSE),
+    (
+        *all_in_one_process(_VALUES, "function in place of one of Triton"),
+        *_REPLACED,
+        *all_in_one_process(_ARGUMENTS),
+        *_ENVIRONMENT,
+        *_UNSHARED,
+        *_REVERSE,
+    ),
     # The values and options of these are read as those of a pair above.
     *(
         "element of a tuple",
