@@ -16,6 +16,7 @@ TWO_WORKERS = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
 class TestInductor(HookContract):
     case = "inductor:training"
     keywords: ClassVar = {"matmul": True}  # the C++ compiler takes most of the time of other graphs
+    cold_under = "fork:inductor"  # `built` goes the whole way of a user
     programs = GRAPHS
     package = "torch"
     cannot: ClassVar = {
