@@ -306,14 +306,14 @@ async def test_a_server_that_runs_for_an_hour_a_day_deletes_by_age(opened):
         await server.put(b"blob")
         await rounds(opened.clock, server, days=1)
     believed = []
-    for _ in range(20):
+    for _ in range(14):
         opened.clock.jump(23 * HOUR_SECONDS)
         async with opened(retain_days=10) as server:
             for _ in range(3):
                 await server.context.maintenance.run_once()
                 opened.clock.turn(1200)
             believed.append(not server.context.plausible_clock.is_suspended)
-    assert sum(believed) >= 5
+    assert sum(believed) >= 3
     async with opened() as server:
         assert await server.get() is None
 
@@ -323,7 +323,7 @@ async def test_a_clock_that_jumps_at_every_start_is_not_believed(opened):
     async with opened(retain_days=30) as server:
         await server.put(b"blob")
         await rounds(opened.clock, server, days=1)
-    for _ in range(20):
+    for _ in range(8):
         opened.clock.jump(20 * DAY_SECONDS)
         async with opened(retain_days=30) as server:
             await server.context.maintenance.run_once()
@@ -332,7 +332,7 @@ async def test_a_clock_that_jumps_at_every_start_is_not_believed(opened):
             assert server.context.plausible_clock.is_suspended
             assert await server.get() == b"blob"
             jump = server.context.plausible_clock.jump
-    assert jump > 399 * DAY
+    assert jump > 159 * DAY
 
 
 async def test_a_chore_that_a_wrong_clock_planned_for_a_later_year_is_due(opened):
