@@ -1,5 +1,6 @@
 """A wrong clock destroys nothing: clocks of real servers that jump, and what the servers keep."""
 
+import re
 import sqlite3
 from datetime import UTC, datetime, timedelta
 
@@ -333,6 +334,30 @@ async def test_a_clock_that_jumps_at_every_start_is_not_believed(opened):
             assert await server.get() == b"blob"
             jump = server.context.plausible_clock.jump
     assert jump > 159 * DAY
+
+
+@ON_SQLITE
+@pytest.mark.parametrize(("up_seconds", "believed_days"), [(600, 0.5), (7200, 3)])
+async def test_a_start_believes_time_off_by_earlier_uptime_and_three_days_at_most(
+    opened, up_seconds, believed_days
+):
+    async def hours_to_wait(server):
+        await server.context.plausible_clock.observe()
+        state = server.context.plausible_clock.state
+        return float(re.search(r"they believe it in ([\d.]+) hours", state)[1])
+
+    async with opened() as server:
+        await server.context.plausible_clock.observe()
+    opened.clock.jump(10 * DAY_SECONDS)
+    async with opened() as server:
+        await server.context.plausible_clock.observe()
+        opened.clock.turn(up_seconds)
+        before = await hours_to_wait(server)
+    opened.clock.jump(10 * DAY_SECONDS)
+    async with opened() as server:
+        waits_longer = await hours_to_wait(server) - before
+    # A running server believes ten days in a day, and rounds what it says to 0.1 hours.
+    assert waits_longer == pytest.approx((10 - believed_days) * 24 / 10, abs=0.15)
 
 
 async def test_a_chore_that_a_wrong_clock_planned_for_a_later_year_is_due(opened):
