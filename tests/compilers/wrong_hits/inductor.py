@@ -237,6 +237,38 @@ scale.register_autograd(gradient(HERE))
         "factor = Factor(HERE)\nscale.register_autograd(lambda ctx, g: g * factor.by)",
     ),
     _code(
+        "attribute that a program gives all tensors",
+        "torch.Tensor.by = HERE\nscale.register_autograd(lambda ctx, g: g * g.by)",
+    ),
+    _code(
+        "method that a program gives all tensors",
+        "torch.Tensor.scaled = lambda g: g * HERE\n"
+        "scale.register_autograd(lambda ctx, g: g.scaled())",
+    ),
+    _code(
+        "property that a method given to all tensors reads",
+        "torch.Tensor.scaled = lambda g: g * g.by\ntorch.Tensor.by = property(lambda g: HERE)\n"
+        "scale.register_autograd(lambda ctx, g: g.scaled())",
+    ),
+    _code(
+        "operator of all tensors",
+        "torch.Tensor.__matmul__ = lambda g, by: g * HERE\n"
+        "scale.register_autograd(lambda ctx, g: g @ g)",
+    ),
+    _code(
+        "method of all tensors that is another one of torch",
+        "torch.Tensor.norm = torch.Tensor.HERE\nscale.register_autograd(lambda ctx, g: g.norm())",
+        "sin",
+        "cos",
+        relation=Relation.UNSHARED,
+        reason="Tensor.norm: a builtins.method_descriptor",
+    ),
+    _code(
+        "attribute that a program gives all contexts",
+        "torch.autograd.function.FunctionCtx.by = HERE\n"
+        "scale.register_autograd(lambda ctx, g: g * ctx.by)",
+    ),
+    _code(
         "method of a class that a backward uses",
         "class Factor:\n    def by(self):\n        return HERE\n"
         "factor = Factor()\nscale.register_autograd(lambda ctx, g: g * factor.by())",
@@ -1368,6 +1400,13 @@ _EQUAL = Relation.EQUAL
 _REVERSE = (
     pair("nothing but the host", _SWITCH, _PLAIN, relation=_EQUAL),
     pair("comment", _SWITCH, "# one", "# another", relation=_EQUAL),
+    _code(
+        "method given to all tensors that no code of an operation reads",
+        "torch.Tensor.shown = HERE\nscale.register_autograd(lambda ctx, g: g * 2)",
+        "lambda g: 2",
+        "lambda g: 3",
+        relation=_EQUAL,
+    ),
     _lowers(
         "decompositions that are gone after torch's copy of the table",
         "from torch._inductor.decomposition import fast_random_decomps\n"

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator
 from functools import cache
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, NamedTuple
 
@@ -47,6 +48,7 @@ from graphstash.hooks.inductor.registries import (
     registered_for_torch,
     tables,
 )
+from graphstash.hooks.inductor.tensor_class import members_of_program
 
 __all__ = ["Registrations", "registrations", "user_code_of"]
 
@@ -86,18 +88,27 @@ _MAX_CONSTANT: Final = 64 * 1024**2
 
 
 class _Describer(CodeDescriber):
-    """Describes values of torch, and records the user's operations among them."""
+    """Describes values of torch, and records what it met.
+
+    Attributes:
+        operations: the user's operations, by name.
+        namespaces: namespaces of torch's operations.
+        names: names that the user's code reads. None if there is no such code.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch", "triton")
         self.operations: dict[str, Any] = {}
         self.namespaces = {"aten"}
+        self.names: set[str] | None = None
         self._of_program = operations_of_program()
 
     def add(self, other: "_Describer") -> None:
-        """Add the operations that another describer recorded."""
+        """Add what another describer recorded."""
         self.operations = other.operations | self.operations
         self.namespaces |= other.namespaces
+        if other.names is not None:
+            self.names = other.names | (self.names or set())
 
     def reads_state(self, function: Any) -> str:
         module = str(getattr(function, "__module__", ""))
@@ -107,6 +118,7 @@ class _Describer(CodeDescriber):
 
     def check_names(self, names: Iterable[str]) -> None:
         super().check_names(names := tuple(names))
+        self.names = {*(self.names or ()), *names}
         if found := _STATEFUL_NAMES.intersection(names):
             raise UndescribableError(f"code reads {min(found)}")
 
@@ -216,16 +228,32 @@ def user_code_of(
     for definition in changed_definitions():
         packet = definition._opoverload.overloadpacket
         describer.operations.setdefault(packet._qualified_op_name, packet)
-    described: set[str] = set()
-    while remaining := sorted(set(describer.operations) - described):
-        described.update(remaining)
-        lines += [_operation(describer, describer.operations[name], name) for name in remaining]
+    lines += _operations(describer)
     lines += [
         f"library {each.digest}"
         for each in libraries()
         if any(each.registers_in(namespace) for namespace in sorted(describer.namespaces))
     ]
     return "\n".join(lines)
+
+
+def _operations(describer: _Describer) -> Iterator[str]:
+    """Describe the recorded operations, the code that theirs reads from arguments, and so on."""
+    described: set[str] = set()
+    while True:
+        operations = sorted(set(describer.operations) - described)
+        read = () if describer.names is None else members_of_program(describer.names)
+        members = [(place, value) for place, value in read if place not in described]
+        if not operations and not members:
+            return
+        described.update(operations, (place for place, _ in members))
+        for name in operations:
+            yield _operation(describer, describer.operations[name], name)
+        for place, value in sorted(members, key=itemgetter(0)):
+            try:
+                yield f"{place}={describer.describe(value)}"
+            except UndescribableError as error:
+                raise UndescribableError(f"{place}: {error}") from error
 
 
 def _relations(inputs: list[Any]) -> Iterator[str]:
