@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard.backend_c
 
+from graphstash.hooks.torch_xla import answering
 from graphstash.hooks.torch_xla import gate as gate_module
 from graphstash.hooks.torch_xla import stub as stub_module
 from graphstash.hooks.torch_xla.elf import find_slot, libc_function, read_pointer
@@ -126,16 +127,18 @@ def test_caller_continues_if_python_cannot_run(slot, open_gate, tmp_path):
 
 def test_request_given_up_is_still_answered_in_order(slot, open_gate, tmp_path, monkeypatch):
     monkeypatch.setattr(gate_module, "_HEARTBEATS_PER_LIVENESS", 0.01)
+    may_finish = threading.Event()
     finished: list[str] = []
 
     def answer(path):
-        time.sleep(1)
+        may_finish.wait(60)
         finished.append(Path(path).name)
 
     gate = open_gate(answer, liveness_seconds=0.3)
     for name in ("one", "two"):
         slot.call(tmp_path / name)
     assert gate.give_ups == 2
+    may_finish.set()
     until(lambda: len(finished) == 2)
     assert finished == ["one", "two"]
 
@@ -175,7 +178,8 @@ def test_closing_restores_the_slot_and_ends_threads_and_descriptors(slot, open_g
     assert open_descriptors() == descriptors
 
 
-def test_closing_releases_waiting_caller(slot, open_gate, tmp_path):
+def test_closing_releases_waiting_caller(slot, open_gate, tmp_path, monkeypatch):
+    monkeypatch.setattr(answering, "_LEAVE_SECONDS", 0.1)  # the answer outlasts `close`
     asked, may_end = threading.Event(), threading.Event()
 
     def answer(path):
@@ -188,9 +192,9 @@ def test_closing_releases_waiting_caller(slot, open_gate, tmp_path):
     caller.start()
     assert asked.wait(60)
     gate.close()
-    caller.join(60)
-    may_end.set()
+    caller.join(30)
     assert results == [-1]
+    may_end.set()
 
 
 def test_closing_keeps_slot_changed_by_another_tool(slot, open_gate):
