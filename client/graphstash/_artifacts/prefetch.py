@@ -16,7 +16,7 @@ from functools import partial
 from operator import itemgetter
 from random import uniform
 from time import monotonic, sleep, time
-from typing import Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from graphstash._artifacts.envelope import Nowhere
 from graphstash._artifacts.reader import Fetched, Reader
@@ -24,7 +24,10 @@ from graphstash._artifacts.stash import Stash
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable
 from graphstash.errors import BusyError, CacheError, Reason
-from graphstash_schema import ArtifactInfo, ArtifactKey, ManifestEntry
+from graphstash_schema import ArtifactKey
+
+if TYPE_CHECKING:
+    from graphstash_schema import ArtifactInfo, ManifestEntry
 
 __all__ = ["Outcome", "Prefetch", "value_of"]
 
@@ -102,7 +105,7 @@ class Prefetch:
                 self._end_wait()
                 return result
 
-    def fetch_best(self, entries: Iterable[ManifestEntry]) -> None:
+    def fetch_best(self, entries: "Iterable[ManifestEntry]") -> None:
         """Download the artifacts of a manifest that this host lacks, the most valuable first.
 
         Each writer of the manifest gets an equal share of the bytes: a writer can list artifacts
@@ -221,8 +224,8 @@ class Prefetch:
 
 
 def _shared(
-    found: Iterable[ArtifactInfo], writers: Mapping[ArtifactKey, int | None]
-) -> Sequence[ArtifactInfo]:
+    found: "Iterable[ArtifactInfo]", writers: Mapping[ArtifactKey, int | None]
+) -> "Sequence[ArtifactInfo]":
     """Reorder artifacts so that the writers who listed them get equal shares of the bytes.
 
     Fair queueing: sort by the time at which each download would end if all writers' queues shared
@@ -237,7 +240,7 @@ def _shared(
     return [info for _, info in sorted(turns, key=itemgetter(0))]
 
 
-def _value(info: ArtifactInfo) -> float:
+def _value(info: "ArtifactInfo") -> float:
     return value_of(info.compile_seconds or 0.0, info.size_bytes)
 
 
