@@ -162,7 +162,10 @@ _NUMBERS = "2", "3"
 
 
 def _code(name: str, before: str, *values: str, text: str = _BACKWARD, **how: Any) -> Pair:
-    """A pair with different custom operations. Without `values`, one number differs."""
+    """A pair with different custom operations. Without `values`, one number differs.
+
+    Its programs run in one process with those of other pairs: if they change torch, use `_changes`.
+    """
     how = {"in_one_process": True} | how
     return pair(name, f"{_DEFINE}\n{before}\n{text}", *(values or _NUMBERS), **how)
 
@@ -236,26 +239,26 @@ scale.register_autograd(gradient(HERE))
         "class Factor:\n    def __init__(self, by):\n        self.by = by\n"
         "factor = Factor(HERE)\nscale.register_autograd(lambda ctx, g: g * factor.by)",
     ),
-    _code(
+    _changes(
         "attribute that a program gives all tensors",
         "torch.Tensor.by = HERE\nscale.register_autograd(lambda ctx, g: g * g.by)",
     ),
-    _code(
+    _changes(
         "method that a program gives all tensors",
         "torch.Tensor.scaled = lambda g: g * HERE\n"
         "scale.register_autograd(lambda ctx, g: g.scaled())",
     ),
-    _code(
+    _changes(
         "property that a method given to all tensors reads",
         "torch.Tensor.scaled = lambda g: g * g.by\ntorch.Tensor.by = property(lambda g: HERE)\n"
         "scale.register_autograd(lambda ctx, g: g.scaled())",
     ),
-    _code(
+    _changes(
         "operator of all tensors",
         "torch.Tensor.__matmul__ = lambda g, by: g * HERE\n"
         "scale.register_autograd(lambda ctx, g: g @ g)",
     ),
-    _code(
+    _changes(
         "method of all tensors that is another one of torch",
         "torch.Tensor.norm = torch.Tensor.HERE\nscale.register_autograd(lambda ctx, g: g.norm())",
         "sin",
@@ -263,7 +266,7 @@ scale.register_autograd(gradient(HERE))
         relation=Relation.UNSHARED,
         reason="Tensor.norm: a builtins.method_descriptor",
     ),
-    _code(
+    _changes(
         "attribute that a program gives all contexts",
         "torch.autograd.function.FunctionCtx.by = HERE\n"
         "scale.register_autograd(lambda ctx, g: g * ctx.by)",
@@ -1400,7 +1403,7 @@ _EQUAL = Relation.EQUAL
 _REVERSE = (
     pair("nothing but the host", _SWITCH, _PLAIN, relation=_EQUAL),
     pair("comment", _SWITCH, "# one", "# another", relation=_EQUAL),
-    _code(
+    _changes(
         "method given to all tensors that no code of an operation reads",
         "torch.Tensor.shown = HERE\nscale.register_autograd(lambda ctx, g: g * 2)",
         "lambda g: 2",
