@@ -150,17 +150,23 @@ def test_a_put_that_fails_does_not_end_the_compilation(host, monkeypatch):
         assert a.stats.fallbacks == {"internal": 2}
 
 
+def _fail(*args, **kwargs):  # the key describes it: it replaces a function of the compiler
+    raise RuntimeError("no code")
+
+
 def test_a_lease_is_held_while_a_graph_is_compiled_and_not_when_that_fails(
     host, quiet, monkeypatch
 ):
     held = []
 
-    def fail(*args, **kwargs):
+    def end():
         held.append(quiet.leases_held())
-        raise RuntimeError("no code")
+        ended()
 
     with host("a", url=quiet.url) as a:
-        monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", fail)
+        ended = a.hook._entries._exchange.end
+        monkeypatch.setattr(a.hook._entries._exchange, "end", end)
+        monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", _fail)
         with pytest.raises(Exception, match="no code"):
             compute()
         for lease in a.cache._leases:

@@ -1,5 +1,6 @@
 """Pairs of programs for torch.compile."""
 
+import textwrap
 from typing import Any
 
 from compilers.wrong_hits.pairs import Pair, Relation, pair, with_extended
@@ -759,9 +760,32 @@ torch.compile(lambda x: x.sum(0))(x)
 """
 
 
+_PATCHED = """
+import contextlib
+import functools
+import sys
+import types
+import unittest.mock
+import torch
+import torch._inductor.codegen.cpp as cpp
+import torch._inductor.graph as lowered
+from torch._inductor.codegen.cpp import CppKernel, CppVecKernel
+from torch._inductor.graph import GraphLowering
+
+BEFORE
+torch.compile(lambda x: x.sin())(torch.ones(4))
+"""
+
+
 def _noted(name: str, before: str, graph: str, after: str, *values: str, **how: Any) -> Pair:
     """A pair that changes something after another graph."""
     text = _NOTED.replace("BEFORE", before).replace("GRAPH", graph).replace("AFTER", after)
+    return pair(name, text, *(values or _NUMBERS), **how)
+
+
+def _patched(name: str, statement: str, *values: str, **how: Any) -> Pair:
+    """A pair that replaces something inside torch's compiler."""
+    text = _PATCHED.replace("BEFORE", statement)
     return pair(name, text, *(values or _NUMBERS), **how)
 
 
@@ -1400,6 +1424,148 @@ _SWITCHES = (
 
 _EQUAL = Relation.EQUAL
 
+_METHOD = "load = CppVecKernel.load\nCppVecKernel.load = lambda *given: [HERE, load(*given)][1]"
+
+_IN_COMPILER = (
+    _patched("method of a class of the compiler", _METHOD),
+    _patched(
+        "method of a class of the compiler, in one program",
+        "if HERE:\n    CppVecKernel.load = lambda *given: None",
+        "False",
+        "True",
+    ),
+    _patched(
+        "function of a module of the compiler",
+        "from torch._inductor.fx_passes import joint_graph\n"
+        "joint_graph.joint_graph_passes = lambda graph: [HERE, graph][1]",
+    ),
+    _patched(
+        "function of torch's references",
+        "import torch._refs\ntorch._refs.sin = lambda x: x * HERE",
+    ),
+    _patched(
+        "function that traces for torch.compile",
+        "import torch._functorch.partitioners as made\n"
+        "made.default_partition = lambda *given, **more: HERE",
+    ),
+    _patched(
+        "function that a patch of the compiler calls",
+        "helper = lambda: HERE\nGraphLowering.codegen = lambda self: helper()",
+    ),
+    _patched(
+        "closure of a patch of the compiler",
+        "def patch(number):\n    return lambda self: number\nGraphLowering.codegen = patch(HERE)",
+    ),
+    _patched(
+        "patch that changes a setting while it runs",
+        "from torch._inductor import config\nfrom torch._inductor.scheduler import Scheduler\n"
+        "def patch(self):\n    with config.patch('triton.store_cubin', False):\n"
+        "        self.scheduler = Scheduler(self.operations[HERE:])\n"
+        "GraphLowering._update_scheduler = patch",
+    ),
+    _patched(
+        "class of the compiler",
+        "class Mine(GraphLowering):\n    def codegen(self):\n        return HERE\n"
+        "lowered.GraphLowering = Mine",
+    ),
+    *(
+        _patched(
+            f"patch of the compiler in a {label}",
+            "def patch(self):\n    return HERE\nGraphLowering.codegen = WRAPPED".replace(
+                "WRAPPED", wrapped
+            ),
+        )
+        for label, wrapped in {
+            "wrapper of torch": "torch._dynamo.disable(patch)",
+            "context of torch": "torch.no_grad()(patch)",
+            "partial": "functools.partial(patch, None)",
+            "cache": "functools.cache(patch)",
+            "property": "property(patch)",
+            "static method": "staticmethod(patch)",
+            "context manager": "contextlib.contextmanager(patch)",
+        }.items()
+    ),
+    _patched(
+        "method of the compiler in place of another one",
+        "CppVecKernel.load = HERE.load",
+        "CppVecKernel",
+        "CppKernel",
+    ),
+    _patched(
+        "method of the compiler that is gone",
+        "if HERE:\n    del CppVecKernel.load",
+        "False",
+        "True",
+    ),
+    _noted(
+        "method of the compiler after the first key",
+        "from torch._inductor.graph import GraphLowering",
+        "lambda x: x.sin()",
+        "GraphLowering.codegen = lambda self: HERE",
+    ),
+    _noted(
+        "method of the compiler that gets another patch after the first key",
+        "from torch._inductor.graph import GraphLowering\nGraphLowering.codegen = lambda self: 2",
+        "lambda x: x.sin()",
+        "GraphLowering.codegen = lambda self: HERE",
+    ),
+    _patched(
+        "patch of the compiler without readable source",
+        "made = {}\nexec('def patch(self): return HERE', made)\n"
+        "GraphLowering.codegen = made['patch']",
+        reason=r"torch\._inductor\.graph\.GraphLowering\.codegen: patch has no readable source",
+    ),
+    _patched(
+        "patch that runs in a module of the compiler",
+        "exec('def codegen(self): return HERE', vars(lowered))\n"
+        "GraphLowering.codegen = lowered.codegen",
+        reason=r"codegen runs as a part of torch\._inductor\.graph",
+    ),
+    _patched(
+        "function of the compiler with other globals",
+        "code = GraphLowering.codegen.__code__\n"
+        "GraphLowering.codegen = types.FunctionType(code, {**vars(lowered), 'V': HERE})",
+        reason=r"codegen runs as a part of torch\._inductor\.graph",
+    ),
+    _patched(
+        "mock in the compiler",
+        "GraphLowering.codegen = unittest.mock.MagicMock(return_value=HERE)",
+        reason=r"torch\._inductor\.graph\.GraphLowering\.codegen: a unittest\.mock",
+    ),
+    _patched(
+        "patch of the compiler that reads a file",
+        "GraphLowering.codegen = lambda self: open('HERE').read()",
+        reason=r"a program replaced torch\._inductor\.graph\.GraphLowering\.codegen: open",
+    ),
+)
+
+_NOT_IN_COMPILER = tuple(
+    _patched(name, f"if HERE:\n{textwrap.indent(statement, '    ')}", "0", "1", relation=_EQUAL)
+    for name, statement in {
+        "patch of the compiler that was undone": "codegen = GraphLowering.codegen\n"
+        "GraphLowering.codegen = lambda self: None\nGraphLowering.codegen = codegen",
+        "method that the compiler did not have and lost again": "CppVecKernel.mine = print\n"
+        "del CppVecKernel.mine",
+        "wrappers of torch around its own functions": "from torch._dynamo import eval_frame\n"
+        "patcher = getattr(eval_frame, 'TorchPatcher', None)\n"
+        "patcher.patch.__wrapped__() if patcher else None\n"
+        "GraphLowering.codegen = torch._dynamo.disable(GraphLowering.codegen)",
+        "loader of a test runner": "class Loader:\n    def __call__(self):\n        pass\n"
+        "lowered.__loader__ = Loader()",
+        "cache of a function of the compiler": "import torch._inductor.utils as made\n"
+        "for each in [*vars(made).values()]:\n    if hasattr(each, 'cache_clear'):\n"
+        "        each.cache_clear()",
+        "modules of the compiler that are imported late": "import torch._inductor.codegen.triton\n"
+        "import torch._inductor.codegen.cpp_wrapper_gpu\nimport torch._inductor.comms\n"
+        "import torch._dynamo.backends.debugging",
+        "counters and data in the compiler": "import torch._inductor.metrics as metrics\n"
+        "metrics.generated_kernel_count += 1\nlowered.mine = {'a': print}",
+        "function of torch_xla in the compiler": "def sin(x):\n    return x\n"
+        "made = types.FunctionType(sin.__code__, {'__name__': 'torch_xla.core'})\n"
+        "lowered.getattr_recursive = made",
+    }.items()
+)
+
 _REVERSE = (
     pair("nothing but the host", _SWITCH, _PLAIN, relation=_EQUAL),
     pair("comment", _SWITCH, "# one", "# another", relation=_EQUAL),
@@ -1511,6 +1677,8 @@ PAIRS = with_extended(
         *_UNSHARED,
         *_REFUSED_CODE,
         *_SWITCHES,
+        *_IN_COMPILER,
+        *_NOT_IN_COMPILER,
         *_REVERSE,
     ),
     # The registrations and switches of these are read as those of a pair above.

@@ -11,6 +11,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = [
+    "PACKAGES",
     "foreign_in",
     "is_torchs",
     "is_torchs_namespace",
@@ -31,7 +32,7 @@ _OWN: Final = frozenset(
 )
 """Namespaces of the operations in torch 2.7 and 2.15."""
 
-_PACKAGES: Final = frozenset(
+PACKAGES: Final = frozenset(
     {"functorch", "graphstash", "sympy", "torch", "torchgen", *sys.stdlib_module_names}
 ) - {"__main__"}
 """Packages whose functions belong to torch or Python."""
@@ -113,7 +114,7 @@ def _name(value: Any, depth: int = 0) -> str:  # noqa: PLR0911 - a case each
 
 def _check(module: str) -> None:
     root = module.partition(".")[0]
-    if root not in _PACKAGES:
+    if root not in PACKAGES:
         raise _ForeignError(module)
 
 

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from operator import itemgetter
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ from graphstash.hooks.inductor.registries import (
     registered_for_torch,
     tables,
 )
+from graphstash.hooks.inductor.replaced import replaced_in_torch
 from graphstash.hooks.inductor.tensor_class import members_of_program
 
 __all__ = ["Registrations", "registrations", "user_code_of"]
@@ -139,6 +140,10 @@ class _Describer(CodeDescriber):
     def _special_code(self, value: Any) -> str | None:
         if isinstance(value, BuiltinFunctionType) and value.__self__ is _FUNCTIONS:
             return f"torch.{value.__name__}"
+        if isinstance(value, MethodType):
+            for module in (config, functorch_config):  # keys contain the settings
+                if value.__self__ is module:
+                    return f"method {module.__name__}.{value.__name__}"
         for label, table in tables():  # `_operation` describes the user's entries
             if value is table:
                 return label
@@ -190,6 +195,7 @@ def registrations() -> Registrations:
     """
     describer = _Describer()
     lines = [*_functions_of_settings(describer), *registered_for_torch(describer)]
+    lines += replaced_in_torch(describer)
     return Registrations(lines, describer)
 
 

@@ -1,0 +1,496 @@
+"""Describe the functions, methods and classes that a program replaced inside torch's compiler.
+
+torch's keys hash torch's files. They do not change if a program assigns a function of its own to a
+module or a class of torch, such as `torch._inductor.graph.GraphLowering.run = mine`. This module
+finds such functions by where their code comes from, so it finds those that were assigned before the
+hook was installed. It also remembers the methods that each class had when this module first read
+it, and so finds a method that was deleted or replaced by another one of torch.
+
+It does not compare code that a program assigns to a function (`f.__code__ = ...`), values other
+than functions and classes, or the contents of lists and dictionaries. `registries` describes the
+tables of functions by operation.
+
+Every key needs the answer, and the compiler has about 1,400 modules and classes with 30,000
+members. In CPython up to 3.13, a dictionary has a version, a number that every change of the
+dictionary changes (PEP 509). A comparison of the versions takes 0.1 ms, one of all members 2 ms.
+"""
+
+import ctypes
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
+from gc import get_referents
+from itertools import compress
+from operator import ne
+from pathlib import Path
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+
+from graphstash.hooks.code import CodeDescriber, UndescribableError
+from graphstash.hooks.inductor.origins import PACKAGES, is_torchs_namespace, name_once
+
+__all__ = ["replaced_in_torch"]
+
+_COMPILER: Final = (
+    *("torch._decomp", "torch._dispatch", "torch._dynamo.backends", "torch._dynamo.utils"),
+    *("torch._dynamo.device_interface", "torch._functorch", "torch._guards"),
+    *("torch._higher_order_ops", "torch._inductor", "torch._library", "torch._meta_registrations"),
+    *("torch._native", "torch._ops", "torch._prims", "torch._prims_common", "torch._refs"),
+    *("torch._subclasses", "torch.fx", "torch.utils._ordered_set", "torch.utils._python_dispatch"),
+    *("torch.utils._pytree", "torch.utils._sympy", "torch.utils._triton"),
+)
+"""Packages and modules that take part in compiling a graph after torch has made its key."""
+
+_GENERATED: Final = "torch._inductor.runtime.compile_tasks."
+"""Package of the modules that Inductor generates."""
+
+_IMPORTED: Final = PACKAGES | {
+    *("ck4inductor", "cuda", "cutlass", "cutlass_cppgen", "cutlass_library", "einops", "filelock"),
+    *("flash_attn", "halide", "jinja2", "libfb", "mpmath", "mtia", "networkx", "numpy", "optree"),
+    *("origami", "packaging", "psutil", "pycute", "pydot", "redis", "rich", "scipy", "tabulate"),
+    *("torch_xla", "tqdm", "triton", "tvm_ffi", "typing_extensions", "yaml", "z3"),
+}
+"""Packages whose functions torch's modules import (2.7 to 2.15), and torch_xla, which replaces
+functions of torch."""
+
+_SKIPPED: Final = frozenset({"__builtins__", "__loader__", "__spec__"})
+"""Names in a module that Python or a test runner assigns."""
+
+_DATA: Final = frozenset(
+    {
+        *(bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset),
+        *(type(None), type(Ellipsis), ModuleType),
+    }
+)
+"""Types of values that hold no code, or whose contents are not compared."""
+
+_MAX_DEPTH: Final = 6
+
+_FOLDER: Final = str(Path(torch.compile.__code__.co_filename).parent)
+"""Folder of torch, as its code names it. `__file__` may differ after a move."""
+
+_ABSENT: Final = object()
+
+
+class _Owner(NamedTuple):
+    """A module or class.
+
+    Attributes:
+        place: its name.
+        table: its members.
+        first: the members that it had when it was first read.
+    """
+
+    place: str
+    table: dict[str, Any]
+    first: dict[str, Any]
+
+
+class _State(NamedTuple):
+    """What was last read. Immutable, because several threads may compile.
+
+    Attributes:
+        modules: the compiler's modules by name.
+        last: number of all modules of the process, and the name of the last one.
+        owners: the compiler's modules and classes.
+        versions: where CPython keeps the version of each owner's dictionary.
+        signature: the versions.
+        values: the members of each owner.
+        found: by number of an owner: its replaced members.
+    """
+
+    modules: dict[str, ModuleType]
+    last: tuple[int, str]
+    owners: list[_Owner]
+    versions: list[ctypes.c_uint64]
+    signature: list[int]
+    values: list[dict[str, Any]]
+    found: dict[int, list[tuple[str, Any]]]
+
+
+_state = _State({}, (0, ""), [], [], [], [], {})
+
+
+def replaced_in_torch(describer: CodeDescriber) -> Iterator[str]:
+    """Describe what a program replaced inside torch's compiler, one line each.
+
+    Raises:
+        UndescribableError: a replacement has no description. The message names its place.
+    """
+    for place, value in _replaced():
+        try:
+            yield f"{place}={_described(describer, value)}"
+        except UndescribableError as error:
+            raise UndescribableError(f"a program replaced {place}: {error}") from error
+
+
+def _described(describer: CodeDescriber, value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    if (name := None if _is_foreign(value) else name_once(value)) is not None:
+        return name
+    if type(value).__module__ == "functools" and hasattr(value, "cache_parameters"):
+        return f"cached {value.cache_parameters()} {_described(describer, value.__wrapped__)}"
+    for each in _inside(value):
+        module = each.__globals__.get("__name__") if isinstance(each, FunctionType) else None
+        if str(module).startswith("torch.") and not _is_in_torch(each, str(module)):
+            # A describer takes such a function for torch's.
+            raise UndescribableError(f"{each.__qualname__} runs as a part of {module}")
+    return describer.registered(value)
+
+
+def _inside(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield a value and the functions that it wraps."""
+    yield value
+    if depth < _MAX_DEPTH:
+        for each in _held_by(value):
+            yield from _inside(each, depth + 1)
+
+
+def _replaced() -> list[tuple[str, Any]]:
+    """Return the replaced members, each with its place, sorted by place."""
+    global _state  # noqa: PLW0603 - replaced as a whole: no thread sees a part of a new state
+    state = _with_new_modules(_state)
+    state = _state = _with_changes(state)
+    found = [
+        (f"{state.owners[number].place}.{name}", value)
+        for number, members in state.found.items()
+        for name, value in members
+    ]
+    return sorted(found, key=lambda each: each[0])
+
+
+def _with_new_modules(state: _State) -> _State:
+    """Return the state with the modules that were imported since, or that replace another one."""
+    last = (len(sys.modules), next(reversed(sys.modules)))
+    if last == state.last:
+        return state
+    names: list[str] = []
+    for name in reversed(sys.modules):
+        if name == state.last[1] and last[0] - len(names) == state.last[0]:
+            break
+        names.append(name)
+    modules = {
+        name: module
+        for name in reversed(names)
+        if _is_of_compiler(name) and isinstance(module := sys.modules.get(name), ModuleType)
+    }
+    new = [
+        (name, vars(module))
+        for name, module in modules.items()
+        if state.modules.get(name) is not module
+    ]
+    return _with_owners(state, new)._replace(last=last, modules={**state.modules, **modules})
+
+
+def _is_of_compiler(name: str) -> bool:
+    return (
+        name.startswith("torch.")
+        and f"{name}.".startswith(_PREFIXES)
+        and not name.startswith(_GENERATED)
+    )
+
+
+_PREFIXES: Final = tuple(f"{each}." for each in _COMPILER)
+
+
+def _with_owners(state: _State, new: list[tuple[str, dict[str, Any]]]) -> _State:
+    """Return the state with new owners and the classes in them."""
+    if not new:
+        return state
+    owners, versions = list(state.owners), list(state.versions)
+    signature, values = list(state.signature), list(state.values)
+    found = dict(state.found)
+    present = {id(each.table) for each in owners}
+    known: set[int] = set()
+    while new:
+        place, table = new.pop()
+        if id(table) in present:
+            continue
+        present.add(id(table))
+        version = _version_of(table)
+        signature.append(version.value)  # before the values: a later change is then seen
+        versions.append(version)
+        owner = _Owner(place, table, dict(table))
+        values.append(owner.first)
+        if replaced := _foreign_among(owner.first, known):
+            found[len(owners)] = replaced
+        owners.append(owner)
+        new += _classes_in(owner.first)
+    return state._replace(
+        owners=owners, versions=versions, signature=signature, values=values, found=found
+    )
+
+
+def _classes_in(members: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the classes of the compiler among some members, each with its place and members."""
+    for value in members.values():
+        if isinstance(value, type) and _is_of_compiler(module := str(value.__module__)):
+            # `vars` returns a view, which has no version.
+            yield f"{module}.{value.__qualname__}", get_referents(vars(value))[0]
+
+
+def _with_changes(state: _State) -> _State:
+    """Return the state with the present members of the owners that have changed."""
+    if _HAS_VERSIONS:
+        # In C but for the dictionaries that have changed: every key calls this.
+        signature = memoryview(b"".join(state.versions)).cast("Q").tolist()
+        if signature == state.signature:
+            return state
+        changed: Iterable[int] = compress(
+            range(len(signature)), map(ne, signature, state.signature)
+        )
+    else:
+        signature, changed = state.signature, range(len(state.owners))
+    values, found = list(state.values), dict(state.found)
+    new: list[tuple[str, dict[str, Any]]] = []
+    for number in changed:
+        owner, before = state.owners[number], values[number]
+        values[number] = now = dict(owner.table)
+        if not (differing := _differing(before, now)):
+            continue
+        kept = [each for each in found.pop(number, ()) if each[0] not in differing]
+        if replaced := kept + _replaced_among(differing, owner):
+            found[number] = replaced
+        new += _classes_in(differing)
+    changed_state = state._replace(signature=signature, values=values, found=found)
+    return _with_owners(changed_state, new)
+
+
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the members other than data that differ: torch counts graphs in many modules."""
+    if [*before] == [*now]:
+        pairs = zip(now.items(), before.values(), strict=True)
+        found = {name: (value, other) for (name, value), other in pairs if value is not other}
+    else:
+        names = dict.fromkeys((*before, *now))
+        each = {name: (now.get(name, _ABSENT), before.get(name, _ABSENT)) for name in names}
+        found = {name: pair for name, pair in each.items() if pair[0] is not pair[1]}
+    return {
+        name: value
+        for name, (value, other) in found.items()
+        if not (type(value) in _DATA and type(other) in _DATA)
+    }
+
+
+def _foreign_among(members: dict[str, Any], known: set[int]) -> list[tuple[str, Any]]:
+    """Return the members that are a program's. Adds the IDs of torch's members to `known`."""
+    found = []
+    for name, value in members.items():
+        kind = type(value)
+        if kind in _DATA or kind in _known_kinds or id(value) in known:
+            continue
+        if (
+            kind is FunctionType
+            and value.__closure__ is None
+            and value.__code__.co_filename in _known_files
+            and id(value.__globals__) in _known_globals
+        ):
+            continue  # most members
+        if name not in _SKIPPED and _is_foreign(value):
+            found.append((name, value))
+        else:
+            known.add(id(value))
+    return found
+
+
+def _replaced_among(differing: dict[str, Any], owner: _Owner) -> list[tuple[str, Any]]:
+    """Return the members that are a program's, and the methods that it replaced or deleted."""
+    found = _foreign_among(differing, set())
+    if "__spec__" in owner.first:  # a module: Dynamo itself replaces functions there for a while
+        return found
+    named = {name for name, _ in found}
+    found += [
+        (name, value)
+        for name, value in differing.items()
+        if name not in named and _is_replaced(owner.first.get(name, _ABSENT), value)
+    ]
+    return found
+
+
+def _is_replaced(before: Any, now: Any) -> bool:
+    """Return whether another function of torch, or none, is in the place of a function."""
+    if before is now or not isinstance(before, _METHODS):
+        return False
+    if not _ADAPTERS.isdisjoint({_root(before), _root(now)}) or _is_foreign(before):
+        return False
+    # torch keeps Dynamo out of some of its functions when it first compiles.
+    return _without_dynamo(before) is not _without_dynamo(now)
+
+
+_METHODS: Final = (FunctionType, type, staticmethod, classmethod, property)
+
+_ADAPTERS: Final = frozenset({"graphstash", "torch_xla"})
+"""Packages that replace functions of torch without a change of any graph."""
+
+
+def _without_dynamo(value: Any) -> Any:
+    """Return the function inside `torch.compiler.disable`."""
+    while isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
+        value = value._torchdynamo_orig_callable
+    return value
+
+
+def _is_foreign(value: Any, depth: int = 0) -> bool:
+    """Return whether a value is code of a program, or wraps such code."""
+    if type(value) is FunctionType:
+        is_own = _is_function_foreign(value)
+    elif isinstance(value, type | BuiltinFunctionType):
+        is_own = _is_name_foreign(str(value.__module__ or "builtins"))
+    elif isinstance(value, _OPERATIONS):
+        is_own = not is_torchs_namespace(_namespace_of(value))
+    elif isinstance(value, _WRAPPERS) or _is_wrapper(value):
+        is_own = False
+    else:
+        return _is_object_foreign(value)
+    return is_own or (
+        depth < _MAX_DEPTH
+        and not isinstance(value, (type, *_OPERATIONS))
+        and any(
+            type(each) not in _DATA and _is_foreign(each, depth + 1) for each in _held_by(value)
+        )
+    )
+
+
+_OPERATIONS: Final = (OpOverload, OpOverloadPacket, CustomOpDef)
+
+
+def _namespace_of(operation: Any) -> str:
+    names = ("_namespace", "namespace", "_qualified_op_name")
+    return next(str(found) for name in names if (found := getattr(operation, name, "")))
+
+
+def _is_object_foreign(value: Any) -> bool:
+    """Return whether an object that wraps no function can be called and is a program's."""
+    module = str(type(value).__module__)
+    if not _is_name_foreign(module) and module != "unittest.mock":
+        _known_kinds.add(type(value))
+        return False
+    return callable(value) or hasattr(type(value), "__get__")
+
+
+_known_kinds: Final[set[type]] = set()
+"""Classes of torch and of its imports whose objects wrap no functions."""
+
+_WRAPPERS: Final = (
+    *(staticmethod, classmethod, property, MethodType, partial, partialmethod),
+    *(cached_property, singledispatchmethod),
+)
+
+
+def _is_wrapper(value: Any) -> bool:
+    kind = type(value)
+    return kind.__module__ == "functools" or kind.__module__.startswith("triton.")
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """Return the functions that a function or wrapper may hold."""
+    if isinstance(value, FunctionType):
+        held = [_content(cell) for cell in value.__closure__ or ()]
+        return [each for each in held if callable(each) or isinstance(each, _WRAPPERS)]
+    if isinstance(value, property):
+        return (value.fget, value.fset, value.fdel)
+    if isinstance(value, MethodType):
+        return (value.__func__, value.__self__) if callable(value.__self__) else (value.__func__,)
+    names = ("func", "__func__", "__wrapped__", "fn")
+    return [each for name in names if (each := getattr(value, name, None)) is not None]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _is_function_foreign(function: FunctionType) -> bool:
+    module = function.__globals__.get("__name__")
+    if not isinstance(module, str):
+        return not _is_generated_by_torch(function)
+    if _is_name_foreign(module):
+        return True
+    return module.startswith("torch.") and not _is_in_torch(function, module)
+
+
+def _is_in_torch(function: FunctionType, module: str) -> bool:
+    """Return whether a function is of a module of torch, not only run in it or in a copy."""
+    if id(function.__globals__) not in _known_globals:
+        if function.__globals__ is not vars(sys.modules.get(module, ModuleType(""))):
+            return False
+        _known_globals[id(function.__globals__)] = function.__globals__
+    file, name = function.__code__.co_filename, function.__name__
+    if file in _known_files:
+        return True
+    if file.startswith(_FOLDER):
+        _known_files.add(file)
+        return True
+    return file.startswith("<") and name.startswith("__") and name.endswith("__")  # `dataclass`
+
+
+_known_files: Final[set[str]] = set()
+"""Files of torch's code. A look-up is quicker than a comparison of the folder."""
+
+_known_globals: Final[dict[int, dict[str, Any]]] = {}
+"""By ID: the members of torch's modules."""
+
+
+def _is_generated_by_torch(function: FunctionType) -> bool:
+    """Return whether Inductor generated a function that has no module."""
+    code, held = function.__code__, function.__globals__.get("fn")
+    if held is not None:  # `cache_on_self`
+        return isinstance(held, FunctionType) and not _is_foreign(held)
+    return code.co_names == ("_default",)  # `DefaultHandler`
+
+
+@cache
+def _is_name_foreign(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root not in _IMPORTED and not root.startswith("namedtuple_")
+
+
+def _root(value: Any) -> str:
+    value = getattr(value, "__func__", value)
+    if isinstance(value, FunctionType):
+        return _root_of_globals(value)
+    module = value.__module__ if isinstance(value, type) else type(value).__module__
+    return str(module).partition(".")[0]
+
+
+def _root_of_globals(function: FunctionType) -> str:
+    return str(function.__globals__.get("__name__", "")).partition(".")[0]
+
+
+def _version_of(table: dict[str, Any]) -> ctypes.c_uint64:
+    """Return the version of a dictionary, where CPython keeps it: behind its size."""
+    if not _HAS_VERSIONS:
+        return ctypes.c_uint64()
+    return ctypes.c_uint64.from_address(id(table) + _OFFSET)
+
+
+_OFFSET: Final = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
+
+
+def _has_versions() -> bool:
+    """Return whether each change of a module or class changes its version, and no reading does."""
+    if sys.implementation.name != "cpython" or dict.__basicsize__ < _OFFSET + 8:
+        return False
+    name, module, owner = "member", ModuleType("module"), type("Owner", (), {})
+    for each, table in ((module, vars(module)), (owner, get_referents(vars(owner))[0])):
+        version = ctypes.c_uint64.from_address(id(table) + _OFFSET)
+        seen = [version.value]
+        for value in (1, 2):
+            setattr(each, name, value)
+            seen.append(version.value)
+        delattr(each, name)
+        seen.append(version.value)
+        is_read = not hasattr(each, name) and name not in [*table]
+        if len({*seen}) < len(seen) or not is_read or version.value != seen[-1]:
+            return False
+    return True
+
+
+_HAS_VERSIONS: Final = _has_versions()
