@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FunctionType,
     MethodType,
@@ -29,7 +30,7 @@ from types import (
 )
 from typing import Any, Final
 
-__all__ = ["CodeDescriber", "UndescribableError"]
+__all__ = ["CodeDescriber", "UndescribableError", "content_of", "package_of"]
 
 _PLAIN: Final = (
     bool,
@@ -224,7 +225,8 @@ class CodeDescriber:
         if self.is_known(_module_of(value)):
             if why := self.reads_state(value):
                 raise UndescribableError(f"{name} {why}")
-            cells = [_content(cell) for cell in getattr(value, "__closure__", None) or ()]
+            closure = getattr(value, "__closure__", None) or ()
+            cells = [content_of(cell, default=_ABSENT) for cell in closure]
             held = tuple(each for each in cells if not isinstance(each, ModuleType))
             own = vars(value) if isinstance(value, FunctionType) else {}
             added = {k: v for k, v in own.items() if not k.startswith("_") and self._is_added(v)}
@@ -471,11 +473,20 @@ def _module_of(value: Any) -> str:
     return str(getattr(value, "__globals__", {}).get("__name__") or value.__module__)
 
 
-def _content(cell: Any) -> Any:
+def content_of(cell: CellType, *, default: Any = None) -> Any:
+    """Return the content of a closure's cell, or `default` if nothing is assigned to it yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return _ABSENT
+    except ValueError:
+        return default
+
+
+def package_of(function: FunctionType) -> str:
+    """Return the package in which a function runs, even if `__module__` was replaced.
+
+    Empty for a function that was generated in a module without a name.
+    """
+    return _root(str(function.__globals__.get("__name__", "")))
 
 
 def _file_of(module: str) -> str:
@@ -518,7 +529,7 @@ def _look_up(function: FunctionType, name: str) -> Any:
         return sys.modules.get(name.removeprefix(_IMPORTED), _ABSENT)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if name in cells:
-        return _content(cells[name])
+        return content_of(cells[name], default=_ABSENT)
     untyped: Any = function  # typeshed has no `__builtins__`
     return function.__globals__.get(name, untyped.__builtins__.get(name, _ABSENT))
 

@@ -4,11 +4,13 @@ import enum
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from graphstash.hooks.code import content_of
 
 __all__ = [
     "PACKAGES",
@@ -91,7 +93,7 @@ def _name(value: Any, depth: int = 0) -> str:  # noqa: PLR0911 - a case each
         return f"operation {value}"
     if isinstance(value, FunctionType):
         _check(str(value.__globals__.get("__name__")))
-        cells = [_name(_content(cell), depth + 1) for cell in value.__closure__ or ()]
+        cells = [_name(content_of(cell), depth + 1) for cell in value.__closure__ or ()]
         return f"function {value.__module__}.{value.__qualname__} {cells}"
     if isinstance(value, partial):
         held = (value.func, value.args, value.keywords)
@@ -118,13 +120,6 @@ def _check(module: str) -> None:
         raise _ForeignError(module)
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
 def foreign_in(value: Any, seen: set[int]) -> Iterator[Any]:
     """Yield the functions of programs in a backend's compiler."""
     if value is None or type(value) in _PLAIN or id(value) in seen:
@@ -149,7 +144,7 @@ def _held_by(value: Any) -> Iterable[Any]:
     if isinstance(value, MethodType):
         return (value.__self__, value.__func__)
     if isinstance(value, FunctionType):
-        return [_content(cell) for cell in value.__closure__ or ()]
+        return [content_of(cell) for cell in value.__closure__ or ()]
     return (getattr(value, "compiler_fn", None),)
 
 

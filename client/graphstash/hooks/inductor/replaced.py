@@ -23,14 +23,14 @@ from gc import get_referents
 from itertools import compress
 from operator import ne
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
-from graphstash.hooks.code import CodeDescriber, UndescribableError
+from graphstash.hooks.code import CodeDescriber, UndescribableError, content_of, package_of
 from graphstash.hooks.inductor.origins import PACKAGES, is_torchs_namespace, name_once
 
 __all__ = ["replaced_in_torch"]
@@ -338,16 +338,16 @@ def _without_dynamo(value: Any) -> Any:
 def _is_foreign(value: Any, depth: int = 0) -> bool:
     """Return whether a value is code of a program, or wraps such code."""
     if type(value) is FunctionType:
-        is_own = _is_function_foreign(value)
+        is_foreign = _is_function_foreign(value)
     elif isinstance(value, type | BuiltinFunctionType):
-        is_own = _is_name_foreign(str(value.__module__ or "builtins"))
+        is_foreign = _is_name_foreign(str(value.__module__ or "builtins"))
     elif isinstance(value, _OPERATIONS):
-        is_own = not is_torchs_namespace(_namespace_of(value))
+        is_foreign = not is_torchs_namespace(_namespace_of(value))
     elif isinstance(value, _WRAPPERS) or _is_wrapper(value):
-        is_own = False
+        is_foreign = False
     else:
         return _is_object_foreign(value)
-    return is_own or (
+    return is_foreign or (
         depth < _MAX_DEPTH
         and not isinstance(value, (type, *_OPERATIONS))
         and any(
@@ -390,7 +390,7 @@ def _is_wrapper(value: Any) -> bool:
 def _held_by(value: Any) -> Iterable[Any]:
     """Return the functions that a function or wrapper may hold."""
     if isinstance(value, FunctionType):
-        held = [_content(cell) for cell in value.__closure__ or ()]
+        held = [content_of(cell) for cell in value.__closure__ or ()]
         return [each for each in held if callable(each) or isinstance(each, _WRAPPERS)]
     if isinstance(value, property):
         return (value.fget, value.fset, value.fdel)
@@ -398,13 +398,6 @@ def _held_by(value: Any) -> Iterable[Any]:
         return (value.__func__, value.__self__) if callable(value.__self__) else (value.__func__,)
     names = ("func", "__func__", "__wrapped__", "fn")
     return [each for name in names if (each := getattr(value, name, None)) is not None]
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
 
 
 def _is_function_foreign(function: FunctionType) -> bool:
@@ -455,13 +448,9 @@ def _is_name_foreign(module: str) -> bool:
 def _root(value: Any) -> str:
     value = getattr(value, "__func__", value)
     if isinstance(value, FunctionType):
-        return _root_of_globals(value)
+        return package_of(value)
     module = value.__module__ if isinstance(value, type) else type(value).__module__
     return str(module).partition(".")[0]
-
-
-def _root_of_globals(function: FunctionType) -> str:
-    return str(function.__globals__.get("__name__", "")).partition(".")[0]
 
 
 def _version_of(table: dict[str, Any]) -> ctypes.c_uint64:

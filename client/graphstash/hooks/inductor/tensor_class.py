@@ -11,6 +11,8 @@ from typing import Any, Final
 import torch
 from torch.autograd.function import FunctionCtx
 
+from graphstash.hooks.code import package_of
+
 __all__ = ["members_of_program"]
 
 _CLASSES: Final = (torch.Tensor, torch.nn.Parameter, FunctionCtx)
@@ -41,13 +43,15 @@ def _is_of_program(name: str, value: Any) -> bool:
     if isinstance(value, (staticmethod, classmethod)):
         return _is_of_program(name, value.__func__)
     if isinstance(value, FunctionType):
-        package = str(value.__globals__.get("__name__")).partition(".")[0]
-        return package not in _PACKAGES or _is_renamed(name, value)
+        return package_of(value) not in _PACKAGES or _is_renamed(name, value)
     if isinstance(value, (BuiltinFunctionType, MethodDescriptorType)):
         return _is_renamed(name, value)
     return not _is_special(name) and value is not None
 
 
 def _is_renamed(name: str, value: Any) -> bool:
-    """Return whether a function of torch stands under another name. Operators do in torch, too."""
+    """Return whether a program gave a function of torch another name.
+
+    torch itself does that with operators, such as `__abs__`, so they do not count.
+    """
     return not _is_special(name) and value.__name__ != name

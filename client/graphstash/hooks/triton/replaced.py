@@ -16,6 +16,8 @@ from typing import Any, Final
 
 from triton.backends import backends
 
+from graphstash.hooks.code import package_of
+
 __all__ = ["changed_in_place", "replaced_members"]
 
 _OWN: Final = frozenset(
@@ -157,10 +159,8 @@ def _root_of(value: Any) -> str:
     if type(value).__module__ == "triton.runtime.jit":
         value = getattr(value, "fn", value)
     value = getattr(value, "__func__", value)  # static and class methods
-    if not isinstance(value, FunctionType):
-        return ""
-    # The functions that `dataclass` generates in a module outside `sys.modules` have no name.
-    return str(value.__globals__.get("__name__", "")).partition(".")[0]
+    # A function that `dataclass` generates in a module outside `sys.modules` has no package.
+    return package_of(value) if isinstance(value, FunctionType) else ""
 
 
 _remember(len(sys.modules))
