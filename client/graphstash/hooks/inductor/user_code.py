@@ -89,7 +89,7 @@ _MAX_CONSTANT: Final = 64 * 1024**2
 
 
 class _Describer(CodeDescriber):
-    """Describes values of torch, and records what it met.
+    """Describes values of torch, and records the operations and names that the code uses.
 
     Attributes:
         operations: the user's operations, by name.
@@ -119,7 +119,9 @@ class _Describer(CodeDescriber):
 
     def check_names(self, names: Iterable[str]) -> None:
         super().check_names(names := tuple(names))
-        self.names = {*(self.names or ()), *names}
+        if self.names is None:
+            self.names = set()
+        self.names.update(names)
         if found := _STATEFUL_NAMES.intersection(names):
             raise UndescribableError(f"code reads {min(found)}")
 
