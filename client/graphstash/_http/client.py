@@ -111,10 +111,8 @@ class ServerClient:
         if self._opened is None:
             with unforked(), self._opening:
                 if self._opened is None:
-                    transport = _transport(self.config, self._tracer, self._context)
-                    transport.job = self._job
-                    transport.is_copying = self._is_copying
-                    self._opened = transport
+                    self._opened = _transport(self.config, self._tracer, self._context)
+        self._opened.job, self._opened.is_copying = self._job, self._is_copying
         return self._opened
 
     @property
@@ -141,8 +139,6 @@ class ServerClient:
     def name_job(self, job: schema.ManifestName) -> None:
         """Send this job name with all further calls."""
         self._job = job
-        if self._opened is not None:
-            self._opened.job = job
 
     def copy_only(self) -> None:
         """Mark further downloads as copies, which the server excludes from the hit rate.
@@ -150,8 +146,6 @@ class ServerClient:
         Servers of earlier releases ignore the mark and count hits and misses.
         """
         self._is_copying = True
-        if self._opened is not None:
-            self._opened.is_copying = True
 
     @property
     def is_read_only(self) -> bool:

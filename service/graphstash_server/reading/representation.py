@@ -99,7 +99,7 @@ class Representation:
 
 def absent(key: StoredKey) -> ServerError:
     """Return the 404 error for a missing artifact."""
-    namespace, *words = key
+    namespace, *words = key  # not `key.key`, which checks them: one may be a placeholder
     return ServerError(
         ErrorCode.NOT_FOUND, f"there is no artifact {'/'.join(words)} in namespace {namespace}"
     )
