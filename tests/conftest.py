@@ -95,7 +95,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Import the test files without looking for garbage, and never again among what they import."""
+    """Import the test files with the garbage collector off, and exempt from it what they import."""
     gc.disable()
     try:
         return (yield)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from dataclasses import asdict
 
 import pytest
 
@@ -111,7 +110,7 @@ def test_a_body_names_a_key_that_is_a_path(fort, space):
 
 def test_a_hostile_servers_manifest_names_paths(middlebox, victim, tmp_path, key):
     """The client would look for them on its own disk."""
-    sound = asdict(key())
+    sound = dataclasses.asdict(key())
     (tmp_path / "canary").write_text("mine")
     for field in sound:
         wrong = sound | {field: "../../../canary"}

@@ -50,7 +50,8 @@ def test_many_connections_are_kept_busy_byte_by_byte(hasty, space):
     )
     late = "upload_timeout"
     unread = head("GET", "/healthz", "Content-Length: 9999")
-    ways = {  # requests before, what is sent once and again and again; the error that ends it
+    # By way: complete requests, the beginning of the next one, what slowly follows it, the error.
+    ways = {
         "a head": ([], slow_head, b"X", late),
         "a head after requests": ([_HEALTH] * 3, slow_head, b"X", late),
         "empty lines": ([], b"", b"\r\n", None),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-from dataclasses import asdict
 
 import pytest
 
@@ -47,12 +46,12 @@ def planted(fort, space, spy, key):
     holder = fort.http(writer)
     holder.post(key(1).lease_path(space), json={"holder": image[:128]})
     holder.post(key(1).lease_path(space), json={"holder": image[:128]})
-    named = asdict(key())
+    named = dataclasses.asdict(key())
     assert holder.put(f"/v1/{space}/manifests/script", json={"keys": [named]}).is_success
     fort.put(artifact_path(space, 2), b"wrong", token=writer, metadata=metadata)
     rows = fort.picture().rows["artifacts"]
     digest = next(r.sha256 for r in rows if r.namespace == space and r.size_bytes == 5)
-    report = {"key": asdict(key(2)), "digest": f"sha256:{digest}"}
+    report = {"key": dataclasses.asdict(key(2)), "digest": f"sha256:{digest}"}
     answer = holder.post(f"/v1/{space}/artifacts:report", json=report | {"reason": "corrupt"})
     assert answer.json()["withheld"]
     return page

@@ -1,4 +1,4 @@
-"""JSON bodies: a model writes what it has read, and every error of a model can be sent."""
+"""JSON bodies: a model that is written and read again is equal, and every error can be sent."""
 
 import json
 

@@ -356,7 +356,7 @@ async def test_a_start_believes_time_off_by_earlier_uptime_and_three_days_at_mos
     opened.clock.jump(10 * DAY_SECONDS)
     async with opened() as server:
         waits_longer = await hours_to_wait(server) - before
-    # A running server believes ten days in a day, and rounds what it says to 0.1 hours.
+    # A server that runs for one day accepts ten days of a jump. It reports hours with one decimal.
     assert waits_longer == pytest.approx((10 - believed_days) * 24 / 10, abs=0.15)
 
 

@@ -255,8 +255,8 @@ async def test_revoked_token_reads_no_namespaces_metrics_while_only_its_check_is
         async with connected(database) as holder:
             transaction = holder.transaction()
             await transaction.start()
-            # Before the change: the server, which notes uses of tokens, would wait for the changed
-            # row with a lock on the table, and this session for that lock.
+            # Lock the table before the change. Otherwise the server, which records uses of tokens,
+            # would hold a lock on the table and wait for the changed row: a deadlock.
             await holder.execute("LOCK TABLE tokens IN ACCESS EXCLUSIVE MODE")
             await holder.execute("UPDATE tokens SET revoked_at = now()")
             # The two seconds for which the server needs no check may not be over.

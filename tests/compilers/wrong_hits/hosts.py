@@ -130,14 +130,14 @@ class PairOfHosts:
 
     def ask_in_one_process(self, pairs: Iterable[Pair]) -> None:
         """Run the programs of pairs in one process of each host, in opposite orders."""
-        chosen = list(pairs)
-        shared = [each for each in chosen if each.relation is not Relation.UNSHARED]
-        self.one.ask_in_one_process(each.a for each in reversed(shared))
-        self.other.ask_in_one_process(
-            program
-            for each in chosen
-            for program in ((each.b, each.a) if each in shared else (each.b,))
-        )
+        here, there = [], []
+        for each in pairs:
+            there.append(each.b)
+            if each.relation is not Relation.UNSHARED:
+                here.append(each.a)
+                there.append(each.a)
+        self.one.ask_in_one_process(reversed(here))
+        self.other.ask_in_one_process(there)
 
     def __enter__(self) -> Self:
         return self

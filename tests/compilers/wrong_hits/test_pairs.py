@@ -48,12 +48,12 @@ def hosts_of(request, tmp_path_factory):
             if (name, environment) not in running:
                 hosts = PairOfHosts(name, tmp_path_factory.mktemp(name), environment=environment)
                 running[name, environment] = stack.enter_context(hosts)
-                of_version = {"name": name, "environment": environment}
-                hosts.ask_in_one_process(
+                pairs = [
                     each["pair"]
                     for each in chosen
-                    if each == {"pair": each["pair"]} | of_version and each["pair"].in_one_process
-                )
+                    if (each["name"], each["environment"]) == (name, environment)
+                ]
+                hosts.ask_in_one_process(each for each in pairs if each.in_one_process)
             return running[name, environment]
 
         yield hosts_of
