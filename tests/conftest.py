@@ -5,7 +5,8 @@ test. If a test runs on two databases, its PostgreSQL variant is extended unless
 `sql`.
 
 Each xdist worker takes whole files, so that the tests of a file share its servers and jobs. The
-files that took longest in the last run start first; the cache of pytest keeps these times.
+files that took longest in the last run start first; the cache of pytest keeps these times. On a new
+machine, files whose tests have a longer timeout than usual start first.
 """
 
 import functools
@@ -118,8 +119,13 @@ def pytest_collection_modifyitems(config, items):
             items[:] = [item for item in items if not item.get_closest_marker(mark)]
     yield
     if not config.option.random_order_enabled:
-        seconds = _known_seconds(config)
-        items.sort(key=lambda item: -seconds.get(_group_of(item.nodeid), 0))
+        seconds, timeouts = _known_seconds(config), _timeouts_of_groups(items)
+
+        def length(item):
+            group = _group_of(item.nodeid)
+            return seconds.get(group, 0), timeouts[group]
+
+        items.sort(key=length, reverse=True)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -138,6 +144,15 @@ def _group_of(nodeid):
     """Return the file of a test, or `xla` for files that share a process that imports torch_xla."""
     file = nodeid.partition("::")[0]
     return "xla" if file.endswith("_xla.py") else file
+
+
+def _timeouts_of_groups(items):
+    """Sum the timeouts that tests set for themselves: tests that may take long set one."""
+    timeouts = Counter()
+    for item in items:
+        for mark in item.iter_markers("timeout"):
+            timeouts[_group_of(item.nodeid)] += mark.args[0]
+    return timeouts
 
 
 def pytest_xdist_make_scheduler(config, log):
