@@ -172,7 +172,7 @@ class Job:
     def stored(self):
         return len(self._printed.read_text().splitlines())
 
-    def go_on(self, count=10):
+    def go_on(self, count=4):
         """Return once the job has stored as many artifacts more."""
         goal = self.stored + count
         until(lambda: self._process.poll() is not None or self.stored >= goal, seconds=120)
@@ -205,7 +205,7 @@ def test_jobs_go_on_through_upgrade_rollback_and_a_kill(early, database, tmp_pat
 
 def test_killed_migration_leaves_a_database_for_both_releases(early, database, postgres, tmp_path):
     seed = os.environ.get("EARLY_SEED") or secrets.token_hex(4)
-    kills = int(os.environ.get("EARLY_KILLS") or 3)
+    kills = int(os.environ.get("EARLY_KILLS") or 2)
     print(f"EARLY_SEED={seed} EARLY_KILLS={kills}")
     filled = Site(tmp_path / "filled", database)
     filled.fill(early)
