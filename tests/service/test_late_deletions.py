@@ -85,9 +85,10 @@ def let_it_arrive(proxy, eventually):
     [
         pytest.param("moto", "sqlite", _SMALL, "0", False, id="given up"),
         pytest.param("moto", "postgresql", _SMALL, "1GiB", True, id="tier, deleted again"),
-        *(
-            pytest.param("swift", "sqlite", *what, marks=pytest.mark.extended)
-            for what in ((_SMALL, "1GiB", True), (_IN_PARTS, "1GiB", False))
+        pytest.param(
+            *("swift", "sqlite", _IN_PARTS, "1GiB", True),
+            id="real S3, in parts, deleted again",
+            marks=pytest.mark.extended,
         ),
     ],
     indirect=["s3", "database_url"],
