@@ -3,6 +3,7 @@
 import heapq
 import shlex
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -19,15 +20,13 @@ from graphstash._cli.output import (
     format_bytes,
     format_seconds,
     load_config,
-    open_stash,
     print_json,
     print_table,
     say,
-    server_of,
     shown,
 )
 from graphstash.config import ClientConfig, SignaturePolicy
-from graphstash.errors import CacheError, ConfigError, RefusedError
+from graphstash.errors import CacheError, RefusedError
 from graphstash_schema import (
     ArtifactKey,
     ArtifactKind,
@@ -131,7 +130,9 @@ def ls(
         query = ArtifactQuery.model_validate(chosen)
     except ValueError as error:
         fail(_first_line(error), status=ExitStatus.USAGE)
-    with server_of(config) as server:
+    from graphstash._http.client import ServerClient  # slow to import, as are the others below
+
+    with closing(ServerClient(config)) as server:
         found, following = _listed(server, query, sort=sort, limit=limit)
     if as_json:
         print_json(
@@ -167,11 +168,14 @@ def show(
     The command checks the signature in the server's metadata, unless GRAPHSTASH_SIGNATURES is off.
     A job checks the bytes when it fetches them.
     """
+    from graphstash._artifacts.stash import Stash
+    from graphstash._http.client import ServerClient
+
     config = load_config(url=url, namespace=namespace)
-    with server_of(config) as server:
+    with closing(ServerClient(config)) as server:
         found = find_one(server, artifact)
     trust = _trust_of(config, found)
-    with open_stash(config) as stash:
+    with Stash(config) as stash:
         is_here = stash.standing.has(config.namespace, found.key)
     if as_json:
         known = found.model_dump(mode="json")
@@ -198,11 +202,12 @@ def forget(
     This command contacts no server. The server keeps the artifact, so the next job fetches it again
     unless an administrator deletes or withholds it. Jobs that have loaded it keep using it.
     """
-    from graphstash._artifacts.local_tier import OWN  # slow to import, as are the others below
+    from graphstash._artifacts.local_tier import OWN
+    from graphstash._artifacts.stash import Stash
 
     config = load_config()
     key, prefix = _key_or_prefix(artifact)
-    with open_stash(config) as stash:
+    with Stash(config) as stash:
         if stash.local.is_private:
             fail(stash.local.troubles[0].detail if stash.local.troubles else _NOTHING_KEPT)
         found = [copy for copy in stash.local.copies(prefix) if key is None or copy.key == key]
@@ -379,11 +384,8 @@ def _trust_of(config: ClientConfig, found: ListedArtifact) -> dict[str, Any]:
     signature = found.metadata.signature if found.metadata else None
     trust: dict[str, Any] = {"key_id": signature.key_id if signature else None}
     by = f"by key {signature.key_id}" if signature else ""
-    try:
-        signatures = Signatures(config, secret=lambda: None)
-        name = _name_of(config, signature.key_id) if signature else ""
-    except ConfigError as error:
-        fail(str(error), status=ExitStatus.USAGE)
+    signatures = Signatures(config, secret=lambda: None)
+    name = _name_of(config, signature.key_id) if signature else ""
     if signatures.policy is SignaturePolicy.OFF:
         text = f"{by}, which this host does not check (GRAPHSTASH_SIGNATURES=off)"
         unsigned = "none, and this host requires none"

@@ -174,8 +174,6 @@ def import_(
             )
     except BundleError as error:
         fail(f"{file}: {error}; nothing was imported", status=ExitStatus.REFUSED)
-    except ConfigError as error:
-        fail(str(error), status=ExitStatus.USAGE)
     except CacheError as error:
         fail_midway(error)
     if as_json:
@@ -253,13 +251,15 @@ class _Source(Protocol):
 
 
 class _ServerSource:
-    def __init__(self, config: ClientConfig, job: str | None, selection: _Selection) -> None:
+    def __init__(
+        self, config: ClientConfig, job: ManifestName | None, selection: _Selection
+    ) -> None:
         self._server = PatientClient(config)
         self._server.copy_only()
         self._job, self._selection = job, selection
 
     def entries(self) -> Iterator[BundleEntry]:
-        for listed in self._by_job() if self._job is not None else self._by_prefix():
+        for listed in self._by_prefix() if self._job is None else self._by_job(self._job):
             yield BundleEntry(
                 key=listed.key,
                 sha256=listed.digest.removeprefix("sha256:"),
@@ -286,8 +286,7 @@ class _ServerSource:
                 )
             )
 
-    def _by_job(self) -> Iterator[ListedArtifact]:
-        job = ManifestName(str(self._job))
+    def _by_job(self, job: ManifestName) -> Iterator[ListedArtifact]:
         manifest = patiently(lambda: self._server.manifest(job))
         if manifest is None:
             fail(
@@ -357,14 +356,9 @@ class _TierSource:
 def _source(
     config: ClientConfig, job: str | None, selection: _Selection, *, is_local: bool
 ) -> _Source:
-    try:
-        if job is not None:
-            ManifestName(job)
-        if is_local:
-            return _TierSource(config, selection)
-        return _ServerSource(config, job, selection)
-    except ValueError as error:  # malformed job, or unusable file of a setting
-        fail(str(error), status=ExitStatus.USAGE)
+    if is_local:
+        return _TierSource(config, selection)
+    return _ServerSource(config, None if job is None else ManifestName(job), selection)
 
 
 class _Export:
@@ -374,10 +368,7 @@ class _Export:
         self._config, self._source, self._file = config, source, file
         self._directory = file.with_name(f"{file.name}.partial")
         self._spool = self._directory
-        try:
-            self._signatures = Signatures(config, secret=lambda: None)
-        except ConfigError as error:
-            fail(str(error), status=ExitStatus.USAGE)
+        self._signatures = Signatures(config, secret=lambda: None)
         self._fetched = self._reused = self._size = 0
         self._gone: list[str] = []
         self._rejected: list[dict[str, str]] = []

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from typing import Annotated, Final, NoReturn
 
@@ -22,14 +22,13 @@ from graphstash._cli.output import (
     print_json,
     print_table,
     say,
-    server_of,
     shown,
 )
 from graphstash._compile.explaining import Cause, Earlier, cause_of, causes_of, text_of
 from graphstash._http.client import ServerClient
 from graphstash._process.run_record import ProcessRecord, read_earlier_runs, read_last_run
 from graphstash.config import ClientConfig
-from graphstash_schema import InvalidValueError, ManifestName, Namespace
+from graphstash_schema import ManifestName, Namespace
 from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.explanation import Description
 from graphstash_schema.run import MAX_LISTED_RUNS, Run, RunMiss, RunName
@@ -155,7 +154,7 @@ def _causes(
             for description, _, _ in record.misses
         },
     )
-    with server_of(config) as server:
+    with closing(ServerClient(config)) as server:
         return causes_of(server, misses, started_at=started_at, earlier=on_disk)
 
 
@@ -186,7 +185,7 @@ def _notes(records: Iterable[ProcessRecord]) -> list[str]:
 
 def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None:
     """Show how a stored artifact differs from its nearest relative."""
-    with server_of(config) as server:
+    with closing(ServerClient(config)) as server:
         found = find_one(server, prefix)
         if found.description is None:
             fail(f"{found.key} has no description: `graphstash show {prefix}` prints its details")
@@ -229,11 +228,8 @@ def _as_json(cause: Cause) -> dict[str, object]:
 
 
 def _compare(config: ClientConfig, job: str, against: str | None, *, as_json: bool) -> None:
-    try:
-        name = ManifestName(job)
-    except InvalidValueError as error:
-        fail(str(error), status=ExitStatus.USAGE)
-    with server_of(config) as server:
+    name = ManifestName(job)
+    with closing(ServerClient(config)) as server:
         runs = server.runs(name, limit=MAX_LISTED_RUNS).runs
         if not runs:
             _fail_empty(
@@ -273,10 +269,7 @@ def _other(server: ServerClient, earlier: Iterable[Run], against: str | None) ->
     if len(names) > 1 and against not in names:
         fail(f"{len(names)} runs begin with {shown(against)!r}: write more of it")
     if not names:
-        try:
-            names = [RunName(against)]  # older than the listed runs
-        except InvalidValueError as error:
-            fail(str(error), status=ExitStatus.USAGE)
+        names = [RunName(against)]  # older than the listed runs
     return server.run(RunName(against) if against in names else names[0])
 
 

@@ -26,7 +26,7 @@ from graphstash._trust.signing_keys import SigningKey
 from graphstash._trust.trusted_keys import RevokedKey, TrustedKey, TrustedKeys
 from graphstash.config import ClientConfig
 from graphstash.errors import ConfigError
-from graphstash_schema import InvalidValueError, NamespacePattern, SigningKeyId
+from graphstash_schema import NamespacePattern, SigningKeyId
 from graphstash_schema.exit_status import ExitStatus
 
 __all__ = ["keys"]
@@ -217,5 +217,3 @@ def _reported_errors() -> Iterator[None]:
         first = error.errors(include_url=False)[0]
         what = ".".join(map(str, first["loc"]))
         fail(f"{what}: {first['msg']}", status=ExitStatus.USAGE)
-    except (ConfigError, InvalidValueError) as error:
-        fail(str(error), status=ExitStatus.USAGE)

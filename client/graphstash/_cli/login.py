@@ -107,9 +107,7 @@ def login(
             f"--grant, --hours: {error.errors(include_url=False)[0]['msg']}",
             status=ExitStatus.USAGE,
         )
-    except (ConfigError, ValueError) as error:
-        fail(str(error), status=ExitStatus.USAGE)
-    except CacheError as error:
+    except CacheError as error:  # perhaps of GitHub, about which the doctor says nothing
         fail(str(error))
     _show(issued.info, config, as_json=as_json)
 

@@ -14,9 +14,12 @@ from io import TextIOWrapper
 from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 import graphstash
 from graphstash._cli.pipe import piped
+from graphstash.errors import CacheError, ConfigError
+from graphstash_schema import InvalidValueError
 from graphstash_schema.exit_status import MEANINGS, ExitStatus, error_line
 from graphstash_schema.misspelling import warning_of
 
@@ -134,6 +137,22 @@ def _tell(error: Any) -> None:
     print(error_line(f"{message} `{command} --help`"), file=sys.stderr)  # noqa: T201 - a command's error
 
 
+class _Commands(TyperGroup):
+    """Ends a command with one line if it raises an error of the settings, arguments or cache."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ConfigError, InvalidValueError) as error:
+            from graphstash._cli.output import fail
+
+            fail(str(error), status=ExitStatus.USAGE)
+        except CacheError as error:
+            from graphstash._cli.output import fail_for
+
+            fail_for(error)
+
+
 @cache
 def complete_app() -> typer.Typer:
     """Return the app with all commands imported."""
@@ -144,6 +163,7 @@ def _app_with(words: Container[str]) -> typer.Typer:
     """Return an app that imports only the commands among `words`, and lists all."""
     app = typer.Typer(
         name="graphstash",
+        cls=_Commands,
         help="A shared compilation cache for machine-learning training.",
         epilog=_EXITS,
         no_args_is_help=True,

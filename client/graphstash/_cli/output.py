@@ -5,8 +5,7 @@ names, labels and metadata through `shown` first.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeAlias
@@ -37,13 +36,11 @@ __all__ = [
     "format_bytes",
     "format_seconds",
     "load_config",
-    "open_stash",
     "out",
     "plural",
     "print_json",
     "print_table",
     "say",
-    "server_of",
     "shown",
 ]
 
@@ -52,9 +49,6 @@ err = Console(stderr=True, highlight=False)
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
-
-    from graphstash._artifacts.stash import Stash
-    from graphstash._http.client import ServerClient
 
     Url: TypeAlias = str | None
     NamespaceOption: TypeAlias = str | None
@@ -83,32 +77,6 @@ def load_config(**options: Any) -> ClientConfig:
 
         log_once([config.file_problem])
     return config
-
-
-def open_stash(config: ClientConfig) -> "Stash":
-    """Open the cache with these settings. End the command if a file that they name is invalid."""
-    from graphstash._artifacts.stash import Stash  # slow to import, like other local imports
-
-    try:
-        return Stash(config)
-    except ConfigError as error:
-        fail(str(error), status=ExitStatus.USAGE)
-
-
-@contextmanager
-def server_of(config: ClientConfig) -> "Iterator[ServerClient]":
-    """Yield a client of the configured server. End the command if the client raises an error."""
-    from graphstash._http.client import ServerClient
-
-    try:
-        server = ServerClient(config)
-    except ConfigError as error:
-        fail(str(error), status=ExitStatus.USAGE)
-    with closing(server):
-        try:
-            yield server
-        except CacheError as error:
-            fail_for(error)
 
 
 def blamed(error: ConfigError, options: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from graphstash._artifacts.prefetch import Outcome, Prefetch
-from graphstash._artifacts.stash import Fetched
+from graphstash._artifacts.stash import Fetched, Stash
 from graphstash._cli.output import (
     Json,
     NamespaceOption,
@@ -15,17 +15,14 @@ from graphstash._cli.output import (
     count_progress,
     err,
     fail,
-    fail_for,
     format_bytes,
     load_config,
-    open_stash,
     print_json,
     say,
 )
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, LocalTierError, Reason, VerificationError
-from graphstash_schema import ArtifactKey, InvalidValueError, ManifestName
-from graphstash_schema.exit_status import ExitStatus
+from graphstash_schema import ArtifactKey, ManifestName
 
 __all__ = ["prefetch"]
 
@@ -41,15 +38,9 @@ def prefetch(
 
     The next run of the job on this host then finds them in the local tier.
     """
-    try:
-        name = ManifestName(job)
-    except InvalidValueError as error:
-        fail(str(error), status=ExitStatus.USAGE)
+    name = ManifestName(job)
     config = load_config(url=url, namespace=namespace, job=job)
-    try:
-        outcomes = _fetched(config, name)
-    except CacheError as error:
-        fail_for(error)
+    outcomes = _fetched(config, name)
     fetched = [
         each for each in outcomes.values() if isinstance(each, Fetched) and each.source == "remote"
     ]
@@ -83,7 +74,7 @@ def _fetched(config: ClientConfig, job: ManifestName) -> Mapping[ArtifactKey, Ou
     """
     outcomes: dict[ArtifactKey, Outcome] = {}
     failures: list[CacheError] = []
-    with open_stash(config) as stash, count_progress() as progress:
+    with Stash(config) as stash, count_progress() as progress:
         task = progress.add_task("artifacts", total=None)
 
         def done(key: ArtifactKey, outcome: Outcome) -> None:

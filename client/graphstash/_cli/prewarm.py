@@ -19,7 +19,6 @@ from graphstash._cli.output import (
     out,
     print_json,
 )
-from graphstash.errors import CacheError, ConfigError
 from graphstash_schema.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -65,10 +64,6 @@ def prewarm(
             f"{error.name} is not installed in this environment: pip install jax libtpu",
             status=ExitStatus.USAGE,
         )
-    except ConfigError as error:
-        fail(str(error), status=ExitStatus.USAGE)
-    except CacheError as error:
-        fail(str(error))
     if as_json:
         print_json(dataclasses.asdict(done) | {"key": str(done.key)})
     else:

@@ -7,6 +7,7 @@ import typer
 
 from graphstash._artifacts.bundle import BundleEntry
 from graphstash._artifacts.catch_up import CatchUp, Outcome, Sent
+from graphstash._artifacts.stash import Stash
 from graphstash._cli.output import (
     Json,
     NamespaceOption,
@@ -16,7 +17,6 @@ from graphstash._cli.output import (
     fail,
     format_bytes,
     load_config,
-    open_stash,
     plural,
     print_json,
     say,
@@ -107,7 +107,7 @@ class _Publication:
             CacheError: the server does not answer, or does not accept the calls.
         """
         with (
-            open_stash(self._config) as stash,
+            Stash(self._config) as stash,
             closing(PatientClient(self._config)) as server,
             byte_progress() as progress,
         ):

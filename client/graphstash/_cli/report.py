@@ -18,7 +18,6 @@ from graphstash._cli.output import (
     format_seconds,
     load_config,
     print_json,
-    server_of,
 )
 from graphstash._http.client import ServerClient
 from graphstash.config import ClientConfig
@@ -123,7 +122,7 @@ def report(
     """
     config = load_config(url=url, namespace=namespace)
     since, until = _month(month)
-    with server_of(config) as server:
+    with closing(ServerClient(config)) as server:
         content = _read(server, since, until, namespace)
     if as_json:
         print_json(asdict(content))

@@ -12,7 +12,6 @@ from graphstash._cli.output import (
     format_bytes,
     format_seconds,
     load_config,
-    open_stash,
     plural,
     print_json,
     print_table,
@@ -32,8 +31,10 @@ def status(*, url: Url = None, namespace: NamespaceOption = None, as_json: Json 
 
     "Saved" is the compile time that all hits together avoided.
     """
+    from graphstash._artifacts.stash import Stash  # slow to import
+
     config = load_config(url=url, namespace=namespace)
-    with open_stash(config) as stash:
+    with Stash(config) as stash:
         try:
             server = stash.server.server_stats()
         except CacheError as error:

@@ -1,6 +1,7 @@
 """`graphstash summary`: what the last run on this host hit and compiled, in Markdown for CI."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated, Final
@@ -17,13 +18,12 @@ from graphstash._cli.output import (
     load_config,
     plural,
     print_json,
-    server_of,
     shown,
 )
 from graphstash._compile.explaining import causes_of
+from graphstash._http.client import ServerClient
 from graphstash._process.run_record import ProcessRecord, read_last_run
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError
 from graphstash_schema import Namespace
 
 __all__ = ["summary"]
@@ -129,13 +129,10 @@ def _read(config: ClientConfig, records: Sequence[ProcessRecord]) -> RunSummary:
     why = {}
     if misses:
         asked = [(description, trouble) for description, trouble, _ in misses[:_SHOWN]]
-        try:
-            namespace = Namespace(records[0].namespace)
-            with server_of(replace(config, namespace=namespace)) as server:
-                started_at = min(record.run_started_at for record in records)
-                causes = causes_of(server, asked, started_at=started_at)
-        except CacheError:
-            causes = []  # the summary is useful without causes
+        namespace = Namespace(records[0].namespace)
+        with closing(ServerClient(replace(config, namespace=namespace))) as server:
+            started_at = min(record.run_started_at for record in records)
+            causes = causes_of(server, asked, started_at=started_at)
         why = {key: cause.text for cause in causes for key in cause.keys}
     return RunSummary(
         command=" ".join(records[0].argv) if records else "",

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +30,6 @@ from graphstash._cli.output import (
     print_json,
     print_table,
     say,
-    server_of,
     shown,
 )
 from graphstash._http.client import ServerClient
@@ -111,7 +110,7 @@ def top(
     --json, the command prints the state once.
     """
     config = load_config(url=url, namespace=namespace)
-    with server_of(config) as server:
+    with closing(ServerClient(config)) as server:
         if out.is_terminal and not as_json:
             _watch(config, server, interval)
             return

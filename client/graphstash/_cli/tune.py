@@ -19,11 +19,9 @@ from graphstash._cli.output import (
     count_progress,
     err,
     fail,
-    fail_for,
     format_bytes,
     format_seconds,
     load_config,
-    open_stash,
     plural,
     print_json,
     print_table,
@@ -32,8 +30,8 @@ from graphstash._cli.output import (
 )
 from graphstash._replacing import replacing
 from graphstash._user_code import load
-from graphstash.errors import CacheError, ConfigError, VerificationError
-from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, InvalidValueError
+from graphstash.errors import ConfigError, VerificationError
+from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType
 from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.listing import MAX_LISTED_ARTIFACTS, ArtifactQuery, ListOrder
 
@@ -314,36 +312,31 @@ def _schedules(
     problem: str, device_type: str | None, *, url: str | None, namespace: str | None
 ) -> list[dict[str, Any]]:
     """Return the verified schedules, newest first. End the command if the server fails."""
+    from graphstash._artifacts.stash import Stash
     from graphstash.tuning.memory.problem import HELION_LABEL, parse_label
 
     config = load_config(url=url, namespace=namespace)
-    try:
-        query = ArtifactQuery(
-            kind=ArtifactKind.SCHEDULE,
-            device_type=None if device_type is None else DeviceType(device_type),
-            label="tuned ",
-            order=ListOrder.NEWEST,
-            limit=MAX_LISTED_ARTIFACTS,
-        )
-    except InvalidValueError as error:
-        fail(str(error), status=ExitStatus.USAGE)
+    query = ArtifactQuery(
+        kind=ArtifactKind.SCHEDULE,
+        device_type=None if device_type is None else DeviceType(device_type),
+        label="tuned ",
+        order=ListOrder.NEWEST,
+        limit=MAX_LISTED_ARTIFACTS,
+    )
     found = []
-    with open_stash(config) as stash, count_progress() as progress:
-        try:
-            listed = [
-                (each.key, named)
-                for each in stash.server.every_artifact(query)
-                if each.key.kind is ArtifactKind.SCHEDULE
-                and (named := parse_label(each.label)) is not None
-                and problem.lower() in each.label.lower()
-            ]
-            for key, named in progress.track(listed, description="schedules"):
-                if (told := _read(stash, key)) is not None:
-                    found.append({**named, "device_type": key.device_type, **told})
-            of_helion = query.model_copy(update={"label": HELION_LABEL, "limit": 1})
-            has_more = stash.server.list_artifacts(of_helion).artifacts
-        except CacheError as error:
-            fail_for(error)
+    with Stash(config) as stash, count_progress() as progress:
+        listed = [
+            (each.key, named)
+            for each in stash.server.every_artifact(query)
+            if each.key.kind is ArtifactKind.SCHEDULE
+            and (named := parse_label(each.label)) is not None
+            and problem.lower() in each.label.lower()
+        ]
+        for key, named in progress.track(listed, description="schedules"):
+            if (told := _read(stash, key)) is not None:
+                found.append({**named, "device_type": key.device_type, **told})
+        of_helion = query.model_copy(update={"label": HELION_LABEL, "limit": 1})
+        has_more = stash.server.list_artifacts(of_helion).artifacts
     if has_more:
         err.print(
             f"Helion's own entries are not among these: `graphstash ls '{HELION_LABEL}' --kind "
