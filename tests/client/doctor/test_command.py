@@ -55,7 +55,7 @@ def test_answer_of_unknown_server_is_escaped_for_terminal(server):
 
 
 def test_endless_check_is_abandoned():
-    with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
+    with pytest.raises(TimeoutError):
         within(0.05, threading.Event().wait)
 
 

@@ -1,8 +1,8 @@
 """Findings: what a check found, and how to fix it."""
 
-import queue
 import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
@@ -72,19 +72,13 @@ def within(seconds: float, work: Callable[[], _T]) -> _T:
         TimeoutError: `work` did not finish within `seconds`. Its thread keeps running.
         Exception: raised by `work`.
     """
-    answers: queue.SimpleQueue[tuple[_T, None] | tuple[None, Exception]] = queue.SimpleQueue()
+    future: Future[_T] = Future()
 
     def answer() -> None:
         try:
-            answers.put((work(), None))
+            future.set_result(work())
         except Exception as error:  # noqa: BLE001 - outermost frame of a thread; raised below
-            answers.put((None, error))
+            future.set_exception(error)
 
     threading.Thread(target=answer, name="graphstash-doctor", daemon=True).start()
-    try:
-        result, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value] # the result is set if there is no error
+    return future.result(seconds)

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic, time
@@ -72,7 +71,7 @@ def _inspect(root: Path, limit_bytes: int) -> list[Finding]:
 def _refusal(root: Path) -> str:
     """Return why the tier cannot be used, or "". Leaves no file or folder behind."""
     for folder in (root, *(root / name for name in FOLDERS)):
-        place = next(path for path in (folder, *folder.parents) if _exists(path))
+        place = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         try:
             if place == folder:
                 os.close(open_own_directory(folder, open_to_others=0o777))
@@ -85,60 +84,46 @@ def _refusal(root: Path) -> str:
     return ""
 
 
-def _exists(path: Path) -> bool:
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    except OSError:  # a parent is a file, or a folder that this user cannot enter
-        return False
-    return True
-
-
-@dataclass(slots=True)
-class _Sum:
-    count: int = 0
-    size_bytes: int = 0
-
-
 def _contents(root: Path, limit_bytes: int) -> Iterator[Finding]:
-    envelopes, stale = _Sum(), _Sum()
-    is_complete = _scan(root, envelopes, stale)
+    held_bytes, stale_bytes, is_complete = _scan(root)
     place = next(path for path in (root, *root.parents) if path.is_dir())
     free_bytes = shutil.disk_usage(place).free
     more = "" if is_complete else "at least "
     summary = (
-        f"{root} holds {more}{format_bytes(envelopes.size_bytes)} of {format_bytes(limit_bytes)}; "
+        f"{root} holds {more}{format_bytes(held_bytes)} of {format_bytes(limit_bytes)}; "
         f"{format_bytes(free_bytes)} are free on its disk"
     )
-    room = limit_bytes - envelopes.size_bytes
-    if free_bytes < room:
+    if free_bytes < limit_bytes - held_bytes:
         yield warn(
             "local tier",
             summary,
             "the disk will be full before the limit is reached: set GRAPHSTASH_LOCAL_LIMIT to "
-            f"{format_bytes(max(0, envelopes.size_bytes + free_bytes) * 0.9)} or less, or "
+            f"{format_bytes((held_bytes + free_bytes) * 0.9)} or less, or "
             "GRAPHSTASH_CACHE_DIR to a larger disk",
         )
     else:
         yield ok("local tier", summary)
-    if stale.count:
+    if stale_bytes:
         yield warn(
             "local tier",
-            f"{plural(stale.count, 'temporary file')} of processes that died "
-            f"({format_bytes(stale.size_bytes)} in {root / 'tmp'})",
+            f"{plural(len(stale_bytes), 'temporary file')} of processes that died "
+            f"({format_bytes(sum(stale_bytes))} in {root / 'tmp'})",
             "the next job that downloads or compiles something deletes them, or run: "
             f"find {root / 'tmp'} -type f -mmin +1440 -delete",
         )
 
 
-def _scan(root: Path, envelopes: _Sum, stale: _Sum) -> bool:
-    """Count the files of the tier. Return False if `_SCAN_SECONDS` did not suffice."""
+def _scan(root: Path) -> tuple[int, list[int], bool]:
+    """Return the bytes of all artifacts, the bytes of each stale file, and whether `_SCAN_SECONDS`
+    sufficed.
+    """
+    held_bytes = 0
+    stale_bytes: list[int] = []
     oldest = time() - _STALE_SECONDS
     deadline = monotonic() + _SCAN_SECONDS
     for folder, _, names in os.walk(root):
         if monotonic() > deadline:
-            return False
+            return held_bytes, stale_bytes, False
         for name in names:
             try:
                 status = os.lstat(Path(folder, name))
@@ -146,12 +131,10 @@ def _scan(root: Path, envelopes: _Sum, stale: _Sum) -> bool:
                 continue
             if Path(folder).name == "tmp":
                 if status.st_mtime < oldest:
-                    stale.count += 1
-                    stale.size_bytes += status.st_size
+                    stale_bytes.append(status.st_size)
             else:
-                envelopes.count += 1
-                envelopes.size_bytes += status.st_size
-    return True
+                held_bytes += status.st_size
+    return held_bytes, stale_bytes, True
 
 
 def _place(root: Path) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, Final
 
 from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, skipped, warn
@@ -137,7 +138,7 @@ def check_signatures(config: ClientConfig) -> Topic[None]:
             return
         yield from _check_trusted(config, trusted)
     if config.signing_key is not None:
-        yield from _check_signing_key(config, trusted)
+        yield from _check_signing_key(config, config.signing_key, trusted)
 
 
 def _check_writers(config: ClientConfig) -> Iterator[Finding]:
@@ -191,16 +192,16 @@ def _check_expiry(key: TrustedKey, at: datetime) -> Iterator[Finding]:
     )
 
 
-def _check_signing_key(config: ClientConfig, trusted: TrustedKeys | None) -> Iterator[Finding]:
-    if config.signing_key is None:
-        return
+def _check_signing_key(
+    config: ClientConfig, path: Path, trusted: TrustedKeys | None
+) -> Iterator[Finding]:
     try:
-        own = SigningKey.load(config.signing_key).key_id
+        own = SigningKey.load(path).key_id
     except ConfigError as error:
         yield fail("signing key", str(error), f"fix the file; {_CACHE_OFF}")
         return
     if trusted is None:
-        yield ok("signing key", f"{config.signing_key} signs as {own}")
+        yield ok("signing key", f"{path} signs as {own}")
         return
     for each in trusted.revoked:
         if each.key_id == own:
@@ -213,11 +214,11 @@ def _check_signing_key(config: ClientConfig, trusted: TrustedKeys | None) -> Ite
             return
     at = datetime.now(UTC)
     if any(key.key_id == own and key.counts(config.namespace, at=at) for key in trusted.keys):
-        yield ok("signing key", f"{config.signing_key} signs as {own}, trusted here")
+        yield ok("signing key", f"{path} signs as {own}, trusted here")
     else:
         yield warn(
             "signing key",
             f"{config.trusted_keys} does not trust {own} in {config.namespace!r}: jobs with the "
             "same trusted keys reject what this job publishes",
-            f"run the line that `graphstash keys show {config.signing_key}` prints",
+            f"run the line that `graphstash keys show {path}` prints",
         )
