@@ -16,7 +16,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, Final, Literal, NamedTuple, Self, TypeVar
+from typing import IO, Any, Final, Literal, NamedTuple, Self, TypeVar, cast
 
 from pydantic import Field, ValidationError
 
@@ -99,7 +99,7 @@ class Found(NamedTuple):
 
     number: int
     entry: BundleEntry
-    blob: "Part"
+    blob: IO[bytes]
 
 
 _Line = TypeVar("_Line", BundleHead, BundleEntry)
@@ -197,7 +197,7 @@ class Bundle:
             while line := lines.readline(_MAX_LINE_BYTES + 1):
                 yield line
 
-    def _blob_at(self, at: int, number: int, entry: BundleEntry) -> "Part":
+    def _blob_at(self, at: int, number: int, entry: BundleEntry) -> IO[bytes]:
         what = f"entry {number} ({entry.name}, {entry.key})"
         found, expected = self._read(at, _BLOCK), _header(entry.name, entry.size_bytes)
         if found != expected:
@@ -209,7 +209,7 @@ class Bundle:
                 "there"
             )
         self._expect_zeros(blob.end, _padding(entry.size_bytes), f"after {what}")
-        return blob
+        return cast("IO[bytes]", blob)  # readers of envelopes use only methods that it has
 
     def _expect_zeros(self, at: int, count: int, where: str) -> None:
         if self._read(at, count) != bytes(count):

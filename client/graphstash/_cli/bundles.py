@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Annotated, Any, Final, Protocol
+from typing import IO, Annotated, Any, Final, TypeAlias
 
 import typer
 from rich.progress import Progress, TaskID
@@ -18,7 +18,6 @@ from graphstash._artifacts.bundle import (
     Bundle,
     BundleEntry,
     Found,
-    Part,
     check_blob,
     line_of,
     write_bundle,
@@ -120,7 +119,12 @@ def export(
             "--job goes with a server, which remembers what jobs used: leave out --local",
             status=ExitStatus.USAGE,
         )
-    with closing(_source(config, job, selection, is_local=local)) as source:
+    source: _Source
+    if local:
+        source = _TierSource(config, selection)
+    else:
+        source = _ServerSource(config, None if job is None else ManifestName(job), selection)
+    with closing(source):
         try:
             result = _Export(config, source, file).run()
         except BundleError as error:
@@ -237,20 +241,13 @@ class _Selection:
         )
 
 
-class _Source(Protocol):
-    """Source of artifacts for an export."""
-
-    def entries(self) -> Iterator[BundleEntry]:
-        """Yield the selected artifacts in the order of a bundle."""
-
-    def fetch(self, entry: BundleEntry, into: IO[bytes]) -> bool:
-        """Write the blob into a file. Return False if it no longer exists or has changed."""
-
-    def close(self) -> None:
-        """Release the source."""
-
-
 class _ServerSource:
+    """Source of artifacts for an export.
+
+    `entries` yields the selected artifacts in the order of a bundle. `fetch` writes a blob into a
+    file, and returns False if the blob no longer exists or has changed.
+    """
+
     def __init__(
         self, config: ClientConfig, job: ManifestName | None, selection: _Selection
     ) -> None:
@@ -300,6 +297,8 @@ class _ServerSource:
 
 
 class _TierSource:
+    """Source like `_ServerSource`: this host's copies."""
+
     def __init__(self, config: ClientConfig, selection: _Selection) -> None:
         self._stash = Stash(config)
         self._namespace, self._selection = config.namespace, selection
@@ -353,12 +352,7 @@ class _TierSource:
         self._stash.close()
 
 
-def _source(
-    config: ClientConfig, job: str | None, selection: _Selection, *, is_local: bool
-) -> _Source:
-    if is_local:
-        return _TierSource(config, selection)
-    return _ServerSource(config, None if job is None else ManifestName(job), selection)
+_Source: TypeAlias = _ServerSource | _TierSource
 
 
 class _Export:
@@ -523,7 +517,7 @@ class _Import:
         try:
             check_blob(
                 entry,
-                _as_file(blob),
+                blob,
                 namespace=self._bundle.namespace,
                 signatures=self._signatures,
                 max_bytes=self._config.max_artifact,
@@ -556,7 +550,7 @@ class _Import:
         if there is None:
             metadata = self._metadata_of(found)
             try:
-                server.upload(entry.key, _as_file(found.blob), entry.digest, metadata)
+                server.upload(entry.key, found.blob, entry.digest, metadata)
             except ConflictError:
                 there = ""
             else:
@@ -611,15 +605,10 @@ class _Import:
         """Return the metadata, signed with this host's key if the namespace changes."""
         entry = found.entry
         found.blob.seek(0)
-        raw_size = int(read_envelope_head(_as_file(found.blob).read)["raw_size"])
+        raw_size = int(read_envelope_head(found.blob.read)["raw_size"])
         metadata = entry.metadata or ArtifactMetadata(compile_seconds=0, raw_size_bytes=raw_size)
         if self._changes_namespace:
             subject = SignedSubject(self._config.namespace, entry.key, entry.digest, raw_size)
             signature = self._signatures.prove(subject).signature
             metadata = metadata.model_copy(update={"signature": signature})
         return metadata
-
-
-def _as_file(part: Part) -> Any:
-    """Cast a part to a file. Readers of envelopes use only methods that `Part` has."""
-    return part
