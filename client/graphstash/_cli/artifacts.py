@@ -42,7 +42,7 @@ from graphstash_schema.listing import ArtifactQuery, ListedArtifact, ListOrder
 if TYPE_CHECKING:
     from graphstash._http.client import ServerClient
 
-__all__ = ["DeviceTypeOption", "KindOption", "find_one", "forget", "ls", "show"]
+__all__ = ["DeviceTypeOption", "KindOption", "find_one", "forget", "is_prefix", "ls", "show"]
 
 KindOption = Annotated[
     ArtifactKind | None,
@@ -260,6 +260,11 @@ def find_one(server: "ServerClient", text: str) -> ListedArtifact:
     return found[0]
 
 
+def is_prefix(text: str) -> bool:
+    """Return whether a text is a fingerprint, or enough of the beginning of one."""
+    return _MIN_PREFIX <= len(text) <= 64 and not set(text) - set("0123456789abcdef")
+
+
 def _key_or_prefix(text: str) -> tuple[ArtifactKey | None, str]:
     """Return an argument's key, if it is one, and its fingerprint or prefix, or end the command."""
     if "/" in text:
@@ -272,7 +277,7 @@ def _key_or_prefix(text: str) -> tuple[ArtifactKey | None, str]:
                 status=ExitStatus.USAGE,
             )
         return key, key.fingerprint
-    if not _MIN_PREFIX <= len(text) <= 64 or set(text) - set("0123456789abcdef"):
+    if not is_prefix(text):
         fail(
             f"{shown(text)!r} is no fingerprint: write {_MIN_PREFIX} to 64 of its characters, "
             "0-9 and a-f; `graphstash ls` shows them",

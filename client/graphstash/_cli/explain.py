@@ -9,7 +9,7 @@ from typing import Annotated, Final, NoReturn
 
 import typer
 
-from graphstash._cli.artifacts import find_one
+from graphstash._cli.artifacts import find_one, is_prefix
 from graphstash._cli.output import (
     CacheDir,
     Json,
@@ -93,7 +93,7 @@ def explain(
         or description.key.fingerprint.startswith(which)
         or description.label.startswith(which)
     ]
-    if not misses and _is_fingerprint(which):
+    if not misses and is_prefix(which):
         _explain_stored(config, which, as_json=as_json)
         return
     if records is None or (which != "last" and not misses):
@@ -122,10 +122,6 @@ def _fail_empty(message: str, empty: object, *, as_json: bool) -> NoReturn:
     if as_json:
         print_json(empty)
     fail(message)
-
-
-def _is_fingerprint(text: str) -> bool:
-    return 4 <= len(text) <= 64 and not set(text) - set("0123456789abcdef")
 
 
 def _causes(
