@@ -34,7 +34,21 @@ class _Run(Protocol):
         """Add points to curves."""
 
 
-class TensorBoardCallback(Callback):
+class _Tracker(Callback):
+    def on_log(self, entry: LogEntry) -> None:
+        """Log the current figures."""
+        sent = {f"graphstash/reduce/{name}": value for name, value in entry.reduced.items()}
+        self._write(entry.step, {**stats().scalars(), **sent})
+
+    def on_end(self, result: TrainingResult) -> None:
+        """Log the final figures."""
+        self._write(result.step, stats().scalars())
+
+    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+
+class TensorBoardCallback(_Tracker):
     """Writes the process's cache hits, misses and savings at logging boundaries and at the end.
 
     Args:
@@ -45,20 +59,12 @@ class TensorBoardCallback(Callback):
     def __init__(self, writer: _Writer) -> None:
         self._writer = writer
 
-    def on_log(self, entry: LogEntry) -> None:
-        """Write the current figures."""
-        self._write(entry.step, entry.reduced)
-
-    def on_end(self, result: TrainingResult) -> None:
-        """Write the final figures."""
-        self._write(result.step)
-
-    def _write(self, step: int, reduced: Mapping[str, float] | None = None) -> None:
-        for name, value in _scalars(reduced).items():
+    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
 
-class WandbCallback(Callback):
+class WandbCallback(_Tracker):
     """Logs the process's cache hits, misses and savings at logging boundaries and at the end.
 
     The curves have their own axis, `graphstash/step`, so the run may log other values at any step.
@@ -71,18 +77,5 @@ class WandbCallback(Callback):
         self._run = run
         run.define_metric("graphstash/*", step_metric=_STEP)
 
-    def on_log(self, entry: LogEntry) -> None:
-        """Log the current figures."""
-        self._log(entry.step, entry.reduced)
-
-    def on_end(self, result: TrainingResult) -> None:
-        """Log the final figures."""
-        self._log(result.step)
-
-    def _log(self, step: int, reduced: Mapping[str, float] | None = None) -> None:
-        self._run.log({_STEP: step, **_scalars(reduced)})
-
-
-def _scalars(reduced: Mapping[str, float] | None) -> dict[str, float]:
-    sent = {f"graphstash/reduce/{name}": value for name, value in (reduced or {}).items()}
-    return {**stats().scalars(), **sent}
+    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log({_STEP: step, **scalars})
