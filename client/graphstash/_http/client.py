@@ -111,9 +111,18 @@ class ServerClient:
         if self._opened is None:
             with unforked(), self._opening:
                 if self._opened is None:
-                    self._opened = _transport(self.config, self._tracer, self._context)
+                    self._opened = self._new_transport()
         self._opened.job, self._opened.is_copying = self._job, self._is_copying
         return self._opened
+
+    def _new_transport(self) -> Transport:
+        if self._tracer is None:
+            from graphstash._http.transport import Transport
+
+            return Transport(self.config, context=self._context)
+        from graphstash._http.traced import TracedTransport
+
+        return TracedTransport(self.config, tracer=self._tracer)
 
     @property
     def is_configured(self) -> bool:
@@ -465,18 +474,6 @@ class ServerClient:
 
     def _manifest_path(self, name: schema.ManifestName) -> str:
         return f"{API_PREFIX}/{self.config.namespace}/manifests/{name}"
-
-
-def _transport(
-    config: ClientConfig, tracer: Tracer | None, context: ssl.SSLContext | None
-) -> Transport:
-    if tracer is None:
-        from graphstash._http.transport import Transport
-
-        return Transport(config, context=context)
-    from graphstash._http.traced import TracedTransport
-
-    return TracedTransport(config, tracer=tracer)
 
 
 def _read_chunks(

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -79,7 +79,7 @@ def search(
     method: Method | None = None,
     executor: MakeExecutor = Pool,
     known: Iterable[Measurement] = (),
-    publish: Callable[[Measurement], object] | None = None,
+    publish: Callable[[Measurement], object] = lambda _: None,
     observe: Callable[[Progress], object] = lambda _: None,
 ) -> Result:
     """Search for a fast configuration.
@@ -134,9 +134,10 @@ def search(
         report()
         ended = _measure(searcher, pool, budget, started, learn)
         report(ended)
+        cheapest = _cheapest(searcher)
         last: list[Measurement] = []
-        for batch in _batched(_cheapest(searcher), finalists):
-            last = pool.compare(batch)
+        for start in range(0, len(cheapest), finalists):
+            last = pool.compare(cheapest[start : start + finalists])
             for measurement in last:
                 record(measurement)
             if any(measurement.cost is not None for measurement in last):
@@ -198,15 +199,7 @@ def _cheapest(searcher: Searcher) -> list[dict[str, Value]]:
     return [searcher.space.named(each) for each in distinct]
 
 
-def _batched(
-    configurations: Sequence[dict[str, Value]], count: int
-) -> Iterator[Sequence[dict[str, Value]]]:
-    return (configurations[start : start + count] for start in range(0, len(configurations), count))
-
-
-def _publish(publish: Callable[[Measurement], object] | None, measurement: Measurement) -> None:
-    if publish is None:
-        return
+def _publish(publish: Callable[[Measurement], object], measurement: Measurement) -> None:
     try:
         publish(measurement)
     except Exception:  # noqa: BLE001 - a failing callback must not end the search

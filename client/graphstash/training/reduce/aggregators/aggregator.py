@@ -291,7 +291,8 @@ class _Slot:
         is_sum = self.tensor.operation == Operation.SUM
         combine = np.add if is_sum else np.maximum
         wide = sums if element.is_added_as_sent else element.widen(sums)
-        with np.errstate(all="ignore"):  # inf - inf is NaN, and integers wrap around
+        # inf - inf is NaN, integers wrap around, and a sum that is too large for fp16 becomes inf.
+        with np.errstate(all="ignore"):
             for waiting in self._waiting:
                 for own, values in waiting:
                     count = int(np.searchsorted(own, numbers[-1], side="right"))
@@ -300,8 +301,8 @@ class _Slot:
                     elif count:
                         places = np.searchsorted(numbers, own[:count])
                         wide[places] = combine(wide[places], element.widen(values[:count]))
-        if wide is not sums:
-            sums[:] = element.narrow(wide)
+            if wide is not sums:
+                sums[:] = element.narrow(wide)
 
     def _drop(self, until: int) -> None:
         for rank, waiting in enumerate(self._waiting):

@@ -50,15 +50,6 @@ def _same(values: _Array) -> _Array:
     return values
 
 
-def _half_to_single(values: _Array) -> _Array:
-    return values.astype(np.float32)
-
-
-def _single_to_half(values: _Array) -> _Array:
-    with np.errstate(all="ignore"):  # sums that are too large become inf, as in torch
-        return values.astype(np.float16)
-
-
 def _bfloat16_to_single(bits: _Array) -> _Array:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
@@ -77,7 +68,12 @@ def _plain(name: str) -> Element:
 ELEMENTS: Final = {
     1: _plain("float32"),
     2: _plain("float64"),
-    3: Element("float16", np.dtype(np.float16), _half_to_single, _single_to_half),
+    3: Element(
+        "float16",
+        np.dtype(np.float16),
+        lambda values: values.astype(np.float32),
+        lambda values: values.astype(np.float16),
+    ),
     4: Element("bfloat16", np.dtype(np.uint16), _bfloat16_to_single, _single_to_bfloat16),
     5: _plain("int8"),
     6: _plain("int16"),

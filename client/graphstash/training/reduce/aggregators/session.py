@@ -159,32 +159,23 @@ class Session:
                 "could take one tensor for the other: make one for each"
             )
         try:
-            return self._reduce(blocks, nonzero, element, operation)
+            if self._failure is not None or self._client is None:
+                raise AggregationError(f"these sums have ended: {self._failure or 'closed'}")
+            try:
+                return self._client.reduce(
+                    self._worker,
+                    blocks,
+                    nonzero,
+                    element=element,
+                    operation=operation,
+                    check=self._require_own,
+                )
+            except BaseException as error:
+                self._failure = self._why(error)
+                self.close(self._failure)
+                raise
         finally:
             self._is_used.release()
-
-    def _reduce(
-        self,
-        blocks: BlockRows,
-        nonzero: npt.NDArray[np.bool_],
-        element: int,
-        operation: Operation,
-    ) -> Totals:
-        if self._failure is not None or self._client is None:
-            raise AggregationError(f"these sums have ended: {self._failure or 'closed'}")
-        try:
-            return self._client.reduce(
-                self._worker,
-                blocks,
-                nonzero,
-                element=element,
-                operation=operation,
-                check=self._require_own,
-            )
-        except BaseException as error:
-            self._failure = self._why(error)
-            self.close(self._failure)
-            raise
 
     def _why(self, error: BaseException) -> str:
         """Return the failure to report to all ranks. Name this rank if the error is not ours."""
