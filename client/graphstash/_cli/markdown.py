@@ -18,12 +18,9 @@ def plain(text: Any) -> str:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: str) -> list[str]:
-    """Return the lines of a table, and an empty line.
+    """Return the lines of a table, and an empty line. Cells may contain Markdown.
 
-    Args:
-        titles: Titles of the columns.
-        rows: Cells, which may contain Markdown.
-        numbers: A character for each column: `:` for numbers, aligned right, or `-` for text.
+    `numbers` has a character for each column: `:` for numbers, aligned right, or `-` for text.
     """
     rules = ["---:" if each == ":" else "---" for each in numbers]
     lines = [titles, rules, *rows]

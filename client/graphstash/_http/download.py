@@ -33,14 +33,11 @@ def download(
 ) -> Downloaded | None:
     """Write a blob to `target` and rewind it. Return None for a miss.
 
-    Args:
-        transport: connection to the server.
-        path: path of the artifact on the server.
-        target: file for the bytes, which are valid only if this function returns. Read them from
-            this file object, because another process may replace the file under its name.
-        config: limits of size and time.
-        between_chunks: called after every chunk but the last. An exception from it ends the
-            download. Its run time does not count against the deadline.
+    The bytes are valid only if this function returns. Read them from this file object, because
+    another process may replace the file under its name.
+
+    `between_chunks` is called after every chunk but the last. An exception from it ends the
+    download. Its run time does not count against the deadline.
 
     Raises:
         CacheError: the server does not answer, or the blob is too large or has another digest.

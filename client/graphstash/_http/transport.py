@@ -67,6 +67,9 @@ class Answer:
 class Transport:
     """Sends requests to one server. Thread-safe, and usable in a forked child.
 
+    Paths have a leading slash. A failed call raises a `CacheError`, whose subclass and reason say
+    what failed.
+
     Args:
         config: URL, credentials and time limits.
         context: see the attribute. Default: load it from the files that `config` names.
@@ -112,20 +115,9 @@ class Transport:
         json: bytes | None = None,
         patience_seconds: float = 0.0,
     ) -> Answer:
-        """Make a call, and read its small response into memory.
+        """Make a call, and return its small response, also the 404 of a GET, which is a miss.
 
-        Args:
-            method: HTTP method.
-            path: path with a leading slash.
-            headers: headers in addition to the protocol header.
-            json: serialized body.
-            patience_seconds: extra seconds to wait for the first byte, for a long poll.
-
-        Returns:
-            The response, including the 404 of a GET, because a miss is not an error.
-
-        Raises:
-            CacheError: the subclass and reason say what failed.
+        `patience_seconds` are extra seconds to wait for the first byte, for a long poll.
         """
         all_headers = dict(headers or {})
         if json is not None:
@@ -149,9 +141,8 @@ class Transport:
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
         """Stream the body of a GET, from the server or from storage. Empty for a 404.
 
-        Raises:
-            CacheError: the subclass and reason say what failed. Iterating also raises it, for
-                example if the body ends before its `Content-Length`.
+        Iterating also raises `CacheError`, for example if the body ends before its
+        `Content-Length`.
         """
         headers: dict[str, str] = {}
         if self.takes_redirects:
@@ -217,14 +208,7 @@ class Transport:
     ) -> Answer:
         """Make a PUT whose body is streamed.
 
-        Args:
-            path: path with a leading slash.
-            headers: headers in addition to the protocol header.
-            chunks: returns the body. Called again if a kept connection turns out to be closed.
-            size_bytes: length of the body.
-
-        Raises:
-            CacheError: the subclass and reason say what failed.
+        `chunks` returns the body. It is called again if a kept connection turns out to be closed.
         """
         all_headers = dict(headers) | {
             "Content-Length": str(size_bytes),

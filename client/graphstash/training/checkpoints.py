@@ -251,14 +251,12 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, Any]) -> DeviceFuture[Path]:
         """Copy the state to the host, and let a thread write it while training continues.
 
-        First waits until the previous checkpoint is written, so the host holds only one copy.
+        First waits until the previous checkpoint is written, so the host holds only one copy. The
+        returned future completes once the file is on disk.
 
         Args:
             step: number of the completed step, 0 or more.
             state: see `to_host`.
-
-        Returns:
-            A future of the checkpoint's path, which completes once the file is on disk.
 
         Raises:
             CheckpointError: an earlier checkpoint could not be written.

@@ -84,12 +84,7 @@ class Parallel:
         self, model: nn.Module, *, reduce: SparseState | None = None, is_captured: bool = False
     ) -> nn.Module:
         """Return the model to compute losses with. Copy the first process's parameters unless the
-        model is sharded.
-
-        Args:
-            model: the model to train.
-            reduce: reduces gradients in DDP.
-            is_captured: whether CUDA graphs capture the step.
+        model is sharded. `is_captured`: whether CUDA graphs capture the step.
 
         Raises:
             ConfigError: `reduce` cannot be used, or FullyShardedDataParallel has sharded the model.

@@ -224,10 +224,7 @@ class BlockSparseAllReduce:
     def _union(self, nonzero: Tensor, own: Tensor, most: int) -> tuple[Tensor, int]:
         """Return the numbers of the blocks that are nonzero on some rank, and the bytes sent.
 
-        Args:
-            nonzero: A flag for each block of this rank.
-            own: The numbers of the blocks that have it.
-            most: The largest length of `own` of the ranks.
+        `own` are the numbers of this rank's nonzero blocks, and `most` is its largest length.
         """
         ranks = distributed.get_world_size(self.group)
         # NCCL has no OR, so it sends a byte per block.

@@ -124,23 +124,13 @@ class _Part(NamedTuple):
 
 
 class BlockView:
-    """A flat, contiguous tensor as blocks of `size` elements.
+    """A flat, contiguous tensor as blocks of `size` elements; see `BlockLayout`.
 
     Attributes:
         count: Number of blocks, including the tails.
-        size: Number of elements of a block.
-        dtype: Type of the elements.
     """
 
     def __init__(self, flat: Tensor, size: int, *, parts: Sequence[int] = ()) -> None:
-        """Divide a tensor into blocks.
-
-        Args:
-            flat: The tensor.
-            size: Elements of a block.
-            parts: Lengths of the parts of the tensor. Each part starts with a new block. Its last
-                block may be shorter. Default: one part.
-        """
         flat = flat.detach()  # autograd forbids writing to a parameter in place
         self.size = size
         self.dtype = flat.dtype
@@ -196,8 +186,7 @@ class BlockView:
     def pack(self, chosen: Tensor) -> Tensor:
         """Return the chosen blocks one after the other in a new tensor.
 
-        Args:
-            chosen: Numbers of the blocks, int64, ascending.
+        `chosen` are numbers of blocks, int64, ascending.
         """
         packed = self._flat.new_empty(len(chosen) * self.size)
         length = 0

@@ -43,11 +43,7 @@ class EndedError(Exception):
 
 
 class MeasuringProcess:
-    """A measuring process, and the guard around it.
-
-    Args:
-        target: the pickled target.
-        method: how to measure.
+    """A measuring process of a pickled target, and the guard around it.
 
     Raises:
         RuntimeError: this is a measuring process that still imports the main module, which lacks

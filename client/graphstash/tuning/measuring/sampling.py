@@ -87,12 +87,8 @@ def take_samples(
 ) -> None:
     """Check, warm up and measure the built kernels; set `samples` or `failure` of each.
 
-    Args:
-        target: the target that built them.
-        built: the configurations to compare.
-        method: how thoroughly to measure.
-        begin: called before the first two checks and warm-up of a kernel, before each sample, and
-            before the last check.
+    Calls `begin` before the first two checks and warm-up of a kernel, before each sample, and
+    before the last check.
     """
     for each in built:
         if each.kernel is not None:

@@ -69,12 +69,6 @@ class Journal:
 
     Attributes:
         known: measurements of all hosts, by configuration, since `read`.
-
-    Args:
-        cache: finds and publishes measurements.
-        problem: what is tuned.
-        space: the searched space.
-        measure: measures one configuration here.
     """
 
     def __init__(

@@ -136,11 +136,8 @@ class Problem:
     ) -> CompileRequest:
         """Return the cache request for an artifact of the problem.
 
-        Args:
-            space: the searched space; results of other spaces do not apply.
-            role: `answer` or `measurements`.
-            number: number of the artifact with this role, from 0; see `TeamMemory`.
-            max_bytes: maximum size of the artifact.
+        `role` is `answer` or `measurements`, and `number` that of the artifact with this role, from
+        0; see `TeamMemory`. Results of other spaces do not apply.
         """
         # A search for answers must not find measurements.
         label = self.label if role == "answer" else self.label.replace("tuned", "measured", 1)

@@ -108,9 +108,7 @@ class _Asked(NamedTuple):
 class TeamMemory:
     """Finds the team's schedules, or searches for them; one per process. Thread-safe.
 
-    Args:
-        cache: finds and publishes artifacts.
-        ranks: returns the store of the ranks that run the kernel; None for a single process.
+    `ranks` returns the store of the ranks that run the kernel, or None for a single process.
     """
 
     def __init__(

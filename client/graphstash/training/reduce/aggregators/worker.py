@@ -48,13 +48,7 @@ class BlockRows:
     """Reads and writes the blocks of a contiguous, one-dimensional array of a wire type.
 
     Of n streams, stream i has the blocks i, i + n, i + 2n, and so on. Clustered nonzero blocks are
-    therefore spread over all streams.
-
-    Attributes:
-        count: Number of blocks, including a shorter last one.
-        elements: Number of elements of the array.
-        block_size: Number of elements of a block.
-        itemsize: Bytes of an element.
+    therefore spread over all streams. The last of the `count` blocks may be shorter.
     """
 
     def __init__(self, flat: Values, block_size: int) -> None:
