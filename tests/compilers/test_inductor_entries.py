@@ -388,3 +388,19 @@ print(len(set(keys)))
     )
     command = [sys.executable, program]
     assert subprocess.run(command, capture_output=True, check=True).stdout == b"4\n"
+
+
+def test_a_wrapper_around_torch_compile_does_not_make_torchs_functions_count_as_replaced():
+    code = """
+import torch
+compile = torch.compile
+import lightning.fabric.wrappers
+assert torch.compile is not compile
+import torch._inductor.compile_fx
+from graphstash.hooks.inductor.replaced import replaced_in_torch
+from graphstash.hooks.code import CodeDescriber
+
+print(*replaced_in_torch(CodeDescriber()))
+"""
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"\n"

@@ -70,8 +70,8 @@ _DATA: Final = frozenset(
 
 _MAX_DEPTH: Final = 6
 
-_FOLDER: Final = str(Path(torch.compile.__code__.co_filename).parent)
-"""Folder of torch, as its code names it. `__file__` may differ after a move."""
+_FOLDER: Final = str(Path(torch.__file__).parent)
+"""Folder of torch, as its code names it: Python loads code under the name of its module's file."""
 
 _ABSENT: Final = object()
 
