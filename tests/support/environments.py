@@ -7,11 +7,12 @@ constraints` writes it). The client is installed into each of them, as in a user
 import hashlib
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
 
-__all__ = ["packages_of", "python_of"]
+__all__ = ["link_bytecode", "packages_of", "python_of"]
 
 _ROOT = Path(__file__).parents[2]
 
@@ -39,6 +40,10 @@ def python_of(name: str) -> Path:
             if installed[0] != digests[0]:
                 subprocess.run([*uv, "venv", "--clear", str(directory)], check=True)
                 subprocess.run([*install, "--requirement", str(requirements)], check=True)
+                for known in (Path(sys.prefix), *_ROOT.glob(".venv-*")):
+                    # Another process may be installing that environment.
+                    with suppress(OSError, ValueError):
+                        link_bytecode(_packages_in(known), _packages_in(directory))
             subprocess.run([*install, "--no-deps", "--editable", str(_ROOT)], check=True)
             done.write_text("\n".join(digests))
     return python
@@ -46,5 +51,24 @@ def python_of(name: str) -> Path:
 
 def packages_of(name: str) -> Path:
     """The folder of an environment in which its packages are installed."""
-    (found,) = python_of(name).parents[1].glob("lib/python3*/site-packages")
+    return _packages_in(python_of(name).parents[1])
+
+
+def link_bytecode(known: Path, packages: Path) -> None:
+    """Link what Python has compiled of the packages in one folder into another folder.
+
+    Compiling the modules of torch takes twenty seconds. uv links the files of a package into every
+    environment, so a module that is the same file has the same bytecode.
+    """
+    for compiled in known.rglob(f"*.{sys.implementation.cache_tag}.pyc"):
+        linked = packages / compiled.relative_to(known)
+        name = f"{linked.name.partition('.')[0]}.py"
+        with suppress(OSError):  # the module is not there, or its bytecode is
+            if compiled.parents[1].joinpath(name).samefile(linked.parents[1] / name):
+                linked.parent.mkdir(exist_ok=True)
+                linked.hardlink_to(compiled)
+
+
+def _packages_in(environment: Path) -> Path:
+    (found,) = environment.glob("lib/python3*/site-packages")
     return found
