@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from graphstash_server.testing import ServerProcess
+from support.environments import link_bytecode
 
 ROOT = Path(__file__).parents[2]
 # What the issue tracker calls the default install, and nothing of the server or of a compiler.
@@ -46,6 +47,7 @@ def install(requirement, directory):
         *(*uv, "pip", "install", "--quiet", "--python", commands / "python"),
         *("--constraint", ROOT / "constraints.txt", requirement),
     )
+    link_bytecode(directory)
     return commands
 
 

@@ -40,10 +40,7 @@ def python_of(name: str) -> Path:
             if installed[0] != digests[0]:
                 subprocess.run([*uv, "venv", "--clear", str(directory)], check=True)
                 subprocess.run([*install, "--requirement", str(requirements)], check=True)
-                for known in (Path(sys.prefix), *_ROOT.glob(".venv-*")):
-                    # Another process may be installing that environment.
-                    with suppress(OSError, ValueError):
-                        link_bytecode(_packages_in(known), _packages_in(directory))
+                link_bytecode(directory)
             subprocess.run([*install, "--no-deps", "--editable", str(_ROOT)], check=True)
             done.write_text("\n".join(digests))
     return python
@@ -54,12 +51,18 @@ def packages_of(name: str) -> Path:
     return _packages_in(python_of(name).parents[1])
 
 
-def link_bytecode(known: Path, packages: Path) -> None:
-    """Link what Python has compiled of the packages in one folder into another folder.
+def link_bytecode(new: Path) -> None:
+    """Link into a new environment what Python has compiled of its packages in another environment.
 
     Compiling the modules of torch takes twenty seconds. uv links the files of a package into every
     environment, so a module that is the same file has the same bytecode.
     """
+    for known in (Path(sys.prefix), *_ROOT.glob(".venv-*")):
+        with suppress(OSError, ValueError):  # another process may be installing that environment
+            _link_bytecode(_packages_in(known), _packages_in(new))
+
+
+def _link_bytecode(known: Path, packages: Path) -> None:
     for compiled in known.rglob(f"*.{sys.implementation.cache_tag}.pyc"):
         linked = packages / compiled.relative_to(known)
         name = f"{linked.name.partition('.')[0]}.py"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from support.environments import link_bytecode
+
 __all__ = [
     "COMMIT",
     "python_of_commit",
@@ -68,5 +70,6 @@ def python_of_commit(commit: str, *, environment: str) -> Path:
             constraints = ["--constraint", str(sources / "constraints.txt")]
             wanted = f"{sources}[server,postgres,signing]"
             subprocess.run([*install, *constraints, wanted], check=True)
+            link_bytecode(directory)
             done.write_text(commit)
     return python
