@@ -43,6 +43,7 @@ def test_three_compilers_in_one_tree_share_with_another_host(server, namespace, 
                 "GRAPHSTASH_NAMESPACE": namespace,
                 "GRAPHSTASH_CACHE_DIR": str(host / "tier"),
                 "TORCHINDUCTOR_CACHE_DIR": str(host / "inductor"),
+                "TORCHINDUCTOR_VEC_ISA_OK": "1",  # as in zygotes
                 "PJRT_DEVICE": "CPU",
                 "JAX_PLATFORMS": "cpu",
             },
