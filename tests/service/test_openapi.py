@@ -4,23 +4,19 @@ import copy
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.core.failures import FailureGroup
-from schemathesis.openapi.checks import UndefinedStatusCode
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_headers_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
 from graphstash_schema import Digest
 from graphstash_server.app import create_app
 from graphstash_server.settings import Settings
+from support.deferred import Deferred
+
+# Its plugin would import it into every process of pytest, too.
+schemathesis = Deferred("schemathesis")
+server_checks = Deferred("schemathesis.checks")
+checks = Deferred("schemathesis.specs.openapi.checks")
+failures = Deferred("schemathesis.core.failures")
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
 KNOWN = {
@@ -32,16 +28,7 @@ KNOWN = {
 }
 PATH = f"/v1/described/artifacts/jax/{DEVICE}/{'0' * 64}"
 KEY = {name: KNOWN[name] for name in ("kind", "device_type", "fingerprint")}
-CHECKS = (
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-    response_headers_conformance,
-)
 DOCUMENT = create_app(Settings()).openapi()
-SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
-OPERATIONS = {each.ok().label: each.ok() for each in SCHEMA.get_all_operations()}
 
 pytestmark = pytest.mark.filterwarnings(
     # schemathesis draws from `random` where Hypothesis would rather be asked.
@@ -71,7 +58,14 @@ def _ask(operation, callers, words, *, examples):
     """Asks with good and with bad values. The words of the path are those of things that exist,
     are drawn, or have no valid form.
     """
-    modes = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
+    modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
+    every_check = (
+        server_checks.not_a_server_error,
+        checks.status_code_conformance,
+        checks.content_type_conformance,
+        checks.response_schema_conformance,
+        checks.response_headers_conformance,
+    )
 
     @seed(1)
     @settings(
@@ -93,16 +87,24 @@ def _ask(operation, callers, words, *, examples):
                 case.path_parameters[name] = "Out of form!"
         url, headers = caller
         answer = case.call(base_url=url, headers=headers, timeout=60)
-        case.validate_response(answer, checks=CHECKS, headers=headers)
+        case.validate_response(answer, checks=every_check, headers=headers)
 
     ask()
 
 
-@pytest.mark.parametrize("label", OPERATIONS)
-def test_every_answer_is_declared(callers, label, is_extended):
+@pytest.fixture(scope="module")
+def schema():
+    return schemathesis.openapi.from_dict(DOCUMENT)
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [(path, method) for path, calls in DOCUMENT["paths"].items() for method in calls],
+)
+def test_every_answer_is_declared(callers, schema, path, method, is_extended):
     asking = callers if is_extended else callers[:1]
     for words in ("known", "drawn", "out of form"):
-        _ask(OPERATIONS[label], asking, words, examples=4 if is_extended else 2)
+        _ask(schema[path][method], asking, words, examples=4 if is_extended else 2)
 
 
 def test_undeclared_answer_is_detected(callers):
@@ -112,5 +114,5 @@ def test_undeclared_answer_is_detected(callers):
     del document["paths"][path]["get"]["responses"]["404"]
     operation = schemathesis.openapi.from_dict(document)[path]["GET"]
 
-    with pytest.raises((FailureGroup, UndefinedStatusCode), match="status code"):
+    with pytest.raises((failures.FailureGroup, checks.UndefinedStatusCode), match="status code"):
         _ask(operation, callers[:1], "drawn", examples=10)
