@@ -26,6 +26,7 @@ _ZYGOTE = Path(__file__).with_name("zygote.py")
 _COMMANDS = (
     *("graphstash._cli.main", "graphstash_server.serving.workers", "uvicorn.lifespan.on"),
     *("graphstash_server.context", "aiosqlite", "alembic.command", "alembic.script", "uvloop"),
+    "pydantic_settings",
 )
 _READ_LATER = re.compile(
     "_?GRAPHSTASH_|XDG_|AWS_|OTEL_(?!PROPAGATORS|PYTHON_)|PYTEST_|(COLUMNS|NO_COLOR|PYTHONUNBUFFERED)$"
