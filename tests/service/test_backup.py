@@ -288,7 +288,8 @@ def test_killed_backup_leaves_the_one_before_and_continues(
 @pytest.mark.parametrize(
     ("database", "is_replacing"),
     [
-        *(("sqlite", True), ("postgresql", True)),
+        ("sqlite", True),
+        pytest.param("postgresql", True, marks=pytest.mark.extended),
         pytest.param("sqlite", False, marks=pytest.mark.extended),
     ],
 )
@@ -522,7 +523,7 @@ def test_artifacts_withheld_and_tokens_revoked_since_the_backup_stay_so(
     assert revoked_at[tokens[1]] is None
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("database", most_extended(["sqlite", "postgresql"], quick=["sqlite"]))
 def test_token_that_was_revoked_and_deleted_since_the_backup_stays_revoked(
     new_site, tmp_path, backup, database
 ):

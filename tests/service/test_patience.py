@@ -52,7 +52,10 @@ def test_as_many_files_may_be_open_as_connections_need(tmp_path):
     assert int(line.split()[3]) == min(4 * 16_384 + 256, hard)
 
 
-@pytest.mark.parametrize(("files", "connections"), [(1024, 192), (300, 11)])
+@pytest.mark.parametrize(
+    ("files", "connections"),
+    [pytest.param(1024, 192, marks=pytest.mark.extended), (300, 11)],
+)
 def test_limit_of_files_bounds_connections_and_leaves_room_for_others(tmp_path, files, connections):
     environment = {"GRAPHSTASH_MIN_FREE_BYTES": "0", "GRAPHSTASH_HEADER_SECONDS": "600"}
     if files == 300:

@@ -37,10 +37,10 @@ def train_digits(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.extended)])
 def test_every_loop_learns_the_digits_with_equal_losses(train_digits, optimizer):
-    options = ("--optimizer", optimizer, "--steps", "200", "--log-every", "10")
+    options = ("--optimizer", optimizer, "--steps", "100", "--log-every", "10")
     reports = {arm: train_digits("--loop", arm, *options) for arm in ("plain", "best", "ours")}
     for report in reports.values():
-        assert report["accuracy"] > 0.95
+        assert report["accuracy"] > 0.85
         assert report["losses"][:5] == pytest.approx(reports["plain"]["losses"][:5], rel=1e-3)
 
 

@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from support.tiers import most_extended
+
 REPLICATED = [
     *(("backward", "AdamW", "plain"), ("backward", "LAMB", "views"), ("backward", "SGD", "unused")),
     ("backward", "torch AdamW", "unused, views"),
@@ -23,7 +25,10 @@ def test_fused_ddp_equals_optimizer_alone(run, when, optimizer, settings):
     run("replicated", when=when, optimizer=optimizer, settings=settings)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "LAMB", "torch AdamW"])
+# `sharded_and_accumulated` shards AdamW.
+@pytest.mark.parametrize(
+    "optimizer", most_extended(["AdamW", "LAMB", "torch AdamW"], quick=["LAMB", "torch AdamW"])
+)
 def test_fused_fsdp_equals_optimizer_alone(run, optimizer):
     run("sharded", optimizer=optimizer)
 
