@@ -59,6 +59,11 @@ def test_endless_check_is_abandoned():
         within(0.05, threading.Event().wait)
 
 
+def test_error_of_a_check_reaches_its_caller():
+    with pytest.raises(ZeroDivisionError):
+        within(30, lambda: 1 / 0)
+
+
 def test_crashing_check_is_a_finding_and_hides_no_other(monkeypatch):
     def broken(*_):
         raise RuntimeError("of this test")

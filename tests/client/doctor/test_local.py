@@ -12,8 +12,10 @@ from support.doctor import diagnose, expect
 def test_unwritable_tier_is_a_failure_and_one_larger_than_its_disk_a_warning(tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file where the directory should be")
     found, advice = "uses a temporary directory instead", "GRAPHSTASH_CACHE_DIR"
-    findings = diagnose(cache_dir=tmp_path / "cache")
-    expect(findings, "local tier", State.FAIL, found=found, advice=advice)
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    for unusable in ("cache", "link"):
+        findings = diagnose(cache_dir=tmp_path / unusable)
+        expect(findings, "local tier", State.FAIL, found=found, advice=advice)
     findings = diagnose(cache_dir=tmp_path, local_limit="900TiB")
     advice = "set GRAPHSTASH_LOCAL_LIMIT to"
     expect(findings, "local tier", State.WARN, found="of 900.0 TiB", advice=advice)

@@ -134,9 +134,10 @@ def test_known_findings_of_the_space_are_passed_on_and_not_measured_again(caplog
     assert 37 not in asked(result, finalists=0)
 
 
-def test_finding_wins_only_after_measurement_here():
+@pytest.mark.parametrize("finalists", [1, 5])
+def test_finding_wins_only_after_measurement_here(finalists):
     known = [Measurement.of({"x": 95}, [1e-9]), Measurement.of({"x": 38}, [2.0])]
-    result = run(measurements=1, known=known)
+    result = run(measurements=1, finalists=finalists, known=known)
     assert result.best == (38,)
 
 
