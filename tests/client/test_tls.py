@@ -3,7 +3,7 @@
 import datetime as dt
 import re
 import ssl
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import httpx
 import pytest
@@ -61,6 +61,15 @@ def connect(tmp_path):
 def test_artifact_round_trips_over_tls(connect, secure, authority):
     connect(secure.url, "a", ca_file=authority.file).put(KEY, b"graph", METADATA)
     assert connect(secure.url, "b", ca_file=authority.file).get(KEY) == b"graph"
+
+
+def test_background_client_reads_no_certificate_file(connect, secure, authority, tmp_path):
+    copy = tmp_path / "ca.pem"
+    copy.write_bytes(authority.file.read_bytes())
+    stash = connect(secure.url, ca_file=copy)
+    copy.unlink()
+    with closing(stash.server.beside()) as background:
+        assert background.server_stats().version
 
 
 def test_certificates_are_checked_with_replaced_httpx_pools(secure):
