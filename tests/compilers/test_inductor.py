@@ -68,34 +68,6 @@ class TestInductor(HookContract):
         assert hosts.compiled("forked") == []
 
     @pytest.mark.extended
-    def test_script_that_installs_the_cache_itself_finds_the_same_beside_compile_workers(
-        self, hosts, built
-    ):
-        options = {"under": "python", "variables": TWO_WORKERS}
-        outcome = hosts.run("installing", "training", {"install": True}, **options)
-        assert outcome.report["losses"] == built.report["losses"]
-        assert outcome.report["fx"] == {"fxgraph_cache_hit": GRAPHS}
-        assert hosts.compiled("installing") == []
-        assert "Unable to create" not in outcome.errors
-
-    @pytest.mark.extended
-    def test_another_graph_is_built_by_two_threads_with_a_fetched_header(self, hosts, built):
-        options = {"under": "graphstash run", "variables": TWO_WORKERS}
-        outcome = hosts.run("wide", "training", {"width": 48}, **options)
-        assert outcome.report["fx"]["fxgraph_cache_miss"] == GRAPHS
-        assert outcome.stats["fallbacks"] == {}
-        lines = hosts.compiled("wide")
-        assert lines
-        assert not any(re.search(r"\.gch$", line) for line in lines)
-        # Since 2.8 there is a precompiled header. g++ marks one that it can use by "!".
-        with_header = [line for line in lines if "-include" in line]
-        assert bool(with_header) == (self.version != "2.7.0")
-        for line in with_header[:1]:
-            command = ["g++", "-H", *line.split()]
-            told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-            assert re.search(r"^! .*\.h\.gch$", told, re.MULTILINE)
-
-    @pytest.mark.extended
     def test_another_number_of_threads_is_another_artifact(self, hosts, cold):
         outcome = hosts.run("threads", "training", {**self.keywords, "threads": 1})
         assert outcome.report["fx"] == {"fxgraph_cache_miss": GRAPHS}
@@ -113,5 +85,36 @@ class TestInductor(HookContract):
 
 @pytest.mark.extended
 class TestNewestInductor(TestInductor):
-    cannot: ClassVar = TestInductor.cannot | OF_THE_CACHE
+    cannot: ClassVar = (
+        TestInductor.cannot
+        | OF_THE_CACHE
+        | {
+            "test_hook_steps_aside_with_one_warning_on_an_unsupported_version": "`hooks.spec` "
+            "compares versions, whatever the newest one is"
+        }
+    )
     version = "2.15.0"
+
+    def test_script_that_installs_the_cache_itself_finds_the_same_beside_compile_workers(
+        self, hosts, built
+    ):
+        options = {"under": "python", "variables": TWO_WORKERS}
+        outcome = hosts.run("installing", "training", {"install": True}, **options)
+        assert outcome.report["losses"] == built.report["losses"]
+        assert outcome.report["fx"] == {"fxgraph_cache_hit": GRAPHS}
+        assert hosts.compiled("installing") == []
+        assert "Unable to create" not in outcome.errors
+
+    def test_another_graph_is_built_by_two_threads_with_a_fetched_header(self, hosts, built):
+        options = {"under": "graphstash run", "variables": TWO_WORKERS}
+        outcome = hosts.run("wide", "training", {"width": 48}, **options)
+        assert outcome.report["fx"]["fxgraph_cache_miss"] == GRAPHS
+        assert outcome.stats["fallbacks"] == {}
+        lines = hosts.compiled("wide")
+        assert lines
+        assert not any(re.search(r"\.gch$", line) for line in lines)
+        # Since 2.8 there is a precompiled header. g++ marks one that it can use by "!".
+        with_header = next(line for line in lines if "-include" in line)
+        command = ["g++", "-H", *with_header.split()]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert re.search(r"^! .*\.h\.gch$", told, re.MULTILINE)
