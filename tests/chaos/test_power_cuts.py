@@ -28,7 +28,7 @@ from support.waiting import until
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(3600)]
 
-_CUTS = 10
+_CUTS = 5
 _WRITERS = 4
 _OPERATIONS = 50
 """Of one writer. Their commits fill the write-ahead log more than once."""
