@@ -141,9 +141,13 @@ def _is_on(item, database):
 
 
 def _group_of(nodeid):
-    """Return the file of a test, or `xla` for files that share a process that imports torch_xla."""
-    file = nodeid.partition("::")[0]
-    return "xla" if file.endswith("_xla.py") else file
+    """Return the file of a test, or `xla` for tests that share a process that imports torch_xla.
+
+    They have torch_xla in their names, or are in a file for it.
+    """
+    file, _, test = nodeid.partition("::")
+    is_on_xla = file.endswith("_xla.py") or "torch_xla" in test.partition("[")[0]
+    return "xla" if is_on_xla else file
 
 
 def _timeouts_of_groups(items):
