@@ -14,23 +14,12 @@ from torch._dynamo.utils import counters
 __all__ = [
     "attention",
     "autocast",
-    "bert",
     "convolutions",
     "llama",
     "lstm",
     "predicting",
     "tensor_parallel",
 ]
-
-
-def bert() -> dict[str, Any]:
-    """Hugging Face's Bert in training mode, with its dropout."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    settings = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=64, **settings, **layers)
-    return _trained(lambda: BertForMaskedLM(config), _loss_of_tokens)
 
 
 def llama() -> dict[str, Any]:
@@ -40,7 +29,13 @@ def llama() -> dict[str, Any]:
     settings = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(vocab_size=64, **settings, **layers)
-    return _trained(lambda: LlamaForCausalLM(config), _loss_of_tokens)
+    tokens = torch.arange(64).reshape(4, 16)
+
+    def loss(model: Callable[..., Any]) -> Tensor:
+        found: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return found
+
+    return _trained(lambda: LlamaForCausalLM(config), loss)
 
 
 def convolutions() -> dict[str, Any]:
@@ -140,12 +135,6 @@ def tensor_parallel() -> dict[str, Any]:
 
 def _layers() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8))
-
-
-def _loss_of_tokens(model: Callable[..., Any]) -> Tensor:
-    tokens = torch.arange(64).reshape(4, 16)
-    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
-    return loss
 
 
 def _trained(
