@@ -1,8 +1,9 @@
 """Common models under torch.compile: a second host compiles none of their graphs.
 
 Each case is trained, or only called, by two hosts with empty local tiers and one server. Each
-model is compiled by one version of torch, and both versions compile several. A model of
-transformers takes a minute of CPU time: docs/quick-start/huggingface.md trains another one.
+model is compiled by one version of torch: it takes half a minute of CPU time, or more. Pages of the
+documentation do the same: docs/quick-start/huggingface.md trains GPT-2 with dropout, and
+docs/quick-start/accelerate.md in bfloat16.
 """
 
 import pytest
@@ -11,7 +12,7 @@ from support.compiler_jobs import INDUCTOR_VERSIONS, InductorJobs
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
-TRAINED = {"2.7.0": ("autocast", "convolutions"), "2.15.0": ("attention", "lstm")}
+TRAINED = {"2.7.0": ("convolutions",), "2.15.0": ("lstm",)}
 PREDICTING = {"2.7.0": ("no_grad",), "2.15.0": ("grad", "inference")}
 
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 __all__ = [
-    "attention",
-    "autocast",
     "convolutions",
     "llama",
     "lstm",
@@ -71,33 +69,6 @@ def lstm() -> dict[str, Any]:
     return _trained(_Recurrent, lambda model: model(torch.ones(4, 3, 8)).square().mean())
 
 
-def autocast() -> dict[str, Any]:
-    """Layers in bfloat16 by autocast."""
-
-    def loss(model: Callable[..., Any]) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            outputs: Tensor = model(torch.ones(4, 8))
-        return outputs.float().square().mean()
-
-    return _trained(_layers, loss)
-
-
-class _Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(16, 48)
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.dropout(self.project(x)).view(4, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-def attention() -> dict[str, Any]:
-    """`scaled_dot_product_attention` with a causal mask, after dropout."""
-    return _trained(_Attention, lambda model: model(torch.ones(4, 8, 16)).square().mean())
-
-
 def predicting(*, context: str = "grad") -> dict[str, Any]:
     """Only forward passes of a layer, with gradients as usual or in another context."""
     contexts = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -131,10 +102,6 @@ def tensor_parallel() -> dict[str, Any]:
         return _trained(make, lambda model: model(torch.ones(4, 8)).square().mean())
     finally:
         dist.destroy_process_group()
-
-
-def _layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8))
 
 
 def _trained(
