@@ -415,7 +415,7 @@ def rows_of(node):
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def stores(request, tmp_path_factory):
+def stores(request, tmp_path_factory, is_extended):
     """A small store, and large ones: without statistics, with old ones, and with its own."""
 
     async def make(url, *parts, analyzed_after):
@@ -444,8 +444,9 @@ def stores(request, tmp_path_factory):
     made = {
         "small": new(range(SMALL)),
         "stale": new(range(SMALL), rest, analyzed_after=0),
-        "fresh": new(range(SMALL), rest, analyzed_after=1),
     }
+    if is_extended:
+        made["fresh"] = new(range(SMALL), rest, analyzed_after=1)
     if request.param == "sqlite":  # PostgreSQL gathers statistics itself
         made["missing"] = new(range(SMALL), rest)
     return made
