@@ -38,7 +38,7 @@ OPERATIONS = named(
         _CONVOLVED % each
         for each in (
             *("(1, 1), 'SAME'", "(2, 1), 'SAME'", "(1, 2), 'SAME'", "(1, 1), 'VALID'"),
-            *("(1, 1), 'SAME', (2, 2)", "(1, 1), 'SAME', None, (2, 2)"),
+            *("(1, 1), [(1, 1), (1, 1)], (2, 2)", "(1, 1), 'SAME', None, (2, 2)"),
             *("(1, 1), 'SAME', precision='highest'", "(1, 1), [(1, 0), (0, 1)]"),
             "(1, 1), 'SAME', dimension_numbers=('NCHW', 'IOHW', 'NCHW')",
         )
@@ -57,7 +57,7 @@ OPERATIONS = named(
     f"{_AT}.add(1.0, indices_are_sorted=True)",
     *(f"lax.dynamic_slice(x, (jnp.argmax(x[0]), 0), ({each}))" for each in ("2, 8", "3, 8")),
     *(f"lax.slice(x, (0, 0), {each})" for each in ("(4, 8)", "(8, 4)", "(8, 8), (2, 1)")),
-    *(f"lax.broadcasted_iota(x.dtype, (8, 8), {each}) * x" for each in (0, 1)),
+    *(f"lax.broadcasted_iota(x.dtype, x.shape, {each}) * x" for each in (0, 1)),
     *(f"jnp.roll(x, {each}, 0)" for each in (1, 2)),
     *(f"lax.rev(x, ({each},))" for each in (0, 1)),
     *(f"jnp.clip(x, {each}, 2.0)" for each in ("0.0", "-0.0", "1.0")),
@@ -283,7 +283,7 @@ EFFECTS = named(
     ),
 )
 
-_UNFIT_HOLDERS = ("nonlocal", "global in a comprehension")
+_UNFIT_HOLDERS = ("nonlocal", "enumeration", "global in a comprehension")
 """They return their value once, or in a list."""
 
 AXES: dict[str, dict[str, str]] = {
