@@ -168,7 +168,7 @@ class Entries:
         # Without the cache, torch would compile the backward graph with these options, even if the
         # program had changed the settings by then.
         options = options_of_compilation()
-        loaded: State | None = present_state(options)
+        loaded: State | None = self.key_info.state_of_key(options)
 
         @wraps(run)
         def run_checked(inputs: Any) -> Any:

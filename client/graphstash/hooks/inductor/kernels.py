@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Iterator
 from itertools import chain
-from operator import is_
 from types import ModuleType
 from typing import Any, Final
 
@@ -23,6 +22,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.origins import is_torchs_namespace, name_once, remembered
+from graphstash.hooks.inductor.versions import Versions
 
 __all__ = [
     "changed_definitions",
@@ -162,15 +162,13 @@ def operations_of_program() -> frozenset[str]:
 def changed_definitions() -> list[CustomOpDef]:
     """Return torch's definitions of operations that a program extended."""
     definitions = _definitions()
-    # This runs for every graph, and `getattr` is slow for the names that a release of torch lacks.
-    own = [*chain.from_iterable(map(dict.values, map(vars, definitions)))]
-    if len(_held[0]) != len(own) or not all(map(is_, _held[0], own)):
+    own = _versions_of_definitions.state([vars(each) for each in definitions])
+    if _held[0] != own:
         tables = [getattr(each, name, {}) for each in definitions for name in _TABLES]
         _held[:] = [own, tables, [each._disabled_kernel for each in definitions]]
     _, tables, disabled = _held
     values = [
-        own,
-        *chain.from_iterable(map(dict.values, tables)),
+        *(own, _versions_of_their_tables.state(tables)),
         *chain.from_iterable(disabled),
     ]
     if _known_definitions[0] != values:
@@ -182,19 +180,34 @@ def changed_definitions() -> list[CustomOpDef]:
 
 def foreign_rules() -> list[tuple[str, Any]]:
     """Return a program's fake kernels and dispatch mode rules for torch's operations, labeled."""
-    entries = list(simple_registry.singleton._data.items())
-    tables = [
-        table
-        for _, entry in entries
-        for table in (vars(entry.fake_impl), entry.torch_dispatch_rules._data)
-    ]
-    kernels = [vars(entry.fake_impl).get("kernels", ()) for _, entry in entries]
     own = operations_of_program()
-    state = [
-        *(own, *chain.from_iterable(kernels)),
-        *(*chain.from_iterable(tables), *chain.from_iterable(map(dict.values, tables))),
-    ]
+    table = simple_registry.singleton._data
+    if _known_rules[0] != (state := _versions_of_rules.state([table])):
+        entries = list(table.items())
+        tables = [
+            held
+            for _, entry in entries
+            for held in (vars(entry), vars(entry.fake_impl), entry.torch_dispatch_rules._data)
+        ]
+        _known_rules[:] = [state, entries, tables]
+    _, entries, tables = _known_rules
+    if _known_lists[0] != (state := _versions_of_their_rules.state(tables)):
+        lists = (vars(entry.fake_impl).get("kernels") for _, entry in entries)
+        _known_lists[:] = [state, [each for each in lists if each is not None]]
+    state = [own, state, *chain.from_iterable(_known_lists[1])]
     return remembered("rules", state, lambda: _rules(entries, own))
+
+
+_versions_of_rules: Final = Versions()
+_versions_of_their_rules: Final = Versions()
+
+_known_rules: list[Any] = [None, [], []]
+"""Cache of `foreign_rules`: state of the table of fake kernels and rules, the entries in it, and
+what they hold."""
+
+_known_lists: list[Any] = [None, []]
+"""Cache of `foreign_rules`: state of what the entries hold, and their lists of fake kernels (2.8
+and later)."""
 
 
 def _rules(entries: list[tuple[str, Any]], own: frozenset[str]) -> Iterator[tuple[Any, Any]]:
@@ -222,12 +235,15 @@ def _unchecked(function: Any) -> Any:
     return inspect.getclosurevars(function).nonlocals["func"]
 
 
-_held: list[Any] = [[], [], []]
-"""Cache of `changed_definitions`: the values of all attributes, and the tables and sets of disabled
-kernels among them."""
+_versions_of_definitions: Final = Versions()
+_versions_of_their_tables: Final = Versions()
+
+_held: list[Any] = [None, [], []]
+"""Cache of `changed_definitions`: state of torch's definitions, and the tables and sets of disabled
+kernels in them."""
 
 _known_definitions: list[Any] = [None, []]
-"""Cache of `changed_definitions`: the values in torch's definitions, and the result."""
+"""Cache of `changed_definitions`: state of all that the definitions hold, and the result."""
 
 _all_definitions: list[Any] = [[], []]
 """Cache of `_definitions`: weak references to all definitions, and the result."""

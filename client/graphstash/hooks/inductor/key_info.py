@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.ambient import ambient_state, is_changed, unknown_switches
-from graphstash.hooks.inductor.user_code import Registrations, registrations, user_code_of
+from graphstash.hooks.inductor.user_code import registrations, user_code_of
 
 __all__ = ["GPU_SUFFIX", "KeyInfo", "State", "options_of_compilation", "present_state"]
 
@@ -96,7 +96,7 @@ def present_state(without: Collection[str] = ()) -> State:
 
     `without`: names of Inductor's settings to ignore.
     """
-    return _state(ambient_state(), registrations(), without)
+    return _state(ambient_state(), registrations().lines, without)
 
 
 def options_of_compilation() -> frozenset[str]:
@@ -125,24 +125,37 @@ class KeyInfo:
         self._lists: OrderedDict[str, list[str]] = OrderedDict()
         self._unshared: OrderedDict[str, str] = OrderedDict()
         self._states: OrderedDict[str, State] = OrderedDict()  # of FX graphs
+        self._thread = _Thread()
 
     def completing(self, make_key: Callable[..., tuple[str, list[str]]]) -> Callable[..., Any]:
         """Wrap a function of torch that makes keys."""
 
         @wraps(make_key)
         def completed(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[str, list[str]]:
+            self._thread.latest = None
             key, lines = make_key(graph, inputs, *args, **kwargs)
             try:
-                key, own, state = _completed(key, getattr(graph, "gm", graph), inputs, *args[:1])
-                self._remember(self._lists, key, [*lines, *own])
-                if state is not None:
-                    self._remember(self._states, key, state)
+                found = _completed(key, getattr(graph, "gm", graph), inputs, *args[:1])
+                key = found.key
+                self._remember(self._lists, key, [*lines, *found.lines])
+                if found.is_compiled:
+                    self._remember(self._states, key, _state(found.ambient, found.registered))
+                self._thread.latest = (found.ambient, found.registered)
             except Exception as error:  # noqa: BLE001 - the hook's outermost frame
                 # torch's own caches use torch's key, as without the hook.
                 self._remember(self._unshared, key, str(error) or repr(error))
             return key, lines
 
         return completed
+
+    def state_of_key(self, without: Collection[str] = ()) -> State:
+        """Return the state in which this thread made its latest key, see `present_state`.
+
+        While torch looks up an entry by this key, no program's code can change the state.
+        """
+        if self._thread.latest is None:
+            return present_state(without)
+        return _state(*self._thread.latest, without)
 
     def unshared(self, name: str) -> str:
         """Return why the entry with this name is not shared, or an empty string."""
@@ -198,12 +211,36 @@ class KeyInfo:
         return details | _variables(os.environ)
 
 
-def _completed(
-    key: str, graph: Any, inputs: Any, settings: Any = None
-) -> tuple[str, list[str], State | None]:
-    """Return the completed key, lines with the added parts, and the state of an FX graph.
+class _Completed(NamedTuple):
+    """A completed key.
 
-    `settings` are torch's.
+    Attributes:
+        key: the key.
+        lines: lines with the added parts, like torch's.
+        is_compiled: whether it is the key of an FX graph.
+        ambient: the switches.
+        registered: descriptions of the user's code that takes part in compiling every graph.
+    """
+
+    key: str
+    lines: list[str]
+    is_compiled: bool
+    ambient: str
+    registered: list[str]
+
+
+class _Thread(threading.local):
+    """State of one thread.
+
+    Attributes:
+        latest: switches and registrations in the thread's latest key, if it has any.
+    """
+
+    latest: tuple[str, list[str]] | None = None
+
+
+def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> _Completed:
+    """Return the completed key. `settings` are torch's.
 
     Raises:
         UndescribableError: no key can describe the switches or the code.
@@ -217,19 +254,18 @@ def _completed(
     lines = [f"[{sha256(code.encode()).hexdigest()[:16]}] user_code: {bool(code)}"]
     lines += [f"[switch] ambient[{name}]: {state}" for name, _, state in _pairs(ambient)]
     suffix = GPU_SUFFIX if _is_on_gpu(graph, inputs) else ""
-    if of_autograd is not None:
-        return f"{key[0]}{own}{suffix}", lines, None
-    return f"{key[0]}{own}{suffix}", lines, _state(ambient, registered)
+    whole = f"{key[0]}{own}{suffix}"
+    return _Completed(whole, lines, of_autograd is None, ambient, registered.lines)
 
 
-def _state(ambient: str, registered: Registrations, without: Collection[str] = ()) -> State:
+def _state(ambient: str, registered: list[str], without: Collection[str] = ()) -> State:
     ignored = {f"setting.{name}" for name in without}
     switches = [
         each
         for each in ambient.splitlines()
         if _READ_LATE.match(each) and each.partition("=")[0] not in ignored
     ]
-    late = sha256(repr((switches, registered.lines)).encode()).hexdigest()
+    late = sha256(repr((switches, registered)).encode()).hexdigest()
     thread = threading.get_ident() if hasattr(config, "_hash_dirty_var") else 0
     return State(thread, _settings(without), late)
 

@@ -32,6 +32,7 @@ from graphstash.hooks.inductor.origins import (
     name_once,
     remembered,
 )
+from graphstash.hooks.inductor.versions import Versions
 
 __all__ = [
     "compilers_of",
@@ -77,18 +78,37 @@ def compilers_of(describer: CodeDescriber, settings: Any) -> Iterator[str]:
     """
     given = _given(settings)
     # torch may have copied its table before a program changed an entry: describe the differences.
-    table = given.get("decompositions") or {}
-    present = table if table is decompositions else {**decompositions, **extra_random_decomps}
-    targets = present.keys() | table.keys() if table != present else ()
-    # Sort by name: the order of a set of operations differs in each process.
-    for target in sorted(targets, key=_target):
-        function = table.get(target)
-        if function is not present.get(target):
-            name = describer.registered(function) if _is_foreign(function) else name_once(function)
-            yield f"given {_target(target)}={name}"
+    for target, function in _differing(given.get("decompositions") or {}):
+        name = describer.registered(function) if _is_foreign(function) else name_once(function)
+        yield f"given {_target(target)}={name}"
     for name in _COMPILERS:
         for each in foreign_in(given.get(name), set()):
             yield f"{name}={describer.registered(each)}"
+
+
+def _differing(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return the decompositions in a table that differ from torch's present ones."""
+    if table is decompositions:
+        return []
+    state = _versions_of_given.state([table, decompositions, extra_random_decomps])
+    if _known_differing[0] != state:
+        present = {**decompositions, **extra_random_decomps}
+        targets = present.keys() | table.keys() if table != present else ()
+        # Sort by name: the order of a set of operations differs in each process.
+        found = [
+            (target, function)
+            for target in sorted(targets, key=_target)
+            if (function := table.get(target)) is not present.get(target)
+        ]
+        _known_differing[:] = [state, found]
+    differing: list[tuple[Any, Any]] = _known_differing[1]
+    return differing
+
+
+_versions_of_given: Final = Versions()
+
+_known_differing: list[Any] = [None, []]
+"""Cache of `_differing`: state of the tables, and the result."""
 
 
 def is_torchs_operator(operator: HigherOrderOperator) -> bool:
@@ -121,14 +141,15 @@ def _given(settings: Any) -> dict[str, Any]:
     return held
 
 
+_versions_of_tables: Final = Versions()
+
 _known_entries: list[Any] = [None, ("", [])]
-"""Keys and values of all tables, and the result of `_entries` for them."""
+"""State of all tables, and the result of `_entries` for them."""
 
 
 def _entries() -> tuple[str, list[tuple[str, Any]]]:
     """Return a digest of torch's functions in the tables, and the other functions."""
-    # Each graph calls this. Comparing lists of the same objects runs no Python code.
-    state = [[*table, *table.values()] for _, table in tables()]
+    state = _versions_of_tables.state([table for _, table in tables()])
     if _known_entries[0] == state:
         found: tuple[str, list[tuple[str, Any]]] = _known_entries[1]
         return found
@@ -176,7 +197,17 @@ def _packets(_count: int) -> list[dict[str, Any]]:
 
 
 def _namespaces() -> list[dict[str, Any]]:
-    return [vars(each) for name, each in vars(torch.ops).items() if is_torchs_namespace(name)]
+    if _known_namespaces[0] != (state := _versions_of_namespaces.state([vars(torch.ops)])):
+        held = [(name, each) for name, each in vars(torch.ops).items() if is_torchs_namespace(name)]
+        _known_namespaces[:] = [state, [vars(each) for _, each in held]]
+    found: list[dict[str, Any]] = _known_namespaces[1]
+    return found
+
+
+_versions_of_namespaces: Final = Versions()
+
+_known_namespaces: list[Any] = [None, []]
+"""Cache of `_namespaces`: state of `torch.ops`, and the result."""
 
 
 @lru_cache(maxsize=1)
@@ -187,22 +218,14 @@ def _operations(count: int, _overload_count: int) -> tuple[list[OpOverload], lis
     return operations, [each.py_kernels for each in operations]
 
 
-_known_sizes: list[Any] = [None, [], []]
-"""Cache of `_foreign_kernels`: all tables, their sizes, and the non-empty tables."""
+_versions_of_kernels: Final = Versions()
 
 
 def _foreign_kernels() -> list[tuple[str, Any]]:
     """Return the kernels that programs registered for torch's operations with `py_impl`."""
     count = sum(map(len, _namespaces()))
     operations, tables_of_kernels = _operations(count, sum(map(len, _packets(count))))
-    # Each graph calls this, and most of the thousands of tables are empty.
-    sizes = list(map(len, tables_of_kernels))
-    if _known_sizes[0] is not tables_of_kernels or _known_sizes[1] != sizes:
-        _known_sizes[:] = [tables_of_kernels, sizes, [each for each in tables_of_kernels if each]]
-    used = _known_sizes[2]
-    keys = chain.from_iterable(used)
-    kernels = chain.from_iterable(map(dict.values, used))
-    state = [_known_sizes[1], *keys, *kernels]
+    state = _versions_of_kernels.state(tables_of_kernels)
     return remembered(
         "kernels",
         state,
@@ -217,14 +240,35 @@ def _foreign_kernels() -> list[tuple[str, Any]]:
 
 def _passes() -> Iterator[tuple[tuple[str, str, Any], PatternMatcherPass]]:
     """Yield Inductor's passes, each with its module, its name and its index or key there."""
-    for module in (joint_graph, post_grad, pre_grad):
-        for name, value in list(vars(module).items()):
-            for at, each in enumerate(value if isinstance(value, list) else [value]):
-                if isinstance(each, PatternMatcherPass):
-                    yield (module.__name__, name, at), each
+    for module, name, value in _holders_of_passes():
+        for at, each in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(each, PatternMatcherPass):
+                yield (module, name, at), each
     for name in ("PRE_GRAD_PATTERNS", "POST_GRAD_PATTERNS"):
         for own, each in getattr(split_cat, name, {}).items():
             yield (split_cat.__name__, name, own), each
+
+
+def _holders_of_passes() -> list[tuple[str, str, Any]]:
+    """Return the passes in torch's modules, and all lists there, each with its place."""
+    modules = (joint_graph, post_grad, pre_grad)
+    state = _versions_of_modules.state([vars(each) for each in modules])
+    if _known_holders[0] != state:
+        found = [
+            (module.__name__, name, value)
+            for module in modules
+            for name, value in list(vars(module).items())
+            if isinstance(value, list | PatternMatcherPass)
+        ]
+        _known_holders[:] = [state, found]
+    holders: list[tuple[str, str, Any]] = _known_holders[1]
+    return holders
+
+
+_versions_of_modules: Final = Versions()
+
+_known_holders: list[Any] = [None, []]
+"""Cache of `_holders_of_passes`: state of the modules, and the result."""
 
 
 def _foreign_patterns() -> list[tuple[str, Any]]:

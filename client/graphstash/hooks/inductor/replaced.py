@@ -11,8 +11,7 @@ than functions and classes, or the contents of lists and dictionaries. `registri
 tables of functions by operation.
 
 Every key needs the answer, and the compiler has about 1,400 modules and classes with 30,000
-members. In CPython up to 3.13, a dictionary has a version, a number that every change of the
-dictionary changes (PEP 509). A comparison of the versions takes 0.1 ms, one of all members 2 ms.
+members. A comparison of their versions takes 0.1 ms, one of all members 2 ms, see `versions`.
 """
 
 import ctypes
@@ -32,6 +31,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from graphstash.hooks.code import CodeDescriber, UndescribableError, content_of, package_of
 from graphstash.hooks.inductor.origins import PACKAGES, is_torchs_namespace, name_once
+from graphstash.hooks.inductor.versions import HAS_VERSIONS, version_of
 
 __all__ = ["replaced_in_torch"]
 
@@ -212,7 +212,7 @@ def _with_owners(state: _State, new: list[tuple[str, dict[str, Any]]]) -> _State
         if id(table) in present:
             continue
         present.add(id(table))
-        version = _version_of(table)
+        version = version_of(table)
         signature.append(version.value)  # before the values: a later change is then seen
         versions.append(version)
         owner = _Owner(place, table, dict(table))
@@ -236,7 +236,7 @@ def _classes_in(members: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 
 def _with_changes(state: _State) -> _State:
     """Return the state with the present members of the owners that have changed."""
-    if _HAS_VERSIONS:
+    if HAS_VERSIONS:
         # In C but for the dictionaries that have changed: every key calls this.
         signature = memoryview(b"".join(state.versions)).cast("Q").tolist()
         if signature == state.signature:
@@ -451,35 +451,3 @@ def _root(value: Any) -> str:
         return package_of(value)
     module = value.__module__ if isinstance(value, type) else type(value).__module__
     return str(module).partition(".")[0]
-
-
-def _version_of(table: dict[str, Any]) -> ctypes.c_uint64:
-    """Return the version of a dictionary, where CPython keeps it: behind its size."""
-    if not _HAS_VERSIONS:
-        return ctypes.c_uint64()
-    return ctypes.c_uint64.from_address(id(table) + _OFFSET)
-
-
-_OFFSET: Final = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
-
-
-def _has_versions() -> bool:
-    """Return whether each change of a module or class changes its version, and no reading does."""
-    if sys.implementation.name != "cpython" or dict.__basicsize__ < _OFFSET + 8:
-        return False
-    name, module, owner = "member", ModuleType("module"), type("Owner", (), {})
-    for each, table in ((module, vars(module)), (owner, get_referents(vars(owner))[0])):
-        version = ctypes.c_uint64.from_address(id(table) + _OFFSET)
-        seen = [version.value]
-        for value in (1, 2):
-            setattr(each, name, value)
-            seen.append(version.value)
-        delattr(each, name)
-        seen.append(version.value)
-        is_read = not hasattr(each, name) and name not in [*table]
-        if len({*seen}) < len(seen) or not is_read or version.value != seen[-1]:
-            return False
-    return True
-
-
-_HAS_VERSIONS: Final = _has_versions()

@@ -1,0 +1,148 @@
+"""Change each table of torch that keys cover, and compare the keys before and after.
+
+The hook keeps what it has read of the tables while their dictionaries have the same versions. With
+the argument `members` it compares their members, as in a Python without versions.
+
+    python -m compilers.wrong_hits.changed_tables versions|members
+
+Prints the number of kinds of changes. A change that a key lacks ends the program with an error.
+"""
+
+import sys
+
+from graphstash.hooks.inductor import versions
+
+if sys.argv[1] == "members":
+    versions.HAS_VERSIONS = False
+else:
+    assert (sys.version_info < (3, 14)) == versions.HAS_VERSIONS, sys.version_info
+
+import torch
+import torch._inductor.compile_fx
+from torch._decomp import global_decomposition_table
+from torch._decomp.decompositions_for_rng import extra_random_decomps
+from torch._inductor import decomposition, lowering
+from torch._inductor.fx_passes import joint_graph, post_grad
+from torch._inductor.pattern_matcher import (
+    Arg,
+    CallFunction,
+    PatternMatcherPass,
+    register_graph_pattern,
+)
+from torch._library import simple_registry
+from torch._library.fake_impl import Kernel
+
+from graphstash.hooks.inductor.kernels import _definitions
+from graphstash.hooks.inductor.user_code import user_code_of
+
+aten = torch.ops.aten
+graph = torch.fx.symbolic_trace(lambda x: x.sin())
+pattern = CallFunction(aten.sin.default, Arg())
+
+
+def one(x):
+    return x
+
+
+def other(x):
+    return x + 1
+
+
+def add_entry(patterns, handler):
+    register_graph_pattern(pattern, pass_dict=patterns)(handler)
+    entries = patterns.patterns["call_function", aten.sin.default]
+    return entries, entries[-1]
+
+
+def in_table(table, place):
+    before = table.get(place)
+    for value in (one, other):
+        table[place] = value
+        yield
+    if before is None:
+        del table[place]
+    else:
+        table[place] = before
+    yield "as before"
+
+
+def in_patterns():
+    entries, first = add_entry(joint_graph.patterns, one)
+    yield
+    _, second = add_entry(joint_graph.patterns, other)
+    entries.remove(first)
+    yield
+    entries.remove(second)
+    yield "as before"
+
+
+def in_a_new_pass():
+    added = PatternMatcherPass()
+    post_grad.pass_patterns.append(added)
+    yield "as before"
+    add_entry(added, one)
+    yield
+    post_grad.pass_patterns.pop()
+    yield "as before"
+    post_grad.of_program = added
+    yield
+    del post_grad.of_program
+    yield "as before"
+
+
+def in_fakes():
+    found = simple_registry.singleton.find("aten::sin")
+    yield "as before"
+    if (kernels := getattr(found.fake_impl, "kernels", None)) is None:
+        found.fake_impl.kernel = Kernel(one, "here")
+    else:
+        kernels.append(Kernel(one, "here"))
+    yield
+    if kernels is None:
+        found.fake_impl.kernel = Kernel(other, "here")
+    else:
+        kernels[0] = Kernel(other, "here")
+    yield
+    if kernels is None:
+        found.fake_impl.kernel = None
+    else:
+        kernels.clear()
+    yield "as before"
+
+
+def in_a_definition():
+    definition = _definitions()[0]
+    yield from in_table(definition._backend_fns, "one")
+    definition._disabled_kernel.add("cpu")
+    yield
+    definition._disabled_kernel.clear()
+    yield "as before"
+
+
+def in_an_operation_that_is_first_used_now():
+    yield from in_table(aten.special_erfcx.out.py_kernels, torch._C.DispatchKey.CPU)
+
+
+CHANGES = (
+    in_table(lowering.lowerings, aten.sin.default),
+    in_table(decomposition.decompositions, aten.sinc.default),
+    in_table(extra_random_decomps, aten.sinc.default),
+    *(in_table(each, aten.sinc.default) for each in global_decomposition_table.values()),
+    in_table(aten.silu.default.py_kernels, torch._C.DispatchKey.CPU),
+    in_an_operation_that_is_first_used_now(),
+    in_table(simple_registry.singleton.find("aten::cos").torch_dispatch_rules._data, int),
+    in_patterns(),
+    in_a_new_pass(),
+    in_fakes(),
+    in_a_definition(),
+)
+for number, changes in enumerate(CHANGES):
+    before = user_code_of(graph, [])
+    seen = {before}
+    for is_as_before in changes:
+        now = user_code_of(graph, [])
+        assert (now == before) == (is_as_before is not None), f"change {number}: {now}"
+        assert is_as_before is not None or now not in seen, f"change {number}: {now}"
+        assert user_code_of(graph, []) == now
+        seen.add(now)
+print(len(CHANGES))
