@@ -70,3 +70,29 @@ def test_processes_share_entries_unless_jax_itself_shares_among_them(jax_program
         """.replace("PORT", str(reserved_port()))
     )
     assert told == ["None", "b'first' b'first'", "{b'first'}", "False", "True"]
+
+
+def test_threads_are_those_of_the_client_that_compiles_for_the_cpu(jax_program):
+    told = jax_program(
+        """
+        import os
+        import jax
+        from jax._src import xla_bridge
+        from jax.extend.backend import clear_backends
+        from graphstash.hooks.jax.compiling import Compiling
+
+        os.environ["NPROC"] = "5"
+        jax.devices()
+        os.environ["NPROC"] = "3"
+        compiling = Compiling(lambda: None, lambda *_: True, print)
+        print(compiling.present().threads)  # the client was there before the hook
+        try:
+            xla_bridge._init_backend("another")
+        except Exception:
+            print(compiling.present().threads)  # a client for other devices changes nothing
+        clear_backends()
+        jax.devices()
+        print(compiling.present().threads)
+        """
+    )
+    assert told == ["5 (now 3)", "5 (now 3)", "3"]

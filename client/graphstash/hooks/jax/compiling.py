@@ -21,7 +21,7 @@ from typing import Any
 from jax._src import cache_key, compilation_cache, compiler, distributed, xla_bridge
 
 from graphstash._compile.request import CompileRequest
-from graphstash.hooks.environment import EnvironmentStates, threads
+from graphstash.hooks.environment import EnvironmentStates, threads, threads_of_running_client
 from graphstash.hooks.jax.smallness import is_small
 from graphstash.hooks.patching import Patches
 from graphstash_schema import ArtifactKey
@@ -147,7 +147,8 @@ class Compiling:
 
         @functools.wraps(start_backend)
         def init_backend(*arguments: Any, **named: Any) -> Any:
-            self._threads = ""
+            if "cpu" in (*arguments, *named.values()):
+                self._threads = threads()
             self._observe()
             return start_backend(*arguments, **named)
 
@@ -157,7 +158,7 @@ class Compiling:
         """Record the state of the environment, and return a part for the earlier states, if any."""
         with self._observing:
             self._environment.observe()
-            self._threads = self._threads or threads()
+            self._threads = self._threads or threads_of_running_client()
             name = "environment_before"
             return {key: value for key, value in self._environment.parts().items() if key == name}
 
