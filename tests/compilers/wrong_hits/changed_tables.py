@@ -8,7 +8,10 @@ the argument `members` it compares their members, as in a Python without version
 Prints the number of kinds of changes. A change that a key lacks ends the program with an error.
 """
 
+import copy
 import sys
+from collections import ChainMap, UserDict
+from types import MappingProxyType
 
 from graphstash.hooks.inductor import versions
 
@@ -110,6 +113,18 @@ def in_fakes():
     yield "as before"
 
 
+def in_rules_that_were_replaced():
+    found = simple_registry.singleton.find("aten::tan")
+    rules = found.torch_dispatch_rules
+    found.torch_dispatch_rules = copy.copy(rules)
+    yield "as before"
+    found.torch_dispatch_rules._data = {}
+    yield "as before"
+    yield from in_table(found.torch_dispatch_rules._data, int)
+    found.torch_dispatch_rules = rules
+    yield "as before"
+
+
 def in_a_definition():
     definition = _definitions()[0]
     yield from in_table(definition._backend_fns, "one")
@@ -134,8 +149,16 @@ CHANGES = (
     in_patterns(),
     in_a_new_pass(),
     in_fakes(),
+    in_rules_that_were_replaced(),
     in_a_definition(),
 )
+held = {}
+for table in (held, UserDict(held), ChainMap(held), MappingProxyType(held)):
+    compared = versions.Versions()
+    before = compared.state([table])
+    assert compared.state([table]) == before, type(table)
+    (table if isinstance(table, UserDict) else held)[type(table)] = one
+    assert compared.state([table]) != before, type(table)
 for number, changes in enumerate(CHANGES):
     before = user_code_of(graph, [])
     seen = {before}

@@ -130,7 +130,6 @@ def ambient_state() -> str:
     return "\n".join([*lines, f"onednn_fusions={_has_fusions()}", *_omitted_settings()])
 
 
-@cache
 def _readers() -> list[tuple[str, Callable[[], Any]]]:
     """Return the switches of the core, each with the function that returns its state."""
     core: Any = torch._C

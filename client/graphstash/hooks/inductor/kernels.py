@@ -22,7 +22,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.origins import is_torchs_namespace, name_once, remembered
-from graphstash.hooks.inductor.versions import Versions
+from graphstash.hooks.inductor.versions import Reading, Versions
 
 __all__ = [
     "changed_definitions",
@@ -162,52 +162,50 @@ def operations_of_program() -> frozenset[str]:
 def changed_definitions() -> list[CustomOpDef]:
     """Return torch's definitions of operations that a program extended."""
     definitions = _definitions()
-    own = _versions_of_definitions.state([vars(each) for each in definitions])
-    if _held[0] != own:
-        tables = [getattr(each, name, {}) for each in definitions for name in _TABLES]
-        _held[:] = [own, tables, [each._disabled_kernel for each in definitions]]
-    _, tables, disabled = _held
-    values = [
-        *(own, _versions_of_their_tables.state(tables)),
-        *chain.from_iterable(disabled),
-    ]
-    if _known_definitions[0] != values:
+    own, (tables, disabled) = _held.of(
+        [vars(each) for each in definitions],
+        lambda: (
+            [getattr(each, name, {}) for each in definitions for name in _TABLES],
+            [each._disabled_kernel for each in definitions],
+        ),
+    )
+    state = [own, _versions_of_held.state(tables), *chain.from_iterable(disabled)]
+    known = _known_definitions[0]
+    if known[0] != state:
         changed = [each for each in definitions if _is_changed(each)]
-        _known_definitions[:] = [values, changed]
-    found: list[CustomOpDef] = _known_definitions[1]
-    return found
+        _known_definitions[0] = known = (state, changed)
+    return known[1]
 
 
 def foreign_rules() -> list[tuple[str, Any]]:
     """Return a program's fake kernels and dispatch mode rules for torch's operations, labeled."""
     own = operations_of_program()
     table = simple_registry.singleton._data
-    if _known_rules[0] != (state := _versions_of_rules.state([table])):
-        entries = list(table.items())
-        tables = [
-            held
+    _, entries = _known_rules.of([table], lambda: list(table.items()))
+    of_entries, holders = _known_holders.of(
+        [vars(entry) for _, entry in entries],
+        lambda: [
+            vars(each)
             for _, entry in entries
-            for held in (vars(entry), vars(entry.fake_impl), entry.torch_dispatch_rules._data)
-        ]
-        _known_rules[:] = [state, entries, tables]
-    _, entries, tables = _known_rules
-    if _known_lists[0] != (state := _versions_of_their_rules.state(tables)):
-        lists = (vars(entry.fake_impl).get("kernels") for _, entry in entries)
-        _known_lists[:] = [state, [each for each in lists if each is not None]]
-    state = [own, state, *chain.from_iterable(_known_lists[1])]
+            for each in (entry.fake_impl, entry.torch_dispatch_rules)
+        ],
+    )
+    of_holders, (tables, lists) = _known_tables.of(
+        holders,
+        lambda: (
+            [entry.torch_dispatch_rules._data for _, entry in entries],
+            [vars(entry.fake_impl).get("kernels", ()) for _, entry in entries],  # 2.8 and later
+        ),
+    )
+    state = [own, of_entries, of_holders, _versions_of_rules.state(tables)]
+    state += chain.from_iterable(lists)
     return remembered("rules", state, lambda: _rules(entries, own))
 
 
+_known_rules: Final = Reading[list[tuple[str, Any]]]()
+_known_holders: Final = Reading[list[dict[str, Any]]]()
+_known_tables: Final = Reading[tuple[list[dict[Any, Any]], list[Any]]]()
 _versions_of_rules: Final = Versions()
-_versions_of_their_rules: Final = Versions()
-
-_known_rules: list[Any] = [None, [], []]
-"""Cache of `foreign_rules`: state of the table of fake kernels and rules, the entries in it, and
-what they hold."""
-
-_known_lists: list[Any] = [None, []]
-"""Cache of `foreign_rules`: state of what the entries hold, and their lists of fake kernels (2.8
-and later)."""
 
 
 def _rules(entries: list[tuple[str, Any]], own: frozenset[str]) -> Iterator[tuple[Any, Any]]:
@@ -235,14 +233,12 @@ def _unchecked(function: Any) -> Any:
     return inspect.getclosurevars(function).nonlocals["func"]
 
 
-_versions_of_definitions: Final = Versions()
-_versions_of_their_tables: Final = Versions()
+_held: Final = Reading[tuple[list[dict[Any, Any]], list[set[str]]]]()
+"""The tables and sets of disabled kernels in torch's definitions."""
 
-_held: list[Any] = [None, [], []]
-"""Cache of `changed_definitions`: state of torch's definitions, and the tables and sets of disabled
-kernels in them."""
+_versions_of_held: Final = Versions()
 
-_known_definitions: list[Any] = [None, []]
+_known_definitions: list[tuple[object, list[CustomOpDef]]] = [(None, [])]
 """Cache of `changed_definitions`: state of all that the definitions hold, and the result."""
 
 _all_definitions: list[Any] = [[], []]

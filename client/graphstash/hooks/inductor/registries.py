@@ -32,7 +32,7 @@ from graphstash.hooks.inductor.origins import (
     name_once,
     remembered,
 )
-from graphstash.hooks.inductor.versions import Versions
+from graphstash.hooks.inductor.versions import Reading, Versions
 
 __all__ = [
     "compilers_of",
@@ -90,25 +90,21 @@ def _differing(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """Return the decompositions in a table that differ from torch's present ones."""
     if table is decompositions:
         return []
-    state = _versions_of_given.state([table, decompositions, extra_random_decomps])
-    if _known_differing[0] != state:
+
+    def read() -> list[tuple[Any, Any]]:
         present = {**decompositions, **extra_random_decomps}
         targets = present.keys() | table.keys() if table != present else ()
         # Sort by name: the order of a set of operations differs in each process.
-        found = [
+        return [
             (target, function)
             for target in sorted(targets, key=_target)
             if (function := table.get(target)) is not present.get(target)
         ]
-        _known_differing[:] = [state, found]
-    differing: list[tuple[Any, Any]] = _known_differing[1]
-    return differing
+
+    return _known_differing.of([table, decompositions, extra_random_decomps], read)[1]
 
 
-_versions_of_given: Final = Versions()
-
-_known_differing: list[Any] = [None, []]
-"""Cache of `_differing`: state of the tables, and the result."""
+_known_differing: Final = Reading[list[tuple[Any, Any]]]()
 
 
 def is_torchs_operator(operator: HigherOrderOperator) -> bool:
@@ -141,18 +137,15 @@ def _given(settings: Any) -> dict[str, Any]:
     return held
 
 
-_versions_of_tables: Final = Versions()
-
-_known_entries: list[Any] = [None, ("", [])]
-"""State of all tables, and the result of `_entries` for them."""
-
-
 def _entries() -> tuple[str, list[tuple[str, Any]]]:
     """Return a digest of torch's functions in the tables, and the other functions."""
-    state = _versions_of_tables.state([table for _, table in tables()])
-    if _known_entries[0] == state:
-        found: tuple[str, list[tuple[str, Any]]] = _known_entries[1]
-        return found
+    return _known_entries.of([table for _, table in tables()], _read_entries)[1]
+
+
+_known_entries: Final = Reading[tuple[str, list[tuple[str, Any]]]]()
+
+
+def _read_entries() -> tuple[str, list[tuple[str, Any]]]:
     names: list[str] = []
     foreign: list[tuple[str, Any]] = []
     for label, table in tables():
@@ -167,9 +160,7 @@ def _entries() -> tuple[str, list[tuple[str, Any]]]:
             if not name.startswith("function torch._inductor.lowering.fallback_handler."):
                 names.append(f"{label} {_target(target)} {name}")
     digest = sha256("\n".join(sorted(names)).encode()).hexdigest()
-    result = (f"tables {digest}", foreign)
-    _known_entries[:] = [state, result]
-    return result
+    return f"tables {digest}", foreign
 
 
 def _namespace(target: Any) -> str:
@@ -197,17 +188,13 @@ def _packets(_count: int) -> list[dict[str, Any]]:
 
 
 def _namespaces() -> list[dict[str, Any]]:
-    if _known_namespaces[0] != (state := _versions_of_namespaces.state([vars(torch.ops)])):
-        held = [(name, each) for name, each in vars(torch.ops).items() if is_torchs_namespace(name)]
-        _known_namespaces[:] = [state, [vars(each) for _, each in held]]
-    found: list[dict[str, Any]] = _known_namespaces[1]
-    return found
+    held = vars(torch.ops)
+    return _known_namespaces.of(
+        [held], lambda: [vars(held[name]) for name in list(held) if is_torchs_namespace(name)]
+    )[1]
 
 
-_versions_of_namespaces: Final = Versions()
-
-_known_namespaces: list[Any] = [None, []]
-"""Cache of `_namespaces`: state of `torch.ops`, and the result."""
+_known_namespaces: Final = Reading[list[dict[str, Any]]]()
 
 
 @lru_cache(maxsize=1)
@@ -252,23 +239,18 @@ def _passes() -> Iterator[tuple[tuple[str, str, Any], PatternMatcherPass]]:
 def _holders_of_passes() -> list[tuple[str, str, Any]]:
     """Return the passes in torch's modules, and all lists there, each with its place."""
     modules = (joint_graph, post_grad, pre_grad)
-    state = _versions_of_modules.state([vars(each) for each in modules])
-    if _known_holders[0] != state:
-        found = [
+    return _known_holders.of(
+        [vars(each) for each in modules],
+        lambda: [
             (module.__name__, name, value)
             for module in modules
             for name, value in list(vars(module).items())
             if isinstance(value, list | PatternMatcherPass)
-        ]
-        _known_holders[:] = [state, found]
-    holders: list[tuple[str, str, Any]] = _known_holders[1]
-    return holders
+        ],
+    )[1]
 
 
-_versions_of_modules: Final = Versions()
-
-_known_holders: list[Any] = [None, []]
-"""Cache of `_holders_of_passes`: state of the modules, and the result."""
+_known_holders: Final = Reading[list[tuple[str, str, Any]]]()
 
 
 def _foreign_patterns() -> list[tuple[str, Any]]:

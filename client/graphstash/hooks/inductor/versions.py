@@ -7,23 +7,33 @@ takes, and every key needs many of them. Python without such versions compares t
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from gc import get_referents
 from itertools import chain, count
 from operator import is_
 from types import ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
-__all__ = ["HAS_VERSIONS", "Versions", "version_of"]
+__all__ = ["HAS_VERSIONS", "Reading", "Versions", "version_of"]
 
 _OFFSET: Final = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
 
 
-class _Known(NamedTuple):
-    """Dictionaries, where their versions are, and a number that other dictionaries do not get."""
+_T = TypeVar("_T")
 
-    tables: Sequence[dict[Any, Any]]
-    versions: list[ctypes.c_uint64]
+
+class _Known(NamedTuple):
+    """Dictionaries, and a number that other dictionaries do not get.
+
+    Attributes:
+        tables: the dictionaries.
+        versions: where CPython keeps their versions, or None if some have none.
+        number: the number.
+    """
+
+    tables: Sequence[Mapping[Any, Any]]
+    versions: list[ctypes.c_uint64] | None
     number: int
 
 
@@ -33,26 +43,51 @@ class Versions:
     def __init__(self) -> None:
         self._known = _Known((), [], 0)
 
-    def state(self, tables: Sequence[dict[Any, Any]]) -> object:
+    def state(self, tables: Sequence[Mapping[Any, Any]]) -> object:
         """Return a value that is equal to an earlier one only if no table has changed since.
 
         Read the tables afterwards: a change in between is then seen later. A value that changes
         inside, such as a list, is no change of its table. Pass the same sequence again, if
         possible, because comparing two sequences takes longer.
         """
-        if not HAS_VERSIONS:
-            return [
-                *map(len, tables),
-                *chain.from_iterable(tables),
-                *chain.from_iterable(map(dict.values, tables)),
-            ]
         known = self._known
         if tables is not known.tables:
             if len(tables) != len(known.tables) or not all(map(is_, tables, known.tables)):
-                known = _Known(tables, [version_of(each) for each in tables], next(_numbers))
+                known = _Known(tables, _versions_of(tables), next(_numbers))
             self._known = known = known._replace(tables=tables)
+        if known.versions is None:
+            return [
+                *map(len, tables),
+                *chain.from_iterable(tables),
+                *chain.from_iterable(each.values() for each in tables),
+            ]
         return known.number, b"".join(known.versions)
 
+
+class Reading(Generic[_T]):
+    """What was read of dictionaries, kept while they are the same. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, _T] | None = None  # replaced as a whole: threads share it
+        self._versions = Versions()
+
+    def of(self, tables: Sequence[Mapping[Any, Any]], read: Callable[[], _T]) -> tuple[object, _T]:
+        """Return the state of the dictionaries, see `Versions`, and what `read` returns in it."""
+        state = self._versions.state(tables)
+        last = self._last
+        if last is None or last[0] != state:
+            self._last = last = (state, read())
+        return last
+
+
+def _versions_of(tables: Sequence[Mapping[Any, Any]]) -> list[ctypes.c_uint64] | None:
+    # Other mappings, and subclasses, may keep what they hold elsewhere.
+    if not HAS_VERSIONS or any(type(each) not in _PLAIN for each in tables):
+        return None
+    return [version_of(cast("dict[Any, Any]", each)) for each in tables]
+
+
+_PLAIN: Final = (dict, defaultdict)
 
 _numbers = count(1)
 
