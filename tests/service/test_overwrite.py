@@ -194,6 +194,7 @@ def test_a_kill_leaves_the_old_artifact_or_the_new_one_whole(
     assert api.put(OLD, 1).status_code == 201
     with pytest.raises(httpx.TransportError):
         api.put(NEW, 1)
+    server.process.wait(60)  # a dying server may hold the data directory longer than its sockets
     assert len(stored_files(server.data_dir)) == 2
 
     with LiveServer(server.data_dir, log_level="error") as live:
