@@ -7,7 +7,7 @@ the new switch may change what a graph computes.
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from itertools import chain
 from typing import Any, Final
@@ -114,10 +114,22 @@ def unknown_switches() -> tuple[str, ...]:
 
 def ambient_state() -> str:
     """Return every switch with its state, one line each."""
-    try:
-        lines = [f"{name}={read()}" for name, read in _readers()]
-    except Exception:  # noqa: BLE001 - bindings may raise any exception
-        lines = [f"{name}={read_part(read)}" for name, read in _readers()]
+    core: Any = torch._C
+    lines = [
+        f"{name}={read_part(getter)}"
+        for name in _READ
+        if (getter := getattr(core, name, None)) is not None
+    ]
+    lines.append(f"default_dtype={torch.get_default_dtype()}")
+    for device in _devices():
+        enabled = read_part(partial(torch.is_autocast_enabled, device))
+        dtype = read_part(partial(torch.get_autocast_dtype, device))
+        lines.append(f"autocast.{device}={enabled} {dtype}")
+    if (precision := getattr(core, "_get_fp32_precision_getter", None)) is not None:
+        lines += [
+            f"fp32.{backend}.{operation}={read_part(partial(precision, backend, operation))}"
+            for backend, operation in _PRECISIONS
+        ]
     einsum: Any = opt_einsum
     lines.append(f"opt_einsum={einsum.enabled} {einsum.strategy}")
     lines.append(f"mha={mha.get_fastpath_enabled()}")
@@ -128,27 +140,6 @@ def ambient_state() -> str:
         if is_changed(settings, name)
     ]
     return "\n".join([*lines, f"onednn_fusions={_has_fusions()}", *_omitted_settings()])
-
-
-def _readers() -> list[tuple[str, Callable[[], Any]]]:
-    """Return the switches of the core, each with the function that returns its state."""
-    core: Any = torch._C
-    found: list[tuple[str, Callable[[], Any]]] = [
-        (name, getter) for name in _READ if (getter := getattr(core, name, None)) is not None
-    ]
-    found.append(("default_dtype", torch.get_default_dtype))
-    found += [(f"autocast.{device}", partial(_autocast, device)) for device in _devices()]
-    if (precision := getattr(core, "_get_fp32_precision_getter", None)) is not None:
-        found += [
-            (f"fp32.{backend}.{operation}", partial(precision, backend, operation))
-            for backend, operation in _PRECISIONS
-        ]
-    return found
-
-
-def _autocast(device: str) -> str:
-    enabled = read_part(partial(torch.is_autocast_enabled, device))
-    return f"{enabled} {read_part(partial(torch.get_autocast_dtype, device))}"
 
 
 def is_changed(module: Any, name: str) -> bool:
