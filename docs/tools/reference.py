@@ -121,14 +121,14 @@ def _helm_values() -> str:
 def _helm_rows(path: str, schema: Any, defaults: Any) -> Iterator[tuple[str, str, str]]:
     for name, each in schema["properties"].items():
         words = [_code(word) for word in each.get("enum", ()) if word]
-        told = _sentence(each["description"]) + (f" One of {', '.join(words)}." if words else "")
+        meaning = _sentence(each["description"]) + (f" One of {', '.join(words)}." if words else "")
         if "properties" in each:
-            yield f"`{path}{name}`", "", told
+            yield f"`{path}{name}`", "", meaning
             yield from _helm_rows(f"{path}{name}.", each, defaults[name])
         elif name in defaults:
             default = defaults[name]
             empty = default in ("", [], {})
-            yield f"`{path}{name}`", "" if empty else _code(json.dumps(default)), told
+            yield f"`{path}{name}`", "" if empty else _code(json.dumps(default)), meaning
 
 
 # --- hooks
@@ -267,10 +267,10 @@ def _command(path: str, command: Any) -> str:
     usage = [re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), piece) for piece in usage]
     text = f"## `{path}`\n\n```text\n{' '.join(usage)}\n```\n\n{_help(command.help or '')}\n\n"
     if arguments:
-        rows = ((_code(each.metavar or each.name.upper()), _told(each)) for each in arguments)
+        rows = ((_code(each.metavar or each.name.upper()), _meaning(each)) for each in arguments)
         text += _table(("argument", "meaning"), rows) + "\n"
     if options:
-        rows = ((_code(_spelled(each)), _told(each)) for each in options)
+        rows = ((_code(_spelled(each)), _meaning(each)) for each in options)
         text += _table(("option", "meaning"), rows) + "\n"
     return text
 
@@ -292,9 +292,9 @@ def _spelled(option: Any) -> str:
     return f"{names} {option.metavar or option.name.upper().rstrip('_')}"
 
 
-def _told(parameter: Any) -> str:
-    told, _, given = (parameter.help or "").partition(" [default: ")
-    text = _sentence(told)
+def _meaning(parameter: Any) -> str:
+    meaning, _, given = (parameter.help or "").partition(" [default: ")
+    text = _sentence(meaning)
     if getattr(parameter, "multiple", False):
         text += " Can be given more than once."
     if parameter.required:

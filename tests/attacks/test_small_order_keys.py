@@ -27,9 +27,9 @@ def text_of(raw):
 def test_a_key_of_small_order_is_offered_to_be_trusted(tmp_path):
     assert [name for name, raw in SMALL.items() if is_safe(raw)] == []
     file = tmp_path / "trusted.json"
-    told = graphstash_here("keys", "trust", text_of(SMALL["1-0"]), "--file", str(file))
-    assert told.returncode == 2
-    assert "small order" in told.stderr
+    ran = graphstash_here("keys", "trust", text_of(SMALL["1-0"]), "--file", str(file))
+    assert ran.returncode == 2
+    assert "small order" in ran.stderr
     assert not file.exists()
 
 

@@ -47,15 +47,15 @@ def test_the_bill_names_what_was_compiled_and_a_minimum_hit_rate_decides_the_exi
     (row,) = (line for line in shown.stdout.splitlines() if line.startswith("| third "))
     assert row.count(" | ") == 2
     assert "second" not in shown.stdout
-    told = json.loads(graphstash_here("summary", "--json", **variables).stdout)
-    assert (told["hits"], told["misses"], told["troubled"]) == (1, 1, 0)
-    assert [each["label"] for each in told["compiled"]] == ["third"]
-    assert told["compiled"][0]["why"]
+    ran = json.loads(graphstash_here("summary", "--json", **variables).stdout)
+    assert (ran["hits"], ran["misses"], ran["troubled"]) == (1, 1, 0)
+    assert [each["label"] for each in ran["compiled"]] == ["third"]
+    assert ran["compiled"][0]["why"]
     for minimum, status in (("0.5", 0), ("0.51", 1)):
-        told = graphstash_here("summary", "--minimum-hit-rate", minimum, **variables)
-        assert told.returncode == status
-        assert ("hit rate 50.0%" in told.stderr) == bool(status)
-        assert "1 hit, 1 miss" in told.stdout
+        ran = graphstash_here("summary", "--minimum-hit-rate", minimum, **variables)
+        assert ran.returncode == status
+        assert ("hit rate 50.0%" in ran.stderr) == bool(status)
+        assert "1 hit, 1 miss" in ran.stdout
 
 
 def test_labels_cannot_break_the_table(run):
@@ -68,27 +68,27 @@ def test_labels_cannot_break_the_table(run):
 
 def test_host_without_a_run_has_an_empty_summary(tmp_path, server):
     variables = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_CACHE_DIR": str(tmp_path / "none")}
-    told = graphstash_here("summary", **variables, **PATIENT_VARIABLES)
-    assert told.returncode == 0, told.stderr
-    assert "No run on this host" in told.stdout
-    told = graphstash_here("summary", "--json", "--minimum-hit-rate", "0.1", **variables)
-    assert told.returncode == 1
-    assert "no hit rate" in told.stderr
-    assert json.loads(told.stdout)["hit_rate"] is None
+    ran = graphstash_here("summary", **variables, **PATIENT_VARIABLES)
+    assert ran.returncode == 0, ran.stderr
+    assert "No run on this host" in ran.stdout
+    ran = graphstash_here("summary", "--json", "--minimum-hit-rate", "0.1", **variables)
+    assert ran.returncode == 1
+    assert "no hit rate" in ran.stderr
+    assert json.loads(ran.stdout)["hit_rate"] is None
 
 
 def test_compilations_without_the_cache_count_against_the_rate_also_beyond_the_record(run):
     programs = [f"program {number}" for number in range(600)]
     variables = run("many", *programs, GRAPHSTASH_URL="http://127.0.0.1:9")
-    told = json.loads(graphstash_here("summary", "--json", **variables).stdout)
-    assert (told["troubled"], len(told["compiled"])) == (600, 512)
-    told = graphstash_here("summary", "--minimum-hit-rate", "0.1", **variables)
-    assert told.returncode == 1
-    assert "And 580 programs more." in told.stdout
+    ran = json.loads(graphstash_here("summary", "--json", **variables).stdout)
+    assert (ran["troubled"], len(ran["compiled"])) == (600, 512)
+    ran = graphstash_here("summary", "--minimum-hit-rate", "0.1", **variables)
+    assert ran.returncode == 1
+    assert "And 580 programs more." in ran.stdout
 
 
 @pytest.mark.parametrize("rate", ["-0.1", "1.5", "most"])
 def test_rates_out_of_range_are_refused(rate):
-    told = graphstash_here("summary", "--minimum-hit-rate", rate)
-    assert told.returncode == 2
-    assert "--minimum-hit-rate" in told.stderr
+    ran = graphstash_here("summary", "--minimum-hit-rate", rate)
+    assert ran.returncode == 2
+    assert "--minimum-hit-rate" in ran.stderr

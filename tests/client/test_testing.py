@@ -77,8 +77,8 @@ def conversation(url, namespace):
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             headers = {"repr-digest": Digest.of(content).repr_digest}
             answer = http.request(method, path, content=content, headers=headers)
-            told = re.sub(r'"(instance|detail)":"[^"]*"', "", answer.text)
-            heard.append((method, path, answer.status_code, told))
+            ran = re.sub(r'"(instance|detail)":"[^"]*"', "", answer.text)
+            heard.append((method, path, answer.status_code, ran))
     return heard
 
 
@@ -295,10 +295,10 @@ def test_double_is_imported_with_the_light_install_and_names_the_extra_for_its_s
         sys.modules["uvicorn"] = None
         graphstash.testing.FakeServer()
     """
-    told = python(program)
-    assert told.stdout == "[]\n"
-    assert "uvicorn is missing: " in told.stderr
-    assert "graphstash[server]" in told.stderr
+    ran = python(program)
+    assert ran.stdout == "[]\n"
+    assert "uvicorn is missing: " in ran.stderr
+    assert "graphstash[server]" in ran.stderr
 
 
 def test_settings_of_a_server_in_the_environment_do_not_reach_it(monkeypatch, tmp_path):

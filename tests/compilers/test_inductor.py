@@ -116,5 +116,5 @@ class TestNewestInductor(TestInductor):
         # Since 2.8 there is a precompiled header. g++ marks one that it can use by "!".
         with_header = next(line for line in lines if "-include" in line)
         command = ["g++", "-H", *with_header.split()]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        assert re.search(r"^! .*\.h\.gch$", told, re.MULTILINE)
+        included = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert re.search(r"^! .*\.h\.gch$", included, re.MULTILINE)

@@ -211,8 +211,8 @@ class TestJax(HookContract):
         noisy = hosts.run("noisy", "training", namespace=empty)
         assert noisy.report["losses"] == cold.report["losses"]
         assert len(noisy.report["compiled"]) == PROGRAMS
-        told = "Error reading persistent compilation cache entry for 'jit_step'"
-        assert noisy.errors.count(told) == 1
+        printed = "Error reading persistent compilation cache entry for 'jit_step'"
+        assert noisy.errors.count(printed) == 1
         assert noisy.stats["fallbacks"] == {"corrupt": 1, "rejected": 1}
         assert noisy.stats["conflicts"] == 1  # what was published first stays
 

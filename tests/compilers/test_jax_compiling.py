@@ -4,7 +4,7 @@ from support.ports import reserved_port
 
 
 def test_a_compile_within_a_compile_does_not_end_the_outer_one(jax_program):
-    told = jax_program(
+    printed = jax_program(
         """
         import jax
         from jax._src import compiler
@@ -29,11 +29,11 @@ def test_a_compile_within_a_compile_does_not_end_the_outer_one(jax_program):
         jax.jit(outer)(1.0)
         """
     )
-    assert told == ["begins jit_outer", "begins jit_inner", "ended"]
+    assert printed == ["begins jit_outer", "begins jit_inner", "ended"]
 
 
 def test_unserializable_collective_program_is_reported_to_the_hook_only(jax_program):
-    told = jax_program(
+    printed = jax_program(
         """
         from jax._src import compilation_cache, compiler
         from graphstash.hooks.jax.compiling import Compiling
@@ -49,11 +49,11 @@ def test_unserializable_collective_program_is_reported_to_the_hook_only(jax_prog
         compiler._cache_write("key", 1.0, "program", None, None, [])
         """
     )
-    assert told == ["UNIMPLEMENTED: it cannot be serialized"]
+    assert printed == ["UNIMPLEMENTED: it cannot be serialized"]
 
 
 def test_processes_share_entries_unless_jax_itself_shares_among_them(jax_program):
-    told = jax_program(
+    printed = jax_program(
         """
         import jax
         from jax._src import distributed
@@ -69,11 +69,11 @@ def test_processes_share_entries_unless_jax_itself_shares_among_them(jax_program
         print(ranks.compiles_together)
         """.replace("PORT", str(reserved_port()))
     )
-    assert told == ["None", "b'first' b'first'", "{b'first'}", "False", "True"]
+    assert printed == ["None", "b'first' b'first'", "{b'first'}", "False", "True"]
 
 
 def test_threads_are_those_of_the_client_that_compiles_for_the_cpu(jax_program):
-    told = jax_program(
+    printed = jax_program(
         """
         import os
         import jax
@@ -95,4 +95,4 @@ def test_threads_are_those_of_the_client_that_compiles_for_the_cpu(jax_program):
         print(compiling.present().threads)
         """
     )
-    assert told == ["5 (now 3)", "5 (now 3)", "3"]
+    assert printed == ["5 (now 3)", "5 (now 3)", "3"]

@@ -91,8 +91,8 @@ def test_thirty_small_programs_cost_a_job_four_requests(
 
 @pytest.mark.parametrize("environment", VERSIONS)
 def test_program_with_few_quick_operations_and_no_large_constant_is_small(jax_program, environment):
-    told = jax_program(LOOKS, environment=environment)
-    looks = dict(line.rsplit(" ", 1) for line in told)
+    printed = jax_program(LOOKS, environment=environment)
+    looks = dict(line.rsplit(" ", 1) for line in printed)
     assert looks == {
         "sum": "True",
         "norm": "True",

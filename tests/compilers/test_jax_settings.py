@@ -20,7 +20,7 @@ def run(jax_program):
 
 @pytest.mark.parametrize("environment", VERSIONS)
 def test_context_managers_of_the_user_change_no_global_setting(run, environment):
-    told = run(
+    printed = run(
         """
         import jax
         from jax._src import config
@@ -42,7 +42,7 @@ def test_context_managers_of_the_user_change_no_global_setting(run, environment)
         """,
         environment=environment,
     )
-    assert told == ["7.0", "0.0", "True", "1.0 True"]
+    assert printed == ["7.0", "0.0", "True", "1.0 True"]
 
 
 CHECKED = """

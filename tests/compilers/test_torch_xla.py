@@ -113,12 +113,12 @@ class TestTorchXla(HookContract):
         settings = {"job": "train", "namespace": empty}
         hosts.run("named", **settings)
         tier = hosts.directory / "elsewhere"
-        told = graphstash(
+        ran = graphstash(
             *("prefetch", "train", "--url", server.url, "--namespace", empty),
             GRAPHSTASH_CACHE_DIR=tier,
             check=True,
         )
-        assert told.stdout.startswith("2 fetched")
+        assert ran.stdout.startswith("2 fetched")
         url = unplugged(tier, server.url)
         offline = hosts.run("prefetched", url=url, cache_dir=tier, namespace=empty)
         assert offline.report["compiles"] == 0

@@ -74,20 +74,20 @@ def test_registry_is_read_at_the_first_import_of_a_package_and_imports_nothing_h
         print(len(hook_specs()), hook_specs()["jax"].install, list(broken_hooks()))
         print(sorted({heavy!r} & set(sys.modules)))
     """
-    told = run(LOAD + textwrap.dedent(program), tmp_path)
-    assert told.stdout.splitlines() == [
+    ran = run(LOAD + textwrap.dedent(program), tmp_path)
+    assert ran.stdout.splitlines() == [
         "False",
         "True",
         f"{len(hook_specs())} graphstash.hooks.jax.hook:install ['jax of toy:SPEC']",
         "[]",
-    ], told.stderr
+    ], ran.stderr
 
 
 def test_the_first_package_may_be_the_compiler_and_unwanted_broken_hooks_are_not_named(tmp_path):
     add_distribution(tmp_path, "bad", "bad = absent:SPEC")
     add_distribution(tmp_path, "toy", "toy = toy:SPEC", toy=SPEC.format(name="toy"), compiler="")
-    told = run(LOAD + "import compiler\nprint('goes on')", tmp_path, GRAPHSTASH_HOOKS="toy")
-    assert (told.stdout, told.stderr) == ("installed toy\ngoes on\n", "")
+    ran = run(LOAD + "import compiler\nprint('goes on')", tmp_path, GRAPHSTASH_HOOKS="toy")
+    assert (ran.stdout, ran.stderr) == ("installed toy\ngoes on\n", "")
 
 
 def test_threads_that_import_at_once_all_get_their_hooks(tmp_path):
@@ -101,7 +101,7 @@ def test_threads_that_import_at_once_all_get_their_hooks(tmp_path):
         compiler="print('executing')",
         first="",
     )
-    told = run(
+    ran = run(
         LOAD
         + """
 import sys, threading
@@ -123,7 +123,7 @@ thread.join()
 """,
         tmp_path,
     )
-    assert told.stdout == "executing\ninstalled toy\n", told.stderr
+    assert ran.stdout == "executing\ninstalled toy\n", ran.stderr
 
 
 BROKEN = {
@@ -144,9 +144,9 @@ def test_each_broken_hook_is_named_once_by_all_processes_and_others_are_installe
     add_distribution(tmp_path, "toy", "toy = toy:SPEC", toy=SPEC.format(name="toy"), compiler="")
     program = "import compiler, subprocess, sys\n"
     again = f"subprocess.run([sys.executable, '-c', {LOAD + program!r}])"
-    told = run(LOAD + program + again, tmp_path)
-    assert told.stdout == "installed toy\n" * 2, told.stderr
-    lines = told.stderr.splitlines()
+    ran = run(LOAD + program + again, tmp_path)
+    assert ran.stdout == "installed toy\n" * 2, ran.stderr
+    lines = ran.stderr.splitlines()
     assert len(lines) == len(BROKEN)
     for name, (_, _, reason) in BROKEN.items():
         (line,) = (each for each in lines if f"the hook {name} " in each)
@@ -162,7 +162,7 @@ def test_sources_without_metadata_have_no_hooks_and_say_so(tmp_path):
         LOAD
         + "import jax\nfrom graphstash.hooks.registry import hook_specs\nprint(dict(hook_specs()))"
     )
-    told = run(program, tmp_path, "-S")  # without the installed packages
-    assert told.stdout == "{}\n", told.stderr
-    (line,) = told.stderr.splitlines()
+    ran = run(program, tmp_path, "-S")  # without the installed packages
+    assert ran.stdout == "{}\n", ran.stderr
+    (line,) = ran.stderr.splitlines()
     assert "install it with pip" in line

@@ -230,8 +230,8 @@ class CatchUp:
         copy.file.close()
         if stash.standing.may_publish(namespace, entry.key, copy.proof):
             return True
-        told = f"{stash.config.url} may have withdrawn {entry.key} on an earlier day"
-        self._done(entry, CacheError(Reason.REFUSED, told))
+        text = f"{stash.config.url} may have withdrawn {entry.key} on an earlier day"
+        self._done(entry, CacheError(Reason.REFUSED, text))
         return False
 
     def _forget(self, entry: BundleEntry) -> None:

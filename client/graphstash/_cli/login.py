@@ -139,8 +139,8 @@ def _exchange(config: ClientConfig, jwt: str, request: TokenExchange) -> TokenIs
         except RefusedError as error:
             if error.status not in _WAYS_OUT:
                 raise
-            told = f"{config.url} {_WAYS_OUT[error.status]}"
-            raise RefusedError(told, code=error.code, status=error.status) from None
+            text = f"{config.url} {_WAYS_OUT[error.status]}"
+            raise RefusedError(text, code=error.code, status=error.status) from None
     if TOKEN_FORM.fullmatch(issued.token) is None:
         raise TransportError(Reason.PROTOCOL, f"{config.url} answered with something else")
     return issued
@@ -164,5 +164,5 @@ def _show(info: TokenInfo, config: ClientConfig, *, as_json: bool) -> None:
     until = f" until {info.expires_at:%Y-%m-%d %H:%M} UTC" if info.expires_at else ""
     who = printable(info.description, most=200)
     token = printable(info.id, most=40)
-    told = f"{config.url} knows this job as {who} ({grants}){until}; token {token}"
-    out.print(escape(f"{told} is in {config.token_file}"), soft_wrap=True)
+    text = f"{config.url} knows this job as {who} ({grants}){until}; token {token}"
+    out.print(escape(f"{text} is in {config.token_file}"), soft_wrap=True)

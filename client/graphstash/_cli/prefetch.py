@@ -47,7 +47,7 @@ def prefetch(
     missing = [key for key, each in outcomes.items() if each is None]
     rejected = {key: each for key, each in outcomes.items() if isinstance(each, VerificationError)}
     size_bytes = sum(each.size_bytes for each in fetched)
-    told = {
+    content = {
         "job": job,
         "namespace": config.namespace,
         "fetched": len(fetched),
@@ -57,10 +57,10 @@ def prefetch(
         "rejected": [{"key": str(key), "error": str(error)} for key, error in rejected.items()],
     }
     if as_json:
-        print_json(told)
+        print_json(content)
         return
     say(
-        f"{len(fetched)} fetched ({format_bytes(size_bytes)}), {told['present']} already here, "
+        f"{len(fetched)} fetched ({format_bytes(size_bytes)}), {content['present']} already here, "
         f"{len(missing)} no longer on the server"
         + (f", {len(rejected)} rejected" if rejected else "")
     )

@@ -166,13 +166,13 @@ def search(
     values = " ".join(f"{name}={value}" for name, value in named.items())
     if as_json:
         key = None if found.key is None else str(found.key)
-        told = {"configuration": named, "cost": best.cost, "spread": best.spread}
+        best_found = {"configuration": named, "cost": best.cost, "spread": best.spread}
         ran = {
             "searched": found.was_searched,
             "key": key,
             "search": progress and progress._asdict(),
         }
-        print_json({**told, "count": best.count, **ran})
+        print_json({**best_found, "count": best.count, **ran})
         return
     say(f"found by a search here: {searched}" if searched else _KNOWN)
     say(f"{_format_cost(best.cost)}  {values}")
@@ -333,8 +333,8 @@ def _schedules(
             and problem.lower() in each.label.lower()
         ]
         for key, named in progress.track(listed, description="schedules"):
-            if (told := _read(stash, key)) is not None:
-                found.append({**named, "device_type": key.device_type, **told})
+            if (schedule := _read(stash, key)) is not None:
+                found.append({**named, "device_type": key.device_type, **schedule})
         of_helion = query.model_copy(update={"label": HELION_LABEL, "limit": 1})
         has_more = stash.server.list_artifacts(of_helion).artifacts
     if has_more:

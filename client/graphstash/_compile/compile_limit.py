@@ -131,8 +131,8 @@ class CompileLimit:
         return self._spent
 
     def _end_at_limit(self, spent: float, what: str) -> None:
-        told = f"{what} comes after {spent:.0f} s of compiling, and the limit is {self._most:g} s"
-        self._end(f"{told} (GRAPHSTASH_MAX_COMPILE_SECONDS)", status=STATUS_WOULD_COMPILE)
+        text = f"{what} comes after {spent:.0f} s of compiling, and the limit is {self._most:g} s"
+        self._end(f"{text} (GRAPHSTASH_MAX_COMPILE_SECONDS)", status=STATUS_WOULD_COMPILE)
 
     def _name(self, request: CompileRequest) -> str:
         key = f"{request.key.kind} {request.key.fingerprint[:12]}"

@@ -260,8 +260,8 @@ class Connection(HttpToolsProtocol):
         """Return the bytes that the caller's kernel has acknowledged, 0 for a Unix socket."""
         try:
             connection = self.transport.get_extra_info("socket")
-            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
-            return int(_ACKNOWLEDGED.unpack(told)[0])
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
+            return int(_ACKNOWLEDGED.unpack(info)[0])
         except (OSError, struct.error):  # also on a kernel that does not count them
             return 0
 

@@ -140,16 +140,16 @@ def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Response | None
     with suppress(httpx.HTTPError):
         # The first request opened the connection. The fastest of three more is the round trip.
         seconds = min(wire.get("/healthz").seconds for _ in range(3))
-    told = f"graphstash {release} at {config.url} answers in {seconds * 1000:.1f} ms"
+    text = f"graphstash {release} at {config.url} answers in {seconds * 1000:.1f} ms"
     if seconds > _SLOW_SECONDS:
         yield warn(
             "server",
-            told,
+            text,
             "every download needs a round trip: run a server near the jobs, or keep more on the "
             "disks of the hosts (GRAPHSTASH_LOCAL_LIMIT)",
         )
     else:
-        yield ok("server", told)
+        yield ok("server", text)
     return response
 
 
@@ -310,12 +310,12 @@ def _lifetime(tls: tuple[str, datetime]) -> Finding:
 
 def _check_clock(response: _Response) -> Topic[None]:
     try:
-        told = parsedate_to_datetime(response.headers.get("Date", ""))
-        told = told if told.tzinfo else told.replace(tzinfo=UTC)
+        there = parsedate_to_datetime(response.headers.get("Date", ""))
+        there = there if there.tzinfo else there.replace(tzinfo=UTC)
     except (TypeError, ValueError):
         yield ok("clock", "skipped: the server's answer has no date")
         return
-    seconds = _ahead_seconds(response.at, told, response.seconds)
+    seconds = _ahead_seconds(response.at, there, response.seconds)
     side = "ahead of" if seconds > 0 else "behind"
     found = f"this host is {abs(seconds):.0f} s {side} the server"
     advice = "set both clocks by NTP (`timedatectl`): certificates and tokens depend on the time"
@@ -327,12 +327,12 @@ def _check_clock(response: _Response) -> Topic[None]:
         yield ok("clock", "this host's and the server's clocks agree")
 
 
-def _ahead_seconds(here: datetime, told: datetime, trip_seconds: float) -> float:
+def _ahead_seconds(here: datetime, there: datetime, trip_seconds: float) -> float:
     """Return how many seconds this host's clock is ahead; negative if it is behind.
 
     Return 0 if the round trip and the header's resolution of a second may be the cause.
     """
-    latest = told + timedelta(seconds=1 + trip_seconds)
+    latest = there + timedelta(seconds=1 + trip_seconds)
     if here > latest:
         return (here - latest).total_seconds()
-    return min(0.0, (here - told).total_seconds())
+    return min(0.0, (here - there).total_seconds())

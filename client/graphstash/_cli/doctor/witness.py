@@ -18,30 +18,30 @@ __all__ = ["main"]
 class _Warnings(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.told.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 def main(report: Path, modules: list[str]) -> None:
     """Import `modules` in order, and write the result to `report`."""
     heard = _Warnings()
     logging.getLogger("graphstash").addHandler(heard)
-    told: dict[str, Any] = {"errors": [], "warnings": heard.told}
+    content: dict[str, Any] = {"errors": [], "warnings": heard.messages}
     for module in modules:
-        told["importing"] = module
-        report.write_text(json.dumps(told))
+        content["importing"] = module
+        report.write_text(json.dumps(content))
         try:
             importlib.import_module(module)
         except Exception as error:  # noqa: BLE001 - any exception of a compiler is a result
-            told["errors"].append(f"import {module}: {type(error).__name__}: {error}"[:500])
+            content["errors"].append(f"import {module}: {type(error).__name__}: {error}"[:500])
     # If an import has started the cache, the module is there, and `install` returns that session.
     session = sys.modules.get("graphstash._process.session")
     current = session.install() if session is not None else None
-    told["is_started"] = current is not None
-    told["hooks"] = current.hooks_in_place if current is not None else {}
-    report.write_text(json.dumps(told))
+    content["is_started"] = current is not None
+    content["hooks"] = current.hooks_in_place if current is not None else {}
+    report.write_text(json.dumps(content))
 
 
 if __name__ == "__main__":
