@@ -79,7 +79,7 @@ def search(
     method: Method | None = None,
     executor: MakeExecutor = Pool,
     known: Iterable[Measurement] = (),
-    publish: Callable[[Measurement], object] = lambda _: None,
+    publish: Callable[[Measurement], object] | None = None,
     observe: Callable[[Progress], object] = lambda _: None,
 ) -> Result:
     """Search for a fast configuration.
@@ -199,7 +199,9 @@ def _cheapest(searcher: Searcher) -> list[dict[str, Value]]:
     return [searcher.space.named(each) for each in distinct]
 
 
-def _publish(publish: Callable[[Measurement], object], measurement: Measurement) -> None:
+def _publish(publish: Callable[[Measurement], object] | None, measurement: Measurement) -> None:
+    if publish is None:
+        return
     try:
         publish(measurement)
     except Exception:  # noqa: BLE001 - a failing callback must not end the search
