@@ -96,7 +96,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Import the test files with the garbage collector off, and exempt from it what they import."""
+    """Import the test files without garbage collection.
+
+    The collector then never scans the imported objects, because they live as long as the process.
+    """
     gc.disable()
     try:
         return (yield)

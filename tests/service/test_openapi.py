@@ -12,7 +12,8 @@ from graphstash_server.app import create_app
 from graphstash_server.settings import Settings
 from support.deferred import Deferred
 
-# Its plugin would import it into every process of pytest, too.
+# Importing schemathesis takes seconds, so the options of pytest turn its plugin off, and only the
+# tests below import it.
 schemathesis = Deferred("schemathesis")
 server_checks = Deferred("schemathesis.checks")
 checks = Deferred("schemathesis.specs.openapi.checks")

@@ -52,10 +52,10 @@ def packages_of(name: str) -> Path:
 
 
 def link_bytecode(new: Path) -> None:
-    """Link into a new environment what Python has compiled of its packages in another environment.
+    """Link the bytecode of other environments into a new one, so that Python need not compile it.
 
     Compiling the modules of torch takes twenty seconds. uv links the files of a package into every
-    environment, so a module that is the same file has the same bytecode.
+    environment, and bytecode is valid for a module that is the same file.
     """
     for known in (Path(sys.prefix), *_ROOT.glob(".venv-*")):
         with suppress(OSError, ValueError):  # another process may be installing that environment

@@ -196,9 +196,11 @@ def threads() -> str:
 def threads_of_running_client() -> str:
     """Return the number of threads for which an XLA client that has started compiles on a CPU.
 
-    What decides the number may have changed since. Then return the number of the process's named
-    threads, too, so that the part equals no other one: several clients may have started them. JAX
-    0.4.31 names no threads.
+    The variables and the CPU affinity may have changed since the client started. The function
+    therefore counts the threads that XLA has named. If the count differs from the number that a new
+    client would get, it returns both numbers, because the counted threads may belong to several
+    clients. Processes with only one of these numbers then have other keys. JAX 0.4.31 names no
+    threads; the function then assumes that nothing has changed.
     """
     now = threads()
     started = 0

@@ -1,7 +1,7 @@
 """Change each table of torch that keys cover, and compare the keys before and after.
 
-The hook keeps what it has read of the tables while their dictionaries have the same versions. With
-the argument `members` it compares their members, as in a Python without versions.
+The hook reads a table again only if the version of its dictionary has changed. With the argument
+`members`, the hook compares the members instead, as it does on a Python without versions.
 
     python -m compilers.wrong_hits.changed_tables versions|members
 

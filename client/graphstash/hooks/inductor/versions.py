@@ -1,8 +1,9 @@
 """Find out quickly whether any of many dictionaries has changed.
 
-In CPython up to 3.13, a dictionary has a version, a number that every change of the dictionary
-changes (PEP 509). A comparison of versions takes a fraction of the time that one of all members
-takes, and every key needs many of them. Python without such versions compares the members.
+In CPython up to 3.13, each dictionary has a version number, and every change of the dictionary
+gives it a new one (PEP 509). Every key compares thousands of dictionaries, and comparing their
+versions takes a fraction of the time that comparing their members takes. On a Python whose
+dictionaries have no versions, this module compares the members.
 """
 
 import ctypes
@@ -18,7 +19,6 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 __all__ = ["HAS_VERSIONS", "Reading", "Versions", "version_of"]
 
 _OFFSET: Final = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
-
 
 _T = TypeVar("_T")
 
@@ -38,7 +38,7 @@ class _Known(NamedTuple):
 
 
 class Versions:
-    """Compares dictionaries with what they held before. Thread-safe."""
+    """Detects whether dictionaries have changed since an earlier call. Thread-safe."""
 
     def __init__(self) -> None:
         self._known = _Known((), [], 0)
@@ -46,9 +46,10 @@ class Versions:
     def state(self, tables: Sequence[Mapping[Any, Any]]) -> object:
         """Return a value that is equal to an earlier one only if no table has changed since.
 
-        Read the tables afterwards: a change in between is then seen later. A value that changes
-        inside, such as a list, is no change of its table. Pass the same sequence again, if
-        possible, because comparing two sequences takes longer.
+        Call this method before you read the tables: if a table changes while you read it, the next
+        state differs. A list that is a value of a table may change while the state stays equal,
+        because the table still holds the same list. Pass the same sequence in each call if you can:
+        comparing two sequences takes longer.
         """
         known = self._known
         if tables is not known.tables:
@@ -65,14 +66,17 @@ class Versions:
 
 
 class Reading(Generic[_T]):
-    """What was read of dictionaries, kept while they are the same. Thread-safe."""
+    """Keeps a result that was computed from dictionaries until one of them changes. Thread-safe."""
 
     def __init__(self) -> None:
         self._last: tuple[object, _T] | None = None  # replaced as a whole: threads share it
         self._versions = Versions()
 
     def of(self, tables: Sequence[Mapping[Any, Any]], read: Callable[[], _T]) -> tuple[object, _T]:
-        """Return the state of the dictionaries, see `Versions`, and what `read` returns in it."""
+        """Return the state of the dictionaries, see `Versions`, and the result of `read`.
+
+        Calls `read` only if the state has changed since the last call.
+        """
         state = self._versions.state(tables)
         last = self._last
         if last is None or last[0] != state:
@@ -81,7 +85,8 @@ class Reading(Generic[_T]):
 
 
 def _versions_of(tables: Sequence[Mapping[Any, Any]]) -> list[ctypes.c_uint64] | None:
-    # Other mappings, and subclasses, may keep what they hold elsewhere.
+    # A subclass or another mapping may hold its members elsewhere, and has no version that changes
+    # with them.
     if not HAS_VERSIONS or any(type(each) not in _PLAIN for each in tables):
         return None
     return [version_of(cast("dict[Any, Any]", each)) for each in tables]
