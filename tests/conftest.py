@@ -133,10 +133,25 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Before any fixture: torch_xla sets these in the tests' own process, once a test imports it,
-    and processes that are started would inherit them.
+    """Before any fixture: forget the directories and flags that libraries have set.
+
+    torch and torch_xla set them when they are imported or first used in the tests' own process.
+    Every process that a later test starts would inherit them, and two hosts would share a cache.
     """
-    os.environ.pop("XLA_FLAGS", None)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XLA_FLAGS"):
+        os.environ.pop(name, None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Undo what a test, or a library that it imports, does to the environment."""
+    before = dict(os.environ)
+    try:
+        return (yield)
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _is_on(item, database):
