@@ -282,7 +282,7 @@ class CodeDescriber:
         if isinstance(value, enum.Enum):
             own = {k: v for k, v in vars(value).items() if k not in _OF_MEMBER}
             content = f"{value.name}, {self.describe(value.value)}, {self.describe(own)}"
-        elif not _is_all_in_dict(cls):
+        elif not _is_all_in_dict(cls) or not hasattr(value, "__dict__"):
             raise UndescribableError(f"a {cls.__module__}.{cls.__qualname__}")
         else:
             content = self.describe(vars(value))

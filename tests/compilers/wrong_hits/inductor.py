@@ -214,6 +214,18 @@ scale.register_autograd(gradient(HERE))
         "3.0",
     ),
     _code(
+        "attribute of a tensor that a backward reads",
+        "FACTOR = torch.tensor(1.0)\nFACTOR.by = HERE\n"
+        "scale.register_autograd(lambda ctx, g: g * FACTOR.by)",
+    ),
+    _code(
+        "whether a tensor that a backward reads requires a gradient",
+        "FACTOR = torch.tensor(2.0, requires_grad=HERE)\n"
+        "scale.register_autograd(lambda ctx, g: g * (1 + FACTOR.requires_grad))",
+        "False",
+        "True",
+    ),
+    _code(
         "function that a backward calls",
         "helper = lambda g: g * HERE\nscale.register_autograd(lambda ctx, g: helper(g))",
     ),
@@ -546,6 +558,14 @@ _UNSHARED = (
         "2.0",
         "3.0",
         reason="a tensor of 10000 elements",
+    ),
+    _code(
+        "gradient of a tensor that a backward reads",
+        "FACTOR = torch.tensor(2.0, requires_grad=True)\nFACTOR.grad = torch.tensor(HERE)\n"
+        "scale.register_autograd(lambda ctx, g: g * FACTOR.grad)",
+        "2.0",
+        "3.0",
+        reason="a tensor with a gradient",
     ),
 )
 

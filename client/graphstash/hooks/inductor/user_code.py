@@ -136,8 +136,16 @@ class _Describer(CodeDescriber):
             case torch.dtype() | torch.layout() | torch.memory_format() | torch.device():
                 return repr(value)
             case torch.Tensor():
-                return _constant(value)
+                return f"{_constant(value)} {self._state_of(value)}"
         return self._special_code(value)
+
+    def _state_of(self, tensor: torch.Tensor) -> str:
+        """Describe what code can read from a tensor apart from its elements."""
+        if not tensor.is_leaf or tensor.grad is not None or tensor._backward_hooks:
+            raise UndescribableError("a tensor with a gradient, hooks or a history")
+        own = {name: each for name, each in vars(tensor).items() if not name.startswith("_dynamo_")}
+        bits = (tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference())
+        return f"{bits} {self.describe(own)}"
 
     def _special_code(self, value: Any) -> str | None:
         if isinstance(value, BuiltinFunctionType) and value.__self__ is _FUNCTIONS:
