@@ -3,13 +3,16 @@
 import random
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TypeAlias
 
-__all__ = ["Clock", "SteadyClock", "jitter", "parsed_time", "steady_seconds", "system_clock"]
+__all__ = ["Ago", "Clock", "SteadyClock", "jitter", "parsed_time", "steady_seconds", "system_clock"]
 
 Clock: TypeAlias = Callable[[], datetime]
 """Returns the current time as an aware UTC time."""
+
+Ago: TypeAlias = Callable[[timedelta], datetime]
+"""Returns the time before which stored times are older than an age, as `PlausibleClock.ago`."""
 
 
 def system_clock() -> datetime:

@@ -8,6 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from graphstash_schema import AuditAction, Digest, Grant, LeaseRequest, LeaseState, TokenRequest
+from graphstash_schema.run import RunName, RunReport
 from graphstash_server.db import tables
 from graphstash_server.db.queries.artifacts import pin_artifacts
 from graphstash_server.db.queries.deletions import claim_blobs
@@ -284,6 +285,40 @@ async def test_a_first_start_with_a_late_clock_deletes_nothing_that_was_stored_s
         await accept(opened.clock, server)
         await server.context.maintenance.run_once()
         assert await server.get() == b"blob"
+
+
+async def count_records(server):
+    """Return the number of rows of each table whose old rows the server deletes by age."""
+    counts = {}
+    async with server.context.database.reading() as connection:
+        for table in (tables.audit, tables.tokens, tables.runs, tables.history, tables.leases):
+            count = sa.select(sa.func.count()).select_from(table)
+            counts[table.name] = (await connection.execute(count)).scalar_one()
+    return counts
+
+
+@pytest.mark.sql
+async def test_records_of_a_late_clock_outlive_its_correction(opened):
+    opened.clock.jump(-800 * DAY_SECONDS - HOUR_SECONDS)  # the last hour of a day
+    async with opened() as server:
+        context = server.context
+        await context.maintenance.run_once()
+        await server.put(b"blob")
+        await server.acquire(1)
+        await server.use()
+        report = RunReport(started_at=opened.clock(), seconds=1.0)
+        await context.runs.put(key_of().namespace, RunName("x"), RunName("0"), report, writer="w")
+        request = TokenRequest(description="x", grants=(Grant.parse("read:*"),))
+        issued = await context.tokens.create(request, actor=ACTOR)
+        await context.tokens.revoke(issued.info.id, actor=ACTOR)
+        before = await count_records(server)
+        assert 0 not in before.values()
+        opened.clock.jump(800 * DAY_SECONDS)
+        await context.maintenance.run_once()
+        assert await count_records(server) == before
+        await accept(opened.clock, server)
+        await context.maintenance.run_once()
+        assert await count_records(server) == before
 
 
 async def test_a_use_before_the_end_of_a_suspension_is_worth_as_much_as_one_after_it(opened):

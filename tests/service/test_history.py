@@ -237,8 +237,9 @@ async def test_old_hours_and_days_are_dropped(opened):
         await server.put(b"blob")
         await hit(server)
         await flush(server)
-        for step in Step:
-            opened.clock.turn((START + HISTORY_KEPT[step] - opened.clock.now).total_seconds())
+        for step, length in ((Step.HOUR, timedelta(hours=1)), (Step.DAY, timedelta(days=1))):
+            dropped_at = START + length + HISTORY_KEPT[step]
+            opened.clock.turn((dropped_at - opened.clock.now).total_seconds())
             await server.context.maintenance.run_once()
             assert step in {row[0] for row in await rows(server, "step")}
             opened.clock.turn(HOUR)  # when the chore is due again

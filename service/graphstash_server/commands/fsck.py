@@ -66,7 +66,7 @@ async def _check(
     found = 0
     with progress_bar("checking", is_shown=is_deep) as advance:
         async for finding in context.reconciler.check(
-            blobs_before=context.plausible_clock() - age,
+            blobs_before=context.plausible_clock.ago(age),
             is_deep=is_deep,
             is_repair=is_repair,
             checked=lambda size_bytes: advance(size_bytes, total_bytes),

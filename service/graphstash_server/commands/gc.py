@@ -72,7 +72,7 @@ def gc(
             await context.plausible_clock.observe()
         else:
             await context.plausible_clock.require()
-        blobs_before = context.plausible_clock() - orphan_age
+        blobs_before = context.plausible_clock.ago(orphan_age)
         with Console(stderr=True).status("collecting garbage"):
             totals = await collect_garbage(
                 GarbageOptions(dry_run, evict_now, age, toolchain, namespace, blobs_before),

@@ -15,7 +15,7 @@ from graphstash_schema.history import (
     History,
     Step,
 )
-from graphstash_server.clock import Clock
+from graphstash_server.clock import Ago, Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.history import (
     Selection,
@@ -72,11 +72,11 @@ class HistoryService:
             points = await list_points(connection, selection, by, shown=shown)
         return History(step=step, by=by, points=tuple(points))
 
-    async def drop_old(self, *, now: datetime) -> None:
-        """Delete points that are older than `HISTORY_KEPT`."""
+    async def drop_old(self, *, ago: Ago) -> None:
+        """Delete points of steps that ended longer ago than `HISTORY_KEPT`."""
         for step, kept in HISTORY_KEPT.items():
             async with self.database.writing() as connection:
-                await drop_history(connection, step, before=now - kept)
+                await drop_history(connection, step, before=ago(kept) - _STEP_LENGTH[step])
 
 
 def _check(since: datetime, until: datetime, step: Step, by: Grouping) -> None:

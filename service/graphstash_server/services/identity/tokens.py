@@ -25,7 +25,7 @@ from graphstash_schema import (
     TokenRequest,
 )
 from graphstash_server.actor import Actor
-from graphstash_server.clock import Clock
+from graphstash_server.clock import Ago, Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.notifications import notify
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
@@ -202,15 +202,15 @@ class TokenService:
             row = (await find_tokens(connection, [token_id])).get(token_id)
         return row.info if row is not None else None
 
-    async def forget_ended(self, *, now: datetime, kept_for: timedelta) -> int:
+    async def forget_ended(self, *, ago: Ago, kept_for: timedelta) -> int:
         """Delete tokens that were revoked or expired more than `kept_for` (at least `_MIN_KEPT`)
-        before `now`. For exchanged tokens the limit is an hour. Return the number deleted.
+        ago. For exchanged tokens the limit is an hour. Return the number deleted.
         """
         async with self.database.writing() as connection:
             return await delete_ended_tokens(
                 connection,
-                before=now - max(kept_for, _MIN_KEPT),
-                exchanged_before=now - _EXCHANGED_COUNTS_FOR,
+                before=ago(max(kept_for, _MIN_KEPT)),
+                exchanged_before=ago(_EXCHANGED_COUNTS_FOR),
             )
 
 

@@ -36,7 +36,7 @@ from graphstash_schema.run import (
     RunReport,
 )
 from graphstash_schema.stats import MAX_COUNT
-from graphstash_server.clock import Clock, parsed_time
+from graphstash_server.clock import Ago, Clock, parsed_time
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.runs import (
@@ -218,9 +218,9 @@ class RunService:
                 reports = await list_reports(connection, namespace, [run], with_misses=True)
             return await asyncio.to_thread(_sum, reports) if reports else None
 
-    async def drop_old(self, *, now: datetime) -> None:
-        """Delete reports that are older than `RUNS_KEPT` at `now`, in short transactions."""
-        before = now - RUNS_KEPT
+    async def drop_old(self, *, ago: Ago) -> None:
+        """Delete reports that are older than `RUNS_KEPT`, in short transactions."""
+        before = ago(RUNS_KEPT)
         dropped = _PRUNED_AT_ONCE
         while dropped == _PRUNED_AT_ONCE:
             async with self.database.writing() as connection:

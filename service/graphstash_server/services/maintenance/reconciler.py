@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from graphstash_schema import Digest
 from graphstash_server.artifact import Artifact
-from graphstash_server.clock import Clock
 from graphstash_server.db.corruption import find_corruption
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import list_artifacts_of, list_digests
@@ -23,6 +22,7 @@ from graphstash_server.db.queries.usage import add_usage, recount_usage, stored_
 from graphstash_server.errors import StartError
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.service import ArtifactService
+from graphstash_server.services.plausible_clock import PlausibleClock
 from graphstash_server.shared_text import SharedText
 from graphstash_server.storage import BlobStore
 
@@ -76,7 +76,7 @@ class Reconciler:
     blobs: BlobStore
     collector: BlobCollector
     artifacts: ArtifactService
-    clock: Clock
+    clock: PlausibleClock
     doubt: SharedText
 
     async def check_store_not_empty(self) -> None:
@@ -202,7 +202,7 @@ class Reconciler:
     async def drop_old_leases(self) -> None:
         """Delete leases that ended more than `_LEASES_KEPT` ago."""
         async with self.database.writing() as connection:
-            await drop_ended_leases(connection, before=self.clock() - _LEASES_KEPT)
+            await drop_ended_leases(connection, before=self.clock.ago(_LEASES_KEPT))
 
     async def _lost(self, digests: Sequence[Digest]) -> list[Orphan | Lost]:
         """Return the artifacts of blobs that are still absent or have another size."""

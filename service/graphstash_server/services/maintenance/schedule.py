@@ -160,16 +160,15 @@ class Maintenance:
         if await self._is_due("drop unused environments", _HOURLY):
             await self.explanations.drop_unused()
         if await self._is_due("drop old history and runs", _HOURLY):
-            await self.history.drop_old(now=self.clock())
-            await self.runs.drop_old(now=self.clock())
+            await self.history.drop_old(ago=self.clock.ago)
+            await self.runs.drop_old(ago=self.clock.ago)
         if await self._is_due("retention", _HOURLY):
             await self.retain()
         if await self._is_due("prune the audit log", _HOURLY):
-            now = self.clock()
-            await self.audit.prune(older_than=now - self.audit_kept_for)
-            await self.tokens.forget_ended(now=now, kept_for=self.audit_kept_for)
+            await self.audit.prune(older_than=self.clock.ago(self.audit_kept_for))
+            await self.tokens.forget_ended(ago=self.clock.ago, kept_for=self.audit_kept_for)
         if await self._is_due("compare rows and blobs", _DAILY):
-            await self.reconciler.reconcile(blobs_before=self.clock() - _ORPHAN_AGE)
+            await self.reconciler.reconcile(blobs_before=self.clock.ago(_ORPHAN_AGE))
             await self.database.update_statistics()
 
     async def retain(self) -> int:
