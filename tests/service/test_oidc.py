@@ -14,11 +14,12 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 from jwt.algorithms import get_default_algorithms
 
-from graphstash_schema import AccessKind
+from graphstash_schema import AccessKind, ErrorCode
 from graphstash_server.claims import ClaimRule, TrustedIssuer
 from graphstash_server.errors import ServerError, StartError
 from graphstash_server.services.identity.authentication import AccessService, KnownTokens
-from graphstash_server.services.identity.oidc import IssuerKeys, OidcVerifier
+from graphstash_server.services.identity.oidc import ALGORITHMS, IssuerKeys, OidcVerifier
+from graphstash_server.services.identity.principals import Principal
 from graphstash_server.settings import load_settings
 from support.issuer import Issuer, new_key
 from support.services import FakeClock
@@ -136,10 +137,46 @@ def test_a_rule_reaches_into_a_claim_that_is_an_object():
 
 
 def test_every_asymmetric_algorithm_is_accepted(verify, issuer):
-    """RS256 and ES256 sign in other tests."""
-    for algorithm in ("PS384", "EdDSA"):
+    for algorithm in sorted(ALGORITHMS):
         issuer.add_key(algorithm, algorithm)
-    assert None not in verify(*map(issuer.token, ("PS384", "EdDSA")))
+    tokens = [issuer.token(algorithm) for algorithm in sorted(ALGORITHMS)]
+    assert [each for each in verify(*tokens) if not isinstance(each, Principal)] == []
+
+
+def test_key_that_names_no_algorithm_verifies_all_of_its_type(verify, issuer):
+    """Microsoft's keys name none."""
+    issuer.add_key("rsa", "RS256")
+    issuer.add_key("curve", "ES384")
+    keys = [
+        {name: value for name, value in issuer.jwk(key_id).items() if name != "alg"}
+        for key_id in ("rsa", "curve")
+    ]
+    issuer.answer = (200, json.dumps({"keys": keys}).encode())
+    signed = [
+        issuer.token("rsa", algorithm=algorithm)
+        for algorithm in ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
+    ]
+    assert None not in verify(*signed, issuer.token("curve"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "named", "accepted"),
+    [
+        ("HS256", "HS256", ", ".join(sorted(ALGORITHMS))),
+        ("none", "none", ", ".join(sorted(ALGORITHMS))),
+        ("<b>\n", "an unknown algorithm", ", ".join(sorted(ALGORITHMS))),
+        ("PS256", "PS256", "RS256"),
+    ],
+)
+async def test_refusal_names_the_algorithm_and_the_accepted_ones(
+    access, issuer, algorithm, named, accepted
+):
+    issuer.add_key("rsa", "RS256")
+    header, body, signature = issuer.token("rsa").split(".")
+    header = encoded({"alg": algorithm, "typ": "JWT", "kid": "rsa"})
+    with pytest.raises(ServerError, match=f"signed with {named}, .* for {accepted}: ") as refusal:
+        await access.principal_of(f"Bearer {header}.{body}.{signature}")
+    assert refusal.value.code is ErrorCode.UNAUTHENTICATED
 
 
 def test_token_with_wrong_or_missing_claim_is_refused(verify, issuer):
@@ -160,6 +197,11 @@ def test_clocks_may_differ_by_half_a_minute_and_no_more(verify, issuer):
     for claim, sign in (("exp", -1), ("nbf", 1), ("iat", 1)):
         assert verify(issuer.token("first", **{claim: now + sign * 20})) is not None, claim
         assert verify(issuer.token("first", **{claim: now + sign * 60})) is None, claim
+
+
+def is_refused(found):
+    """Whether the verifier refused a JWT for good, in contrast to an answer of 503."""
+    return found is None or getattr(found, "code", None) is ErrorCode.UNAUTHENTICATED
 
 
 def encoded(value):
@@ -187,14 +229,16 @@ def test_token_without_a_signature_of_the_private_key_is_refused(verify, issuer)
 
     for algorithm in ("none", "None", "NONE", "", None):
         head = encoded({"alg": algorithm, "typ": "JWT", "kid": "rsa"})
-        assert verify(f"{head}.{body}.", f"{head}.{body}.{signature}") == [None, None]
+        tokens = f"{head}.{body}.", f"{head}.{body}.{signature}"
+        assert list(map(is_refused, verify(*tokens))) == [True, True]
     for form in forms:
         signed = f"{encoded({'alg': 'HS256', 'typ': 'JWT', 'kid': 'rsa'})}.{body}"
         forged = hmac.new(public.public_bytes(*form), signed.encode(), hashlib.sha256).digest()
-        assert verify(f"{signed}.{encoded(forged)}") is None
-    assert verify(issuer.token("rsa", algorithm="PS256")) is None
+        assert is_refused(verify(f"{signed}.{encoded(forged)}"))
+    assert is_refused(verify(issuer.token("rsa", algorithm="PS256")))
     for algorithm in ("ES256", "RS256"):
-        assert verify(issuer.token("rsa", key=new_key(algorithm), algorithm=algorithm)) is None
+        forged = issuer.token("rsa", key=new_key(algorithm), algorithm=algorithm)
+        assert is_refused(verify(forged))
     with pytest.warns(jwt.InsecureKeyLengthWarning):
         short = issuer.token("short")
     assert verify(short) is None
@@ -322,7 +366,7 @@ def test_unusable_key_in_the_key_set_is_skipped(verify, issuer):
     issuer.answer = (200, json.dumps({"keys": published}).encode())
 
     shared = issuer.token("shared", key=secret, algorithm="HS256")
-    assert verify(shared, issuer.token("rsa")) == [None, None]
+    assert list(map(is_refused, verify(shared, issuer.token("rsa")))) == [True, True]
     assert verify(issuer.token("first")) is not None
 
 

@@ -15,7 +15,11 @@ from jwt.algorithms import get_default_algorithms
 
 __all__ = ["Cluster", "Issuer", "new_key"]
 
-_CURVES = {"ES256": ec.SECP256R1, "ES384": ec.SECP384R1}
+_CURVES: dict[str, ec.EllipticCurve] = {
+    "ES256": ec.SECP256R1(),
+    "ES384": ec.SECP384R1(),
+    "ES512": ec.SECP521R1(),
+}
 
 PrivateKey = ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
 
@@ -25,7 +29,7 @@ def new_key(algorithm: str = "ES256", *, bits: int = 2048) -> PrivateKey:
     if algorithm == "EdDSA":
         return ed25519.Ed25519PrivateKey.generate()
     if algorithm in _CURVES:
-        return ec.generate_private_key(_CURVES[algorithm]())
+        return ec.generate_private_key(_CURVES[algorithm])
     return rsa.generate_private_key(public_exponent=65537, key_size=bits)
 
 

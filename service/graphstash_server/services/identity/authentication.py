@@ -247,7 +247,8 @@ class AccessService:
         """Return the caller named by the Authorization header; None is an absent header.
 
         Raises:
-            ServerError: 401, with the same message for every token that is not valid now.
+            ServerError: 401, with the same message for every token that is not valid now, except a
+                JWT of a trusted issuer that is signed with another algorithm.
         """
         if self.is_open:
             return OPEN_ACCESS

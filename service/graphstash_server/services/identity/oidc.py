@@ -2,8 +2,8 @@
 
 A job presents a JWT that its provider signed for this server. The issuer in the JWT selects the
 provider, whose public keys (`IssuerKeys`) verify the JWT, and whose rules over claims grant rights.
-A key of one provider never verifies a JWT of another. The key determines the algorithm, never the
-JWT.
+A key of one provider never verifies a JWT of another. The key determines the algorithms, never the
+JWT: the algorithm that the key names, or else those of its type.
 
 Providers rotate keys. So the server fetches keys again after five minutes, and for an unknown key
 ID. Fetches are at least fifteen seconds apart, so that JWTs with invented key IDs do not flood the
@@ -18,10 +18,10 @@ import logging
 import re
 import ssl
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -36,7 +36,7 @@ from graphstash_server.claims import TrustedIssuer
 from graphstash_server.errors import ServerError
 from graphstash_server.services.identity.principals import Principal
 
-__all__ = ["ALGORITHMS", "IssuerKeys", "OidcVerifier"]
+__all__ = ["ALGORITHMS", "IssuerKeys", "OidcVerifier", "VerifyingKey"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -45,6 +45,16 @@ ALGORITHMS: Final = frozenset(
 )
 """Signatures that need the private key. `none` needs no key, and HS256 would need only our copy of
 the public key."""
+
+_RSA_ALGORITHMS: Final = frozenset(each for each in ALGORITHMS if each[:2] in ("RS", "PS"))
+
+
+class VerifyingKey(NamedTuple):
+    """A public key of a provider, and the names of the algorithms that it verifies."""
+
+    key: Any
+    algorithms: frozenset[str]
+
 
 _FRESH_SECONDS = 300.0
 _KEPT_SECONDS = 3600.0
@@ -72,13 +82,13 @@ class IssuerKeys:
         self._jwks_url = jwks_url
         self._ca_file = ca_file
         self._seconds = seconds
-        self._keys: dict[str | None, PyJWK] = {}
+        self._keys: dict[str | None, VerifyingKey] = {}
         self._read_at: float | None = None
         self._tried_at: float | None = None
         self._has_failed = False
         self._fetching = asyncio.Lock()
 
-    async def find(self, key_id: str | None) -> PyJWK | None:
+    async def find(self, key_id: str | None) -> VerifyingKey | None:
         """Return a key by its id, or None if the provider has no such key.
 
         Raises:
@@ -103,7 +113,7 @@ class IssuerKeys:
         return key
 
     @property
-    def fresh(self) -> Mapping[str | None, PyJWK] | None:
+    def fresh(self) -> Mapping[str | None, VerifyingKey] | None:
         """The keys of the last fetch, or None if they have to be fetched again."""
         return self._keys if self._is_younger(self._read_at, _FRESH_SECONDS) else None
 
@@ -129,7 +139,7 @@ class IssuerKeys:
         finally:
             self._tried_at = self._seconds()
 
-    async def _fetch(self) -> dict[str | None, PyJWK]:
+    async def _fetch(self) -> dict[str | None, VerifyingKey]:
         headers = {"User-Agent": f"graphstash/{__version__}", "Accept": "application/json"}
         async with httpx.AsyncClient(
             timeout=_FETCH_SECONDS, headers=headers, verify=_tls(self._ca_file)
@@ -138,11 +148,11 @@ class IssuerKeys:
             entries = (await _json(http, jwks_url)).get("keys")
         if not isinstance(entries, list):
             raise ValueError(f"{jwks_url} has no list of keys")  # noqa: TRY004 - provider's data
-        keys: dict[str | None, PyJWK] = {}
+        keys: dict[str | None, VerifyingKey] = {}
         for jwk in entries[:_MAX_KEYS]:
             key = _usable(jwk)
             if key is not None:
-                keys.setdefault(key.key_id, key)
+                keys.setdefault(jwk.get("kid"), key)
         return keys
 
     async def _discover(self, http: httpx.AsyncClient) -> str:
@@ -202,7 +212,7 @@ def _is_protected(url: str) -> bool:
         return False
 
 
-def _usable(jwk: Any) -> PyJWK | None:
+def _usable(jwk: Any) -> VerifyingKey | None:
     """Parse a JWK. Return None if it is invalid, or not for signatures of `ALGORITHMS`."""
     if not isinstance(jwk, dict) or jwk.get("use", "sig") != "sig":
         return None
@@ -215,7 +225,10 @@ def _usable(jwk: Any) -> PyJWK | None:
         key = PyJWK.from_dict(jwk)
     except (PyJWTError, ValueError, TypeError, AttributeError):
         return None
-    return key if key.algorithm_name in ALGORITHMS else None
+    algorithms = frozenset((key.algorithm_name,))
+    if jwk.get("alg") is None and key.key_type == "RSA":  # an RSA key signs with any of these
+        algorithms = _RSA_ALGORITHMS
+    return VerifyingKey(key.key, algorithms) if algorithms <= ALGORITHMS else None
 
 
 _LEEWAY: Final = timedelta(seconds=30)
@@ -223,6 +236,8 @@ _LEEWAY: Final = timedelta(seconds=30)
 
 _MAX_CHARACTERS = 16 * 1024
 """Maximum length of a JWT. CI systems issue about 2,000 characters."""
+
+_ALGORITHM_NAME: Final = re.compile(r"[A-Za-z0-9-]{1,16}")
 
 _REQUIRED: Final = ["iss", "aud", "sub", "iat", "exp"]
 
@@ -232,6 +247,18 @@ _INVALID: Final = (
     *(OverflowError, OSError, RecursionError),
 )
 """Errors of a JWT that is malformed or not valid. Thousands of brackets cause a RecursionError."""
+
+
+def _check_algorithm(algorithm: str, accepted: Collection[str]) -> None:
+    """Raise 401 if the algorithm is not among the accepted ones."""
+    if algorithm in accepted:
+        return
+    named = algorithm if _ALGORITHM_NAME.fullmatch(algorithm) else "an unknown algorithm"
+    raise ServerError(
+        ErrorCode.UNAUTHENTICATED,
+        f"the JWT is signed with {named}, and its issuer's key is accepted for "
+        f"{', '.join(sorted(accepted))}: let the provider sign with one of these",
+    )
 
 
 class OidcVerifier:
@@ -262,22 +289,26 @@ class OidcVerifier:
         """Return the caller that a JWT names, or None if the JWT is not valid or grants nothing.
 
         Raises:
-            ServerError: 503, as from `IssuerKeys.find`.
+            ServerError: 401 if the JWT of a trusted issuer has another algorithm, 503 as from
+                `IssuerKeys.find`.
         """
         if len(token) > _MAX_CHARACTERS or not token.isascii():
             return None
         try:
             unverified = jwt.decode_complete(token, options={"verify_signature": False})
             header, issuer = unverified["header"], self._issuers.get(unverified["payload"]["iss"])
-            if issuer is None or header.get("alg") is None or "crit" in header:
+            algorithm = header.get("alg")
+            if issuer is None or not isinstance(algorithm, str) or "crit" in header:
                 return None
+            _check_algorithm(algorithm, ALGORITHMS)
             key = await self._keys[issuer.issuer].find(header.get("kid"))
             if key is None:
                 return None
+            _check_algorithm(algorithm, key.algorithms)
             claims = jwt.decode(
                 token,
-                key,
-                algorithms=[key.algorithm_name],
+                key.key,
+                algorithms=[algorithm],
                 audience=issuer.audience,
                 issuer=issuer.issuer,
                 leeway=_LEEWAY,
