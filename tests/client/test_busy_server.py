@@ -137,15 +137,27 @@ def test_a_job_pays_for_the_wait_of_another_process_of_its_host(host, monkeypatc
 
 @pytest.mark.usefixtures("brief")
 def test_an_upload_waits_for_a_connection(host, server, monkeypatch):
-    job, sealed = host("job"), []
+    job, reader, sealed, compiles_at_waits = host("job"), host("reader"), [], []
     monkeypatch.setattr(stash, "seal", lambda *each: sealed.append(seal(*each)) or sealed[-1])
     with ExitStack() as others:
-        for _ in range(CONNECTIONS):
-            others.enter_context(Wire(server.url)).send(HALF_A_REQUEST)
-        monkeypatch.setattr("graphstash._compile.cache.sleep", lambda _: others.close())
-        job.build(key(0))
-    assert (job.stats.published, len(sealed)) == (1, 1)
+
+        def compile_while_others_connect():
+            for _ in range(CONNECTIONS):
+                others.enter_context(Wire(server.url)).send(HALF_A_REQUEST)
+            with Wire(server.url) as one_more:
+                assert one_more.ask(HALF_A_REQUEST + REST_OF_IT).status == 503
+            return job.compile()
+
+        def sleep(_seconds):
+            compiles_at_waits.append(job.compiles)
+            others.close()
+
+        monkeypatch.setattr("graphstash._compile.cache.sleep", sleep)
+        job.cache.get_or_compile(key(0), compile_while_others_connect)
+        assert (job.stats.published, len(sealed)) == (1, 1)
+    assert set(compiles_at_waits) == {1}  # the upload waited, and the look-up did not
     assert job.fallbacks == {}
+    assert (reader.build(key(0)), reader.compiles) == (b"graph", 0)
 
 
 def test_processes_share_connections_and_each_host_downloads_a_graph_once(
