@@ -1,10 +1,9 @@
 """Ports for programs that must be given a number, such as nginx and PostgreSQL."""
 
+import atexit
 import socket
 
 __all__ = ["reserved_port"]
-
-_held: list[socket.socket] = []
 
 
 def reserved_port(address: str = "127.0.0.1") -> int:
@@ -18,5 +17,5 @@ def reserved_port(address: str = "127.0.0.1") -> int:
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((address, 0))
-    _held.append(held)
+    atexit.register(held.close)
     return int(held.getsockname()[1])
