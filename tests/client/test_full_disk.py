@@ -67,7 +67,7 @@ def elsewhere(request, monkeypatch, tmp_path):
 
     if request.param == "small directory":
         monkeypatch.setattr(
-            spill, "_in_temporary_directory", lambda: Small(tempfile.mkstemp()[0], "r+b")
+            spill, "_in_temporary_directory", lambda: Small(os.memfd_create("small"), "r+b")
         )
 
 
