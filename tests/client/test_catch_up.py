@@ -193,7 +193,7 @@ def running(down, tmp_path, namespace):
         config = ClientConfig.load({}, url=down, namespace=namespace, cache_dir=tmp_path / "a")
         return subprocess.Popen(
             [sys.executable, "-c", job, "wait"],
-            env=os.environ | variables_of(config) | variables,
+            env=os.environ | {"TMPDIR": str(tmp_path)} | variables_of(config) | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -142,7 +142,7 @@ is_ending.wait()
     assert python(BUILD + code, **settings).returncode == 86
 
 
-def test_command_ends_with_its_supervisor_and_inherits_files_and_signal_masks(settings):
+def test_command_ends_with_its_supervisor_and_inherits_files_and_signal_masks(settings, tmp_path):
     """As without a limit, where `graphstash run` becomes the command."""
     code = """
 import os, signal, time
@@ -154,7 +154,7 @@ time.sleep(1000)
         command = ["-m", "graphstash", "run", options, "--", sys.executable, "-c", code]
         with subprocess.Popen(
             ["bash", "-c", 'exec "$@" 3>&2', "bash", sys.executable, *command],
-            env=os.environ | settings,
+            env=os.environ | settings | {"TMPDIR": str(tmp_path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

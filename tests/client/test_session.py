@@ -28,9 +28,10 @@ first = graphstash.install()
 
 
 @pytest.fixture
-def run(config):
+def run(config, tmp_path):
     def run(code, **variables):
-        return python(JOB + code, check=True, **variables_of(config()) | variables)
+        variables = {"TMPDIR": str(tmp_path)} | variables_of(config()) | variables
+        return python(JOB + code, check=True, **variables)
 
     return run
 

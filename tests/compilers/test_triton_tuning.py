@@ -27,7 +27,7 @@ def team(request, jobs, server, namespace, tmp_path):
 @pytest.fixture
 def without_eight_warps(team, tmp_path):
     """Variables of a host whose ptxas refuses eight warps."""
-    variables = {}
+    variables = {"TMPDIR": str(tmp_path)}  # Triton keeps the PTX that ptxas refused
     for ptxas in (tmp_path / "bin").iterdir():
         refusing = tmp_path / f"refusing-{ptxas.name}"
         refusing.write_text(REFUSING_PTXAS.format(ptxas=ptxas))

@@ -39,7 +39,7 @@ def fuzz(program, inputs, *options):
     # `timeout` forks, so that libFuzzer's peak of memory does not begin with that of this process.
     return subprocess.run(
         ["timeout", "240", sys.executable, program, inputs, "-seed=7", *options],
-        env={**os.environ, "PYTHONPATH": str(FUZZ)},
+        env={**os.environ, "PYTHONPATH": str(FUZZ), "TMPDIR": str(inputs.parent)},
         capture_output=True,
         text=True,
         errors="replace",
