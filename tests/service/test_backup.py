@@ -356,6 +356,8 @@ def test_what_cannot_be_backed_up_or_restored_is_refused(new_site, tmp_path, bac
     (tmp_path / "home" / "thesis.tex").write_text("precious")
     site = new_site(stored=range(2))
     assert "is not empty and is no backup" in site.run("backup", tmp_path / "home", status=1)
+    thesis = tmp_path / "home" / "thesis.tex"
+    assert f"{thesis} is a file" in site.run("backup", thesis, status=1)
     for nowhere in (tmp_path / "home", tmp_path / "nothing"):
         assert "is no backup" in empty.run("restore", nowhere, status=1)
     site.run("backup", backup)

@@ -326,6 +326,15 @@ def test_server_that_must_not_migrate_names_the_command(config, url, tmp_path):
     on(url, lambda connection: fill(connection, 10))  # as a server of the release before goes on
 
 
+def test_database_of_another_program_is_refused_and_not_changed(url, tmp_path):
+    on(url, lambda connection: connection.execute(sa.text("CREATE TABLE thesis (page INTEGER)")))
+    for use in (migrate, migration.check_revision):
+        with pytest.raises(StartError, match="is of another program: it has the table thesis"):
+            use(url, lock_path=tmp_path / "lock")
+    names = on(url, lambda connection: sa.inspect(connection).get_table_names())
+    assert names == ["thesis"]
+
+
 def test_server_runs_on_database_of_later_release(config, url, tmp_path, caplog):
     command.upgrade(config, "head")
     later = sa.text("UPDATE alembic_version SET version_num='9999'")

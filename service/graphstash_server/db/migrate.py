@@ -20,6 +20,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from graphstash_server.db.corruption import advice_for, corruption_in
 from graphstash_server.db.engine import make_engine
+from graphstash_server.db.tables import metadata
 from graphstash_server.errors import StartError
 from graphstash_server.file_locks import wait_for_lock
 
@@ -95,15 +96,22 @@ async def find_revision(url: str) -> str | None:
     Creates the file of a new SQLite database. Two processes must not do that at the same time.
 
     Raises:
-        StartError: the database cannot be reached or used.
+        StartError: the database cannot be reached or used, or it is of another program.
     """
 
     def read(connection: Connection) -> str | None:
-        if not inspect(connection).has_table("alembic_version"):
+        names = set(inspect(connection).get_table_names())
+        if "alembic_version" not in names:
+            if names and not names & metadata.tables.keys():
+                raise StartError(
+                    f"the database {shown} is of another program: it has the table {min(names)} "
+                    "and none of graphstash; name an empty database"
+                )
             return None
         found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
         return None if found is None else str(found)
 
+    shown = make_url(url).render_as_string(hide_password=True)
     engine = make_engine(make_url(url))
     try:
         async with asyncio.timeout(_READ_SECONDS):
@@ -111,7 +119,6 @@ async def find_revision(url: str) -> str | None:
                 async with engine.connect() as connection:
                     return await connection.run_sync(read)
     except TimeoutError:
-        shown = make_url(url).render_as_string(hide_password=True)
         raise StartError(
             f"the database {shown} has not answered for {_READ_SECONDS:g} s: is it frozen, or does "
             "a transaction lock the table alembic_version?"

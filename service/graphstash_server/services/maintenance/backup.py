@@ -191,7 +191,10 @@ class Backup:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        self._path.mkdir(parents=True, exist_ok=True)
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise BackupError(f"{self._path} is a file: choose a directory") from None
         names = {each.name for each in self._path.iterdir()}
         if names - _EARLY_FILES and self._file.name not in names:
             raise BackupError(
