@@ -1133,6 +1133,14 @@ _SEEN_BEFORE = (
         *_NUMBERS,
     ),
     pair("kernel of an operator of the user", _OPERATOR, "2", "3"),
+    pair(
+        "attribute of an operator of the user",
+        _OPERATOR.replace("HERE", "mine.by").replace(
+            "mine = Mine()", "mine = Mine()\nmine.by = HERE"
+        ),
+        "2",
+        "3",
+    ),
     pair("generator of code for a device", _BACKEND_OF_DEVICE, "False", "True"),
     pair(
         "state of a graph pass",

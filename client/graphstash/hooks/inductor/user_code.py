@@ -20,7 +20,10 @@ from torch import library
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._higher_order_ops import effects
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._higher_order_ops.triton_kernel_wrap import (
+    kernel_side_table,
+    triton_kernel_wrapper_mutation,
+)
 from torch._inductor import config, lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._library import custom_ops, simple_registry
@@ -80,6 +83,9 @@ imported. `_target` describes later ones, which are the user's."""
 
 _KNOWN_TO_TORCH: Final = frozenset({"einops"})
 """Packages whose functions torch's AOTAutograd cache accepts, and identifies by name."""
+
+_OF_OPERATORS: Final = frozenset(vars(triton_kernel_wrapper_mutation))
+"""Attributes that torch gives every higher-order operator."""
 
 _MAX_VALUES: Final = 4096
 """Maximum elements of a tensor that code reads, described by value."""
@@ -445,11 +451,12 @@ def _operation(describer: _Describer, packet: Any, name: str) -> str:
     """Describe all registrations for one of the user's operations."""
     if isinstance(packet, HigherOrderOperator):
         called = describer.describe(type(packet))
+        own = {key: each for key, each in vars(packet).items() if key not in _OF_OPERATORS}
         kernels = [
             f"{getattr(key, '__qualname__', key)}={describer.registered(kernel)}"
             for key, kernel in kernels_of_operator(packet)
         ]
-        return "\n".join([name, called, *kernels])
+        return "\n".join([name, called, describer.describe(own), *kernels])
     overloads = [getattr(packet, each) for each in packet.overloads()]
     found = [f"operation {name}", *(f"{each._schema} {each.tags}" for each in overloads)]
     found += [_handling(describer, each) for each in overloads]
