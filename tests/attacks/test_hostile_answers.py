@@ -45,10 +45,10 @@ def _pairs(*, is_quick):
 def test_an_answer_of_a_few_megabytes_takes_gigabytes(middlebox, jobs, tmp_path, is_extended):
     """All in one process, one at a time, after a first call by which everything is imported."""
     pairs = [("statistics", "few objects"), *_pairs(is_quick=not is_extended)]
-    told = iter(pairs)
+    remaining = iter(pairs)
 
     def change(_request, _answer):
-        call, body = next(told)
+        call, body = next(remaining)
         return Answer(500 if call == "problem" else 200, dict(JSON), _BODIES[body])
 
     arguments = case_arguments(
@@ -122,8 +122,8 @@ def _held_by(name):
 def test_the_name_of_a_holder_moves_the_cursor(leased, caplog, name):
     job, _ = leased(202, lambda: _held_by(name), wait_seconds=0.0)
     assert job.fallbacks == {"wait_budget": 1}
-    told = [each.getMessage() for each in caplog.records]
-    (message,) = (each for each in told if "wait_budget" in each)
+    messages = [each.getMessage() for each in caplog.records]
+    (message,) = (each for each in messages if "wait_budget" in each)
     assert message.isprintable()
     assert len(message) < 30_000
 

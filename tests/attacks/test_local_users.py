@@ -40,7 +40,7 @@ _TAKES_A_PORT = textwrap.dedent("""
     print(heard)
 """)
 _TRIES = textwrap.dedent("""
-    told = []
+    outcomes = []
     for name in sys.argv[1:]:
         for attempt in (
             lambda: os.listdir(name),
@@ -51,10 +51,10 @@ _TRIES = textwrap.dedent("""
         ):
             try:
                 attempt()
-                told.append("done")
+                outcomes.append("done")
             except OSError as error:
-                told.append(type(error).__name__)
-    print(*sorted(set(told)), flush=True)
+                outcomes.append(type(error).__name__)
+    print(*sorted(set(outcomes)), flush=True)
 """)
 
 

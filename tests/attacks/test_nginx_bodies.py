@@ -84,9 +84,9 @@ def test_bodies_of_one_address_take_every_connection(fort, tmp_path):
                 wire.send(lookup + b"{")
             # One of nginx's processes may be slow: the last to send need not be the last it counts.
             (refused,), _, _ = select(wires, [], [], 20)
-            told = refused.answer().problem
-            assert told["code"] == "too_many_connections"
-            assert "GRAPHSTASH_CONNECTIONS_PER_ADDRESS" in told["detail"]
+            refusal = refused.answer().problem
+            assert refusal["code"] == "too_many_connections"
+            assert "GRAPHSTASH_CONNECTIONS_PER_ADDRESS" in refusal["detail"]
             with socket.create_connection(
                 ("127.0.0.1", nginx.port), timeout=20, source_address=("127.0.0.2", 0)
             ) as other:

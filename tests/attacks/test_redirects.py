@@ -45,10 +45,10 @@ def heads(listener):
 
 
 def assert_nothing_of_ours(listener, space, token):
-    told = "".join(listener.heads)
-    assert token not in told
-    assert space not in told
-    assert "graphstash" not in told.lower()
+    received = "".join(listener.heads)
+    assert token not in received
+    assert space not in received
+    assert "graphstash" not in received.lower()
     for _, names in heads(listener):
         assert names <= _SENT
 
@@ -90,8 +90,8 @@ def test_a_download_is_sent_to_another_origin(
     assert b"secret" not in sent
     assert "secret" not in str(job.stats)
     if not user:
-        told = [first for first, _ in heads(elsewhere)]
-        assert told == ["GET /latest/meta-data/iam?a=b HTTP/1.1"]
+        received = [first for first, _ in heads(elsewhere)]
+        assert received == ["GET /latest/meta-data/iam?a=b HTTP/1.1"]
 
 
 @pytest.mark.parametrize("status", [301, 303, 305, 307, 308])

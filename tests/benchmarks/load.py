@@ -123,13 +123,13 @@ class RedisConnection(Kept):
             parts += [f"${len(word)}\r\n".encode(), word, b"\r\n"]
         self._send(parts[0], parts[1:])
         head, end = self._head(b"\r\n")
-        kind, told = head[:1], head[1 : end - 2]
+        kind, length = head[:1], head[1 : end - 2]
         assert kind in b"+:$", head[:end]
         if kind == b"+":
             return 0
-        if kind == b"$" and int(told) >= 0:
-            self._drop(int(told) + 2 - (len(head) - end))
-        return int(told)
+        if kind == b"$" and int(length) >= 0:
+            self._drop(int(length) + 2 - (len(head) - end))
+        return int(length)
 
 
 def wrk():

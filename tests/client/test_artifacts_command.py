@@ -117,13 +117,13 @@ def test_labels_are_cut_to_a_terminal_of_80_columns_and_whole_elsewhere(put, com
 
 def test_show_prints_all_details_of_the_one_artifact(put, command, namespace, hosts):
     key = put(0x1234, label="jit(step)", parts={"program": "text", "jax": "0.10.2"})
-    told = command("show", key.fingerprint[:6]).stdout
+    output = command("show", key.fingerprint[:6]).stdout
     for each in (
         *("jit(step)", namespace, key.fingerprint, DEVICE, "sha256:", "jax 0.10.2", "ana@host:1"),
         *("the program\n  program: text", "its environment\n  jax: 0.10.2", "on this host  no"),
         "signature     none, and this host requires none",
     ):
-        assert each in told
+        assert each in output
     hosts("reader").get(key)
     whole = json.loads(command("show", str(key), "--json").stdout)
     assert whole["key"]["fingerprint"] == key.fingerprint
@@ -138,7 +138,7 @@ def test_show_prints_all_details_of_the_one_artifact(put, command, namespace, ho
 
 
 @pytest.mark.parametrize(
-    ("signer", "is_trusting", "state", "told"),
+    ("signer", "is_trusting", "state", "text"),
     [
         ("ci", False, "unchecked", "which this host does not check"),
         ("ci", True, "trusted", "(ci), trusted on this host"),
@@ -147,12 +147,12 @@ def test_show_prints_all_details_of_the_one_artifact(put, command, namespace, ho
     ],
 )
 def test_show_reports_whether_signature_is_trusted(
-    put, command, team, signer, is_trusting, state, told
+    put, command, team, signer, is_trusting, state, text
 ):
     team.trust("ci")
     settings = {"trusted_keys": team.file} if is_trusting else {}
     key = put(1, **({"signing_key": team.key(signer)} if signer else {}))
-    assert told in command("show", key.fingerprint, **settings).stdout
+    assert text in command("show", key.fingerprint, **settings).stdout
     shown = json.loads(command("show", key.fingerprint, "--json", **settings).stdout)
     assert shown["trust"]["state"] == state
 
@@ -168,17 +168,17 @@ def test_hostile_labels_and_metadata_are_shown_as_text(put, command, hosts, name
     parts = {"program": str(key), "jax": "0.10\x1b[2J\n[blink]"}
     host.server.describe([described(key, label, parts)])
     for arguments in (("ls",), ("show", "0001"), ("explain", "0001")):
-        told = command(*arguments).stdout
-        assert not set("\u202e\u2066\u200b\x1b") & set(told), arguments
-        assert "[red]\\u202ejit[/red][link=http://evil]x" in told, arguments
+        text = command(*arguments).stdout
+        assert not set("\u202e\u2066\u200b\x1b") & set(text), arguments
+        assert "[red]\\u202ejit[/red][link=http://evil]x" in text, arguments
 
 
 def test_a_stored_artifact_is_explained_by_its_nearest_relative(put, command, namespace, server):
     program = {"program": f"of {namespace}"}
     put(1, label=f"step {namespace}", parts={**program, "jax": "0.10.2"})
     newer = put(2, label=f"step {namespace}", parts={**program, "jax": "0.11.0"})
-    told = command("explain", newer.fingerprint[:4]).stdout
-    assert "compared with its nearest relative: jax: 0.11.0 here, 0.10.2 there" in told
+    text = command("explain", newer.fingerprint[:4]).stdout
+    assert "compared with its nearest relative: jax: 0.11.0 here, 0.10.2 there" in text
     (cause,) = json.loads(command("explain", newer.fingerprint[:4], "--json").stdout)
     assert cause["nearest"]["namespace"] == namespace
     with httpx.Client(base_url=f"{server.url}/v1/{namespace}") as http:

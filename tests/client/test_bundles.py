@@ -58,16 +58,16 @@ def test_a_bundle_carries_artifacts_their_labels_and_metadata(
 ):
     filled()
     before = server.stats(namespace)
-    told = command("export", file).stdout
-    assert re.fullmatch(rf"3 artifacts \(.*\) of the namespace {namespace} in .*a.bundle\n", told)
+    output = command("export", file).stdout
+    assert re.fullmatch(rf"3 artifacts \(.*\) of the namespace {namespace} in .*a.bundle\n", output)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
     other = f"{namespace}-there"
-    told = command("import", file, "--check", "--namespace", other, url="none").stdout
-    assert told.startswith("sound: 3 artifacts")
+    output = command("import", file, "--check", "--namespace", other, url="none").stdout
+    assert output.startswith("sound: 3 artifacts")
     assert server.stats(other)["artifacts"] == 0
-    told = command("import", file, "--namespace", other).stdout
-    assert told == f"3 imported into {other}, 0 already there\n"
+    output = command("import", file, "--namespace", other).stdout
+    assert output == f"3 imported into {other}, 0 already there\n"
     reader = hosts("reader", namespace=other)
     assert reader.get(KEYS[0]) == b"0" * 10_000
     listed = json.loads(command("ls", "--json", namespace=other).stdout)["artifacts"]
@@ -130,9 +130,9 @@ def test_import_skips_stored_artifacts_and_keeps_different_ones(
     there = hosts("there", namespace=other)
     there.put(KEYS[0], b"0" * 10_000, ArtifactMetadata(compile_seconds=1, raw_size_bytes=1))
     there.put(KEYS[1], b"other", ArtifactMetadata(compile_seconds=1, raw_size_bytes=1))
-    told = json.loads(command("import", file, "--namespace", other, "--json").stdout)
-    assert (told["imported"], told["present"]) == (1, 1)
-    assert told["differing"] == [str(KEYS[1])]
+    totals = json.loads(command("import", file, "--namespace", other, "--json").stdout)
+    assert (totals["imported"], totals["present"]) == (1, 1)
+    assert totals["differing"] == [str(KEYS[1])]
     assert hosts("fresh", namespace=other).get(KEYS[1]) == b"other"
     again = json.loads(command("import", file, "--namespace", other, "--json").stdout)
     assert (again["imported"], again["present"]) == (0, 2)
@@ -152,8 +152,8 @@ def test_a_host_without_a_network_uses_a_bundle_and_exports_its_own(
     assert command("import", file, "--local", **alone).stdout.startswith("0 imported")
 
     own = tmp_path / "own"
-    told = command("export", own, "--local", "--kind", "jax", host="publisher").stdout
-    assert told.startswith("2 artifacts")
+    output = command("export", own, "--local", "--kind", "jax", host="publisher").stdout
+    assert output.startswith("2 artifacts")
     command("import", own, "--local", host="another", url="none")
     assert hosts("another", url="none").get(KEYS[1]) == b"1" * 10_000
 
@@ -251,5 +251,5 @@ def test_a_bundle_that_does_not_fit_the_local_tier_is_refused_before_it_evicts(
 ):
     filled()
     command("export", file)
-    told = command("import", file, "--local", status=2, local_limit=1000)
-    assert "more than GRAPHSTASH_LOCAL_LIMIT (1000 B): raise it" in told.stderr
+    result = command("import", file, "--local", status=2, local_limit=1000)
+    assert "more than GRAPHSTASH_LOCAL_LIMIT (1000 B): raise it" in result.stderr

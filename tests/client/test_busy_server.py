@@ -178,9 +178,9 @@ def test_processes_share_connections_and_each_host_downloads_a_graph_once(
     )
     subprocess.run([sys.executable, RUN_CASE, report, *case], check=True, timeout=300)
 
-    told = json.loads(report.read_text())
-    assert [(each["compiles"], each["fallbacks"]) for each in told] == [(0, {})] * processes
-    fetched_bytes = sum(each["fetched_bytes"] for each in told)
+    reports = json.loads(report.read_text())
+    assert [(each["compiles"], each["fallbacks"]) for each in reports] == [(0, {})] * processes
+    fetched_bytes = sum(each["fetched_bytes"] for each in reports)
 
     def counted():
         (row,) = httpx.get(f"{server.url}/v1/stats", timeout=30).json()["namespaces"]

@@ -137,7 +137,7 @@ def puts(link):
     return [each for each in link.requests if each.startswith("PUT") and "/artifacts/" in each]
 
 
-def told(command, url, namespace):
+def explained(command, url, namespace):
     """What people see of the artifacts of a namespace: label, description and metadata."""
     listed = json.loads(command("ls", "--json", url=url, namespace=namespace).stdout)["artifacts"]
     shown = {}
@@ -162,9 +162,9 @@ def test_next_run_publishes_what_was_compiled_before_the_server_started(
         (other,) = run("b")
         assert other["hits_server"] + other["hits_prefetched"] == 3
         run("c", GRAPHSTASH_NAMESPACE="usual")
-        late = told(command, down, namespace)
+        late = explained(command, down, namespace)
         assert sorted(late) == ["step 0", "step 1", "step 2"]
-        assert late == told(command, down, "usual")
+        assert late == explained(command, down, "usual")
 
 
 def test_own_server_gets_what_was_compiled_before_it_ran(run, tmp_path):

@@ -82,10 +82,10 @@ JOB = "import graphstash, os; graphstash.install(); print('trained')"
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "told"),
+    ("variable", "value", "message"),
     [("URL", "cache", "expected http://host:port"), ("CACHE_DIR", "~nobody-here/x", "home")],
 )
-def test_job_with_invalid_setting_runs_without_cache_and_names_setting(variable, value, told):
+def test_job_with_invalid_setting_runs_without_cache_and_names_setting(variable, value, message):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HOME", "XDG"))}
     result = subprocess.run(
         [sys.executable, "-c", JOB],
@@ -98,7 +98,7 @@ def test_job_with_invalid_setting_runs_without_cache_and_names_setting(variable,
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"graphstash: disabled: GRAPHSTASH_{variable}='{value}': ")
     assert line.endswith("; the job runs without the cache")
-    assert told in line
+    assert message in line
 
 
 def test_ignored_settings_are_logged_once_by_all_processes_of_a_job():
@@ -212,7 +212,7 @@ def test_server_options_are_listed_without_the_packages_of_a_server():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "message"),
     [
         (("run",), 2, "write the command after `--`"),
         (("run", "--", "no-such-program"), 127, "not found on PATH"),
@@ -240,10 +240,10 @@ def test_server_options_are_listed_without_the_packages_of_a_server():
         (("prefetch", "job", "--url", "http://127.0.0.1:9"), 1, "127.0.0.1:9"),
     ],
 )
-def test_bad_input_gets_one_clear_line(tmp_path, arguments, status, told):
+def test_bad_input_gets_one_clear_line(tmp_path, arguments, status, message):
     result = here(*arguments, GRAPHSTASH_CACHE_DIR=tmp_path)
     assert (result.returncode, result.stdout) == (status, "")
-    assert told in result.stderr
+    assert message in result.stderr
     (line,) = result.stderr.splitlines()
     assert line.startswith("graphstash: error: ")
 
@@ -332,22 +332,24 @@ def test_every_option_is_explained_in_a_sentence_without_markup_that_a_terminal_
     for path, command in all_commands():
         assert "<" not in re.sub(r"`[^`]*`", "", command.help or ""), path
         for parameter in command.params:
-            told = getattr(parameter, "help", "") or ""
-            assert "<" not in re.sub(r"`[^`]*`", "", told), path
+            help_text = getattr(parameter, "help", "") or ""
+            assert "<" not in re.sub(r"`[^`]*`", "", help_text), path
             if not getattr(parameter, "hidden", False) and parameter.name != "help":
-                assert told.partition(" [default: ")[0].endswith("."), f"{path} {parameter.name}"
+                assert help_text.partition(" [default: ")[0].endswith("."), (
+                    f"{path} {parameter.name}"
+                )
 
 
 def test_the_help_groups_every_command_and_names_every_exit_status():
-    told = here("--help").stdout
-    panels = [line for line in told.splitlines() if line.startswith("╭")]
+    output = here("--help").stdout
+    panels = [line for line in output.splitlines() if line.startswith("╭")]
     assert [panel.strip("╭─╮ ") for panel in panels] == [
         *("Options", "Jobs", "The server and its artifacts", "Administration")
     ]
     for command in command_line().commands:
-        assert re.search(rf"^│ {command} ", told, re.MULTILINE)
+        assert re.search(rf"^│ {command} ", output, re.MULTILINE)
     for status, meaning in MEANINGS.items():
-        assert f"{status.value}: {meaning.replace('`', '')}" in told
+        assert f"{status.value}: {meaning.replace('`', '')}" in output
 
 
 def test_a_shell_completes_commands_options_and_values():
@@ -383,11 +385,11 @@ def test_an_interrupted_command_ends_with_its_status(tmp_path):
                 calls = Path(f"/proc/{process.pid}/syscall")
                 until(lambda: calls.read_text().split()[0] in _WAITING)
                 process.send_signal(signal.SIGINT)
-                _, told = process.communicate(timeout=60)
+                _, errors = process.communicate(timeout=60)
             finally:
                 process.kill()
     assert process.returncode == ExitStatus.INTERRUPTED
-    assert "Traceback" not in told
+    assert "Traceback" not in errors
 
 
 def test_help_names_searchers_without_importing_them():
@@ -397,10 +399,10 @@ def test_help_names_searchers_without_importing_them():
 
         for argv in (["--help"], ["tune", "search", "--help"]):
             sys.argv = ["graphstash", *argv]
-            with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as told:
+            with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as text:
                 main()
         imported = [name for name in sys.modules if name.startswith("graphstash.tuning")]
         from graphstash.tuning import SEARCHERS
-        print(imported, [name for name in SEARCHERS if name not in told.getvalue()])
+        print(imported, [name for name in SEARCHERS if name not in text.getvalue()])
     """
     assert processes.python(code, check=True).stdout.strip() == "[] []"

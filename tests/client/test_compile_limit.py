@@ -38,8 +38,8 @@ def run(settings, tmp_path):
 def test_job_that_would_compile_ends_first_with_reason(run, hosts):
     outcome = run("build(1, label='jit(step)\\x1b]0;x')\nprint('trained')", "--fail-on-miss")
     assert (outcome.returncode, outcome.stdout) == (86, "")
-    told = "(schedule 000000000000) would be compiled: the cache does not have it"
-    assert f"the job ends: jit(step)\\x1b]0;x {told}" in outcome.stderr
+    message = "(schedule 000000000000) would be compiled: the cache does not have it"
+    assert f"the job ends: jit(step)\\x1b]0;x {message}" in outcome.stderr
     assert "1 miss: " in outcome.stderr  # the cause depends on what other tests have stored
     assert "\x1b" not in outcome.stderr
     # No other job waits for a lease of the job that ended.
@@ -179,5 +179,5 @@ def test_run_without_limit_replaces_itself_by_the_command(settings):
         env=os.environ | settings | {"GRAPHSTASH_FAIL_ON_MISS": "0"},
         stdout=subprocess.PIPE,
     )
-    told, _ = process.communicate(timeout=60)
-    assert int(told) == process.pid
+    output, _ = process.communicate(timeout=60)
+    assert int(output) == process.pid

@@ -147,9 +147,9 @@ def test_unauthenticated_job_asks_once_and_compiles(listener, tmp_path, caplog):
             host.build(key(number))
             assert set(host.fallbacks) == {"unauthenticated"}
     assert len(listener.heads) == 1
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.count("GRAPHSTASH_TOKEN") == 1
-    assert CANARY not in told
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.count("GRAPHSTASH_TOKEN") == 1
+    assert CANARY not in message
 
 
 @pytest.fixture(scope="module")

@@ -97,10 +97,10 @@ def test_misses_are_grouped_by_what_differs_from_the_teams_artifacts(run, explai
     assert lines_of(run("warm", programs)) == []
     assert "2 hits, 0 misses" in explain("warm").stdout
     upgraded = run("new", {name: {"jax": "0.11.0"} for name in ("step", "init", "other")})
-    told = lines_of(upgraded)
-    assert told[:2] == ["2 misses: jax: 0.11.0 here, 0.10.2 there", "    jit(step), jit(init)"]
-    assert told[2].startswith(f"    nearest: jit(step) in {namespace}, made by ")
-    assert told[3:] == ["1 miss: new program: nothing like it is stored", "    jit(other)"]
+    lines = lines_of(upgraded)
+    assert lines[:2] == ["2 misses: jax: 0.11.0 here, 0.10.2 there", "    jit(step), jit(init)"]
+    assert lines[2].startswith(f"    nearest: jit(step) in {namespace}, made by ")
+    assert lines[3:] == ["1 miss: new program: nothing like it is stored", "    jit(other)"]
 
     last = explain("new", "last")
     assert last.returncode == 0, last.stderr
@@ -182,13 +182,13 @@ def test_damaged_record_is_left_out_and_unknown_miss_or_run_is_named(host, expla
     for content in ("", "{", "[]", '{"misses": 1}', '{"misses": [[{}, null, 0]]}'):
         (run_directory / "1.json").write_text(content)
         assert "1 miss" in explain("host").stdout, content
-    for arguments, told in (
+    for arguments, text in (
         (("host", "jit(nothing"), "'jit(nothing'"),
         (("nowhere",), "no run is recorded"),
     ):
         outcome = explain(*arguments)
         assert outcome.returncode == 1
-        assert told in outcome.stderr
+        assert text in outcome.stderr
 
 
 def test_a_server_of_an_earlier_release_is_not_asked_again():

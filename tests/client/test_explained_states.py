@@ -74,10 +74,10 @@ def test_evicted_artifact_is_named_with_time_and_actor(run, explain, team, names
     variables = {"GRAPHSTASH_DATA_DIR": team.data, "GRAPHSTASH_NAMESPACE": namespace}
     graphstash_here("gc", "--unused-for=0s", f"--namespace={namespace}", check=True, **variables)
     run("b", "step")
-    told = explain("b")
+    explanation = explain("b")
     assert re.search(
-        r"1 miss: it was evicted on \d{4}-\d\d-\d\d \d\d:\d\d UTC by local:\S+: ", told
-    ), told
+        r"1 miss: it was evicted on \d{4}-\d\d-\d\d \d\d:\d\d UTC by local:\S+: ", explanation
+    ), explanation
 
 
 def test_deleted_and_withheld_artifacts_are_named(run, explain, team, namespace):
@@ -92,23 +92,27 @@ def test_deleted_and_withheld_artifacts_are_named(run, explain, team, namespace)
                 wrong = {"key": key, "digest": each["digest"], "reason": "wrong_key"}
                 assert http.post("/artifacts:report", json=wrong).json()["withheld"]
     run("b", "step", "loss")
-    told = explain("b")
-    assert re.search(r"it was deleted on .* UTC by \S+\n    step_", told), told
-    assert re.search(r"it is withheld since it was reported on .* UTC by \S+: .*\n    loss", told)
+    explanation = explain("b")
+    assert re.search(r"it was deleted on .* UTC by \S+\n    step_", explanation), explanation
+    assert re.search(
+        r"it is withheld since it was reported on .* UTC by \S+: .*\n    loss", explanation
+    )
 
 
 def test_failed_upload_is_named_by_this_run_and_by_the_next(run, explain, tmp_path):
     with FakeServer() as server:
         server.fail_on("put", status=403, times=1)
         run("a", "step", url=server.url)
-        told = explain("a", url=server.url)
-        assert "1 upload failed (forbidden: " in told
-        assert "so other hosts compile again" in told
+        explanation = explain("a", url=server.url)
+        assert "1 upload failed (forbidden: " in explanation
+        assert "so other hosts compile again" in explanation
         (artifact,) = (tmp_path / "a/tier/v2").glob("*/*/schedule/cpu/??/*")
         artifact.unlink()
         run("a", "step", url=server.url)
-        told = explain("a", url=server.url)
-    assert "an earlier run on this host compiled it, but its upload failed (forbidden" in told
+        explanation = explain("a", url=server.url)
+    assert (
+        "an earlier run on this host compiled it, but its upload failed (forbidden" in explanation
+    )
 
 
 def test_failed_upload_is_not_named_of_another_namespace_or_after_a_later_cause(
@@ -135,8 +139,8 @@ def test_failed_upload_is_not_named_of_another_namespace_or_after_a_later_cause(
         (each,) = http.get(f"/v1/{namespace}/artifacts").json()["artifacts"]
         key = "/".join(each["key"][part] for part in ("kind", "device_type", "fingerprint"))
         assert http.delete(f"/v1/{namespace}/artifacts/{key}").status_code == 204
-        told = again()
-        assert "it was deleted on " in told, told
+        explanation = again()
+        assert "it was deleted on " in explanation, explanation
         assert failed in again()  # of the run after the removal
 
 
@@ -152,8 +156,8 @@ def test_unsigned_artifact_of_a_trusted_namespace_is_named(run, explain, namespa
     team.trust("ci")
     signed = {"signatures": "require", "trusted_keys": team.file}
     run("b", "step", read_namespaces=f"{namespace}-theirs", **signed)
-    told = explain("b", read_namespaces=f"{namespace}-theirs")
-    assert "it is stored, but a signature is required and it has none" in told
+    explanation = explain("b", read_namespaces=f"{namespace}-theirs")
+    assert "it is stored, but a signature is required and it has none" in explanation
 
 
 def test_disk_explains_misses_if_the_server_is_down(run, explain):
@@ -161,20 +165,22 @@ def test_disk_explains_misses_if_the_server_is_down(run, explain):
         run("b", "step", url=server.url)
         run("b", "step", url=server.url, parts={"flags": "--fast"})
         url = server.url
-    told = explain("b", url=url)
-    assert "flags: --fast here, not set there (compared with earlier runs on this host" in told
+    explanation = explain("b", url=url)
+    assert (
+        "flags: --fast here, not set there (compared with earlier runs on this host" in explanation
+    )
 
 
 def test_frozen_server_is_named(run, explain):
     with FakeServer() as server:
         server.fail_on("get", fault="hang")
         run("a", "step", url=server.url, first_byte_seconds=0.2)
-        told = explain("a", url=server.url)
-    assert "the cache could not help (timeout): the server did not answer in time" in told
+        explanation = explain("a", url=server.url)
+    assert "the cache could not help (timeout): the server did not answer in time" in explanation
 
 
 def test_job_that_only_reads_says_so(run, explain):
     run("a", "step", read_only=True)
-    told = explain("a")
-    assert "the job only reads (GRAPHSTASH_READ_ONLY)" in told
-    assert "1 miss: new program" in told
+    explanation = explain("a")
+    assert "the job only reads (GRAPHSTASH_READ_ONLY)" in explanation
+    assert "1 miss: new program" in explanation

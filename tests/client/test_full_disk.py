@@ -86,8 +86,8 @@ def test_a_full_disk_turns_no_hit_into_a_compilation(hosts, disk):
 @pytest.mark.usefixtures("published")
 def test_prefetch_onto_a_full_disk_fails(hosts, disk, command):
     hosts("publisher").stash.server.update_manifest("mine", [key()])
-    told = command("prefetch", "mine", cache_dir=disk / "tier", status=1)
-    assert f"{disk / 'tier'} did not keep {key()}: is it full?" in told.output
+    result = command("prefetch", "mine", cache_dir=disk / "tier", status=1)
+    assert f"{disk / 'tier'} did not keep {key()}: is it full?" in result.output
 
 
 @pytest.mark.usefixtures("published")

@@ -68,6 +68,6 @@ def test_large_artifact_takes_little_extra_memory(published, tmp_path, call, nam
     for source in ("the server", "this host's disk"):
         report = tmp_path / "report.json"
         subprocess.run([sys.executable, RUN_CASE, report, *case], check=True)
-        told = json.loads(report.read_text())
-        assert told["sha256"] == digests[number], source
-        assert told["grown_bytes"] < most, source
+        measured = json.loads(report.read_text())
+        assert measured["sha256"] == digests[number], source
+        assert measured["grown_bytes"] < most, source

@@ -63,7 +63,7 @@ def test_init_stores_tested_answers_privately_and_jobs_use_them(home, guarded, n
 
 
 def test_init_stores_no_answer_that_the_server_refuses(home, guarded):
-    for answers, told in (
+    for answers, text in (
         ((guarded.url, TOKEN), "the server rejected the token from `graphstash init`"),
         ((guarded.url, "two words"), "expected a token without spaces"),
         (("http://127.0.0.1:9",), "127.0.0.1:9"),
@@ -72,7 +72,7 @@ def test_init_stores_no_answer_that_the_server_refuses(home, guarded):
     ):
         done = init(*answers)
         assert done.exit_code == 1
-        assert told in done.output
+        assert text in done.output
         assert "CANARY" not in done.output
         assert not home.exists()
     assert init("http://127.0.0.1:9", arguments=["http://127.0.0.1:9"]).exit_code == 1
@@ -100,8 +100,8 @@ def test_options_and_environment_precede_file_and_token_goes_only_to_its_server(
     assert load(token_file="/a/file") == (URL, None, {"url"})
     assert ClientConfig.load(url="http://elsewhere:1").token is None
     assert ClientConfig.load({}).token is None
-    told = processes.graphstash_here("doctor", "--url", "http://127.0.0.1:9").stdout
-    assert f"not used: token and url from {home}, because the command line" in told
+    output = processes.graphstash_here("doctor", "--url", "http://127.0.0.1:9").stdout
+    assert f"not used: token and url from {home}, because the command line" in output
 
 
 def damage(home, how):
@@ -153,8 +153,8 @@ def test_damaged_file_is_a_warning_once_and_no_more(home, how):
     assert "CANARY" not in line
     command = processes.graphstash_here("status", GRAPHSTASH_URL="http://127.0.0.1:9")
     assert command.stderr.count("does not answer") == 1
-    told = processes.graphstash_here("doctor", GRAPHSTASH_URL="http://127.0.0.1:9").stdout
-    assert "run `graphstash init` to replace the file" in told
+    output = processes.graphstash_here("doctor", GRAPHSTASH_URL="http://127.0.0.1:9").stdout
+    assert "run `graphstash init` to replace the file" in output
 
 
 def test_file_of_environment_without_home_does_not_exist():

@@ -81,7 +81,7 @@ def test_file_that_is_no_private_key_is_refused_without_prompt(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "Invalid JSON"),
         (trust_json(keys=[{"public": PUBLIC, "namespaces": []}]), "keys.0.namespaces"),
@@ -90,10 +90,10 @@ def test_file_that_is_no_private_key_is_refused_without_prompt(tmp_path):
         (" " * (1024**2 + 1), "more than 1048576 bytes"),
     ],
 )
-def test_malformed_file_of_trusted_keys_is_refused_naming_the_place(tmp_path, text, told):
+def test_malformed_file_of_trusted_keys_is_refused_naming_the_place(tmp_path, text, message):
     path = tmp_path / "trusted.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         TrustedKeys.read(path)
     assert str(path) in str(caught.value)
 
@@ -105,8 +105,8 @@ def test_commands_generate_trust_and_revoke_a_key(tmp_path):
     assert "PRIVATE" not in json.dumps(made)
 
     options = ("--name", "ci 2026", "--namespace", "trusted", "--namespace", "ci-*")
-    told = answer("keys", "trust", made["public"], *options, "--file", trusted)
-    assert told["key_id"] == made["key_id"]
+    added = answer("keys", "trust", made["public"], *options, "--file", trusted)
+    assert added["key_id"] == made["key_id"]
     answer("keys", "trust", made["public"], "--file", trusted, "--not-after", "2030-01-01")
     (listed,) = answer("keys", "list", GRAPHSTASH_TRUSTED_KEYS=trusted)["keys"]
     assert (listed["name"], listed["namespaces"]) == ("", ["*"])  # the entry was replaced
@@ -125,7 +125,7 @@ def test_commands_generate_trust_and_revoke_a_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("trust", "nonsense", "--file", "keys.json"), "public"),
         (("trust", PUBLIC, "--namespace", "No", "--file", "keys.json"), "namespace pattern"),
@@ -135,11 +135,13 @@ def test_commands_generate_trust_and_revoke_a_key(tmp_path):
         (("generate", "absent/key.pem"), "No such file"),
     ],
 )
-def test_bad_input_gets_one_clear_line_and_changes_nothing(tmp_path, monkeypatch, arguments, told):
+def test_bad_input_gets_one_clear_line_and_changes_nothing(
+    tmp_path, monkeypatch, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     result = graphstash("keys", *arguments)
     assert result.returncode == 2
-    assert told in result.stderr
+    assert message in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -82,19 +82,19 @@ def access(guarded, place):
 
 
 def test_a_job_of_github_logs_in_with_all_rights_or_fewer(login, github, guarded, place, access):
-    told = login(*GITHUB, **github.job).stdout
+    output = login(*GITHUB, **github.job).stdout
 
-    assert "oidc/github:repo:team/model (write:ci-*, read:trusted) until" in told
-    assert str(place) in told
-    assert place.read_text().strip() not in told
+    assert "oidc/github:repo:team/model (write:ci-*, read:trusted) until" in output
+    assert str(place) in output
+    assert place.read_text().strip() not in output
     assert place.stat().st_mode & 0o777 == 0o600
     assert place.parent.stat().st_mode & 0o777 == 0o700
     assert access()["grants"] == [
         {"scope": "write", "namespaces": "ci-*"},
         {"scope": "read", "namespaces": "trusted"},
     ]
-    told = line(diagnose(guarded.url, token_file=place, namespace="ci-1"), "token")
-    assert (told.state, "expires in 6.0 hours" in told.found) == (State.OK, True)
+    finding = line(diagnose(guarded.url, token_file=place, namespace="ci-1"), "token")
+    assert (finding.state, "expires in 6.0 hours" in finding.found) == (State.OK, True)
 
     fewer = ("--grant", "read:ci-1", "--grant", "read:trusted", "--hours", "0.5")
     login(*GITHUB, *fewer, **github.job)
@@ -126,10 +126,10 @@ def test_a_job_logs_in_with_a_jwt_from_standard_input(guarded, github, tmp_path)
         check=True,
     )
 
-    told = json.loads(done.stdout)
+    saved = json.loads(done.stdout)
     token = (tmp_path / "token").read_text().strip()
-    assert told["file"] == str(tmp_path / "token")
-    assert told["id"] == TOKEN_FORM.fullmatch(token)["id"]
+    assert saved["file"] == str(tmp_path / "token")
+    assert saved["id"] == TOKEN_FORM.fullmatch(token)["id"]
     assert TOKEN_FORM.fullmatch(token)["secret"] not in done.stdout + done.stderr
 
 
@@ -153,7 +153,7 @@ def test_second_login_replaces_token_of_running_jobs_and_a_link(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "status", "told"),
+    ("arguments", "variables", "status", "text"),
     [
         ((), {}, 2, "--audience"),
         (GITHUB, {"ACTIONS_ID_TOKEN_REQUEST_URL": ""}, 2, "id-token: write"),
@@ -177,21 +177,21 @@ def test_second_login_replaces_token_of_running_jobs_and_a_link(
     ],
 )
 def test_failed_login_reports_reason_and_keeps_old_token(
-    login, github, place, arguments, variables, status, told
+    login, github, place, arguments, variables, status, text
 ):
     place.parent.mkdir()
     place.write_text("old")
 
     done = login(*arguments, status=status, **github.job | variables)
 
-    assert told in done.stderr
+    assert text in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert place.read_text() == "old"
     assert [each.name for each in place.parent.iterdir()] == ["token"]
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "told"),
+    ("body", "status", "text"),
     [
         (b"{}", 201, "TokenIssued"),
         (b"gst_", 201, "TokenIssued"),
@@ -200,7 +200,7 @@ def test_failed_login_reports_reason_and_keeps_old_token(
     ],
 )
 def test_a_server_that_answers_something_else_leaves_no_token(
-    login, github, guarded, place, body, status, told
+    login, github, guarded, place, body, status, text
 ):
     def change(_, answer):
         sent = body(answer.body) if callable(body) else body
@@ -210,5 +210,5 @@ def test_a_server_that_answers_something_else_leaves_no_token(
     with Middlebox(guarded.url, change) as box:
         done = login(*GITHUB, status=1, **github.job, GRAPHSTASH_URL=box.url)
 
-    assert told in done.stderr
+    assert text in done.stderr
     assert list(place.parent.iterdir()) == []

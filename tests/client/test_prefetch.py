@@ -190,8 +190,8 @@ def test_command_downloads_in_parallel(writer, link, command):
     gone = _key(99)
     writer.server.update_manifest("mine", [gone])
     link.gather(4)
-    told = json.loads(command("prefetch", "mine", "--json", url=link.url).stdout)
-    assert (told["fetched"], told["present"], told["missing"]) == (GRAPHS, 0, [str(gone)])
+    totals = json.loads(command("prefetch", "mine", "--json", url=link.url).stdout)
+    assert (totals["fetched"], totals["present"], totals["missing"]) == (GRAPHS, 0, [str(gone)])
     assert link.most_at_once >= 4
     assert len(downloads_in(link)) == GRAPHS + 1
     again = command("prefetch", "mine", url=link.url).stdout

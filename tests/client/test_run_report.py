@@ -156,5 +156,5 @@ def test_a_report_of_the_most_and_longest_misses_is_taken_as_lines(
     assert "\\n" not in shown
     url = f"{server.url}/v1/{namespace}/runs"
     (listed,) = httpx.get(url, timeout=30).json()["runs"]
-    told = httpx.get(f"{url}/{listed['run']}", timeout=30).json()
-    assert len(told["misses"]) == MAX_RUN_MISSES
+    received = httpx.get(f"{url}/{listed['run']}", timeout=30).json()
+    assert len(received["misses"]) == MAX_RUN_MISSES

@@ -63,12 +63,15 @@ def two_runs(report_run):
 
 
 def test_last_run_is_compared_with_previous_or_chosen_run(two_runs, report_run, command):
-    told = command("explain", "--job", "nightly").stdout
-    assert "run-3" in told.splitlines()[1]
-    assert "run-2" in told.splitlines()[1]
-    assert "missed, not by the run before:" in told
-    assert "2 misses (1 min 0 s): jax: 0.11.0 here, 0.10.2 there\n    jit(step), jit(init)" in told
-    assert "missed by both" not in told
+    explanation = command("explain", "--job", "nightly").stdout
+    assert "run-3" in explanation.splitlines()[1]
+    assert "run-2" in explanation.splitlines()[1]
+    assert "missed, not by the run before:" in explanation
+    assert (
+        "2 misses (1 min 0 s): jax: 0.11.0 here, 0.10.2 there\n    jit(step), jit(init)"
+        in explanation
+    )
+    assert "missed by both" not in explanation
 
     chosen = ("explain", "--job", "nightly", "--against", "run-1")
     assert "missed by both:\n1 miss (30 s): new program\n    jit(new)" in command(*chosen).stdout
@@ -78,21 +81,21 @@ def test_last_run_is_compared_with_previous_or_chosen_run(two_runs, report_run, 
     assert [each["label"] for each in compared["again"]] == ["jit(new)"]
 
     report_run("run-4", ("jit(step)", ""), job="once")
-    told = command("explain", "--job", "once").stdout
+    explanation = command("explain", "--job", "once").stdout
     cause = "the cause was not recorded; `graphstash run --explain` records it"
-    assert f"1 miss (30 s): {cause}\n    jit(step)" in told
-    assert "against" not in told
+    assert f"1 miss (30 s): {cause}\n    jit(step)" in explanation
+    assert "against" not in explanation
 
 
 def test_missing_run_is_named(two_runs, command):
-    for options, status, told in (
+    for options, status, text in (
         (("--job", "nobody"), 1, "no run of the job nobody is reported"),
         (("--job", "a/b"), 2, "manifest name"),
         (("--against", "run-1"), 2, "--against goes with --job"),
         (("--job", "nightly", "--against", "run-"), 1, "2 runs begin with 'run-'"),
         (("--job", "nightly", "--against", "nothing"), 1, "no report of a run nothing"),
     ):
-        assert told in command("explain", *options, status=status).stderr
+        assert text in command("explain", *options, status=status).stderr
 
 
 def test_a_month_is_reported_in_markdown(two_runs, command, hosts, namespace, report_run):
@@ -145,12 +148,12 @@ def test_month_before_the_latest_runs_is_reported_whole(
 
 
 def test_empty_month_is_reported_and_malformed_one_refused(command):
-    told = command("report", "--month", "2001-02").stdout
-    assert "Nothing was looked up in this month" in told
-    assert told.startswith("# graphstash in February 2001")
+    report = command("report", "--month", "2001-02").stdout
+    assert "Nothing was looked up in this month" in report
+    assert report.startswith("# graphstash in February 2001")
     for month in ("november", "2026-13", "1999-12", "2026", "9999-12"):
-        told = command("report", "--month", month, status=2).stderr
-        assert f"--month={month!r}: expected a year and a month" in told
+        errors = command("report", "--month", month, status=2).stderr
+        assert f"--month={month!r}: expected a year and a month" in errors
 
 
 def test_hostile_labels_are_text_in_markdown_and_in_a_terminal(
@@ -164,10 +167,10 @@ def test_hostile_labels_are_text_in_markdown_and_in_a_terminal(
             "misses"
         ]
     )
-    told = command("report", "--namespace", namespace).stdout
-    assert "| \\<script\\>alert(1)\\</script\\>\\|\\[x\\](http\\://evil)\\\\u202e\\` |" in told
-    assert "| # heading \\| cell |" in told
-    told += command("explain", "--job", "hostile").stdout
-    assert "\u202e" not in told
+    output = command("report", "--namespace", namespace).stdout
+    assert "| \\<script\\>alert(1)\\</script\\>\\|\\[x\\](http\\://evil)\\\\u202e\\` |" in output
+    assert "| # heading \\| cell |" in output
+    output += command("explain", "--job", "hostile").stdout
+    assert "\u202e" not in output
     made = json.loads(command("report", "--namespace", namespace, "--json").stdout)
     assert made["misses"][0]["label"] == hostile

@@ -335,16 +335,16 @@ def test_wrong_artifact_is_reported_once_and_a_late_server_is_told_nothing_more(
     for number in range(2):
         plant(config(), key(number), *by_a_stranger(team, config(), tmp_path))
     stash = hosts("reader", trusted_keys=team.file)
-    told = []
+    reasons = []
 
     def failing(wanted, **keywords):
-        told.append((wanted, keywords["reason"]))
+        reasons.append((wanted, keywords["reason"]))
         raise TransportError(trouble, "the report gets lost")
 
     stash.server.report = failing
     for number in (0, 0, 1, 1):
         assert refusal(stash.get, key(number)).reason is Reason.UNKNOWN_KEY
-    assert told == [(key(number), "unknown_key") for number in reported]
+    assert reasons == [(key(number), "unknown_key") for number in reported]
 
 
 def test_artifact_damaged_on_local_disk_is_not_reported(reader, server, namespace):
@@ -361,9 +361,9 @@ def test_one_refused_artifact_does_not_end_a_prefetch(hosts, team, command):
     hosts("writer").put(key(1), PAYLOAD, metadata())
     ci.put(key(2), PAYLOAD, metadata())
     ci.server.update_manifest("job", [key(2), key(1)])
-    told = command("prefetch", "job", trusted_keys=team.file).output
-    assert "1 fetched" in told
-    assert "1 rejected" in told
+    output = command("prefetch", "job", trusted_keys=team.file).output
+    assert "1 fetched" in output
+    assert "1 rejected" in output
 
 
 def test_unsigned_hits_are_counted_under_prefer(cached, team):
@@ -395,9 +395,9 @@ def test_policy_that_cannot_be_enforced_disables_the_cache(tmp_path, team):
     assert result.stdout.split() == ["None", "None", "None", "trained"]
     lines = result.stderr.splitlines()
     named = ("/nowhere/keys.json", "GRAPHSTASH_TRUSTED_KEYS", "graphstash[signing]")
-    for line, told in zip(lines, named, strict=True):
+    for line, text in zip(lines, named, strict=True):
         assert line.startswith("graphstash: disabled: ")
-        assert told in line
+        assert text in line
 
 
 def test_header_keeps_the_signature_when_it_must_drop_parts(team, config, tmp_path):

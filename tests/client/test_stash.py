@@ -154,8 +154,8 @@ def test_wrong_path_in_url_is_an_error_instead_of_a_miss(hosts, path):
         stats = host.stats
     assert (stats.misses, stats.published) == (0, 0)
     assert stats.fallbacks.keys() <= {"protocol", "refused", "circuit_open"}
-    told = str(refusal(hosts("c", url=url).get, key(1)))
-    assert f"{path} is a graphstash server, but not with this path" in told
+    message = str(refusal(hosts("c", url=url).get, key(1)))
+    assert f"{path} is a graphstash server, but not with this path" in message
 
 
 def test_upload_counts_only_with_digest_confirmed_by_server(tmp_path):

@@ -63,14 +63,14 @@ def own_run(runs, tmp_path):
 def test_json_has_the_fields_of_the_page_and_names_runs_and_compilations(
     command, busy, job, tmp_path, namespace
 ):
-    told = json.loads(command("top", "--json").stdout)
-    assert set(told) == fields_of("top")
-    (lease,) = told["leases"]
+    overview = json.loads(command("top", "--json").stdout)
+    assert set(overview) == fields_of("top")
+    (lease,) = overview["leases"]
     assert lease["key"]["fingerprint"] == busy.fingerprint
     assert lease["holder"] == f"{getpass.getuser()}@{socket.gethostname()}:{os.getpid()}"
-    run = own_run(told["runs"], tmp_path)
+    run = own_run(overview["runs"], tmp_path)
     assert (run["job"], run["pids"], run["compiling"]) == ("nightly", [job.pid], 0)
-    assert (told["namespace"], told["error"]) == (namespace, "")
+    assert (overview["namespace"], overview["error"]) == (namespace, "")
 
 
 def test_plain_output_has_a_line_for_each_run_and_compilation(command, busy, job, tmp_path):
@@ -83,14 +83,14 @@ def test_plain_output_has_a_line_for_each_run_and_compilation(command, busy, job
 
 
 def test_without_server_the_runs_of_this_host_are_shown(job, tmp_path):
-    for url, told in (("http://127.0.0.1:9", "127.0.0.1:9"), ("none", "set GRAPHSTASH_URL")):
+    for url, text in (("http://127.0.0.1:9", "127.0.0.1:9"), ("none", "set GRAPHSTASH_URL")):
         done = graphstash_here("top", "--url", url, COLUMNS="500")
         assert done.returncode == 1
         assert str(tmp_path) in done.stdout
         assert "the team" not in done.stdout
-        assert told in done.stderr
+        assert text in done.stderr
         answer = json.loads(graphstash_here("top", "--url", url, "--json").stdout)
-        assert told in answer["error"]
+        assert text in answer["error"]
         assert own_run(answer["runs"], tmp_path)["job"] == "nightly"
 
 
@@ -104,11 +104,11 @@ def test_without_running_compilations_the_other_figures_are_shown(
 
     with Middlebox(server.url, refuse) as box:
         shown = command("top", url=box.url).stdout
-        told = json.loads(command("top", "--json", url=box.url).stdout)
+        overview = json.loads(command("top", "--json", url=box.url).stdout)
     assert "waiting" not in shown.splitlines()[0]
     assert re.search(r"compiling now\nunknown: .*\n\nthe team, by job", shown), shown
     assert re.search(rf"\n +- +1 .*{tmp_path}", shown), shown
-    assert (told["error"], bool(told["leases_error"])) == ("", True)
+    assert (overview["error"], bool(overview["leases_error"])) == ("", True)
 
 
 def test_full_list_of_compilations_is_said_to_be_incomplete(server, command, busy):

@@ -31,18 +31,18 @@ def environment_of(collector, namespace):
 
 
 def test_a_job_without_traces_imports_nothing_of_opentelemetry(run_job, server, namespace):
-    told = run_job(server.url, {"GRAPHSTASH_NAMESPACE": namespace})
+    outcome = run_job(server.url, {"GRAPHSTASH_NAMESPACE": namespace})
 
-    assert told == {"fallbacks": {}, "parents": {}, "modules": []}
+    assert outcome == {"fallbacks": {}, "parents": {}, "modules": []}
 
 
 @pytest.mark.parametrize("mode", ["within", pytest.param("late", marks=pytest.mark.extended)])
 def test_spans_go_to_the_provider_of_the_program(run_job, server, namespace, mode):
     with Collector() as collector:
-        told = run_job(server.url, environment_of(collector, namespace), mode=mode)
+        outcome = run_job(server.url, environment_of(collector, namespace), mode=mode)
 
-    assert told["fallbacks"] == {}
-    assert told["parents"] == {
+    assert outcome["fallbacks"] == {}
+    assert outcome["parents"] == {
         "step": None,
         "graphstash.lookup": "step",
         "GET": "graphstash.lookup",
@@ -52,14 +52,14 @@ def test_spans_go_to_the_provider_of_the_program(run_job, server, namespace, mod
         "PUT": "graphstash.publish",
     }
     assert collector.spans == []
-    assert not any("exporter.otlp" in name for name in told["modules"])
+    assert not any("exporter.otlp" in name for name in outcome["modules"])
 
 
 def test_a_provider_that_raises_is_counted(run_job, server, namespace):
     with Collector() as collector:
-        told = run_job(server.url, environment_of(collector, namespace), mode="broken")
+        outcome = run_job(server.url, environment_of(collector, namespace), mode="broken")
 
-    assert told["fallbacks"] == {"tracing": 1}
+    assert outcome["fallbacks"] == {"tracing": 1}
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
@@ -69,19 +69,19 @@ def test_job_ends_without_waiting_for_silent_or_missing_collector(
     patient = {"OTEL_EXPORTER_OTLP_TIMEOUT": "1000"}  # seconds; the SDK would wait for 30
     with Collector(is_frozen=is_silent) as collector:
         environment = environment_of(collector, namespace) | patient
-        told = run_job(server.url, environment) if is_silent else None
+        outcome = run_job(server.url, environment) if is_silent else None
         assert collector.asked.is_set() == is_silent
-    told = told or run_job(server.url, environment)
+    outcome = outcome or run_job(server.url, environment)
 
-    assert told["fallbacks"] == {"tracing": 1}
+    assert outcome["fallbacks"] == {"tracing": 1}
 
 
 def test_a_job_without_the_extra_runs_untraced(run_job, server, namespace, tmp_path):
     missing = {"PYTHONPATH": str(take_away(tmp_path, "opentelemetry"))}
     with Collector() as collector:
-        told = run_job(server.url, environment_of(collector, namespace) | missing)
+        outcome = run_job(server.url, environment_of(collector, namespace) | missing)
 
-    assert told["fallbacks"] == {"tracing": 1}
+    assert outcome["fallbacks"] == {"tracing": 1}
     assert collector.spans == []
 
 

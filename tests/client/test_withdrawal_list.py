@@ -398,8 +398,8 @@ def test_imported_copy_needs_the_word_of_the_server(
     delete(publisher)
     look_up(running := next_job(url=proxy.url))
     assert position(running) == 1
-    told = command("import", "--local", bundle, host="host", url=proxy.url).stdout
-    assert told.startswith("2 imported")
+    output = command("import", "--local", bundle, host="host", url=proxy.url).stdout
+    assert output.startswith("2 imported")
     if is_later:
         turn(monkeypatch)
     assert next_job(url="none").get(key(1)) == b"graph"  # no server has withdrawn it there

@@ -261,9 +261,9 @@ def test_forget_removes_every_copy_of_this_host_and_nothing_else(next_job, comma
         job.put(key(number), b"graph", METADATA)
         next_job().ensure_local(key(number))
     next_job(url="none").put(key(), b"own", METADATA)
-    told = command("forget", str(key()), host="host").stdout
-    assert told.count("removed torch_xla/") == 2
-    assert "Not touched: servers" in told.replace("\n", " ")
+    output = command("forget", str(key()), host="host").stdout
+    assert output.count("removed torch_xla/") == 2
+    assert "Not touched: servers" in output.replace("\n", " ")
     assert [next_job().is_on_this_host(key(number)) for number in (1, 2)] == [False, True]
     assert next_job().fetch(key(), io.BytesIO()).source == "remote"  # no server was asked
     again = command("forget", key().fingerprint, "--json", host="host").stdout

@@ -53,8 +53,8 @@ class TestToycc(HookContract):
 
     def test_its_artifacts_are_listed_by_their_kind(self, hosts, cold, server, namespace):
         variables = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_NAMESPACE": namespace}
-        told = graphstash_here("ls", "--kind", "plugin", **variables, **PATIENT_VARIABLES)
-        assert told.stdout.count("plugin") == cold.stats["published"]
+        listing = graphstash_here("ls", "--kind", "plugin", **variables, **PATIENT_VARIABLES)
+        assert listing.stdout.count("plugin") == cold.stats["published"]
 
     @pytest.mark.parametrize(("hooks", "is_wanted"), [("toycc", True), ("jax,triton", False)])
     def test_setting_selects_it(self, hosts, cold, hooks, is_wanted):
@@ -65,12 +65,12 @@ class TestToycc(HookContract):
 
 
 @pytest.mark.parametrize(
-    ("hooks", "told"),
+    ("hooks", "text"),
     [("", "toycc 1.0 (supported: 1)"), ("jax", "disabled by GRAPHSTASH_HOOKS (toycc 1.0")],
 )
-def test_doctor_lists_it(hooks, told):
+def test_doctor_lists_it(hooks, text):
     variables = {"GRAPHSTASH_URL": "none"} | ({"GRAPHSTASH_HOOKS": hooks} if hooks else {})
     (line,) = [
         line for line in graphstash("doctor", **variables).stdout.splitlines() if "toycc" in line
     ]
-    assert told in line
+    assert text in line

@@ -78,14 +78,14 @@ def test_prewarmed_key_and_artifact_equal_those_of_a_job(first, server, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "text"),
     [("jax-oldest", "pip install libtpu"), ("torch-newest", "pip install jax libtpu")],
 )
-def test_missing_package_is_named(options, environment, told):
+def test_missing_package_is_named(options, environment, text):
     words, variables = options
     result = prewarm(*words, STEP, environment=environment, **variables)
     assert result.returncode == 2
-    assert told in result.stderr
+    assert text in result.stderr
 
 
 def test_unusable_argument_is_named(options, server, tmp_path):
@@ -111,9 +111,9 @@ def test_unusable_argument_is_named(options, server, tmp_path):
             "a", "command_line", {"commands": commands}, under="python", environment="jax-newest"
         )
     results = job.report
-    expected = [(2, told) for told in cases.values()] + [(code, told) for _, code, told in others]
-    for (status, _, errors), (expected_status, told) in zip(results, expected, strict=True):
-        assert told in errors
+    expected = [(2, text) for text in cases.values()] + [(code, text) for _, code, text in others]
+    for (status, _, errors), (expected_status, text) in zip(results, expected, strict=True):
+        assert text in errors
         assert status == expected_status
 
 

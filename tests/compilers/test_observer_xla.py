@@ -149,8 +149,8 @@ def test_library_that_is_not_loaded_cannot_be_observed(tmp_path):
 def test_hook_is_not_installed_if_attributes_are_unknown(start_program, script, reason):
     outcome = start_program(script, under="").finish()
     assert outcome.report == ["None"]
-    (told,) = outcome.errors.splitlines()
-    assert reason in told
+    (warning,) = outcome.errors.splitlines()
+    assert reason in warning
 
 
 def test_key_contains_threads_of_pools_only_on_cpus(start_program):

@@ -53,6 +53,6 @@ def test_late_hook_serves_following_programs(outcomes):
 
 def test_warning_about_missing_sharing_appears_only_without_the_hook(outcomes):
     assert "9094" not in outcomes["warm"].errors
-    told = outcomes["late"].errors
-    assert "add pjrt to GRAPHSTASH_HOOKS" in told.replace("\n", " ")
-    assert told.count("9094") == 1
+    printed = outcomes["late"].errors
+    assert "add pjrt to GRAPHSTASH_HOOKS" in printed.replace("\n", " ")
+    assert printed.count("9094") == 1

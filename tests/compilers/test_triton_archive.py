@@ -119,7 +119,7 @@ def test_too_many_files_and_more_than_a_file_name_are_refused(names):
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "text"),
     [
         ({"k.so": b"\x7fELF"}, "code of the host"),
         ({"cuda_utils.so": b"\x7fELF"}, "not a file of"),
@@ -137,12 +137,12 @@ def test_too_many_files_and_more_than_a_file_name_are_refused(names):
         (kernel(hash="?"), "another kernel"),
     ],
 )
-def test_forbidden_files_are_neither_packed_nor_unpacked(files, told):
+def test_forbidden_files_are_neither_packed_nor_unpacked(files, text):
     children = kernel() | files
-    with pytest.raises(KernelError, match=told):
+    with pytest.raises(KernelError, match=text):
         pack_kernel("k.json", children, key=KEY)
     packed = pack({**children, "__grp__k.json": group_file(children)})
-    with pytest.raises(KernelError, match=told):
+    with pytest.raises(KernelError, match=text):
         unpack_kernel("k.json", packed, key=KEY)
 
 

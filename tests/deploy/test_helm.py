@@ -168,7 +168,7 @@ def test_wrong_values_are_refused_by_name():
     ]
     complete = [values if values in incomplete else merged(SMALLEST, values) for values, _ in wrong]
     refusals = zip(wrong, render_all(complete), strict=True)
-    assert [told for (_, told), refusal in refusals if told not in refusal] == []
+    assert [text for (_, text), refusal in refusals if text not in refusal] == []
 
 
 def test_settings_keep_their_values():

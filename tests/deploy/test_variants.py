@@ -51,8 +51,8 @@ def test_tls_variant_needs_two_files(deploy, certificate):
         answer = client.get(path, headers={"Range": "bytes=5-9"})
         assert (answer.status_code, answer.content) == (206, blob[5:10])
         assert deployment.nginx.has_sent(answer.headers["x-request-id"])
-        for told in (answer, sent, client.get(deployment.url + "/nothing")):
-            assert told.headers["strict-transport-security"] == "max-age=31536000"
+        for response in (answer, sent, client.get(deployment.url + "/nothing")):
+            assert response.headers["strict-transport-security"] == "max-age=31536000"
     with httpx.Client(trust_env=False) as client:
         with pytest.raises(httpx.ConnectError):
             client.get(path)

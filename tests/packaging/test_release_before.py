@@ -143,8 +143,8 @@ def test_this_release_goes_on_with_everything_that_the_one_before_stored(
 
     def token(*grants):
         options = [part for grant in grants for part in ("--grant", grant)]
-        told = before.command("token", "create", *options, "--description", "a test", **admins)
-        return told.split()[-1]
+        output = before.command("token", "create", *options, "--description", "a test", **admins)
+        return output.split()[-1]
 
     with before.serve(data, auth="tokens", **database) as server:
         tokens = {

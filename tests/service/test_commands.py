@@ -199,11 +199,11 @@ def test_a_job_is_pinned_and_unpinned(api, monkeypatch):
     monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "30000")
     printed = run(gc, "--evict-now")
     assert "run this with the GRAPHSTASH_* variables of the server" in printed
-    told = json.loads(run(pin, "gpt", "--namespace", "team", "--json"))
-    assert (told["job"], told["artifacts"], told["pinned_until"][:4]) == ("gpt", 1, "9999")
+    result = json.loads(run(pin, "gpt", "--namespace", "team", "--json"))
+    assert (result["job"], result["artifacts"], result["pinned_until"][:4]) == ("gpt", 1, "9999")
     assert "no longer pinned" in run(unpin, "gpt", "--namespace", "team")
-    told = json.loads(run(unpin, "gpt", "--namespace", "team", "--json"))
-    assert told == {"job": "gpt", "artifacts": 1, "pinned_until": None}
+    result = json.loads(run(unpin, "gpt", "--namespace", "team", "--json"))
+    assert result == {"job": "gpt", "artifacts": 1, "pinned_until": None}
     monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "9000")
     assert "1 artifact evicted" in run(gc, "--evict-now")
     assert "the job nobody has no manifest" in run(pin, "nobody", status=1)

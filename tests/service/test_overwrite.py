@@ -172,12 +172,12 @@ def test_audit_log_distinguishes_put_from_overwrite(api, problem):
 
     entries = api.http.get("/v1/-/audit", params={"namespace": api.namespace}).json()["entries"]
     subject = "/".join(api.key(1).values())
-    told = [
+    recorded = [
         (entry["action"], entry["subject"], entry["detail"], entry["request_id"])
         for entry in entries
         if entry["action"] != "policy_set"
     ]
-    assert told == [
+    assert recorded == [
         ("delete", subject, str(Digest.of(NEW)), "fourth"),
         ("overwrite", subject, str(Digest.of(NEW)), "second"),
         ("put", subject, str(Digest.of(OLD)), "first"),

@@ -274,8 +274,8 @@ def test_pages_show_only_what_the_token_may_read(used, foreign, browse):
         assert "secret" not in text_of(answer.text).replace(path, "")
 
     # Whether something exists does not show.
-    told = [text_of(client.get(path).text).partition("Request")[0] for path in (there, absent)]
-    assert told[0] == told[1]
+    texts = [text_of(client.get(path).text).partition("Request")[0] for path in (there, absent)]
+    assert texts[0] == texts[1]
 
 
 def test_reader_is_shown_no_holders_quarantine_or_totals(used, browse):
@@ -372,8 +372,8 @@ def test_a_refusal_is_a_page_for_browsers_and_a_problem_for_programs(guarded, pr
         page = httpx.get(guarded.url + path, headers=HTML)
         assert page.status_code == 401
         assert page.headers["content-type"].startswith("text/html")
-    told = httpx.get(guarded.url + f"/v1/{namespace}/artifacts/x/y/z", headers=HTML)
-    assert told.headers["content-type"] == "application/problem+json"
+    response = httpx.get(guarded.url + f"/v1/{namespace}/artifacts/x/y/z", headers=HTML)
+    assert response.headers["content-type"] == "application/problem+json"
 
     for path in ("/nothing", "/<b>x</b>"):
         page = httpx.get(guarded.url + path, headers=HTML)

@@ -454,7 +454,7 @@ def stores(request, tmp_path_factory, is_extended):
 
 async def test_no_statement_costs_more_in_a_large_store(stores):
     small = await costs_of(stores["small"], SMALL)
-    told = []
+    problems = []
     for name, url in stores.items():
         large = await costs_of(url, LARGE) if name != "small" else {}
         dearer = {
@@ -462,12 +462,12 @@ async def test_no_statement_costs_more_in_a_large_store(stores):
             for title, found in large.items()
             if found[0] > 2 * small[title][0] + MOST_MORE
         }
-        told += [
+        problems += [
             f"{name}, {title}: {before} -> {cost}\n{sql}\n{plan}"
             for title, (before, cost, sql, plan) in dearer.items()
             if title not in GROWING
         ]
-    assert not told, "\n\n".join(told)
+    assert not problems, "\n\n".join(problems)
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)

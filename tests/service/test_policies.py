@@ -327,8 +327,8 @@ def test_command_changes_only_named_fields_and_is_logged(command, connect):
 
     assert "the defaults apply" in command("remove", "team")
     command("set", "team", "--requests-per-second", "100", "--anonymous-read")
-    told = json.loads(command("remove", "team", "--json"))
-    assert told == {"namespace": "team", "removed": True}
+    result = json.loads(command("remove", "team", "--json"))
+    assert result == {"namespace": "team", "removed": True}
     for words, status, said in (
         (("remove", "team"), 1, "no policy"),
         (("show", "team"), 1, "no policy"),

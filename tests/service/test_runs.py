@@ -92,8 +92,8 @@ def test_a_run_is_the_sum_of_its_processes(reports):
         "counts": [counts(hits_prefetched=4, saved_compile_seconds=1.5)],
         "misses": [miss(1, seconds=2.0), miss(2, seconds=4.0)],
     }
-    for process, told in (("b", second), ("a", first)):
-        assert reports.report("run-1", process, **told).status_code == 204
+    for process, values in (("b", second), ("a", first)):
+        assert reports.report("run-1", process, **values).status_code == 204
 
     run = Run.model_validate_json(reports.get("run-1").content)
     assert (run.run, run.job, run.program) == ("run-1", "nightly", "train.py")
@@ -122,8 +122,8 @@ def test_the_list_has_the_latest_first_and_a_report_replaces_that_of_its_process
     listed = reports.http.get(reports.path).json()["runs"][0]
     assert (listed["misses"], listed["processes"]) == ([], 2)
 
-    told = [miss(1, label=label, cause=label)]
-    reports.report("run-1", counts=[counts(misses=1)], program=label, misses=told)
+    misses = [miss(1, label=label, cause=label)]
+    reports.report("run-1", counts=[counts(misses=1)], program=label, misses=misses)
     run = reports.get("run-1").json()
     assert (run["processes"], run["counts"][0]["misses"], run["job"]) == (1, 1, None)
     (only,) = run["misses"]
@@ -227,8 +227,8 @@ class Bounded:
 
     async def report(self, run, process="0", *, writer="me", namespace=TEAM, **fields):
         self.clock.turn(1)
-        told = RunReport.model_validate(report_of(**fields))
-        await self.service.put(namespace, RunName(run), RunName(process), told, writer=writer)
+        report = RunReport.model_validate(report_of(**fields))
+        await self.service.put(namespace, RunName(run), RunName(process), report, writer=writer)
 
     async def of(self, writer=None):
         """Names of runs, all or those of a caller."""
@@ -288,9 +288,9 @@ async def test_full_namespace_drops_oldest_report_of_largest_caller(bounded):
 
 async def test_bytes_of_reports_are_bounded(bounded):
     async with bounded(max_bytes=100_000) as server:
-        told = [miss(n, label="x" * 128) for n in range(MAX_RUN_MISSES)]
+        misses = [miss(n, label="x" * 128) for n in range(MAX_RUN_MISSES)]
         for number in range(20):
-            await server.report(f"r{number}", misses=told)
+            await server.report(f"r{number}", misses=misses)
         async with server.database.reading() as connection:
             kept = await connection.scalar(sa.select(sa.func.sum(runs.c.size_bytes)))
             text = await connection.scalar(sa.select(sa.func.sum(sa.func.length(runs.c.misses))))
@@ -318,11 +318,11 @@ async def test_sums_of_a_run_are_bounded(bounded):
     async with bounded() as server:
         for process in range(2):
             devices = [f"d{process}-{number}" for number in range(MAX_RUN_COUNTS - 1)]
-            told = [counts(each, misses=1) for each in devices]
-            told.append(counts(misses=2**63 - 1, compile_seconds=1e9))
+            counted = [counts(each, misses=1) for each in devices]
+            counted.append(counts(misses=2**63 - 1, compile_seconds=1e9))
             keys = range(process * MAX_RUN_MISSES, (process + 1) * MAX_RUN_MISSES)
             misses = [miss(n, seconds=float(n)) for n in keys]
-            await server.report("run", str(process), counts=told, misses=misses)
+            await server.report("run", str(process), counts=counted, misses=misses)
         run = await server.service.find(TEAM, RunName("run"))
         assert (len(run.counts), len(run.misses)) == (MAX_RUN_COUNTS, MAX_RUN_MISSES)
         assert (run.counts[0].misses, run.counts[0].compile_seconds) == (2**63 - 1, MAX_RUN_SECONDS)

@@ -38,11 +38,11 @@ def expect(
 ) -> Finding:
     """Require one finding of this name, or of this name and state, with these texts in it."""
     of_name = [each for each in findings if each.name == name]
-    told = line(findings, name, state if len(of_name) > 1 else None)
-    assert told.state == state, told
-    assert found in told.found, told
-    assert advice in told.advice, told
-    return told
+    finding = line(findings, name, state if len(of_name) > 1 else None)
+    assert finding.state == state, finding
+    assert found in finding.found, finding
+    assert advice in finding.advice, finding
+    return finding
 
 
 def doctor(*arguments: object, **variables: Any) -> subprocess.CompletedProcess[str]:
@@ -64,8 +64,8 @@ def altering(
         if request.path.startswith(at):
             answer.status, answer.body = status or answer.status, body or answer.body
             changed = {name.replace("_", "-"): value for name, value in headers.items()}
-            told = {**answer.headers, **changed}
-            answer.headers = {name: value for name, value in told.items() if value is not None}
+            given = {**answer.headers, **changed}
+            answer.headers = {name: value for name, value in given.items() if value is not None}
         return answer
 
     with Middlebox(upstream, change) as box:

@@ -66,9 +66,9 @@ def causes_of_compiler(name: str) -> Iterator[Cause]:
         )
 
 
-def sentences_in(told: str) -> list[str]:
+def sentences_in(text: str) -> list[str]:
     """Return the sentences in the output of `graphstash explain --json`."""
-    causes: list[Any] = json.loads(told)
+    causes: list[Any] = json.loads(text)
     return [str(each["cause"]) for each in causes]
 
 

@@ -24,19 +24,19 @@ import helm_python, kubernetes_validate, yaml
 
 asked = json.load(sys.stdin)
 chart = helm_python.Chart.load(asked["chart"])
-told = []
+rendered = []
 for name, values in asked["charts"]:
     try:
         files = chart.render(values, name=name, namespace="ml")
     except helm_python.HelmError as error:
-        told.append(str(error))
+        rendered.append(str(error))
         continue
-    told.append({"notes": "", "objects": []})
+    rendered.append({"notes": "", "objects": []})
     for path, text in files.items():
         if path.endswith("NOTES.txt"):
-            told[-1]["notes"] = text
+            rendered[-1]["notes"] = text
         else:
-            told[-1]["objects"] += [each for each in yaml.safe_load_all(text) if each]
+            rendered[-1]["objects"] += [each for each in yaml.safe_load_all(text) if each]
 problems = helm_python.lint(asked["chart"])["errors"]
 for version in asked["versions"]:
     for each in asked["objects"]:
@@ -46,7 +46,7 @@ for version in asked["versions"]:
             kubernetes_validate.validate(each, version, strict=True)
         except Exception as error:
             problems.append(f"{each['kind']} in {version}: {error}")
-json.dump({"told": told, "problems": problems}, sys.stdout)
+json.dump({"rendered": rendered, "problems": problems}, sys.stdout)
 """
 
 
@@ -60,10 +60,10 @@ def render(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         HelmError: Helm refuses the values.
     """
-    (told,) = render_all([values])
-    if isinstance(told, str):
-        raise HelmError(told)
-    return told
+    (rendered,) = render_all([values])
+    if isinstance(rendered, str):
+        raise HelmError(rendered)
+    return rendered
 
 
 def render_all(
@@ -74,8 +74,10 @@ def render_all(
     Args:
         names: of the installations.
     """
-    told: list[Any] = _run(charts=list(zip(names, values, strict=False)), objects=[])["told"]
-    return told
+    rendered: list[Any] = _run(charts=list(zip(names, values, strict=False)), objects=[])[
+        "rendered"
+    ]
+    return rendered
 
 
 def validate(objects: Sequence[Mapping[str, Any]]) -> None:

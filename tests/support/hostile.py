@@ -71,12 +71,12 @@ class Middlebox:
                 box.requests.append(request)
                 answer = box.change(request, box.ask(request))
                 self.send_response_only(answer.status)
-                told = {"content-length": str(len(answer.body))} | answer.headers
-                for name, value in told.items():
+                sent = {"content-length": str(len(answer.body))} | answer.headers
+                for name, value in sent.items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(answer.body)
-                self.close_connection = told["content-length"] != str(len(answer.body))
+                self.close_connection = sent["content-length"] != str(len(answer.body))
 
             do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 - as the library has it
 
@@ -96,8 +96,8 @@ class Middlebox:
         answer = self._upstream.request(
             request.method, path or request.path, headers=sent | self._shown, content=request.body
         )
-        told = {name: value for name, value in answer.headers.items() if name not in _HOP}
-        return Answer(answer.status_code, told, answer.content)
+        sent = {name: value for name, value in answer.headers.items() if name not in _HOP}
+        return Answer(answer.status_code, sent, answer.content)
 
     def to(self, part: str, *, method: str | None = None) -> list[Request]:
         """The requests whose path has a part."""

@@ -51,7 +51,7 @@ class Network:
         received_bytes: of the sums that each rank could use.
         resent: datagrams that were sent again.
         resent_bytes: of these.
-        told: the error of each rank whose sum has ended with one.
+        failures: the error of each rank whose sum has ended with one.
         dead: ranks that do and hear nothing any more.
         dead_aggregators: the same of aggregators.
         tap: is called with each datagram before it is delivered, and may add others.
@@ -97,7 +97,7 @@ class Network:
         self.sent_bytes = [0] * world
         self.received_bytes = [0] * world
         self.resent = self.resent_bytes = 0
-        self.told: dict[int, GraphstashError] = {}
+        self.failures: dict[int, GraphstashError] = {}
         self.dead: set[int] = set()
         self.dead_aggregators: set[int] = set()
         self._alive = 0
@@ -143,7 +143,7 @@ class Network:
             self.now = max(self.now, min(due, begin, arrival, second))
             if begin <= self.now:
                 _, rank = waiting.pop(0)
-                if rank in self.dead or rank in self.told:
+                if rank in self.dead or rank in self.failures:
                     continue
                 blocks = BlockRows(tensors[rank], sizes[rank])
                 first = self.workers[rank].begin(
@@ -185,7 +185,7 @@ class Network:
             return
         if to == "aggregator":
             self._reply(aggregator, self.aggregators[aggregator].receive(message, rank, self.now))
-        elif not self.workers[rank].is_done and rank not in self.told:
+        elif not self.workers[rank].is_done and rank not in self.failures:
             try:
                 answer = self.workers[rank].receive(aggregator, message, self.now)
             except GraphstashError as error:
@@ -197,7 +197,7 @@ class Network:
 
     def _busy(self) -> Iterator[tuple[int, Worker]]:
         for rank, worker in enumerate(self.workers):
-            if not worker.is_done and rank not in self.dead and rank not in self.told:
+            if not worker.is_done and rank not in self.dead and rank not in self.failures:
                 yield rank, worker
 
     def _live(self) -> None:
@@ -208,12 +208,12 @@ class Network:
                 continue
             self._reply(number, aggregator.tick(self.now))
             for rank in range(len(self.workers)):
-                if rank not in self.dead and rank not in self.told:
+                if rank not in self.dead and rank not in self.failures:
                     header = Header(Kind.ALIVE, rank=rank, aggregator=number, round=self._alive)
                     self._send("aggregator", rank, number, self.seals[number].close(header))
 
     def _give_up(self, rank: int, error: GraphstashError) -> None:
-        self.told[rank] = error
+        self.failures[rank] = error
         for number, seal in enumerate(self.seals):
             header = Header(Kind.LEAVE, rank=rank, aggregator=number)
             self.deliver("aggregator", rank, number, seal.close(header, str(error).encode()))

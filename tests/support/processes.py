@@ -99,11 +99,11 @@ def graphstash_here(
     *arguments: object, check: bool = False, **variables: object
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in this process, which saves its imports; `run` would replace the process."""
-    told, trouble = io.StringIO(), io.StringIO()
+    output, trouble = io.StringIO(), io.StringIO()
     status: object = 0
     with (
         pytest.MonkeyPatch.context() as patch,
-        redirect_stdout(told),
+        redirect_stdout(output),
         redirect_stderr(trouble),
     ):
         patch.setattr(sys, "argv", ["graphstash", *map(str, arguments)])
@@ -118,7 +118,7 @@ def graphstash_here(
     if check and status:
         raise RuntimeError(f"graphstash {arguments} ended with {status}: {trouble.getvalue()}")
     words = [*map(str, arguments)]
-    return subprocess.CompletedProcess(words, status, told.getvalue(), trouble.getvalue())
+    return subprocess.CompletedProcess(words, status, output.getvalue(), trouble.getvalue())
 
 
 def is_running(pid: int | str) -> bool:

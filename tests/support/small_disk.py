@@ -67,8 +67,8 @@ class SmallDisk:
         """How a server is started on it."""
         if self.is_real:
             return (sys.executable, "-m", "graphstash_server")
-        told = _TOLD.format(directory=str(self.directory), size_bytes=self._size_bytes)
-        return (sys.executable, "-c", told)
+        program = _TOLD.format(directory=str(self.directory), size_bytes=self._size_bytes)
+        return (sys.executable, "-c", program)
 
     @property
     def used_bytes(self) -> int:

@@ -84,8 +84,8 @@ def _compared(page: Page, result: Result) -> Result:
         printed = printed.partition(f"\n{_MARK}")[0]
         for text in snippet.said("prints"):
             if text not in printed:
-                told = f"{result.output}\n{page.name}:{snippet.line} did not print: {text}"
-                return Result(1, told)
+                message = f"{result.output}\n{page.name}:{snippet.line} did not print: {text}"
+                return Result(1, message)
     return result
 
 

@@ -64,9 +64,9 @@ def best_so_far(searcher: Searcher, cost: Callable[[Values], float], budget: int
     found: list[float] = []
     while len(found) < budget and (asked := searcher.ask(budget - len(found))):
         for each in asked:
-            told = cost(searcher.space.named(each))
-            searcher.tell(each, told)
-            found.append(min(told, found[-1] if found else math.inf))
+            measured = cost(searcher.space.named(each))
+            searcher.tell(each, measured)
+            found.append(min(measured, found[-1] if found else math.inf))
     return found
 
 

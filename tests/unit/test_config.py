@@ -45,7 +45,7 @@ def test_a_size_is_read_with_its_unit(text, size):
 
 
 @pytest.mark.parametrize(
-    ("setting", "texts", "told"),
+    ("setting", "texts", "message"),
     [
         (
             "local_limit",
@@ -64,9 +64,9 @@ def test_a_size_is_read_with_its_unit(text, size):
         ),
     ],
 )
-def test_invalid_numbers_are_refused(setting, texts, told):
+def test_invalid_numbers_are_refused(setting, texts, message):
     for text in texts:
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             ClientConfig(**{setting: text})
 
 
@@ -105,7 +105,7 @@ def test_settings_report_which_were_set_explicitly():
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "told"),
+    ("variable", "value", "message"),
     [
         ("GRAPHSTASH_URL", "cache:8077", "expected http://host:port"),
         ("GRAPHSTASH_NAMESPACE", "Team A", "[a-z0-9][a-z0-9._-]{0,63}"),
@@ -115,9 +115,9 @@ def test_settings_report_which_were_set_explicitly():
         ("GRAPHSTASH_TORCH_XLA_MODE", "magic", "auto, exact or hint"),
     ],
 )
-def test_invalid_setting_is_reported_with_variable_value_and_range(variable, value, told):
+def test_invalid_setting_is_reported_with_variable_value_and_range(variable, value, message):
     with pytest.raises(ConfigError) as caught:
         ClientConfig.load({variable: value})
     assert variable in str(caught.value)
     assert value in str(caught.value)
-    assert told in str(caught.value)
+    assert message in str(caught.value)

@@ -27,11 +27,11 @@ def sealed(tmp_path, payload, *, key=KEY):
 def opened(blob, *, key=KEY, limit=LIMIT, is_proven=False):
     terms = {"max_bytes": limit, "is_proven": lambda: is_proven}
     into = io.BytesIO()
-    told = unseal(io.BytesIO(blob), key, into, **terms)
+    header = unseal(io.BytesIO(blob), key, into, **terms)
     at_once = io.BytesIO()
     unseal(io.BytesIO(blob), key, at_once, size_bytes=len(blob), **terms)
     assert at_once.getvalue() == into.getvalue()
-    return told, into.getvalue()
+    return header, into.getvalue()
 
 
 @pytest.mark.parametrize("payload", [b"", b"x", b"graph" * 100_000], ids=["empty", "one", "large"])
@@ -40,10 +40,10 @@ def test_payload_round_trips_under_its_own_key_within_the_limit(tmp_path, payloa
     assert envelope.sha256 == hashlib.sha256(blob).hexdigest()
     assert envelope.size_bytes == len(blob)
 
-    told, out = opened(blob)
+    header, out = opened(blob)
 
     assert out == payload
-    assert told.raw_size_bytes == len(payload)
+    assert header.raw_size_bytes == len(payload)
     for terms, reason in (
         ({"key": OTHER}, Reason.WRONG_KEY),
         ({"limit": len(payload) - 1}, Reason.TOO_LARGE),
@@ -164,5 +164,5 @@ def test_payload_that_changes_during_sealing_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -5.0, 1e300])
 def test_compile_time_of_publisher_is_clamped(seconds):
-    told, _ = opened(forged(b"graph", compile_seconds=seconds))
-    assert 0 <= told.compile_seconds <= 7 * 24 * 3600
+    header, _ = opened(forged(b"graph", compile_seconds=seconds))
+    assert 0 <= header.compile_seconds <= 7 * 24 * 3600

@@ -32,7 +32,7 @@ TEXTS = st.text(max_size=300)
 PARTS = st.dictionaries(st.sampled_from(["program", "jax", "inputs", "jax_key", "flags"]), TEXTS)
 
 
-def told(here, there):
+def explained(here, there):
     return [words(each) for each in compare(here, there)]
 
 
@@ -125,7 +125,7 @@ def told(here, there):
     ],
 )
 def test_difference_is_described_in_words(here, there, sentences):
-    assert told(here, there) == sentences
+    assert explained(here, there) == sentences
 
 
 def test_description_of_long_word_shows_differing_place():

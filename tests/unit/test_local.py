@@ -100,9 +100,9 @@ def test_a_forked_child_leaves_the_private_tier_to_its_parent(tmp_path):
         os.wait()
         print(tier.root.exists(), tier.root)
     """
-    told = python(program, check=True).stdout.split()
-    assert told[0] == "True"
-    assert not os.path.exists(told[1])  # noqa: PTH110 - a string from elsewhere
+    words = python(program, check=True).stdout.split()
+    assert words[0] == "True"
+    assert not os.path.exists(words[1])  # noqa: PTH110 - a string from elsewhere
 
 
 @pytest.mark.parametrize("limit_bytes", [0, 1000], ids=["a limit of zero", "not a directory"])

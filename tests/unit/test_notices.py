@@ -6,29 +6,29 @@ from graphstash._process.notices import notices, unknown_variables
 REMOTE = "http://cache.internal:8077"
 
 
-def told(environ=None, **settings):
+def notices_of(environ=None, **settings):
     return list(notices(ClientConfig.load({}, **settings), environ or {}))
 
 
 def test_job_that_loads_unsigned_artifacts_of_remote_server_logs_warning(tmp_path):
-    (notice,) = told(url=REMOTE, read_namespaces="ci", namespace="me")
+    (notice,) = notices_of(url=REMOTE, read_namespaces="ci", namespace="me")
     assert "can run code in it" in notice
     assert "(ci, me)" in notice
     assert REMOTE in notice
-    assert told(url=REMOTE, trusted_keys=tmp_path / "keys") == []
+    assert notices_of(url=REMOTE, trusted_keys=tmp_path / "keys") == []
     for here in ("http://127.0.0.1:1", "http://[::1]:1", "http://localhost:1", "unix:/run/it"):
-        assert told(url=here) == []
+        assert notices_of(url=here) == []
 
 
 def test_job_without_server_logs_notice_unless_configured():
-    (notice,) = told()
+    (notice,) = notices_of()
     assert "GRAPHSTASH_URL" in notice
     assert "graphstash serve" in notice
-    assert told(url="none") == []
+    assert notices_of(url="none") == []
 
 
 def test_an_unknown_hook_is_named_with_those_that_exist():
-    (notice,) = told(url="none", hooks="jax,jx")
+    (notice,) = notices_of(url="none", hooks="jax,jx")
     assert notice == (
         "GRAPHSTASH_HOOKS: unknown hook jx, ignored; did you mean jax? "
         "Use inductor, jax, pjrt, torch_xla, triton"
@@ -41,6 +41,6 @@ def test_unknown_variables_are_logged_with_similar_setting():
         "GRAPHSTASH_DATA_DIR": None,
         "GRAPHSTASH_NAMESPCE": "GRAPHSTASH_NAMESPACE",
     }
-    misspelled, other = told(environ, url="none")
+    misspelled, other = notices_of(environ, url="none")
     assert "GRAPHSTASH_NAMESPCE (did you mean GRAPHSTASH_NAMESPACE?)" in misspelled
     assert other == "ignored, because jobs have no such settings: GRAPHSTASH_DATA_DIR"

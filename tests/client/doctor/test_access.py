@@ -18,8 +18,8 @@ def examine(guarded, namespace):
 
 def test_missing_unknown_and_revoked_tokens_are_failures(guarded, examine, namespace):
     advice = f"graphstash token create --grant write:{namespace}"
-    told = expect(examine(), "token", State.FAIL, found="none is set", advice=advice)
-    assert "GRAPHSTASH_TOKEN" in told.advice
+    finding = expect(examine(), "token", State.FAIL, found="none is set", advice=advice)
+    assert "GRAPHSTASH_TOKEN" in finding.advice
     found = "rejected the token from GRAPHSTASH_TOKEN"
     unknown = examine(token=CANARY)
     expect(unknown, "token", State.FAIL, found=found, advice="ask an administrator")

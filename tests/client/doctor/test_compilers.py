@@ -10,7 +10,7 @@ from support.doctor import diagnose, expect, line
 
 
 @pytest.mark.parametrize(
-    ("hook", "distributions", "state", "told"),
+    ("hook", "distributions", "state", "text"),
     [
         ("torch_xla", {"torch_xla": "2.7.1"}, State.OK, "torch_xla 2.7.1 (supported: 2.7)"),
         ("torch_xla", {"torch_xla": "2.9.0"}, State.WARN, "install torch_xla 2.7"),
@@ -29,14 +29,14 @@ from support.doctor import diagnose, expect, line
     ],
 )
 def test_compiler_version_is_compared_with_range_of_its_hook(
-    installed, hook, distributions, state, told
+    installed, hook, distributions, state, text
 ):
     advice = "-m graphstash doctor"
     expect(diagnose(), "compilers", State.WARN, found=sys.executable, advice=advice)
     installed(**distributions)
     found = line(diagnose(), f"{hook} hook")
     assert found.state == state, found
-    assert told in found.found + found.advice
+    assert text in found.found + found.advice
     others = ",".join(hook_specs().keys() - {hook})
     found = line(diagnose(hooks=others), f"{hook} hook")
     assert found.state == State.OK
@@ -48,6 +48,9 @@ def test_compiler_version_is_compared_with_range_of_its_hook(
 )
 def test_method_of_installation_is_reported(installed, value, state):
     installed(jax="0.10.2")
-    told = expect(diagnose(autoload=value), "start", state)
+    finding = expect(diagnose(autoload=value), "start", state)
     # Found by its metadata alone, graphstash announces nothing to torch and JAX.
-    assert "graphstash run" in told.found + told.advice or "GRAPHSTASH_AUTOLOAD=1" in told.advice
+    assert (
+        "graphstash run" in finding.found + finding.advice
+        or "GRAPHSTASH_AUTOLOAD=1" in finding.advice
+    )

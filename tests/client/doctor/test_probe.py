@@ -22,8 +22,8 @@ WHILE = "while it imported triton"
 
 def test_the_probe_imports_a_real_compiler_and_finds_its_hook_in_place(installed, tmp_path):
     installed(jax="0.10.2")
-    told = expect(probe(tmp_path), "import probe", State.OK)
-    assert told.found in {"installed: jax, pjrt", "installed: pjrt, jax"}
+    finding = expect(probe(tmp_path), "import probe", State.OK)
+    assert finding.found in {"installed: jax, pjrt", "installed: pjrt, jax"}
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_failing_exiting_or_endless_import_is_reported_with_module(
 ):
     site = installed(triton="3.3.0")
     (site / "triton.py").write_text(code)
-    told = expect(probe(site, limit_seconds=seconds), "import probe", state, found=found)
-    assert ("the job's import fails too" in told.advice) == (state == State.WARN)
+    finding = expect(probe(site, limit_seconds=seconds), "import probe", state, found=found)
+    assert ("the job's import fails too" in finding.advice) == (state == State.WARN)
 
 
 def test_inactive_hook_is_reported_with_its_own_message(installed):

@@ -23,9 +23,9 @@ def test_unresolvable_name_and_dead_socket_are_distinguished(tmp_path):
     findings = diagnose("http://cache..internal:8077")  # Python cannot encode it for DNS
     expect(findings, "connection", State.FAIL, found="cache..internal has no address")
     findings = diagnose(f"unix:{tmp_path}/socket")
-    told = expect(findings, "connection", State.FAIL, advice="graphstash serve")
-    assert f"unix:{tmp_path}/socket" in told.found
-    assert "No such file or directory" in told.found
+    finding = expect(findings, "connection", State.FAIL, advice="graphstash serve")
+    assert f"unix:{tmp_path}/socket" in finding.found
+    assert "No such file or directory" in finding.found
 
 
 def test_connections_that_nobody_accepts_end_in_time_with_advice():
@@ -71,15 +71,15 @@ def test_other_protocol_version_is_reported_with_both_versions(server):
     with altering(server.url, graphstash_protocol="2") as url:
         findings = diagnose(url)
     found, advice = "speaks protocol 2, this client", "upgrade whichever is older"
-    told = expect(findings, "server", State.FAIL, found=found, advice=advice)
-    assert told.found.endswith("speaks 1")
+    finding = expect(findings, "server", State.FAIL, found=found, advice=advice)
+    assert finding.found.endswith("speaks 1")
 
 
 def test_a_redirect_to_https_gives_the_url_to_set(server):
     place = "https://cache.internal/healthz"
     with altering(server.url, 301, location=place, graphstash_protocol=None) as url:
-        told = expect(diagnose(url), "server", State.FAIL)
-    assert told.advice == "set GRAPHSTASH_URL=https://cache.internal"
+        finding = expect(diagnose(url), "server", State.FAIL)
+    assert finding.advice == "set GRAPHSTASH_URL=https://cache.internal"
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_a_redirect_to_https_gives_the_url_to_set(server):
 def test_clock_is_compared_with_the_server(server, seconds, state, side):
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
     with altering(server.url, date=date) as url:
-        told = expect(diagnose(url), "clock", state, found=side)
-    assert ("timedatectl" in told.advice) == (state != State.OK)
+        finding = expect(diagnose(url), "clock", state, found=side)
+    assert ("timedatectl" in finding.advice) == (state != State.OK)
 
 
 def test_full_store_is_a_warning_and_failing_one_a_failure_with_message_of_server(tmp_path):

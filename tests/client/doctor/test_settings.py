@@ -11,8 +11,8 @@ from support.doctor import diagnose, expect, line
 def test_settings_are_listed_with_their_source():
     environ = {"GRAPHSTASH_NAMESPACE": "mine", "GRAPHSTASH_URL": "http://127.0.0.1:9"}
     findings = list(examine(environ, {"url": "http://127.0.0.1:8", "namespace": None}))
-    told = line(findings, "settings").found
-    assert told == "--url from the command line; then GRAPHSTASH_NAMESPACE from the environment"
+    sources = line(findings, "settings").found
+    assert sources == "--url from the command line; then GRAPHSTASH_NAMESPACE from the environment"
     assert ":8: " in line(findings, "connection").found
 
 
@@ -37,8 +37,8 @@ def test_invalid_setting_is_reported_with_advice(settings, state, found, advice)
 def test_invalid_settings_skip_dependent_checks():
     findings = diagnose(wait_seconds="soon")
     found = "GRAPHSTASH_WAIT_SECONDS='soon'"
-    told = expect(findings, "settings", State.FAIL, found=found, advice="unset it")
-    assert {each.state for each in findings if each is not told} == {State.SKIPPED}
+    finding = expect(findings, "settings", State.FAIL, found=found, advice="unset it")
+    assert {each.state for each in findings if each is not finding} == {State.SKIPPED}
 
 
 def test_server_settings_are_not_reported_as_misspelled():

@@ -72,9 +72,9 @@ def test_signing_key_that_is_revoked_untrusted_or_readable_by_others_is_reported
 )
 def test_without_signatures_the_writers_of_each_namespace_are_trusted(url, state):
     findings = diagnose(url, read_namespaces="trusted", namespace="team", connect_seconds=0.1)
-    told = [each for each in findings if each.name == "trust"]
-    assert [each.state for each in told] == [state, state]
-    for finding, namespace in zip(told, ("trusted", "team"), strict=True):
+    of_trust = [each for each in findings if each.name == "trust"]
+    assert [each.state for each in of_trust] == [state, state]
+    for finding, namespace in zip(of_trust, ("trusted", "team"), strict=True):
         assert f"{namespace!r}: signatures are not checked: everyone who can write" in finding.found
 
 
@@ -82,6 +82,6 @@ def test_without_signatures_the_writers_of_each_namespace_are_trusted(url, state
 def test_with_signatures_the_owners_of_keys_are_trusted(keys, policy):
     settings = keys(trusted=[keys.own.public_text], name="ci", namespaces=("trusted",))
     findings = diagnose(**settings, read_namespaces="trusted", signatures=policy)
-    told = line(findings, "trust").found
-    assert told.startswith("'trusted': signed by ci")
-    assert ("or unsigned" in told) == (policy == "prefer")
+    text = line(findings, "trust").found
+    assert text.startswith("'trusted': signed by ci")
+    assert ("or unsigned" in text) == (policy == "prefer")

@@ -83,20 +83,20 @@ MISTAKES = {
 
 def test_mistakes_are_reported_on_every_rank(run, tmp_path):
     reports = run("mistakes", directory=tmp_path)
-    for told in reports:
+    for messages in reports:
         for name, text in MISTAKES.items():
-            assert text in told[name], name
-        kinds = {name: text.partition(":")[0] for name, text in told.items()}
+            assert text in messages[name], name
+        kinds = {name: text.partition(":")[0] for name, text in messages.items()}
         configured = {"sizes", "blocks", "address", "no secret", "port", "any address", "long name"}
         assert {kinds[name] for name in configured} == {"ConfigError"}, kinds
         assert kinds["nobody"] == kinds["after it"] == "AggregationError"
-        numbers = [n for n in (10, 11, 12) if f"tensor 0 of {n} float32" in told["sizes"]]
+        numbers = [n for n in (10, 11, 12) if f"tensor 0 of {n} float32" in messages["sizes"]]
         assert len(numbers) == 2
-        assert told["types"].startswith("ConfigError: ")
-        assert "of 10 float64 in" in told["types"]
-        assert "of 10 float32 in" in told["types"]
-        assert "rank 0: Settings(block_size=8" in told["blocks"]
-        assert "rank 2: Settings(block_size=10" in told["blocks"]
+        assert messages["types"].startswith("ConfigError: ")
+        assert "of 10 float64 in" in messages["types"]
+        assert "of 10 float32 in" in messages["types"]
+        assert "rank 0: Settings(block_size=8" in messages["blocks"]
+        assert "rank 2: Settings(block_size=10" in messages["blocks"]
     assert "over the ranks [0], and this state over [0, 1, 2]" in reports[0]["other ranks"]
 
 
@@ -108,7 +108,7 @@ def test_failure_on_one_rank_is_reported_on_all(run):
     }
     *others, last = run("on_one_rank")
     for name, text in texts.items():
-        assert all(text in told[name] for told in others), name
+        assert all(text in messages[name] for messages in others), name
         assert last[name] == "ValueError: of mine" or text in last[name]
 
 
@@ -175,9 +175,9 @@ def test_a_killed_process_ends_all_ranks_at_once_and_leaves_no_process(
     broken, tmp_path, kills, killed, texts
 ):
     with broken(kills=kills) as ranks:
-        for told in ranks.answers(killed=killed):
-            assert told.startswith("AggregationError: ")
-            assert any(text in told for text in texts), told
+        for message in ranks.answers(killed=killed):
+            assert message.startswith("AggregationError: ")
+            assert any(text in message for text in texts), message
     until(lambda: not any(map(is_running, children(tmp_path))))
 
 
@@ -187,9 +187,9 @@ def test_a_killed_dedicated_aggregator_ends_all_ranks_within_the_bound(broken, s
         with broken(kills="", **given) as ranks:
             until(lambda: are_going(tmp_path))
             killed.send_signal(signal.SIGKILL)
-            for told in ranks.answers():
-                assert told.startswith("AggregationError: aggregator 0 has not answered rank")
-                assert told.endswith("for 3 seconds")
+            for message in ranks.answers():
+                assert message.startswith("AggregationError: aggregator 0 has not answered rank")
+                assert message.endswith("for 3 seconds")
 
 
 @pytest.mark.extended
@@ -199,8 +199,8 @@ def test_a_killed_rank_of_dedicated_aggregators_ends_the_others_within_the_bound
         dedicated(secret) as (_, second),
         broken(kills="rank", aggregators=[first, second], secret_file=secret) as ranks,
     ):
-        for told in ranks.answers(killed=[WORLD - 1]):
-            assert told == "AggregationError: nothing was heard of rank 2 for 3 seconds"
+        for message in ranks.answers(killed=[WORLD - 1]):
+            assert message == "AggregationError: nothing was heard of rank 2 for 3 seconds"
 
 
 @pytest.mark.extended
@@ -221,12 +221,12 @@ def test_dedicated_aggregator_that_exits_ends_all_ranks_with_cause(
             process.kill()
             process.wait()
             with dedicated(secret, first.rpartition(":")[2]):
-                told = ranks.answers()
+                messages = ranks.answers()
         else:
             process.terminate()
-            told = ranks.answers()
+            messages = ranks.answers()
             assert process.wait(20) == 0
-    assert set(told) == {f"AggregationError: {text}"}
+    assert set(messages) == {f"AggregationError: {text}"}
 
 
 @pytest.mark.extended

@@ -69,6 +69,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_inexact_fusion_is_refused_in_every_process(run, name):
-    for told in run("refusal", name=name):
-        assert told.startswith("FusionError: ")
-        assert re.search(REFUSED[name], told)
+    for message in run("refusal", name=name):
+        assert message.startswith("FusionError: ")
+        assert re.search(REFUSED[name], message)

@@ -49,14 +49,14 @@ def test_all_ranks_report_differing_arguments(ranks):
 
 
 def test_mistakes_with_groups_and_models_are_named(ranks):
-    for rank, told in enumerate(ranks(3).run("reduce:misuses")):
-        assert "make a SparseState for each model" in told["two models"]
-        assert "torch.float32 cannot be sent as wire_dtype" in told["in backward"]
-        assert "give train the model inside it" in told["twice"]
-        assert "closed" in told["closed"]
+    for rank, messages in enumerate(ranks(3).run("reduce:misuses")):
+        assert "make a SparseState for each model" in messages["two models"]
+        assert "torch.float32 cannot be sent as wire_dtype" in messages["in backward"]
+        assert "give train the model inside it" in messages["twice"]
+        assert "closed" in messages["closed"]
         if rank < 2:
             ranks_differ = "over the ranks [0, 1], and the model is trained by [0, 1, 2]"
-            assert ranks_differ in told["some ranks"]
+            assert ranks_differ in messages["some ranks"]
 
 
 def test_held_back_gradients_are_in_checkpoints(ranks):
@@ -90,8 +90,8 @@ def test_process_that_ends_right_after_its_last_bucket_ends_well():
 def test_a_killed_rank_ends_all_others_with_an_error(jobs, tmp_path):
     with WarmRanks(jobs, tmp_path, 3) as ranks:
         ranks.begin("reduce:killed")
-        for told in ranks.answers(killed=[2]):
-            assert "onnection" in told or "peer" in told, told
+        for message in ranks.answers(killed=[2]):
+            assert "onnection" in message or "peer" in message, message
 
 
 @pytest.mark.parametrize(
@@ -120,5 +120,5 @@ STRIDED_REFUSED = {
 def test_sum_of_a_strided_tensor_is_exact_and_writes_nothing_else(ranks):
     for refused in ranks(2).run("strided_sums:layouts"):
         assert refused.keys() == {"group", "through"}
-        for told in refused.values():
-            assert all(cause in told[name] for name, cause in STRIDED_REFUSED.items())
+        for messages in refused.values():
+            assert all(cause in messages[name] for name, cause in STRIDED_REFUSED.items())

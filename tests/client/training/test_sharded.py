@@ -36,7 +36,7 @@ REFUSED = {
 
 def test_optimizers_of_whole_tensors_refuse_shards(ranks, tmp_path, is_extended):
     names = REFUSED.keys() - {"Checkpoints", "" if is_extended else "Adam8bit"}  # imports torchao
-    for told in ranks(2).run("sharded:refusals", directory=tmp_path, names=sorted(names)):
-        assert told.keys() == names | {"Checkpoints"}
-        for name, text in told.items():
+    for messages in ranks(2).run("sharded:refusals", directory=tmp_path, names=sorted(names)):
+        assert messages.keys() == names | {"Checkpoints"}
+        for name, text in messages.items():
             assert all(expected in text for expected in REFUSED[name]), text

@@ -230,10 +230,10 @@ def test_output_of_trial_is_no_result(pool, capfd):
 def test_start_of_stderr_of_trial_is_shown(capfd):
     with Pool(target()) as pool:
         assert failures(measure(pool, {"does": "shouts"}, GOOD)) == [None, None]
-    told = capfd.readouterr().err
-    assert told.startswith("trouble trouble ")
-    assert len(told) < 2**17
-    assert told.endswith("[what else a measuring process writes is left out]\n")
+    errors = capfd.readouterr().err
+    assert errors.startswith("trouble trouble ")
+    assert len(errors) < 2**17
+    assert errors.endswith("[what else a measuring process writes is left out]\n")
 
 
 def test_exit_of_forked_child_is_no_failure(pool):

@@ -186,8 +186,8 @@ class Host:
 
 
 def record(tile=32, **other):
-    told = {"cost": 1e-3, "spread": 0.0, "count": 1, "failure": None} | other
-    return {"configuration": {"tile": tile}, **told}
+    outcome = {"cost": 1e-3, "spread": 0.0, "count": 1, "failure": None} | other
+    return {"configuration": {"tile": tile}, **outcome}
 
 
 def of(*records):
@@ -299,15 +299,17 @@ def test_search_starts_only_at_configurations_with_types_of_the_space(hints):
 
 
 def test_configurations_of_one_neighbour_do_not_exhaust_the_budget(hints):
-    begun = hints(*[record(tile=each) for each in range(1, 400)], fit=lambda told: (told["tile"],))
+    begun = hints(
+        *[record(tile=each) for each in range(1, 400)], fit=lambda values: (values["tile"],)
+    )
     assert begun == [(8,)]  # the first eight of them were looked at
 
 
 @pytest.mark.parametrize(
     "fit",
     [
-        lambda told: (1024 // (told["tile"] - 64),),
-        lambda told: (told["tile"] + 1,),
+        lambda values: (1024 // (values["tile"] - 64),),
+        lambda values: (values["tile"] + 1,),
         lambda _: ([8],),
     ],
 )
@@ -352,8 +354,8 @@ def test_default_measured_last_is_the_answer_if_it_is_the_fastest(memories):
 
 def test_costs_of_peers_are_accepted_after_local_check(memories):
     colleague, first = memories("colleague"), memories("first")
-    told = [record(tile=tile, cost=2 * COSTS[tile,]) for tile in (8, 16, 32, 128)]
-    colleague.plant("measurements", 0, of(*told))
+    records = [record(tile=tile, cost=2 * COSTS[tile,]) for tile in (8, 16, 32, 128)]
+    colleague.plant("measurements", 0, of(*records))
     assert first.schedule().configuration == (32,)
     assert set(first.measured) == {(32,), (64,)}
 
@@ -407,12 +409,12 @@ def remembered(memories):
         first, second = memories("first"), memories("second")
         first.measure = lambda configuration: Finding(configuration, 1.0, count=1)
         random_ = random.Random(0)
-        told = []
+        drawn = []
 
         def measure_some(search):
-            while len(told) < count:
-                if (configuration := space.draw(random_)) not in told:
-                    told.append(configuration)
+            while len(drawn) < count:
+                if (configuration := space.draw(random_)) not in drawn:
+                    drawn.append(configuration)
                     search.publish(first.measure(configuration))
                     assert first.cache.publisher.drain(30)
             raise KeyboardInterrupt

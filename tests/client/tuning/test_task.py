@@ -106,7 +106,7 @@ def test_search_shows_trials_best_cost_failures_and_time_left_on_a_terminal(buil
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "status", "told"),
+    ("name", "arguments", "status", "text"),
     [
         ("nobody", (), 2, "has no task 'nobody'"),
         ("no_task", (), 2, "is no graphstash.tuning.Task"),
@@ -117,9 +117,9 @@ def test_search_shows_trials_best_cost_failures_and_time_left_on_a_terminal(buil
         ("undescribed", (), 2, r"describe\(\) of the target must be JSON: "),
     ],
 )
-def test_invalid_search_is_reported_in_one_line(search, built, name, arguments, status, told):
+def test_invalid_search_is_reported_in_one_line(search, built, name, arguments, status, text):
     done = search(name, *arguments, status=status, enabled=False)
-    assert re.search(told, done.stderr)
+    assert re.search(text, done.stderr)
     assert "Traceback" not in done.stderr
 
 

@@ -64,7 +64,7 @@ class Recorder(CompileCache):
         # meet the end of the child.
         self.answers_at_once = not config.wants_hook("jax")
         self.output = output
-        self.told: dict[str, str] = {}  # what a program says about itself
+        self.remarks: dict[str, str] = {}  # what a program says about itself
 
     def fetch_or_start(self, request: CompileRequest, *_: object, **__: object) -> NoReturn:
         self._end(str(request.key), "")
@@ -79,7 +79,7 @@ class Recorder(CompileCache):
 
     def _end(self, key: str, unshared: str) -> NoReturn:
         asked = AskedError(key, unshared)
-        asked.answer |= self.told
+        asked.answer |= self.remarks
         if self.answers_at_once:
             os.write(self.output, json.dumps(asked.answer).encode() + b"\n")
             os._exit(0)
@@ -94,7 +94,7 @@ def run(
     recorder = Recorder(output, **getattr(compiler, "SETTINGS", {}))
     try:
         compiler.install(recorder)
-        program(recorder.told.update)
+        program(recorder.remarks.update)
     except BaseException:
         if recorder.answer is None:
             return {"failed": traceback.format_exc()}

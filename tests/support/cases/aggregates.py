@@ -206,33 +206,33 @@ def trains_the_same(*, name: str) -> None:
         SparseState(through=made, **hook) as state,
     ):
         values, _ = trained(lambda _: (state, sparse_hook), accumulate=2)
-        told, sent = state.scalars(), made.counters.sent_bytes
+        scalars, sent = state.scalars(), made.counters.sent_bytes
     torch.testing.assert_close(values, plain, rtol=tolerance, atol=tolerance)
     assert_same_bits(name, values)
     if name != "bf16 on the wire":
-        assert told["sent_bytes"] == sent
+        assert scalars["sent_bytes"] == sent
     if name == "whole":
-        assert told["whole"] > 0
+        assert scalars["whole"] > 0
         return
-    assert told["whole"] == 0 < told["looks"]
-    assert 0 < told["density"] < told["union_density"] < 0.4
-    assert told["sent_bytes"] < 0.05 * told["saved_bytes"]
+    assert scalars["whole"] == 0 < scalars["looks"]
+    assert 0 < scalars["density"] < scalars["union_density"] < 0.4
+    assert scalars["sent_bytes"] < 0.05 * scalars["saved_bytes"]
 
 
 def mistakes(*, directory: str) -> dict[str, str]:
     """Return what this rank is told of arguments and tensors that cannot be."""
-    rank, world, told = distributed.get_rank(), distributed.get_world_size(), {}
+    rank, world, messages = distributed.get_rank(), distributed.get_world_size(), {}
 
     def made(**arguments: Any) -> str:
         return error_of(lambda: AggregatedAllReduce(**arguments))
 
     with AggregatedAllReduce() as sums:
-        told["sizes"] = error_of(lambda: sums.sum_(torch.ones(10 + rank)))
-        told["after it"] = error_of(lambda: sums.sum_(torch.ones(10)))
+        messages["sizes"] = error_of(lambda: sums.sum_(torch.ones(10 + rank)))
+        messages["after it"] = error_of(lambda: sums.sum_(torch.ones(10)))
     with AggregatedAllReduce() as sums:
         dtype = torch.float64 if rank else torch.float32
-        told["types"] = error_of(lambda: sums.sum_(torch.ones(10, dtype=dtype)))
-    told |= {
+        messages["types"] = error_of(lambda: sums.sum_(torch.ones(10, dtype=dtype)))
+    messages |= {
         "blocks": made(block_size=8 + rank),
         "address": made(listen="192.0.2.1"),
         "payload": made(payload_bytes=70),
@@ -249,8 +249,8 @@ def mistakes(*, directory: str) -> dict[str, str]:
     secret.write_text("1" * 32)
     secret.chmod(0o600)
     nobody = {"aggregators": ["127.0.0.1:9"], "lost_after_seconds": 1}
-    told["nobody"] = made(**nobody, secret_file=secret)
-    told["long name"] = made(aggregators=["a" * 64 + ":1"], secret_file=secret)
+    messages["nobody"] = made(**nobody, secret_file=secret)
+    messages["long name"] = made(aggregators=["a" * 64 + ":1"], secret_file=secret)
     many = torch.ones(1, dtype=torch.uint8).expand(256 * (2**32 - 2) + 1)
     with AggregatedAllReduce(payload_bytes=1_452) as sums:
         tensors = {
@@ -259,12 +259,12 @@ def mistakes(*, directory: str) -> dict[str, str]:
             "too large": torch.ones(10, dtype=torch.float64),
             "complex": torch.ones(10, dtype=torch.complex64),
         }
-        told |= {name: error_of(partial(sums.sum_, t)) for name, t in tensors.items()}
+        messages |= {name: error_of(partial(sums.sum_, t)) for name, t in tensors.items()}
         flat = torch.ones(10) * 1j
-        told["imaginary"] = error_of(lambda: sums.sum_(flat, wire_dtype=torch.float32))
-        told["two dimensions whole"] = error_of(lambda: sums.sum_whole_(torch.ones(2, 128)))
+        messages["imaginary"] = error_of(lambda: sums.sum_(flat, wire_dtype=torch.float32))
+        messages["two dimensions whole"] = error_of(lambda: sums.sum_whole_(torch.ones(2, 128)))
         sums.sum_(torch.ones(10))
-    told["closed"] = error_of(lambda: sums.sum_(torch.ones(10)))
+    messages["closed"] = error_of(lambda: sums.sum_(torch.ones(10)))
     some = distributed.new_group([0])
     if rank == 0:
         with AggregatedAllReduce(group=some) as sums:
@@ -272,20 +272,20 @@ def mistakes(*, directory: str) -> dict[str, str]:
             assert sums.sum_(alone).union_blocks == 1
             assert alone.tolist() == [1.0, 1.0, 1.0]
             all_ranks = distributed.group.WORLD
-            told["other ranks"] = error_of(lambda: SparseState(all_ranks, through=sums))
+            messages["other ranks"] = error_of(lambda: SparseState(all_ranks, through=sums))
     assert world == 3
-    return told
+    return messages
 
 
 def on_one_rank() -> dict[str, str]:
     """Return what this rank is told of what goes wrong on the last rank alone."""
-    told = {}
+    messages = {}
     python = sys.executable
     sys.executable = "/bin/echo" if is_last() else python
-    told["speaks first"] = error_of(AggregatedAllReduce)
+    messages["speaks first"] = error_of(AggregatedAllReduce)
     sys.executable = python
     size = threading.stack_size(2**50 if is_last() else 0)  # more than there are addresses
-    told["no thread"] = error_of(AggregatedAllReduce)
+    messages["no thread"] = error_of(AggregatedAllReduce)
     threading.stack_size(size)
 
     def no_send(at: Any, datagram: bytearray, to: Any = None) -> bool:
@@ -296,10 +296,10 @@ def on_one_rank() -> dict[str, str]:
         if is_last():
             sockets.send = no_send
         try:
-            told["own error"] = error_of(lambda: made.sum_(torch.ones(10)))
+            messages["own error"] = error_of(lambda: made.sum_(torch.ones(10)))
         finally:
             sockets.send = SEND
-    return told
+    return messages
 
 
 def with_a_fork() -> None:
@@ -358,8 +358,8 @@ def sums_until(directory: str, made: AggregatedAllReduce, at_20: Callable[[], ob
         if number == 20:
             at_20()
             note(directory, "going")
-        if told := error_of(lambda: made.sum_(torch.ones(200_000))):
-            return told
+        if message := error_of(lambda: made.sum_(torch.ones(200_000))):
+            return message
     raise AssertionError("nothing has ended these sums")
 
 

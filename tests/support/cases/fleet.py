@@ -32,8 +32,8 @@ def read_at_once(
         graphs: number of graphs, see `graph`.
     """
     waiting, starting = os.pipe()
-    told = [Path(directory) / f"{number}.json" for number in range(processes)]
-    for number, report in enumerate(told):
+    reports = [Path(directory) / f"{number}.json" for number in range(processes)]
+    for number, report in enumerate(reports):
         if os.fork() == 0:
             try:
                 os.close(starting)
@@ -45,9 +45,9 @@ def read_at_once(
                 os._exit(0)
     os.close(waiting)
     os.close(starting)
-    for _ in told:
+    for _ in reports:
         os.wait()
-    return [json.loads(report.read_text()) for report in told]
+    return [json.loads(report.read_text()) for report in reports]
 
 
 def _read(config: ClientConfig, graphs: int) -> dict[str, Any]:

@@ -436,10 +436,10 @@ def averages_are_put_in_and_taken_out() -> None:
 
 def optimizers_that_compute_beside_the_steps_are_refused() -> None:
     for name in ("Shampoo", "SOAP"):
-        told = error_of(partial(getattr(optimizers, name), new_parameters(XLA)))
+        message = error_of(partial(getattr(optimizers, name), new_parameters(XLA)))
         start = f"ValueError: {name} decomposes matrices beside the training, and torch_xla"
-        assert told.startswith(start), told
-        assert told.endswith("use Muon, LAMB or AdamW"), told
+        assert message.startswith(start), message
+        assert message.endswith("use Muon, LAMB or AdamW"), message
 
 
 CHECKS: dict[str, Callable[[], None]] = {

@@ -201,31 +201,33 @@ def disagreements() -> dict[str, str]:
 
 def misuses() -> dict[str, str]:
     """Return what this rank is told of mistakes with groups and models."""
-    told = {}
+    messages = {}
     one, two = (DistributedDataParallel(nn.Linear(64, 8)) for _ in range(2))
     with SparseState() as shared:
         for each in (one, two):
             each.register_comm_hook(shared, sparse_hook)
         both = one(torch.ones(4, 64)).sum() + two(torch.ones(4, 64)).sum()
-        told["two models"] = error_of(both.backward)
+        messages["two models"] = error_of(both.backward)
         distributed.barrier()  # after what has begun
     integers = DistributedDataParallel(nn.Linear(4, 1))
     integers.register_comm_hook(SparseState(wire_dtype=torch.int8), sparse_hook)
-    told["in backward"] = error_of(integers(torch.ones(2, 4)).sum().backward)
+    messages["in backward"] = error_of(integers(torch.ones(2, 4)).sum().backward)
     some = distributed.new_group([0, 1])
     model = DistributedDataParallel(nn.Linear(4, 1))
     if distributed.get_rank() < 2:
-        told["some ranks"] = error_of(lambda: train_with(model, SparseState(some)))
+        messages["some ranks"] = error_of(lambda: train_with(model, SparseState(some)))
     distributed.barrier()
     train_with(model, SparseState())
-    told["twice"] = error_of(lambda: train_with(model, SparseState()))
+    messages["twice"] = error_of(lambda: train_with(model, SparseState()))
     state = SparseState()
     backend: Any = state._group
     options = backend._get_backend(torch.device("cpu")).options
     assert options._timeout.total_seconds() == 100  # as the default group's
     state.close()
-    told["closed"] = error_of(lambda: state._later((0, 1), torch.ones(1), lambda: torch.ones(1)))
-    return told
+    messages["closed"] = error_of(
+        lambda: state._later((0, 1), torch.ones(1), lambda: torch.ones(1))
+    )
+    return messages
 
 
 def train_with(model: nn.Module, state: SparseState) -> None:

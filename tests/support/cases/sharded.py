@@ -155,12 +155,12 @@ def refusals(*, directory: str, names: list[str]) -> dict[str, str]:
         return [each for each in found if each.dim() == 2 or not matrices]
 
     at = Path(directory) / str(distributed.get_rank())
-    told = {}
+    messages = {}
     for name in names:
         optimizer, matrices = getattr(training, name), name in {"Muon", "Shampoo", "SOAP"}
-        told[name] = error_of(partial(optimizer, parameters(matrices=matrices)))
+        messages[name] = error_of(partial(optimizer, parameters(matrices=matrices)))
     training.Muon([{"params": parameters(matrices=True), "use_muon": False}])
     with training.Checkpoints(at) as checkpoints:
         state = {"model": new_model(sharded=True).state_dict()}
-        told["Checkpoints"] = error_of(lambda: checkpoints.save(1, state))
-    return told
+        messages["Checkpoints"] = error_of(lambda: checkpoints.save(1, state))
+    return messages

@@ -58,7 +58,7 @@ def imaginary_part() -> Tensor:
 
 def layouts() -> dict[str, dict[str, str]]:
     """Return what is said of tensors that have no sum of their own, by kind of sum and name."""
-    told = {}
+    results = {}
     with AggregatedAllReduce(block_size=4) as aggregated:
         for kind, reduce in (
             ("group", BlockSparseAllReduce(block_size=4)),
@@ -70,8 +70,8 @@ def layouts() -> dict[str, dict[str, str]]:
             parts = imaginary_part()
             call(reduce, "blocks", parts, 1.0)
             assert parts.tolist() == [0.0] * 4
-            told[kind] = {
+            results[kind] = {
                 name: error_of(partial(call, reduce, "blocks", made(), 1.0))
                 for name, made in REFUSED.items()
             }
-    return told
+    return results

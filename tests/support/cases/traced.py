@@ -448,9 +448,9 @@ def one_program() -> None:
     for hlo in found:
         require_one_computation(hlo)
     for when in ("backward", "forward"):
-        told = error_of(partial(fuse, training.model, training.optimizer, when))
-        assert "on xla:0, where the compiler fuses the update by itself" in told
-        assert "instead of fuse()" in told
+        message = error_of(partial(fuse, training.model, training.optimizer, when))
+        assert "on xla:0, where the compiler fuses the update by itself" in message
+        assert "instead of fuse()" in message
 
 
 def require_one_computation(hlo: str) -> None:
@@ -499,8 +499,8 @@ def retracing() -> None:
     amount = 10.0
     assert step().item() == 6
     step.retrace()
-    told = [(step().item(), step.mode) for _ in range(4)]
-    assert told == [(16, "recording"), (26, "recording"), (36, "traced"), (46, "traced")]
+    steps = [(step().item(), step.mode) for _ in range(4)]
+    assert steps == [(16, "recording"), (26, "recording"), (36, "traced"), (46, "traced")]
 
 
 def failing() -> None:
@@ -527,8 +527,8 @@ def eager() -> None:
     torch_xla.experimental.eager_mode(True)
     try:
         step = Training(traced=True).step
-        told = "torch_xla runs in eager mode; use torch_xla.compile"
-        assert (step.mode, step.reason) == ("lazy", told)
+        reason = "torch_xla runs in eager mode; use torch_xla.compile"
+        assert (step.mode, step.reason) == ("lazy", reason)
     finally:
         torch_xla.experimental.eager_mode(False)
 

@@ -245,7 +245,7 @@ def ended(network, densities=(0.5, 1, 0.1), elements=3000, **more):
     """What the ranks are told of a sum that does not end."""
     tensors, flags = gradients(1, len(network.workers), elements, densities)
     network.sum(tensors, flags, **{"block_size": BLOCK, "element": FLOAT32} | more)
-    return {rank: str(error) for rank, error in network.told.items()}
+    return {rank: str(error) for rank, error in network.failures.items()}
 
 
 def bounded(**more):
@@ -295,9 +295,9 @@ def starts_anew(network):
 def test_sum_that_cannot_end_tells_every_rank_the_cause(fault, starts, ranks, text):
     network = bounded()
     fault(network)
-    told = ended(network, **({} if starts is None else {"starts": starts}))
-    assert sorted(told) == ranks
-    assert all(text in each for each in told.values())
+    messages = ended(network, **({} if starts is None else {"starts": starts}))
+    assert sorted(messages) == ranks
+    assert all(text in each for each in messages.values())
     assert starts or network.now < 35
 
 
@@ -307,7 +307,7 @@ def test_late_but_live_rank_is_waited_for():
     expected = in_order(tensors)
     starts = [0, 0, 500]
     network.sum(tensors, flags, block_size=BLOCK, element=FLOAT32, starts=starts)
-    assert not network.told
+    assert not network.failures
     assert {each.tobytes() for each in tensors} == {expected.tobytes()}
     # Each of the others asks for every slot once a second, without its blocks.
     assert network.resent_bytes < 2 * 500 * 6 * 72 * 1.3
@@ -321,8 +321,8 @@ def test_ranks_with_different_tensors_all_get_both_descriptions(bound):
     tensors = [np.ones(each, np.float32) for each in elements]
     flags = [np.ones(-(-n // size), bool) for n, size in zip(elements, sizes, strict=True)]
     network.sum(tensors, flags, block_size=sizes, element=FLOAT32)
-    assert sorted(network.told) == [0, 1, 2]
-    for error in network.told.values():
+    assert sorted(network.failures) == [0, 1, 2]
+    for error in network.failures.values():
         assert isinstance(error, ConfigError)
         text = str(error)
         assert "of 3000 float32 in blocks of 16" in text
@@ -405,7 +405,7 @@ def test_blocks_keep_a_rank_alive():
         tensors, flags = gradients(1, 3, 3000, [1, 1, 1])
         network.sum(tensors, flags, block_size=BLOCK, element=FLOAT32, starts=[10, 10, 10])
     assert network.now > 40
-    assert not network.told
+    assert not network.failures
 
 
 def test_resumed_process_declares_no_peer_dead():

@@ -96,18 +96,18 @@ def test_search_resumes_from_batches_in_any_order(name):
 
 
 def test_known_trials_are_not_proposed_again(name):
-    told = [each for each in SMALL if random.Random(repr(each)).random() < 0.3]
+    known = [each for each in SMALL if random.Random(repr(each)).random() < 0.3]
     searcher = searcher_of(name)
     asked = searcher.ask(2)
-    told = [each for each in told if each not in asked]
-    for each in told + asked:
+    known = [each for each in known if each not in asked]
+    for each in known + asked:
         searcher.tell(each, 1.0)
     while new := searcher.ask(7):
         asked += new
         for each in new:
             searcher.tell(each, cost_of(each))
-    assert not set(asked) & set(told)
-    assert len(asked) == SMALL.size - len(told)
+    assert not set(asked) & set(known)
+    assert len(asked) == SMALL.size - len(known)
 
 
 def test_preferred_configurations_are_proposed_first(name):

@@ -320,7 +320,7 @@ def test_named_values_become_a_configuration_and_back():
 
 
 @pytest.mark.parametrize(
-    ("values", "told", "is_its"),
+    ("values", "given", "is_its"),
     [
         ([0.5, 1, 2], 1, True),
         ([0.5, 1, 2], 0.5, True),
@@ -331,12 +331,12 @@ def test_named_values_become_a_configuration_and_back():
         ([False, 4], 4, True),
     ],
 )
-def test_a_finding_has_the_types_of_its_parameters_values(values, told, is_its):
+def test_a_finding_has_the_types_of_its_parameters_values(values, given, is_its):
     space = ParameterSpace({"a": values})
-    record = {"configuration": {"a": told}, "cost": 1, "spread": 0, "count": 1, "failure": None}
+    record = {"configuration": {"a": given}, "cost": 1, "spread": 0, "count": 1, "failure": None}
     with nullcontext() if is_its else pytest.raises(ValueError, match="types"):
         (found,) = read(json.dumps({"measurements": [record]}).encode(), space)
-        assert found.configuration == (told,)
+        assert found.configuration == (given,)
 
 
 @pytest.fixture
