@@ -160,21 +160,21 @@ def test_key_that_names_no_algorithm_verifies_all_of_its_type(verify, issuer):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "named", "accepted"),
+    ("algorithm", "named"),
     [
-        ("HS256", "HS256", ", ".join(sorted(ALGORITHMS))),
-        ("none", "none", ", ".join(sorted(ALGORITHMS))),
-        ("<b>\n", "an unknown algorithm", ", ".join(sorted(ALGORITHMS))),
-        ("PS256", "PS256", "RS256"),
+        ("HS256", "HS256"),
+        ("none", "none"),
+        ("<b>\n", "an unknown algorithm"),
+        ("PS256", "PS256"),
     ],
 )
-async def test_refusal_names_the_algorithm_and_the_accepted_ones(
-    access, issuer, algorithm, named, accepted
-):
+async def test_refusal_names_the_algorithm_and_those_of_the_key(access, issuer, algorithm, named):
     issuer.add_key("rsa", "RS256")
     header, body, signature = issuer.token("rsa").split(".")
     header = encoded({"alg": algorithm, "typ": "JWT", "kid": "rsa"})
-    with pytest.raises(ServerError, match=f"signed with {named}, .* for {accepted}: ") as refusal:
+    with pytest.raises(
+        ServerError, match=f"signed with {named}, but its key verifies only RS256: "
+    ) as refusal:
         await access.principal_of(f"Bearer {header}.{body}.{signature}")
     assert refusal.value.code is ErrorCode.UNAUTHENTICATED
 

@@ -248,7 +248,7 @@ class AccessService:
 
         Raises:
             ServerError: 401, with the same message for every token that is not valid now, except a
-                JWT of a trusted issuer that is signed with another algorithm.
+                JWT with an algorithm that its key does not verify.
         """
         if self.is_open:
             return OPEN_ACCESS

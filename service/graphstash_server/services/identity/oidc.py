@@ -18,7 +18,7 @@ import logging
 import re
 import ssl
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -249,15 +249,15 @@ _INVALID: Final = (
 """Errors of a JWT that is malformed or not valid. Thousands of brackets cause a RecursionError."""
 
 
-def _check_algorithm(algorithm: str, accepted: Collection[str]) -> None:
-    """Raise 401 if the algorithm is not among the accepted ones."""
-    if algorithm in accepted:
+def _check_algorithm(algorithm: str, key: VerifyingKey) -> None:
+    """Raise 401 if the key does not verify the algorithm."""
+    if algorithm in key.algorithms:
         return
     named = algorithm if _ALGORITHM_NAME.fullmatch(algorithm) else "an unknown algorithm"
     raise ServerError(
         ErrorCode.UNAUTHENTICATED,
-        f"the JWT is signed with {named}, and its issuer's key is accepted for "
-        f"{', '.join(sorted(accepted))}: let the provider sign with one of these",
+        f"the JWT is signed with {named}, but its key verifies only "
+        f"{', '.join(sorted(key.algorithms))}: let the provider sign with one of these",
     )
 
 
@@ -289,7 +289,7 @@ class OidcVerifier:
         """Return the caller that a JWT names, or None if the JWT is not valid or grants nothing.
 
         Raises:
-            ServerError: 401 if the JWT of a trusted issuer has another algorithm, 503 as from
+            ServerError: 401 if the key does not verify the algorithm of the JWT, 503 as from
                 `IssuerKeys.find`.
         """
         if len(token) > _MAX_CHARACTERS or not token.isascii():
@@ -300,11 +300,10 @@ class OidcVerifier:
             algorithm = header.get("alg")
             if issuer is None or not isinstance(algorithm, str) or "crit" in header:
                 return None
-            _check_algorithm(algorithm, ALGORITHMS)
             key = await self._keys[issuer.issuer].find(header.get("kid"))
             if key is None:
                 return None
-            _check_algorithm(algorithm, key.algorithms)
+            _check_algorithm(algorithm, key)
             claims = jwt.decode(
                 token,
                 key.key,
