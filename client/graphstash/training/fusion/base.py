@@ -308,9 +308,9 @@ def _refuse_parameters(
             )
         if parameter.device.type not in {"cpu", "cuda"}:
             raise FusionError(
-                f"parameters are on {parameter.device}, where the compiler fuses the update by "
-                "itself: make the whole step one graph (on torch_xla it is; elsewhere "
-                "training.traced_step) instead of fuse()"
+                f"fuse() does not apply to parameters on {parameter.device}: a compiler fuses the "
+                "update if it gets the whole step as one graph, as from torch_xla; on other "
+                "devices, use training.traced_step"
             )
         if is_sharded(parameter) and parameter.device_mesh.device_type != parameter.device.type:  # type: ignore[attr-defined] # a DTensor
             raise FusionError(
