@@ -93,7 +93,7 @@ def serve(tmp_path, state):
 
 @pytest.fixture
 def job(tmp_path):
-    """Starts jobs on hosts of their own, which are told of no server."""
+    """Starts jobs, each on a host of its own without a server."""
     started = []
 
     def start(**settings):

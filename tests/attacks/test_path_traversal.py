@@ -50,8 +50,8 @@ def test_a_name_in_a_path_leads_out_of_the_store(fort, space):
             for place, (path, methods) in enumerate(_paths(name, space)):
                 method = methods[(number + place) % len(methods)]
                 with Wire(fort.url) as wire:
-                    lines = head(method, path, "Content-Length: 2", token=fort.admin)
-                    answer = wire.ask(lines + b"{}")
+                    request_head = head(method, path, "Content-Length: 2", token=fort.admin)
+                    answer = wire.ask(request_head + b"{}")
                 assert 400 <= answer.status < 500, (path, answer)
                 assert fort.canary.encode() not in answer.body
                 assert "x-injected" not in answer.headers

@@ -22,7 +22,7 @@ METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 
 
 def problem(code):
-    return Problem.of(code, "told by the server", request_id="r1").model_dump_json()
+    return Problem.of(code, "from the server", request_id="r1").model_dump_json()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The next run of a job downloads what the last one used, without being told to."""
+"""The next run of a job downloads what the last one used, without any setting."""
 
 import json
 import random

@@ -31,7 +31,7 @@ WRONG = {
 """How far a wrong clock is ahead."""
 
 ON_SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-"""For long stories that are told in the times of servers, whatever keeps these."""
+"""For long tests in which the kind of database makes no difference."""
 
 HOUR_SECONDS = 3600
 DAY_SECONDS = 24 * HOUR_SECONDS

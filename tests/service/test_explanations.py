@@ -1,4 +1,4 @@
-"""What artifacts were made of: told by publishers, and compared with what others miss."""
+"""Descriptions of artifacts: publishers send them, and misses are compared with them."""
 
 import asyncio
 from contextlib import closing

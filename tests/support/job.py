@@ -1,6 +1,6 @@
 """A training job small enough for tests: a two-layer perceptron, AdamW, a few steps.
 
-Knows nothing of graphstash unless told to install it by hand. Writes what happened as JSON.
+Calls graphstash itself only with `--install`. Writes what happened as JSON.
 """
 
 # mypy: disallow-untyped-calls=False

@@ -1,4 +1,4 @@
-"""A server that writes down what it is told, and answers as it is told to."""
+"""A server that records each request, and answers as the test sets it."""
 
 import socket
 import ssl

@@ -15,7 +15,7 @@ __all__ = ["Load"]
 
 
 class Load:
-    """Threads that put, get and ask for leases until told to stop.
+    """Threads that put, get and ask for leases until the `with` block ends.
 
     Attributes:
         answered: rounds in which every answer was right.

@@ -63,7 +63,7 @@ def s3_client(
 
 
 def s3_settings(url: str, bucket: str, **more: object) -> dict[str, Any]:
-    """A server's settings for a bucket, without a tier unless told otherwise."""
+    """A server's settings for a bucket, by default without a tier."""
     return {
         "blob_store": "s3",
         "s3_bucket": bucket,

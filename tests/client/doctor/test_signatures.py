@@ -72,9 +72,9 @@ def test_signing_key_that_is_revoked_untrusted_or_readable_by_others_is_reported
 )
 def test_without_signatures_the_writers_of_each_namespace_are_trusted(url, state):
     findings = diagnose(url, read_namespaces="trusted", namespace="team", connect_seconds=0.1)
-    of_trust = [each for each in findings if each.name == "trust"]
-    assert [each.state for each in of_trust] == [state, state]
-    for finding, namespace in zip(of_trust, ("trusted", "team"), strict=True):
+    trust_findings = [each for each in findings if each.name == "trust"]
+    assert [each.state for each in trust_findings] == [state, state]
+    for finding, namespace in zip(trust_findings, ("trusted", "team"), strict=True):
         assert f"{namespace!r}: signatures are not checked: everyone who can write" in finding.found
 
 

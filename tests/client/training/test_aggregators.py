@@ -72,7 +72,7 @@ MISTAKES = {
     "two dimensions": "a tensor of shape (2, 128): give one dimension",
     "two dimensions whole": "a tensor of shape (2, 128): give one dimension",
     "named twice": "name each of them once",
-    "nobody": "aggregator 0 at 127.0.0.1:9 has not answered rank 0",
+    "absent aggregator": "aggregator 0 at 127.0.0.1:9 has not answered rank 0",
     "too large": "a datagram of 1452 has 1380 for a block",
     "too many": "a tensor has 4294967294 blocks at most",
     "complex": "this is torch.complex64",
@@ -89,7 +89,7 @@ def test_mistakes_are_reported_on_every_rank(run, tmp_path):
         kinds = {name: text.partition(":")[0] for name, text in messages.items()}
         configured = {"sizes", "blocks", "address", "no secret", "port", "any address", "long name"}
         assert {kinds[name] for name in configured} == {"ConfigError"}, kinds
-        assert kinds["nobody"] == kinds["after it"] == "AggregationError"
+        assert kinds["absent aggregator"] == kinds["after it"] == "AggregationError"
         numbers = [n for n in (10, 11, 12) if f"tensor 0 of {n} float32" in messages["sizes"]]
         assert len(numbers) == 2
         assert messages["types"].startswith("ConfigError: ")

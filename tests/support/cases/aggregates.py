@@ -137,7 +137,7 @@ def lossy(*, count: int) -> int:
 
 
 def hostile(*, count: int) -> None:
-    """Sums while somebody on this host sends what they can think of."""
+    """Sum while a stranger on this host sends random, repeated and altered datagrams."""
     stop, chance = threading.Event(), random.Random(distributed.get_rank())
     heard, said = [], 0
 
@@ -220,7 +220,7 @@ def trains_the_same(*, name: str) -> None:
 
 
 def mistakes(*, directory: str) -> dict[str, str]:
-    """Return what this rank is told of arguments and tensors that cannot be."""
+    """Return the message of each invalid argument or tensor on this rank."""
     rank, world, messages = distributed.get_rank(), distributed.get_world_size(), {}
 
     def made(**arguments: Any) -> str:
@@ -248,8 +248,8 @@ def mistakes(*, directory: str) -> dict[str, str]:
     secret = Path(directory) / str(rank)
     secret.write_text("1" * 32)
     secret.chmod(0o600)
-    nobody = {"aggregators": ["127.0.0.1:9"], "lost_after_seconds": 1}
-    messages["nobody"] = made(**nobody, secret_file=secret)
+    absent = {"aggregators": ["127.0.0.1:9"], "lost_after_seconds": 1}
+    messages["absent aggregator"] = made(**absent, secret_file=secret)
     messages["long name"] = made(aggregators=["a" * 64 + ":1"], secret_file=secret)
     many = torch.ones(1, dtype=torch.uint8).expand(256 * (2**32 - 2) + 1)
     with AggregatedAllReduce(payload_bytes=1_452) as sums:
@@ -278,7 +278,7 @@ def mistakes(*, directory: str) -> dict[str, str]:
 
 
 def on_one_rank() -> dict[str, str]:
-    """Return what this rank is told of what goes wrong on the last rank alone."""
+    """Return this rank's message for each error that occurs only on the last rank."""
     messages = {}
     python = sys.executable
     sys.executable = "/bin/echo" if is_last() else python
@@ -317,7 +317,7 @@ def with_a_fork() -> None:
     made.close()
     os.kill(fork, signal.SIGKILL)
     os.waitpid(fork, 0)
-    assert own.returncode == 0  # it was told to end, and not killed
+    assert own.returncode == 0  # it ended at a request, not by a signal
 
 
 def require_ones(made: AggregatedAllReduce, elements: int = 10) -> None:
@@ -353,7 +353,7 @@ def begun(directory: str, made: AggregatedAllReduce) -> Any:
 
 
 def sums_until(directory: str, made: AggregatedAllReduce, at_20: Callable[[], object]) -> str:
-    """Return what this rank is told at last; `at_20` is called before the 20th sum."""
+    """Repeat a sum until it fails, and return the message. Calls `at_20` before the 20th sum."""
     for number in range(10**6):
         if number == 20:
             at_20()
@@ -364,7 +364,7 @@ def sums_until(directory: str, made: AggregatedAllReduce, at_20: Callable[[], ob
 
 
 def broken(*, directory: str, kills: str, **arguments: Any) -> str:
-    """Sum until somebody is killed: the last "rank", its "child", or a process of the test."""
+    """Sum until a process is killed: the last "rank", its "child", or one of the test."""
     made = AggregatedAllReduce(lost_after_seconds=3, **arguments)
     own = begun(directory, made)
 

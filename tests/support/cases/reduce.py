@@ -175,7 +175,7 @@ def trains_the_same(*, name: str) -> None:
 
 
 def disagreements() -> dict[str, str]:
-    """Return what this rank is told when the ranks do not do the same."""
+    """Return this rank's message for each way in which the ranks disagree."""
     rank = distributed.get_rank()
     first, model, same = rank == 0, nn.Linear(2, 2), BlockSparseAllReduce()
     for each in (torch.ones(10), torch.ones(12), torch.ones(10, dtype=torch.int32)):
@@ -200,7 +200,7 @@ def disagreements() -> dict[str, str]:
 
 
 def misuses() -> dict[str, str]:
-    """Return what this rank is told of mistakes with groups and models."""
+    """Return this rank's message for each misuse of groups and models."""
     messages = {}
     one, two = (DistributedDataParallel(nn.Linear(64, 8)) for _ in range(2))
     with SparseState() as shared:
@@ -316,7 +316,7 @@ def resumed(*, directory: str) -> None:
 
 
 def killed() -> str:
-    """Kill the last rank in the middle of a sum; return what another one is told."""
+    """Kill the last rank in the middle of a sum; return the message on this rank."""
 
     class Deadly(BlockSparseAllReduce):
         calls = 0

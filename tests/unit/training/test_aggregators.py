@@ -242,7 +242,7 @@ def test_datagram_of_rank_from_another_address_is_ignored():
 
 
 def ended(network, densities=(0.5, 1, 0.1), elements=3000, **more):
-    """What the ranks are told of a sum that does not end."""
+    """Return the message on each rank whose sum fails, by rank."""
     tensors, flags = gradients(1, len(network.workers), elements, densities)
     network.sum(tensors, flags, **{"block_size": BLOCK, "element": FLOAT32} | more)
     return {rank: str(error) for rank, error in network.failures.items()}

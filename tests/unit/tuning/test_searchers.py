@@ -41,7 +41,7 @@ def cost_of(configuration):
 
 
 def run(searcher, count, *, batch=1, shuffled=None):
-    """Until so many trials; batches are told in the order of asking, or shuffled."""
+    """Until so many trials; costs of a batch are reported in the order of asking, or shuffled."""
     while len(searcher.trials) < count:
         asked = searcher.ask(few := min(batch, count - len(searcher.trials)))
         assert len(asked) <= few
