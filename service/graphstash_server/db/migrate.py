@@ -101,12 +101,12 @@ async def find_revision(url: str) -> str | None:
 
     def read(connection: Connection) -> str | None:
         names = set(inspect(connection).get_table_names())
+        if (tables := names - {"alembic_version"}) and not tables & metadata.tables.keys():
+            raise StartError(
+                f"the database {shown} is of another program: it has the table {min(tables)} "
+                "and none of graphstash; name an empty database"
+            )
         if "alembic_version" not in names:
-            if names and not names & metadata.tables.keys():
-                raise StartError(
-                    f"the database {shown} is of another program: it has the table {min(names)} "
-                    "and none of graphstash; name an empty database"
-                )
             return None
         found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
         return None if found is None else str(found)
