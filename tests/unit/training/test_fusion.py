@@ -14,6 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphstash.training import SGD, AdamW, FusionError, Lion, fuse, traced_step
 from graphstash.training.fusion import partial_step
+from graphstash.training.fusion.uses import is_held
+from support.run_case import RUN_CASE, case_arguments
 from unit.training.hazards import WIDTH, Loop, Net, hazard_named
 
 both = pytest.mark.parametrize("when", ["backward", "forward"])
@@ -86,6 +88,34 @@ def test_fused_compiled_model_trains_as_with_optimizer_alone(case, when):
 def test_a_compiled_model_is_not_fused_with_its_forward(case):
     with pytest.raises(FusionError, match=r"compiled by torch\.compile.*use when=\"backward\""):
         case("forward")
+
+
+@pytest.mark.parametrize(
+    ("hold", "expected"),
+    [
+        (lambda _: None, False),
+        (lambda each: each[1:], True),
+        (torch.Tensor.detach, True),
+        (torch.Tensor.untyped_storage, True),
+    ],
+    ids=["nothing", "a view", "detach", "a storage"],
+)
+def test_memory_that_other_objects_hold_is_noticed(hold, expected):
+    parameter = nn.Parameter(torch.zeros(3))
+    held = hold(parameter)
+    assert is_held(parameter) is expected
+    del held
+    assert not is_held(parameter)
+
+
+@pytest.mark.extended
+def test_updates_wait_for_the_next_forward_on_the_newest_torch(jobs, tmp_path):
+    call = case_arguments("fused_step:in_next_forward")
+    options = {"script": RUN_CASE, "environment": "torch-newest", "under": "python"}
+    report = jobs.start(tmp_path, *call, **options).finish().report
+    assert report["torch"].startswith("2.15")
+    assert report["waiting"] == [0, 4, 4, 4]
+    assert report["fused"] == report["alone"]
 
 
 @both

@@ -14,6 +14,7 @@ the memory through an earlier view or an address does not trip; `is_held` finds 
 """
 
 import copy
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -74,13 +75,23 @@ class Tripwire:
             tensor.__class__ = kind
 
 
-def is_held(tensor: Tensor) -> bool:
-    """Return whether another tensor shares memory with this unsharded one.
+def _uses_of_storage(tensor: Tensor) -> tuple[int, int]:
+    """Return how many tensors, and how many Python objects, refer to a tensor's storage."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
-    Examples: a view, `detach()`, `.data`, and a graph that backward has not freed yet.
+
+_UNHELD: Final = _uses_of_storage(torch.zeros(1))
+"""Uses of a new tensor's storage. Since 2.11, torch keeps the storage's Python object."""
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Return whether another object shares memory with this unsharded tensor.
+
+    Examples: a view, `detach()`, `.data`, a storage, and a graph that backward has not freed yet.
     """
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count > 1
+    tensors, objects = _uses_of_storage(tensor)
+    return tensors > _UNHELD[0] or objects > _UNHELD[1]
 
 
 def _armed(kind: type[Tensor], on_use: "weakref.WeakMethod[Callable[[Tensor], None]]") -> type:
