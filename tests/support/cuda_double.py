@@ -49,6 +49,9 @@ class CudaDouble:
                 with into.recorded:
                     yield
                 double.captures += 1
+            except Exception:
+                message = "operation failed due to a previous error during capture"
+                raise RuntimeError(message) from None
             finally:
                 into.recorded.undo()
 
@@ -65,6 +68,8 @@ class CudaDouble:
         monkeypatch.setattr(torch.cuda, "graph", graph)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: torch.get_rng_state())
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new, _: torch.set_rng_state(new))
 
 
 class _Recording(TorchDispatchMode):

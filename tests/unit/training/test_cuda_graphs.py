@@ -1,4 +1,6 @@
-"""The traced step as a CUDA graph, with a double that keeps CUDA's rules: no GPU was here."""
+"""The traced step as a CUDA graph, with a double that keeps CUDA's rules; tests/gpu has a GPU."""
+
+import math
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch.nn import functional
 
 from graphstash.training.optimizers import SGD, AdamW
 from graphstash.training.optimizers.gradients import LossScale
+from graphstash.training.traced.comparison import compared
 from graphstash.training.traced.step import State
 from graphstash.training.traced.torch_graph import CudaGraphStep
 from support.cuda_double import CudaDouble
@@ -71,7 +74,7 @@ def test_a_captured_step_trains_as_the_function_does(cuda, optimizer):
     for pair in zip(traced.state(), plain.state(), strict=True):
         close(*pair)
     assert (traced.step.mode, cuda.captures) == ("traced", 1)
-    assert traced.calls == 3 + 1
+    assert traced.calls == 3 + 1 + 1  # uncaptured, captured, compared
 
 
 def test_steps_before_and_after_the_capture_are_computed_in_one_way(cuda):
@@ -94,6 +97,50 @@ def test_step_is_run_after_failed_capture(cuda):
         "CUDA graph capture failed: RuntimeError: operation not permitted when stream is capturing"
     )
     assert (traced.step.mode, cuda.captures) == ("lazy", 0)
+
+
+class Counting(Training):
+    """Scales the loss by a Python number that changes with every step."""
+
+    def function(self, x, y):
+        return super().function(x, y * self.calls)
+
+
+def test_graph_that_keeps_a_number_which_changes_is_refused(cuda):
+    traced, plain = Counting(traced=True), Counting(traced=False)
+    close(traced.train(range(STEPS)), plain.train(range(STEPS)))
+    for pair in zip(traced.state(), plain.state(), strict=True):
+        close(*pair)
+    assert traced.calls == plain.calls
+    assert traced.step.mode == "lazy"
+    assert traced.step.reason.startswith(
+        "its CUDA graph computes other values than the function for `0.weight`, `0.bias`, "
+    )
+
+
+@pytest.mark.parametrize(
+    ("deviation", "is_accepted"), [(0.0, True), (3e-7, True), (1e-4, False), (math.nan, False)]
+)
+@pytest.mark.parametrize("noise", [0.0, 1e-7])
+def test_graph_may_differ_by_the_noise_of_its_kernels(cuda, noise, deviation, is_accepted):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.zeros(64)
+
+    def made(offset):
+        weight.add_(torch.randn(64, generator=generator) * noise + 1 + offset)
+        return weight.sum()
+
+    state = State([weight])
+    result, reason = compared(lambda: made(0.0), lambda: made(deviation), state, CPU)
+    assert torch.equal(result, weight.sum())
+    assert (reason is None) == (is_accepted and (deviation == 0 or noise > 0))
+
+
+def test_graph_that_cannot_be_compared_is_refused_after_one_step(cuda):
+    weight = torch.zeros(4)
+    _, reason = compared(lambda: weight.add_(1), lambda: 1 / 0, State([weight]), CPU)
+    assert reason == "its CUDA graph cannot be compared: ZeroDivisionError: division by zero"
+    assert weight.tolist() == [1.0] * 4
 
 
 def test_exception_of_function_is_raised_inside_and_outside_capture(cuda):

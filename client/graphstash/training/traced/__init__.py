@@ -12,8 +12,9 @@ then on it runs that graph: one execution, no compile, and no Python of the step
 Rules for `train_step`:
 
 * Everything that changes from step to step must be a tensor in `state` or in the batch, or the
-  random seed. torch_xla's traced step detects, names and refuses a Python number that changes with
-  every step. A CUDA graph does not.
+  random seed. A traced step detects and refuses a Python number that changes with every step. On
+  CUDA it does so only in a job of one process, by making one step three times: a tensor outside of
+  `state` that the step changes is then changed three times.
 * A Python number that changes rarely is detected if it is an option of an optimizer, `training` or
   `requires_grad` of a module, or part of the batch. Call `retrace()` after any other change.
   Otherwise a graph keeps the old number, or the old tensor from outside of `state` and the batch.
@@ -29,6 +30,7 @@ A step that cannot be traced runs as usual, with a warning that says why.
     recorder    one recorded step as a graph, and whether two are the same
     bindings    the functions of torch_xla that this needs
     torch_graph plain torch: torch.compile, CUDA graphs
+    comparison  whether a CUDA graph makes the step of the function
 """
 
 from collections.abc import Callable, Sequence

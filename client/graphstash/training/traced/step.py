@@ -93,6 +93,18 @@ class State:
         """Return every tensor of the state except the gradients, each once."""
         return list(_distinct(tensor for e in self._elements for tensor in _tensors_of(e)))
 
+    def names(self) -> list[str]:
+        """Return a name for each of the `tensors()`."""
+        names: dict[int, str] = {}
+        for element in self._elements:
+            if isinstance(element, nn.Module):
+                named = (*element.named_parameters(), *element.named_buffers())
+                names |= {id(tensor): name for name, tensor in named}
+        for element in self._elements:
+            for tensor in _tensors_of(element):
+                names.setdefault(id(tensor), f"a tensor of {type(element).__name__}")
+        return [names[id(tensor)] for tensor in self.tensors()]
+
     def structure(self) -> Hashable:
         """Return the host's state that selects the graph."""
         return (

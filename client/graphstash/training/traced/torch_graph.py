@@ -7,7 +7,8 @@ fails.
 On CUDA, the whole step is captured as one CUDA graph
 (https://pytorch.org/docs/2.7/notes/cuda.html#whole-network-capture). A captured graph runs no
 Python and has no guards. There is one graph for each structure of the batch and each host state
-that `State` detects. A graph keeps all other Python values of its capture, without a warning.
+that `State` detects. A graph keeps all other Python values of its capture. `comparison` finds those
+that change with every step.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from graphstash.training.device import formula_only
 from graphstash.training.fusion.base import require_unfused
+from graphstash.training.traced.comparison import compared
 from graphstash.training.traced.step import (
     STRUCTURES,
     State,
@@ -134,10 +136,9 @@ class TorchStep(TracedStep[R]):
 
 
 class CudaGraphStep(TracedStep[R]):
-    """Captures the step as a CUDA graph.
+    """Captures the step as a CUDA graph, and compares the graph once with the function.
 
-    Written after torch's documentation, and tested only on a CPU, with a double that follows CUDA's
-    rules.
+    It does not compare them in a job of several processes.
 
     Optimizers must be capturable: those of graphstash.training, or those of torch.optim with
     `capturable=True`. Here the former never use fused kernels, captured or not, so that a resumed
@@ -153,12 +154,15 @@ class CudaGraphStep(TracedStep[R]):
     def retrace(self) -> None:
         """Discard the graphs."""
         self._restart()
+        in_ddp = distributed.is_available() and distributed.is_initialized()
         self._steps: dict[Hashable, int] = {}
         self._captures: dict[Hashable, _Capture] = {}
+        self._compared: set[Hashable] = set()
+        # A comparison repeats the collectives of a step, which other ranks would not do.
+        self._compares = not in_ddp or distributed.get_world_size() == 1
         self._side = torch.cuda.Stream(self._device)
         # Only one graph runs at a time, so all graphs can share memory.
         self._pool = torch.cuda.graph_pool_handle()
-        in_ddp = distributed.is_available() and distributed.is_initialized()
         self._warm_up_steps = _WARM_UP_OF_DDP if in_ddp else _WARM_UP
 
     def __call__(self, *batch: Any) -> R:
@@ -174,27 +178,49 @@ class CudaGraphStep(TracedStep[R]):
         structure = (layout, self._state.structure(), self._state.values())
         capture = self._captures.get(structure)
         if capture is None:
-            if structure not in self._steps and len(self._steps) >= STRUCTURES:
-                self._fall_back(
-                    f"batches and the host's state have more than {STRUCTURES} structures; pad "
-                    "batches, and use the optimizers of graphstash.training for scheduled values"
-                )
-                return self._warm_up(batch)
-            self.mode = "recording"
-            done = self._steps[structure] = self._steps.get(structure, 0) + 1
-            if done <= self._warm_up_steps:
-                return self._warm_up(batch)
-            before = Snapshot(self._state, values=False)  # a capture only records
-            try:
-                capture = _Capture(self._run, batch, tensors, self._pool)
-            except Exception as error:  # noqa: BLE001 - the function's own error is raised again below
-                before.restore()
-                self._state.refresh()
-                self._refuse(f"CUDA graph capture failed: {_cause(error)}")
-                return self._run(*batch)
-            self._captures[structure] = capture
+            return self._record(structure, batch, tensors)
+        if self._compares and structure not in self._compared:
+            return self._compare(capture, structure, batch, tensors)
         self.mode = "traced"
         result: R = capture(tensors)
+        return result
+
+    def _record(self, structure: Hashable, batch: Sequence[Any], tensors: list[Tensor]) -> R:
+        """Run an ordinary step or, after some of them, capture the step and run its graph."""
+        if structure not in self._steps and len(self._steps) >= STRUCTURES:
+            self._fall_back(
+                f"batches and the host's state have more than {STRUCTURES} structures; pad "
+                "batches, and use the optimizers of graphstash.training for scheduled values"
+            )
+            return self._warm_up(batch)
+        self.mode = "recording"
+        done = self._steps[structure] = self._steps.get(structure, 0) + 1
+        if done <= self._warm_up_steps:
+            return self._warm_up(batch)
+        before = Snapshot(self._state, values=False)  # a capture only records
+        try:
+            capture = _Capture(self._run, batch, tensors, self._pool)
+        except Exception as error:  # noqa: BLE001 - the function's own error is raised again below
+            before.restore()
+            self._state.refresh()
+            self._refuse(f"CUDA graph capture failed: {_cause(error)}")
+            return self._run(*batch)
+        self._captures[structure] = capture
+        self.mode = "traced"
+        result: R = capture(tensors)
+        return result
+
+    def _compare(
+        self, capture: "_Capture", structure: Hashable, batch: Sequence[Any], tensors: list[Tensor]
+    ) -> R:
+        self.mode = "recording"
+        self._compared.add(structure)
+        result, reason = compared(
+            lambda: self._warm_up(batch), lambda: capture(tensors), self._state, self._device
+        )
+        if reason is not None:
+            self._captures.clear()
+            self._refuse(reason)
         return result
 
     def _run(self, *batch: Any) -> R:
@@ -229,9 +255,19 @@ class _Capture:
         static = iter(self._inputs)
         leaves = [next(static) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads upload batches, which must not invalidate the capture.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._result = function(*pytree.tree_unflatten(leaves, nesting))
+        cause: Exception | None = None
+        try:
+            # Other threads upload batches, which must not invalidate the capture.
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                try:
+                    self._result = function(*pytree.tree_unflatten(leaves, nesting))
+                except Exception as error:
+                    cause = error
+                    raise
+        except Exception:
+            if cause is not None:  # CUDA raises another error when an invalid capture ends
+                raise cause from None
+            raise
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         torch._foreach_copy_(self._inputs, list(tensors))
