@@ -59,6 +59,16 @@ class TestInductor(HookContract):
         assert warm.hits >= GRAPHS + 1
         assert 0 < warm.stats["saved_compile_seconds"] < 1.5 * built.report["seconds"]
 
+    def test_graphs_whose_autotuning_results_are_bundled_are_shared(self, hosts):
+        """torch begins a bundle when it loads a graph, and ends the bundle when the graph runs."""
+        first, second = (hosts.run(host, "training_with_bundles") for host in ("one", "two"))
+        assert second.report["fx"] == {"fxgraph_cache_hit": GRAPHS}
+        assert second.report["aot"]["autograd_cache_hit"] == 1
+        assert second.report["losses"] == first.report["losses"]
+        assert second.stats["fallbacks"] == {}
+        assert first.stats["misses"] == first.stats["published"]  # no graph here is autotuned
+        assert second.stats["misses"] == 0
+
     @pytest.mark.extended
     def test_forked_child_shares_as_its_parent_does(self, hosts, built):
         around = {"function": self.case, "keywords": {}}

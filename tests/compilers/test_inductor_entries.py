@@ -2,6 +2,7 @@
 
 import base64
 import json
+import pickle
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import torch
 from graphstash import CompileCache
 from graphstash._compile.compile_limit import CompileLimit
 from graphstash._compile.stats import Counters
+from graphstash._compile.two_call import TwoCallCache
 from graphstash_schema import ArtifactKind, ArtifactMetadata
 from support.deferred import Deferred
 from support.fault_proxy import IMPATIENT, Fault, FaultProxy
@@ -24,6 +26,8 @@ compile_fx = Deferred("torch._inductor.compile_fx")
 config = Deferred("torch._inductor.config")
 cpp_builder = Deferred("torch._inductor.cpp_builder")
 remote_cache = Deferred("torch._inductor.remote_cache")
+autotune_cache = Deferred("torch._inductor.runtime.autotune_cache")
+library = Deferred("torch.library")
 kernels = Deferred("graphstash.hooks.inductor.kernels")
 user_code = Deferred("graphstash.hooks.inductor.user_code")
 
@@ -67,6 +71,40 @@ def test_a_graph_is_compiled_once(host):
         assert (b.stats.hits_server, b.stats.misses) == (2, 0)
         assert dynamo.counters["inductor"]["fxgraph_cache_hit"] == 1
         assert dynamo.counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+def test_a_kernel_for_a_device_that_is_not_here_keeps_no_graph_from_being_shared(host):
+    """torch 2.11 registers kernels for Apple's GPUs in Python."""
+    with library._scoped_library("aten", "IMPL") as apple, host("a") as a:
+        apple.impl("sin", torch.cos, "MPS")
+        compute()
+        assert a.stats.fallbacks == {}
+        assert a.stats.published == 2
+
+
+def unloadable(entry):
+    """An FX graph whose generated code raises an exception when torch loads it."""
+    stored = json.loads(entry)
+    graph = pickle.loads(base64.b64decode(stored["data"]))
+    graph.source_code = "raise ValueError"
+    return json.dumps(stored | {"data": base64.b64encode(pickle.dumps(graph)).decode()}).encode()
+
+
+def test_graph_that_torch_fails_to_load_is_rejected_and_compiled(host, monkeypatch):
+    with host("a"):
+        compute()
+    get = TwoCallCache.get
+
+    def damaged(cache, request, **options):
+        entry = get(cache, request, **options)
+        is_graph = entry is not None and request.key.kind is ArtifactKind.INDUCTOR
+        return unloadable(entry) if is_graph else entry
+
+    monkeypatch.setattr(TwoCallCache, "get", damaged)
+    with host("b") as b:
+        compute()
+        assert b.stats.fallbacks == {"rejected": 2}  # by AOTAutograd, then to compile the graph
+        assert dynamo.counters["inductor"]["fxgraph_cache_hit"] == 0
 
 
 def predict():
@@ -269,6 +307,7 @@ def test_every_kind_comes_back_byte_for_byte(host):
         for cache, value in caches.items():
             assert cache(cache.__name__).get("key") == value
         assert b.stats.hits_server == len(caches)
+        assert a.stats.misses == len(caches)
         assert {key.kind for key in b.cache.used} == {
             ArtifactKind.INDUCTOR,
             ArtifactKind.AOT_AUTOGRAD,
@@ -282,6 +321,7 @@ def seams():
         cpp_builder.CppBuilder.__dict__["build"],
         codecache.FxGraphCache.__dict__["_lookup_graph"],
         autograd_cache.AOTAutogradCache.__dict__["_lookup"],
+        autotune_cache.AutotuneCacheBundler.__dict__["begin_compile"],
         compile_fx._compile_fx_inner,
         config.fx_graph_remote_cache,
         config.autotune_remote_cache,

@@ -220,7 +220,8 @@ class CompileCache:
                 is_found, held = self._wait_or_start(key, destination)
             if is_found:
                 return None
-            self.counters.miss(key)
+            if not request.is_optional:
+                self.counters.miss(key)
         except CacheError as error:
             self.record_fallback(error)
             self.counters.uncached(key)
@@ -233,7 +234,9 @@ class CompileCache:
             self.counters.uncached(key)
             fallback_reason = Reason.INTERNAL
         try:
-            self.log.add(request, reason=fallback_reason or self._refused.pop(key, None))
+            reason = fallback_reason or self._refused.pop(key, None)
+            if reason is not None or not request.is_optional:
+                self.log.add(request, reason=reason)
             return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
         except BaseException:  # a signal: no process should wait for the lease
             if held is not None:
@@ -244,6 +247,11 @@ class CompileCache:
         """Start a compilation without a look-up or lease."""
         self.log.add(request, reason=None)
         return self._begin(request)
+
+    def note_stored(self, request: CompileRequest) -> None:
+        """Count the miss of an optional artifact that the compiler did make."""
+        self.counters.miss(request.key)
+        self.log.add(request, reason=None)
 
     def refuse(self, request: CompileRequest, why: str) -> None:
         """Count an unshareable program before its compilation, and check the compile limit."""

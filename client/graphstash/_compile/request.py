@@ -36,6 +36,8 @@ class CompileRequest:
             `max_artifact` limits it.
         is_compiled: Whether the compiler runs after a miss. False if it first looks up artifacts
             that this one contains. `CompileLimit` counts only requests with True.
+        is_optional: Whether the compiler may have nothing to store after a miss. Such a miss counts
+            when something is stored.
     """
 
     key: ArtifactKey
@@ -45,6 +47,7 @@ class CompileRequest:
     details: Callable[[], Mapping[str, str]] = dict
     max_bytes: int | None = None
     is_compiled: bool = True
+    is_optional: bool = False
 
     @classmethod
     def of(

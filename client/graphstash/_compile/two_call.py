@@ -90,6 +90,8 @@ class TwoCallCache:
                 compilation.abandon()
             raise
         if compilation is not None:
+            if request.is_optional and compilation.fallback_reason is None:
+                self._cache.note_stored(request)
             compilation.publish_bytes(payload, compile_seconds=seconds)
 
     def wants(self, key: ArtifactKey) -> bool:

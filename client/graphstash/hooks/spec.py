@@ -31,7 +31,7 @@ class TestedVersions(NamedTuple):
 
     Attributes:
         distribution: name of the distribution in a package index.
-        oldest: first release. (2, 6) contains 2.6.1.
+        oldest: first release. (2, 7) contains 2.7.1.
         newest: last release. (2, 15) contains 2.15.3.
         steps_aside_below: whether to refuse versions before `oldest`, instead of only warning.
         steps_aside_above: the same after `newest`.
@@ -62,7 +62,7 @@ class TestedVersions(NamedTuple):
         )
 
     def __str__(self) -> str:
-        """The range as text: `2.6 to 2.15`, or `2.7`."""
+        """The range as text: `2.7 to 2.15`, or `2.7`."""
         first, last = (".".join(map(str, bound)) for bound in (self.oldest, self.newest))
         return first if first == last else f"{first} to {last}"
 

@@ -18,6 +18,8 @@ from functools import partial, wraps
 from time import monotonic
 from typing import Any, Final, TypeVar
 
+from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+from torch._inductor.codecache import BypassFxGraphCache
 from torch._inductor.remote_cache import RemoteCacheBackend
 
 from graphstash._compile.cache import CompileCache
@@ -151,6 +153,14 @@ class Entries:
         look_up.served = None
         look_up.variant += 1
         return look_up.variant < _MAX_VARIANTS
+
+    def could_not_load(self, look_up: _LookUp, error: Exception) -> bool:
+        """Reject the entry that torch failed to load. False if torch failed without an entry."""
+        if look_up.served is None:
+            return False
+        key, _ = look_up.served
+        self._guarded(lambda: self._exchange.reject(key, f"torch could not load {key}: {error!r}"))
+        return True
 
     def watch(self, graph: Any) -> None:
         """Report if settings have changed when a loaded backward graph runs for the first time.
@@ -296,17 +306,26 @@ def offering_variants(
     entries: Entries,
     *,
     is_miss: Callable[[Any], bool],
+    miss: Callable[[], Any],
     found: Callable[[Any], None] = lambda _: None,
 ) -> Callable[..., Any]:
     """Wrap a look-up of torch: repeat it while torch rejects the offered variant.
 
-    torch evaluates guards on hints, not symbols, so a rejected entry leaves no trace.
+    torch evaluates guards on hints, not symbols, so a rejected entry leaves no trace. If torch
+    fails to load an entry, `miss` returns what makes torch compile instead.
     """
 
     def look_up(*args: Any, **kwargs: Any) -> Any:
         with entries.look_up() as current:
             while True:
-                result = original(*args, **kwargs)
+                try:
+                    result = original(*args, **kwargs)
+                except (BypassFxGraphCache, BypassAOTAutogradCache):  # torch compiles
+                    raise
+                except Exception as error:
+                    if not entries.could_not_load(current, error):
+                        raise
+                    return miss()
                 if not is_miss(result):
                     found(result)
                     return result

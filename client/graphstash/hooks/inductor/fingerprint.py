@@ -45,7 +45,7 @@ _OF_USERS: Final = frozenset(
 
 _OF_CPU: Final = frozenset({"compiler", "cpu_features", "cpu_model"})
 
-__all__ = ["entry_parts", "entry_request", "host_parts", "request_of", "torch_release"]
+__all__ = ["entry_parts", "entry_request", "host_parts", "request_of"]
 
 
 def entry_request(
@@ -64,8 +64,12 @@ def entry_request(
     parts = entry_parts(name, variant=variant)
     request = request_of(kind, parts, _device_type(), details=details)
     # After a miss of an AOTAutograd entry, torch looks up the FX graphs in it. Only a miss of an FX
-    # graph means a compilation.
-    return replace(request, is_compiled=kind is not ArtifactKind.AOT_AUTOGRAD)
+    # graph means a compilation. torch stores no autotuning results for a graph that has none.
+    return replace(
+        request,
+        is_compiled=kind is ArtifactKind.INDUCTOR,
+        is_optional=kind is ArtifactKind.AUTOTUNE,
+    )
 
 
 def entry_parts(name: str, *, variant: int) -> dict[str, str]:
@@ -153,12 +157,6 @@ def _named_in(script: str, _changed_ns: int) -> tuple[str, ...]:
             return ()
         words = re.findall(rb"[A-Za-z_]\w*", file.read(_MAX_SCRIPT_BYTES))
     return tuple(sorted({word.decode() for word in words} - _OF_USERS))
-
-
-def torch_release() -> tuple[int, int]:
-    """Return major and minor version, e.g. `(2, 7)`."""
-    major, minor, *_ = torch.__version__.split(".")
-    return int(major), int(minor)
 
 
 @cache

@@ -2,7 +2,7 @@
 
     entries    FX graphs, AOTAutograd results and autotuning results. The hook replaces the backend
                of torch's remote caches by `backend_override_cls`, which torch has for tests and
-               which is the same in 2.6 to 2.15. No Redis is needed.
+               which is the same in 2.7 to 2.15. No Redis is needed.
     objects    results of g++, at `CppBuilder.build`
 
 The hook enables the remote caches in torch's configuration. Environment variables would also enable
@@ -14,7 +14,6 @@ graphs are compiled. With another job's profile, no log would explain these deci
 """
 
 import logging
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -23,12 +22,12 @@ import torch
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import autograd_cache
 from torch._inductor import codecache, compile_fx, config, cpp_builder, remote_cache
+from torch._inductor.runtime import autotune_cache
 from torch.utils._triton import has_triton
 
 from graphstash._compile.cache import CompileCache
 from graphstash.hooks.inductor import SPEC
 from graphstash.hooks.inductor.entries import Entries, offering_variants
-from graphstash.hooks.inductor.fingerprint import torch_release
 from graphstash.hooks.inductor.objects import Objects, late
 from graphstash.hooks.patching import Patches
 from graphstash_schema import ArtifactKind
@@ -123,10 +122,14 @@ class InductorHook:
             codecache.FxGraphCache,
             "_lookup_graph",
             is_miss=lambda result: result[0] is None,
+            miss=lambda: (None, {}),
             found=lambda result: self._entries.watch(result[0]),
         )
         self._offer_variants(
-            autograd_cache.AOTAutogradCache, "_lookup", is_miss=lambda result: result is None
+            autograd_cache.AOTAutogradCache,
+            "_lookup",
+            is_miss=lambda result: result is None,
+            miss=lambda: None,
         )
         for module, name in _KEY_MAKERS:
             if hasattr(module, name):
@@ -141,17 +144,18 @@ class InductorHook:
                 return original(*args, **kwargs)
 
         self._patches.replace(compile_fx, "_compile_fx_inner", compile_fx_inner)
+        if bundler := getattr(autotune_cache, "AutotuneCacheBundler", None):
+            begin = _beginning_bundle(bundler, bundler.begin_compile)
+            self._patches.replace(bundler, "begin_compile", staticmethod(begin))
         _forget_remote_cache()
         self._switch_on()
 
-    def _offer_variants(self, owner: Any, name: str, **calls: Callable[[Any], Any]) -> None:
+    def _offer_variants(self, owner: Any, name: str, **calls: Callable[..., Any]) -> None:
         offered = offering_variants(getattr(owner, name), self._entries, **calls)
         self._patches.replace(owner, name, staticmethod(offered))
 
     def _switch_on(self) -> None:
         """Enable torch's remote caches, unless the user has disabled caching."""
-        if torch_release() < (2, 7) and "TORCHINDUCTOR_AUTOGRAD_CACHE" not in os.environ:
-            self._patches.switch_on(functorch_config, "enable_autograd_cache", unset=False)
         if config.fx_graph_cache:
             self._patches.switch_on(config, "fx_graph_remote_cache")
         if functorch_config.enable_autograd_cache:
@@ -161,6 +165,20 @@ class InductorHook:
         # hook, would act on it. Without a device for Triton, torch fails to make a bundle.
         if torch.accelerator.is_available() and has_triton():
             self._patches.switch_on(config, "bundled_autotune_remote_cache")
+
+
+def _beginning_bundle(bundler: Any, original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the beginning of a bundle of autotuning results: first end that of another graph.
+
+    torch ends a bundle when its graph runs, and raises an AssertionError if another graph is loaded
+    or compiled before that. It loads a forward graph and its backward graph together.
+    """
+
+    def begin_compile(*args: Any, **kwargs: Any) -> None:
+        bundler.end_compile()
+        original(*args, **kwargs)
+
+    return begin_compile
 
 
 def _logging_bypass(entries: Entries, original: Callable[..., Any]) -> Callable[..., Any]:

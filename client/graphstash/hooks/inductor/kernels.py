@@ -49,6 +49,9 @@ _KERNELS_OF_TORCH: Final = frozenset(
 )
 """Kernels for operations of ATen in torch's libraries, except those in `_FAKE_KERNELS`."""
 
+_OTHER_DEVICES: Final = {"XLA"} | (set() if torch.backends.mps.is_built() else {"MPS"})
+"""Dispatch keys for which Inductor compiles nothing here. torch_xla and torch register kernels."""
+
 _ALONE: Final = frozenset(
     {
         "_dtensor/mesh_get_process_group/CompositeExplicitAutograd",
@@ -121,8 +124,7 @@ def check_kernels() -> None:
 
 def _check(kernels: Any) -> None:
     for kernel in sorted(kernels):
-        # Inductor does not compile for XLA, and torch_xla registers such kernels.
-        if not kernel.endswith("XLA"):
+        if kernel.rpartition("/")[2] not in _OTHER_DEVICES:
             raise UndescribableError(f"a program replaced the kernel {kernel}")
 
 

@@ -1,7 +1,7 @@
 """C++ objects that g++ builds from the source code that Inductor generates for CPUs.
 
 torch's caches store the source code without the object. Without this module, a process that finds
-all its graphs still runs g++ for every kernel. In torch 2.6 to 2.15, only `CppBuilder.build` runs
+all its graphs still runs g++ for every kernel. In torch 2.7 to 2.15, only `CppBuilder.build` runs
 g++.
 
 The key of an object contains the command with the contents of the files that it names instead of
@@ -33,7 +33,7 @@ from graphstash._compile.cache import CompileCache
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
 from graphstash.errors import LocalTierError
-from graphstash.hooks.inductor.fingerprint import host_parts, request_of, torch_release
+from graphstash.hooks.inductor.fingerprint import host_parts, request_of
 from graphstash_schema import ArtifactKind
 
 __all__ = ["LateHeader", "Objects", "late", "object_parts"]
@@ -139,8 +139,7 @@ class Objects:
         target = Path(builder.get_target_file_path())
         found = self._find(builder, target)
         if found is True:
-            # Since 2.7, torch's function returns None; before, g++'s output and the path.
-            return None if torch_release() >= (2, 7) else (b"", str(target))
+            return None
         _build_header_of(builder)
         if not found:
             return self._original(builder)
