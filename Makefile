@@ -16,7 +16,7 @@ export PYTHONSAFEPATH = 1
 # Otherwise every process compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve test test-all test-package test-pairs test-random test-images test-pythons coverage fuzz \
+.PHONY: help demo serve test test-all test-package test-pairs test-random test-images test-gpu test-pythons coverage fuzz \
     check lint types format hooks dist docs docs-serve reference bench bench-training bench-tuning bench-reduce \
     constraints clean
 
@@ -77,6 +77,10 @@ test-images: $(VENV)/.installed $(VENV)/.packages  ## Run the image and the comp
 .PHONY: .test-images
 .test-images:
 	@if $(HAS_ENGINE); then $(MAKE) test-images; else echo 'NOT RUN: $(NO_ENGINE).'; fi
+
+test-gpu: $(VENV)/.installed  ## Run the tests that need a GPU of NVIDIA
+	$(BIN)/python -c 'import torch; torch.zeros(1, device="cuda")'
+	$(BIN)/python -m pytest --gpu tests/gpu
 
 # Tests that need no compiler.
 LIGHT_TESTS ?= tests/unit tests/service tests/client/doctor tests/client/tuning \

@@ -75,6 +75,7 @@ def pytest_addoption(parser):
     parser.addoption("--pairs", type=int, help="generated pairs of programs for each compiler")
     parser.addoption("--seed-of-pairs", type=int, default=1, help="chooses the generated pairs")
     parser.addoption("--images", action="store_true", help="also run tests marked `images`")
+    parser.addoption("--gpu", action="store_true", help="also run tests marked `gpu`")
 
 
 def pytest_configure(config):
@@ -115,7 +116,7 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    for mark in ("extended", "images"):
+    for mark in ("extended", "images", "gpu"):
         if not config.getoption(mark):
             left_out = [item for item in items if item.get_closest_marker(mark)]
             config.hook.pytest_deselected(items=left_out)

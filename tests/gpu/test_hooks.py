@@ -1,0 +1,48 @@
+"""On a GPU, every hook shares between two hosts, and the result has the same bits.
+
+The `pjrt` hook is not among them: see its entry under "Limits" in the README.
+"""
+
+import pytest
+
+from support.compiler_jobs import CompilerJobs
+
+pytestmark = pytest.mark.gpu
+
+PROGRAMS = {
+    "inductor": ("compiled_training", {}, "inductor,triton"),
+    "inductor, max-autotune": ("compiled_training", {"mode": "max-autotune"}, "inductor,triton"),
+    "inductor, CUDA graphs": ("compiled_training", {"mode": "reduce-overhead"}, "inductor,triton"),
+    "triton": ("launched_kernels", {}, "triton"),
+    "jax": ("jax_training", {}, "jax"),
+}
+"""The function of `support.cases.on_a_gpu`, its arguments, and the hooks."""
+
+VARIABLES = {
+    "JAX_PLATFORMS": "cuda",
+    "PJRT_DEVICE": "",
+    "TORCHINDUCTOR_CACHE_DIR": "HOST/inductor",
+    "TRITON_CACHE_DIR": "HOST/triton",
+    "TMPDIR": "HOST/tmp",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_second_host_compiles_nothing_and_computes_the_same_bits(name, server, namespace, tmp_path):
+    function, keywords, hooks = PROGRAMS[name]
+    options = {"hooks": hooks, "url": server.url, "namespace": namespace}
+    with CompilerJobs(tmp_path, cases="on_a_gpu", variables=VARIABLES, **options) as jobs:
+        outcomes = []
+        for host in ("first", "second"):
+            (tmp_path / host / "tmp").mkdir(parents=True)
+            outcomes.append(jobs.run(host, function, keywords))
+    cold, warm = outcomes
+    assert cold.stats["published"] > 0
+    assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
+    assert warm.hits > 0
+    assert warm.stats["misses"] == 0
+    assert warm.report["bits"] == cold.report["bits"]
+    assert warm.report.get("losses") == cold.report.get("losses")
+    assert warm.report.get("chosen") == cold.report.get("chosen")
+    assert warm.report.get("measured", 0) == 0
