@@ -1,10 +1,15 @@
-"""Compile options in one form; the messages are written by hand, as protobuf writes them."""
+"""Compile options and descriptions in one form; most messages are written by hand."""
+
+import base64
+import hashlib
+import zlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphstash.hooks.pjrt.canonical import canonical
+from graphstash.hooks.pjrt.fingerprint import digest_of
 
 
 def varint(number):
@@ -100,3 +105,37 @@ def test_sequences_whose_order_may_matter_keep_it(sequence):
     message = b"".join(text(4, element) for element in sequence)
     assert canonical(message) == message
     assert canonical(message) != canonical(b"".join(text(4, each) for each in sequence[::-1]))
+
+
+# What JAX 0.11.2 serializes for one NVIDIA H100, in two processes.
+H100 = [
+    (
+        "c-nQ7&ubGw6vvtACT=z+gs5~Y3ZoW`(5$nYA8v}+WK(EbZ7HJSMe3TYap~^Pl4NP(X)OK$;;9Hi6%VBc5ig4LP&}"
+        "2ML{C~o@gzNo7eSCXiwUGleej0&dEf6F-eHD+a&LY2!^Yaj@g!IEYWmS5bJwOPr%R|JV~kWhrJ;&8o0<6)7E-N_Y"
+        "e;oM>XxCqW>cyX`)u3Nr773DLR?~zdS|{tS|qt0{?9cCqyPq5Hze$Yc*-Y`Na+xwtML>~;QK(Opx9+`pwjIQ&9l5"
+        "t>6hnQ`b|pdi2cm{GvQLYxw8S=bS1tFI6fl62Y^y;#Xp{c8$yidl98D2OcX`HkRQZ2FC>M3NP!3$M+ex~6MOU+e{"
+        "f)Y9dv!mFtfZ$?@lB*k@ABUPDD&Tu}6;crve-f@bLgg2N?D?>NCe!4ERR_ECl?A0{TdRVSo<@_}C!70bw~KVF|wl"
+        "k(`PpIaiRf+x_PIe(?!}3zA%r@HY_3NQ#7if@JSKlu5%S4ZUR&=QkKG6WjG#1}f{We#^AXRtK>ueHlj2drr-`Z8}"
+        "En!b7<KV|oM^n)ZV4M@wew4pMViK9?<IayYA@%ca>dBxe*<B@Ls=%7ThnT&&zhRf|*?$B>ej3%!nQ*!^x!$to(dY"
+        "Uq+Ox(d7f0Bex)FIc{Y#Z6e;g47TA4ua3{<>S-EuT1(5(GR~5PIBd|lcn+f*VZ5(n>izhZ8g7;&!#<R(IHDt+A<x"
+        "lovu4xGG^FDL$_)T_Q`6^zlJjY%m"
+    ),
+    (
+        "c-nQ-&1(}u6aa8$x`~sm2_Y)oio&P`BQ)!5zT6bC`6x84wiHqEB5_UDxO8`CNp@-CX)OK$;;9Hi6%VBc5ig4LP&}"
+        "2ML{C~o@gzNo7eSCX!35H!KA2^G@4bCHhgtOG-umu`jkS*xF`??!w4+Dnugy%&6mVG~1gm7ah|9&f)a<XI7<b!_F"
+        "4rloo4V#0O}R>~vn^ATrycJKb*M?}?S%$)X>2?ApD`H30RhEMK->u+hN4(vYzVW}NSsB<eV{Us@9;QK?sSG0_`1&"
+        "6m*-pBO~%-$_00J*=`gmrvjJOdC9(_z6q4Wrz?iVoeLMv>#0U~&Vz}EGWk7=5!vh9l7@=6`pYxm%6y4JvMh6GWVI"
+        "&N29dtl%;H$*$WK@tC>`mxf;FboAxW{}R+2esP3KHh!6TbFSJ_mh1?(<=vkNGV6j(f;gAN3gy`V9ywDVfOREeK^)"
+        "A}g7koZjvy-}g74KrkmOIhlL|fs~w-$xjgL-G>rwIJBX;2DN{KkrK5W&((2BbF^EAX}E37-_n-h@OjU!>9-AAuU&"
+        "Wu_rFY!V5MnQy8U>`aPMF>LzHvrTq;A-MSQt1H;$E55?5(MZ}M$UB|I*c@8YUStBd0}nN@PVjHO%sY$lmbs=T#`F"
+        "D1uTVW%Hp4KnnCuh%fY3G-W!bpyVG;4^&r_;mg&FMWsjM>h{n3Z<)4g^B%-U4$q+dq$L6YPOP1Cp>%6rb~9hG;FV"
+        "xsM}sFtXq0RGiwe0lhvAk0g8qG%m"
+    ),
+]
+
+
+def test_description_of_a_gpu_is_the_same_in_every_process():
+    one, other = (zlib.decompress(base64.b85decode(each)) for each in H100)
+    assert hashlib.sha256(one).digest() != hashlib.sha256(other).digest()
+    assert digest_of(one) == digest_of(other)
+    assert digest_of(one) != digest_of(one.replace(b"H100", b"H200"))

@@ -38,6 +38,7 @@ __all__ = [
     "TOPOLOGY_FUNCTIONS",
     "Fingerprints",
     "Topology",
+    "digest_of",
     "is_portable",
     "label_of",
     "toolchain",
@@ -71,6 +72,11 @@ TOPOLOGY_FUNCTIONS: Final = (
 """Plug-in functions that `Topology.of` calls."""
 
 
+def digest_of(description: bytes | memoryview) -> str:
+    """Return the digest of a serialized topology. CUDA's plug-in writes its maps in any order."""
+    return hashlib.sha256(canonical(bytes(description))).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """A description of devices.
@@ -78,7 +84,7 @@ class Topology:
     Attributes:
         platform: Name of the platform, e.g. `cpu` or `tpu`.
         version: Version of the platform, in the plug-in's format.
-        digest: SHA-256 of the serialized description: the CPU's features, or the chips and their
+        digest: Digest of the serialized description: the CPU's features, or the chips and their
             arrangement. `none` if the plug-in has no description.
         kinds: Distinct kinds of devices, e.g. `TPU v5 lite`.
         device_count: Number of devices of all processes.
@@ -122,7 +128,7 @@ class Topology:
             PjrtError: The plug-in cannot serialize or describe it.
         """
         with api.serialized(Function.TOPOLOGY_DESCRIPTION_SERIALIZE, topology) as serialized:
-            digest = hashlib.sha256(serialized).hexdigest()
+            digest = digest_of(serialized)
         listed = api.ask(Function.TOPOLOGY_DESCRIPTION_GET_DEVICE_DESCRIPTIONS, topology)
         pointers = view_of(listed.answer, listed.size * POINTER_BYTES).cast("Q")
         kinds = {api.text(Function.DEVICE_DESCRIPTION_KIND, device) for device in pointers}
