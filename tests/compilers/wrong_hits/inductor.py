@@ -295,6 +295,18 @@ scale.register_autograd(gradient(HERE))
         "scale.register_autograd(lambda ctx, g: g * ctx.by, setup_context=keep)",
     ),
     _code("fake kernel", "scale.register_fake(lambda x: torch.HERE(x))", "zeros_like", "ones_like"),
+    *(
+        _code(
+            f"attribute of {name}",
+            f"{name}.by = HERE\nscale.register_autograd(lambda ctx, g: g * {name}.by)",
+            "2",
+            "3",
+        )
+        for name in (
+            *("torch.ops.pairs.scale", "torch.ops.pairs.scale.default"),
+            "torch.ops.aten.sin.default",
+        )
+    ),
     _code("kernel for a device", "scale.register_kernel('cpu', lambda x: x * HERE)", "2", "3"),
     _changes(
         "type of autocast of an operation",

@@ -59,6 +59,16 @@ __all__ = ["Registrations", "registrations", "user_code_of"]
 _BACK_REFERENCES: Final = frozenset({"_lib", "_opoverload", "_namespace", "_name"})
 """Attributes of a `CustomOpDef` that lead back to the operation."""
 
+_UNUSED: Final = torch.ops.aten._thnn_fused_gru_cell_backward
+
+_ATTRIBUTES_OF_TORCH: Final = (
+    vars(_UNUSED).keys()
+    | vars(_UNUSED.default).keys()
+    | {"_nondeterministic_seeded", "__doc__"}
+    | {"impl_aten", "prim_impl", "prim_meta_impl", "return_type", "schema"}  # of torch._prims
+)
+"""Attributes that operations and overloads have in torch."""
+
 _TYPES_OF_AUTOCAST: Final = {"_autocast_cpu_dtype": "cpu", "_autocast_cuda_dtype": "cuda"}
 """Attributes of a `CustomOpDef` of torch 2.7, and their devices."""
 
@@ -188,7 +198,22 @@ class _Describer(CodeDescriber):
             self.namespaces.add(name.partition("::")[0])
         else:
             self.operations.setdefault(name, packet)
-        return f"operation {name} {getattr(operation, '_overloadname', '')}"
+        described = f"operation {name} {getattr(operation, '_overloadname', '')}"
+        if own := _attributes_of_program(operation):
+            described += f" {self.describe(own)}"
+        return described
+
+
+def _attributes_of_program(operation: Any) -> dict[str, Any]:
+    """Return what a program set on an operation, its overloads, or one overload."""
+    found: dict[str, Any] = {}
+    for name, value in vars(operation).items():
+        if isinstance(value, OpOverload):
+            if own := _attributes_of_program(value):
+                found[name] = own
+        elif name not in _ATTRIBUTES_OF_TORCH:
+            found[name] = value
+    return found
 
 
 class Registrations(NamedTuple):
