@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from graphstash.training.optimizers import SGD, AdamW
 from graphstash.training.optimizers.gradients import LossScale
+from graphstash.training.traced import comparison
 from graphstash.training.traced.comparison import compared
 from graphstash.training.traced.step import State
 from graphstash.training.traced.torch_graph import CudaGraphStep
@@ -131,16 +132,111 @@ def test_graph_may_differ_by_the_noise_of_its_kernels(cuda, noise, deviation, is
         return weight.sum()
 
     state = State([weight])
-    result, reason = compared(lambda: made(0.0), lambda: made(deviation), state, CPU)
-    assert torch.equal(result, weight.sum())
-    assert (reason is None) == (is_accepted and (deviation == 0 or noise > 0))
+    made_step = compared(lambda: made(0.0), lambda: made(deviation), state, CPU)
+    assert torch.equal(made_step.result, weight.sum())
+    assert (made_step.reason is None) == (is_accepted and (deviation == 0 or noise > 0))
 
 
 def test_graph_that_cannot_be_compared_is_refused_after_one_step(cuda):
     weight = torch.zeros(4)
-    _, reason = compared(lambda: weight.add_(1), lambda: 1 / 0, State([weight]), CPU)
-    assert reason == "its CUDA graph cannot be compared: ZeroDivisionError: division by zero"
+    made = compared(lambda: weight.add_(1), lambda: 1 / 0, State([weight]), CPU)
+    assert made.reason == "its CUDA graph cannot be compared: ZeroDivisionError: division by zero"
+    assert made.is_made
     assert weight.tolist() == [1.0] * 4
+
+
+def test_state_that_cannot_be_written_keeps_the_step_from_being_compared(cuda):
+    overlapping, calls = torch.ones(1).expand(8), []
+    made = compared(lambda: calls.append(1), lambda: None, State([overlapping]), CPU)
+    assert (made.is_made, calls) == (False, [])
+    assert made.reason.startswith("its CUDA graph cannot be compared: RuntimeError: ")
+
+
+def test_step_without_memory_is_not_made(cuda):
+    weight = torch.zeros(4)
+
+    def fails():
+        weight.add_(1)
+        raise torch.OutOfMemoryError("too little")
+
+    made = compared(fails, lambda: None, State([weight]), CPU)
+    assert not made.is_made
+    assert made.reason == "its CUDA graph cannot be compared: OutOfMemoryError: too little"
+    assert weight.tolist() == [0.0] * 4
+
+
+def test_state_too_large_for_the_host_is_not_compared(cuda, monkeypatch):
+    monkeypatch.setattr(comparison, "_available_bytes", lambda: 63)
+    weight = torch.zeros(4)
+    made = compared(lambda: weight.add_(1), lambda: 1 / 0, State([weight]), CPU)
+    assert made == comparison.Comparison(is_made=False, result=None, reason=None)
+    monkeypatch.setattr(comparison, "_available_bytes", lambda: 64)
+    assert compared(lambda: weight.add_(1), lambda: weight.add_(1), State([weight]), CPU).is_made
+
+
+def test_parameter_that_only_an_optimizer_has_makes_one_step(cuda):
+    scale = nn.Parameter(torch.zeros(()))
+    optimizer = SGD([scale], lr=0.1)
+
+    def function():
+        scale.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = CudaGraphStep(function, State([optimizer]), device=CPU)
+    for _ in range(STEPS):
+        step()
+    assert (step.mode, step.reason) == ("traced", None)
+    torch.testing.assert_close(scale.detach(), torch.tensor(-0.1 * STEPS))
+
+
+def test_graph_that_repeats_another_effect_of_the_function_is_refused(cuda):
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+            self.calls = 0
+
+    counter = Counter()
+
+    def replacing(x):
+        counter.mean = 0.9 * counter.mean + 0.1 * x
+
+    def counting(x):
+        counter.calls += 1
+        return counter.mean.add_(x).sum(), counter.calls
+
+    reasons = {
+        replacing: "the function replaces `mean`, which a CUDA graph cannot repeat",
+        counting: "the function returns other Python values than its CUDA graph",
+    }
+    for function, reason in reasons.items():
+        counter.mean = torch.zeros(4)
+        step = CudaGraphStep(function, State([counter]), device=CPU)
+        for _ in range(STEPS):
+            step(torch.ones(4))
+        assert step.reason == reason
+    assert counter.mean.tolist() == [STEPS] * 4
+
+
+def test_gradients_that_a_step_leaves_are_those_of_its_own_graph(cuda):
+    """Also when graphs of two structures take turns, and when gradients add up."""
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    steps = []
+    for weight in weights:
+
+        def function(x, weight=weight):
+            (weight * x.sum(0)).sum().backward()
+
+        function(torch.ones(1, 2))  # gradients exist from the first step on
+        steps.append(function)
+    traced = CudaGraphStep(steps[0], State([weights[0]]), device=CPU)
+    for number in range(2 * STEPS):
+        x = torch.full((1 + number % 2, 2), float(number))
+        traced(x)
+        steps[1](x)
+        assert torch.equal(weights[0].grad, weights[1].grad)
+    assert (traced.mode, traced.reason) == ("traced", None)
 
 
 def test_exception_of_function_is_raised_inside_and_outside_capture(cuda):

@@ -81,7 +81,7 @@ def _uses_of_storage(tensor: Tensor) -> tuple[int, int]:
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
-_UNHELD: Final = _uses_of_storage(torch.zeros(1))
+_UNHELD: Final = _uses_of_storage(torch.zeros(1, device="cpu"))
 """Uses of a new tensor's storage. Since 2.11, torch keeps the storage's Python object."""
 
 

@@ -13,8 +13,8 @@ Rules for `train_step`:
 
 * Everything that changes from step to step must be a tensor in `state` or in the batch, or the
   random seed. A traced step detects and refuses a Python number that changes with every step. On
-  CUDA it does so only in a job of one process, by making one step three times: a tensor outside of
-  `state` that the step changes is then changed three times.
+  CUDA it does so only in a job of one process, only above the noise of the kernels, and by making
+  one step three times: a tensor outside of `state` that the step changes is changed three times.
 * A Python number that changes rarely is detected if it is an option of an optimizer, `training` or
   `requires_grad` of a module, or part of the batch. Call `retrace()` after any other change.
   Otherwise a graph keeps the old number, or the old tensor from outside of `state` and the batch.

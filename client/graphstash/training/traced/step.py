@@ -51,7 +51,7 @@ class State:
     """The state of a step.
 
     A module stands for its parameters, their gradients and its buffers. An optimizer stands for its
-    state tensors and the gradients of its parameters.
+    state tensors and the gradients of its parameters. A tensor stands for itself and its gradient.
 
     Raises:
         TypeError: an element has another type.
@@ -73,7 +73,10 @@ class State:
     def scan(self) -> None:
         """Update the lists of modules and parameters."""
         modules = [m for e in self._elements if isinstance(e, nn.Module) for m in e.modules()]
-        parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        parameters: list[Tensor] = [
+            p for m in modules for p in m._parameters.values() if p is not None
+        ]
+        parameters += [e for e in self._elements if isinstance(e, Tensor) and e.requires_grad]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 parameters += group["params"]
@@ -93,8 +96,8 @@ class State:
         """Return every tensor of the state except the gradients, each once."""
         return list(_distinct(tensor for e in self._elements for tensor in _tensors_of(e)))
 
-    def names(self) -> list[str]:
-        """Return a name for each of the `tensors()`."""
+    def names(self, tensors: Iterable[Tensor]) -> list[str]:
+        """Return a name for each of the state's tensors or parameters."""
         names: dict[int, str] = {}
         for element in self._elements:
             if isinstance(element, nn.Module):
@@ -103,7 +106,7 @@ class State:
         for element in self._elements:
             for tensor in _tensors_of(element):
                 names.setdefault(id(tensor), f"a tensor of {type(element).__name__}")
-        return [names[id(tensor)] for tensor in self.tensors()]
+        return [names.get(id(tensor), "a parameter") for tensor in tensors]
 
     def structure(self) -> Hashable:
         """Return the host's state that selects the graph."""

@@ -7,12 +7,12 @@ fails.
 On CUDA, the whole step is captured as one CUDA graph
 (https://pytorch.org/docs/2.7/notes/cuda.html#whole-network-capture). A captured graph runs no
 Python and has no guards. There is one graph for each structure of the batch and each host state
-that `State` detects. A graph keeps all other Python values of its capture. `comparison` finds those
-that change with every step.
+that `State` detects. A graph keeps all other Python values of its capture. `comparison` looks for
+those that change with every step.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from graphstash.training.device import formula_only
 from graphstash.training.fusion.base import require_unfused
-from graphstash.training.traced.comparison import compared
+from graphstash.training.traced.comparison import Comparison, compared
 from graphstash.training.traced.step import (
     STRUCTURES,
     State,
@@ -158,8 +158,6 @@ class CudaGraphStep(TracedStep[R]):
         self._steps: dict[Hashable, int] = {}
         self._captures: dict[Hashable, _Capture] = {}
         self._compared: set[Hashable] = set()
-        # A comparison repeats the collectives of a step, which other ranks would not do.
-        self._compares = not in_ddp or distributed.get_world_size() == 1
         self._side = torch.cuda.Stream(self._device)
         # Only one graph runs at a time, so all graphs can share memory.
         self._pool = torch.cuda.graph_pool_handle()
@@ -176,14 +174,36 @@ class CudaGraphStep(TracedStep[R]):
             self._refuse(str(why))
             return self._run(*batch)
         structure = (layout, self._state.structure(), self._state.values())
-        capture = self._captures.get(structure)
-        if capture is None:
+        if structure not in self._captures:
             return self._record(structure, batch, tensors)
-        if self._compares and structure not in self._compared:
-            return self._compare(capture, structure, batch, tensors)
+        if self._compares() and structure not in self._compared:
+            made = self._compare(structure, batch, tensors)
+            if made.reason is not None:
+                self._captures.clear()  # first, because their memory may be needed
+                self._refuse(made.reason)
+            else:
+                self._compared.add(structure)
+            if made.is_made or made.reason is not None:
+                return cast("R", made.result) if made.is_made else self._run(*batch)
         self.mode = "traced"
-        result: R = capture(tensors)
+        result: R = self._captures[structure](tensors)
         return result
+
+    def _compares(self) -> bool:
+        """Return whether this job is one process. The collectives of a step are repeated in a
+        comparison, which other ranks may not make in the same step.
+        """
+        in_ddp = distributed.is_available() and distributed.is_initialized()
+        return not in_ddp or distributed.get_world_size() == 1
+
+    def _compare(
+        self, structure: Hashable, batch: Sequence[Any], tensors: list[Tensor]
+    ) -> Comparison[R]:
+        self.mode = "recording"
+        capture = self._captures[structure]
+        return compared(
+            lambda: self._warm_up(batch), lambda: capture(tensors), self._state, self._device
+        )
 
     def _record(self, structure: Hashable, batch: Sequence[Any], tensors: list[Tensor]) -> R:
         """Run an ordinary step or, after some of them, capture the step and run its graph."""
@@ -199,7 +219,7 @@ class CudaGraphStep(TracedStep[R]):
             return self._warm_up(batch)
         before = Snapshot(self._state, values=False)  # a capture only records
         try:
-            capture = _Capture(self._run, batch, tensors, self._pool)
+            capture = _Capture(self._run, batch, tensors, self._pool, self._state.parameters)
         except Exception as error:  # noqa: BLE001 - the function's own error is raised again below
             before.restore()
             self._state.refresh()
@@ -208,19 +228,6 @@ class CudaGraphStep(TracedStep[R]):
         self._captures[structure] = capture
         self.mode = "traced"
         result: R = capture(tensors)
-        return result
-
-    def _compare(
-        self, capture: "_Capture", structure: Hashable, batch: Sequence[Any], tensors: list[Tensor]
-    ) -> R:
-        self.mode = "recording"
-        self._compared.add(structure)
-        result, reason = compared(
-            lambda: self._warm_up(batch), lambda: capture(tensors), self._state, self._device
-        )
-        if reason is not None:
-            self._captures.clear()
-            self._refuse(reason)
         return result
 
     def _run(self, *batch: Any) -> R:
@@ -249,7 +256,9 @@ class _Capture:
         batch: Sequence[Any],
         tensors: Sequence[Tensor],
         pool: Any,
+        parameters: Sequence[Tensor],
     ) -> None:
+        before = [parameter.grad for parameter in parameters]
         self._inputs = [tensor.clone() for tensor in tensors]
         leaves, nesting = pytree.tree_flatten(tuple(batch))
         static = iter(self._inputs)
@@ -269,9 +278,21 @@ class _Capture:
                 raise cause from None
             raise
 
+        grads = [parameter.grad for parameter in parameters]
+        self._grads = list(zip(parameters, grads, strict=True))
+        if all(grad is None for grad in (*before, *grads)):
+            self._grads = []  # before each call, too: the caller compares
+
+    @torch.no_grad()
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        torch._foreach_copy_(self._inputs, list(tensors))
+        if tensors:
+            torch._foreach_copy_(self._inputs, list(tensors))
+        for parameter, own in self._grads:  # another graph or step may have left others
+            if own is not None and parameter.grad is not None and parameter.grad is not own:
+                own.copy_(parameter.grad)
         self._graph.replay()
+        for parameter, own in self._grads:
+            parameter.grad = own
         return pytree.tree_map_only(Tensor, torch.clone, self._result)
 
 
