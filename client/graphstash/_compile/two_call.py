@@ -79,6 +79,7 @@ class TwoCallCache:
         """
         with self._lock:
             begun = self._begun.pop(request.key, None)
+        is_expected = begun is not None
         if begun is None:  # a `put` without a `get`, or a second `put`
             begun = _Begun(CompileTurn(self._cache.begin(request), no_op), 0, monotonic())
         seconds = monotonic() - begun.started if compile_seconds is None else compile_seconds
@@ -90,7 +91,7 @@ class TwoCallCache:
                 compilation.abandon()
             raise
         if compilation is not None:
-            if request.is_optional and compilation.fallback_reason is None:
+            if request.is_optional and is_expected and compilation.fallback_reason is None:
                 self._cache.note_stored(request)
             compilation.publish_bytes(payload, compile_seconds=seconds)
 

@@ -304,8 +304,15 @@ scale.register_autograd(gradient(HERE))
         )
         for name in (
             *("torch.ops.pairs.scale", "torch.ops.pairs.scale.default"),
-            "torch.ops.aten.sin.default",
+            "torch.ops.aten.erfinv.default",  # which no other pair reads
         )
+    ),
+    _code(
+        "operation that is an attribute of another",
+        "torch.ops.pairs.scale.default.by = torch.ops.aten.HERE.default\n"
+        "scale.register_autograd(lambda ctx, g: torch.ops.pairs.scale.default.by(g))",
+        "sin",
+        "cos",
     ),
     _code("kernel for a device", "scale.register_kernel('cpu', lambda x: x * HERE)", "2", "3"),
     _changes(

@@ -155,8 +155,11 @@ class Entries:
         return look_up.variant < _MAX_VARIANTS
 
     def could_not_load(self, look_up: _LookUp, error: Exception) -> bool:
-        """Reject the entry that torch failed to load. False if torch failed without an entry."""
-        if look_up.served is None:
+        """Reject the entry that torch failed to load. False if torch failed without an entry, or if
+        all ranks compile together: a rank that compiled alone would hang.
+        """
+        store = ranks()
+        if look_up.served is None or (store is not None and store.compiles_together):
             return False
         key, _ = look_up.served
         self._guarded(lambda: self._exchange.reject(key, f"torch could not load {key}: {error!r}"))
@@ -202,7 +205,9 @@ class Entries:
         if kind is ArtifactKind.AOT_AUTOGRAD and self._changes_settings:
             self._cache.refuse(self._request(kind, name, 0), _CHANGED_SETTINGS)
             return None
-        look_up = self._thread.look_up or _LookUp()
+        # A bundle of autotuning results, which torch loads with a graph, has no variants.
+        is_of_graph = kind is not ArtifactKind.AUTOTUNE
+        look_up = (self._thread.look_up if is_of_graph else None) or _LookUp()
         request = self._request(kind, name, look_up.variant)
         # To load an AOTAutograd entry, torch looks up its FX graphs. This takes no lease, because
         # torch looks a missing graph up again before compiling it.

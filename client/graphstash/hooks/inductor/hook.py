@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import autograd_cache
+from torch._guards import CompileContext
 from torch._inductor import codecache, compile_fx, config, cpp_builder, remote_cache
 from torch._inductor.runtime import autotune_cache
 from torch.utils._triton import has_triton
@@ -144,7 +145,8 @@ class InductorHook:
                 return original(*args, **kwargs)
 
         self._patches.replace(compile_fx, "_compile_fx_inner", compile_fx_inner)
-        if bundler := getattr(autotune_cache, "AutotuneCacheBundler", None):
+        bundler: Any = getattr(autotune_cache, "AutotuneCacheBundler", None)
+        if bundler is not None:
             begin = _beginning_bundle(bundler, bundler.begin_compile)
             self._patches.replace(bundler, "begin_compile", staticmethod(begin))
         _forget_remote_cache()
@@ -168,17 +170,31 @@ class InductorHook:
 
 
 def _beginning_bundle(bundler: Any, original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the beginning of a bundle of autotuning results: first end that of another graph.
+    """Wrap the beginning of a bundle of autotuning results: two graphs may begin one at once.
 
-    torch ends a bundle when its graph runs, and raises an AssertionError if another graph is loaded
-    or compiled before that. It loads a forward graph and its backward graph together.
+    torch ends a bundle when a graph runs, and raises an AssertionError if another graph is loaded
+    or compiled before that. It loads a forward graph and its backward graph together. Results of
+    the first graph would then be stored as those of the second, so neither bundle is stored.
     """
 
     def begin_compile(*args: Any, **kwargs: Any) -> None:
-        bundler.end_compile()
+        is_open = _discard_bundle(bundler)
         original(*args, **kwargs)
+        if is_open:
+            _discard_bundle(bundler)
 
     return begin_compile
+
+
+def _discard_bundle(bundler: Any) -> bool:
+    """Discard the open bundle, and return whether there was one."""
+    holder = bundler  # of one bundle for the process; torch 2.15 has one for each compile context
+    if hasattr(bundler, "_get_context_bundler"):
+        holder = bundler._get_context_bundler(CompileContext.try_get(), create=False)
+    if getattr(holder, "_bundler", None) is None:
+        return False
+    holder._bundler = None
+    return True
 
 
 def _logging_bypass(entries: Entries, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ torch's own lowerings and decompositions. A graph with code that has no descript
 import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, NamedTuple
@@ -65,6 +65,12 @@ _ATTRIBUTES_OF_TORCH: Final = (
     vars(_UNUSED).keys()
     | vars(_UNUSED.default).keys()
     | {"_nondeterministic_seeded", "__doc__"}
+    | {
+        name
+        for cls in (*OpOverload.__mro__, *OpOverloadPacket.__mro__)
+        for name, value in vars(cls).items()
+        if isinstance(value, cached_property)
+    }
     | {"impl_aten", "prim_impl", "prim_meta_impl", "return_type", "schema"}  # of torch._prims
 )
 """Attributes that operations and overloads have in torch."""
@@ -208,12 +214,21 @@ def _attributes_of_program(operation: Any) -> dict[str, Any]:
     """Return what a program set on an operation, its overloads, or one overload."""
     found: dict[str, Any] = {}
     for name, value in vars(operation).items():
-        if isinstance(value, OpOverload):
+        if _is_overload_of(operation, name, value):
             if own := _attributes_of_program(value):
                 found[name] = own
         elif name not in _ATTRIBUTES_OF_TORCH:
             found[name] = value
     return found
+
+
+def _is_overload_of(operation: Any, name: str, value: Any) -> bool:
+    """Return whether torch has set the attribute, when code read this overload."""
+    return (
+        isinstance(value, OpOverload)
+        and value._overloadpacket is operation
+        and value._overloadname == name
+    )
 
 
 class Registrations(NamedTuple):
