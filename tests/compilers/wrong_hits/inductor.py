@@ -296,15 +296,15 @@ scale.register_autograd(gradient(HERE))
     ),
     _code("fake kernel", "scale.register_fake(lambda x: torch.HERE(x))", "zeros_like", "ones_like"),
     *(
-        _code(
+        kind(
             f"attribute of {name}",
-            f"{name}.by = HERE\nscale.register_autograd(lambda ctx, g: g * {name}.by)",
-            "2",
-            "3",
+            f"{name} = [HERE]\nscale.register_autograd(lambda ctx, g: g * {name}[0])",
         )
-        for name in (
-            *("torch.ops.pairs.scale", "torch.ops.pairs.scale.default"),
-            "torch.ops.aten.erfinv.default",  # which no other pair reads
+        for kind, name in (
+            (_code, "torch.ops.pairs.scale.by"),
+            (_code, "torch.ops.pairs.scale.default.by"),
+            (_changes, "torch.ops.aten.sin.default.by"),  # which the graph calls
+            (_changes, "torch.ops.aten.erfc.default.schema"),  # torch.prims has such attributes
         )
     ),
     _code(

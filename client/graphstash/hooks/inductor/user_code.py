@@ -59,11 +59,12 @@ __all__ = ["Registrations", "registrations", "user_code_of"]
 _BACK_REFERENCES: Final = frozenset({"_lib", "_opoverload", "_namespace", "_name"})
 """Attributes of a `CustomOpDef` that lead back to the operation."""
 
-_UNUSED: Final = torch.ops.aten._thnn_fused_gru_cell_backward
+_RARE: Final = torch.ops.aten._thnn_fused_gru_cell_backward
+"""An operation on which programs set no attributes."""
 
 _ATTRIBUTES_OF_TORCH: Final = (
-    vars(_UNUSED).keys()
-    | vars(_UNUSED.default).keys()
+    vars(_RARE).keys()
+    | vars(_RARE.default).keys()
     | {"_nondeterministic_seeded", "__doc__"}
     | {
         name
@@ -71,9 +72,13 @@ _ATTRIBUTES_OF_TORCH: Final = (
         for name, value in vars(cls).items()
         if isinstance(value, cached_property)
     }
-    | {"impl_aten", "prim_impl", "prim_meta_impl", "return_type", "schema"}  # of torch._prims
 )
-"""Attributes that operations and overloads have in torch."""
+"""Attributes that torch sets on operations and overloads."""
+
+_ATTRIBUTES_OF_PRIMS: Final = {
+    *("impl_aten", "prim_impl", "prim_meta_impl", "return_type", "schema")
+}
+"""Attributes that torch._prims also sets on its operations."""
 
 _TYPES_OF_AUTOCAST: Final = {"_autocast_cpu_dtype": "cpu", "_autocast_cuda_dtype": "cuda"}
 """Attributes of a `CustomOpDef` of torch 2.7, and their devices."""
@@ -197,33 +202,45 @@ class _Describer(CodeDescriber):
             self.operations.setdefault(f"operator {operator}", operator)
         return f"operator {operator}"
 
-    def _operation(self, operation: Any) -> str:
+    def record(self, target: Any) -> None:
+        """Record the operation that a node of a graph calls. Other targets have no effect."""
+        match target:
+            case OpOverload() | OpOverloadPacket():
+                self._record(target)
+            case HigherOrderOperator():
+                self._operator(target)
+
+    def _record(self, operation: Any) -> str:
+        """Record an operation, and return its name."""
         packet = getattr(operation, "overloadpacket", operation)
         name = str(packet._qualified_op_name)
         if is_torchs_namespace(name) and name not in self._of_program:
             self.namespaces.add(name.partition("::")[0])
         else:
             self.operations.setdefault(name, packet)
-        described = f"operation {name} {getattr(operation, '_overloadname', '')}"
-        if own := _attributes_of_program(operation):
-            described += f" {self.describe(own)}"
-        return described
+        return name
+
+    def _operation(self, operation: Any) -> str:
+        own = _attributes_of_program(operation)
+        name, overload = self._record(operation), getattr(operation, "_overloadname", "")
+        return f"operation {name} {overload} {self.describe(own) if own else ''}"
 
 
 def _attributes_of_program(operation: Any) -> dict[str, Any]:
     """Return what a program set on an operation, its overloads, or one overload."""
     found: dict[str, Any] = {}
+    of_prims = _ATTRIBUTES_OF_PRIMS if str(operation).startswith("prims.") else ()
     for name, value in vars(operation).items():
         if _is_overload_of(operation, name, value):
             if own := _attributes_of_program(value):
                 found[name] = own
-        elif name not in _ATTRIBUTES_OF_TORCH:
+        elif name not in _ATTRIBUTES_OF_TORCH and name not in of_prims:
             found[name] = value
     return found
 
 
 def _is_overload_of(operation: Any, name: str, value: Any) -> bool:
-    """Return whether torch has set the attribute, when code read this overload."""
+    """Return whether the value is an overload that torch stored when code first read it."""
     return (
         isinstance(value, OpOverload)
         and value._overloadpacket is operation
@@ -420,7 +437,7 @@ def _node(
 
 def _target(describer: _Describer, target: Any) -> Iterator[str]:
     """Describe a function of which torch's key contains only the name."""
-    describer.special(target)
+    describer.record(target)
     if isinstance(target, OpOverload):
         if target in _side_effectful_functions and target not in _SIDE_EFFECTS_OF_TORCH:
             yield f"kept {target}"
