@@ -219,24 +219,30 @@ def test_graph_that_repeats_another_effect_of_the_function_is_refused(cuda):
     assert counter.mean.tolist() == [STEPS] * 4
 
 
-def test_gradients_that_a_step_leaves_are_those_of_its_own_graph(cuda):
-    """Also when graphs of two structures take turns, and when gradients add up."""
-    weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    steps = []
-    for weight in weights:
+@pytest.mark.parametrize("how", ["cleared in the step", "added up", "added to a copy"])
+def test_gradients_that_a_step_leaves_are_those_of_its_own_graph(cuda, how):
+    """Graphs of two structures take turns, and each writes into gradients of its own."""
 
-        def function(x, weight=weight):
+    def function_of(weight):
+        def function(x):
+            if how == "cleared in the step":
+                weight.grad = None
             (weight * x.sum(0)).sum().backward()
 
         function(torch.ones(1, 2))  # gradients exist from the first step on
-        steps.append(function)
-    traced = CudaGraphStep(steps[0], State([weights[0]]), device=CPU)
+        return function
+
+    ours, theirs = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    step, function = function_of(ours), function_of(theirs)
+    step = CudaGraphStep(step, State([ours]), device=CPU)
     for number in range(2 * STEPS):
         x = torch.full((1 + number % 2, 2), float(number))
-        traced(x)
-        steps[1](x)
-        assert torch.equal(weights[0].grad, weights[1].grad)
-    assert (traced.mode, traced.reason) == ("traced", None)
+        step(x)
+        function(x)
+        assert torch.equal(ours.grad, theirs.grad)
+        if how == "added to a copy":
+            ours.grad = ours.grad.clone()
+    assert (step.mode, step.reason) == ("traced", None)
 
 
 def test_exception_of_function_is_raised_inside_and_outside_capture(cuda):

@@ -154,14 +154,12 @@ class CudaGraphStep(TracedStep[R]):
     def retrace(self) -> None:
         """Discard the graphs."""
         self._restart()
-        in_ddp = distributed.is_available() and distributed.is_initialized()
         self._steps: dict[Hashable, int] = {}
         self._captures: dict[Hashable, _Capture] = {}
-        self._compared: set[Hashable] = set()
         self._side = torch.cuda.Stream(self._device)
         # Only one graph runs at a time, so all graphs can share memory.
         self._pool = torch.cuda.graph_pool_handle()
-        self._warm_up_steps = _WARM_UP_OF_DDP if in_ddp else _WARM_UP
+        self._warm_up_steps = _WARM_UP_OF_DDP if _process_count() else _WARM_UP
 
     def __call__(self, *batch: Any) -> R:
         """Run one step."""
@@ -174,33 +172,28 @@ class CudaGraphStep(TracedStep[R]):
             self._refuse(str(why))
             return self._run(*batch)
         structure = (layout, self._state.structure(), self._state.values())
-        if structure not in self._captures:
+        capture = self._captures.get(structure)
+        if capture is None:
             return self._record(structure, batch, tensors)
-        if self._compares() and structure not in self._compared:
-            made = self._compare(structure, batch, tensors)
+        # A comparison repeats the collectives of a step, which other ranks may not do in this step.
+        if not capture.is_compared and _process_count() <= 1:
+            made = self._compare(capture, batch, tensors)
             if made.reason is not None:
+                del capture
                 self._captures.clear()  # first, because their memory may be needed
                 self._refuse(made.reason)
-            else:
-                self._compared.add(structure)
-            if made.is_made or made.reason is not None:
                 return cast("R", made.result) if made.is_made else self._run(*batch)
+            capture.is_compared = True
+            if made.is_made:
+                return cast("R", made.result)
         self.mode = "traced"
-        result: R = self._captures[structure](tensors)
+        result: R = capture(tensors)
         return result
 
-    def _compares(self) -> bool:
-        """Return whether this job is one process. The collectives of a step are repeated in a
-        comparison, which other ranks may not make in the same step.
-        """
-        in_ddp = distributed.is_available() and distributed.is_initialized()
-        return not in_ddp or distributed.get_world_size() == 1
-
     def _compare(
-        self, structure: Hashable, batch: Sequence[Any], tensors: list[Tensor]
+        self, capture: "_Capture", batch: Sequence[Any], tensors: list[Tensor]
     ) -> Comparison[R]:
         self.mode = "recording"
-        capture = self._captures[structure]
         return compared(
             lambda: self._warm_up(batch), lambda: capture(tensors), self._state, self._device
         )
@@ -248,7 +241,11 @@ class CudaGraphStep(TracedStep[R]):
 
 
 class _Capture:
-    """One captured step, with its static inputs and results."""
+    """One captured step, with its static inputs and results.
+
+    Attributes:
+        is_compared: whether it was compared with its function.
+    """
 
     def __init__(
         self,
@@ -258,6 +255,7 @@ class _Capture:
         pool: Any,
         parameters: Sequence[Tensor],
     ) -> None:
+        self.is_compared = False
         before = [parameter.grad for parameter in parameters]
         self._inputs = [tensor.clone() for tensor in tensors]
         leaves, nesting = pytree.tree_flatten(tuple(batch))
@@ -277,11 +275,9 @@ class _Capture:
             if cause is not None:  # CUDA raises another error when an invalid capture ends
                 raise cause from None
             raise
-
         grads = [parameter.grad for parameter in parameters]
-        self._grads = list(zip(parameters, grads, strict=True))
-        if all(grad is None for grad in (*before, *grads)):
-            self._grads = []  # before each call, too: the caller compares
+        has_grads = any(grad is not None for grad in (*before, *grads))
+        self._grads = list(zip(parameters, grads, strict=True)) if has_grads else []
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -294,6 +290,12 @@ class _Capture:
         for parameter, own in self._grads:
             parameter.grad = own
         return pytree.tree_map_only(Tensor, torch.clone, self._result)
+
+
+def _process_count() -> int:
+    """Return the number of processes of torch.distributed, or 0 without it."""
+    is_used = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_used else 0
 
 
 def _cause(error: Exception) -> str:
