@@ -248,8 +248,8 @@ class CompileCache:
         self.log.add(request, reason=None)
         return self._begin(request)
 
-    def note_stored(self, request: CompileRequest) -> None:
-        """Count the miss of an optional artifact that the compiler did make."""
+    def note_optional_miss(self, request: CompileRequest) -> None:
+        """Count the miss of an optional artifact, because the compiler now stores the artifact."""
         self.counters.miss(request.key)
         self.log.add(request, reason=None)
 

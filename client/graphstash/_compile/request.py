@@ -36,8 +36,8 @@ class CompileRequest:
             `max_artifact` limits it.
         is_compiled: Whether the compiler runs after a miss. False if it first looks up artifacts
             that this one contains. `CompileLimit` counts only requests with True.
-        is_optional: Whether the compiler may have nothing to store after a miss. Such a miss counts
-            when something is stored.
+        is_optional: Whether the compiler may have nothing to store after a miss. Such a miss is
+            counted when the compiler stores the artifact.
     """
 
     key: ArtifactKey

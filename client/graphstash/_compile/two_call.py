@@ -78,8 +78,8 @@ class TwoCallCache:
         `compile_seconds` is not given.
         """
         with self._lock:
-            begun = self._begun.pop(request.key, None)
-        is_expected = begun is not None
+            looked_up = self._begun.pop(request.key, None)
+        begun = looked_up
         if begun is None:  # a `put` without a `get`, or a second `put`
             begun = _Begun(CompileTurn(self._cache.begin(request), no_op), 0, monotonic())
         seconds = monotonic() - begun.started if compile_seconds is None else compile_seconds
@@ -91,8 +91,8 @@ class TwoCallCache:
                 compilation.abandon()
             raise
         if compilation is not None:
-            if request.is_optional and is_expected and compilation.fallback_reason is None:
-                self._cache.note_stored(request)
+            if request.is_optional and looked_up and compilation.fallback_reason is None:
+                self._cache.note_optional_miss(request)
             compilation.publish_bytes(payload, compile_seconds=seconds)
 
     def wants(self, key: ArtifactKey) -> bool:

@@ -16,7 +16,7 @@ SPEC: Final = HookSpec(
     kinds=("inductor", "aot_autograd", "autotune"),
     distributions=("torch",),
     runtimes=("triton",),
-    # The tests run 2.7 and 2.15. Each release in between has shared one program by hand.
+    # The tests run 2.7 and 2.15. Each minor release in between was tried by hand with one program.
     tested=TestedVersions(
         "torch", (2, 7), (2, 15), steps_aside_below=True, steps_aside_above=False
     ),

@@ -162,7 +162,7 @@ class Entries:
         if look_up.served is None or (store is not None and store.compiles_together):
             return False
         key, _ = look_up.served
-        self._guarded(lambda: self._exchange.reject(key, f"torch could not load {key}: {error!r}"))
+        self._guarded(lambda: self._reject(key, error))
         return True
 
     def watch(self, graph: Any) -> None:
@@ -205,9 +205,9 @@ class Entries:
         if kind is ArtifactKind.AOT_AUTOGRAD and self._changes_settings:
             self._cache.refuse(self._request(kind, name, 0), _CHANGED_SETTINGS)
             return None
-        # A bundle of autotuning results, which torch loads with a graph, has no variants.
-        is_of_graph = kind is not ArtifactKind.AUTOTUNE
-        look_up = (self._thread.look_up if is_of_graph else None) or _LookUp()
+        look_up = self._thread.look_up or _LookUp()
+        if kind is ArtifactKind.AUTOTUNE:  # torch looks results up while it loads a graph
+            look_up = _LookUp()
         request = self._request(kind, name, look_up.variant)
         # To load an AOTAutograd entry, torch looks up its FX graphs. This takes no lease, because
         # torch looks a missing graph up again before compiling it.
@@ -282,7 +282,10 @@ class Entries:
         try:
             pickle.loads(base64.b64decode(json.loads(value)["data"]))  # noqa: S301 - as torch has just done
         except Exception as error:  # noqa: BLE001 - a pickle may raise any exception
-            self._exchange.reject(key, f"torch could not load {key}: {error!r}")
+            self._reject(key, error)
+
+    def _reject(self, key: ArtifactKey, error: Exception) -> None:
+        self._exchange.reject(key, f"torch could not load {key}: {error!r}")
 
     def _guarded(self, work: Callable[[], _T]) -> _T | None:
         """Run `work` and record its exception: none reaches a compilation."""

@@ -170,11 +170,12 @@ class InductorHook:
 
 
 def _beginning_bundle(bundler: Any, original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the beginning of a bundle of autotuning results: two graphs may begin one at once.
+    """Wrap the function with which torch begins a bundle of autotuning results.
 
-    torch ends a bundle when a graph runs, and raises an AssertionError if another graph is loaded
-    or compiled before that. It loads a forward graph and its backward graph together. Results of
-    the first graph would then be stored as those of the second, so neither bundle is stored.
+    torch ends a bundle when its graph runs. If another graph begins a bundle before that, torch
+    raises an AssertionError. This happens when torch loads a forward graph and its backward graph
+    together. The second bundle would also contain the results of the first graph, so the wrapper
+    discards both bundles.
     """
 
     def begin_compile(*args: Any, **kwargs: Any) -> None:
@@ -188,7 +189,7 @@ def _beginning_bundle(bundler: Any, original: Callable[..., None]) -> Callable[.
 
 def _discard_bundle(bundler: Any) -> bool:
     """Discard the open bundle, and return whether there was one."""
-    holder = bundler  # of one bundle for the process; torch 2.15 has one for each compile context
+    holder = bundler  # a process has one bundle; with torch 2.15, each compile context has one
     if hasattr(bundler, "_get_context_bundler"):
         holder = bundler._get_context_bundler(CompileContext.try_get(), create=False)
     if getattr(holder, "_bundler", None) is None:

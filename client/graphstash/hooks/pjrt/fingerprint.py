@@ -73,7 +73,7 @@ TOPOLOGY_FUNCTIONS: Final = (
 
 
 def digest_of(description: bytes | memoryview) -> str:
-    """Return the digest of a serialized topology. CUDA's plug-in writes its maps in any order."""
+    """Return the digest of a serialized topology, whose maps CUDA's plug-in writes in any order."""
     return hashlib.sha256(canonical(bytes(description))).hexdigest()
 
 
