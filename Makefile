@@ -16,8 +16,8 @@ export PYTHONSAFEPATH = 1
 # Otherwise every process compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve test test-all test-package test-pairs test-random test-images test-gpu test-pythons coverage fuzz \
-    check lint types format hooks dist docs docs-serve reference bench bench-training bench-tuning bench-reduce \
+.PHONY: help demo serve test test-all test-package test-pairs test-random test-images test-gpu test-pythons \
+    coverage fuzz check lint types format hooks dist docs docs-serve reference bench bench-training bench-tuning bench-reduce \
     constraints clean
 
 help:  ## List the targets
@@ -80,7 +80,7 @@ test-images: $(VENV)/.installed $(VENV)/.packages  ## Run the image and the comp
 
 test-gpu: $(VENV)/.installed  ## Run the tests that need a GPU of NVIDIA
 	$(BIN)/python -c 'import torch; torch.zeros(1, device="cuda")'
-	$(BIN)/python -m pytest --gpu tests/gpu
+	$(BIN)/python -m pytest --gpu -rP tests/gpu
 
 # Tests that need no compiler.
 LIGHT_TESTS ?= tests/unit tests/service tests/client/doctor tests/client/tuning \

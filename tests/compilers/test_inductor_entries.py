@@ -27,7 +27,6 @@ config = Deferred("torch._inductor.config")
 cpp_builder = Deferred("torch._inductor.cpp_builder")
 remote_cache = Deferred("torch._inductor.remote_cache")
 autotune_cache = Deferred("torch._inductor.runtime.autotune_cache")
-library = Deferred("torch.library")
 kernels = Deferred("graphstash.hooks.inductor.kernels")
 user_code = Deferred("graphstash.hooks.inductor.user_code")
 
@@ -75,7 +74,7 @@ def test_a_graph_is_compiled_once(host):
 
 def test_a_kernel_for_a_device_that_is_not_here_keeps_no_graph_from_being_shared(host):
     """torch 2.11 registers kernels for Apple's GPUs in Python."""
-    with library._scoped_library("aten", "IMPL") as apple, host("a") as a:
+    with torch.library._scoped_library("aten", "IMPL") as apple, host("a") as a:
         apple.impl("sin", torch.cos, "MPS")
         compute()
         assert a.stats.fallbacks == {}

@@ -35,6 +35,7 @@ def test_second_host_compiles_nothing_and_computes_the_same_bits(name, server, n
             (tmp_path / host / "tmp").mkdir(parents=True)
             outcomes.append(jobs.run(host, function, keywords))
     cold, warm = outcomes
+    print(f"{name}: {cold.report['seconds']:.1f} s cold, {warm.report['seconds']:.1f} s warm")
     assert cold.stats["published"] > 0
     assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
     assert warm.hits > 0

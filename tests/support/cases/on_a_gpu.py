@@ -1,4 +1,8 @@
-"""Programs of compilers on a GPU: what they compute, in bits, and the first call's seconds."""
+"""Programs that compilers compile for a GPU.
+
+Each returns a digest of its results, and its seconds until the end of the first step or of the last
+kernel.
+"""
 
 # mypy: disallow-untyped-calls=False
 # torch, Triton and JAX are typed in part.
@@ -18,26 +22,20 @@ def _digest(*arrays: Any) -> str:
 
 
 def compiled_training(*, mode: str | None = None) -> dict[str, Any]:
-    """Train a transformer's layer, with an operation in Triton, that torch.compile compiles.
+    """Train a layer of a transformer, with a kernel of Triton, through torch.compile.
 
     Args:
         mode: of torch.compile.
     """
     import torch
     import triton
-    import triton.language as tl
     from torch import nn
 
-    globals()["tl"] = tl
+    from support.cases import gpu_kernels
 
-    @triton.jit  # type: ignore[untyped-decorator] # Triton ships no types
-    def scaled(x, out, n, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def] # noqa: N803
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(out + at, tl.load(x + at, mask=at < n) * 0.5, mask=at < n)
-
-    def half(x: torch.Tensor) -> torch.Tensor:
+    def softened(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
-        scaled[(triton.cdiv(x.numel(), 256),)](x, out, x.numel(), BLOCK=256)
+        gpu_kernels.softened[(triton.cdiv(x.numel(), 256),)](x, out, x.numel(), BLOCK=256)
         return out
 
     torch.manual_seed(0)
@@ -49,7 +47,7 @@ def compiled_training(*, mode: str | None = None) -> dict[str, Any]:
     @torch.compile(mode=mode)
     def loss_of(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
-            return layer(x + half(x)).float().square().mean()
+            return layer(x + softened(x)).float().square().mean()
 
     losses, started = [], time.monotonic()
     for step in range(STEPS):

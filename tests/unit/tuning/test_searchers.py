@@ -35,13 +35,17 @@ def searcher_of(name, space=SMALL, **options):
 
 
 def cost_of(configuration):
-    """Of any space; some do not work."""
+    """Return a random cost for a configuration of any space; one in ten is infinite."""
     rng = random.Random(repr(configuration))
     return math.inf if rng.random() < 0.1 else 0.5 + rng.random()
 
 
 def run(searcher, count, *, batch=1, shuffled=None):
-    """Until so many trials; costs of a batch are reported in the order of asking, or shuffled."""
+    """Search until there are `count` trials.
+
+    Costs of a batch are reported in the order of `ask`, or in the order of the generator
+    `shuffled`.
+    """
     while len(searcher.trials) < count:
         asked = searcher.ask(few := min(batch, count - len(searcher.trials)))
         assert len(asked) <= few
