@@ -576,7 +576,15 @@ _UNSHARED = (
         "scale.register_autograd(lambda ctx, g: g * FACTOR.sum())",
         "2.0",
         "3.0",
-        reason="a tensor of 10000 elements",
+        reason="a tensor of 10000 elements, more than 4096",
+    ),
+    _code(
+        "parameter that a backward reads",
+        "FACTOR = torch.nn.Parameter(torch.tensor(HERE))\n"
+        "scale.register_autograd(lambda ctx, g: g * FACTOR.detach())",
+        "2.0",
+        "3.0",
+        reason="a tensor of the class Parameter",
     ),
     _code(
         "gradient of a tensor that a backward reads",

@@ -616,8 +616,12 @@ def _fake(describer: _Describer, operation: OpOverload, kernels: list[Any]) -> s
 
 
 def _constant(tensor: torch.Tensor, *, most: int = _MAX_VALUES) -> str:
-    if type(tensor) is not torch.Tensor or tensor.numel() > most or tensor.is_meta:
-        raise UndescribableError(f"a tensor of {tensor.numel()} elements")
+    if type(tensor) is not torch.Tensor:
+        raise UndescribableError(f"a tensor of the class {type(tensor).__qualname__}")
+    if tensor.is_meta:
+        raise UndescribableError("a tensor without elements, on the device meta")
+    if tensor.numel() > most:
+        raise UndescribableError(f"a tensor of {tensor.numel()} elements, more than {most}")
     if tensor.numel() > _MAX_VALUES and tensor.layout is torch.strided:
         whole = tensor.detach().cpu().contiguous()
         digest = hashlib.sha256(ctypes.string_at(whole.data_ptr(), whole.nbytes)).hexdigest()
