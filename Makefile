@@ -95,8 +95,10 @@ test-pythons: $(VENV)/.installed $(VENV)/.packages  ## Run the tests without com
 	        --group test --editable '.[server,postgres,s3,signing,tracing]' && \
 	    $$other/bin/python -m pytest $(LIGHT_TESTS) || exit; done
 
+SOURCES := client/graphstash service/graphstash_server schema/graphstash_schema
+
 coverage: $(VENV)/.installed $(VENV)/.packages  ## Run the tests with coverage; fails below fail_under
-	$(PYTEST) --cov $(TESTS)
+	$(PYTEST) -m 'not untraced' $(SOURCES:%=--cov=$(CURDIR)/%) $(TESTS)
 
 FUZZ_SECONDS ?= 600
 FUZZ_TARGETS ?= paths headers bodies signatures conversations

@@ -137,6 +137,7 @@ def test_no_body_of_a_caller_with_fewer_rights_costs_the_server_much(fort, space
         assert _dear(fort, requests) == [], body
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("header", _HEADERS)
 def test_a_header_makes_the_server_work(fort, space, calls, header):
     """Sent to the calls that read headers of their own, and to one other. The body is not what is

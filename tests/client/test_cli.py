@@ -150,6 +150,7 @@ _SLOW = {"httpx", "filelock", "cryptography", "graphstash_schema.model", "graphs
 """Imports of which each takes as long as the rest of a command that fails on its arguments."""
 
 
+@pytest.mark.untraced
 def test_run_imports_nothing_heavy_before_the_job():
     program = """
         import os, sys

@@ -247,6 +247,7 @@ def test_handler_of_a_signal_forks_while_its_thread_waits_for_another_fork(monke
     assert statuses == [0]
 
 
+@pytest.mark.untraced  # its process can open no file when it ends
 def test_child_replaces_files_to_lock_of_its_parent_and_no_others(tmp_path):
     """Also if it may open no more files."""
     program = """
