@@ -11,7 +11,7 @@ from typing import Any, Self
 from compilers.wrong_hits.pairs import Pair, Relation
 from support.environments import python_of
 
-__all__ = ["Asked", "Host", "PairOfHosts", "Ran"]
+__all__ = ["Asked", "Host", "PairOfHosts", "Ran", "environment_of_host"]
 
 _TESTS = Path(__file__).parents[2]
 
@@ -64,7 +64,7 @@ class Host:
             stdout=subprocess.PIPE,
             text=True,
             cwd=directory,
-            env=_environment(directory, seed),
+            env=environment_of_host(directory, seed),
         )
 
     def ask(self, program: str) -> Asked:
@@ -147,7 +147,8 @@ class PairOfHosts:
         self.other.__exit__()
 
 
-def _environment(directory: Path, seed: int) -> dict[str, str]:
+def environment_of_host(directory: Path, seed: int) -> dict[str, str]:
+    """Return the variables of a host that differs from others in its paths, user and hashes."""
     own = {
         "HOME": str(directory),
         "PYTHONHASHSEED": str(seed),

@@ -3,7 +3,7 @@
 import textwrap
 from typing import Any
 
-from compilers.wrong_hits.pairs import Pair, Relation, pair, with_extended
+from compilers.wrong_hits.pairs import OFF_AND_ON, Pair, Relation, pair, with_extended
 
 __all__ = ["PAIRS", "VERSIONS", "forget", "install", "prepare"]
 
@@ -158,17 +158,30 @@ torch.compile(lambda x: x.sin())(torch.ones(4))
 """
 
 
-_NUMBERS = "2", "3"
-"""What stands at `HERE` in most pairs."""
-
-
 def _code(name: str, before: str, *values: str, text: str = _BACKWARD, **how: Any) -> Pair:
-    """A pair with different custom operations. Without `values`, one number differs.
+    """A pair with different custom operations.
 
     Its programs run in one process with those of other pairs: if they change torch, use `_changes`.
     """
     how = {"in_one_process": True} | how
-    return pair(name, f"{_DEFINE}\n{before}\n{text}", *(values or _NUMBERS), **how)
+    return pair(name, f"{_DEFINE}\n{before}\n{text}", *values, **how)
+
+
+def _reads(name: str, before: str, expression: str, *values: str, **how: Any) -> Pair:
+    """A pair of custom operations whose backward reads something."""
+    backward = f"scale.register_autograd(lambda ctx, g: {expression})"
+    return _code(name, f"{before}\n{backward}", *values, **how)
+
+
+def _reads_changed(name: str, before: str, expression: str, *values: str, **how: Any) -> Pair:
+    """A pair whose backward reads something that its programs change in torch."""
+    return _reads(name, before, expression, *values, in_one_process=False, **how)
+
+
+def _sine(name: str, before: str, *values: str, **how: Any) -> Pair:
+    """A pair that compiles a sine after changes of torch."""
+    compile_sine = "torch.compile(lambda x: x.sin())(torch.ones(4))"
+    return pair(name, f"import torch\n{before}\n{compile_sine}", *values, **how)
 
 
 def _changes(name: str, before: str, *values: str, **how: Any) -> Pair:
@@ -188,6 +201,14 @@ def _switch(name: str, statement: str, *values: str, **how: Any) -> Pair:
 
 _GRADIENT = "scale.register_autograd(lambda ctx, g: HERE)"
 
+_OTHER = """
+@torch.library.custom_op("pairs::other", mutates_args=())
+def other(g: Tensor) -> Tensor:
+    return g * HERE
+
+other.register_fake(lambda g: torch.empty_like(g))
+"""
+
 _CODE = (
     _code("backward of a custom operation", _GRADIENT, "g * 2", "g * 3"),
     _code(
@@ -203,36 +224,28 @@ scale.register_autograd(gradient(HERE))
         "global of a backward",
         f"FACTOR = HERE\n{_GRADIENT}".replace("HERE)", "g * FACTOR)"),
     ),
-    _code(
-        "entry of a dictionary that a backward reads",
-        "FACTORS = {'k': HERE}\nscale.register_autograd(lambda ctx, g: g * FACTORS['k'])",
+    _reads(
+        "entry of a dictionary that a backward reads", "FACTORS = {'k': HERE}", "g * FACTORS['k']"
     ),
-    _code(
-        "tensor that a backward reads",
-        "FACTOR = torch.tensor(HERE)\nscale.register_autograd(lambda ctx, g: g * FACTOR)",
-        "2.0",
-        "3.0",
+    _reads(
+        "tensor that a backward reads", "FACTOR = torch.tensor(HERE)", "g * FACTOR", "2.0", "3.0"
     ),
-    _code(
+    _reads(
         "attribute of a tensor that a backward reads",
-        "FACTOR = torch.tensor(1.0)\nFACTOR.by = HERE\n"
-        "scale.register_autograd(lambda ctx, g: g * FACTOR.by)",
+        "FACTOR = torch.tensor(1.0)\nFACTOR.by = HERE",
+        "g * FACTOR.by",
     ),
-    _code(
+    _reads(
         "whether a tensor that a backward reads requires a gradient",
-        "FACTOR = torch.tensor(2.0, requires_grad=HERE)\n"
-        "scale.register_autograd(lambda ctx, g: g * (1 + FACTOR.requires_grad))",
-        "False",
-        "True",
+        "FACTOR = torch.tensor(2.0, requires_grad=HERE)",
+        "g * (1 + FACTOR.requires_grad)",
+        *OFF_AND_ON,
     ),
-    _code(
-        "function that a backward calls",
-        "helper = lambda g: g * HERE\nscale.register_autograd(lambda ctx, g: helper(g))",
-    ),
-    _code(
+    _reads("function that a backward calls", "helper = lambda g: g * HERE", "helper(g)"),
+    _reads(
         "function two calls away",
-        "inner = lambda g: g * HERE\nouter = lambda g: inner(g)\n"
-        "scale.register_autograd(lambda ctx, g: outer(g))",
+        "inner = lambda g: g * HERE\nouter = lambda g: inner(g)",
+        "outer(g)",
     ),
     _code(
         "default of a backward",
@@ -247,52 +260,50 @@ scale.register_autograd(gradient(HERE))
         "import functools\ndef gradient(by, ctx, g):\n    return g * by\n"
         "scale.register_autograd(functools.partial(gradient, HERE))",
     ),
-    _code(
+    _reads(
         "attribute of an object that a backward reads",
-        "class Factor:\n    def __init__(self, by):\n        self.by = by\n"
-        "factor = Factor(HERE)\nscale.register_autograd(lambda ctx, g: g * factor.by)",
+        "class Factor:\n    def __init__(self, by):\n        self.by = by\nfactor = Factor(HERE)",
+        "g * factor.by",
     ),
-    _changes(
-        "attribute that a program gives all tensors",
-        "torch.Tensor.by = HERE\nscale.register_autograd(lambda ctx, g: g * g.by)",
+    _reads_changed(
+        "attribute that a program gives all tensors", "torch.Tensor.by = HERE", "g * g.by"
     ),
-    _changes(
+    _reads_changed(
         "method that a program gives all tensors",
-        "torch.Tensor.scaled = lambda g: g * HERE\n"
-        "scale.register_autograd(lambda ctx, g: g.scaled())",
+        "torch.Tensor.scaled = lambda g: g * HERE",
+        "g.scaled()",
     ),
-    _changes(
+    _reads_changed(
         "property that a method given to all tensors reads",
-        "torch.Tensor.scaled = lambda g: g * g.by\ntorch.Tensor.by = property(lambda g: HERE)\n"
-        "scale.register_autograd(lambda ctx, g: g.scaled())",
+        "torch.Tensor.scaled = lambda g: g * g.by\ntorch.Tensor.by = property(lambda g: HERE)",
+        "g.scaled()",
     ),
-    _changes(
-        "operator of all tensors",
-        "torch.Tensor.__matmul__ = lambda g, by: g * HERE\n"
-        "scale.register_autograd(lambda ctx, g: g @ g)",
+    _reads_changed(
+        "operator of all tensors", "torch.Tensor.__matmul__ = lambda g, by: g * HERE", "g @ g"
     ),
-    _changes(
+    _reads_changed(
         "method of all tensors that is another one of torch",
-        "torch.Tensor.norm = torch.Tensor.HERE\nscale.register_autograd(lambda ctx, g: g.norm())",
+        "torch.Tensor.norm = torch.Tensor.HERE",
+        "g.norm()",
         "sin",
         "cos",
         relation=Relation.UNSHARED,
         reason="Tensor.norm: a builtins.method_descriptor",
     ),
-    _changes(
+    _reads_changed(
         "attribute that a program gives all contexts",
-        "torch.autograd.function.FunctionCtx.by = HERE\n"
-        "scale.register_autograd(lambda ctx, g: g * ctx.by)",
+        "torch.autograd.function.FunctionCtx.by = HERE",
+        "g * ctx.by",
     ),
-    _code(
+    _reads(
         "method of a class that a backward uses",
-        "class Factor:\n    def by(self):\n        return HERE\n"
-        "factor = Factor()\nscale.register_autograd(lambda ctx, g: g * factor.by())",
+        "class Factor:\n    def by(self):\n        return HERE\nfactor = Factor()",
+        "g * factor.by()",
     ),
-    _code(
+    _reads(
         "what is saved for the backward",
-        "def keep(ctx, inputs, output):\n    ctx.by = HERE\n"
-        "scale.register_autograd(lambda ctx, g: g * ctx.by, setup_context=keep)",
+        "def keep(ctx, inputs, output):\n    ctx.by = HERE",
+        "g * ctx.by, setup_context=keep",
     ),
     _code("fake kernel", "scale.register_fake(lambda x: torch.HERE(x))", "zeros_like", "ones_like"),
     *(
@@ -307,34 +318,22 @@ scale.register_autograd(gradient(HERE))
             (_changes, "torch.ops.aten.erfc.default.schema"),  # torch.prims has such attributes
         )
     ),
-    _code(
+    _reads(
         "operation that is an attribute of another",
-        "torch.ops.pairs.scale.default.by = torch.ops.aten.HERE.default\n"
-        "scale.register_autograd(lambda ctx, g: torch.ops.pairs.scale.default.by(g))",
+        "torch.ops.pairs.scale.default.by = torch.ops.aten.HERE.default",
+        "torch.ops.pairs.scale.default.by(g)",
         "sin",
         "cos",
     ),
-    _code("kernel for a device", "scale.register_kernel('cpu', lambda x: x * HERE)", "2", "3"),
+    _code("kernel for a device", "scale.register_kernel('cpu', lambda x: x * HERE)"),
     _changes(
         "type of autocast of an operation",
         "scale.register_autocast('cpu', torch.HERE)",
         "bfloat16",
         "float16",
     ),
-    _code(
-        "vmap of an operation", "scale.register_vmap(lambda i, d, x: (x * HERE, d[0]))", "2", "3"
-    ),
-    _code(
-        "operation that a backward calls",
-        """
-@torch.library.custom_op("pairs::other", mutates_args=())
-def other(g: Tensor) -> Tensor:
-    return g * HERE
-
-other.register_fake(lambda g: torch.empty_like(g))
-scale.register_autograd(lambda ctx, g: torch.ops.pairs.other(g))
-""",
-    ),
+    _code("vmap of an operation", "scale.register_vmap(lambda i, d, x: (x * HERE, d[0]))"),
+    _reads("operation that a backward calls", _OTHER, "torch.ops.pairs.other(g)"),
     pair(
         "forward of a custom operation",
         (_DEFINE + _FORWARD).replace("x * 2", "HERE"),
@@ -389,50 +388,34 @@ scale.register_autograd(lambda ctx, g: torch.ops.pairs.other(g))
         "zeros_like",
         "ones_like",
     ),
-    pair(
+    _sine(
         "backward of an operation of torch",
-        "import torch\ntorch.library.register_autograd('prims::sin', lambda ctx, g: g * HERE)\n"
-        "torch.compile(lambda x: x.sin())(torch.ones(4))",
-        "2",
-        "3",
+        "torch.library.register_autograd('prims::sin', lambda ctx, g: g * HERE)",
     ),
-    pair(
+    _sine(
         "kernel that a program gives an operation of torch",
-        "import torch\ntorch.library.register_kernel('prims::sin', 'cpu', lambda x: x * HERE)\n"
-        "torch.compile(lambda x: x.sin())(torch.ones(4))",
-        "2",
-        "3",
+        "torch.library.register_kernel('prims::sin', 'cpu', lambda x: x * HERE)",
     ),
-    pair(
+    _sine(
         "type of autocast of an operation of torch",
-        "import torch\ntorch.library.register_autocast('prims::sin', 'cpu', torch.HERE)\n"
-        "torch.compile(lambda x: x.sin())(torch.ones(4))",
+        "torch.library.register_autocast('prims::sin', 'cpu', torch.HERE)",
         "float16",
         "bfloat16",
     ),
-    pair(
+    _sine(
         "fake kernel that a program gives an operation of torch",
-        "import torch\ntorch.library.register_fake('quantized::add_relu', lambda *_: HERE)\n"
-        "torch.compile(lambda x: x.sin())(torch.ones(4))",
-        "2",
-        "3",
+        "torch.library.register_fake('quantized::add_relu', lambda *_: HERE)",
     ),
-    pair(
+    _sine(
         "rule for a mode of dispatch and an operation of torch",
-        "import torch\nfrom torch.utils._python_dispatch import TorchDispatchMode\n"
+        "from torch.utils._python_dispatch import TorchDispatchMode\n"
         "class Mode(TorchDispatchMode):\n    pass\n"
-        "torch.library.register_torch_dispatch('aten::sin', Mode, lambda *given: HERE)\n"
-        "torch.compile(lambda x: x.sin())(torch.ones(4))",
-        "2",
-        "3",
+        "torch.library.register_torch_dispatch('aten::sin', Mode, lambda *given: HERE)",
     ),
-    pair(
+    _sine(
         "implementation of an operation of torch in Python",
-        "import torch\n@torch.ops.prims.sin.default.py_impl(torch._C.DispatchKey.Autograd)\n"
-        "def sin(x):\n    return x * HERE\n"
-        "torch.compile(lambda x: x.sin())(torch.ones(4))",
-        "2",
-        "3",
+        "@torch.ops.prims.sin.default.py_impl(torch._C.DispatchKey.Autograd)\ndef sin(x):\n"
+        "    return x * HERE",
     ),
     pair(
         "kernels that torch registers when it is used",
@@ -457,8 +440,6 @@ scale.register_autograd(lambda ctx, g: torch.ops.pairs.other(g))
         decompositions[torch.ops.aten.sinc.default] = lambda x: x * HERE
         torch.compile(lambda x: torch.sinc(x))(torch.ones(4))
         """,
-        "2",
-        "3",
     ),
     pair("graph pass under the same identity", _PASS, "None", "graph"),
 )
@@ -537,13 +518,10 @@ _UNSHARED = (
             *(("prims", "sin"), ("quantized", "add_relu")),
         )
     ),
-    pair(
+    _sine(
         "kernel for all operations",
-        "import torch\nlibrary = torch.library.Library('_', 'IMPL')\n"
-        "library.fallback(lambda op, *given: op(*given) * HERE, 'CPU')\n"
-        "torch.compile(lambda x: x.sin())(torch.ones(4))",
-        "2",
-        "3",
+        "library = torch.library.Library('_', 'IMPL')\n"
+        "library.fallback(lambda op, *given: op(*given) * HERE, 'CPU')",
         reason="for all operations",
     ),
     _code(
@@ -558,9 +536,10 @@ _UNSHARED = (
         "lowering.register_lowering(torch.ops.pairs.scale.default)(lowered)",
         reason="no readable source",
     ),
-    _code(
+    _reads(
         "backward that reads the environment",
-        "import os\nscale.register_autograd(lambda ctx, g: g * int(os.environ.get('BY', 'HERE')))",
+        "import os",
+        "g * int(os.environ.get('BY', 'HERE'))",
         reason="environ",
     ),
     _code(
@@ -570,10 +549,10 @@ _UNSHARED = (
         "scale.register_autograd(gradient)",
         reason="assigns to a global",
     ),
-    _code(
+    _reads(
         "large tensor that a backward reads",
-        "FACTOR = torch.full((100, 100), HERE)\n"
-        "scale.register_autograd(lambda ctx, g: g * FACTOR.sum())",
+        "FACTOR = torch.full((100, 100), HERE)",
+        "g * FACTOR.sum()",
         "2.0",
         "3.0",
         reason="a tensor of 10000 elements, more than 4096",
@@ -586,23 +565,15 @@ _UNSHARED = (
         "3.0",
         reason="a tensor of the class Parameter",
     ),
-    _code(
+    _reads(
         "gradient of a tensor that a backward reads",
-        "FACTOR = torch.tensor(2.0, requires_grad=True)\nFACTOR.grad = torch.tensor(HERE)\n"
-        "scale.register_autograd(lambda ctx, g: g * FACTOR.grad)",
+        "FACTOR = torch.tensor(2.0, requires_grad=True)\nFACTOR.grad = torch.tensor(HERE)",
+        "g * FACTOR.grad",
         "2.0",
         "3.0",
         reason="a tensor with a gradient",
     ),
 )
-
-_OTHER = """
-@torch.library.custom_op("pairs::other", mutates_args=())
-def other(g: Tensor) -> Tensor:
-    return g * HERE
-
-other.register_fake(lambda g: torch.empty_like(g))
-"""
 
 _LOWERINGS = """
 import functools
@@ -827,13 +798,13 @@ torch.compile(lambda x: x.sin())(torch.ones(4))
 def _noted(name: str, before: str, graph: str, after: str, *values: str, **how: Any) -> Pair:
     """A pair that changes something after another graph."""
     text = _NOTED.replace("BEFORE", before).replace("GRAPH", graph).replace("AFTER", after)
-    return pair(name, text, *(values or _NUMBERS), **how)
+    return pair(name, text, *values, **how)
 
 
 def _patched(name: str, statement: str, *values: str, **how: Any) -> Pair:
     """A pair that replaces something inside torch's compiler."""
     text = _PATCHED.replace("BEFORE", statement)
-    return pair(name, text, *(values or _NUMBERS), **how)
+    return pair(name, text, *values, **how)
 
 
 def _lowers(name: str, before: str, *values: str, **how: Any) -> Pair:
@@ -852,13 +823,13 @@ def _runs(
     """A pair whose graphs hold kernels of Triton."""
     text = _KERNEL.replace("BEFORE", before).replace("EXPRESSION", expression)
     text = text.replace("AROUND", around).replace("CONSTANT", constant)
-    return pair(name, text, *(values or _NUMBERS), in_one_process=True)
+    return pair(name, text, *values, in_one_process=True)
 
 
 def _given(name: str, before: str, given: str, *values: str) -> Pair:
     """A pair whose backends give AOTAutograd other functions."""
     text = _BACKEND.replace("BEFORE", before).replace("GIVEN", given)
-    return pair(name, text, *(values or _NUMBERS), in_one_process=True)
+    return pair(name, text, *values, in_one_process=True)
 
 
 _LOADED = f"""
@@ -881,11 +852,7 @@ graph = torch.fx.symbolic_trace(lambda x: torch.ops.quantized.add_relu.default(x
 
 _AROUND_CODE = (
     pair("library with kernels for a namespace of torch", _LOADED, "2", "3"),
-    _code(
-        "attribute of a function",
-        "def helper():\n    pass\nhelper.by = HERE\n"
-        "scale.register_autograd(lambda ctx, g: g * helper.by)",
-    ),
+    _reads("attribute of a function", "def helper():\n    pass\nhelper.by = HERE", "g * helper.by"),
     _code(
         "operation of a module that a backward imports",
         f"{_OTHER}\ndef gradient(ctx, g):\n    import torch\n    return torch.ops.pairs.other(g)\n"
@@ -897,39 +864,36 @@ _AROUND_CODE = (
         "    def gradient(self, ctx, g):\n        return g * self.by\n"
         "scale.register_autograd(Factor().gradient)",
     ),
-    _code(
+    _reads(
         "attribute of a class that a backward reads",
-        "class Factor:\n    by = HERE\nscale.register_autograd(lambda ctx, g: g * Factor.by)",
+        "class Factor:\n    by = HERE",
+        "g * Factor.by",
     ),
-    _changes(
-        "attribute of a class of torch",
-        "torch.Tensor.by = HERE\nscale.register_autograd(lambda ctx, g: g * torch.Tensor.by)",
+    _reads_changed(
+        "attribute of a class of torch", "torch.Tensor.by = HERE", "g * torch.Tensor.by"
     ),
-    _changes(
+    _reads_changed(
         "method of a class of torch",
-        "torch.nn.Module.by = lambda: HERE\n"
-        "scale.register_autograd(lambda ctx, g: g * torch.nn.Module.by())",
+        "torch.nn.Module.by = lambda: HERE",
+        "g * torch.nn.Module.by()",
     ),
-    _changes(
+    _reads_changed(
         "attribute of a function of torch",
-        "torch.nn.functional.softsign.by = HERE\n"
-        "scale.register_autograd(lambda ctx, g: g * torch.nn.functional.softsign.by)",
+        "torch.nn.functional.softsign.by = HERE",
+        "g * torch.nn.functional.softsign.by",
     ),
-    _code(
+    _reads(
         "field of a dataclass",
         "import dataclasses\n@dataclasses.dataclass\nclass Factor:\n    by: int = HERE\n"
-        "factor = Factor()\nscale.register_autograd(lambda ctx, g: g * factor.by)",
+        "factor = Factor()",
+        "g * factor.by",
     ),
-    _code(
+    _reads(
         "field of a named tuple",
-        "import typing\nclass Factor(typing.NamedTuple):\n    by: int\n"
-        "factor = Factor(HERE)\nscale.register_autograd(lambda ctx, g: g * factor.by)",
+        "import typing\nclass Factor(typing.NamedTuple):\n    by: int\nfactor = Factor(HERE)",
+        "g * factor.by",
     ),
-    _code(
-        "array of NumPy",
-        "import numpy\nFACTOR = numpy.array(HERE)\n"
-        "scale.register_autograd(lambda ctx, g: g * float(FACTOR))",
-    ),
+    _reads("array of NumPy", "import numpy\nFACTOR = numpy.array(HERE)", "g * float(FACTOR)"),
     _changes(
         "rule for a mode of dispatch",
         "from torch.utils._python_dispatch import TorchDispatchMode\n"
@@ -941,22 +905,19 @@ _AROUND_CODE = (
         "from torch._higher_order_ops.effects import _EffectType, _register_effectful_op\n"
         "if HERE:\n"
         "    _register_effectful_op(torch.ops.pairs.scale.default, _EffectType.ORDERED)",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _changes(
         "whether an unused operation is kept",
         "if HERE:\n    torch.fx.node.has_side_effect(torch.ops.pairs.scale.default)",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _changes(
         "constraint of the layout of arguments",
         "from torch._inductor import lowering\nif HERE:\n"
         "    lowering.add_layout_constraint(\n"
         "        torch.ops.pairs.scale.default, lowering.require_contiguous\n    )",
-        "False",
-        "True",
+        *OFF_AND_ON,
         text=_FORWARD,
     ),
     _lowers(
@@ -964,13 +925,11 @@ _AROUND_CODE = (
         "old = lowering.lowerings[sin]\n@functools.wraps(old)\ndef lowered(x):\n"
         "    return lowering.lowerings[torch.ops.aten.mul.Tensor](old(x), HERE)\n"
         "lowering.lowerings[sin] = lowered",
-        *_NUMBERS,
     ),
     _lowers(
         "argument of a lowering of torch",
         "times = lowering.lowerings[torch.ops.aten.mul.Tensor]\n"
         "lowering.lowerings[sin] = functools.partial(times, HERE)",
-        *_NUMBERS,
     ),
     _lowers(
         "function that torch makes a lowering of",
@@ -989,14 +948,12 @@ _AROUND_CODE = (
         "operation without a lowering",
         "if HERE:\n    del lowering.lowerings[sin]\n"
         "    lowering.make_fallback(sin, override_decomp=True, warn=False)",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _lowers(
         "operation without a decomposition",
         "if HERE:\n    del decompositions[torch.ops.aten.silu.default]",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     pair(
         "pattern behind AOTAutograd",
@@ -1016,8 +973,6 @@ _AROUND_CODE = (
         silu.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(lambda x: x * HERE)
         torch.compile(lambda x: torch.nn.functional.silu(x))(torch.ones(4))
         """,
-        "2",
-        "3",
     ),
     pair(
         "choices of Inductor",
@@ -1033,8 +988,7 @@ _AROUND_CODE = (
         V.set_choices_handler(Choices())
         torch.compile(lambda x: x.sin())(torch.ones(4))
         """,
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _given(
         "decomposition that a backend gives",
@@ -1111,8 +1065,7 @@ _SEEN_BEFORE = (
         _DYNAMIC.replace(
             "BEFORE", "config.backed_size_oblivious = HERE\ntorch._dynamo.mark_dynamic(x, 0)"
         ),
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     pair(
         "history of an input",
@@ -1148,8 +1101,7 @@ _SEEN_BEFORE = (
         "from torch._inductor.decomposition import fast_random_decomps\n"
         "fast_random_decomps.cache_clear()\nif HERE:\n    fast_random_decomps()\n"
         "decompositions[torch.ops.aten.silu.default] = lambda x: x * 3",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _lowers(
         "decomposition for random numbers",
@@ -1157,7 +1109,6 @@ _SEEN_BEFORE = (
         "from torch._inductor.decomposition import fast_random_decomps\n"
         "fast_random_decomps.cache_clear()\n"
         "extra_random_decomps[torch.ops.aten.silu.default] = lambda x: x * HERE",
-        *_NUMBERS,
     ),
     pair("kernel of an operator of the user", _OPERATOR, "2", "3"),
     pair(
@@ -1165,8 +1116,6 @@ _SEEN_BEFORE = (
         _OPERATOR.replace("HERE", "mine.by").replace(
             "mine = Mine()", "mine = Mine()\nmine.by = HERE"
         ),
-        "2",
-        "3",
     ),
     pair("generator of code for a device", _BACKEND_OF_DEVICE, "False", "True"),
     pair(
@@ -1175,8 +1124,6 @@ _SEEN_BEFORE = (
             "    def __call__",
             "    by = 1\n\n    def __init__(self):\n        self.by = HERE\n\n    def __call__",
         ),
-        "2",
-        "3",
     ),
     _noted(
         "kernel of ATen in place of another one",
@@ -1207,8 +1154,7 @@ _SEEN_BEFORE = (
         "table.pop(other)\ntable[one] = lambda x: x",
         "lambda x: x.sin()",
         "if HERE:\n    table[other] = table.pop(one)",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _noted(
         "kernel of ATen that moves to another overload",
@@ -1217,8 +1163,7 @@ _SEEN_BEFORE = (
         "one.py_kernels[key] = lambda x, **_: x",
         "lambda x: x.sin()",
         "if HERE:\n    other.py_kernels[key] = one.py_kernels.pop(key)",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _noted(
         "constraint of layouts that moves to another operation",
@@ -1227,8 +1172,7 @@ _SEEN_BEFORE = (
         "table.pop(one, None), table.pop(other, None)\nadd(one, lambda *_: None)",
         "lambda x: x.sin()",
         "if HERE:\n    table[other] = table.pop(one)",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _noted(
         "constraint of layouts that comes late",
@@ -1236,8 +1180,7 @@ _SEEN_BEFORE = (
         "lambda x: sin(x)",
         "if HERE:\n    lowering.add_layout_constraint(sin, lowering.require_contiguous)\n"
         "torch.compile(lambda x: scale(x))(torch.ones(4))",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     pair(
         "operation of ATen that is kept",
@@ -1245,8 +1188,7 @@ _SEEN_BEFORE = (
         "nodes = torch.fx.Graph()\nx = torch.ones(4)\n"
         "nodes.call_function(torch.ops.aten.sin.default, (nodes.placeholder('x'),))\n"
         "nodes.output(())\ngraph = torch.fx.GraphModule(torch.nn.Module(), nodes)\n" + _GIVEN,
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _code(
         "function inside of a wrapper that is read by name",
@@ -1289,26 +1231,28 @@ _REFUSED_CODE = (
         "scale.register_autograd(gradient)",
         reason="read as a whole",
     ),
-    _code(
+    _reads(
         "operation by its name",
-        f"{_OTHER}\nscale.register_autograd(lambda ctx, g: getattr(torch.ops.pairs, 'other')(g))",
+        _OTHER,
+        "getattr(torch.ops.pairs, 'other')(g)",
         reason="read as a whole",
     ),
-    _changes(
+    _reads_changed(
         "attribute of the module torch by its name",
-        "torch.FACTOR = HERE\nscale.register_autograd(lambda ctx, g: g * getattr(torch, 'FACTOR'))",
+        "torch.FACTOR = HERE",
+        "g * getattr(torch, 'FACTOR')",
         reason="read as a whole",
     ),
-    _code(
+    _reads(
         "globals of a function",
-        "FACTOR = HERE\ndef helper():\n    pass\n"
-        "scale.register_autograd(lambda ctx, g: g * helper.__globals__['FACTOR'])",
+        "FACTOR = HERE\ndef helper():\n    pass",
+        "g * helper.__globals__['FACTOR']",
         reason="__globals__",
     ),
-    _code(
+    _reads(
         "rank of the process",
-        "import torch.distributed as dist\n"
-        "scale.register_autograd(lambda ctx, g: g * (dist.get_rank() + HERE))",
+        "import torch.distributed as dist",
+        "g * (dist.get_rank() + HERE)",
         reason="get_rank",
     ),
     _code(
@@ -1318,15 +1262,16 @@ _REFUSED_CODE = (
         "another",
         reason="torch.load",
     ),
-    _changes(
+    _reads_changed(
         "seed that a backward reads",
-        "torch.manual_seed(HERE)\nscale.register_autograd(lambda ctx, g: g * torch.initial_seed())",
+        "torch.manual_seed(HERE)",
+        "g * torch.initial_seed()",
         reason="initial_seed",
     ),
-    _code(
+    _reads(
         "counter in C",
-        "import itertools\ncount = itertools.count(HERE)\n"
-        "scale.register_autograd(lambda ctx, g: g * next(count))",
+        "import itertools\ncount = itertools.count(HERE)",
+        "g * next(count)",
         reason="itertools.count",
     ),
     pair(
@@ -1338,8 +1283,6 @@ _REFUSED_CODE = (
         library.impl("silu", lambda x: x * HERE, "AutogradCPU")
         torch.compile(lambda x: torch.nn.functional.silu(x))(torch.ones(4, requires_grad=True))
         """,
-        "2",
-        "3",
         reason="aten/silu/AutogradCPU",
     ),
     _noted(
@@ -1406,8 +1349,7 @@ _SWITCHES = (
     _switch(
         "warnings instead of determinism",
         "torch.use_deterministic_algorithms(True, warn_only=HERE)",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _switch(
         "filling of memory",
@@ -1455,8 +1397,7 @@ _SWITCHES = (
         "import torch._dynamo.config as c; import torch._inductor.config as d\n"
         "if 'skip_fsdp_hooks' in c._config:\n    c.skip_fsdp_hooks = HERE\n"
         "else:\n    d._micro_pipeline_tp = HERE",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _switch(
         "flags of mkldnn when Inductor registered its fusions",
@@ -1486,8 +1427,7 @@ _IN_COMPILER = (
     _patched(
         "method of a class of the compiler, in one program",
         "if HERE:\n    CppVecKernel.load = lambda *given: None",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _patched(
         "function of a module of the compiler",
@@ -1547,10 +1487,7 @@ _IN_COMPILER = (
         "CppKernel",
     ),
     _patched(
-        "method of the compiler that is gone",
-        "if HERE:\n    del CppVecKernel.load",
-        "False",
-        "True",
+        "method of the compiler that is gone", "if HERE:\n    del CppVecKernel.load", *OFF_AND_ON
     ),
     _noted(
         "method of the compiler after the first key",
@@ -1624,9 +1561,10 @@ _NOT_IN_COMPILER = tuple(
 _REVERSE = (
     pair("nothing but the host", _SWITCH, _PLAIN, relation=_EQUAL),
     pair("comment", _SWITCH, "# one", "# another", relation=_EQUAL),
-    _changes(
+    _reads_changed(
         "method given to all tensors that no code of an operation reads",
-        "torch.Tensor.shown = HERE\nscale.register_autograd(lambda ctx, g: g * 2)",
+        "torch.Tensor.shown = HERE",
+        "g * 2",
         "lambda g: 2",
         "lambda g: 3",
         relation=_EQUAL,
@@ -1700,19 +1638,20 @@ _REVERSE = (
         "2",
         relation=_EQUAL,
     ),
-    _code(
+    _reads(
         "set of strings that a backward reads",
-        "NAMES = {'a', 'b', 'c'}\nscale.register_autograd(lambda ctx, g: g * len(NAMES) + HERE)",
+        "NAMES = {'a', 'b', 'c'}",
+        "g * len(NAMES) + HERE",
         "0",
         relation=_EQUAL,
     ),
     pair("lowering on another host", _LOWER, "cos", relation=_EQUAL),
     pair("graph pass on another host", _PASS, "None", relation=_EQUAL),
-    _code(
+    _reads(
         "frozen dataclass with a factory",
         "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Factor:\n"
-        "    by: list = dataclasses.field(default_factory=lambda: [2])\n"
-        "factor = Factor()\nscale.register_autograd(lambda ctx, g: g * factor.by[0] + HERE)",
+        "    by: list = dataclasses.field(default_factory=lambda: [2])\nfactor = Factor()",
+        "g * factor.by[0] + HERE",
         "0",
         relation=_EQUAL,
     ),

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from compilers.wrong_hits.pairs import Pair, Relation, all_in_one_process, pair
+from compilers.wrong_hits.pairs import OFF_AND_ON, Pair, Relation, all_in_one_process, pair
 
 __all__ = ["PAIRS", "VERSIONS", "forget", "install", "prepare"]
 
@@ -96,14 +96,10 @@ _FUNCTIONS = (
         "default", "by(x)", "2.0", "3.0", before="def by(x, factor=HERE):\n    return x * factor"
     ),
     _function("element of a dictionary", "x * T['k']", "2.0", "3.0", before="T = {'k': HERE}"),
-    _function(
-        "array that a function reads", "x * A", "2", "3", before="A = np.full(8, HERE, np.float32)"
-    ),
+    _function("array that a function reads", "x * A", before="A = np.full(8, HERE, np.float32)"),
     _function(
         "large array that a function reads",
         "x * A",
-        "2",
-        "3",
         before="A = np.full((8, 8), 1, np.float32)\nA[7, 7] = HERE",
     ),
     _function("precision of a product", "lax.dot(x, x, precision='HERE')", "default", "highest"),
@@ -163,13 +159,7 @@ def f(x):
 g = jax.grad(HERE)
 """,
     ),
-    _of(
-        "static argument",
-        "f = jax.jit(lambda x, n: x * n, static_argnums=1)",
-        "f(ONES, HERE)",
-        "2",
-        "3",
-    ),
+    _of("static argument", "f = jax.jit(lambda x, n: x * n, static_argnums=1)", "f(ONES, HERE)"),
     _of(
         "donated argument",
         "f = jax.jit(lambda x: x + 1, donate_argnums=HERE)",
@@ -189,8 +179,7 @@ g = jax.grad(HERE)
         "",
         "jax.jit(lambda x: x / 3).lower(ONES).compile("
         "compiler_options={'xla_cpu_enable_fast_math': HERE})",
-        "False",
-        "True",
+        *OFF_AND_ON,
     ),
     _of(
         "attribute of a custom call",
@@ -224,8 +213,7 @@ _SETTINGS = (
     _function(
         "order of random numbers",
         "x + jax.random.uniform(jax.random.key(0), x.shape)",
-        "False",
-        "True",
+        *OFF_AND_ON,
         before="jax.config.update('jax_threefry_partitionable', HERE)",
     ),
     _setting("flags of XLA", "flags('HERE')", "", "--xla_cpu_enable_fast_math=true"),
@@ -318,24 +306,18 @@ _UNSHARED = (
         "it calls back into Python",
         "",
         "jax.jit(lambda x: jax.pure_callback(lambda x: x * HERE, x, x))(ONES)",
-        "2",
-        "3",
     ),
     _unshared(
         "ordered function that XLA calls back",
         "it calls back into Python",
         "from jax.experimental import io_callback",
         "jax.jit(lambda x: io_callback(lambda x: x * HERE, x, x, ordered=True))(ONES)",
-        "2",
-        "3",
     ),
     _unshared(
         "printing",
         "it calls back into Python",
         "",
         "jax.jit(lambda x: (jax.debug.print('HERE'), x + 1)[1])(ONES)",
-        "2",
-        "3",
     ),
 )
 

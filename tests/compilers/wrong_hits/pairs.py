@@ -10,10 +10,20 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-__all__ = ["PLACE", "Pair", "Relation", "all_in_one_process", "pair", "with_extended"]
+__all__ = [
+    "OFF_AND_ON",
+    "PLACE",
+    "Pair",
+    "Relation",
+    "all_in_one_process",
+    "pair",
+    "with_extended",
+]
 
 PLACE = "HERE"
 """Stands in the text of both programs for what differs between them."""
+
+OFF_AND_ON = ("False", "True")
 
 
 class Relation(enum.Enum):
@@ -79,10 +89,12 @@ def pair(
 ) -> Pair:
     """A pair of programs of the same text but for `HERE`, which is replaced by two values.
 
-    With one value or none both programs are the same, on different hosts. With a reason, the second
-    program is not shared.
+    Without values, a number differs. With one value, or without `HERE`, both programs are the same,
+    on different hosts. With a reason, the second program is not shared.
     """
     relation = Relation.UNSHARED if reason else relation
+    if PLACE in text and not values:
+        values = ("2", "3")
     both = (*values, *values, "", "")[:2]
     first, second = (textwrap.dedent(text).replace(PLACE, value) for value in both)
     if len(values) == 2 and first == second:

@@ -97,14 +97,14 @@ def _program(
 ) -> Pair:
     """A function, or its argument."""
     text = _PROGRAM.replace("HERE", "%s") % (before, function, argument)
-    return pair(name, text, *(values or ("",)), **relation)
+    return pair(name, text, *values, **relation)
 
 
 PAIRS = (
     _program("operation", "lambda x: x HERE 3", "/", "*"),
     _program("shape", "lambda x: x / 3", "2", "4", argument="np.ones(HERE, 'float32')"),
     _program("type", "lambda x: x / 3", "float32", "int32", argument="np.ones(4, 'HERE')"),
-    _program("constant", "lambda x: x * HERE", "2", "3"),
+    _program("constant", "lambda x: x * HERE"),
     _program("slope", "lambda x: jax.nn.celu(x, HERE)", "1.0", "2.0"),
     _program("precision", "lambda x: jnp.matmul(x, x, precision='HERE')", "default", "highest"),
     _program("donation", "lambda x: x / 3, donate_argnums=HERE", "()", "(0,)"),
@@ -161,8 +161,6 @@ PAIRS = (
     _program(
         "values of data",
         "lambda x: x / 3",
-        "2",
-        "3",
         argument="np.asarray([HERE.0])",
         relation=Relation.EQUAL,
     ),

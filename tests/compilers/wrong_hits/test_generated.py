@@ -5,17 +5,15 @@ seed of hashes, in the order of the programs, and in the layout of each program'
 """
 
 import json
-import os
 import subprocess
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
+from compilers.wrong_hits.hosts import environment_of_host
 from support.environments import python_of
 
-TESTS = Path(__file__).parents[2]
 VERSIONS = (
     ("triton", "3.3.0", ""),
     ("triton", "3.9.0", "torch-newest"),
@@ -45,13 +43,6 @@ def cases():
 def started(name, environment, directory, *, pairs, seed, hashes):
     """A process that computes keys; its answers go to a file."""
     directory.mkdir(parents=True)
-    own = {
-        "HOME": str(directory),
-        "PYTHONHASHSEED": str(hashes),
-        "PYTHONPATH": str(TESTS),
-        "TMPDIR": str(directory),
-        "USER": f"user{hashes}",
-    }
     with (directory / "answers").open("w") as answers, (directory / "errors").open("w") as errors:
         return subprocess.Popen(
             [
@@ -59,7 +50,7 @@ def started(name, environment, directory, *, pairs, seed, hashes):
                 *(name, str(pairs), str(seed)),
             ],
             cwd=directory,
-            env=os.environ | own,
+            env=environment_of_host(directory, hashes),
             stdout=answers,
             stderr=errors,
         )

@@ -32,9 +32,7 @@ from graphstash.hooks.inductor.fingerprint import entry_request
 from graphstash.hooks.inductor.key_info import KeyInfo
 from graphstash_schema import ArtifactKind
 
-__all__ = ["AXES", "VERSIONS", "meaning", "prepare", "text"]
-
-VERSIONS = {"2.7.0": "", "2.15.0": "torch-newest"}
+__all__ = ["AXES", "meaning", "prepare", "text"]
 
 _NAMES = ("sin", "cos", "exp", "neg", "relu", "tanh", "sigmoid", "abs", "sinc", "silu")
 

@@ -19,9 +19,7 @@ from compilers.wrong_hits.generated.values import HOLDERS, VALUES
 from compilers.wrong_hits.runner import Recorder
 from graphstash.hooks.triton.hook import install
 
-__all__ = ["AXES", "VERSIONS", "meaning", "prepare", "text"]
-
-VERSIONS = {"3.3.0": "", "3.9.0": "torch-newest"}
+__all__ = ["AXES", "meaning", "prepare", "text"]
 
 
 _AT_COMPILATION = {
