@@ -50,8 +50,9 @@ class TestPjrt(HookContract):
     cold_under = "fork:pjrt"  # the frames that call a program are in its key
     environment = ""
     cannot: ClassVar = {
-        "test_fault_of_the_server_costs_a_compilation_and_is_counted": "test_pjrt_faults injects "
-        "the same faults into one process, which is cheaper",
+        "test_fault_of_the_server_costs_a_compilation_and_is_counted": "a damaged "
+        "artifact meets one process in test_pjrt_faults, which is cheaper; the other faults are "
+        "the cache's, which the contract of other hooks proves",
         "test_hook_steps_aside_with_one_warning_on_an_unsupported_version": "a plug-in reports its "
         "version: test_pjrt_abi",
         "test_forked_child_shares_as_its_parent_does": "children have flags of their own: "

@@ -25,6 +25,7 @@ __all__ = ["OF_THE_CACHE", "HookContract"]
 REASONS = {
     "missing": "connect",
     Fault.SILENT: "timeout",
+    Fault.DRIP: "timeout",
     Fault.FAILING: "server_error",
     Fault.FLIP: "digest_mismatch",
     Fault.TRUNCATE: "truncated",
@@ -182,8 +183,9 @@ class HookContract:
             proxy.fault = Fault(fault) if fault in set(Fault) else Fault.NONE
             proxy.swap_to = stranger
             url = "http://127.0.0.1:9" if fault == "missing" else proxy.url
-            # From a silent server, no answer can come too late to be what is counted.
-            patience = {"first_byte_seconds": 0.3} if fault == Fault.SILENT else {}
+            # From such a server, no answer can come too late to be what is counted.
+            waits = {Fault.SILENT: "first_byte_seconds", Fault.DRIP: "fetch_seconds"}
+            patience = {waits[Fault(fault)]: 0.3} if fault in waits else {}
             outcome = self.run(hosts, str(fault), url=url, **(IMPATIENT | patience))
         assert self.compiled(outcome) == self.programs
         assert self.result(outcome) == self.result(cold)
