@@ -27,8 +27,6 @@ config = Deferred("torch._inductor.config")
 cpp_builder = Deferred("torch._inductor.cpp_builder")
 remote_cache = Deferred("torch._inductor.remote_cache")
 autotune_cache = Deferred("torch._inductor.runtime.autotune_cache")
-kernels = Deferred("graphstash.hooks.inductor.kernels")
-user_code = Deferred("graphstash.hooks.inductor.user_code")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -374,30 +372,6 @@ def test_no_secret_of_the_environment_is_in_a_description(host, monkeypatch):
     for miss in misses:
         assert "secret" not in miss.description.model_dump_json()
     assert any("env.TORCHINDUCTOR_MAX_AUTOTUNE_GEMM" in miss.description.parts for miss in misses)
-
-
-def test_registrations_after_the_first_key_change_the_next_ones(monkeypatch):
-    """The hook keeps what it has read of torch's tables while they are the same."""
-    graph = torch.fx.symbolic_trace(lambda x: x.sin())
-    definition, operation = kernels._definitions()[0], torch.ops.prims.sin.default
-    autograd, keys = torch._C.DispatchKey.Autograd, []
-
-    def add_key():
-        keys.append(user_code.user_code_of(graph, []))
-
-    for _ in range(2):
-        add_key()
-    monkeypatch.setattr(definition, "_backend_fns", {**definition._backend_fns})
-    add_key()
-    assert len(set(keys)) == 1
-    definition._backend_fns["other"] = lambda x: x
-    add_key()
-    monkeypatch.setitem(operation.py_kernels, autograd, None)  # is removed at the end
-    for by in (2, 3):
-        del operation.py_kernels[autograd]
-        operation.py_impl(autograd)(lambda x, by=by: x * by)
-        add_key()
-    assert len(set(keys)) == 4
 
 
 def test_a_wrapper_around_torch_compile_does_not_make_torchs_functions_count_as_replaced():
