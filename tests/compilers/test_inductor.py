@@ -79,12 +79,6 @@ class TestInductor(HookContract):
         assert hosts.compiled("forked") == []
 
     @pytest.mark.extended
-    def test_another_number_of_threads_is_another_artifact(self, hosts, cold):
-        outcome = hosts.run("threads", "training", {**self.keywords, "threads": 1})
-        assert outcome.report["fx"] == {"fxgraph_cache_miss": GRAPHS}
-        assert outcome.report["losses"] == pytest.approx(cold.report["losses"])
-
-    @pytest.mark.extended
     def test_graphs_that_differ_in_their_guards_are_all_found(self, hosts):
         first = hosts.run("shapes", "products", {"sizes": [8, 32]})
         assert first.stats["misses"] > 0

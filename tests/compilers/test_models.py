@@ -3,9 +3,8 @@
 `support.cases.models` has the models, and `test_inductor_models` those of torch.compile.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
@@ -31,12 +30,11 @@ def run(jobs, server, namespace, tmp_path):
         make: Callable[..., CompilerJobs],
         environment: str,
         case: str,
-        keywords: Mapping[str, object] = MappingProxyType({}),
         **settings: str,
     ) -> Pair:
         own = {"url": server.url, "namespace": namespace, "environment": environment}
         with make(tmp_path / "jobs", jobs=jobs, **{"cases": "models", **own, **settings}) as hosts:
-            pair = Pair(*(hosts.run(host, case, keywords) for host in "ab"))
+            pair = Pair(*(hosts.run(host, case) for host in "ab"))
         assert pair.cold.stats["misses"] >= pair.cold.stats["published"] > 0
         assert pair.cold.stats["fallbacks"] == pair.warm.stats["fallbacks"] == {}
         assert pair.warm.stats["misses"] == pair.warm.stats["published"] == 0
@@ -57,13 +55,6 @@ def test_flax_compiles_once_on_jax(run):
     pair = run(JaxJobs, "jax-oldest", "flax_cnn")
     assert pair.cold.report["compiles"] == pair.cold.stats["misses"] >= 10
     assert pair.warm.report["compiles"] == 0
-
-
-def test_flax_compiles_once_on_a_plug_in(run):
-    keywords = {"plug_in": True}
-    pair = run(JaxJobs, "jax-newest", "flax_cnn", keywords, hooks="pjrt", under="fork:pjrt")
-    assert pair.cold.report["compiles"] == pair.cold.stats["misses"] >= 10
-    assert pair.warm.hits == pair.warm.report["compiles"]
 
 
 def test_the_kernels_of_liger_compile_once(run):

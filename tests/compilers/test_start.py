@@ -12,7 +12,6 @@ NOT_AT_START = {"httpx", "httpcore", "pydantic", "cryptography", "typer", "rich"
 @pytest.mark.parametrize(
     ("compiler", "hooks"),
     [
-        ("json", set()),
         ("torch", set()),
         ("triton", {"triton"}),
         ("jax", {"jax", "pjrt"}),

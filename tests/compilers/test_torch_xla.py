@@ -7,11 +7,7 @@ from typing import ClassVar
 import pytest
 
 from support.compiler_jobs import CompilerJobs
-from support.fault_proxy import LEASE_REQUEST, FaultProxy
 from support.hook_contract import HookContract
-from support.offline import unplugged
-from support.processes import graphstash
-from support.server import Server
 
 WAYS_TO_STEP = [
     *((mode, "exact") for mode in ("compile", "dynamo", "item")),
@@ -107,41 +103,6 @@ class TestTorchXla(HookContract):
         assert other.report["compiles"] == 2
         assert other.hits == 0
         assert again.report["compiles"] == 0
-
-    @pytest.mark.extended
-    def test_named_job_prefetches_its_artifacts(self, hosts, server, empty):
-        settings = {"job": "train", "namespace": empty}
-        hosts.run("named", **settings)
-        tier = hosts.directory / "elsewhere"
-        ran = graphstash(
-            *("prefetch", "train", "--url", server.url, "--namespace", empty),
-            GRAPHSTASH_CACHE_DIR=tier,
-            check=True,
-        )
-        assert ran.stdout.startswith("2 fetched")
-        url = unplugged(tier, server.url)
-        offline = hosts.run("prefetched", url=url, cache_dir=tier, namespace=empty)
-        assert offline.report["compiles"] == 0
-        assert offline.stats["hits_host"] == 2
-
-    @pytest.mark.extended
-    def test_server_killed_after_it_granted_a_lease_costs_the_upload_only(
-        self, hosts, cold, tmp_path
-    ):
-        with Server(tmp_path / "mortal") as mortal, FaultProxy(mortal.port) as proxy:
-            proxy.hold = LEASE_REQUEST
-            running = hosts.start("orphan", url=proxy.url, lease_seconds=3)
-            assert proxy.held.wait(120), running.errors.read_text()
-            mortal.kill()
-            proxy.go_on.set()
-            outcome = running.finish()
-        assert outcome.report["compiles"] == 2
-        assert outcome.stats["published"] == 0
-        assert outcome.stats["fallbacks"]["reset"] >= 1
-        with Server(tmp_path / "mortal") as restarted:
-            again = hosts.run("adopted", url=restarted.url, lease_seconds=2, wait_seconds=60)
-        assert again.stats["published"] == 2
-        assert again.report["losses"] == outcome.report["losses"] == self.result(cold)
 
     @pytest.mark.extended
     def test_torchrun_and_intermediate_shells_work(self, hosts, empty):

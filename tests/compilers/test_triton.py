@@ -146,18 +146,6 @@ class TestTriton(HookContract):
             assert outcome.stats["fallbacks"] == {}
 
     @pytest.mark.extended
-    def test_global_missing_in_key_of_triton_changes_our_key(self, hosts, empty):
-        half, whole, again = (
-            hosts.run(f"type-{host}", "kernels", namespace=empty, variables={"KERNEL_TYPE": kind})
-            for host, kind in (("a", "float16"), ("b", "float32"), ("c", "float16"))
-        )
-        (one,), (other,) = half.report["kernels"], whole.report["kernels"]
-        assert one["hash"] == other["hash"]  # of Triton
-        assert one["cubin"] != other["cubin"]
-        assert [outcome.report["ptxas"] for outcome in (half, whole, again)] == [1, 1, 0]
-        assert again.report["kernels"] == half.report["kernels"]
-
-    @pytest.mark.extended
     def test_complete_gpu_kernel_of_a_manager_is_published(self, hosts, server, empty):
         first = hosts.run("by-hand-a", "manager_calls", namespace=empty)
         assert server.stats(empty)["artifacts"] == first.stats["published"] == 1
@@ -243,16 +231,6 @@ class TestTriton(HookContract):
             assert set(outcome.report["kernels"][0]["stages"]) <= {"cubin", "source"}
             assert outcome.report["kernels"][0]["cubin"] == cold.report["kernels"][0]["cubin"]
         assert alone[0].stats["published_bytes"] < cold.stats["published_bytes"] / KERNELS
-
-    @pytest.mark.extended
-    def test_nothing_is_shared_with_user_supplied_kernels(self, hosts, server, empty):
-        own = {"TRITON_KERNEL_OVERRIDE": "1"}
-        outcome = hosts.run("override", "kernels", namespace=empty, variables=own)
-        assert outcome.report["ptxas"] == 1
-        assert outcome.stats["fallbacks"] == {"unshareable": 1}
-        assert outcome.errors.count("TRITON_KERNEL_OVERRIDE is set") == 1
-        counted = server.stats(empty)
-        assert counted["misses"] == counted["puts"] == 0
 
 
 @pytest.mark.extended

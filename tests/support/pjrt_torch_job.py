@@ -18,7 +18,6 @@ from typing import Any
 parser = argparse.ArgumentParser()
 parser.add_argument("report", type=Path)
 parser.add_argument("--path-after-import", action="store_true", help="choose the plug-in late")
-parser.add_argument("--own-cache", type=Path, help="torch_xla's persistent cache")
 parser.add_argument("--late", action="store_true", help="install after the first graph")
 parser.add_argument("--shifted", action="store_true", help="run the same step from another line")
 options = parser.parse_args()
@@ -34,17 +33,9 @@ widen_execute_options()
 import torch
 import torch_xla
 import torch_xla.debug.metrics as xla_metrics
-import torch_xla.runtime as xr
 from torch import Tensor
 
 os.environ["PJRT_LIBRARY_PATH"] = str(LIBRARY)
-if options.own_cache:
-    xr.initialize_cache(str(options.own_cache))
-
-
-def count(metric: str) -> int:
-    data = xla_metrics.metric_data(metric)
-    return int(data[0]) if data else 0
 
 
 def train(step: Callable[[Tensor, Tensor], float], steps: int = 3) -> list[float]:
@@ -82,9 +73,6 @@ if options.late:
     graphstash.uninstall()
     graphstash.install(hooks=("pjrt",))
 losses = train(shifted if options.shifted else step)
-report |= {
-    "losses": losses,
-    "compiles": count("CompileTime"),
-    "own_cache_failures": xla_metrics.counter_value("PersistentCacheDeserializeFailure") or 0,
-}
+data = xla_metrics.metric_data("CompileTime")
+report |= {"losses": losses, "compiles": int(data[0]) if data else 0}
 options.report.write_text(json.dumps(report))

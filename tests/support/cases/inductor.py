@@ -33,7 +33,6 @@ class _Net(nn.Module):
 def training(
     *,
     install: bool = False,
-    threads: int = 2,
     width: int = 40,
     matmul: bool = False,
 ) -> dict[str, Any]:
@@ -41,7 +40,6 @@ def training(
 
     Args:
         install: Whether the program calls `graphstash.install()`.
-        threads: Number of torch's threads. Default: 2.
         width: Width of the layer between. Default: 40.
         matmul: Compile a product of matrices instead, which needs no C++ compiler.
     """
@@ -49,7 +47,7 @@ def training(
         import graphstash
 
         graphstash.install()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(2)
     torch.manual_seed(0)
     started = time.monotonic()
     model = _Net(width)

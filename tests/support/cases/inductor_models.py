@@ -14,7 +14,6 @@ from torch._dynamo.utils import counters
 __all__ = [
     "convolutions",
     "llama",
-    "lstm",
     "predicting",
     "tensor_parallel",
 ]
@@ -50,23 +49,6 @@ def convolutions() -> dict[str, Any]:
         )
 
     return _trained(make, lambda model: model(torch.ones(4, 3, 16, 16)).square().mean())
-
-
-class _Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(8, 16)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        state = (torch.zeros(4, 16), torch.zeros(4, 16))
-        for each in inputs.unbind(1):
-            state = self.cell(each, state)
-        return state[0]
-
-
-def lstm() -> dict[str, Any]:
-    """A recurrent model by its cell: torch.compile leaves `nn.LSTM` to eager."""
-    return _trained(_Recurrent, lambda model: model(torch.ones(4, 3, 8)).square().mean())
 
 
 def predicting(*, context: str = "grad") -> dict[str, Any]:

@@ -55,13 +55,16 @@ def residual_block() -> Report:
     return {"losses": losses, "compiles": compiles[0] if compiles else 0}
 
 
-def flax_cnn(*, plug_in: bool = False) -> Report:
+def flax_cnn() -> Report:
     """Flax's linen with an Optax schedule: a convolutional classifier with batch statistics."""
-    compiled = _compiled_by_jax(plug_in=plug_in)
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
     import optax
+
+    from support.cases.jax_programs import note_compiles
+
+    compiled = note_compiles()
 
     class Classifier(nn.Module):
         @nn.compact
@@ -102,14 +105,3 @@ def flax_cnn(*, plug_in: bool = False) -> Report:
         parameters, statistics, state, loss = step(parameters, statistics, state)
         losses.append(float(loss))
     return {"losses": losses, "compiles": len(compiled)}
-
-
-def _compiled_by_jax(*, plug_in: bool = False) -> list[str]:
-    """Count what JAX's backend compiles; on the plug-in, a hit looks to JAX like a compilation."""
-    if plug_in:
-        from support.pjrt_plugin import use_in_jax
-
-        use_in_jax()
-    from support.cases.jax_programs import note_compiles
-
-    return note_compiles()

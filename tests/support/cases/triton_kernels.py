@@ -29,19 +29,15 @@ __all__ = [
 
 TARGET = GPUTarget("cuda", 90, 32)
 KERNEL = """
-import os
-
 import triton
 import triton.language as tl
-
-TYPE = getattr(tl, os.environ.get("KERNEL_TYPE", "float32"))
 
 
 @triton.jit
 def scaled_add(x, y, out, n, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
-    scaled = (tl.load(x + at, mask=mask) * SCALE).to(TYPE)
+    scaled = tl.load(x + at, mask=mask) * SCALE
     tl.store(out + at, scaled + tl.load(y + at, mask=mask), mask=mask)
 """
 
