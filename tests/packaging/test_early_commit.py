@@ -20,7 +20,6 @@ import pytest
 from graphstash_server.testing import ServerProcess
 from support.api import Api
 from support.ports import reserved_port
-from support.postgres import Postgres
 from support.release_before import python_of_commit
 from support.waiting import until
 
@@ -57,26 +56,10 @@ def early():
     return str(python_of_commit(EARLY, environment="early"))
 
 
-@pytest.fixture(scope="module")
-def postgres():
-    with Postgres() as postgres:
-        yield postgres
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request, tmp_path):
-    """Settings of the servers on each kind of database."""
-    if request.param == "sqlite":
-        return {}
-    url = request.getfixturevalue("postgres").new_database()
-    return {"GRAPHSTASH_DATABASE_URL": url}
-
-
 def graphstash(python, *arguments, **environment):
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("GRAPHSTASH_")}
     return subprocess.run(
         [python, "-P", "-m", "graphstash", *arguments],
-        env=inherited | environment,
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -95,7 +78,7 @@ class Site:
             "GRAPHSTASH_MIN_FREE_BYTES": "0",
             "GRAPHSTASH_AUTH": "tokens",
             "GRAPHSTASH_DATA_DIR": str(directory),
-            **database,
+            **{f"GRAPHSTASH_{name.upper()}": value for name, value in database.items()},
         }
 
     @contextmanager
@@ -215,7 +198,7 @@ def test_killed_migration_leaves_a_database_for_both_releases(early, database, p
         site.tokens = filled.tokens
         shutil.copytree(filled.directory, site.directory)
         if database:
-            template = database["GRAPHSTASH_DATABASE_URL"].rpartition("/")[2]
+            template = database["database_url"].rpartition("/")[2]
             site.database = postgres.new_database(template=template)
             site.environment["GRAPHSTASH_DATABASE_URL"] = site.database
         else:

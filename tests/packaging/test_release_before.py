@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from graphstash_server.testing import ServerProcess
-from support.postgres import Postgres
 from support.release_before import python_of_release_before, sources_of_release_before
 from support.run_case import RUN_CASE, case_arguments
 
@@ -116,20 +115,6 @@ def before():
 def now():
     with Release(sys.executable) as release:
         yield release
-
-
-@pytest.fixture(scope="module")
-def postgres():
-    with Postgres() as postgres:
-        yield postgres
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request):
-    """Settings of a server on each kind of database."""
-    if request.param == "sqlite":
-        return {}
-    return {"database_url": request.getfixturevalue("postgres").new_database()}
 
 
 def test_this_release_goes_on_with_everything_that_the_one_before_stored(
