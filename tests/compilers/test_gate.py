@@ -15,17 +15,10 @@ from graphstash.hooks.torch_xla import stub as stub_module
 from graphstash.hooks.torch_xla.elf import find_slot, libc_function, read_pointer
 from graphstash.hooks.torch_xla.gate import GateUnavailable, StatGate
 from graphstash.hooks.torch_xla.stub import PATH_LIMIT
+from support.machine_code import stat_by
 from support.waiting import until
 
-FUNCTION = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, use_errno=True
-)
 A_LIBRARY = Path(zstandard.backend_c.__file__)
-
-
-def call(address, path):
-    buffer = ctypes.create_string_buffer(256)
-    return FUNCTION(address)(1, os.fsencode(str(path)), ctypes.addressof(buffer))
 
 
 def open_descriptors():
@@ -40,7 +33,7 @@ class Slot:
         self.cell = ctypes.c_uint64(self.real)
 
     def call(self, path):
-        return call(self.cell.value, path)
+        return stat_by(self.cell.value, path)
 
 
 @pytest.fixture
@@ -167,7 +160,7 @@ def test_closing_restores_the_slot_and_ends_threads_and_descriptors(slot, open_g
         gate.close()
     assert slot.cell.value == slot.real
     assert threading.active_count() == before
-    assert call(stub, tmp_path / "x") == -1  # a thread that had loaded the pointer before
+    assert stat_by(stub, tmp_path / "x") == -1  # a thread that had loaded the pointer before
     assert seen == []
     descriptors = open_descriptors()
     for _ in range(2):

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import struct
-import subprocess
 import time
 from pathlib import Path
 
@@ -14,16 +13,9 @@ import pytest
 
 from graphstash.hooks.torch_xla.elf import PAGE, libc_function
 from graphstash.hooks.torch_xla.stub import LISTING, PATH_LIMIT, Block, Stub
+from support.machine_code import STAT, assembled, stat_by
 
-FUNCTION = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, use_errno=True
-)
 REPLY = struct.Struct("=Ic")
-
-
-def call(address, path):
-    buffer = ctypes.create_string_buffer(256)
-    return FUNCTION(address)(1, os.fsencode(str(path)), ctypes.addressof(buffer))
 
 
 class Wired:
@@ -41,7 +33,7 @@ class Wired:
         block.socket, block.owner, block.enabled = self.far.fileno(), os.getpid(), 1
 
     def call(self, path):
-        return call(self.stub.address, path)
+        return stat_by(self.stub.address, path)
 
     def __enter__(self):
         return self
@@ -54,13 +46,9 @@ class Wired:
 def test_machine_code_equals_assembled_listing(tmp_path):
     names = {name.upper(): getattr(Block, name).offset for name, _ in Block._fields_}
     names |= {"PAGE": PAGE, "PATH_LIMIT": PATH_LIMIT}
-    lines = [".intel_syntax noprefix", *(f".equ {name}, {value}" for name, value in names.items())]
+    lines = [f".equ {name}, {value}" for name, value in names.items()]
     lines += [text for _, text in LISTING]
-    source, linked, raw = (tmp_path / name for name in ("gate.s", "gate.o", "gate.bin"))
-    source.write_text("\n".join(lines) + "\n")
-    subprocess.run(["as", "-o", linked, source], check=True)
-    subprocess.run(["objcopy", "-O", "binary", "-j", ".text", linked, raw], check=True)
-    assert bytes.fromhex("".join(code for code, _ in LISTING)) == raw.read_bytes()
+    assert bytes.fromhex("".join(code for code, _ in LISTING)) == assembled(tmp_path, lines)
 
 
 def test_code_page_cannot_be_written(tmp_path):
@@ -74,14 +62,14 @@ def test_code_page_cannot_be_written(tmp_path):
 def test_arguments_reach_the_real_function_unchanged_both_times():
     seen = []
 
-    @FUNCTION
+    @STAT
     def real(version, path, buffer):
         seen.append((version, path, buffer))
         return -7 if len(seen) == 1 else 5
 
     with Wired("/p/", real=ctypes.cast(real, ctypes.c_void_p).value) as wired:
         wired.near.send(REPLY.pack(1, b"d"))
-        assert FUNCTION(wired.stub.address)(41, b"/p/x", 0x1234) == 5
+        assert STAT(wired.stub.address)(41, b"/p/x", 0x1234) == 5
         assert wired.near.recv(PATH_LIMIT) == struct.pack("=I", 1) + b"/p/x"
     assert seen == [(41, b"/p/x", 0x1234)] * 2
 
@@ -158,5 +146,5 @@ def test_path_is_sent_whole_or_not_at_all(length):
 def test_path_outside_the_prefix_is_not_requested(path):
     with Wired("/prefix/") as wired:
         buffer = ctypes.create_string_buffer(256)
-        assert FUNCTION(wired.stub.address)(1, path, ctypes.addressof(buffer)) == -1
+        assert STAT(wired.stub.address)(1, path, ctypes.addressof(buffer)) == -1
         assert wired.stub.block.sequence == 0

@@ -16,6 +16,7 @@ from graphstash.hooks.torch_xla.observer import (
     Observation,
     observe,
 )
+from support.machine_code import assembled
 
 FIRST = Argument("first", "48 89 f8", "mov rax, rdi")
 SECOND = Argument("second", "f2 48 0f 2d c0", "cvtsd2si rax, xmm0")
@@ -68,14 +69,6 @@ def library(tmp_path):
     loaded.calls.argtypes = (ctypes.c_long, ctypes.c_double)
     loaded.calls.restype = ctypes.c_long
     return path, loaded
-
-
-def assembled(tmp_path, lines):
-    source, made, raw = (tmp_path / name for name in ("code.s", "code.o", "code.bin"))
-    source.write_text("\n".join([".intel_syntax noprefix", *lines]) + "\n")
-    subprocess.run(["as", "-o", made, source], check=True)
-    subprocess.run(["objcopy", "-O", "binary", "-j", ".text", made, raw], check=True)
-    return raw.read_bytes()
 
 
 def test_machine_code_equals_assembled_listing(tmp_path):
