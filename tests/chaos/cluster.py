@@ -9,17 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Self
 from urllib.parse import urlsplit
 
 import httpx
 
 from chaos.proxy import ChaosProxy
 from graphstash_server.testing import ServerProcess
-from support.any_s3 import open_s3
-from support.moto import CREDENTIALS
+from support.moto import CREDENTIALS, AnyS3, Moto, s3_client
 from support.postgres import Postgres
+from support.swift import Swift
 
 __all__ = ["KEEP", "TIER_BYTES", "TIGHT", "TIGHT_BYTES", "Cluster", "Command"]
 
@@ -62,12 +63,44 @@ class Command:
         return self._process.returncode, said
 
 
+class _RunningS3(AnyS3):
+    """A context manager; the buckets that it made stay there.
+
+    Args:
+        url: `http://<access key>:<secret key>@<host>:<port>`.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not (parts.hostname and parts.port and parts.password):
+            raise ValueError(f"{url!r} is not of the form http://ACCESS_KEY:SECRET_KEY@HOST:PORT")
+        self.url = f"http://{parts.hostname}:{parts.port}"
+        self.access_key, self.secret_key = parts.username or "", parts.password
+
+    def __enter__(self) -> Self:
+        self.client = s3_client(self.url, access_key=self.access_key, secret_key=self.secret_key)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
+
+def _open_s3(which: str, directory: Path) -> AbstractContextManager[AnyS3]:
+    """The one that is meant by `moto`, `swift` or a URL; `directory` takes the files of Swift."""
+    if which == "moto":
+        return Moto()
+    if which == "swift":
+        directory.mkdir()
+        return Swift(directory)
+    return _RunningS3(which)
+
+
 class Cluster:
     """A context manager.
 
     Args:
         directory: of the servers.
-        s3: what `open_s3` takes, or None for blobs on disk.
+        s3: `moto`, `swift`, the URL of one that runs already, or None for blobs on disk.
 
     Attributes:
         s3: None where the blobs are on disk.
@@ -100,7 +133,7 @@ class Cluster:
         }
         self.data_dirs = [self._directory / "data"]
         if self._s3_name is not None:
-            self.s3 = self._stack.enter_context(open_s3(self._s3_name, self._directory / "s3"))
+            self.s3 = self._stack.enter_context(_open_s3(self._s3_name, self._directory / "s3"))
             self.bucket = self.s3.new_bucket()
             self.proxy = self._stack.enter_context(ChaosProxy(urlsplit(self.s3.url).port))
             self.data_dirs = [self._directory / f"host-{number}" for number in range(2)]
@@ -179,31 +212,18 @@ class Cluster:
         """A rolling restart."""
         self.servers[number].process.send_signal(signal.SIGHUP)
 
-    @contextmanager
-    def frozen_postgres(self) -> Iterator[None]:
+    def frozen_postgres(self) -> AbstractContextManager[None]:
         """PostgreSQL does not move: its sockets stay open and nothing answers."""
-        pids = [self.postgres.process.pid]
-        children = Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split()
-        pids += map(int, children)
-        stopped = [pid for pid in pids if _signal(pid, signal.SIGSTOP)]
-        try:
-            yield
-        finally:
-            for pid in stopped:
-                _signal(pid, signal.SIGCONT)
+        pid = self.postgres.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return _frozen([pid, *map(int, children)])
 
-    @contextmanager
-    def frozen_server(self, number) -> Iterator[None]:
+    def frozen_server(self, number) -> AbstractContextManager[None]:
         """A server and its workers do not move, wherever they are; nothing if it is down."""
         server, pids = self.servers[number], []
         with suppress(FileNotFoundError):
             pids = [server.process.pid, *server.workers]
-        stopped = [pid for pid in pids if _signal(pid, signal.SIGSTOP)]
-        try:
-            yield
-        finally:
-            for pid in stopped:
-                _signal(pid, signal.SIGCONT)
+        return _frozen(pids)
 
     def cut_sessions(self):
         """Ends every session of PostgreSQL, in whatever transaction it is."""
@@ -213,11 +233,8 @@ class Cluster:
         )
 
     def command(self, *arguments):
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("GRAPHSTASH_")
-        }
         data_dir = {"GRAPHSTASH_DATA_DIR": str(self.data_dirs[0])}
-        return Command(arguments, environment=environment | self._environment | data_dir)
+        return Command(arguments, environment=os.environ | self._environment | data_dir)
 
     def leave_orphan(self, blob):
         """What a server leaves that is killed between the blob and its row."""
@@ -267,6 +284,16 @@ class Cluster:
         return ServerProcess(
             data_dir, "--workers", "2", command=_SERVE, environment=self._environment
         )
+
+
+@contextmanager
+def _frozen(pids: list[int]) -> Iterator[None]:
+    stopped = [pid for pid in pids if _signal(pid, signal.SIGSTOP)]
+    try:
+        yield
+    finally:
+        for pid in stopped:
+            _signal(pid, signal.SIGCONT)
 
 
 def _signal(pid, number):

@@ -94,12 +94,9 @@ class Deployment:
 
     def check(self) -> str:
         """What `graphstash fsck --deep` says."""
-        inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith("GRAPHSTASH_")
-        }
         done = subprocess.run(
             [sys.executable, "-m", "graphstash", "fsck", "--deep", "--orphans-older-than", "0s"],
-            env=inherited
+            env=os.environ
             | self._environment
             | {"GRAPHSTASH_DATA_DIR": str(self.disk.directory / "data")},
             capture_output=True,

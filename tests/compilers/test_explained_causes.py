@@ -1,15 +1,22 @@
 """Promise: `graphstash explain` names the cause of a miss, and never a wrong one.
 
-Real compilers run each pair of `support/causes`.
+Real compilers run the causes of `support/causes`, each a pair of runs: the script of the first is
+edited, or gets a variable, and runs again on another host. All runs of a compiler share a
+namespace, as in a team.
 """
 
+import json
 import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 import pytest
 
 from support.environments import packages_of
-from support.explained import causes_of_compiler, grade, sentences_in
 from support.processes import graphstash_here
 from support.server import Server
 from support.waiting import PATIENT_VARIABLES
@@ -35,6 +42,70 @@ import jax
 jax.config.update("jax_platforms", "other")
 jax.config.update("jax_traceback_in_locations_limit", 0)
 """
+
+
+Grade: TypeAlias = Literal["right", "vague", "wrong"]
+
+CAUSES = Path(__file__).parents[1] / "support" / "causes"
+
+NAMED = re.compile(r"\bhere, .* there\b|which was not read|^other \w+")
+"""A sentence that names a cause, and does not only say that something differs."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One change between two runs.
+
+    Attributes:
+        script: text of the script after the change.
+        variables: variables of the environment that the change adds.
+        says: words of the sentence that is right.
+        also: words of true sentences about what follows from the change.
+        hides: words that no sentence has.
+        expected: the grade: "vague" if the compiler does not reveal what has changed.
+        is_light: whether `make test` also tries it.
+    """
+
+    name: str
+    script: str
+    variables: Mapping[str, str]
+    says: Sequence[str]
+    also: Sequence[str]
+    hides: Sequence[str]
+    expected: Grade
+    is_light: bool
+
+
+def causes_of_compiler(name: str) -> Iterator[Cause]:
+    """Yield the causes of a compiler; the first runs the script as it is."""
+    read = tomllib.loads((CAUSES / f"{name}.toml").read_text("utf-8"))
+    for each in read["cause"]:
+        script = read["program"]
+        for old, new in each.get("edit", ()):
+            assert old in script, f"{name}: {each['name']} edits text that is not there: {old}"
+            script = script.replace(old, new)
+        yield Cause(
+            each["name"],
+            script,
+            each.get("variables", {}),
+            each["says"],
+            each.get("also", ()),
+            each.get("hides", ()),
+            each.get("expected", "right"),
+            each.get("is_light", False),
+        )
+
+
+def grade(cause: Cause, sentences: Sequence[str]) -> Grade:
+    """Return how good an explanation is. One wrong sentence makes it wrong."""
+    fragments = [part for sentence in sentences for part in re.split(r"; ", sentence)]
+    named = [part for part in fragments if NAMED.search(part)]
+    if any(word in part for part in fragments for word in cause.hides):
+        return "wrong"
+    if any(not any(word in part for word in (*cause.says, *cause.also)) for part in named):
+        return "wrong"
+    is_said = any(all(word in sentence for word in cause.says) for sentence in sentences)
+    return "right" if is_said else "vague"
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +172,7 @@ def assert_named(jobs, team, tmp_path):
                 **settings,
             )
             explanation = explain("--json")
-            sentences = sentences_in(explanation)
+            sentences = [each["cause"] for each in json.loads(explanation)]
             given = grade(cause, sentences) if sentences else "no miss"
             print(given, compiler, cause.name, sentences, sep="\t")  # shown with -rP
             if given != cause.expected:

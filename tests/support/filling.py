@@ -32,6 +32,7 @@ BLOB_BYTES = 4096
 _BLOBS = 256
 """Different blobs; artifacts share them, so that a million take a megabyte of disk."""
 
+_NAMESPACE = "bench"
 _NEWEST = datetime(2026, 6, 1, tzinfo=UTC)
 _COLUMNS = [column.name for column in tables.artifacts.columns]
 
@@ -45,7 +46,7 @@ def fingerprint(number: int) -> str:
     return hashlib.sha256(str(number).encode()).hexdigest()
 
 
-def fill(url: str, data_dir: Path, count: int, *, namespace: str = "bench") -> None:
+def fill(url: str, data_dir: Path, count: int) -> None:
     """Adds artifacts to a migrated database, and their blobs to a disk store."""
     for number in range(min(count, _BLOBS)):
         sha256 = hashlib.sha256(blob(number)).hexdigest()
@@ -53,16 +54,16 @@ def fill(url: str, data_dir: Path, count: int, *, namespace: str = "bench") -> N
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(blob(number))
     counters: dict[str, Any] = dict.fromkeys((column.name for column in tables.usage.columns), 0)
-    counters |= {"namespace": namespace, "artifacts": count, "size_bytes": count * BLOB_BYTES}
+    counters |= {"namespace": _NAMESPACE, "artifacts": count, "size_bytes": count * BLOB_BYTES}
     _add(
         url,
-        artifacts=(_COLUMNS, _rows(count, namespace)),
+        artifacts=(_COLUMNS, _rows(count)),
         usage=(list(counters), [tuple(counters.values())]),
     )
 
 
-def describe(url: str, count: int, *, namespace: str = "bench", changed: int = 0) -> None:
-    """Describes the artifacts of a database, in one environment but for number `changed`; ten in a
+def describe(url: str, count: int) -> None:
+    """Describes the artifacts of a database, all but the first in one environment; ten in a
     hundred have one label.
     """
     found = [environment_of(is_usual=is_usual) for is_usual in (True, False)]
@@ -70,7 +71,7 @@ def describe(url: str, count: int, *, namespace: str = "bench", changed: int = 0
     _add(
         url,
         environments=([column.name for column in tables.environments.columns], environments),
-        descriptions=(_DESCRIPTION, _descriptions(count, namespace, changed)),
+        descriptions=(_DESCRIPTION, _descriptions(count)),
     )
 
 
@@ -112,17 +113,17 @@ _DESCRIPTION = (
 )
 
 
-def _descriptions(count: int, namespace: str, changed: int) -> Iterator[tuple[Any, ...]]:
+def _descriptions(count: int) -> Iterator[tuple[Any, ...]]:
     usual, other = (
         digest_of_parts(environment_of(is_usual=is_usual)) for is_usual in (True, False)
     )
     for number in range(count):
         program = program_of(number)
         yield (
-            *(namespace, fingerprint(number), "torch_xla", "cpu-bench"),
+            *(_NAMESPACE, fingerprint(number), "torch_xla", "cpu-bench"),
             "train.py:1" if number % 10 == 0 else f"train.py:{number}",
             identity_of(program),
-            other if number == changed else usual,
+            other if number == 0 else usual,
             json.dumps(program),
             _NEWEST,
         )
@@ -139,7 +140,7 @@ def environment_of(*, is_usual: bool) -> dict[str, str]:
     return {**parts, "cpu_features": flags, "env.XLA_FLAGS": f"--a={1 if is_usual else 2}"}
 
 
-def _rows(count: int, namespace: str) -> Iterator[tuple[Any, ...]]:
+def _rows(count: int) -> Iterator[tuple[Any, ...]]:
     randomness = random.Random(1)
     hashes = [hashlib.sha256(blob(number)).hexdigest() for number in range(_BLOBS)]
     for number in range(count):
@@ -147,7 +148,7 @@ def _rows(count: int, namespace: str) -> Iterator[tuple[Any, ...]]:
         seconds = randomness.lognormvariate(1, 2)
         worth = density(compile_seconds=seconds, size_bytes=BLOB_BYTES)
         row = {
-            "namespace": namespace,
+            "namespace": _NAMESPACE,
             "fingerprint": fingerprint(number),
             "kind": "torch_xla",
             "device_type": "cpu-bench",

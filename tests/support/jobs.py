@@ -27,7 +27,6 @@ __all__ = ["JOB", "TRAIN_JOB", "Jobs", "Outcome", "Running", "losses_of", "until
 
 JOB = Path(__file__).with_name("job.py")
 TRAIN_JOB = Path(__file__).with_name("train_job.py")
-ZYGOTE = Path(__file__).with_name("zygote.py")
 SECONDS = 240
 
 _IMPORTED = {
