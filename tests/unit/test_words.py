@@ -26,6 +26,7 @@ from graphstash_schema import (
     Namespace,
     Problem,
 )
+from graphstash_schema.envelope import names_key
 from graphstash_schema.protocol import MAX_METADATA_BYTES
 
 WORDS = [Namespace, DeviceType, Fingerprint, ManifestName]
@@ -106,6 +107,31 @@ def test_malformed_digest_is_refused(text):
         Digest.parse(text, size_bytes=0)
     with pytest.raises(InvalidValueError):
         Digest("a" * 64, -1)
+
+
+def test_repr_digest_with_other_than_32_bytes_in_canonical_base64_is_refused():
+    """The last character of the base64 has two spare bits, which some decoders ignore."""
+    canonical = Digest.of(b"").repr_digest
+    assert canonical.endswith("U=:")
+    for text in ("", "sha-256=::", "sha-512=:" + "A" * 43 + "=:", canonical.replace("U=:", "=:")):
+        with pytest.raises(InvalidValueError):
+            Digest.parse_repr_digest(text, size_bytes=0)
+    for last in "VWX":
+        with pytest.raises(InvalidValueError):
+            Digest.parse_repr_digest(canonical.replace("U=:", f"{last}=:"), size_bytes=0)
+
+
+@pytest.mark.parametrize(
+    "part", [{"kind": "triton"}, {"device_type": "cpu-x86_32"}, {"fingerprint": "b" * 64}], ids=str
+)
+def test_envelope_head_names_a_key_only_if_all_three_segments_are_equal(part):
+    key = {"kind": "jax", "device_type": "cpu-x86_64", "fingerprint": "a" * 64}
+    named = ArtifactKey(**key)
+
+    assert names_key(key | {"raw_size": 0}, named)
+    assert not names_key(key | part, named)
+    (name,) = part
+    assert not names_key({other: key[other] for other in key if other != name}, named)
 
 
 def test_metadata_header_has_the_whole_record_unless_it_would_pass_its_limit():
