@@ -54,7 +54,7 @@ def test_a_size_is_read_with_its_unit(text, size):
         ),
         (
             "connect_seconds",
-            ("nan", "inf", "-inf", "", "1,5", type(None), "9" * 400, 10**400),
+            ("0", "-1", "60.1", "nan", "inf", "-inf", "", "1,5", type(None), "9" * 400, 10**400),
             r"it takes a number \(above 0 to 60\)",
         ),
         (
@@ -68,6 +68,13 @@ def test_invalid_numbers_are_refused(setting, texts, message):
     for text in texts:
         with pytest.raises(ConfigError, match=message):
             ClientConfig(**{setting: text})
+
+
+def test_limits_of_numbers_are_valid_unless_the_limit_says_above():
+    limits = {"connect_seconds": 60.0, "publish_queue": 1, "local_limit": 0}
+    config = ClientConfig(**limits)
+    assert limits == {name: getattr(config, name) for name in limits}
+    assert ClientConfig(publish_queue=4096).publish_queue == 4096
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,18 @@ def test_calls_run_in_order_also_after_one_that_fails(executor, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_full_queue_rejects_calls_until_one_has_ended():
+    """Each thread has a call, and `capacity` calls wait."""
+    executor = BoundedExecutor("full", workers=2, capacity=3)
+    release = threading.Event()
+    assert [executor.submit(release.wait) for _ in range(7)] == [True] * 5 + [False] * 2
+    release.set()
+    assert executor.drain(5)
+    assert executor.submit(release.wait)
+    assert executor.drain(5)
+    executor.close()
+
+
 def test_close_ends_threads_and_drops_queued_calls():
     executor = BoundedExecutor("closing", workers=2, capacity=8)
     release = threading.Event()
