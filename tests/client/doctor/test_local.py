@@ -47,6 +47,9 @@ def test_network_disk_is_detected_from_mounts(tmp_path, monkeypatch):
     assert file_system_of(Path("/home of all/me/.cache"), mounts=mounts) == "nfs4"
     assert file_system_of(Path("/home of all/me/local/x"), mounts=mounts) == "xfs"
     assert file_system_of(Path("/homestead"), mounts=mounts) == "ext4"
+    with mounts.open("a") as file:
+        file.write("4 1 0:42 / / rw - overlay overlay rw\n")  # hides the first mount
+    assert file_system_of(Path("/homestead"), mounts=mounts) == "overlay"
     mounts.write_text("1 0 8:1 / / rw - nfs4 files:/ rw\n")
     monkeypatch.setitem(file_system_of.__kwdefaults__, "mounts", mounts)
     findings = diagnose(cache_dir=tmp_path)
