@@ -4,10 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 
 import pytest
 
+from graphstash import ClientConfig
+from graphstash._compile import compile_limit
+from graphstash._compile.compile_limit import CompileLimit
+from graphstash._compile.request import CompileRequest
 from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseState
 from support.build_job import BUILD
 from support.processes import graphstash, is_running, python
@@ -122,6 +127,36 @@ def test_a_compilation_that_does_not_end_is_ended_and_those_before_are_published
     outcome = run("build(1)\nbuild(2, sleep=1000)", "--max-compile-seconds", "1")
     assert outcome.returncode == 86
     assert hosts("other").get(KEY) == b"x"
+
+
+def test_nested_compilation_counts_once_towards_the_limit_of_a_running_one(monkeypatch):
+    clock, seen, ends = [0.0], [], []
+
+    def now():
+        if threading.current_thread().name == "graphstash-compile-limit":
+            seen.append(clock[0])
+        return clock[0]
+
+    monkeypatch.setattr(compile_limit, "monotonic", now)
+    outer, inner, later = (
+        CompileRequest(ArtifactKey.parse("schedule", "cpu", f"{number:064x}"))
+        for number in (1, 2, 3)
+    )
+    limit = CompileLimit(
+        ClientConfig(max_compile_seconds=500),
+        lambda *_, **__: ends.append(seen[-1]),
+    )
+    limit.begin(outer, None)
+    clock[0] = 100.0
+    limit.begin(inner, None)
+    clock[0] = 400.0
+    limit.compiled(300.0)
+    limit.ended(inner.key)
+    until(lambda: 400.0 in seen)
+    clock[0] = 600.0  # 300 s of the inner compilation, and 200 s of the outer one since then
+    limit.begin(later, None)
+    until(lambda: ends)
+    assert ends == [600.0]
 
 
 def test_exiting_process_waits_for_thread_that_ends_the_run(settings):
