@@ -119,6 +119,14 @@ def test_requested_failure_of_download_ends(fake, tmp_path, fault, reason):
             assert stash.get(key(1)) == b"graph"
 
 
+@pytest.mark.parametrize(("status", "pause"), [(429, "1"), (503, "1"), (500, None), (404, None)])
+def test_requested_status_asks_for_a_pause_only_if_the_server_is_busy(fake, status, pause):
+    """A client without this header pauses for as long, so only the header shows it."""
+    with fake.fail_on(status=status):
+        answer = httpx.get(f"{fake.url}/v1/stats", trust_env=False)
+    assert (answer.status_code, answer.headers.get("retry-after")) == (status, pause)
+
+
 def test_failures_are_limited_by_number_kind_key_and_namespace(fake, stash, other):
     for number in (1, 2):
         stash.put(key(number), b"graph", METADATA)
