@@ -1,5 +1,6 @@
 """A server that answers to hurt: what a job parses, keeps and logs of its answers is bounded."""
 
+import io
 import itertools
 import json
 
@@ -7,7 +8,7 @@ import pytest
 
 from graphstash import ClientConfig
 from graphstash._http.client import ServerClient
-from graphstash.errors import CacheError
+from graphstash.errors import CacheError, Reason, VerificationError
 from graphstash_schema import ManifestName
 from support.cases.answers import CALLS
 from support.hostile import Answer
@@ -126,6 +127,32 @@ def test_the_name_of_a_holder_moves_the_cursor(leased, caplog, name):
     (message,) = (each for each in messages if "wait_budget" in each)
     assert message.isprintable()
     assert len(message) < 30_000
+
+
+def test_an_artifact_goes_on_after_the_size_that_its_headers_announce(
+    fort, space, key, publish, middlebox
+):
+    """`Transfer-Encoding` overrides `Content-Length`. The client closes the connection."""
+    publish(key(1), OWN)
+    piece = b"100000\r\n" + b"x" * MEBIBYTE + b"\r\n"
+
+    def change(_request, answer):
+        headers = answer.headers | {
+            "content-length": str(len(answer.body)),
+            "transfer-encoding": "chunked",
+        }
+        return Answer(200, headers, piece * 32 + b"0\r\n\r\n")
+
+    token = fort.token(f"read:{space}")
+    config = ClientConfig.load(
+        {}, url=middlebox(change).url, namespace=space, token=token, **PATIENT
+    )
+    client, received = ServerClient(config), io.BytesIO()
+    with pytest.raises(VerificationError) as caught:
+        client.download(key(1), received)
+    client.close()
+    assert caught.value.reason is Reason.DIGEST_MISMATCH
+    assert 0 < received.seek(0, io.SEEK_END) <= MEBIBYTE
 
 
 def test_every_answer_names_another_holder_of_a_megabyte(leased):
