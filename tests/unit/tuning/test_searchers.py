@@ -160,6 +160,18 @@ def test_repeated_measurement_changes_only_the_best():
     assert run(searcher, 31).trials[11:] == run(searcher_of("g-bfs", seed=2), 30).trials[10:]
 
 
+def test_search_continues_from_a_better_configuration_that_it_has_not_proposed():
+    """Such as one that another host has measured."""
+    start, foreign = SMALL.start, (2, 2, 2, 2, 2, 2, 2, 2)
+    searcher = searcher_of("g-bfs", first=[start])
+    assert searcher.ask(2) == [start]
+    searcher.tell(foreign, 1.0)
+    searcher.tell(start, 2.0)
+    asked = searcher.ask(5)
+    assert len(asked) == 5
+    assert set(asked) <= set(SMALL.neighbours(foreign))
+
+
 @pytest.mark.parametrize("name", ["g-bfs", "random", "exhaustive"])
 def test_a_searcher_without_a_model_needs_no_numpy(name, monkeypatch):
     for module in [each for each in sys.modules if each.startswith("graphstash.tuning.search")]:
