@@ -241,7 +241,10 @@ def test_commands_create_list_and_revoke_tokens(guarded, command):
     assert form["secret"] not in whole
     listed = json.loads(command("token", "list", "--json").stdout)["tokens"]
     assert next(each for each in listed if each["id"] == form["id"])["revoked_at"]
-    command("token", "revoke", "a" * 16, status=1)
+    for unknown in ("a" * 16, f"gst_{'a' * 16}_{form['secret']}"):
+        refused = command("token", "revoke", unknown, status=1)
+        assert f"there is no token {'a' * 16}:" in refused.stderr
+        assert form["secret"] not in refused.stdout + refused.stderr
 
     create = ("token", "create", "--grant", "read:*", "--description", "x", "--json")
     made = json.loads(command(*create, "--expires", "2199-01-01").stdout)
