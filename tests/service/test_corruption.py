@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from graphstash_schema import ErrorCode
 from graphstash_server.commands.fsck import fsck
 from graphstash_server.commands.gc import gc
+from graphstash_server.db.corruption import corruption_in
 from graphstash_server.db.engine import Database
 from graphstash_server.errors import CorruptDatabaseError
 from graphstash_server.testing import LiveServer, ServerProcess
@@ -205,6 +206,21 @@ def test_no_worker_writes_after_one_found_that_the_database_is_corrupt(
     later = [connect(server.url).put(b"%d" % number, number) for number in range(200, 230)]
     assert {answer.status_code for answer in later} == {500}
     assert connect(server.url).http.get("/readyz").status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("name", "is_damage"),
+    [
+        *((each, True) for each in ("CORRUPT", "CORRUPT_INDEX", "CORRUPT_VTAB", "NOTADB")),
+        *((each, False) for each in ("BUSY", "FULL", "IOERR_READ", "IOERR_CORRUPTFS", "INTERNAL")),
+    ],
+)
+def test_only_sqlites_codes_for_damage_are_damage(name, is_damage):
+    """SQLite's extended codes have the code itself in their lowest byte."""
+    error = sqlite3.DatabaseError("what SQLite says")
+    error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{name}")
+    assert corruption_in(error) == ("what SQLite says" if is_damage else None)
+    assert corruption_in(sa.exc.DatabaseError("SELECT 1", {}, error)) == corruption_in(error)
 
 
 @pytest.fixture
