@@ -116,6 +116,7 @@ def test_expired_lease_goes_to_next_waiter_with_higher_fencing_number(api, probl
         numbers.append(granted["fencing"])
         for _ in range(2):  # the second time does no harm
             assert api.release(granted["token"], outcome).status_code == 204
+    problem(api.release("0" * 32, "failed"), 410, "lease_lost")  # no process holds the lease now
     lost = api.acquire(ttl_seconds=1).json()
     answer = wait(api)
     assert answer.status_code == 201
