@@ -17,6 +17,7 @@ from graphstash_schema import (
     NamespacePolicy,
 )
 from graphstash_server.actor import Actor
+from graphstash_server.db.queries.artifacts import pin_artifacts
 from graphstash_server.db.queries.identifiers import claim_recount, last_recount
 from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.db.tables import usage
@@ -148,6 +149,27 @@ async def test_looked_up_artifact_is_evicted_last_for_some_time(opened):
         await store.look_up(2)
         await store.add(5, 29_000, seconds=9)
         assert await store.kept(6) == [5]
+
+
+@pytest.mark.sql
+async def test_a_later_look_up_or_pin_protects_longer_and_an_earlier_end_changes_nothing(opened):
+    async with opened(store_limit_bytes=30_000, soft_limit_bytes=30_000) as store:
+        await store.fill(3)
+        for _ in range(2):
+            await store.look_up(0)
+            store.clock.turn(HOUR)
+        await store.look_up(0)
+        await store.add(3, seconds=9)
+        assert await store.kept(4) == [0, 2, 3]
+
+        now = store.clock()
+        async with store.context.database.writing() as connection:
+            for days in (1, 9, 1):
+                until = now + timedelta(days=days)
+                await pin_artifacts(connection, [key_of(2)], until=until)
+        store.clock.turn(5 * DAY)
+        await store.add(4, 20_000, seconds=9)
+        assert await store.kept(5) == [2, 4]
 
 
 async def test_a_namespace_has_a_budget_of_its_own(opened):
