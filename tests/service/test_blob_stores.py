@@ -29,6 +29,15 @@ class TestMemoryBlobStore(BlobStoreContract):
         return MemoryBlobStore()
 
 
+async def test_memory_store_counts_all_chunks_of_an_upload_towards_its_capacity():
+    store = MemoryBlobStore(capacity_bytes=10)
+    with pytest.raises(NoSpaceError) as refused:
+        await store.put(Digest.of(b"abcdefghijkl"), as_chunks(b"abcdef", b"ghijkl"))
+    assert (refused.value.limit, store.blobs) == (4, {})
+    await store.put(Digest.of(b"abcdefghij"), as_chunks(b"abcdef", b"ghij"))
+    assert list(store.blobs.values()) == [b"abcdefghij"]
+
+
 class TestDiskBlobStore(BlobStoreContract):
     @pytest.fixture
     def store(self, tmp_path):
