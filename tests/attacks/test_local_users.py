@@ -285,6 +285,19 @@ def test_something_else_lies_where_an_artifact_was_kept(signed, job, key, tmp_pa
     assert second.stats.hits_server == 1
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602], ids=oct)
+def test_a_copy_that_a_job_may_use_unsigned_is_open_to_be_written(job, key, tmp_path, mode):
+    settings = {"url": "none", "cache_dir": tmp_path / "cache"}
+    first = job(**settings)
+    assert first.build(key(1)) == OWN
+    assert first.stats.fallbacks == {}  # waits until the copy is there
+    first.stash.local.path(first.stash.config.namespace, key(1)).chmod(mode)
+
+    second = job(**settings)
+    assert second.build(key(1)) == OWN
+    assert second.compiles == 1
+
+
 def test_a_pipe_in_the_place_of_the_hosts_secret_is_replaced(job, key, team, tmp_path):
     settings = {"trusted_keys": team.file, "url": "none", "cache_dir": tmp_path / "cache"}
     first = job(**settings)
