@@ -517,6 +517,24 @@ def test_host_that_was_away_for_too_long_uses_only_what_the_server_has(
     assert caplog.text == ""
 
 
+def test_download_while_the_clock_was_ahead_is_set_aside_like_earlier_ones(
+    next_job, proxy, monkeypatch
+):
+    monkeypatch.setattr(module, "_MAX_READ", 2)
+    publisher = publish(next_job, 1, 2, 3, payload=b"wrong")
+    with monkeypatch.context() as ahead:
+        ahead.setattr("graphstash._artifacts.reader.time", lambda: time.time() + 3600)
+        look_up(job := next_job(url=proxy.url))
+        job.ensure_local(key(1))
+    for number in (1, 2, 3):
+        delete(publisher, number)
+    apply(next_job(url=proxy.url), 3)
+
+    proxy.fault = Fault.RESET
+    with pytest.raises(CacheError):
+        next_job(url=proxy.url).get(key(1))
+
+
 @pytest.mark.usefixtures("later")
 def test_server_restored_from_a_backup_is_noticed(tmp_path, next_job, proxy, caplog):
     """The backup is of a time before the withdrawal, so the restored server serves it again."""
