@@ -1,14 +1,16 @@
-"""A model and its optimizer, saved and loaded as torch.distributed.checkpoint says, in one process.
+"""A model and its optimizers, saved and loaded by torch.distributed.checkpoint in one process.
 
-The state of the optimizer is one flat dictionary, or nested by parameters.
+The state of the optimizers is one flat dictionary, or nested by parameters.
 """
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,26 +20,38 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+Optimizers = Optimizer | Iterable[Optimizer]
 
-def save(model: nn.Module, optimizer: Optimizer, folder: Path, *, is_flat: bool) -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+
+def save(model: nn.Module, optimizers: Optimizers, folder: Path, *, is_flat: bool) -> None:
+    state = _state(model, optimizers, StateDictOptions(flatten_optimizer_state_dict=is_flat))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch itself
-        state_dict_saver.save(_state(model, optimizer, options), checkpoint_id=folder, no_dist=True)
+        state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
 
 
-def load(model: nn.Module, optimizer: Optimizer, folder: Path, *, is_flat: bool) -> None:
+def load(
+    model: nn.Module,
+    optimizers: Optimizers,
+    folder: Path,
+    *,
+    is_flat: bool,
+    is_partial: bool = False,
+) -> None:
+    """Load what the folder has. If `is_partial`, it may lack some options of the optimizers."""
     options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
-    state = _state(model, optimizer, options)
+    state = _state(model, optimizers, options)
+    planner = DefaultLoadPlanner(allow_partial_load=is_partial)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch itself
-        state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
+        state_dict_loader.load(state, checkpoint_id=folder, planner=planner, no_dist=True)
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optimizer"], options=options)
+    given = state["optimizer"]
+    set_optimizer_state_dict(model, optimizers, optim_state_dict=given, options=options)
 
 
-def _state(model: nn.Module, optimizer: Optimizer, options: StateDictOptions) -> dict[str, Any]:
+def _state(model: nn.Module, optimizers: Optimizers, options: StateDictOptions) -> dict[str, Any]:
     return {
         "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizers, options=options),
     }
