@@ -31,7 +31,7 @@ from graphstash.training import (
     fuse,
 )
 
-__all__ = ["HAZARDS", "WIDTH", "Hazard", "Loop", "Net", "clip", "hazard_named"]
+__all__ = ["HAZARDS", "WIDTH", "Hazard", "Loop", "Net", "clip", "only_parts_are_called"]
 
 WIDTH = 6
 STEPS = 6
@@ -141,9 +141,13 @@ def hazard(**refused: str) -> Callable[[type[Loop]], type[Loop]]:
     return add
 
 
-def hazard_named(name: str) -> type[Loop]:
-    """Return the loop of a hazard."""
-    return next(each.loop for each in HAZARDS if each.name == name)
+def loop_with(method: str, **refused: str) -> Callable[[Callable[..., Any]], type[Loop]]:
+    """Add a loop that differs from a plain one in one method, which is the decorated function."""
+
+    def add(function):
+        return hazard(**refused)(type(function.__name__, (Loop,), {method: function}))
+
+    return add
 
 
 def clip(parameters, limit=0.05):
@@ -157,10 +161,9 @@ def clamp_gradient(parameter):
 # Hooks.
 
 
-@hazard(backward="were changed between")
-class ClippingHookBeforeFuse(Loop):
-    def before_fuse(self):
-        self.opt.register_step_pre_hook(lambda *_: clip(self.net.parameters()))
+@loop_with("before_fuse", backward="were changed between")
+def clipping_hook_before_fuse(self):
+    self.opt.register_step_pre_hook(lambda *_: clip(self.net.parameters()))
 
 
 @hazard(backward="were changed between")
@@ -177,78 +180,69 @@ class ScalingHookAfterFuse(Loop):
         self.opt.register_step_pre_hook(scale)
 
 
-@hazard(backward="were changed between")
-class GlobalClippingHook(Loop):
-    def after_fuse(self):
-        def hook(optimizer, *_):
-            if optimizer is self.opt:
-                clip(self.net.parameters())
+@loop_with("after_fuse", backward="were changed between")
+def global_clipping_hook(self):
+    def hook(optimizer, *_):
+        if optimizer is self.opt:
+            clip(self.net.parameters())
 
-        self.closing.append(register_optimizer_step_pre_hook(hook))
-
-
-@hazard(backward="options .* were changed between")
-class WarmUpHookAfterFuse(Loop):
-    def after_fuse(self):
-        def warm_up(optimizer, *_):
-            optimizer.param_groups[0]["lr"] *= 1.5
-
-        self.opt.register_step_pre_hook(warm_up)
+    self.closing.append(register_optimizer_step_pre_hook(hook))
 
 
-@hazard()
-class ScheduleMadeLate(Loop):
-    def after_step(self, step):
-        if step == 2:  # adds `initial_lr` to the groups, and changes no option
-            self.schedule = torch.optim.lr_scheduler.StepLR(self.opt, 1000)
-        if step > 2:
-            self.schedule.step()
+@loop_with("after_fuse", backward="options .* were changed between")
+def warm_up_hook_after_fuse(self):
+    def warm_up(optimizer, *_):
+        optimizer.param_groups[0]["lr"] *= 1.5
+
+    self.opt.register_step_pre_hook(warm_up)
 
 
-@hazard()
-class ScheduleInHookAfterStep(Loop):
-    def after_fuse(self):
-        schedule = torch.optim.lr_scheduler.StepLR(self.opt, 2)
-        self.opt.register_step_post_hook(lambda *_: schedule.step())
+@loop_with("after_step")
+def schedule_made_late(self, step):
+    if step == 2:  # adds `initial_lr` to the groups, and changes no option
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.opt, 1000)
+    if step > 2:
+        self.schedule.step()
 
 
-@hazard()
-class ZeroingHookAfterFuse(Loop):
-    def after_fuse(self):
-        self.opt.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
-        hooks = self.opt._optimizer_step_post_hooks
-        hooks.move_to_end(next(reversed(hooks)), last=False)  # as a hook that asks to be first
+@loop_with("after_fuse")
+def schedule_in_hook_after_step(self):
+    schedule = torch.optim.lr_scheduler.StepLR(self.opt, 2)
+    self.opt.register_step_post_hook(lambda *_: schedule.step())
 
 
-@hazard(backward="were changed between")
-class HooksAfterAccumulationAfterFuse(Loop):
-    def after_fuse(self):
-        for parameter in self.net.parameters():
-            parameter.register_post_accumulate_grad_hook(clamp_gradient)
+@loop_with("after_fuse")
+def zeroing_hook_after_fuse(self):
+    self.opt.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+    hooks = self.opt._optimizer_step_post_hooks
+    hooks.move_to_end(next(reversed(hooks)), last=False)  # as a hook that asks to be first
+
+
+@loop_with("after_fuse", backward="were changed between")
+def hooks_after_accumulation_after_fuse(self):
+    for parameter in self.net.parameters():
+        parameter.register_post_accumulate_grad_hook(clamp_gradient)
 
 
 # Reads and writes after the step.
 
 
-@hazard()
-class ClampedWeights(Loop):
-    def after_step(self, step):
-        for parameter in self.net.parameters():
-            parameter.data.clamp_(-0.3, 0.3)
+@loop_with("after_step")
+def clamped_weights(self, step):
+    for parameter in self.net.parameters():
+        parameter.data.clamp_(-0.3, 0.3)
 
 
-@hazard()
-class ClampedWithoutGradients(Loop):
-    @torch.no_grad()
-    def after_step(self, step):
-        self.net.second.weight.clamp_(-0.3, 0.3)
+@loop_with("after_step")
+@torch.no_grad()
+def clamped_without_gradients(self, step):
+    self.net.second.weight.clamp_(-0.3, 0.3)
 
 
-@hazard()
-class AssignedData(Loop):
-    def after_step(self, step):
-        if step == 3:
-            self.net.second.weight.data = torch.ones(WIDTH, WIDTH)
+@loop_with("after_step")
+def assigned_data(self, step):
+    if step == 3:
+        self.net.second.weight.data = torch.ones(WIDTH, WIDTH)
 
 
 @hazard()
@@ -284,54 +278,47 @@ class KeptAlias(Loop):
         self.alias.clamp_(-0.3, 0.3)
 
 
-@hazard()
-class KeptStateDict(Loop):
-    def after_step(self, step):
-        if step == 1:
-            self.kept = self.net.state_dict()
-        if step > 1:
-            self.see(*self.kept.values())
+@loop_with("after_step")
+def kept_state_dict(self, step):
+    if step == 1:
+        self.kept = self.net.state_dict()
+    if step > 1:
+        self.see(*self.kept.values())
 
 
-@hazard()
-class ForwardMethod(Loop):
+@loop_with("loss")
+def forward_method(self, step):
     """No hook of the model is called."""
-
-    def loss(self, step):
-        x, y = self.batch(step)
-        return mse_loss(self.net.forward(x), y)
+    x, y = self.batch(step)
+    return mse_loss(self.net.forward(x), y)
 
 
-@hazard()
-class FunctionalUse(Loop):
-    def loss(self, step):
-        x, y = self.batch(step)
-        net = self.net
-        x = nn.functional.linear(x, net.first.weight, net.first.bias)
-        return mse_loss(net.third(torch.tanh(x)), y) + net.second.weight.square().sum()
+@loop_with("loss")
+def functional_use(self, step):
+    x, y = self.batch(step)
+    net = self.net
+    x = nn.functional.linear(x, net.first.weight, net.first.bias)
+    return mse_loss(net.third(torch.tanh(x)), y) + net.second.weight.square().sum()
 
 
-@hazard()
-class CopiedParameters(Loop):
-    def after_step(self, step):
-        self.see(*copy.deepcopy(list(self.net.parameters())))
+@loop_with("after_step")
+def copied_parameters(self, step):
+    self.see(*copy.deepcopy(list(self.net.parameters())))
 
 
-@hazard()
-class SavedParameter(Loop):
-    def after_step(self, step):
-        file = io.BytesIO()
-        torch.save(self.net.second.weight, file)
-        file.seek(0)
-        self.see(torch.load(file, weights_only=True))
+@loop_with("after_step")
+def saved_parameter(self, step):
+    file = io.BytesIO()
+    torch.save(self.net.second.weight, file)
+    file.seek(0)
+    self.see(torch.load(file, weights_only=True))
 
 
-@hazard()
-class FrozenLater(Loop):
-    def after_step(self, step):
-        if step == 2:
-            self.net.second.requires_grad_(requires_grad=False)
-            self.net.second.weight.grad = self.net.second.bias.grad = None
+@loop_with("after_step")
+def frozen_later(self, step):
+    if step == 2:
+        self.net.second.requires_grad_(requires_grad=False)
+        self.net.second.weight.grad = self.net.second.bias.grad = None
 
 
 # Routing.
@@ -419,75 +406,66 @@ class FrozenDiscriminator(_BothFused):
         self.opt.step()
 
 
-@hazard(backward="came twice before")
-class SharpnessAware(Loop):
+@loop_with("step", backward="came twice before")
+def sharpness_aware(self, step):
     """SAM: the gradient is that at a point which is a short way uphill."""
-
-    def step(self, step):
-        self.opt.zero_grad()
-        self.loss(step).backward()
-        parameters = list(self.net.parameters())
-        with torch.no_grad():
-            uphill = [each.grad * 0.05 for each in parameters]
-            for each, way in zip(parameters, uphill, strict=True):
-                each.add_(way)
-        self.opt.zero_grad()
-        self.loss(step).backward()
-        with torch.no_grad():
-            for each, way in zip(parameters, uphill, strict=True):
-                each.sub_(way)
-        self.opt.step()
+    self.opt.zero_grad()
+    self.loss(step).backward()
+    parameters = list(self.net.parameters())
+    with torch.no_grad():
+        uphill = [each.grad * 0.05 for each in parameters]
+        for each, way in zip(parameters, uphill, strict=True):
+            each.add_(way)
+    self.opt.zero_grad()
+    self.loss(step).backward()
+    with torch.no_grad():
+        for each, way in zip(parameters, uphill, strict=True):
+            each.sub_(way)
+    self.opt.step()
 
 
-@hazard(backward="called between backward")
-class AccumulationThatBeginsLater(Loop):
-    def step(self, step):
-        self.opt.zero_grad()
-        for part in range(1 if step < 2 else 2):
-            self.loss(3 * step + part).backward()
-        self.opt.step()
+@loop_with("step", backward="called between backward")
+def accumulation_that_begins_later(self, step):
+    self.opt.zero_grad()
+    for part in range(1 if step < 2 else 2):
+        self.loss(3 * step + part).backward()
+    self.opt.step()
 
 
-@hazard(backward="called between backward")
-class SkippedStep(Loop):
+@loop_with("step", backward="called between backward")
+def skipped_step(self, step):
     """As when a loss is not finite."""
+    self.opt.zero_grad()
+    self.loss(step).backward()
+    if step != 3:
+        self.opt.step()
 
-    def step(self, step):
-        self.opt.zero_grad()
+
+@loop_with("step")
+def step_without_backward(self, step):
+    self.opt.zero_grad()
+    if step != 3:
         self.loss(step).backward()
-        if step != 3:
-            self.opt.step()
+    self.opt.step()
 
 
-@hazard()
-class StepWithoutBackward(Loop):
-    def step(self, step):
-        self.opt.zero_grad()
-        if step != 3:
-            self.loss(step).backward()
-        self.opt.step()
-
-
-@hazard()
-class DoubleBackward(Loop):
+@loop_with("step")
+def double_backward(self, step):
     """The gradients of the parameters have a graph of their own."""
-
-    def step(self, step):
-        self.opt.zero_grad()
-        loss = self.loss(step)
-        gradients = torch.autograd.grad(loss, list(self.net.parameters()), create_graph=True)
-        (loss + 0.01 * sum(each.square().sum() for each in gradients)).backward()
-        self.opt.step()
+    self.opt.zero_grad()
+    loss = self.loss(step)
+    gradients = torch.autograd.grad(loss, list(self.net.parameters()), create_graph=True)
+    (loss + 0.01 * sum(each.square().sum() for each in gradients)).backward()
+    self.opt.step()
 
 
 # Groups.
 
 
-@hazard(backward="has other parameters than", forward="has other parameters than")
-class GroupThatIsAdded(Loop):
-    def after_step(self, step):
-        if step == 2:
-            self.opt.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+@loop_with("after_step", backward="has other parameters than", forward="has other parameters than")
+def group_that_is_added(self, step):
+    if step == 2:
+        self.opt.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
 class TiedNet(Net):
@@ -505,20 +483,18 @@ class WeightsThatAreUntiedLater(Loop):
             self.net.third.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
 
 
-@hazard(backward="were set between")
-class GradientsThatAreSetLater(Loop):
-    def before_step(self, step):
-        if step == 3:
-            for each in self.net.parameters():
-                each.grad = torch.ones_like(each)
-
-
-@hazard(backward="were changed between")
-class ClippingByData(Loop):
-    def before_step(self, step):
+@loop_with("before_step", backward="were set between")
+def gradients_that_are_set_later(self, step):
+    if step == 3:
         for each in self.net.parameters():
-            if each.grad is not None:
-                each.grad.data.clamp_(-0.01, 0.01)
+            each.grad = torch.ones_like(each)
+
+
+@loop_with("before_step", backward="were changed between")
+def clipping_by_data(self, step):
+    for each in self.net.parameters():
+        if each.grad is not None:
+            each.grad.data.clamp_(-0.01, 0.01)
 
 
 @hazard()
@@ -537,137 +513,112 @@ class SwappedByData(MovingAverage):
 # Hazards that the first step does not show.
 
 
-class Later(Loop):
-    """From the third step on, `later` is called between backward and the step."""
-
-    def before_step(self, step):
-        if step > 1:
-            self.later(step)
-
-    def later(self, step):
-        raise NotImplementedError
-
-
-@hazard(backward="used between .*clipping")
-class ClippingThatBeginsLater(Later):
-    def later(self, step):
+@loop_with("before_step", backward="used between .*clipping")
+def clipping_that_begins_later(self, step):
+    if step > 1:
         clip(self.net.parameters())
 
 
-@hazard(backward="removed between")
-class GradientsThatAreDropped(Later):
+@loop_with("before_step", backward="removed between")
+def gradients_that_are_dropped(self, step):
     """As when a batch is bad."""
-
-    def later(self, step):
+    if step > 1:
         self.opt.zero_grad()
 
 
-@hazard(backward="used between")
-class ScaleThatBeginsLater(Loop):
-    def step(self, step):
-        if step < 2:
-            super().step(step)
-            return
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        self.opt.zero_grad()
-        scaler.scale(self.loss(step)).backward()
-        scaler.step(self.opt)
+@loop_with("step", backward="used between")
+def scale_that_begins_later(self, step):
+    if step < 2:
+        Loop.step(self, step)
+        return
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    self.opt.zero_grad()
+    scaler.scale(self.loss(step)).backward()
+    scaler.step(self.opt)
 
 
-@hazard(backward="came twice between two steps|read or written between")
-class PenaltyThatBeginsLater(Later):
-    def later(self, step):
+@loop_with("before_step", backward="came twice between two steps|read or written between")
+def penalty_that_begins_later(self, step):
+    if step > 1:
         sum(each.square().sum() for each in self.net.parameters()).backward()
 
 
-@hazard(backward="still that of the last step")
-class GradientsThatAreKeptOnce(Loop):
-    def step(self, step):
-        if step != 3:
-            self.opt.zero_grad()
-        self.loss(step).backward()
+@loop_with("step", backward="still that of the last step")
+def gradients_that_are_kept_once(self, step):
+    if step != 3:
+        self.opt.zero_grad()
+    self.loss(step).backward()
+    self.opt.step()
+
+
+@loop_with("after_step", backward="still that of the last step")
+def step_that_is_repeated(self, step):
+    if step == 3:
         self.opt.step()
 
 
-@hazard(backward="still that of the last step")
-class StepThatIsRepeated(Loop):
-    def after_step(self, step):
-        if step == 3:
-            self.opt.step()
+@loop_with("after_step", backward="still that of the last step")
+def gradients_that_are_read_after_the_step(self, step):
+    self.see(*(each.grad for each in self.net.parameters() if each.grad is not None))
 
 
-@hazard(backward="still that of the last step")
-class GradientsThatAreReadAfterTheStep(Loop):
-    def after_step(self, step):
-        self.see(*(each.grad for each in self.net.parameters() if each.grad is not None))
-
-
-@hazard()
-class ConvertedModel(Loop):
-    def after_step(self, step):
-        if step == 2:
-            self.net.half().float()
+@loop_with("after_step")
+def converted_model(self, step):
+    if step == 2:
+        self.net.half().float()
 
 
 # Parameters that are used between backward and the step, or by backward itself.
 
 
-@hazard(backward="read or written between")
-class LoggedNormBeforeTheStep(Loop):
-    def before_step(self, step):
-        self.see(self.net.second.weight.norm())
+@loop_with("before_step", backward="read or written between")
+def logged_norm_before_the_step(self, step):
+    self.see(self.net.second.weight.norm())
 
 
-@hazard(backward="read or written between")
-class DecayByData(Later):
-    def later(self, step):
+@loop_with("before_step", backward="read or written between")
+def decay_by_data(self, step):
+    if step > 1:
         for each in self.net.parameters():
             each.data.mul_(0.99)
 
 
-@hazard(backward="read or written between")
-class HookOfAnActivation(Loop):
+@loop_with("loss", backward="read or written between")
+def hook_of_an_activation(self, step):
     """Reads a weight of a later layer, whose gradient is whole by then."""
-
-    def loss(self, step):
-        x, y = self.batch(step)
-        net = self.net
-        inner = torch.tanh(net.first(x))
-        inner.register_hook(lambda gradient: gradient * net.third.weight.mean())
-        return mse_loss(net.third(torch.tanh(net.second(inner))), y)
+    x, y = self.batch(step)
+    net = self.net
+    inner = torch.tanh(net.first(x))
+    inner.register_hook(lambda gradient: gradient * net.third.weight.mean())
+    return mse_loss(net.third(torch.tanh(net.second(inner))), y)
 
 
-@hazard()
-class MeasuredBeforeTheStep(Loop):
+@loop_with("before_step")
+def measured_before_the_step(self, step):
     """Nothing here reads a value."""
-
-    def before_step(self, step):
-        sizes = [each.nbytes * each.is_contiguous() for each in self.net.parameters()]
-        self.see(torch.tensor(sizes), *map(torch.zeros_like, self.net.parameters()))
+    sizes = [each.nbytes * each.is_contiguous() for each in self.net.parameters()]
+    self.see(torch.tensor(sizes), *map(torch.zeros_like, self.net.parameters()))
 
 
 # What a step that waits depends on.
 
 
-@hazard()
-class StateThatIsReplaced(Loop):
-    def after_step(self, step):
-        if step == 3:
-            self.opt.state = defaultdict(dict)
+@loop_with("after_step")
+def state_that_is_replaced(self, step):
+    if step == 3:
+        self.opt.state = defaultdict(dict)
 
 
-@hazard()
-class StateThatIsZeroed(Loop):
-    def after_step(self, step):
-        if step == 3:
-            for state in self.opt.state.values():
-                state["exp_avg"].zero_()
+@loop_with("after_step")
+def state_that_is_zeroed(self, step):
+    if step == 3:
+        for state in self.opt.state.values():
+            state["exp_avg"].zero_()
 
 
-@hazard()
-class StateThatIsLogged(Loop):
-    def after_step(self, step):
-        self.see(*(self.opt.state[each]["exp_avg"] for each in self.net.parameters()))
+@loop_with("after_step")
+def state_that_is_logged(self, step):
+    self.see(*(self.opt.state[each]["exp_avg"] for each in self.net.parameters()))
 
 
 class BiasNet(nn.Module):
@@ -852,12 +803,11 @@ for _name, _optimizer, _model in (
     HAZARDS.append(Hazard(_name, _loop))
 
 
-@hazard()
-class Groups(Loop):
-    @staticmethod
-    def optimizer(parameters):
-        first, *rest = parameters
-        return Adam([{"params": [first], "lr": 0.1}, {"params": rest, "weight_decay": 0.1}])
+@loop_with("optimizer")
+@staticmethod
+def groups(parameters):
+    first, *rest = parameters
+    return Adam([{"params": [first], "lr": 0.1}, {"params": rest, "weight_decay": 0.1}])
 
 
 @hazard()
@@ -870,39 +820,34 @@ class MomentumLater(Loop):
             self.opt.param_groups[0]["momentum"] = 0.9
 
 
-@hazard()
-class OtherLayout(Loop):
-    def after_step(self, step):
-        if step == 2:
-            self.flush()
-            for parameter in self.net.parameters():
-                if parameter.dim() == 2:
-                    parameter.data = parameter.data.t().contiguous().t()
+@loop_with("after_step")
+def other_layout(self, step):
+    if step == 2:
+        self.flush()
+        for parameter in self.net.parameters():
+            if parameter.dim() == 2:
+                parameter.data = parameter.data.t().contiguous().t()
 
 
 # From the first step on, a backward is not the last word on a gradient.
 
 
-@hazard(backward="came twice before the first step")
-class Accumulated(Loop):
-    def backward(self, step):
-        for part in range(3):
-            (self.loss(3 * step + part) / 3).backward()
+@loop_with("backward", backward="came twice before the first step")
+def accumulated(self, step):
+    for part in range(3):
+        (self.loss(3 * step + part) / 3).backward()
 
 
-@hazard(backward=r"6 gradients .* were changed between backward\(\) and step\(\)")
-class NormClipped(Loop):
-    def before_step(self, step):
-        clip_grad_norm_(self.net.parameters(), 0.1)
+@loop_with("before_step", backward=r"6 gradients .* were changed between backward\(\) and step\(\)")
+def norm_clipped(self, step):
+    clip_grad_norm_(self.net.parameters(), 0.1)
 
 
-@hazard(backward="were changed")
-class Negated(Loop):
+@loop_with("before_step", backward="were changed")
+def negated(self, step):
     """As in adversarial training; the norms stay."""
-
-    def before_step(self, step):
-        for parameter in self.net.parameters():
-            parameter.grad.neg_()
+    for parameter in self.net.parameters():
+        parameter.grad.neg_()
 
 
 @hazard(backward="a loss scale decides")
@@ -940,45 +885,40 @@ class ForeachOfTorchScaled(ScaledByTorch):
     optimizer = partial(torch.optim.AdamW, foreach=True)
 
 
-@hazard(backward="were changed")
-class ClippedInClosure(Loop):
-    def step(self, step):
-        def closure():
-            self.opt.zero_grad()
-            self.backward(step)
-            clip(self.net.parameters())
+@loop_with("step", backward="were changed")
+def clipped_in_closure(self, step):
+    def closure():
+        self.opt.zero_grad()
+        self.backward(step)
+        clip(self.net.parameters())
 
-        self.opt.step(closure)
+    self.opt.step(closure)
 
 
-@hazard()
-class ByClosure(Loop):
+@loop_with("step")
+def by_closure(self, step):
     """As Lightning does it."""
 
-    def step(self, step):
-        def closure():
-            loss = self.loss(step)
-            self.opt.zero_grad()
-            loss.backward()
-            return loss
+    def closure():
+        loss = self.loss(step)
+        self.opt.zero_grad()
+        loss.backward()
+        return loss
 
-        assert self.opt.step(closure).requires_grad
+    assert self.opt.step(closure).requires_grad
 
 
-@hazard()
-class ByElementClipped(Loop):
+@loop_with("before_fuse")
+def by_element_clipped(self):
     """Each gradient by itself, in a hook."""
-
-    def before_fuse(self):
-        for parameter in self.net.parameters():
-            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    for parameter in self.net.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
 
-@hazard()
-class ByTensorClipped(Loop):
-    def before_fuse(self):
-        for parameter in self.net.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda each: clip(each, 0.01))
+@loop_with("before_fuse")
+def by_tensor_clipped(self):
+    for parameter in self.net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: clip(each, 0.01))
 
 
 @hazard()
@@ -1009,18 +949,16 @@ class Evaluated(Loop):
         self.net.train()
 
 
-@hazard()
-class EvaluatedInTrainingMode(Loop):
-    def after_step(self, step):
-        with torch.no_grad():
-            self.see(self.loss(1000 + step))
+@loop_with("after_step")
+def evaluated_in_training_mode(self, step):
+    with torch.no_grad():
+        self.see(self.loss(1000 + step))
 
 
-@hazard()
-class EvaluatedInInferenceMode(Loop):
-    def after_step(self, step):
-        with torch.inference_mode():
-            self.see(self.loss(1000 + step))
+@loop_with("after_step")
+def evaluated_in_inference_mode(self, step):
+    with torch.inference_mode():
+        self.see(self.loss(1000 + step))
 
 
 class OtherwiseInEvaluation(Net):
@@ -1043,105 +981,91 @@ class EvaluatedWithGradients(Loop):
         self.net.train()
 
 
-@hazard()
-class SavedAndLoaded(Loop):
+@loop_with("after_step")
+def saved_and_loaded(self, step):
     """Loads what it has saved some steps before."""
-
-    def after_step(self, step):
-        if step == 1:
-            self.saved = copy.deepcopy([self.net.state_dict(), self.opt.state_dict()])
-            self.see(*self.saved[0].values())
-        if step == 3:
-            self.net.load_state_dict(self.saved[0])
-            self.opt.load_state_dict(self.saved[1])
+    if step == 1:
+        self.saved = copy.deepcopy([self.net.state_dict(), self.opt.state_dict()])
+        self.see(*self.saved[0].values())
+    if step == 3:
+        self.net.load_state_dict(self.saved[0])
+        self.opt.load_state_dict(self.saved[1])
 
 
-@hazard()
-class NotANumber(Loop):
+@loop_with("loss")
+def not_a_number(self, step):
     """From some step on every gradient is NaN, for ever."""
-
-    def loss(self, step):
-        return super().loss(step) * (math.nan if step >= 2 else 1.0)
+    return Loop.loss(self, step) * (math.nan if step >= 2 else 1.0)
 
 
-@hazard()
-class ForwardFailed(Loop):
-    def backward(self, step):
-        if step == 2:
-            handle = self.net.second.register_forward_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                self.loss(step)
-            handle.remove()
-        super().backward(step)
+@loop_with("backward")
+def forward_failed(self, step):
+    if step == 2:
+        handle = self.net.second.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            self.loss(step)
+        handle.remove()
+    Loop.backward(self, step)
 
 
-@hazard(backward="a backward failed after 2 of 6")
-class BackwardFailed(Loop):
-    def backward(self, step):
-        if step == 2:
-            handle = self.net.second.register_full_backward_pre_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                super().backward(step)
-            handle.remove()
-            self.opt.zero_grad()
-        super().backward(step)
-
-
-@hazard()
-class ZeroedBetweenForwardAndBackward(Loop):
-    def step(self, step):
-        loss = self.loss(step)
+@loop_with("backward", backward="a backward failed after 2 of 6")
+def backward_failed(self, step):
+    if step == 2:
+        handle = self.net.second.register_full_backward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Loop.backward(self, step)
+        handle.remove()
         self.opt.zero_grad()
-        loss.backward()
-        self.opt.step()
+    Loop.backward(self, step)
+
+
+@loop_with("step")
+def zeroed_between_forward_and_backward(self, step):
+    loss = self.loss(step)
+    self.opt.zero_grad()
+    loss.backward()
+    self.opt.step()
 
 
 # Other ways to call a model.
 
 
-@hazard()
-class FunctionalCall(Loop):
-    def loss(self, step):
-        x, y = self.batch(step)
-        return mse_loss(functional_call(self.net, dict(self.net.named_parameters()), (x,)), y)
+@loop_with("loss")
+def called_by_torch_func(self, step):
+    x, y = self.batch(step)
+    return mse_loss(functional_call(self.net, dict(self.net.named_parameters()), (x,)), y)
 
 
-@hazard()
-class Transformed(Loop):
+@loop_with("step")
+def transformed(self, step):
     """Gradients and samples by torch.func between two steps, and before the first."""
+    self.flush()
+    parameters = {name: each.detach() for name, each in self.net.named_parameters()}
+    x, y = self.batch(step)
 
-    def step(self, step):
-        self.flush()
-        parameters = {name: each.detach() for name, each in self.net.named_parameters()}
-        x, y = self.batch(step)
+    def loss(parameters):
+        return mse_loss(functional_call(self.net, parameters, (x,)), y)
 
-        def loss(parameters):
-            return mse_loss(functional_call(self.net, parameters, (x,)), y)
-
-        self.see(*torch.func.grad(loss)(parameters).values())
-        self.see(torch.func.vmap(lambda x: functional_call(self.net, parameters, (x,)))(x))
-        super().step(step)
+    self.see(*torch.func.grad(loss)(parameters).values())
+    self.see(torch.func.vmap(lambda x: functional_call(self.net, parameters, (x,)))(x))
+    Loop.step(self, step)
 
 
-@hazard()
-class GradientsThatNoBackwardMade(Loop):
-    def backward(self, step):
-        for number, parameter in enumerate(self.net.parameters()):
-            parameter.grad = torch.full_like(parameter, 0.1 * (step - number))
+@loop_with("backward")
+def gradients_that_no_backward_made(self, step):
+    for number, parameter in enumerate(self.net.parameters()):
+        parameter.grad = torch.full_like(parameter, 0.1 * (step - number))
 
 
-@hazard()
-class UsedLater(Loop):
+@loop_with("loss")
+def used_later(self, step):
     """Some parameters have no gradient in the first steps, and none in some later ones."""
-
-    def loss(self, step):
-        x, y = self.batch(step)
-        return mse_loss(self.net.first(x) if step in {0, 1, 4} else self.net(x), y)
+    x, y = self.batch(step)
+    return mse_loss(self.net.first(x) if step in {0, 1, 4} else self.net(x), y)
 
 
-@hazard()
-class OnlyPartsAreCalled(Loop):
-    def loss(self, step):
-        x, y = self.batch(step)
-        x = self.net.second(torch.tanh(self.net.first(x)))
-        return mse_loss(self.net.third(x), y) + self.net.first.weight.square().mean()
+@loop_with("loss")
+def only_parts_are_called(self, step):
+    x, y = self.batch(step)
+    x = self.net.second(torch.tanh(self.net.first(x)))
+    return mse_loss(self.net.third(x), y) + self.net.first.weight.square().mean()

@@ -14,9 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphstash.training import SGD, AdamW, FusionError, Lion, fuse, traced_step
 from graphstash.training.fusion import partial_step
-from graphstash.training.fusion.uses import is_held
 from support.run_case import RUN_CASE, case_arguments
-from unit.training.hazards import WIDTH, Loop, Net, hazard_named
+from unit.training.hazards import WIDTH, Loop, Net, only_parts_are_called
 
 both = pytest.mark.parametrize("when", ["backward", "forward"])
 
@@ -88,24 +87,6 @@ def test_fused_compiled_model_trains_as_with_optimizer_alone(case, when):
 def test_a_compiled_model_is_not_fused_with_its_forward(case):
     with pytest.raises(FusionError, match=r"compiled by torch\.compile.*use when=\"backward\""):
         case("forward")
-
-
-@pytest.mark.parametrize(
-    ("hold", "expected"),
-    [
-        (lambda _: None, False),
-        (lambda each: each[1:], True),
-        (torch.Tensor.detach, True),
-        (torch.Tensor.untyped_storage, True),
-    ],
-    ids=["nothing", "a view", "detach", "a storage"],
-)
-def test_memory_that_other_objects_hold_is_noticed(hold, expected):
-    parameter = nn.Parameter(torch.zeros(3))
-    held = hold(parameter)
-    assert is_held(parameter) is expected
-    del held
-    assert not is_held(parameter)
 
 
 @pytest.mark.extended
@@ -203,7 +184,7 @@ def test_state_is_not_saved_between_backward_and_step(part):
 
 @pytest.mark.parametrize("call", [lambda net: net, lambda net: net.first], ids=["whole", "part"])
 def test_the_model_is_not_called_between_backward_and_step(call):
-    training = hazard_named("OnlyPartsAreCalled")("backward")
+    training = only_parts_are_called("backward")
     training.step(0)
     called = call(training.net)
     training.opt.zero_grad()

@@ -5,7 +5,9 @@ import torch
 
 from graphstash.training import FusionError
 from graphstash.training.fusion import partial_step
-from unit.training.hazards import HAZARDS, WIDTH, Loop, clip, hazard_named
+from unit.training.hazards import HAZARDS, WIDTH, Loop, clip
+
+LOOPS = {hazard.name: hazard.loop for hazard in HAZARDS}
 
 
 @pytest.mark.parametrize("unit_bytes", [0, pytest.param(300, marks=pytest.mark.extended)])
@@ -25,13 +27,13 @@ def test_a_fused_loop_is_exact_or_refused_with_the_cause(hazard, when, unit_byte
 @pytest.mark.parametrize(
     "name",
     [
-        *("Accumulated", "NormClipped", "Negated", "ClippedInClosure"),
+        *("accumulated", "norm_clipped", "negated", "clipped_in_closure"),
         *("Scaled", "ScaledByTorch", "FusedOfTorchScaled", "ForeachOfTorchScaled"),
         *("Detached", "ReentrantTied", "RereadInCheckpoint"),
     ],
 )
 def test_unsupported_backward_fusion_is_refused_before_any_change(name):
-    loop = hazard_named(name)("backward")
+    loop = LOOPS[name]("backward")
     before = [parameter.clone() for parameter in loop.net.parameters()]
     with pytest.raises(FusionError, match='when="forward"'):
         loop.step(0)
