@@ -1,6 +1,5 @@
 """Moments of eight bits, beside torchao's. What all optimizers do is tested with the others."""
 
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from graphstash.training import Adam8bit, AdamW, AdamW8bit, optimizers
 from graphstash.training.optimizers import eight_bit
 from support.deferred import Deferred
 from support.optimizer_cases import make_steps, shaped, train_beside
+from support.processes import python
 
 torchao_optim = Deferred("torchao.optim")
 subclasses = Deferred("torchao.optim.subclass_8bit")
@@ -136,12 +136,6 @@ def test_the_layout_in_memory_changes_nothing():
 
 
 @pytest.mark.parametrize("optimizer_class", BOTH)
-def test_amsgrad_is_refused(optimizer_class):
-    with pytest.raises(ValueError, match="use Adam or AdamW with it"):
-        optimizer_class(new_parameters(), amsgrad=True)
-
-
-@pytest.mark.parametrize("optimizer_class", BOTH)
 def test_without_torchao_the_extra_is_named(optimizer_class, monkeypatch):
     eight_bit._torchao.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
@@ -154,12 +148,14 @@ def test_without_torchao_the_extra_is_named(optimizer_class, monkeypatch):
 
 @pytest.mark.extended  # a process that imports torch and torchao
 def test_torch_still_caches_graphs_in_a_process_that_uses_them():
-    check = """
+    python(
+        """
 import torch
 import torch._inductor.config as inductor
 from graphstash.training.optimizers import Adam8bit
 inductor.post_grad_custom_post_pass = print
 Adam8bit([torch.ones(4096, requires_grad=True)])
 assert inductor.post_grad_custom_post_pass is print  # not the one that torchao 0.12 sets
-"""
-    subprocess.run([sys.executable, "-c", check], check=True)
+""",
+        check=True,
+    )

@@ -414,6 +414,7 @@ def test_train_learns_with_it_and_resumes_to_the_bit(name, tmp_path):
         *(("ScheduleFreeAdamW", {"betas": (bad, 0.9)}, "must be") for bad in (0.0, 1.0, math.nan)),
         *(("ScheduleFreeAdamW", {each: -1}, f"{each} must be") for each in ("warmup_steps", "r")),
         ("ScheduleFreeAdamW", {"weight_lr_power": -1}, "weight_lr_power must be"),
+        *((n, {"amsgrad": True}, "use Adam or AdamW with it") for n in ("Adam8bit", "AdamW8bit")),
         ("Muon", {"momentum": 1.0}, r"momentum must be at least 0 and below 1 \(got 1.0\)"),
         ("Muon", {"momentum": math.nan}, "momentum must be at least 0"),
         ("Muon", {"ns_steps": 0}, r"a whole number from 1 to 99 \(got 0\)"),

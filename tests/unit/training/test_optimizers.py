@@ -33,6 +33,7 @@ from support.optimizer_cases import (
     NOT_IN_TORCH,
     SCHEDULES,
     assert_close,
+    give_gradients,
     gradients,
     loss_of,
     new_parameters,
@@ -76,8 +77,14 @@ def torchs_scaler():
 # The trajectory.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("name", "fused"), FORMS)
+@pytest.mark.parametrize(
+    ("name", "fused", "dtype"),
+    [
+        (name, fused, (torch.float32, torch.float64)[(number // 2 + number) % 2])
+        for number, (name, fused) in enumerate(FORMS)
+    ],
+    ids=str,
+)
 def test_trajectory_equals_torch_with_skipped_steps_and_missing_gradients(name, fused, dtype):
     ours, theirs = new_parameters(dtype=dtype), new_parameters(dtype=dtype)
     optimizer, reference = CASES[name].ours(ours, fused=fused), CASES[name].reference(theirs)
@@ -210,11 +217,19 @@ def test_model_can_be_converted_to_lower_precision_in_part(make, dtype):
 # State.
 
 
-@pytest.mark.parametrize("kind", ["foreach", "fused", None])
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].name not in NOT_IN_TORCH])
+IN_TORCH = [name for name in CASES if CASES[name].name not in NOT_IN_TORCH]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for number, name in enumerate(IN_TORCH)
+        for kind in (("foreach", "fused", None)[number % 3], ("fused", None, "foreach")[number % 3])
+        if kind != "fused" or not name.startswith("Adafactor")  # it has no such form
+    ],
+)
 def test_state_is_exchanged_with_torch_both_ways_and_after_a_skipped_first_step(name, kind):
-    if kind == "fused" and CASES[name].name == "Adafactor":
-        kind = "foreach"  # it has no other form
     more = {} if kind is None else {kind: True}
     through, alone = new_parameters(), new_parameters()
     ours = CASES[name].ours(through)
@@ -318,35 +333,14 @@ def test_a_state_of_another_lion_is_kept_although_it_has_no_step():
 # Numbers that are too large or too small.
 
 
-@both_ways
-def test_dtypes_may_be_mixed_in_a_group(fused):
-    parameters = [
-        nn.Parameter(torch.ones(shape, dtype=dtype))
-        for dtype in (torch.float32, torch.bfloat16, torch.float64)
-        for shape in ((), (2,))
-    ]
-    optimizer = AdamW(parameters, lr=0.5, weight_decay=0.0, fused=fused)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert_close(parameters, [torch.full_like(each, 0.5) for each in parameters], rtol=0.01)
-
-
-@pytest.mark.parametrize("size", [1e-3, 1.0])
 @pytest.mark.parametrize("make", [partial(AdamW, fused=False), LAMB, ScheduleFreeAdamW])
-def test_float16_parameters_stay_finite_and_near_those_in_float32(make, size):
-    generator = torch.Generator().manual_seed(0)
-    wide = nn.Parameter(torch.randn(8, 8, generator=generator).half().float())
-    half = nn.Parameter(wide.detach().half())
-    optimizers = [make([parameter], lr=1e-2) for parameter in (wide, half)]
-    for _ in range(5):
-        half.grad = (torch.randn(8, 8, generator=generator) * size).half()
-        wide.grad = half.grad.float()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert torch.isfinite(half).all()
-    if size == 1:  # else moments that are kept in float16 become 0
-        assert_close([half.detach().float()], [wide.detach()], atol=0.02)
+def test_moments_that_underflow_in_float16_leave_parameters_finite(make):
+    parameters = [nn.Parameter(torch.ones(8, 8, dtype=torch.float16))]
+    optimizer = make(parameters, lr=1e-2)
+    for step in range(5):
+        give_gradients(parameters, step, scale=1e-3)
+        optimizer.step()
+    assert torch.isfinite(parameters[0]).all()
 
 
 @pytest.mark.parametrize(("shape", "scale"), [((8, 8), None), ((8,), 2.0**16)])

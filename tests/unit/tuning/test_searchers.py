@@ -63,8 +63,16 @@ def name(request):
     return request.param
 
 
-@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_search_visits_every_configuration_once_and_ends(name, space):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for number, name in enumerate(SEARCHERS)
+        for kind in ("parameters", ("gemm", "table")[number % 2])
+    ],
+)
+def test_search_visits_every_configuration_once_and_ends(name, kind):
+    space = SPACES[kind]
     searcher = run(searcher_of(name, space), 2 * space.size, batch=3)
     visited = [trial.configuration for trial in searcher.trials]
     assert sorted(map(repr, visited)) == sorted(map(repr, space))
