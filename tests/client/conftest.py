@@ -14,9 +14,17 @@ from typer.testing import CliRunner
 from graphstash import ClientConfig, Stash
 from graphstash._cli.main import complete_app
 from support.signing import Team
+from support.tokens import Guarded
 from support.waiting import PATIENT, variables_of
 
 _runs = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def guarded(tmp_path_factory):
+    """A server that asks for tokens, and its administrator."""
+    with Guarded(tmp_path_factory.mktemp("guarded")) as guarded:
+        yield guarded
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from graphstash._trust.proof import Provenance
 from graphstash._trust.provenance import read_provenance
 from graphstash.errors import TransportError, VerificationError
 from graphstash_schema import ArtifactMetadata, ArtifactSignature
-from graphstash_schema.protocol import MAX_METADATA_BYTES
 from support.bombs import count_decompressors
 from support.host import Host, key
 from support.processes import python
@@ -398,14 +397,3 @@ def test_policy_that_cannot_be_enforced_disables_the_cache(tmp_path, team):
     for line, text in zip(lines, named, strict=True):
         assert line.startswith("graphstash: disabled: ")
         assert text in line
-
-
-def test_header_keeps_the_signature_when_it_must_drop_parts(team, config, tmp_path):
-    _, signature = signed(team, config(), tmp_path)
-    parts = {f"part-{number}": "x" * 2000 for number in range(30)}
-    full = metadata(parts=parts, toolchain="ü" * 256, producer="ü" * 128, signature=signature)
-    header = full.to_header()
-    assert len(header) <= MAX_METADATA_BYTES
-    read = ArtifactMetadata.from_header(header)
-    assert read.signature == signature
-    assert len(read.parts) < 30

@@ -15,15 +15,11 @@ import pytest
 from graphstash import CacheError
 from graphstash.errors import RefusedError
 from graphstash.testing import FakeServer
-from graphstash_schema import ArtifactMetadata
 from support.fault_proxy import Fault, FaultProxy
-from support.host import key
+from support.host import METADATA, key
 from support.refusals import refusal
-from support.tokens import Guarded
 from support.waiting import until, variables_of
 from support.withdrawing import delete, turn, withhold
-
-METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 
 
 @pytest.fixture
@@ -72,12 +68,6 @@ def test_a_withdrawn_artifact_is_not_served_to_the_next_job(next_job, brought, w
     assert not job.is_on_this_host(key())
 
 
-def test_a_replaced_artifact_is_fetched_again(next_job, publisher):
-    delete(publisher)
-    next_job("other publisher").put(key(), b"right", METADATA)
-    assert next_job().get(key()) == b"right"
-
-
 def test_running_process_of_a_run_applies_what_another_one_has_read(next_job, publisher):
     """It holds the server's earlier answer in memory."""
     job = next_job(run="one-run")
@@ -110,27 +100,26 @@ def test_running_process_of_a_run_applies_what_another_one_has_read(next_job, pu
         process.stdin.close()
 
 
-def test_a_copy_is_not_served_to_a_token_without_rights(next_job, monkeypatch, tmp_path):
-    with Guarded(tmp_path / "guarded") as server:
-        trusted = {"url": server.url, "namespace": "trusted"}
-        writer = next_job("publisher", token=server.token("write:trusted"), **trusted)
-        writer.put(key(), b"graph", METADATA)
-        reader = server.token("read:trusted")
-        assert next_job(token=reader, **trusted).get(key()) == b"graph"
+def test_a_copy_is_not_served_to_a_token_without_rights(next_job, monkeypatch, guarded):
+    trusted = {"url": guarded.url, "namespace": "trusted"}
+    writer = next_job("publisher", token=guarded.token("write:trusted"), **trusted)
+    writer.put(key(), b"graph", METADATA)
+    reader = guarded.token("read:trusted")
+    assert next_job(token=reader, **trusted).get(key()) == b"graph"
 
-        stranger = {"token": server.token("write:team"), "url": server.url}
-        assert next_job(namespace="trusted", **stranger).get(key()) is None
-        both = next_job(namespace="team", read_namespaces="trusted", **stranger)
-        assert both.get(key()) is None
+    stranger = {"token": guarded.token("write:team"), "url": guarded.url}
+    assert next_job(namespace="trusted", **stranger).get(key()) is None
+    both = next_job(namespace="team", read_namespaces="trusted", **stranger)
+    assert both.get(key()) is None
 
-        again = next_job(token=reader, run="one run", **trusted)
-        assert again.ensure_local(key()).source == "local"
-        assert isinstance(refusal(again.put, key(2), b"refused", METADATA), RefusedError)
-        beside = next_job(namespace="trusted", run="one run", **stranger)
-        assert beside.get(key()) is None
+    again = next_job(token=reader, run="one run", **trusted)
+    assert again.ensure_local(key()).source == "local"
+    assert isinstance(refusal(again.put, key(2), b"refused", METADATA), RefusedError)
+    beside = next_job(namespace="trusted", run="one run", **stranger)
+    assert beside.get(key()) is None
 
-        turn(monkeypatch)
-        assert next_job(token=reader, **trusted).get(key(2)) == b"refused"  # no server has it
+    turn(monkeypatch)
+    assert next_job(token=reader, **trusted).get(key(2)) == b"refused"  # no server has it
 
 
 def test_copy_of_team_namespace_is_not_preferred_to_trusted_one(next_job, namespace, monkeypatch):

@@ -1,8 +1,26 @@
-"""The beginning of a job's script, which compiles on a clock that it turns."""
+"""Parts of scripts that stand for a training job and its launcher."""
 
 from typing import Final
 
-__all__ = ["BUILD"]
+__all__ = ["BUILD", "BUILD_PROGRAM", "RANKS"]
+
+RANKS: Final = """
+import subprocess, sys
+ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]]) for _ in range(3)]
+sys.exit(any(rank.wait() for rank in ranks))
+"""
+"""Starts three processes of a job, as a launcher does, and waits for them."""
+
+BUILD_PROGRAM: Final = """
+import graphstash
+from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
+
+def build(label, **parts):
+    parts = {"program": label, **parts}
+    fingerprint = fingerprint_of(ArtifactKind.SCHEDULE, parts)
+    key = ArtifactKey(ArtifactKind.SCHEDULE, DeviceType("cpu"), fingerprint)
+    graphstash.get_or_compile(key, label.encode, parts=parts, label=label)
+"""
 
 BUILD: Final = """
 import os, sys, time

@@ -3,15 +3,18 @@
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from graphstash import ClientConfig, CompileCache, Stash, Stats
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
-from graphstash_schema import ArtifactKey
+from graphstash_schema import ArtifactKey, ArtifactMetadata
 
-__all__ = ["Host", "file_size_limit", "key", "request"]
+__all__ = ["METADATA", "Host", "file_size_limit", "key", "request"]
+
+METADATA: Final = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
+"""Of b"graph", which tests publish if its bytes do not matter."""
 
 
 def key(number: int = 1, kind: str = "torch_xla") -> ArtifactKey:

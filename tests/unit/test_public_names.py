@@ -15,6 +15,7 @@ import pytest
 def test_public_names_are_those_that_can_be_imported(package):
     module = import_module(package)
     assert dir(module) == sorted(module.__all__)
+    assert all(getattr(module, name) is not None for name in module.__all__)
 
 
 def test_unknown_name_of_lazy_package_raises_attribute_error():

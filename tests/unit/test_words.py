@@ -16,6 +16,7 @@ from graphstash_schema import (
     ArtifactKey,
     ArtifactKind,
     ArtifactMetadata,
+    ArtifactSignature,
     DeviceType,
     Digest,
     DigestHasher,
@@ -142,6 +143,7 @@ def test_metadata_header_has_the_whole_record_unless_it_would_pass_its_limit():
             raw_size_bytes=2**60,
             toolchain="\U0001f600" * 256,
             producer="\U0001f600" * 128,
+            signature=ArtifactSignature(key_id="a" * 32, value="A" * 86),
             parts={f"part{number}": "\U0001f600" * size for number in range(256)},
         )
         header = metadata.to_header()

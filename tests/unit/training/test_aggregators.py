@@ -30,7 +30,6 @@ from graphstash.training.reduce.aggregators.elements import (
 )
 from graphstash.training.reduce.aggregators.server import read_secret
 from graphstash.training.reduce.aggregators.session import Session, Settings
-from graphstash.training.reduce.aggregators.worker import BlockRows
 from support.aggregation_formula import rounds_of, streams_of
 from support.lossy_network import Faults, Network
 
@@ -423,24 +422,6 @@ def test_counter_of_tensors_wraps_around():
         expected = in_order(tensors)
         network.sum(tensors, flags, block_size=BLOCK, element=FLOAT32)
         np.testing.assert_array_equal(tensors[0], expected)
-
-
-@given(st.integers(0, 200), st.integers(1, 20), st.integers(1, 9), st.data())
-def test_blocks_are_dealt_out_read_and_written_back(elements, size, streams, data):
-    flat = np.arange(elements, dtype=np.int32) + 1
-    rows = BlockRows(flat, size)
-    chosen = data.draw(st.lists(st.booleans(), min_size=rows.count, max_size=rows.count))
-    dealt = rows.deal(np.array(chosen, bool), streams)
-    assert len(dealt) == streams
-    assert sorted(int(n) for part in dealt for n in part) == np.flatnonzero(chosen).tolist()
-    other = np.zeros_like(flat)
-    for number, part in enumerate(dealt):
-        assert all(n % streams == number for n in part.tolist())
-        values = np.zeros((len(part), size), np.int32)
-        rows.read(part, values)
-        BlockRows(other, size).write(part, values)
-    keep = np.repeat(np.array(chosen, bool), size)[:elements]
-    np.testing.assert_array_equal(other, np.where(keep, flat, 0))
 
 
 def test_bf16_is_widened_and_rounded_as_by_torch():

@@ -10,7 +10,7 @@ from torch import nn
 
 from graphstash import ConfigError
 from graphstash.training.reduce import SparseState, Thresholding, report, sparse_hook
-from graphstash.training.reduce.blocks import BlockView, bits_of, from_bits, layout_of
+from graphstash.training.reduce.blocks import BlockView, layout_of
 from graphstash.training.reduce.ddp_hook import DensityGate
 
 DTYPES = [
@@ -120,14 +120,6 @@ def test_only_selected_blocks_are_zeroed(given_, data):
     for before, after, is_zero in zip(parts, flat.split(size), flags, strict=False):
         wanted = torch.zeros_like(before) if is_zero else before
         torch.testing.assert_close(after, wanted, rtol=0, atol=0, equal_nan=True)
-
-
-@given(st.lists(st.booleans(), max_size=70))
-def test_booleans_round_trip_through_bits(flags):
-    given_ = torch.tensor(flags, dtype=torch.bool)
-    bits = bits_of(given_)
-    assert bits.nbytes == math.ceil(len(flags) / 8)
-    assert torch.equal(from_bits(bits, len(flags)), given_)
 
 
 def test_a_gate_becomes_dense_and_sparse_at_different_densities():
