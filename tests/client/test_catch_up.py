@@ -20,7 +20,8 @@ from graphstash._trust.provenance import open_ours
 from graphstash.errors import ConflictError, Reason, RefusedError, TransportError
 from graphstash_schema import RETRYABLE, STATUS, ArtifactMetadata
 from graphstash_server.testing import ServerProcess
-from support.host import key
+from support.build_job import RANKS
+from support.host import METADATA, key
 from support.ports import reserved_port
 from support.processes import graphstash
 from support.slow_link import SlowLink
@@ -48,14 +49,6 @@ if "wait" in sys.argv:
     sys.stdin.readline()
     print(graphstash.stats().published, flush=True)
 """
-
-RANKS = """
-import subprocess, sys
-ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]]) for _ in range(3)]
-sys.exit(any(rank.wait() for rank in ranks))
-"""
-
-METADATA = ArtifactMetadata(compile_seconds=3, raw_size_bytes=5)
 
 TURNS = """
 import subprocess, sys

@@ -9,16 +9,14 @@ from graphstash import CacheError, ClientConfig, ConfigError, Reason
 from graphstash._cli.main import complete_app
 from graphstash._http.credentials import Credentials
 from graphstash._http.transport import Transport
-from graphstash_schema import ArtifactMetadata, ErrorCode, Problem
-from support.host import Host, key
+from graphstash_schema import ErrorCode, Problem
+from support.host import METADATA, Host, key
 from support.listener import Listener
 from support.processes import python
 from support.refusals import refusal
-from support.tokens import Guarded
 from support.waiting import PATIENT, PATIENT_VARIABLES
 
 CANARY = "gst_canarycanary2345_c4n4ryc4n4ryc4n4ryc4n4ryc4n4ryc4n4ryc4n4r7"
-METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 
 
 def problem(code):
@@ -152,28 +150,22 @@ def test_unauthenticated_job_asks_once_and_compiles(listener, tmp_path, caplog):
     assert CANARY not in message
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    with Guarded(tmp_path_factory.mktemp("tokens")) as guarded:
-        yield guarded
-
-
 @pytest.fixture
-def connect(tokens, hosts):
-    return partial(hosts, url=tokens.url)
+def connect(guarded, hosts):
+    return partial(hosts, url=guarded.url)
 
 
-def test_server_grants_writers_and_readers_their_rights_only(tokens, connect, namespace):
-    writer = connect("writer", token=tokens.token(f"write:{namespace}"))
+def test_server_grants_writers_and_readers_their_rights_only(guarded, connect, namespace):
+    writer = connect("writer", token=guarded.token(f"write:{namespace}"))
     writer.put(key(), b"graph", METADATA)
-    reader = connect("reader", token=tokens.token(f"read:{namespace}"))
+    reader = connect("reader", token=guarded.token(f"read:{namespace}"))
     assert reader.get(key()) == b"graph"
     error = refusal(reader.put, key(2), b"graph", METADATA)
     assert error.reason is Reason.FORBIDDEN
     assert "publishes nothing from now on" in str(error)
     assert reader.server.is_read_only
     assert reader.put(key(3), b"graph", METADATA) == 0
-    stranger = connect("stranger", token=tokens.token("write:elsewhere"))
+    stranger = connect("stranger", token=guarded.token("write:elsewhere"))
     assert stranger.get(key()) is None
     with pytest.raises(CacheError, match=rf"{namespace}.*set GRAPHSTASH_NAMESPACE"):
         stranger.server.acquire(key())
@@ -185,11 +177,11 @@ def test_server_grants_writers_and_readers_their_rights_only(tokens, connect, na
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_job_without_token_reads_anonymous_namespaces(
-    tokens, connect, namespace, monkeypatch, tmp_path, elsewhere
+    guarded, connect, namespace, monkeypatch, tmp_path, elsewhere
 ):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    tokens.set_policy(namespace, anonymous_read=True)
-    writer = connect("writer", token=tokens.token(f"write:{namespace}"))
+    guarded.set_policy(namespace, anonymous_read=True)
+    writer = connect("writer", token=guarded.token(f"write:{namespace}"))
     for number in range(2):
         writer.put(key(number), b"graph", METADATA)
     where = {"namespace": "closed", "read_namespaces": namespace} if elsewhere else {}

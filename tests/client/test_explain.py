@@ -11,24 +11,16 @@ from graphstash import ClientConfig
 from graphstash._compile.compile_limit import STATUS_NO_CACHE
 from graphstash._compile.misses import MissLog
 from graphstash.errors import RefusedError
+from support.build_job import BUILD_PROGRAM
 from support.host import key, request
 from support.processes import graphstash, graphstash_here
 from support.waiting import PATIENT, PATIENT_VARIABLES, variables_of
 
-JOB = """
-import sys
-import graphstash
-from graphstash_schema import ArtifactKind, DeviceType, ArtifactKey, fingerprint_of
 
-for program, parts in {programs!r}.items():
-    parts = {{"program": program, **parts}}
-    key = ArtifactKey(
-        kind=ArtifactKind.SCHEDULE,
-        device_type=DeviceType("cpu"),
-        fingerprint=fingerprint_of(ArtifactKind.SCHEDULE, parts),
-    )
-    graphstash.get_or_compile(key, lambda: program.encode(), parts=parts, label=f"jit({{program}})")
-"""
+def job(programs):
+    """The script of a job that compiles programs, which have these parts."""
+    lines = (f"build('jit({name})', **{parts!r})" for name, parts in programs.items())
+    return "\n".join([BUILD_PROGRAM, *lines])
 
 
 @pytest.fixture
@@ -40,7 +32,7 @@ def run(config, namespace, tmp_path):
     def run(host, programs, **settings):
         script = tmp_path / f"{host}.py"
         named = {f"{name}_{namespace}": parts for name, parts in programs.items()}
-        script.write_text(JOB.format(programs=named))
+        script.write_text(job(named))
         variables = variables_of(config(host, **settings))
         return graphstash("run", "--explain", "--", sys.executable, script, check=True, **variables)
 
@@ -51,7 +43,7 @@ def run(config, namespace, tmp_path):
 def recorded(server, tmp_path_factory):
     """The local tier of a host on which a job has missed one program."""
     folder = tmp_path_factory.mktemp("recorded")
-    (folder / "train.py").write_text(JOB.format(programs={"step_recorded": {}}))
+    (folder / "train.py").write_text(job({"step_recorded": {}}))
     config = ClientConfig.load(
         {}, url=server.url, namespace="recorded", cache_dir=folder / "tier", **PATIENT
     )
@@ -163,9 +155,10 @@ def test_another_servers_record_and_records_open_to_others_are_not_used(host, ex
 
 def test_each_process_of_a_run_leaves_a_record_if_it_can_be_written(host, tmp_path):
     (first,) = (host / "records").iterdir()
-    job = tmp_path / "job.py"
-    job.write_text(JOB.format(programs={"step": {}}))
-    both = f"import subprocess, sys; [subprocess.run([sys.executable, {str(job)!r}]) for _ in 'ab']"
+    script = tmp_path / "job.py"
+    script.write_text(job({"step": {}}))
+    again = f"subprocess.run([sys.executable, {str(script)!r}])"
+    both = f"import subprocess, sys; [{again} for _ in 'ab']"
     settings = {"GRAPHSTASH_CACHE_DIR": host, "GRAPHSTASH_URL": "none"}
     graphstash("run", "--", sys.executable, "-c", both, check=True, **settings)
     runs = sorted((host / "records").iterdir())
@@ -173,7 +166,7 @@ def test_each_process_of_a_run_leaves_a_record_if_it_can_be_written(host, tmp_pa
     assert [len(list(each.glob("*.json"))) for each in runs] == [1, 2]
     shutil.rmtree(host / "records")
     (host / "records").write_text("a file")
-    outcome = graphstash("run", "--", sys.executable, job, check=True, **settings)
+    outcome = graphstash("run", "--", sys.executable, script, check=True, **settings)
     assert "Traceback" not in outcome.stderr
 
 

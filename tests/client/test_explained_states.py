@@ -8,28 +8,24 @@ import httpx
 import pytest
 
 from graphstash.testing import FakeServer
+from support.build_job import BUILD_PROGRAM
 from support.hostile import Answer, Middlebox
 from support.processes import graphstash_here
 from support.server import Server
 from support.signing import Team
 from support.waiting import PATIENT, PATIENT_VARIABLES
 
-JOB = """
+JOB = (
+    BUILD_PROGRAM
+    + """
 import json, sys
 from pathlib import Path
 
-import graphstash
-from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
-
 for label, parts in json.loads(sys.argv[2]).items():
-    key = ArtifactKey(
-        kind=ArtifactKind.SCHEDULE,
-        device_type=DeviceType("cpu"),
-        fingerprint=fingerprint_of(ArtifactKind.SCHEDULE, parts),
-    )
-    graphstash.get_or_compile(key, label.encode, parts=parts, label=label)
+    build(label, **parts)
 Path(sys.argv[1]).write_text("{}")
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,10 @@ from graphstash._cli.main import complete_app
 from graphstash._user_file import read_user_file, user_file_path, write_user_file
 from graphstash.config import ClientConfig
 from support import processes
-from support.tokens import Guarded
 from support.waiting import PATIENT_VARIABLES
 
 TOKEN = "gst_canarycanaryabcd_" + "CANARY0" * 6 + "x"
 URL = "https://cache.internal"
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory):
-    with Guarded(tmp_path_factory.mktemp("guarded")) as guarded:
-        yield guarded
 
 
 @pytest.fixture

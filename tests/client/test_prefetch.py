@@ -22,10 +22,10 @@ from graphstash_schema import (
     ArtifactMetadata,
     DeviceType,
 )
+from support.build_job import RANKS
 from support.host import key
 from support.processes import graphstash
 from support.slow_link import SlowLink
-from support.tokens import Guarded
 from support.waiting import PATIENT, variables_of
 
 GRAPHS = 12
@@ -285,21 +285,12 @@ def test_prefetch_command_says_that_it_waits(busy):
 
 @pytest.mark.usefixtures("published")
 def test_one_process_of_a_run_prefetches_for_all_of_its_host(run, writer, link):
-    ranks = "import subprocess, sys\n"
-    ranks += "ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]]) for _ in range(3)]\n"
-    ranks += "sys.exit(any(rank.wait() for rank in ranks))\n"
     settings = {"GRAPHSTASH_NAMESPACE": writer.config.namespace, "GRAPHSTASH_JOB": "mine"}
-    counted = run("b", f"wait={GRAPHS}", launcher=("-c", ranks), **settings)
+    counted = run("b", f"wait={GRAPHS}", launcher=("-c", RANKS), **settings)
     assert [each["hits_prefetched"] for each in counted] == [GRAPHS] * 3
     assert sum(each["prefetched_bytes"] > 0 for each in counted) == 1
     assert len([each for each in link.requests if "/manifests/" in each and each[0] == "G"]) == 1
     assert len(downloads_in(link)) == GRAPHS
-
-
-@pytest.fixture
-def guarded(tmp_path):
-    with Guarded(tmp_path / "guarded") as guarded:
-        yield guarded
 
 
 def test_one_writer_cannot_displace_the_artifacts_of_others(guarded, hosts):

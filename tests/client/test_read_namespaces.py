@@ -6,13 +6,11 @@ import pytest
 
 from graphstash import ClientConfig, ConfigError
 from graphstash.errors import VerificationError
-from graphstash_schema import ArtifactMetadata, LeaseState, ManifestName
-from support.host import Host, key
+from graphstash_schema import LeaseState, ManifestName
+from support.host import METADATA, Host, key
 from support.offline import unplugged
 from support.refusals import refusal
 from support.signing import plant, sealed, signature_of
-
-METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 
 
 @pytest.fixture

@@ -5,22 +5,9 @@ import sys
 
 import pytest
 
+from support.build_job import BUILD_PROGRAM
 from support.processes import graphstash, graphstash_here
 from support.waiting import PATIENT_VARIABLES, variables_of
-
-JOB = """
-import graphstash
-from graphstash_schema import ArtifactKind, DeviceType, ArtifactKey, fingerprint_of
-
-for program in {programs!r}:
-    parts = {{"program": program}}
-    key = ArtifactKey(
-        kind=ArtifactKind.SCHEDULE,
-        device_type=DeviceType("cpu"),
-        fingerprint=fingerprint_of(ArtifactKind.SCHEDULE, parts),
-    )
-    graphstash.get_or_compile(key, lambda: program.encode(), parts=parts, label=program)
-"""
 
 
 @pytest.fixture
@@ -29,7 +16,7 @@ def run(config, tmp_path):
 
     def run(host, *programs, **variables):
         script = tmp_path / f"{host}.py"
-        script.write_text(JOB.format(programs=programs))
+        script.write_text(f"{BUILD_PROGRAM}\nfor each in {programs!r}: build(each)")
         variables = variables_of(config(host)) | variables
         graphstash("run", "--", sys.executable, script, check=True, **variables)
         return variables

@@ -13,16 +13,15 @@ import pytest
 
 from graphstash import CacheError, Reason, Stash
 from graphstash.testing import FakeServer, ServerCall
-from graphstash_schema import ArtifactMetadata, Digest, LeaseState, ManifestName
+from graphstash_schema import Digest, LeaseState, ManifestName
 from graphstash_server.app import create_app
 from graphstash_server.serving.server import KEEP_ALIVE_SECONDS
 from graphstash_server.settings import Settings
-from support.host import key
+from support.host import METADATA, key
 from support.processes import python
 from support.refusals import refusal
 from support.waiting import PATIENT, PATIENT_VARIABLES, until_waiting
 
-METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 DEVICE = key().device_type
 NAMES = {
     "namespace": "team",

@@ -17,16 +17,14 @@ from cryptography.hazmat.primitives.serialization import (
 from graphstash import ClientConfig, ConfigError, Reason, Stash
 from graphstash._http.client import ServerClient
 from graphstash._http.deadline import DeadlineTransport
-from graphstash_schema import ArtifactMetadata
 from support.authority import Authority
-from support.host import key
+from support.host import METADATA, key
 from support.listener import Listener
 from support.processes import python
 from support.refusals import refusal
 from support.waiting import PATIENT, PATIENT_VARIABLES
 
 KEY = key()
-METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 
 
 @pytest.fixture(scope="module")

@@ -20,16 +20,14 @@ from graphstash._artifacts import withdrawals as module
 from graphstash._artifacts.prefetch import Prefetch
 from graphstash._compile import packs as packs_module
 from graphstash._compile.packs import Packs
-from graphstash_schema import ArtifactMetadata, ManifestEntry
+from graphstash_schema import ManifestEntry
 from graphstash_schema.withdrawals import WithdrawalList
 from graphstash_server.testing import LiveServer
 from support.fault_proxy import Fault, FaultProxy
-from support.host import Host, key, request
+from support.host import METADATA, Host, key, request
 from support.processes import python
 from support.waiting import until, variables_of
 from support.withdrawing import delete, turn, withhold
-
-METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,7 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -13,6 +10,8 @@ import pytest
 from graphstash import _forking
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable, unforked
+from support.processes import python
+from support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork")  # of JAX, and of Python 3.12
 
@@ -32,13 +31,6 @@ def fork(code=lambda: None):
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def is_forking():
@@ -282,9 +274,6 @@ except OSError:
     in_child(replaced)
 os.write(user, b"parent")
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program, tmp_path], check=False, capture_output=True, text=True
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert python(program, tmp_path, check=True).stderr == ""
     assert (tmp_path / "user").read_text() == "child parent"
     assert (tmp_path / "other").read_text() == "grandchild"

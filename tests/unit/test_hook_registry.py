@@ -1,6 +1,5 @@
 """Packages register hooks; a hook that cannot be used is named, and harms nothing else."""
 
-import subprocess
 import sys
 import textwrap
 import tomllib
@@ -12,6 +11,7 @@ from graphstash import ClientConfig
 from graphstash.hooks.registry import hook_specs
 from graphstash_schema import ArtifactKind
 from support.distributions import add_distribution
+from support.processes import captured
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -29,7 +29,7 @@ LOAD = "from graphstash._entry_points import load\nload()\n"
 
 def run(program, folder, *options, **variables):
     here = Path(folder)
-    return subprocess.run(
+    return captured(
         [sys.executable, *options, "-c", textwrap.dedent(program)],
         cwd=folder,
         env={
@@ -39,9 +39,6 @@ def run(program, folder, *options, **variables):
             "GRAPHSTASH_CACHE_DIR": str(here / "tier"),
             **variables,
         },
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=60,
     )
 

@@ -1,23 +1,21 @@
 """A hook is installed after its compiler's import, which it neither delays nor fails."""
 
 import os
-import subprocess
 import sys
 import textwrap
 
 import pytest
 
+from support.processes import captured
+
 
 def run(tmp_path, program, **files):
     for name, content in files.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(content))
-    return subprocess.run(
+    return captured(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
         cwd=tmp_path,
         env={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=60,
     )
 

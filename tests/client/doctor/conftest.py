@@ -6,7 +6,6 @@ import pytest
 
 from graphstash.hooks.environment import version_of
 from graphstash.hooks.registry import hook_specs
-from support.tokens import Guarded
 
 
 @pytest.fixture(autouse=True)
@@ -15,13 +14,6 @@ def _home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("NETRC", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="session")
-def guarded(tmp_path_factory):
-    """A server that asks for tokens, and its administrator."""
-    with Guarded(tmp_path_factory.mktemp("guarded")) as guarded:
-        yield guarded
 
 
 @pytest.fixture

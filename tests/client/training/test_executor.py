@@ -2,8 +2,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from functools import partial
@@ -24,6 +22,7 @@ from graphstash.training.threads import (
     ExecutorStopped,
     WorkerPool,
 )
+from support.processes import python
 from support.run_case import RUN_CASE, case_arguments
 
 SECONDS = 60
@@ -330,8 +329,7 @@ device.submit(step, 1)
 device.submit(step, 2)
 end_of_script.set()
 """
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    done = python(script, check=True)
     assert done.stdout.splitlines() == ["step 1", "step 2", "exit handler"]
     assert "unhandled error in 'failing'" in done.stderr
     assert "ZeroDivisionError" in done.stderr

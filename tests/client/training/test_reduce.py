@@ -1,13 +1,11 @@
 """Gradients that several processes add up by blocks are what torch adds up."""
 
-import subprocess
-import sys
-
 import pytest
 from torch import nn
 
 from graphstash import ConfigError, training
 from graphstash.training.reduce import SparseState, Thresholding
+from support.processes import python
 from support.warm_ranks import WarmRanks
 
 HOOKS = [
@@ -83,8 +81,7 @@ done.wait()
 
 def test_process_that_ends_right_after_its_last_bucket_ends_well():
     """torch aborted: the thread was still returning from torch when the interpreter ended."""
-    done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python(ENDS_AT_ONCE, check=True)
 
 
 def test_a_killed_rank_ends_all_others_with_an_error(jobs, tmp_path):

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import stat
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from graphstash.tuning.memory.problem import HELION_LABEL, Problem
 from graphstash_schema import ArtifactKey, ArtifactMetadata, DeviceType
 from graphstash_schema.explanation import described
 from support.json_page import fields_of
+from support.processes import graphstash
 from support.waiting import variables_of
 
 RECORD = {"configuration": {"a": 1}, "cost": 1e-3, "spread": 0.0, "count": 1, "failure": None}
@@ -94,14 +94,8 @@ def test_malformed_answer_is_reported_and_left_out(command, publish, case):
 
 def test_terminal_without_micro_sign_shows_the_rest(config, publish):
     publish()
-    settings = variables_of(config())
-    shown = subprocess.run(
-        [sys.executable, "-m", "graphstash", "tune", "show"],
-        env=os.environ | settings | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
-        check=True,
-        capture_output=True,
-    )
-    assert b"0 ?s" in shown.stdout
+    variables = variables_of(config()) | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    assert "0 ?s" in graphstash("tune", "show", check=True, **variables).stdout
 
 
 def test_impossible_request_is_refused_with_advice(command, tmp_path):

@@ -1,8 +1,5 @@
 """Of FullyShardedDataParallel an optimizer sees flat shards: what needs more refuses them."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import distributed, nn
@@ -10,6 +7,7 @@ from torch import distributed, nn
 from graphstash import ConfigError
 from graphstash.training import LAMB, AdamW, LossScale, Muon, clip_grad_norm_
 from graphstash.training.loop.parallel import DistributedTorch
+from support.processes import python
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -61,9 +59,7 @@ def test_clipping_refuses_the_norm_of_one_shard(model):
 def test_a_loop_that_shards_nothing_does_not_import_fsdp():
     """It takes half as long again as torch."""
     program = "import sys; from graphstash.training import fuse, train; print(*sys.modules)"
-    imported = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout.split()
+    imported = python(program, check=True).stdout.split()
     assert "graphstash.training.fusion.backward" in imported
     assert "graphstash.training.loop.parallel" in imported
     assert {"torch.distributed.fsdp", "torch._dynamo", "sympy"}.isdisjoint(imported)

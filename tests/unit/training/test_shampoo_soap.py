@@ -6,8 +6,6 @@ import io
 import logging
 import math
 import pickle
-import subprocess
-import sys
 import threading
 from functools import partial
 
@@ -20,6 +18,7 @@ from graphstash.training.optimizers import background
 from graphstash.training.optimizers.background import Pending, Roots
 from support.device_reads import Reads
 from support.optimizer_cases import assert_close, assert_equal, give_gradients, public, shaped
+from support.processes import python
 
 BOTH = [Shampoo, SOAP]
 MATRICES = ((6, 4), (4, 6), (5, 5), (3, 2, 2, 2))
@@ -569,8 +568,7 @@ began.wait()
 threading._register_atexit(gate.set)  # called before the interpreter waits for threads
 print("end", optimizer.state[parameter]["pending"] is not None, flush=True)
 """
-    command = [sys.executable, "-W", "error", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = python(script, check=True, PYTHONWARNINGS="error")
     results = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert results.keys() == {"child", "parent", "end"}
     assert results["child"] == results["parent"]
