@@ -1,9 +1,7 @@
 """What a job compiles while its server is down reaches the server as soon as it answers."""
 
 import json
-import os
 import random
-import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
@@ -23,7 +21,7 @@ from graphstash_server.testing import ServerProcess
 from support.build_job import RANKS
 from support.host import METADATA, key
 from support.ports import reserved_port
-from support.processes import graphstash
+from support.processes import graphstash, started
 from support.slow_link import SlowLink
 from support.waiting import until, variables_of
 from support.withdrawing import delete, withhold
@@ -184,13 +182,7 @@ def running(down, tmp_path, namespace):
 
     def start(job=JOB, **variables):
         config = ClientConfig.load({}, url=down, namespace=namespace, cache_dir=tmp_path / "a")
-        return subprocess.Popen(
-            [sys.executable, "-c", job, "wait"],
-            env=os.environ | {"TMPDIR": str(tmp_path)} | variables_of(config) | variables,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        return started(job, "wait", TMPDIR=tmp_path, **variables_of(config) | variables)
 
     return start
 

@@ -1,10 +1,7 @@
 """Packs against a real server: what small programs are found by, and what becomes of bad ones."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from graphstash_server.testing import LiveServer
 from support.fault_proxy import Fault, FaultProxy
 from support.host import Host, key, request
 from support.offline import unplugged
+from support.processes import started
 from support.waiting import PATIENT, until
 from support.withdrawing import withhold
 
@@ -231,12 +229,7 @@ with Host(ClientConfig.load()) as host:
     with FakeServer() as fake, fake.fail_on("get", fault="hang", times=1) as failure:
         variables = fake.environment(cache_dir=tmp_path)
         variables["PYTHONPATH"] = str(Path(__file__).parents[1])
-        with subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=os.environ | variables,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
+        with started(program, **variables) as process:
             failure.wait(timeout_seconds=60)
             process.send_signal(signal.SIGUSR1)
             assert process.stdout.read() == "None\nNone\n"

@@ -5,15 +5,15 @@ import fcntl
 import itertools
 import os
 import stat
-import subprocess
-import sys
 import time
+from contextlib import ExitStack
 
 import pytest
 
 from graphstash._compile.stats import Stats
 from graphstash._process import run_record
 from graphstash._process.run_name import RUN_VARIABLE
+from support.processes import started
 from support.waiting import until
 
 KEPT = 20
@@ -39,26 +39,15 @@ def name(number):
 @pytest.fixture
 def start(tmp_path):
     """Starts a process of a run, which lives until its input ends."""
-    started = []
+    with ExitStack() as stack:
 
-    def start(run, *arguments):
-        environment = os.environ | {RUN_VARIABLE: run, "GRAPHSTASH_CACHE_DIR": str(tmp_path / "a")}
-        process = subprocess.Popen(
-            [sys.executable, "-c", JOB, *arguments],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        assert process.stdout.readline() == "ready\n"
-        return process
+        def start(run, *arguments):
+            variables = {RUN_VARIABLE: run, "GRAPHSTASH_CACHE_DIR": tmp_path / "a"}
+            process = stack.enter_context(started(JOB, *arguments, **variables))
+            assert process.stdout.readline() == "ready\n"
+            return process
 
-    yield start
-    for process in started:
-        process.kill()
-        with process:
-            pass
+        yield start
 
 
 @pytest.fixture

@@ -4,9 +4,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
-import textwrap
 import time
 from contextlib import nullcontext
 
@@ -17,6 +14,7 @@ from graphstash.errors import RefusedError
 from graphstash.testing import FakeServer
 from support.fault_proxy import Fault, FaultProxy
 from support.host import METADATA, key
+from support.processes import started
 from support.refusals import refusal
 from support.waiting import until, variables_of
 from support.withdrawing import delete, turn, withhold
@@ -80,13 +78,7 @@ def test_running_process_of_a_run_applies_what_another_one_has_read(next_job, pu
             for line in sys.stdin:
                 print(stash.get(key), flush=True)
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), str(key())],
-        env=os.environ | variables_of(job.config),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with started(program, key(), **variables_of(job.config)) as process:
 
         def ask():
             process.stdin.write("\n")
@@ -97,7 +89,6 @@ def test_running_process_of_a_run_applies_what_another_one_has_read(next_job, pu
         withhold(publisher)
         assert job.standing._ask(job.config.namespace, key(999))
         until(lambda: ask() == "None")
-        process.stdin.close()
 
 
 def test_a_copy_is_not_served_to_a_token_without_rights(next_job, monkeypatch, guarded):
@@ -155,21 +146,19 @@ def test_a_copy_of_one_server_is_not_served_to_a_job_of_another(next_job):
 
 def test_a_copy_whose_upload_was_not_answered_obeys_the_server(next_job, server, monkeypatch):
     """The process was killed when the server had stored what it compiled."""
-    program = (
-        "import graphstash, sys\n"
-        "from graphstash_schema import ArtifactKey, ArtifactMetadata\n"
-        "key = ArtifactKey.parse(*sys.argv[1].split('/'))\n"
-        "metadata = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)\n"
-        "with graphstash.Stash(graphstash.ClientConfig.load()) as stash:\n"
-        "    stash.put(key, b'graph', metadata)\n"
-    )
+    program = """
+        import graphstash, sys
+        from graphstash_schema import ArtifactKey, ArtifactMetadata
+        key = ArtifactKey.parse(*sys.argv[1].split("/"))
+        metadata = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
+        with graphstash.Stash(graphstash.ClientConfig.load()) as stash:
+            stash.put(key, b"graph", metadata)
+    """
     with FaultProxy(server.port) as proxy:
         variables = variables_of(next_job(url=proxy.url).config)
         proxy.hold = re.compile(rb"PUT ")
-        command = [sys.executable, "-c", program, str(key())]
-        with subprocess.Popen(command, env=os.environ | variables) as job:
+        with started(program, key(), **variables):
             assert proxy.held.wait(60)
-            job.kill()
         proxy.hold = None
         proxy.go_on.set()
         assert next_job(url=proxy.url).get(key()) == b"graph"  # within the documented time

@@ -7,8 +7,8 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "graphstash_unread",
     "is_running",
     "python",
+    "started",
 ]
 
 
@@ -48,6 +49,24 @@ def python(
     """
     words = ["-c", textwrap.dedent(program), *arguments]
     return _run(words, variables, check=check, interpreter=interpreter)
+
+
+@contextmanager
+def started(
+    program: str, *arguments: object, **variables: object
+) -> Iterator[subprocess.Popen[str]]:
+    """Start the text of a program, whose input and output are pipes. Kill it after the block."""
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
+        env=os.environ | {name: str(value) for name, value in variables.items()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def graphstash(

@@ -3,8 +3,6 @@ import fcntl
 import math
 import os
 import stat
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,7 @@ from filelock import FileLock, Timeout
 from graphstash._artifacts import local_tier
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash_schema import ArtifactKey, Namespace
-from support.processes import python
+from support.processes import python, started
 
 MIB = 1024**2
 NAMESPACE = Namespace("team")
@@ -161,22 +159,17 @@ with LocalTier(Path(sys.argv[1]), limit_bytes=1000).exclusive(
     print("held", flush=True)
     time.sleep(60)
 """
-    holder = subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE)
-    try:
-        assert holder.stdout.readline() == b"held\n"
-        started = time.monotonic()
+    with started(program, tmp_path) as holder:
+        assert holder.stdout.readline() == "held\n"
+        asked_at = time.monotonic()
         with tier.exclusive(key(1), timeout_seconds=0.3):
-            assert time.monotonic() - started >= 0.3  # goes on without the lock
+            assert time.monotonic() - asked_at >= 0.3  # goes on without the lock
 
         ended = []
         killer = threading.Timer(0.5, lambda: ended.append("holder") or holder.kill())
         killer.start()
         with tier.exclusive(key(1), timeout_seconds=3600):
             assert ended == ["holder"]  # a killed holder's lock is free at once
-    finally:
-        holder.kill()
-        holder.wait()
-        holder.stdout.close()
 
 
 def test_a_forked_child_neither_releases_nor_keeps_the_locks_of_its_parent(tmp_path):
@@ -196,7 +189,6 @@ claimed.close()
 print("left", flush=True)
 sys.stdin.read()
 """
-    command = [sys.executable, "-c", program, tmp_path]
 
     def held():
         found = [tier.is_downloading()]
@@ -210,10 +202,8 @@ sys.stdin.read()
                     found.append(False)
         return found
 
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as parent, ExitStack() as ends:
-        ends.callback(parent.kill)
-        assert parent.stdout.readline() == b"left\n"
+    with started(program, tmp_path) as parent:
+        assert parent.stdout.readline() == "left\n"
         assert held() == [True, True, True]
         parent.kill()
         parent.wait()
@@ -370,23 +360,19 @@ def test_a_download_is_seen_by_others_until_it_ends(tmp_path):
 def test_download_is_seen_by_others_even_if_they_look_as_it_begins(tmp_path):
     one, other = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
     look = """
-import sys, threading
+import sys
 from pathlib import Path
 from graphstash._artifacts.local_tier import LocalTier
 tier = LocalTier(Path(sys.argv[1]), limit_bytes=1000)
-threading.Thread(target=sys.stdin.read).start()
 print(flush=True)
-while threading.active_count() > 1:
+while True:
     tier.is_downloading()
 """
-    command = [sys.executable, "-c", look, tmp_path]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes) as looking:
+    with started(look, tmp_path) as looking:
         looking.stdout.readline()
         for _ in range(300):
             with one.downloading():
                 assert other.is_downloading()
-        looking.stdin.close()
 
 
 def test_secret_that_another_process_has_just_replaced_stays(tmp_path, monkeypatch):
