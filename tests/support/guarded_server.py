@@ -17,7 +17,7 @@ from graphstash_server.db import tables
 from graphstash_server.db.engine import Database
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import ServerProcess
-from support.tokens import issue
+from support.tokens import Callers
 
 __all__ = ["DEVICE", "GuardedServer", "Picture", "artifact_path", "fingerprint", "keys"]
 
@@ -58,13 +58,11 @@ def keys(numbers: Iterable[int]) -> list[dict[str, str]]:
     ]
 
 
-class GuardedServer(ServerProcess):
+class GuardedServer(Callers, ServerProcess):
     """A context manager.
 
     Attributes:
         directory: holds its data, and beside them a file that is none of its business.
-        database_url: where its tokens are.
-        admin: the administrator's token.
         canary: what stands in that file.
     """
 
@@ -86,32 +84,15 @@ class GuardedServer(ServerProcess):
         (directory / "canary").write_text(self.canary)
         settings = {"auth": "tokens", "min_free_bytes": 0, "flush_seconds": 0.05} | settings | url
         variables = {f"GRAPHSTASH_{name.upper()}": str(settings[name]) for name in settings}
-        self._clients: dict[tuple[tuple[str, str], ...], httpx.Client] = {}
-        super().__init__(
-            data_dir, *options, command=command, environment=(environment or {}) | variables
+        Callers.__init__(self)
+        ServerProcess.__init__(
+            self, data_dir, *options, command=command, environment=(environment or {}) | variables
         )
         self.admin = self.token("admin:*", description="admin")
 
     def __exit__(self, *_: object) -> None:
-        for client in self._clients.values():
-            client.close()
+        self.hang_up()
         super().__exit__(None, None, None)
-
-    def token(self, *grants: str, **terms: Any) -> str:
-        """A new token that grants all that; its text."""
-        return issue(self.database_url, *grants, **terms).token
-
-    def http(self, token: str | None = None, **headers: str) -> httpx.Client:
-        """A client that shows a token, or none."""
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
-        name = tuple(headers.items())
-        if name not in self._clients:
-            # Without TLS there is nothing to verify, and its authorities take long to load.
-            self._clients[name] = httpx.Client(
-                base_url=self.url, headers=headers, timeout=30, trust_env=False, verify=False
-            )
-        return self._clients[name]
 
     def put(
         self,
@@ -146,10 +127,6 @@ class GuardedServer(ServerProcess):
             if row.namespace == namespace
         )
         return digest
-
-    def set_policy(self, namespace: str, **policy: object) -> None:
-        answer = self.http(self.admin).put(f"/v1/-/namespaces/{namespace}", json=policy)
-        assert answer.status_code == 200, answer.text
 
     def stats(self) -> Any:
         return self.http(self.admin).get("/v1/stats").json()

@@ -17,7 +17,7 @@ from graphstash_server.services.identity.tokens import TokenService
 from graphstash_server.testing import LiveServer
 from support.api import Api
 
-__all__ = ["Guarded", "issue"]
+__all__ = ["Callers", "Guarded", "issue"]
 
 
 def issue(
@@ -47,30 +47,22 @@ def issue(
         return thread.submit(asyncio.run, work()).result()
 
 
-class Guarded:
-    """A live server with `auth=tokens`; a context manager.
+class Callers:
+    """What the callers of a server with `auth=tokens` have and do.
 
     Attributes:
-        server, url: it, and where it listens.
+        url: where it listens.
         database_url: where its tokens are.
         admin: the administrator's token.
     """
 
-    def __init__(self, data_dir: Path, **settings: Any) -> None:
-        defaults = {"auth": "tokens", "flush_seconds": 0.05, "log_level": "error"}
-        self.server = LiveServer(data_dir, **defaults | settings)
+    url: str
+    database_url: str
+    admin: str
+
+    def __init__(self) -> None:
         self._clients: dict[str | None, httpx.Client] = {}
-        self._apis: list[Api] = []
         self._making = threading.Lock()
-        self._public: set[str] = set()
-
-    @property
-    def url(self) -> str:
-        return self.server.url
-
-    @property
-    def database_url(self) -> str:
-        return self.server._settings.database_url
 
     def token(self, *grants: str, **terms: Any) -> str:
         """A new token that grants all that; its text."""
@@ -83,6 +75,27 @@ class Guarded:
                 self._clients[token] = Api(self.url, token=token).http
             return self._clients[token]
 
+    def set_policy(self, namespace: str, **policy: object) -> None:
+        answer = self.http(self.admin).put(f"/v1/-/namespaces/{namespace}", json=policy)
+        assert answer.status_code == 200, answer.text
+
+    def hang_up(self) -> None:
+        """Closes the connections of all clients."""
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+
+
+class Guarded(Callers):
+    """A live server that asks for tokens; a context manager."""
+
+    def __init__(self, data_dir: Path, **settings: Any) -> None:
+        super().__init__()
+        defaults = {"auth": "tokens", "flush_seconds": 0.05, "log_level": "error"}
+        self.server = LiveServer(data_dir, **defaults | settings)
+        self._apis: list[Api] = []
+        self._public: set[str] = set()
+
     def api(self, namespace: str, *grants: str) -> Api:
         """A namespace, with a new token that grants all that, or with the administrator's."""
         token = self.token(*grants) if grants else self.admin
@@ -90,8 +103,7 @@ class Guarded:
         return self._apis[-1]
 
     def set_policy(self, namespace: str, **policy: object) -> None:
-        answer = self.http(self.admin).put(f"/v1/-/namespaces/{namespace}", json=policy)
-        assert answer.status_code == 200, answer.text
+        super().set_policy(namespace, **policy)
         if policy.get("anonymous_read"):
             self._public.add(namespace)
 
@@ -102,12 +114,12 @@ class Guarded:
 
     def __enter__(self) -> Self:
         self.server.start()
+        self.url, self.database_url = self.server.url, self.server._settings.database_url
         self.admin = self.token("admin:*", description="admin")
         return self
 
     def __exit__(self, *_: object) -> None:
-        for client in self._clients.values():
-            client.close()
+        self.hang_up()
         for api in self._apis:
             api.close()
         self.server.stop()
