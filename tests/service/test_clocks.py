@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import sqlalchemy as sa
 
-from graphstash_schema import AuditAction, Digest, Grant, LeaseRequest, LeaseState, TokenRequest
+from graphstash_schema import AuditAction, Digest, LeaseRequest, LeaseState
 from graphstash_schema.run import RunName, RunReport
 from graphstash_server.db import tables
 from graphstash_server.db.queries.artifacts import pin_artifacts
@@ -16,7 +16,7 @@ from graphstash_server.errors import ServerError
 from graphstash_server.services.plausible_clock import TOLERANCE
 from graphstash_server.testing import LiveServer
 from support.clocks import HostClock
-from support.services import ACTOR, key_of
+from support.services import ACTOR, key_of, new_token
 
 pytestmark = pytest.mark.anyio
 
@@ -117,10 +117,7 @@ async def test_clock_that_is_wrong_for_a_while_loses_nothing_and_stops_nothing_a
     async with opened(retain_days=5) as server:
         for number in (1, 2):
             await server.put(b"blob %d" % number, number)
-        request = TokenRequest(
-            description="x", grants=(Grant.parse("read:*"),), expires_at=opened.clock() + 9 * DAY
-        )
-        await server.context.tokens.create(request, actor=ACTOR)
+        await new_token(server.context.tokens, expires_at=opened.clock() + 9 * DAY)
         await rounds(opened.clock, server, days=1)
 
         for _ in range(2):
@@ -186,8 +183,7 @@ async def test_a_claim_of_a_server_that_died_ends_although_the_clock_was_set_bac
 
 async def test_a_session_that_began_while_the_clock_was_ahead_does_not_outlive_it(opened):
     async with opened(insecure=False) as server:
-        request = TokenRequest(description="x", grants=(Grant.parse("read:*"),))
-        token = (await server.context.tokens.create(request, actor=ACTOR)).token
+        token = (await new_token(server.context.tokens)).token
         opened.clock.jump(200 * DAY_SECONDS)
         session = await server.context.sessions.begin(token)
         assert await server.context.sessions.find(session.id) is not None
@@ -308,8 +304,7 @@ async def test_records_of_a_late_clock_outlive_its_correction(opened):
         await server.use()
         report = RunReport(started_at=opened.clock(), seconds=1.0)
         await context.runs.put(key_of().namespace, RunName("x"), RunName("0"), report, writer="w")
-        request = TokenRequest(description="x", grants=(Grant.parse("read:*"),))
-        issued = await context.tokens.create(request, actor=ACTOR)
+        issued = await new_token(context.tokens)
         await context.tokens.revoke(issued.info.id, actor=ACTOR)
         before = await count_records(server)
         assert 0 not in before.values()

@@ -12,7 +12,6 @@ from graphstash_schema import (
     Digest,
     Grant,
     TokenExchange,
-    TokenRequest,
 )
 from graphstash_server.commands.token import token
 from graphstash_server.services.identity import tokens as tokens_module
@@ -20,7 +19,7 @@ from graphstash_server.services.identity.principals import Principal
 from support.commands import invoke
 from support.guarded_server import artifact_path
 from support.issuer import Cluster, Issuer
-from support.services import ACTOR, FakeClock
+from support.services import ACTOR, FakeClock, new_token
 from support.tokens import Guarded
 
 GITHUB = [
@@ -231,14 +230,7 @@ async def test_tokens_of_jobs_are_deleted_an_hour_after_their_expiry(opened):
     job = Principal(AccessKind.OIDC, "oidc:job", (Grant.parse("read:ci"),), None, "https://ci")
     async with opened() as server:
         tokens = server.context.tokens
-        own = await tokens.create(
-            TokenRequest(
-                description="x",
-                grants=job.grants,
-                expires_at=opened.clock.now + timedelta(seconds=60),
-            ),
-            actor=ACTOR,
-        )
+        own = await new_token(tokens, expires_at=opened.clock.now + timedelta(seconds=60))
         await tokens.exchange(
             TokenExchange(lifetime_seconds=60), caller=job, max_lifetime_seconds=60, actor=ACTOR
         )

@@ -2,17 +2,18 @@
 
 import html
 import re
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from http.cookies import SimpleCookie
 
 import httpx
 import pytest
 
-from graphstash_schema import TOKEN_FORM, Grant, TokenRequest
+from graphstash_schema import TOKEN_FORM
 from graphstash_server.errors import ServerError
 from graphstash_server.pages.sign_in import way_back
 from graphstash_server.services.identity.sessions import MAX_SESSIONS_OF_TOKEN, SESSION_LIFETIME
-from support.services import ACTOR
+from support.services import ACTOR, new_token
 from support.sessions import HTML, sign_in
 
 pytestmark = pytest.mark.anyio
@@ -34,15 +35,10 @@ def token(guarded, namespace):
 
 @pytest.fixture
 def signed_in(guarded):
-    clients = []
-
-    def make(token, **fields):
-        clients.append(sign_in(guarded.url, token, **fields))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close()
+    with ExitStack() as stack:
+        yield lambda token, **fields: stack.enter_context(
+            closing(sign_in(guarded.url, token, **fields))
+        )
 
 
 def test_the_cookie_is_strict_short_lived_and_opens_pages_only(
@@ -194,19 +190,13 @@ def test_open_server_offers_no_sign_in(live_server):
     assert "set-cookie" not in answer.headers
 
 
-async def issue(context, *, expires_at=None):
-    request = TokenRequest(
-        description="a person", grants=(Grant.parse("read:*"),), expires_at=expires_at
-    )
-    return await context.tokens.create(request, actor=ACTOR)
-
-
 @pytest.mark.sql
 async def test_session_counts_at_every_server_until_it_or_its_token_ends(opened):
     async with opened(auth="tokens") as one, opened(auth="tokens") as other:
         sessions = one.context.sessions
-        lasting, revoked = await issue(one.context), await issue(one.context)
-        ending = await issue(one.context, expires_at=opened.clock.now + timedelta(seconds=60))
+        tokens, soon = one.context.tokens, opened.clock.now + timedelta(seconds=60)
+        lasting, revoked = await new_token(tokens), await new_token(tokens)
+        ending = await new_token(tokens, expires_at=soon)
         long, short, void = [
             await sessions.begin(each.token) for each in (lasting, ending, revoked)
         ]
@@ -215,7 +205,7 @@ async def test_session_counts_at_every_server_until_it_or_its_token_ends(opened)
         found = await other.context.sessions.find(void.id)
         assert found.principal.name == void.principal.name
 
-        await one.context.tokens.revoke(revoked.info.id, actor=ACTOR)
+        await tokens.revoke(revoked.info.id, actor=ACTOR)
         opened.clock.turn(3)  # another server may have asked two seconds ago
         assert await other.context.sessions.find(void.id) is None
         opened.clock.turn(58)
@@ -229,7 +219,7 @@ async def test_session_counts_at_every_server_until_it_or_its_token_ends(opened)
 async def test_stored_sessions_are_limited_and_do_not_sign_in(opened):
     async with opened(auth="tokens") as server:
         sessions = server.context.sessions
-        issued = await issue(server.context)
+        issued = await new_token(server.context.tokens)
         begun = []
         for _ in range(MAX_SESSIONS_OF_TOKEN + 2):
             begun.append(await sessions.begin(issued.token))

@@ -10,13 +10,13 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
-from graphstash_schema import TOKEN_FORM, Grant, TokenRequest
+from graphstash_schema import TOKEN_FORM
 from graphstash_server.db.engine import make_engine
 from graphstash_server.db.tables import metadata
 from graphstash_server.services.identity import tokens as tokens_module
 from graphstash_server.settings import load_settings
 from support.processes import graphstash_here
-from support.services import ACTOR
+from support.services import ACTOR, new_token
 from support.tokens import Guarded, issue
 
 pytestmark = pytest.mark.anyio
@@ -98,16 +98,10 @@ def test_a_server_without_authentication_creates_no_tokens(server):
 
 @pytest.mark.sql
 async def test_long_expired_tokens_are_deleted(opened):
-    def request(**changed):
-        return TokenRequest(description="x", grants=(Grant.parse("read:*"),), **changed)
-
     ends = (None, None, timedelta(hours=1), timedelta(days=5))  # 30 days is the least
     async with opened(audit_days=2) as server:
         tokens = server.context.tokens
-        made = [
-            await tokens.create(request(expires_at=end and opened.clock.now + end), actor=ACTOR)
-            for end in ends
-        ]
+        made = [await new_token(tokens, expires_at=end and opened.clock.now + end) for end in ends]
         await tokens.revoke(made[1].info.id, actor=ACTOR)
         await server.context.maintenance.run_once()
         opened.clock.turn(31 * 24 * 3600)

@@ -11,11 +11,14 @@ from typing import Any
 from graphstash_schema import (
     ArtifactKey,
     Digest,
+    Grant,
     LeaseReply,
     LeaseRequest,
     Namespace,
     NamespacePolicy,
     NamespaceStats,
+    TokenIssued,
+    TokenRequest,
     WriteMode,
 )
 from graphstash_server.actor import Actor
@@ -23,13 +26,23 @@ from graphstash_server.context import ProcessContext, open_services, prepare_dat
 from graphstash_server.db.queries.usage import stored_bytes
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.uploads import Upload
+from graphstash_server.services.identity.tokens import TokenService
 from graphstash_server.services.jobs.leases import Acquisition
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import MemoryBlobStore
 from graphstash_server.testing.stores import as_chunks
 from support.pins import pin_in
 
-__all__ = ["ACTOR", "OVERWRITE", "FakeClock", "ServiceClient", "key_of", "opener", "upload_of"]
+__all__ = [
+    "ACTOR",
+    "OVERWRITE",
+    "FakeClock",
+    "ServiceClient",
+    "key_of",
+    "new_token",
+    "opener",
+    "upload_of",
+]
 
 ACTOR = Actor("writer", "request-1")
 OVERWRITE = NamespacePolicy(mode=WriteMode.OVERWRITE)
@@ -81,6 +94,13 @@ def upload_of(
         actor=ACTOR,
         policy=policy,
     )
+
+
+async def new_token(tokens: TokenService, *, expires_at: datetime | None = None) -> TokenIssued:
+    """Make a token that may read all namespaces."""
+    grants = (Grant.parse("read:*"),)
+    request = TokenRequest(description="a test", grants=grants, expires_at=expires_at)
+    return await tokens.create(request, actor=ACTOR)
 
 
 class ServiceClient:
