@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from support.commands import invoke
 from support.dashboard import Team
 from support.nginx import Nginx, in_front_of
 from support.services import opener
+from support.sessions import HTML, sign_in
 from support.tokens import Guarded
 from support.waiting import until
 
@@ -65,6 +66,20 @@ def team(guarded: Guarded, namespace: str) -> Iterator[Team]:
     """A team whose work the dashboard of `guarded` shows, in a namespace of the test."""
     with closing(Team(guarded.url, namespace, guarded.admin)) as team:
         yield team
+
+
+@pytest.fixture
+def browse(guarded: Guarded) -> Iterator[Callable[..., httpx.Client]]:
+    """Opens the pages of `guarded` for a person who signed in with these grants, or for nobody."""
+    with ExitStack() as stack:
+
+        def make(*grants: str) -> httpx.Client:
+            if not grants:
+                anonymous = httpx.Client(base_url=guarded.url, headers=HTML, timeout=60)
+                return stack.enter_context(closing(anonymous))
+            return stack.enter_context(closing(sign_in(guarded.url, guarded.token(*grants))))
+
+        yield make
 
 
 @pytest.fixture(autouse=True)
@@ -122,15 +137,8 @@ def problem() -> Callable[..., dict[str, Any]]:
 @pytest.fixture
 def connect() -> Iterator[Callable[..., Api]]:
     """Makes an `Api` for any server, and closes it at the end."""
-    made: list[Api] = []
-
-    def make(url: str, namespace: str = "team", token: str | None = None) -> Api:
-        made.append(Api(url, namespace, token))
-        return made[-1]
-
-    yield make
-    for api in made:
-        api.close()
+    with ExitStack() as stack:
+        yield lambda *where: stack.enter_context(closing(Api(*where)))
 
 
 @pytest.fixture(scope="session")

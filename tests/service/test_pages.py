@@ -18,7 +18,7 @@ from graphstash_server.pages.rendering import asset
 from graphstash_server.services.artifacts import catalog
 from graphstash_server.testing import LiveServer
 from support.dashboard import CAUSE, JOB, LABEL, Team, key_of
-from support.sessions import HTML, sign_in
+from support.sessions import HTML
 from support.statements import recorded
 from support.waiting import until
 
@@ -37,24 +37,6 @@ def withhold(team, key):
 def text_of(page):
     """What a page says, without its markup."""
     return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).split())
-
-
-@pytest.fixture
-def browse(guarded):
-    """Opens pages as a person with certain rights, or without any."""
-    clients = []
-
-    def make(*grants):
-        if grants:
-            clients.append(sign_in(guarded.url, guarded.token(*grants)))
-            assert clients[-1].answer.status_code == 303
-        else:
-            clients.append(httpx.Client(base_url=guarded.url, headers=HTML, timeout=60))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close()
 
 
 @pytest.fixture(scope="module")

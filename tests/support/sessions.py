@@ -10,11 +10,11 @@ HTML = {"Accept": "text/html,application/xhtml+xml"}
 def sign_in(url: str, token: str, *, origin: str | None = None, **fields: str) -> httpx.Client:
     """A client that has sent the form; its cookies are those of the session, if there is one.
 
-    The answer to the form is `client.answer`.
+    The token is `client.token`, and the answer to the form `client.answer`.
     """
     client = httpx.Client(base_url=url, headers=HTML, timeout=60, trust_env=False)
     answer = client.post(
         "/sign-in", data={"token": token, **fields}, headers={"Origin": origin or url}
     )
-    client.answer = answer  # type: ignore[attr-defined] # for tests
+    client.token, client.answer = token, answer  # type: ignore[attr-defined] # for tests
     return client
