@@ -5,6 +5,7 @@ Each test's name is the attack. Servers and jobs are real.
 """
 
 import itertools
+from contextlib import ExitStack
 
 import pytest
 
@@ -77,15 +78,10 @@ def victim(fort, space, tmp_path):
 @pytest.fixture
 def middlebox(fort):
     """Puts a hostile server in front of the real one."""
-    made = []
-
-    def make(change=None, server=fort, **keywords):
-        made.append(Middlebox(server.url, change, **keywords).__enter__())
-        return made[-1]
-
-    yield make
-    for box in made:
-        box.__exit__()
+    with ExitStack() as stack:
+        yield lambda change=None, **keywords: stack.enter_context(
+            Middlebox(fort.url, change, **keywords)
+        )
 
 
 @pytest.fixture

@@ -3,13 +3,14 @@
 import io
 import itertools
 import json
+import os
 
 import pytest
 
 from graphstash import ClientConfig
 from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError, Reason, VerificationError
-from graphstash_schema import ManifestName
+from graphstash_schema import Digest, ManifestName
 from support.cases.answers import CALLS
 from support.hostile import Answer
 from support.processes import graphstash_here
@@ -66,6 +67,40 @@ def test_an_answer_of_a_few_megabytes_takes_gigabytes(middlebox, jobs, tmp_path,
         assert seconds < 5, pair
 
 
+_LIES = (
+    ({"content-length": "99999"}, "truncated"),
+    ({"content-length": "7"}, "digest_mismatch"),
+    ({"repr-digest": Digest.of(b"other").repr_digest}, "digest_mismatch"),
+    ({"repr-digest": "sha-256=:AAAA:"}, "protocol"),
+    ({"repr-digest": "md5=:AAAA:"}, "protocol"),
+    ({"graphstash-metadata": "%%%"}, "protocol"),
+    ({"graphstash-protocol": "2"}, "protocol"),
+    ({"content-encoding": "gzip"}, None),
+    ({"content-range": "bytes 0-1/99999"}, None),
+)
+
+
+def test_the_headers_of_an_artifact_lie(fort, space, key, publish, middlebox, victim):
+    """Only those that say something of the bytes are believed, and these are checked."""
+    payload = os.urandom(20_000)
+    publish(key(), payload)
+    box = middlebox()
+    reader = {"url": box.url, "token": fort.token(f"read:{space}"), "read_only": True}
+    with fort.withstands() as refused:
+        for headers, reason in _LIES:
+
+            def lying(request, answer, headers=headers):
+                if request.method == "GET" and answer.status == 200:
+                    answer.headers |= headers
+                return answer
+
+            box.change = lying
+            job = victim(**reader)
+            assert job.build(key()) == (payload if reason is None else OWN), headers
+            assert job.fallbacks == ({} if reason is None else {reason: 1}), headers
+    assert refused == {}
+
+
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e\r\nWARNING graphstash: all is well"
 
 
@@ -99,29 +134,45 @@ def test_a_problem_moves_the_cursor(middlebox):
 
 @pytest.fixture
 def leased(middlebox, victim, key, fort, space):
-    """A job that compiles a graph behind a server that answers requests for leases itself."""
+    """A job that compiles graphs behind a server that answers requests for leases itself."""
 
-    def build(status, reply, **settings):
-        def change(request, answer):
-            if "/leases/" not in request.path:
+    def build(replies, *, graphs=1, **settings):
+        def change(_request, answer):
+            if answer is not None:
                 return answer
-            return Answer(status, dict(JSON), reply().encode())
+            status, reply = next(replies)
+            return Answer(status, dict(JSON), reply.encode())
 
         box = middlebox(change)
+        ask = box.ask
+        box.ask = lambda request: None if "/leases/" in request.path else ask(request)
         job = victim(url=box.url, token=fort.token(f"write:{space}"), **settings)
-        assert job.build(key(1)) == OWN
+        for number in range(graphs):
+            assert job.build(key(number)) == OWN
         return job, box
 
     return build
 
 
-def _held_by(name):
-    return json.dumps({"state": "held", "holder": name, "expires_in_seconds": 1})
+def _held_by(name, *, seconds=1):
+    reply = {"state": "held", "holder": name, "expires_in_seconds": seconds}
+    return 202, json.dumps(reply)
+
+
+def test_a_server_promises_what_it_does_not_have(leased):
+    """`held`, then `ready`, and then there is nothing: such waits are in vain, too."""
+    nothing = {"state": "ready", "digest": "sha256:" + "0" * 64, "size_bytes": 1}
+    ready = (200, json.dumps(nothing))
+    replies = itertools.cycle([_held_by("h", seconds=60), ready, ready, ready])
+    job, box = leased(replies, graphs=12, wait_seconds=60)
+    asked = [each.headers["prefer"] for each in box.to("/leases/", method="POST")]
+    assert job.compiles == 12
+    assert len(asked) - asked.count("wait=0") == 3 * 3  # three waits, of three questions each
 
 
 @pytest.mark.parametrize("name", [ESCAPE, "x" * MEBIBYTE + "owned", ESCAPE * 10_000])
 def test_the_name_of_a_holder_moves_the_cursor(leased, caplog, name):
-    job, _ = leased(202, lambda: _held_by(name), wait_seconds=0.0)
+    job, _ = leased(itertools.repeat(_held_by(name)), wait_seconds=0.0)
     assert job.fallbacks == {"wait_budget": 1}
     messages = [each.getMessage() for each in caplog.records]
     (message,) = (each for each in messages if "wait_budget" in each)
@@ -157,8 +208,8 @@ def test_an_artifact_goes_on_after_the_size_that_its_headers_announce(
 
 def test_every_answer_names_another_holder_of_a_megabyte(leased):
     """The job keeps what it has waited for each of them."""
-    numbers = itertools.count()
-    job, _ = leased(202, lambda: _held_by(f"{next(numbers)}" + "x" * MEBIBYTE), wait_seconds=1.0)
+    replies = (_held_by(f"{number}" + "x" * MEBIBYTE) for number in itertools.count())
+    job, _ = leased(replies, wait_seconds=1.0)
     assert job.fallbacks == {"wait_budget": 1}
     kept = job.cache.waits._spent_on
     assert len(kept) > 1
@@ -176,7 +227,7 @@ def test_every_answer_names_another_holder_of_a_megabyte(leased):
 def test_a_lease_has_to_be_renewed_all_the_time_or_its_token_is_a_header(leased, token, seconds):
     granted = {"state": "granted", "token": token, "fencing": 1, "ttl_seconds": "?"}
     text = json.dumps(granted).replace('"?"', seconds)
-    job, box = leased(201, lambda: text)
+    job, box = leased(itertools.repeat((201, text)))
     assert job.fallbacks == {"protocol": 1}
     assert not any("x" in request.headers for request in box.requests)
 

@@ -167,21 +167,6 @@ def test_one_of_several_namespaces_is_flooded(limited, space, seconds):
     assert sum(map(limited.used, spaces)) <= _STORE_BYTES
 
 
-@pytest.mark.parametrize("caller", ["nobody", "a reader"])
-def test_a_reader_looks_up_everything_to_keep_it(limited, space, caller):
-    """A look-up protects what it finds, but not from an upload that needs the room."""
-    limited.set_policy(space, limit_bytes=8 * _MIB, anonymous_read=caller == "nobody")
-    assert limited.fill(space, 0, 1, 2) == [201] * 3
-    token = None if caller == "nobody" else limited.token(f"read:{space}")
-    for _ in range(2):
-        body = {"keys": keys(range(1000))}
-        found = limited.http(token).post(f"/v1/{space}/artifacts:lookup", json=body)
-        assert len(found.json()["found"]) == 3
-
-    assert limited.fill(space, *range(10, 14)) == [201] * 4
-    assert limited.used(space) <= 8 * _MIB
-
-
 def test_manifests_of_made_up_keys_fill_a_namespace(limited, space):
     """They count: with the artifacts they are never more than the limit."""
     limited.set_policy(space, limit_bytes=_MIB)

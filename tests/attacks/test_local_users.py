@@ -3,11 +3,13 @@
 Nothing of theirs is loaded, nothing waits for them, and they learn no token.
 """
 
+import itertools
 import os
 import socket
 import stat
 import sys
 import textwrap
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -77,33 +79,22 @@ def state(public, monkeypatch):
 @pytest.fixture
 def serve(tmp_path, state):
     """Starts `graphstash serve` as its manual says."""
-    started = []
-
-    def start(*options):
-        variables = {"GRAPHSTASH_INSECURE": "", "XDG_STATE_HOME": str(tmp_path / "state")}
-        started.append(
-            ServerProcess(tmp_path / f"data-{len(started)}", *options, environment=variables)
+    variables = {"GRAPHSTASH_INSECURE": "", "XDG_STATE_HOME": str(tmp_path / "state")}
+    numbers = itertools.count()
+    with ExitStack() as stack:
+        yield lambda *options: stack.enter_context(
+            ServerProcess(tmp_path / f"data-{next(numbers)}", *options, environment=variables)
         )
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.__exit__()
 
 
 @pytest.fixture
 def job(tmp_path):
     """Starts jobs, each on a host of its own without a server."""
-    started = []
-
-    def start(**settings):
-        directory = settings.pop("cache_dir", tmp_path / f"host-{len(started)}")
-        started.append(ReaderJob(cache_dir=directory, **settings))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.__exit__()
+    numbers = itertools.count()
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(
+            ReaderJob(**{"cache_dir": tmp_path / f"host-{next(numbers)}"} | settings)
+        )
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.extended)])

@@ -173,29 +173,6 @@ def test_an_exchanged_token_is_exchanged_for_a_longer_life(server, exchange, git
     assert refused == {"forbidden": 4, "unauthenticated": 2}
 
 
-def test_a_replayed_jwt_gives_tokens_that_all_end_and_can_all_be_revoked(server, exchange, github):
-    """Whoever has stolen it can do what its job could, within its five minutes, and no longer than
-    the server's limit; the tokens are listed with the subject.
-    """
-    jwt = github.token("shared", sub="repo:team/stolen")
-    issued = [exchange(jwt).json() for _ in range(3)]
-    admin = server.http(server.admin)
-    listed = [
-        each
-        for each in admin.get("/v1/-/tokens").json()["tokens"]
-        if each["description"] == "oidc/github:repo:team/stolen"
-    ]
-
-    assert {each["id"] for each in listed} == {each["info"]["id"] for each in issued}
-    assert all(each["expires_at"] for each in listed)
-    for each in listed:
-        assert admin.delete(f"/v1/-/tokens/{each['id']}").status_code == 204
-    with server.withstands() as refused:
-        for each in issued:
-            assert server.http(each["token"]).get("/v1/-/access").status_code == 401
-    assert refused == {"unauthenticated": 3}
-
-
 def test_a_provider_names_its_subject_like_another_ones(server, exchange, github, cluster):
     sub = "github:repo:team/model"
     jwt = cluster.token("shared", aud="graphstash-k8s", sub=sub)

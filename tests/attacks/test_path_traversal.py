@@ -73,15 +73,21 @@ _TARGETS = (
 )
 
 
-def test_a_target_is_read_as_another_one(fort):
-    """Each is refused to the administrator, so no other way leads to a call that is guarded."""
+def test_a_target_is_read_as_another_one(fort, space):
+    """Each is refused to the administrator, so no other way leads to a call that is guarded, or to
+    a file that the server names to nginx.
+    """
+    fort.fill(space)
+    sha256 = fort.digest_of(space).removeprefix("sha256:")
+    blobs = (f"/{folder}/sha256/{sha256[:2]}/{sha256}" for folder in ("_blobs", "blobs"))
+    targets = (*_TARGETS, *blobs)
     with fort.withstands() as refused:
-        for target in _TARGETS:
+        for target in targets:
             with Wire(fort.url) as wire:
                 answer = wire.ask(head("GET", target, token=fort.admin))
             assert 400 <= answer.status < 500, target
             assert fort.canary.encode() not in answer.body
-    assert refused.total() == len(_TARGETS)
+    assert refused.total() == len(targets)
 
 
 def test_a_body_names_a_key_that_is_a_path(fort, space):

@@ -11,27 +11,6 @@ from support.wire import Wire, head
 POISON = b"replaced by another writer " * 100
 
 
-def test_an_artifact_of_a_write_once_namespace_is_replaced(fort, space):
-    fort.fill(space)
-    path = artifact_path(space)
-    writer = fort.token(f"write:{space}")
-
-    with fort.withstands() as refused:
-        for headers in (
-            {},
-            {"If_None_Match": "*"},
-            {"If_Match": "*"},
-            {"X_Write_Mode": "overwrite"},
-            {"Graphstash_Mode": "overwrite"},
-        ):
-            answer = fort.put(path, b"other bytes", token=writer, **headers)
-            assert answer.status_code in {409, 412}
-        for query in ("?mode=overwrite", "?overwrite=1", "?force"):
-            assert fort.put(path + query, b"other bytes", token=writer).status_code == 409
-    assert refused == {"conflict": 7, "precondition_failed": 1}
-    assert fort.http(writer).get(path).content == f"{space} 0".encode()
-
-
 def test_a_signed_artifact_is_replaced_by_another_writers_unsigned_one(
     fort, space, key, victim, team, publish, tmp_path
 ):
@@ -90,19 +69,3 @@ def test_headers_of_proxies_are_obeyed(fort, space, has_token):
                 assert "elsewhere" not in str(answer.headers)
     if has_token:
         assert refused == {"forbidden": 2 * len(_FORWARDED), "method_not_allowed": len(_FORWARDED)}
-
-
-def test_the_way_out_of_a_proxy_is_not_the_way_in(fort, space):
-    """What nginx sends after X-Accel-Redirect is asked for directly."""
-    fort.fill(space)
-    digest = fort.digest_of(space).removeprefix("sha256:")
-
-    with fort.withstands() as refused:
-        for path in (
-            f"/_blobs/sha256/{digest[:2]}/{digest}",
-            f"/blobs/sha256/{digest[:2]}/{digest}",
-            f"/_blobs/{digest}",
-            f"/v1/_blobs/{digest}",
-        ):
-            assert fort.http(fort.admin).get(path).status_code == 404
-    assert refused == {"unknown_path": 4}

@@ -49,21 +49,6 @@ def test_a_reader_writes_deletes_leases_and_makes_tokens(fort, space):
     assert refused == {"forbidden": 17}
 
 
-def test_a_writer_of_many_namespaces_writes_into_a_trusted_one(fort, space):
-    fort.set_policy(f"{space}-prod", trusted=True)
-    fort.fill(f"{space}-prod", 0)
-    path = artifact_path(f"{space}-prod", 1)
-    many = fort.token(f"write:{space}-*", "write:*")
-
-    with fort.withstands() as refused:
-        answer = fort.put(path, b"x", token=many)
-    assert answer.status_code == 403
-    assert f"write:{space}-prod" in answer.json()["detail"]
-    assert refused == {"forbidden": 1}
-    exact = fort.token(f"write:{space}-*", f"write:{space}-prod")
-    assert fort.put(path, b"x", token=exact).status_code == 201
-
-
 def test_an_administrator_by_a_pattern_changes_a_trusted_namespace(fort, space):
     """Neither by the pattern nor by a way round, such as lifting the policy."""
     where = f"{space}-prod"
@@ -152,45 +137,3 @@ def test_an_anonymous_reader_of_one_namespace_tries_the_others(fort, public):
     assert statuses(answers) == [401] * 13
     assert refused == {"unauthenticated": 13}
     assert len({answer.json()["detail"] for answer in answers}) == 1
-
-
-def test_a_pattern_reaches_a_namespace_that_it_does_not_name(fort):
-    not_named = (
-        *(("team-*", "team"), ("team-*", "teams-a"), ("team", "team-a")),
-        *(("*-team", "a-team-b"), ("team.x", "team-x"), ("te*am", "team-x")),
-    )
-    tokens = [fort.token(f"admin:{pattern}") for pattern, _ in not_named]
-    with fort.withstands() as refused:
-        for token, (pattern, where) in zip(tokens, not_named, strict=True):
-            caller = fort.http(token)
-            answers = (
-                caller.get(artifact_path(where)),
-                caller.put(artifact_path(where), content=b"x"),
-                caller.delete(artifact_path(where)),
-                caller.post(LEASE.format(space=where), json={}),
-            )
-            assert statuses(answers) == [404] * 4, pattern
-    assert refused == {"not_found": 4 * len(not_named)}
-
-
-_BAD_GRANTS = (
-    {"scope": "root", "namespaces": "*"},
-    {"scope": "ADMIN", "namespaces": "*"},
-    *(
-        {"scope": "admin", "namespaces": pattern}
-        for pattern in ("", "a b", "a\nadmin:*", "a admin:*", ".*", "(a|b)", "a" * 65, ["a", "*"])
-    ),
-    {"scope": "read", "namespaces": "a", "also": "admin"},
-    *({"namespaces": "*"}, "admin:*", None),
-)
-
-
-def test_a_token_is_asked_for_with_a_grant_out_of_form(fort):
-    admin = fort.http(fort.admin)
-
-    with fort.withstands() as refused:
-        for grant in _BAD_GRANTS:
-            wanted = {"description": "x", "grants": [grant]}
-            assert admin.post("/v1/-/tokens", json=wanted).status_code == 400, grant
-    assert set(refused) == {"invalid_request", "invalid_pattern"}
-    assert refused.total() == len(_BAD_GRANTS)

@@ -74,19 +74,6 @@ def test_two_writers_report_a_sound_artifact(any_fort, space, key, publish, writ
     assert [report(caller)["withheld"] for caller in (writer(), admin)] == [False, True]
 
 
-def test_a_report_of_what_is_wrong_withholds_it_at_once(
-    any_fort, space, key, publish, writer, report
-):
-    """No envelope, and the envelope of another key."""
-    any_fort.fill(space)
-    assert report(writer())["withheld"] is True
-
-    any_fort.http(any_fort.admin).delete(artifact_path(space))
-    envelope = publish(key(1), PAYLOAD, server=any_fort, namespace=f"{space}-other")
-    assert any_fort.put(artifact_path(space), envelope.path.read_bytes()).status_code == 201
-    assert report(writer(), "wrong_key")["withheld"] is True
-
-
 def test_a_report_of_a_blob_that_was_damaged_on_disk_drops_it(fort, space, key, publish, tmp_path):
     envelope = publish(key(), PAYLOAD)
     digest = Digest.of(envelope.path.read_bytes())
@@ -124,3 +111,25 @@ def test_junk_of_one_writer_pushes_the_entries_of_others_out_of_a_manifest(any_f
     kept = {entry["key"]["fingerprint"] for entry in entries}
     assert len(kept) == 4096
     assert kept >= {fingerprint(number) for number in (*own, *taken, *claimed)}
+
+
+def test_a_report_names_what_is_not_there_or_comes_from_a_reader(fort, space, key, publish):
+    """Of another digest, another key or another namespace: nothing is withheld."""
+    publish(key(1), PAYLOAD, server=fort)
+    fort.fill(f"{space}-other")
+    reader, writer = (fort.http(fort.token(f"{scope}:{space}")) for scope in ("read", "write"))
+    digest, other = fort.digest_of(space), fort.digest_of(f"{space}-other")
+
+    def report(caller, number, digest, where=space):
+        body = {"key": asdict(key(number)), "digest": digest, "reason": "corrupt"}
+        return caller.post(f"/v1/{where}/artifacts:report", json=body)
+
+    with fort.withstands() as refused:
+        for _ in range(20):
+            assert report(reader, 1, digest).json() == {"found": True, "withheld": False}
+        for number, wrong in ((1, f"sha256:{'0' * 64}"), (2, digest), (0, other)):
+            answer = report(writer, number, wrong)
+            assert answer.json() == {"found": False, "withheld": False}
+        assert report(writer, 0, other, f"{space}-other").status_code == 404
+    assert refused == {"not_found": 1}
+    assert reader.get(key(1).artifact_path(space)).status_code == 200
