@@ -98,15 +98,6 @@ def test_equal_blobs_are_kept_once_until_the_last_artifact_is_deleted(api, files
     assert api.get(2).content == b"another"
 
 
-def test_namespaces_are_isolated(api, connect):
-    api.put(BLOB)
-
-    other = connect(api.url, f"{api.namespace}-other")
-
-    assert other.get().status_code == 404
-    assert other.put(b"other bytes").status_code == 201
-
-
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_malformed_path_segment_is_named(api, problem, method):
     good = "/v1/team/artifacts/jax/cpu/" + "a" * 64

@@ -3,7 +3,6 @@
 import json
 import re
 import sqlite3
-import subprocess
 import sys
 from contextlib import closing
 
@@ -16,7 +15,7 @@ from graphstash_server.commands.gc import gc
 from graphstash_server.db.corruption import corruption_in
 from graphstash_server.db.engine import Database
 from graphstash_server.errors import CorruptDatabaseError
-from graphstash_server.testing import LiveServer, ServerProcess
+from graphstash_server.testing import LiveServer
 from support.commands import invoke
 from support.tokens import Guarded
 from support.waiting import until
@@ -243,40 +242,3 @@ async def test_postgresqls_words_for_damage_are_named(on_postgresql):
                 pass
     finally:
         await database.close()
-
-
-@pytest.mark.extended
-def test_a_copy_of_a_running_data_directory_serves_no_wrong_bytes(
-    start, tmp_path, connect, writers, process_environment
-):
-    """The copy takes its time, so that it has pages of many moments."""
-    server = start()
-    with writers([connect(server.url) for _ in range(3)]) as acknowledged:
-        until(lambda: len(acknowledged) >= 200)
-        copy = copied_slowly(server.data_dir, tmp_path / "copy", acknowledged)
-    server.kill()
-
-    try:
-        started = ServerProcess(copy, environment=process_environment)
-    except RuntimeError as error:
-        assert "the database is corrupt" in str(error)  # noqa: PT017 - a copy may also be sound
-        return
-    with started:
-        api = connect(started.url)
-        for number, blob in acknowledged.items():
-            answer = api.get(number)
-            assert answer.status_code in (200, 404, 500)
-            assert answer.status_code != 200 or answer.content == blob
-
-
-def copied_slowly(source, target, acknowledged):
-    target.mkdir()
-    with (source / DATABASE).open("rb") as file, (target / DATABASE).open("wb") as copy:
-        while pages := file.read(8 * _PAGE_BYTES):
-            copy.write(pages)
-            seen = len(acknowledged)
-            until(lambda seen=seen: len(acknowledged) > seen + 3)
-            checkpoint(source / DATABASE)
-    rest = [str(path) for path in source.iterdir() if path.name != DATABASE]
-    subprocess.run(["cp", "-a", *rest, str(target)], check=False)  # files come and go
-    return target

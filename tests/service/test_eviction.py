@@ -223,19 +223,6 @@ async def test_a_namespace_makes_its_own_room_for_uploads_and_manifests(opened):
 
 
 @pytest.mark.sql
-async def test_shared_blob_is_deleted_with_its_last_artifact(opened):
-    async with opened(soft_limit_bytes=25_000) as store:
-        blob = b"the same".ljust(10_000)
-        for number in range(2):
-            await store.put(blob, number, seconds=1 + number)
-        await store.add(2, seconds=50)
-        await store.evict()
-        await store.collect()
-        assert await store.kept(3) == [1, 2]
-        assert len(store.blobs.blobs) == 2
-
-
-@pytest.mark.sql
 async def test_artifacts_unused_for_retain_days_are_deleted(opened):
     async with opened(retain_days=30) as store:
         for number in range(4):

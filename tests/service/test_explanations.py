@@ -51,20 +51,6 @@ def differences(answer):
     ]
 
 
-def test_single_differing_part_is_found(api):
-    api.put(b"executable", 1)
-    assert describe(api, description(api, 1)).status_code == 204
-
-    answer = explain(api, description(api, 2, **{"env.XLA_FLAGS": "--a=2"}))
-
-    (nearest,) = answer.json()["relatives"]
-    assert differences(answer) == [("env.XLA_FLAGS", "--a=2", "--a=1")]
-    assert nearest["is_same_program"]
-    assert nearest["namespace"] == api.namespace
-    assert nearest["key"] == api.key(1)
-    assert nearest["label"] == f"jit(step) {api.namespace}"
-
-
 @pytest.mark.sql
 def test_artifact_with_fewest_differing_parts_is_nearest(api):
     """Also parts count that an explanation does not show, such as the digest of the program."""

@@ -26,7 +26,7 @@ from support.api import Api
 from support.moto import s3_settings
 from support.services import FakeClock, key_of
 from support.waiting import until
-from support.wire import Wire
+from support.wire import Wire, head
 
 SMALL = os.urandom(5_000)
 LARGE = os.urandom(1_500_000)
@@ -244,22 +244,6 @@ def test_fast_path_and_application_give_same_answer_from_s3(
 # -- what is counted and logged --
 
 
-def test_fast_path_and_application_write_same_access_log(start, connect):
-    """test_logs has a log with entries of all levels."""
-    server = start("--access-log", "--log-level", "error")
-    api = connect(server.url)
-    api.put(SMALL)
-    for aside in ([], [ASIDE]):
-        ask(server.url, "GET", api.path(), *aside)
-        ask(server.url, "HEAD", api.path(), "If-None-Match: *", *aside)
-        ask(server.url, "GET", api.path(404), *aside)
-
-    until(lambda: server.log.count("HTTP/1.1") == 7)
-    said = re.findall(r'"\w+ \S+ HTTP/1.1" \d+', server.log)
-    assert [line.rpartition(" ")[2] for line in said[1:4]] == ["200", "304", "404"]
-    assert said[1:4] == said[4:7]
-
-
 def test_fast_path_and_application_count_alike(api, connect, eventually, live_server):
     refused = context_of(live_server).accounting.refused
     counted = []
@@ -296,8 +280,7 @@ def test_fast_path_and_application_count_alike(api, connect, eventually, live_se
 BOTH_WAYS = pytest.mark.parametrize("aside", [[], [ASIDE]], ids=["fast path", "application"])
 
 
-def asked_for(path, *lines):
-    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: a", *lines, "", ""]).encode()
+asked_for = partial(head, "GET")
 
 
 @ON_SQLITE

@@ -85,14 +85,6 @@ def test_setting_decides_who_may_read_metrics(tmp_path, setting):
             assert ("graphstash_" in answer.text) == answer.is_success
 
 
-def test_metrics_with_authentication_need_server_wide_grant(guarded, api, problem):
-    team = guarded.http(guarded.token(f"admin:{api.namespace}"))
-    refused = problem(team.get("/metrics"), 403, "forbidden", "read:*")
-    assert api.namespace not in refused["detail"]
-    problem(guarded.http().get("/metrics"), 401, "unauthenticated")
-    assert scrape(guarded.http(guarded.token("read:*")))["workers",] == 1
-
-
 @pytest.mark.sql
 async def test_series_per_namespace_are_limited(opened):
     async with opened(store_limit_bytes=10**9) as server:

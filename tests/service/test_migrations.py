@@ -25,6 +25,7 @@ from graphstash_server.db.tables import metadata
 from graphstash_server.errors import StartError
 from graphstash_server.eviction_order import aged, density
 from graphstash_server.settings import load_settings
+from support.database_sessions import connected
 
 pytestmark = pytest.mark.sql
 
@@ -155,16 +156,6 @@ def filled_name(postgres):
     command.upgrade(alembic_config(url), "0009")
     on(url, lambda connection: fill(connection, 10))
     return sa.make_url(url).database
-
-
-@asynccontextmanager
-async def connected(url):
-    name = sa.make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
-    connection = await asyncpg.connect(name)
-    try:
-        yield connection
-    finally:
-        await connection.close()
 
 
 @asynccontextmanager

@@ -125,19 +125,6 @@ def test_overwritable_artifact_is_neither_cached_nor_sent_by_proxy(api, connect)
     assert "x-accel-redirect" in fixed.headers
 
 
-def test_running_download_gets_all_old_bytes(api):
-    api.put(LARGE, 1)
-    with api.http.stream("GET", api.path(1)) as answer:
-        pieces = answer.iter_raw(65536)
-        received = next(pieces)
-
-        assert api.put(NEW, 1).status_code == 201
-
-        received += b"".join(pieces)
-    assert received == LARGE
-    assert api.get(1).content == NEW
-
-
 def test_concurrent_readers_never_get_a_miss_or_a_mixture(api, connect):
     versions = {bytes([number]) * (1000 + number) for number in range(12)}
     api.put(min(versions), 1)
@@ -299,21 +286,6 @@ async def test_old_bytes_stay_if_another_key_is_about_to_use_them(opened):
         else:
             assert await two.get(2) == OLD
         await assert_whole(opened, one)
-
-
-async def test_another_server_serves_new_bytes_within_two_seconds(opened):
-    """Where the blob does not go, because another artifact has it."""
-    async with opened() as one, opened() as two:
-        await one.put(OLD, 1)
-        await one.put(OLD, 2)
-        assert await two.get(1) == OLD
-
-        await one.put(NEW, 1)
-
-        assert await one.get(1) == NEW
-        assert await two.get(1) == OLD
-        opened.clock.turn(2.1)
-        assert await two.get(1) == NEW
 
 
 async def test_row_replaced_during_healing_and_pinned_is_kept(opened):

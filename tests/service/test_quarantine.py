@@ -125,20 +125,6 @@ def test_withheld_artifact_is_listed_counted_released_and_audited(api, problem):
     assert [each["action"] for each in audit[2:]] == ["put", "put"]
 
 
-def test_a_deleted_artifact_makes_room_for_a_right_one(api, files):
-    own = api.namespace.encode() * 100
-    api.put(own)
-    report(api, blob=own)
-
-    assert api.http.delete(api.path()).status_code == 204
-
-    assert withheld(api) == []
-    assert Digest.of(own).sha256 not in {path.name for path in files()}
-    assert api.put(b"right").status_code == 201
-    assert api.get().content == b"right"
-    assert report(api, blob=own).json()["found"] is False
-
-
 async def withhold(server, number=0, blob=BLOB, *, may_withhold=True):
     wanted = ReportRequest(
         key=key_of(number).key, digest=str(Digest.of(blob)), reason=ReportReason.CORRUPT

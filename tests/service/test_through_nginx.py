@@ -33,26 +33,6 @@ def began_put(nginx, path, size, *, digest, body=b"", **headers):
     return wire
 
 
-def test_put_through_nginx_stores_artifact(api, through):
-    right = {"Repr-Digest": Digest.of(BLOB).repr_digest}
-    for number, headers in enumerate(
-        (
-            {},
-            {"Repr-Digest": Digest.of(b"other").repr_digest},
-            right | {"Graphstash-Metadata": "!"},
-            right | {"Graphstash-Protocol": "99"},
-            right,
-            right,
-        )
-    ):
-        direct = api.http.put(api.path(1), content=BLOB, headers=headers)
-        behind = through.http.put(api.path(2), content=BLOB, headers=headers)
-        for answer in (direct, behind):
-            answer.headers.pop("location", None)
-        assert seen(behind) == seen(direct), headers
-        assert direct.status_code == (400, 400, 400, 400, 201, 200)[number]
-
-
 def test_refusals_of_writes_and_a_deletion_pass_nginx(api, through, problem):
     through.put(BLOB)
 
@@ -197,15 +177,6 @@ def test_form_behind_nginx_is_accepted_from_its_own_origin_only(through, nginx):
 def test_request_without_host_passes_nginx(nginx):
     with Wire(nginx.url) as wire:
         assert wire.ask(b"GET /healthz HTTP/1.0\r\n\r\n").status == 200
-
-
-def test_refusals_of_nginx_are_problem_documents(through, api, problem):
-    problem(
-        through.http.post(f"/v1/{api.namespace}/artifacts:lookup", content=b" " * 9_000_000),
-        413,
-        "too_large",
-    )
-    problem(through.http.get("/", headers={"X-Long": "x" * 100_000}), 431, "headers_too_large")
 
 
 def test_metrics_are_not_reachable_through_nginx(through, api):
