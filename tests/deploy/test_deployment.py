@@ -18,22 +18,14 @@ def deployment(standing_deployment):
     return standing_deployment
 
 
-def test_artifact_of_one_host_is_sent_to_another_by_nginx(deployment, http):
+def test_artifact_of_one_host_is_sent_to_another_by_nginx_and_both_servers(deployment, http):
     key = deployment.new_key()
     deployment.put(key)
-
     assert deployment.get(key) == deployment.payload
-    answer = http.get(
-        deployment.url + str(key.artifact_path("default")), headers=deployment.headers
-    )
-    assert answer.status_code == 200
-    assert deployment.nginx.has_sent(answer.headers["x-request-id"])
 
-
-def test_each_server_serves_artifacts_of_the_other(deployment, http):
-    key = deployment.new_key()
-    deployment.put(key)
     path = str(key.artifact_path("default"))
+    answer = http.get(deployment.url + path, headers=deployment.headers)
+    assert deployment.nginx.has_sent(answer.headers["x-request-id"])
     for port in deployment.ports.values():
         answer = http.get(f"http://127.0.0.1:{port}{path}", headers=deployment.headers)
         assert (answer.status_code, Digest.of(answer.content).etag) == (
@@ -60,23 +52,6 @@ def test_every_address_refuses_requests_without_a_token(deployment, http):
     assert http.get(deployment.url + path, headers=deployment.headers).status_code == 404
 
 
-def test_a_token_revoked_in_one_server_is_refused_behind_nginx(deployment, http):
-    kept = deployment.token
-    token = deployment.make_token("read:default")
-    deployment.token = kept
-    headers = {"Authorization": f"Bearer {token}"}
-    assert http.get(deployment.url + "/v1/-/access", headers=headers).status_code == 200
-
-    revoked = deployment.exec("server-2", "graphstash", "token", "revoke", token)
-    assert revoked.returncode == 0, revoked.stderr
-    for port in deployment.ports.values():
-        url = f"http://127.0.0.1:{port}/v1/-/access"
-        until(lambda url=url: http.get(url, headers=headers).status_code == 401)
-    listed = deployment.exec("server-1", "graphstash", "audit", "--json")
-    assert token.split("_")[1] in listed.stdout
-    assert token.split("_", 2)[2] not in listed.stdout
-
-
 def test_first_commands_of_guide_let_ci_write_and_developers_read(deployment, http):
     guide = (DOCKER / "README.md").read_text()
     form = re.compile(r"^dc exec -T server-1 (graphstash (?:namespace|token) .*)", re.MULTILINE)
@@ -100,24 +75,6 @@ def test_first_commands_of_guide_let_ci_write_and_developers_read(deployment, ht
     ]
     assert (put, got) == ([403, 201], [200] * 3)
     assert all(ends)
-
-
-def test_requests_continue_after_one_server_is_killed(deployment):
-    keys = [deployment.new_key() for _ in range(4)]
-    for key in keys:
-        deployment.put(key)
-    with Load(deployment.url, deployment.headers, puts=False) as load:
-        load.wait_for(20)
-        deployment.kill("server-1")
-        load.wait_for(100)
-    after = [deployment.get(key) for key in keys]
-    key = deployment.new_key()
-    deployment.put(key)
-    after.append(deployment.get(key))
-    deployment.start("server-1")
-
-    assert load.failures == []
-    assert after == [deployment.payload] * 5
 
 
 def until_nginx_asks(deployment, service):
@@ -169,10 +126,3 @@ def test_a_server_does_not_start_before_the_database_is_migrated(deploy):
 
     assert refused.returncode != 0
     assert "migrate" in refused.stderr
-
-
-def test_migrating_again_changes_nothing(deployment):
-    again = deployment.run("migrate")
-
-    assert again.returncode == 0, again.stderr
-    assert deployment.check("server-1") == 0
