@@ -14,7 +14,6 @@ from support.guarded_server import DEVICE, GuardedServer, fingerprint
 from support.hostile import Middlebox
 from support.reader_job import ReaderJob
 from support.signing import Team, sealed, signature_of
-from support.wire import Wire
 
 _NUMBERS = itertools.count()
 
@@ -35,12 +34,6 @@ def any_fort(start_once):
 def space():
     """A namespace that no other test uses."""
     return f"attack-{next(_NUMBERS)}"
-
-
-@pytest.fixture
-def wire(fort):
-    with Wire(fort.url) as wire:
-        yield wire
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from graphstash_server.keys import StoredKey
 from support.guarded_server import GuardedServer, artifact_path, keys
 from support.pins import pin
 from support.waiting import until
-from support.wire import Wire, head
+from support.wire import Wire, put_head
 
 _MIB = 1024**2
 _STORE_BYTES = 20 * _MIB
@@ -82,11 +82,8 @@ def limited(start_once):
 
 def _announced(fort, space, size_bytes, *, number=0, token=None):
     """A head that asks whether its body may come."""
-    return head(
-        *("PUT", artifact_path(space, number), f"Content-Length: {size_bytes}"),
-        *(f"Repr-Digest: {Digest.of(bytes(size_bytes)).repr_digest}", "Expect: 100-continue"),
-        token=token or fort.admin,
-    )
+    path, announced = artifact_path(space, number), Digest.of(bytes(size_bytes))
+    return put_head(path, announced, "Expect: 100-continue", token=token or fort.admin)
 
 
 def test_heads_without_bodies_drive_out_and_keep_out_nobody(limited, space):

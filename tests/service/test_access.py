@@ -28,7 +28,7 @@ from support.services import ACTOR, FakeClock, new_token
 from support.statements import recorded
 from support.tokens import Guarded
 from support.waiting import until
-from support.wire import Wire
+from support.wire import Wire, head
 
 BLOB = b"x" * 1000
 OPEN = {"/healthz", "/readyz", "/openapi.json"}
@@ -119,11 +119,10 @@ def test_every_call_that_is_not_open_requires_credentials(guarded, tmp_path, sho
 @contextlib.contextmanager
 def half_sent(guarded, method, path, token, *, body, **headers):
     """Sends half of a body; gives a function that sends the rest and returns the status."""
-    head = [f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {token}"]
-    head += [f"{name}: {value}" for name, value in headers.items()]
-    head += [f"Content-Length: {len(body)}", "Expect: 100-continue", "", ""]
+    sent = [f"{name}: {value}" for name, value in headers.items()]
+    sent += [f"Content-Length: {len(body)}", "Expect: 100-continue"]
     with Wire(guarded.url) as wire:
-        wire.send("\r\n".join(head).encode())
+        wire.send(head(method, path, *sent, token=token))
         assert wire.begin() == 100, "let in: the body is being read"
         wire.send(body[: len(body) // 2])
         yield lambda: wire.ask(body[len(body) // 2 :]).status

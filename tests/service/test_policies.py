@@ -16,7 +16,7 @@ from graphstash_server.services.buckets import Buckets
 from graphstash_server.services.namespaces import PolicyService, Rates
 from graphstash_server.testing import LiveServer
 from support.services import ACTOR, FakeClock
-from support.wire import Wire
+from support.wire import Wire, put_head
 
 pytestmark = pytest.mark.anyio
 
@@ -92,12 +92,9 @@ def test_read_only_namespace_serves_artifacts_and_refuses_writes(api, problem, f
 
 def announce(api, size_bytes):
     """What is answered to the headers of an upload whose body never comes."""
-    head = (
-        f"PUT {api.path()} HTTP/1.1\r\nHost: x\r\nContent-Length: {size_bytes}\r\n"
-        f"Repr-Digest: {Digest.of(b'x').repr_digest}\r\nExpect: 100-continue\r\n\r\n"
-    )
+    announced = Digest("0" * 64, size_bytes)
     with Wire(api.url) as wire:
-        answer = wire.ask(head.encode())
+        answer = wire.ask(put_head(api.path(), announced, "Expect: 100-continue"))
         assert wire.is_closed
     return answer.status, answer.problem
 

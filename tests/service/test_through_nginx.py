@@ -19,18 +19,9 @@ from graphstash_schema.protocol import MAX_WAIT_SECONDS
 from support.nginx import Nginx, in_front_of, seen
 from support.ports import reserved_port
 from support.waiting import until, until_waiting
-from support.wire import Wire
+from support.wire import Wire, put_head
 
 BLOB = os.urandom(300_000)
-
-
-def began_put(nginx, path, size, *, digest, body=b"", **headers):
-    """A connection on which a PUT of so many bytes has begun, and these are sent."""
-    headers |= {"Host": "x", "Content-Length": size, "Repr-Digest": digest.repr_digest}
-    lines = [f"PUT {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-    wire = Wire(nginx.url)
-    wire.send("\r\n".join([*lines, "", ""]).encode() + body)
-    return wire
 
 
 def test_refusals_of_writes_and_a_deletion_pass_nginx(api, through, problem):
@@ -56,8 +47,8 @@ def test_refusals_of_writes_and_a_deletion_pass_nginx(api, through, problem):
     ],
 )
 def test_upload_is_refused_before_its_body_arrives(nginx, api, size, body, refusal):
-    with began_put(nginx, api.path(), size, digest=Digest.of(b""), body=body) as wire:
-        answer = wire.answer()
+    with Wire(nginx.url) as wire:
+        answer = wire.ask(put_head(api.path(), Digest("0" * 64, size)) + body)
 
     assert (answer.status, answer.problem["code"]) == refusal
 
@@ -79,16 +70,18 @@ def test_upload_reaches_the_server_before_it_is_complete_and_goes_with_its_clien
 ):
     """nginx stores nothing: the temporary file is the server's, and grows."""
     blob = os.urandom(4 * 1024**2)
-    begun = {"digest": Digest.of(blob), "expect": "100-continue"}
+    announced = put_head(api.path(), Digest.of(blob), "Expect: 100-continue")
     known = set(files())
-    with began_put(nginx, api.path(), len(blob), **begun) as wire:
+    with Wire(nginx.url) as wire:
+        wire.send(announced)
         assert wire.begin() == 100
         wire.send(blob[: len(blob) // 2])
         until(lambda: set(files()) - known)
     until(lambda: not set(files()) - known)
     problem(api.get(), 404, "not_found")
 
-    with began_put(nginx, api.path(), len(blob), **begun) as wire:
+    with Wire(nginx.url) as wire:
+        wire.send(announced)
         assert wire.begin() == 100
         assert wire.ask(blob).status == 201
     assert api.get().content == blob

@@ -5,17 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from graphstash_schema import Digest
-from support.wire import Wire
+from support.wire import Wire, head, put_head
 
 BLOB = b"an executable" * 1000
-
-
-def announced(api, blob=BLOB, **headers):
-    """The head of a PUT, as bytes."""
-    sent = {"Host": "x", "Content-Length": len(blob), "Repr-Digest": Digest.of(blob).repr_digest}
-    sent |= headers
-    lines = [f"PUT {api.path()} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items())]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
 def test_malformed_head_is_refused_and_the_connection_goes_on(api, problem):
@@ -38,11 +30,13 @@ def test_malformed_head_is_refused_and_the_connection_goes_on(api, problem):
 
 def test_expect_100_continue_is_answered_unless_upload_is_refused(api):
     with Wire(api.url) as wire:
-        answer = wire.ask(announced(api, Expect="100-continue", **{"Repr-Digest": "none"}))
+        answer = wire.ask(
+            head("PUT", api.path(), "Content-Length: 9", "Repr-Digest: no", "Expect: 100-continue")
+        )
         assert (answer.status, answer.headers["connection"]) == (400, "close")
 
     with Wire(api.url) as wire:
-        wire.send(announced(api, Expect="100-continue"))
+        wire.send(put_head(api.path(), Digest.of(BLOB), "Expect: 100-continue"))
         assert wire.begin() == 100
         assert wire.ask(BLOB).status == 201
 

@@ -6,7 +6,9 @@ import time
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-__all__ = ["Answer", "Wire", "head"]
+from graphstash_schema import Digest
+
+__all__ = ["Answer", "Wire", "head", "put_head"]
 
 _SECONDS = 20
 
@@ -16,6 +18,12 @@ def head(method: str, path: str, *headers: str, token: str | None = None) -> byt
     shown = [] if token is None else [f"Authorization: Bearer {token}"]
     lines = [f"{method} {path} HTTP/1.1", "Host: a", *shown, *headers, "", ""]
     return "\r\n".join(lines).encode("latin-1")
+
+
+def put_head(path: str, announced: Digest, *headers: str, token: str | None = None) -> bytes:
+    """The head of an upload that announces a size and a digest."""
+    sent = f"Content-Length: {announced.size_bytes}", f"Repr-Digest: {announced.repr_digest}"
+    return head("PUT", path, *sent, *headers, token=token)
 
 
 class Answer(NamedTuple):
