@@ -182,12 +182,6 @@ def command_on(
 
 
 @pytest.fixture
-def eventually() -> Callable[[Callable[[], bool]], None]:
-    """Asserts what becomes true soon: counters lag by a flush."""
-    return until
-
-
-@pytest.fixture
 def writers() -> Callable[..., AbstractContextManager[dict[int, bytes]]]:
     """Threads that upload until the end; what was acknowledged, by number."""
 

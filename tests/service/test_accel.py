@@ -14,6 +14,7 @@ import pytest
 from graphstash_schema import Digest
 from support.api import Api
 from support.nginx import in_front_of, seen
+from support.waiting import until
 
 # What is in the database does not depend on who sends the bytes.
 pytestmark = pytest.mark.parametrize("start_once", ["sqlite"], indirect=True)
@@ -93,14 +94,14 @@ def test_blobs_of_every_size_and_largest_metadata_are_served(api, through):
     assert api.get(9).headers["graphstash-metadata"] == metadata
 
 
-def test_blobs_sent_by_nginx_are_counted_as_hits(api, through, eventually):
+def test_blobs_sent_by_nginx_are_counted_as_hits(api, through):
     api.put(BLOB, seconds=12.5)
     assert through.get().status_code == 200
     assert through.get(Range="bytes=0-9").status_code == 206
     assert through.get(Range="bytes=10-19").status_code == 206
     assert through.get(If_None_Match=ETAG).status_code == 304
 
-    eventually(lambda: api.stats().get("served_bytes") == len(BLOB) + 20)
+    until(lambda: api.stats().get("served_bytes") == len(BLOB) + 20)
     assert api.stats()["hits"] == 2
 
 

@@ -17,6 +17,7 @@ from graphstash_server.services.plausible_clock import TOLERANCE
 from graphstash_server.testing import LiveServer
 from support.clocks import HostClock
 from support.services import ACTOR, key_of, new_token
+from support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +40,7 @@ _CHORES = {"GRAPHSTASH_MAINTENANCE_SECONDS": "0.1", "GRAPHSTASH_RETAIN_DAYS": "3
 
 
 def test_clock_that_is_ahead_for_a_moment_deletes_nothing_and_set_back_ends_leases(
-    start, connect, tmp_path, eventually
+    start, connect, tmp_path
 ):
     host_clock = HostClock(tmp_path)
     server = start(environment=_CHORES | host_clock.environment)
@@ -56,12 +57,12 @@ def test_clock_that_is_ahead_for_a_moment_deletes_nothing_and_set_back_ends_leas
             return ("compare rows and blobs",) in chores
 
     assert api.put(b"blob").status_code == 201
-    eventually(has_compared)
+    until(has_compared)
     for number, name in enumerate(("an hour behind", "in 2106"), 2):
         ahead = WRONG[name]
         for jump in (ahead, timedelta(0)):
             host_clock.set(jump)
-            eventually(says("suspended" if abs(jump) > TOLERANCE else "ok"))
+            until(says("suspended" if abs(jump) > TOLERANCE else "ok"))
             assert api.get().content == b"blob"
         assert api.put(b"blob", number).status_code == 201
 
@@ -174,8 +175,8 @@ async def test_a_claim_of_a_server_that_died_ends_although_the_clock_was_set_bac
     async with opened() as server:
         digest = Digest.of(b"blob")
         async with server.context.database.writing() as connection:
-            until = opened.clock() + timedelta(seconds=90)
-            await claim_blobs(connection, [digest], until=until)
+            ends_at = opened.clock() + timedelta(seconds=90)
+            await claim_blobs(connection, [digest], until=ends_at)
         opened.clock.jump(-DAY_SECONDS)
         await server.put(b"blob")
         assert await server.get() == b"blob"
@@ -417,9 +418,9 @@ async def test_the_first_round_after_an_upgrade_compares_the_clock_with_planned_
 async def test_a_pin_survives_a_clock_that_is_ahead(opened):
     async with opened() as server:
         await server.put(b"pinned", 0)
-        until = opened.clock() + 30 * DAY
+        ends_at = opened.clock() + 30 * DAY
         async with server.context.database.writing() as connection:
-            await pin_artifacts(connection, [key_of(0)], until=until)
+            await pin_artifacts(connection, [key_of(0)], until=ends_at)
         await server.context.plausible_clock.observe()
         opened.clock.jump(200 * DAY_SECONDS)
         assert not await server.evict_one()

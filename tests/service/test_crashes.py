@@ -12,7 +12,8 @@ import pytest
 from graphstash_schema import Digest
 from graphstash_server.testing import LiveServer
 from support.meter import Meter
-from support.wire import Wire
+from support.waiting import until
+from support.wire import Wire, put_head
 
 LARGE = bytes(range(256)) * 80_000
 """20 MB, more than the buffers of a connection."""
@@ -33,23 +34,17 @@ main()
 """
 
 
-def test_kill_under_load_keeps_acknowledged_artifacts_only(
-    start, connect, stored_files, eventually, writers
-):
+def test_kill_under_load_keeps_acknowledged_artifacts_only(start, connect, stored_files, writers):
     server = start()
     api = connect(server.url, "large")
     api.put(LARGE, 1)
-    head = (
-        f"PUT {api.path(2)} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(LARGE) + 1}\r\n"
-        f"Repr-Digest: {Digest.of(LARGE + b'x').repr_digest}\r\n\r\n"
-    )
     with (
         writers([connect(server.url) for _ in range(8)]) as acknowledged,
         Wire(server.url) as half_sent,
         api.http.stream("GET", api.path(1)) as answer,
     ):
-        half_sent.send(head.encode() + LARGE[: len(LARGE) // 2])
-        eventually(lambda: len(acknowledged) >= 100)
+        half_sent.send(put_head(api.path(2), Digest.of(LARGE + b"x")) + LARGE[: len(LARGE) // 2])
+        until(lambda: len(acknowledged) >= 100)
         chunks = answer.iter_raw()
         next(chunks)
         server.kill()
@@ -65,7 +60,7 @@ def test_kill_under_load_keeps_acknowledged_artifacts_only(
     assert large.get(2).status_code == 404
     assert not [path for path in stored_files(server.data_dir) if path.parent.name == "tmp"]
     # Blobs whose commit the kill prevented are deleted after the start.
-    eventually(lambda: len(stored_files(server.data_dir)) == small.stats()["artifacts"] + 1)
+    until(lambda: len(stored_files(server.data_dir)) == small.stats()["artifacts"] + 1)
     assert large.put(LARGE + b"x", 2).status_code == 201
 
 
@@ -76,7 +71,7 @@ def is_compared(database):
 
 
 def test_orphan_of_kill_before_commit_is_removed_by_next_sole_server(
-    start, connect, stored_files, eventually, tmp_path
+    start, connect, stored_files, tmp_path
 ):
     """While another server runs, the blob may belong to an upload that is about to commit."""
     data_dir = tmp_path / "data"
@@ -86,24 +81,24 @@ def test_orphan_of_kill_before_commit_is_removed_by_next_sole_server(
         with pytest.raises(httpx.TransportError):
             connect(crashing.url).put(b"never acknowledged")
         with closing(sqlite3.connect(data_dir / "graphstash.sqlite3", timeout=60)) as database:
-            eventually(lambda: is_compared(database))
+            until(lambda: is_compared(database))
             with database:
                 database.execute("DELETE FROM chores")
             with LiveServer(data_dir) as second:
-                eventually(lambda: is_compared(database))  # its first round has come that far
+                until(lambda: is_compared(database))  # its first round has come that far
                 assert len(stored_files(data_dir)) == 2
                 assert connect(second.url).get().status_code == 404
 
     with LiveServer(data_dir) as server:
         alone = connect(server.url)
-        eventually(lambda: len(stored_files(data_dir)) == 1)
+        until(lambda: len(stored_files(data_dir)) == 1)
         assert alone.get().status_code == 404
         assert alone.put(b"never acknowledged").status_code == 201
 
 
 @pytest.mark.parametrize("others", [2, pytest.param(0, marks=pytest.mark.extended)])
 def test_a_start_with_another_database_deletes_no_blob(
-    start, connect, stored_files, eventually, tmp_path, others
+    start, connect, stored_files, tmp_path, others
 ):
     url = f"sqlite+aiosqlite:///{tmp_path / 'other.sqlite3'}"
     for where, count, settings in (("data", 5, {}), ("elsewhere", others, {"database_url": url})):
@@ -119,7 +114,7 @@ def test_a_start_with_another_database_deletes_no_blob(
     server = start("--workers", "2", environment=other)
     api = connect(server.url)
 
-    eventually(lambda: "5 of 5 blobs" in api.http.get("/readyz").json()["unknown_blobs"])
+    until(lambda: "5 of 5 blobs" in api.http.get("/readyz").json()["unknown_blobs"])
     assert "graphstash_blobs_unknown 1.0" in api.http.get("/metrics").text
     assert "5 of 5 blobs have no artifact in this database" in server.log
     assert set(stored_files(server.data_dir)) == before
@@ -127,7 +122,7 @@ def test_a_start_with_another_database_deletes_no_blob(
 
 
 def test_servers_that_start_at_once_share_a_data_directory_and_the_next_keeps_its_counters(
-    connect, stored_files, eventually, tmp_path
+    connect, stored_files, tmp_path
 ):
     servers = [LiveServer(tmp_path) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
@@ -151,7 +146,7 @@ def test_servers_that_start_at_once_share_a_data_directory_and_the_next_keeps_it
         again = connect(server.url)
         stats = again.stats()
         assert (stats["hits"], stats["saved_seconds"], stats["served_bytes"]) == (1, 3, 6)
-        eventually(lambda: again.stats()["artifacts"] == 3)
+        until(lambda: again.stats()["artifacts"] == 3)
         found = [again.get(number).status_code for number in range(5)]
         assert sorted(found) == [200, 200, 200, 404, 404]
 

@@ -13,6 +13,7 @@ from graphstash_server.storage import bucket as bucket_module
 from support.moto import Moto, s3_settings
 from support.s3_proxy import S3Fault, S3Proxy
 from support.services import ACTOR, FakeClock, ServiceClient, key_of
+from support.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("s3_credentials")]
 
@@ -73,9 +74,9 @@ async def lose_deletion(server, proxy):
         await server.context.artifacts.delete(key_of(1), actor=ACTOR)
 
 
-def let_it_arrive(proxy, eventually):
+def let_it_arrive(proxy):
     proxy.resume.set()
-    eventually(lambda: proxy.late)
+    until(lambda: proxy.late)
     assert proxy.late[0].split()[1] in {"200", "204", "404"}
 
 
@@ -94,7 +95,7 @@ def let_it_arrive(proxy, eventually):
     indirect=["s3", "database_url"],
 )
 async def test_deletion_delayed_by_an_hour_deletes_nothing_published_since(
-    opened, proxy, s3, bucket, eventually, tier, blob, is_deleted_again
+    opened, proxy, s3, bucket, tier, blob, is_deleted_again
 ):
     async with opened("one", tier_limit_bytes=tier) as one, opened("two") as two:
         assert await one.put(blob, 1)
@@ -106,7 +107,7 @@ async def test_deletion_delayed_by_an_hour_deletes_nothing_published_since(
 
         assert await two.put(blob, 1)
         opened.clock.turn(_HOUR)
-        let_it_arrive(proxy, eventually)
+        let_it_arrive(proxy)
 
         assert objects(s3, bucket) == [f"{Digest.of(blob).sha256}.1"]
         async with opened("three") as three:

@@ -14,6 +14,7 @@ from graphstash_server.services.jobs import leases
 from graphstash_server.services.jobs.leases import Acquisition
 from graphstash_server.testing import LiveServer
 from support.services import key_of
+from support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -65,14 +66,12 @@ def test_first_caller_gets_lease_and_others_get_its_holder_and_expiry(api):
 
 @pytest.mark.sql
 @pytest.mark.usefixtures("only_woken")
-def test_one_of_many_callers_is_granted_the_lease_and_its_commit_wakes_the_others(
-    api, connect, eventually
-):
+def test_one_of_many_callers_is_granted_the_lease_and_its_commit_wakes_the_others(api, connect):
     askers = [connect(api.url, api.namespace) for _ in range(17)]
 
     with ThreadPoolExecutor(17) as pool:
         waiting = [pool.submit(wait, asker) for asker in askers]
-        eventually(lambda: waiters(api) == 16 and any(each.done() for each in waiting))
+        until(lambda: waiters(api) == 16 and any(each.done() for each in waiting))
         (granted,) = (each.result() for each in waiting if each.done())
         api.put(BLOB)
         answers = [each.result() for each in waiting if each.result() is not granted]
@@ -90,7 +89,7 @@ def test_one_of_many_callers_is_granted_the_lease_and_its_commit_wakes_the_other
 
 
 @pytest.mark.usefixtures("only_woken")
-def test_a_failure_grants_the_lease_to_exactly_one(api, connect, eventually):
+def test_a_failure_grants_the_lease_to_exactly_one(api, connect):
     token = api.acquire(ttl_seconds=600).json()["token"]
     waited = api.acquire(wait=1)
     assert (waited.status_code, waited.headers["preference-applied"]) == (202, "wait=1")
@@ -98,9 +97,9 @@ def test_a_failure_grants_the_lease_to_exactly_one(api, connect, eventually):
 
     with ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(wait, asker) for asker in askers]
-        eventually(lambda: waiters(api) == 4)
+        until(lambda: waiters(api) == 4)
         assert api.release(token, "failed").status_code == 204
-        eventually(lambda: any(each.done() for each in waiting))
+        until(lambda: any(each.done() for each in waiting))
         assert waiters(api) == 3
         api.put(BLOB)
         answers = [each.result().status_code for each in waiting]
@@ -199,13 +198,13 @@ def test_lease_is_granted_for_artifact_that_lost_its_blob(api, file_of):
     assert api.acquire().status_code == 201
 
 
-def test_waiter_is_woken_by_commit_of_another_server(tmp_path, connect, eventually):
+def test_waiter_is_woken_by_commit_of_another_server(tmp_path, connect):
     with LiveServer(tmp_path) as first, LiveServer(tmp_path) as second:
         here, there = connect(first.url), connect(second.url)
         here.acquire()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(wait, there)
-            eventually(lambda: waiters(here) == 0 and waiters(connect(second.url)) == 1)
+            until(lambda: waiters(here) == 0 and waiters(connect(second.url)) == 1)
             here.put(BLOB)
             assert waiting.result().status_code == 200
 

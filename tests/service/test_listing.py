@@ -14,6 +14,7 @@ from graphstash_server.services.artifacts import listing
 from graphstash_server.testing import as_chunks
 from support.api import OwnKeysApi, digest_header
 from support.services import key_of, upload_of
+from support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -44,7 +45,7 @@ def fingerprints(artifacts):
     return [each["key"]["fingerprint"] for each in artifacts]
 
 
-def test_artifact_is_listed_with_all_its_details(api, eventually):
+def test_artifact_is_listed_with_all_its_details(api):
     metadata = ArtifactMetadata(
         compile_seconds=4.5, raw_size_bytes=9, producer="ana@host:1", parts={"jax": "0.10"}
     )
@@ -57,7 +58,7 @@ def test_artifact_is_listed_with_all_its_details(api, eventually):
     }
     assert api.call("describe", {"artifacts": [described]}).status_code == 204
     api.get(1)
-    eventually(lambda: page(api)["artifacts"][0]["hits"] == 1)
+    until(lambda: page(api)["artifacts"][0]["hits"] == 1)
 
     (listed,) = page(api)["artifacts"]
     assert listed["key"] == api.key(1)

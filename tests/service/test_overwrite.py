@@ -19,6 +19,7 @@ from graphstash_server.errors import ServerError
 from graphstash_server.testing import LiveServer
 from support.services import key_of
 from support.tiers import most_extended
+from support.waiting import until
 
 OLD = b"old " * 2500
 NEW = b"new " * 3000
@@ -173,7 +174,7 @@ def test_audit_log_distinguishes_put_from_overwrite(api, problem):
 
 @pytest.mark.parametrize(("phase", "stays"), [("stored", OLD), ("committed", NEW)])
 def test_a_kill_leaves_the_old_artifact_or_the_new_one_whole(
-    start, connect, stored_files, eventually, phase, stays
+    start, connect, stored_files, phase, stays
 ):
     server = start(command=(sys.executable, "-c", KILLED, phase))
     api = connect(server.url)
@@ -188,7 +189,7 @@ def test_a_kill_leaves_the_old_artifact_or_the_new_one_whole(
         again = connect(live.url)
         assert again.get(1).content == stays
         assert again.stats()["size_bytes"] == len(stays)
-        eventually(lambda: names(stored_files(live.data_dir)) == {Digest.of(stays).sha256})
+        until(lambda: names(stored_files(live.data_dir)) == {Digest.of(stays).sha256})
         assert again.put(LARGE, 1).status_code == 201
         assert again.get(1).content == LARGE
 

@@ -20,6 +20,7 @@ from graphstash_server.testing import LiveServer, ServerProcess, as_chunks, read
 from support.meter import Meter
 from support.moto import CREDENTIALS, s3_settings
 from support.s3_proxy import S3Fault, S3Proxy
+from support.waiting import until
 
 SMALL = b"small" * 1000
 LARGE = bytes(range(256)) * 20_000  # 5 MB: it does not fit into the sockets' buffers
@@ -47,9 +48,9 @@ def impatient(monkeypatch):
 
 
 @pytest.fixture
-def store(tmp_path, proxy, bucket, impatient, eventually):
+def store(tmp_path, proxy, bucket, impatient):
     store = S3BlobStore(load_settings(data_dir=tmp_path, **s3_settings(proxy.url, bucket)))
-    eventually(lambda: proxy.count("GET", within="uploads"))  # the last request of a start
+    until(lambda: proxy.count("GET", within="uploads"))  # the last request of a start
     yield store
     asyncio.run(store.close())
     assert list((tmp_path / "spool").iterdir()) == []
@@ -127,7 +128,7 @@ class TestTrouble:
             assert api.get(1).content == SMALL
 
     def test_a_lost_object_is_a_miss_and_a_lost_bucket_is_503(
-        self, api, proxy, moto, bucket, problem, eventually
+        self, api, proxy, moto, bucket, problem
     ):
         api.put(SMALL, 1)
         # A bucket that was away for one request: the HEAD of the object got a 404 without a body,
@@ -139,7 +140,7 @@ class TestTrouble:
 
         moto.client.delete_object(Bucket=bucket, Key=objects(moto, bucket)[0])
         problem(api.get(1), 404, "not_found")
-        eventually(lambda: api.stats()["artifacts"] == 0)
+        until(lambda: api.stats()["artifacts"] == 0)
         assert api.put(SMALL, 1).status_code == 201
         assert api.get(1).content == SMALL
 
@@ -249,9 +250,7 @@ class TestPut:
         assert "GRAPHSTASH_S3" not in refusal.value.detail
 
     @pytest.mark.extended
-    async def test_uploads_of_dead_server_are_aborted(
-        self, tmp_path, swift, monkeypatch, eventually
-    ):
+    async def test_uploads_of_dead_server_are_aborted(self, tmp_path, swift, monkeypatch):
         bucket = swift.new_bucket()
         settings = load_settings(data_dir=tmp_path, **s3_settings(swift.url, bucket))
         for key in ("blobs/sha256/ab/lost", "somebody/else"):
@@ -261,7 +260,7 @@ class TestPut:
 
         monkeypatch.setattr(s3_module, "_ABANDONED_AGE", timedelta(hours=-1))
         store = S3BlobStore(settings)
-        eventually(lambda: len(uploads_in_parts(swift, bucket)) == 1)
+        until(lambda: len(uploads_in_parts(swift, bucket)) == 1)
         await store.close()
 
         assert [each["Key"] for each in uploads_in_parts(swift, bucket)] == ["somebody/else"]

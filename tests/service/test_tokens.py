@@ -18,6 +18,7 @@ from graphstash_server.settings import load_settings
 from support.processes import graphstash_here
 from support.services import ACTOR, new_token
 from support.tokens import Guarded, issue
+from support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +37,7 @@ def make(admin, **changed):
 
 
 @pytest.mark.sql
-def test_a_new_token_is_valid_at_once_and_its_secret_is_stored_nowhere(guarded, admin, eventually):
+def test_a_new_token_is_valid_at_once_and_its_secret_is_stored_nowhere(guarded, admin):
     made = make(admin, description="listed")
 
     token, info = made.json()["token"], made.json()["info"]
@@ -61,7 +62,7 @@ def test_a_new_token_is_valid_at_once_and_its_secret_is_stored_nowhere(guarded, 
         "expires_at": None,
         "issuer": None,
     }
-    eventually(lambda: listed()["last_used_at"] is not None)
+    until(lambda: listed()["last_used_at"] is not None)
 
     kept = whole_database(guarded.database_url)
     assert info["id"] in kept
@@ -142,7 +143,7 @@ def test_revoked_token_is_refused_at_once_and_logged_once(guarded, admin, monkey
     assert next(each for each in listed if each["id"] == token_id)["revoked_at"] is not None
 
 
-def test_postgresql_tells_every_server_of_a_revocation(tmp_path, postgres, monkeypatch, eventually):
+def test_postgresql_tells_every_server_of_a_revocation(tmp_path, postgres, monkeypatch):
     """What is known does not age here, so nothing but the notification can tell."""
     for age in ("MAX_DECISION_AGE", "_RENEWED_AGE"):
         monkeypatch.setattr(AUTHENTICATION + age, timedelta(days=1))
@@ -152,14 +153,14 @@ def test_postgresql_tells_every_server_of_a_revocation(tmp_path, postgres, monke
         Guarded(tmp_path / "2", database_url=url) as second,
     ):
         context = second.server._server.config.app.state.context
-        eventually(lambda: context.wait_queue.are_informed)
+        until(lambda: context.wait_queue.are_informed)
         issued = issue(url, "read:*")
         used = second.http(issued.token)
         assert used.get("/v1/-/access").status_code == 200
 
         first.http(first.admin).delete(f"/v1/-/tokens/{issued.info.id}")
 
-        eventually(lambda: used.get("/v1/-/access").status_code == 401)
+        until(lambda: used.get("/v1/-/access").status_code == 401)
 
 
 def test_there_is_a_limit_of_live_tokens(guarded, admin, problem, monkeypatch):
@@ -224,8 +225,8 @@ def test_commands_create_list_and_revoke_tokens(guarded, command):
         {"scope": "write", "namespaces": "team-*"},
         {"scope": "read", "namespaces": "*"},
     ]
-    until = datetime.fromisoformat(access["expires_at"]) - datetime.now(UTC)
-    assert timedelta(days=89, hours=23) < until <= timedelta(days=90)
+    left = datetime.fromisoformat(access["expires_at"]) - datetime.now(UTC)
+    assert timedelta(days=89, hours=23) < left <= timedelta(days=90)
 
     shown = command("token", "list").stdout
     described = r"to \[red\]go\[/red\]  +write:team-\*, read:\*  .*valid until "

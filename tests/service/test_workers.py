@@ -20,7 +20,7 @@ from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
 from graphstash_server.testing import LiveServer
 from support.ports import reserved_port
 from support.processes import is_running
-from support.waiting import PATIENT
+from support.waiting import PATIENT, until
 from support.wire import Wire
 
 LARGE = bytes(range(256)) * 200_000  # 50 MB: more than the sockets of both sides hold
@@ -120,7 +120,7 @@ class Load:
                 self.rounds[number] += 1
 
 
-def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, eventually, tmp_path):
+def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, tmp_path):
     with LiveServer(tmp_path / "data", log_level="error") as alone:
         rule = {"requests_per_second": 0.001}
         assert connect(alone.url).http.put("/v1/-/namespaces/team", json=rule).is_success
@@ -142,7 +142,7 @@ def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, even
     before = server.workers
     assert statuses() == [200, 429, 429]
     os.kill(min(before), signal.SIGKILL)
-    eventually(lambda: serving(server) == 4)
+    until(lambda: serving(server) == 4)
     assert statuses() == [429] * 3
 
     workers = server.workers
@@ -154,24 +154,22 @@ def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, even
     assert "Traceback" not in server.log
 
 
-def test_rolling_restart_fails_no_request_and_a_killed_worker_only_its_own(
-    start, tmp_path, eventually
-):
+def test_rolling_restart_fails_no_request_and_a_killed_worker_only_its_own(start, tmp_path):
     server = start("--workers", "2", "--port", str(reserved_port()))
     with Load(server.url, tmp_path) as load:
         first = server.workers
-        eventually(load.has_gone_on())
+        until(load.has_gone_on())
         server.process.send_signal(signal.SIGHUP)
-        eventually(replaced(server, first))
-        eventually(load.has_gone_on())
+        until(replaced(server, first))
+        until(load.has_gone_on())
         assert load.errors == []
 
         old = server.workers
         for worker in old:
             count = serving(server)
             server.kill_worker(worker)
-            eventually(lambda count=count: serving(server) > count)
-        eventually(load.has_gone_on())
+            until(lambda count=count: serving(server) > count)
+        until(load.has_gone_on())
     # Two kills, and one call of each thread under way.
     assert len(load.errors) <= 2 * len(load.rounds), load.errors
     assert len(server.workers - old) == 2
@@ -179,19 +177,17 @@ def test_rolling_restart_fails_no_request_and_a_killed_worker_only_its_own(
 
     workers = server.workers
     server.kill()  # the parent
-    eventually(lambda: not any(map(is_running, workers)))
+    until(lambda: not any(map(is_running, workers)))
     assert server.log.count("its parent process is gone") == 2
     socket.create_server(("127.0.0.1", server.port)).close()  # the port is free
 
 
-def test_shutdown_answers_lease_waiters_and_a_second_interrupt_waits_for_nothing(
-    start, connect, eventually
-):
+def test_shutdown_answers_lease_waiters_and_a_second_interrupt_waits_for_nothing(start, connect):
     server = start("--workers", "2", **patient(3600))  # an hour, for requests under way
     token = connect(server.url).acquire(holder="a", ttl_seconds=300).json()["token"]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(connect(server.url).acquire, holder="b", ttl_seconds=300, wait=60)
-        eventually(lambda: json.loads(asked(server, "/v1/stats"))["waiters"] == 1)
+        until(lambda: json.loads(asked(server, "/v1/stats"))["waiters"] == 1)
         assert server.stop() == 0
         assert waiting.result().status_code == 202
 
@@ -202,14 +198,14 @@ def test_shutdown_answers_lease_waiters_and_a_second_interrupt_waits_for_nothing
     with api.http.stream("GET", api.path()) as answer:
         next(answer.iter_raw(65536))
         server.process.send_signal(signal.SIGINT)
-        eventually(lambda: not is_listening(server))
+        until(lambda: not is_listening(server))
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(30) == 0
     assert not any(map(is_running, workers))
     assert "was killed by SIGKILL" in server.log  # a reader that takes nothing is cut off anyway
 
 
-def test_transfers_and_new_connection_are_served_before_shutdown(start, connect, eventually):
+def test_transfers_and_new_connection_are_served_before_shutdown(start, connect):
     server = start()
     api, writer = connect(server.url), connect(server.url)
     api.put(LARGE)
@@ -222,11 +218,11 @@ def test_transfers_and_new_connection_are_served_before_shutdown(start, connect,
 
         def halves():
             yield UPLOAD[: len(UPLOAD) // 2]
-            eventually(lambda: any((server.data_dir / "blobs" / "tmp").iterdir()))
+            until(lambda: any((server.data_dir / "blobs" / "tmp").iterdir()))
             # Connections are accepted in order: an answer to a later one shows that this one is.
             assert "ok" in asked(server)
             server.process.terminate()
-            eventually(lambda: not is_listening(server))
+            until(lambda: not is_listening(server))
             yield UPLOAD[len(UPLOAD) // 2 :]
 
         length, digest = str(len(UPLOAD)), Digest.of(UPLOAD).repr_digest
@@ -241,32 +237,32 @@ def test_transfers_and_new_connection_are_served_before_shutdown(start, connect,
     assert server.process.wait(30) == 0
 
 
-def test_workers_that_cannot_start_stop_a_rolling_restart_and_are_retried(start, eventually):
+def test_workers_that_cannot_start_stop_a_rolling_restart_and_are_retried(start):
     server = start("--workers", "2", command=(sys.executable, "-c", FAILING))
     old = server.workers
     (server.data_dir / "broken").touch()
 
     server.process.send_signal(signal.SIGHUP)
 
-    eventually(lambda: "before it was ready; the rolling restart stops" in server.log)
+    until(lambda: "before it was ready; the rolling restart stops" in server.log)
     assert server.workers == old
     assert "ok" in asked(server)
     server.kill_worker(min(old))
-    eventually(lambda: "restarting it in 1 s" in server.log)
+    until(lambda: "restarting it in 1 s" in server.log)
     assert re.findall(r"restarting it in (\S+) s", server.log)[:3] == ["0", "0.5", "1"]
     assert "ok" in asked(server)
     server.kill_worker(max(old))
-    eventually(lambda: server.log.count("was killed by SIGKILL") == 2)
+    until(lambda: server.log.count("was killed by SIGKILL") == 2)
     with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):  # closed: no worker serves
         asked(server)
 
     (server.data_dir / "broken").unlink()
-    eventually(lambda: serving(server) == 4)
+    until(lambda: serving(server) == 4)
     assert "ok" in asked(server)
     assert server.log.count("the rolling restart stops") == 1  # the other worker was not tried
     old = server.workers
     server.process.send_signal(signal.SIGHUP)
-    eventually(replaced(server, old))
+    until(replaced(server, old))
 
 
 def test_a_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, process_environment):
