@@ -138,8 +138,8 @@ class Deployment:
         assert test[0] == "CMD"
         command = [self.substituted(service, part) for part in test[1:]]
         environment = os.environ | {"PGPORT": str(self.postgres.port)}
-        directories = [sysconfig.get_path("scripts"), *postgres_directories(), os.environ["PATH"]]
-        environment["PATH"] = ":".join(directories)
+        postgres = sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin")), reverse=True)
+        environment["PATH"] = ":".join([self.scripts, *postgres, os.environ["PATH"]])
         command[0] = shutil.which(command[0], path=environment["PATH"])
         return subprocess.run(
             command, check=False, capture_output=True, env=environment, timeout=60
@@ -220,24 +220,13 @@ class Deployment:
         self.close()
 
 
-def postgres_directories():
-    return [str(path) for path in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]
-
-
-def settings_of(command):
-    """`postgres -c name=value ...` as a dictionary."""
-    assert command[0] == "postgres"
-    assert set(command[1::2]) == {"-c"}
-    return dict(setting.split("=", 1) for setting in command[2::2])
-
-
 @pytest.fixture(scope="session")
 def compose_postgres():
     """PostgreSQL with the settings of compose.yaml."""
-    services = load("compose.yaml", variables={"GRAPHSTASH_DATABASE_PASSWORD": PASSWORD})[
-        "services"
-    ]
-    with Postgres(**settings_of(services["postgres"]["command"])) as postgres:
+    composed = load("compose.yaml", variables={"GRAPHSTASH_DATABASE_PASSWORD": PASSWORD})
+    program, *options = composed["services"]["postgres"]["command"]
+    assert (program, {*options[::2]}) == ("postgres", {"-c"})
+    with Postgres(**dict(each.split("=", 1) for each in options[1::2])) as postgres:
         yield postgres
 
 
