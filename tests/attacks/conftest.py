@@ -53,19 +53,17 @@ def team(tmp_path):
 @pytest.fixture
 def victim(fort, space, tmp_path):
     """Starts training jobs that are attacked."""
-    started = []
+    numbers = itertools.count()
+    with ExitStack() as stack:
 
-    def start(**settings):
-        """With a right to read and no more, unless a token is given."""
-        if "token" not in settings:
-            settings |= {"token": fort.token(f"read:{space}"), "read_only": True}
-        place = {"url": fort.url, "namespace": space, "cache_dir": tmp_path / f"job-{len(started)}"}
-        started.append(ReaderJob(**place | settings))
-        return started[-1]
+        def start(**settings):
+            """With a right to read and no more, unless a token is given."""
+            if "token" not in settings:
+                settings |= {"token": fort.token(f"read:{space}"), "read_only": True}
+            own = {"namespace": space, "cache_dir": tmp_path / f"job-{next(numbers)}"}
+            return stack.enter_context(ReaderJob(**{"url": fort.url} | own | settings))
 
-    yield start
-    for job in started:
-        job.__exit__()
+        yield start
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import pytest
 
 from support.guarded_server import artifact_path
+from support.wire import Wire, head
 
 TOKEN = {"description": "mine", "grants": [{"scope": "admin", "namespaces": "*"}]}
 LEASE = "/v1/{space}/leases/jax/cpu-x86_64-0123456789abcdef/" + "0" * 64
@@ -137,3 +138,38 @@ def test_an_anonymous_reader_of_one_namespace_tries_the_others(fort, public):
     assert statuses(answers) == [401] * 13
     assert refused == {"unauthenticated": 13}
     assert len({answer.json()["detail"] for answer in answers}) == 1
+
+
+_FORWARDED = (
+    *("X-Forwarded-For: 127.0.0.1", "X-Forwarded-User: admin", "X-Forwarded-Proto: https"),
+    *("X-Forwarded-Host: elsewhere", "X-Forwarded-Prefix: /v1/-", "X-Real-IP: 127.0.0.1"),
+    *("Forwarded: for=127.0.0.1;proto=https", "X-Remote-User: admin", "Remote-User: admin"),
+    *("X-Original-URL: /v1/-/tokens", "X-Rewrite-URL: /v1/-/tokens"),
+    *("X-Accel-Redirect: /v1/-/tokens", "X-Sendfile: /etc/passwd"),
+    *("X-HTTP-Method-Override: DELETE", "X-HTTP-Method: DELETE", "X-Method-Override: DELETE"),
+    "Graphstash-Principal: admin",
+)
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_headers_of_proxies_are_obeyed(fort, space, has_token):
+    """A caller who sends them gets what it would get without, and no word of them back."""
+    fort.fill(space)
+    token = fort.token(f"read:{space}")
+
+    with fort.withstands() as refused:
+        for header in _FORWARDED:
+            for method, path, expected in (
+                ("GET", artifact_path(space), 200),
+                ("POST", f"{artifact_path(space)}?_method=DELETE", 405),
+                ("GET", "/v1/-/tokens", 403),
+                ("DELETE", artifact_path(space), 403),
+            ):
+                with Wire(fort.url) as wire:
+                    shown = token if has_token else None
+                    answer = wire.ask(head(method, path, header, token=shown))
+                assert answer.status == (expected if has_token or expected == 405 else 401)
+                assert "x-accel-redirect" not in answer.headers
+                assert "elsewhere" not in str(answer.headers)
+    if has_token:
+        assert refused == {"forbidden": 2 * len(_FORWARDED), "method_not_allowed": len(_FORWARDED)}
