@@ -28,6 +28,7 @@ from graphstash_server.storage.disk import ServerLock
 from graphstash_server.testing import LiveServer
 from support.database_sessions import connected, eventually
 from support.ports import reserved_port
+from support.processes import captured
 from support.waiting import until
 
 
@@ -36,13 +37,10 @@ def refusal(process_environment, tmp_path):
     """Runs a server that does not start, and gives the one line that says why."""
 
     def refuse(*options, status, data_dir=tmp_path / "d"):
-        said = subprocess.run(
-            [sys.executable, "-m", "graphstash_server", "--data-dir", str(data_dir), *options],
-            capture_output=True,
-            text=True,
-            timeout=240,
+        said = captured(
+            [sys.executable, "-m", "graphstash_server", "--data-dir", data_dir, *options],
             env={**os.environ, "COLUMNS": "200", **process_environment},
-            check=False,
+            timeout=240,
         )
         assert said.returncode == status
         assert len(said.stderr.splitlines()) == 1

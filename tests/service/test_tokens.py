@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import subprocess
 from datetime import UTC, datetime, timedelta
 
 import httpx
@@ -15,7 +14,7 @@ from graphstash_server.db.engine import make_engine
 from graphstash_server.db.tables import metadata
 from graphstash_server.services.identity import tokens as tokens_module
 from graphstash_server.settings import load_settings
-from support.processes import graphstash_here
+from support.processes import captured, graphstash_here
 from support.services import ACTOR, new_token
 from support.tokens import Guarded, issue
 from support.waiting import until
@@ -68,12 +67,8 @@ def test_a_new_token_is_valid_at_once_and_its_secret_is_stored_nowhere(guarded, 
     assert info["id"] in kept
     assert secret not in kept
     # By another process: one that closes a file of its own SQLite database loses the locks on it.
-    found = subprocess.run(
-        ["grep", "--recursive", "--fixed-strings", "-e", secret, str(guarded.server.data_dir)],
-        check=False,
-        capture_output=True,
-    )
-    assert (found.returncode, found.stdout) == (1, b""), "1 is: nothing found"
+    found = captured(["grep", "-r", "--fixed-strings", "-e", secret, guarded.server.data_dir])
+    assert (found.returncode, found.stdout) == (1, ""), "1 is: nothing found"
 
 
 def whole_database(url):

@@ -1,8 +1,6 @@
 """Traces: one runs from a job's look-up to the blob store, whoever it is that calls."""
 
 import json
-import subprocess
-import sys
 
 import httpx
 import pytest
@@ -11,6 +9,7 @@ from graphstash_server.fast.traced import TracedFastPath
 from support.api import digest_header
 from support.collector import Collector
 from support.moto import s3_settings
+from support.processes import python
 from support.server import Server
 from support.trace_jobs import LARGE, run_trace_job, take_away
 from support.wire import Wire
@@ -257,8 +256,7 @@ def test_server_without_tracing_imports_no_exporter():
         "'graphstash_server.tracing'); "
         "print([name for name in sys.modules if name.startswith(unwanted)])"
     )
-    command = [sys.executable, "-c", asked]
-    assert subprocess.run(command, capture_output=True, check=True).stdout == b"[]\n"
+    assert python(asked, check=True).stdout == "[]\n"
 
 
 def test_server_that_cannot_trace_logs_the_reason(tmp_path, collector):

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from graphstash import CacheError, ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
 from graphstash_server.testing import LiveServer
 from support.ports import reserved_port
-from support.processes import is_running
+from support.processes import captured, is_running
 from support.waiting import PATIENT, until
 from support.wire import Wire
 
@@ -268,13 +267,10 @@ def test_workers_that_cannot_start_stop_a_rolling_restart_and_are_retried(start)
 def test_a_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, process_environment):
     (tmp_path / "graphstash.sqlite3").write_bytes(b"this is not a database" * 500)
 
-    said = subprocess.run(
+    said = captured(
         [sys.executable, "-m", "graphstash_server", "--port", "0", "--workers", "2"],
-        capture_output=True,
-        text=True,
-        timeout=240,
         env={**os.environ, **process_environment, "GRAPHSTASH_DATA_DIR": str(tmp_path)},
-        check=False,
+        timeout=240,
     )
 
     assert said.returncode == 1
