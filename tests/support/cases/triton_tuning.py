@@ -19,17 +19,18 @@ __all__ = ["tuned"]
 
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton ships no types
-def double(x, y, n, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def] # noqa: N803 - Triton's convention
+def scaled(x, y, n, scale, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def] # noqa: N803 - Triton's convention
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
+    tl.store(y + at, tl.load(x + at, mask=at < n) * scale, mask=at < n)
 
 
-def tuned(*, works: bool = True, broken: str = "") -> dict[str, Any]:
+def tuned(*, works: bool = True, broken: str = "", scale: float = 2.0) -> dict[str, Any]:
     """Call the kernel twice; return what was measured, compiled and chosen.
 
     Args:
         works: whether the GPU runs anything.
         broken: "team" or "device", which the target cannot ask.
+        scale: argument of the kernel that is part of `key`, and no size.
     """
     driver.set_active(Driver())
     measured = []
@@ -48,7 +49,7 @@ def tuned(*, works: bool = True, broken: str = "") -> dict[str, Any]:
         for block in (256, 512)
         for warps in (2, 4, 8)
     ]
-    kernel: Any = target.autotune(configs=configs, key=["n"], do_bench=do_bench)(double)
+    kernel: Any = target.autotune(configs=configs, key=["n", "scale"], do_bench=do_bench)(scaled)
     bench = kernel._bench
 
     def note(*args: Any, config: Any, **meta: Any) -> Any:
@@ -62,7 +63,7 @@ def tuned(*, works: bool = True, broken: str = "") -> dict[str, Any]:
     elif broken == "device":
         target._device_type = None  # type: ignore[assignment] # breaks it
     for _ in range(2):
-        kernel.run(Pointer(), Pointer(), 1000, grid=(1,), warmup=True)
+        kernel.run(Pointer(), Pointer(), 1000, scale, grid=(1,), warmup=True)
     best = kernel.best_config
     return {
         "chosen": [best.kwargs["BLOCK"], best.num_warps],
