@@ -7,7 +7,7 @@ import pytest
 
 from graphstash.hooks.pjrt import abi
 from graphstash.hooks.pjrt.api import view_of
-from graphstash.hooks.pjrt.fingerprint import is_portable
+from graphstash.hooks.pjrt.fingerprint import Fingerprints, Topology, is_portable
 from graphstash.hooks.pjrt.plugins import is_writable, loaded_plugins, plugin_at
 from support.pjrt_plugin import LIBRARY
 
@@ -109,6 +109,27 @@ def test_a_plug_in_is_found_by_its_path_and_then_among_what_is_loaded(package):
 
 def test_library_without_plug_in_is_ignored():
     assert plugin_at("libc.so.6") is None
+
+
+def test_the_key_has_the_threads_of_the_client_that_compiles(package, monkeypatch):
+    """XLA splits loops for the number of threads that it has read when the client started."""
+    fingerprints = Fingerprints(plugin_at(str(package / "xla_cpu_pjrt.so")))
+    topology = Topology("cpu", "1", "none", (), device_count=1, process_count=1)
+    code, form = ctypes.create_string_buffer(b"module"), ctypes.create_string_buffer(b"mlir")
+    program = abi.Program(
+        code=ctypes.addressof(code), code_size=6, format=ctypes.addressof(form), format_size=4
+    )
+    for client, number in ((1, "5"), (2, "7")):
+        monkeypatch.setenv("NPROC", number)
+        fingerprints.add_client(client, fingerprints.observe_environment())
+    monkeypatch.setenv("NPROC", "3")
+
+    def threads_of(client):
+        args = abi.ClientCompileArgs(client=client, program=ctypes.addressof(program))
+        return fingerprints.parts(args, topology)["threads"]
+
+    assert [threads_of(client) for client in (1, 2)] == ["5", "7"]
+    assert threads_of(9) == "3"  # it was there before the hook
 
 
 def test_a_program_that_calls_back_into_its_process_is_not_shared():
