@@ -47,13 +47,14 @@ def cost(kernel: Callable[[], Any], calls: int) -> float:
     return float(1e-3 * (1 + abs(configuration["tile"] - 32) / 10 + 1 / configuration["vector"]))
 
 
-def task_of(build: Callable[[Mapping[str, Any]], Any]) -> tuning.Task:
+def task_of(build: Callable[[Mapping[str, Any]], Any], *, target: str = "rows") -> tuning.Task:
     """One kernel, built by a function."""
     problem = tuning.Problem("rows", (512,), "float32", DeviceType("cpu"), "made-up 1.0")
-    return tuning.Task(problem, SPACE, tuning.CallableTarget(build, name="rows", cost=cost))
+    return tuning.Task(problem, SPACE, tuning.CallableTarget(build, name=target, cost=cost))
 
 
 task = task_of(build)
+other_target = task_of(build, target="rows of another library")
 excessive = task_of(build_excessive)
 impossible = task_of(build_nothing)
 no_task = SPACE

@@ -75,6 +75,14 @@ def test_second_host_measures_nothing_and_gets_the_same_schedule(search, built, 
     assert built() == 0
 
 
+def test_host_with_another_target_searches_again(search, built):
+    """Costs of the two targets are not comparable, although the problem is the same."""
+    for name, is_searched in (("task", True), ("other_target", True), ("other_target", False)):
+        done = search(name, "--trials", 5, "--json", host=f"{name} {is_searched}")
+        assert json.loads(done.stdout)["searched"] is is_searched
+        assert (built() > 0) is is_searched
+
+
 def test_host_without_server_searches_alone(search, built):
     done = search("task", "--trials", 20, "--json", url="http://127.0.0.1:9")
     found = json.loads(done.stdout)
