@@ -72,6 +72,32 @@ def test_processes_share_entries_unless_jax_itself_shares_among_them(jax_program
     assert printed == ["None", "b'first' b'first'", "{b'first'}", "False", "True"]
 
 
+def test_result_of_program_that_the_key_cannot_describe_is_not_published(jax_program, tmp_path):
+    printed = jax_program(
+        f"""
+        import zlib
+        from dataclasses import replace
+        import jax
+        from graphstash import ClientConfig
+        from graphstash.hooks.jax.compiling import Compiling
+        from graphstash.hooks.jax.entries import Entries
+        from graphstash.hooks.jax.fingerprint import request_of
+        from support.host import Host
+
+        jax.devices()
+        program = Compiling(lambda: None, lambda *_: True, print).present()
+        for unshareable in ("it calls a Python function", ""):
+            with Host(ClientConfig(url="none", cache_dir="{tmp_path}/cache")) as host:
+                entry = zlib.compress(b"\\0\\0\\0\\1executable")
+                one = replace(program, unshareable=unshareable)
+                Entries(host.cache).put("jit_f-0", one, entry)
+                host.publisher.drain(30)
+                print(host.cache.is_on_this_host(request_of("jit_f-0", one).key))
+        """
+    )
+    assert printed == ["False", "True"]
+
+
 def test_threads_are_those_of_the_client_that_compiles_for_the_cpu(jax_program):
     printed = jax_program(
         """
