@@ -190,6 +190,16 @@ async def test_another_waiter_takes_over_when_the_polling_one_hangs_up(opened):
             assert (await second).state is LeaseState.GRANTED
 
 
+async def test_lease_granted_to_a_caller_that_has_hung_up_is_released_at_once(opened):
+    async with opened() as server:
+        gone = asyncio.get_running_loop().create_future()
+        gone.set_result(None)
+        wanted = Acquisition(key_of(0), LeaseRequest(), WAIT, "first")
+        assert (await server.context.leases.acquire(wanted, gone=gone)).state is LeaseState.GRANTED
+        assert await server.context.leases.count_held() == 0
+        assert (await server.acquire(0, "second")).state is LeaseState.GRANTED
+
+
 def test_lease_is_granted_for_artifact_that_lost_its_blob(api, file_of):
     blob = b"lost" + api.namespace.encode()
     api.put(blob)
