@@ -246,6 +246,21 @@ async def test_artifacts_unused_for_retain_days_are_deleted(opened):
 
 
 @pytest.mark.sql
+async def test_artifact_that_is_used_or_pinned_after_it_was_chosen_stays(opened):
+    async with opened() as store:
+        await store.fill(4)
+        store.clock.turn(20 * DAY)
+        unused = store.context.retention.unused(timedelta(days=9))
+        chosen = [each async for page in unused for each in page]
+        assert len(chosen) == 4
+        await store.use(1)
+        await store.pin(2)
+        assert await store.context.evictor.evict(chosen, actor=ACTOR, reason="unused") == 2
+        assert await store.kept(4) == [1, 2]
+        assert sorted(await store.evictions()) == sorted(evicted((0, 3), "unused"))
+
+
+@pytest.mark.sql
 async def test_the_latest_toolchains_are_retained(opened):
     async with opened(retain_toolchains=2) as store:
         for number, toolchain in enumerate(["torch 2.5", "torch 2.6", "torch 2.7", ""]):
