@@ -116,6 +116,10 @@ def take_another_step(path):
     path.write_bytes(path.with_name("step-00000001.pt").read_bytes())
 
 
+def take_a_later_step(path):
+    torch.save({"format": 1, "step": 3, "state": {"weights": torch.full((1000,), 3.0)}}, path)
+
+
 def take_another_format(path):
     torch.save({"format": 99, "step": 2, "state": {}}, path)
 
@@ -135,6 +139,7 @@ def make_it_a_directory(path):
         truncate,
         flip_a_bit_of_a_tensor,
         take_another_step,
+        take_a_later_step,
         take_another_format,
         take_something_else,
         make_it_a_directory,
