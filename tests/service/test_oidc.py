@@ -119,6 +119,15 @@ def test_star_matches_ordinary_names_and_no_path_to_another_place():
     assert many.fits({"ref": "/model/x/y" * 1_000 + "/main"})
 
 
+def test_a_number_or_truth_value_in_a_claim_is_compared_as_json_writes_it():
+    values = {"true": True, "false": False, "1": 1, "0": 0, "-7": -7}
+    for text in values:
+        rule = ClaimRule.model_validate({"claims": {"protected": text}, "grants": ["read:x"]})
+        fitting = [each for each, value in values.items() if rule.fits({"protected": value})]
+        in_list = [each for each, value in values.items() if rule.fits({"protected": [value]})]
+        assert fitting == in_list == [text]
+
+
 def test_a_rule_reaches_into_a_claim_that_is_an_object():
     patterns = {"namespace": "ci", "serviceaccount": {"name": "train*"}}
     rule = ClaimRule.model_validate({"claims": {"kubernetes.io": patterns}, "grants": ["read:x"]})
