@@ -27,11 +27,6 @@ pytestmark = pytest.mark.anyio
 BLOB = b"wrong " * 1000
 
 
-def report(api, number=0, blob=BLOB, reason="bad_signature", **headers):
-    body = {"key": api.key(number), "digest": str(Digest.of(blob)), "reason": reason}
-    return api.http.post(f"/v1/{api.namespace}/artifacts:report", json=body, headers=headers)
-
-
 def release(api, number=0):
     return api.http.post(f"/v1/{api.namespace}/artifacts:release", json=api.key(number))
 
@@ -51,7 +46,7 @@ def test_a_reported_artifact_is_absent_for_all_callers(api, problem):
     api.put(BLOB)
     assert api.get().status_code == 200
 
-    reported = report(api)
+    reported = api.report(BLOB, reason="bad_signature")
 
     assert (reported.status_code, reported.json()) == (200, {"found": True, "withheld": True})
     assert without_request(api.get()) == absent
@@ -69,7 +64,7 @@ def test_a_reported_artifact_is_absent_for_all_callers(api, problem):
 
 def test_the_key_of_a_withheld_artifact_takes_no_upload(api, problem, files):
     api.put(BLOB)
-    report(api)
+    api.report(BLOB)
     before = files()
 
     for blob in (b"other", BLOB):
@@ -88,11 +83,11 @@ def test_withheld_artifact_is_listed_counted_released_and_audited(api, problem):
     api.put(b"right", 2)
     before = api.http.get("/v1/stats").json()["reported"]
     for reason in ("unsigned", "unknown_key"):  # it depends on the keys of whoever reports
-        assert report(api, 1, reason=reason).json() == {"found": True, "withheld": False}
+        assert api.report(BLOB, 1, reason=reason).json() == {"found": True, "withheld": False}
     assert withheld(api) == []
 
-    report(api, 1, reason="revoked_key", **{"X-Request-Id": "the-report"})
-    assert report(api, 1, reason="corrupt").json() == {"found": True, "withheld": True}
+    api.report(BLOB, 1, reason="revoked_key", X_Request_Id="the-report")
+    assert api.report(BLOB, 1, reason="corrupt").json() == {"found": True, "withheld": True}
 
     (listed,) = withheld(api)
     assert listed | {"reported_at": None} == {
@@ -261,8 +256,8 @@ def test_withholding_in_a_trusted_namespace_needs_an_exact_grant(guarded, connec
     guarded.set_policy(namespace, trusted=True)
     named.put(BLOB)
 
-    assert report(wide).json() == {"found": True, "withheld": False}
-    assert report(named).json() == {"found": True, "withheld": True}
+    assert wide.report(BLOB).json() == {"found": True, "withheld": False}
+    assert named.report(BLOB).json() == {"found": True, "withheld": True}
     refused = caller("admin:elsewhere")
     assert release(refused).status_code == 404
     where, policy = f"/v1/-/quarantine?namespace={namespace}", f"/v1/-/namespaces/{namespace}"
@@ -285,7 +280,7 @@ def test_the_command_lists_releases_and_deletes(command, connect):
     assert command("list") == "nothing is withheld\n"
     for number in (1, 2):
         api.put(BLOB, number)
-        report(api, number)
+        api.report(BLOB, number, reason="bad_signature")
     names = [f"team/{'/'.join(api.key(number).values())}" for number in (1, 2)]
 
     shown = command("list")

@@ -91,10 +91,12 @@ class Api:
             headers={"Graphstash-Lease": token},
         )
 
-    def report(self, blob: bytes, number: int = 0) -> httpx.Response:
-        """Reports that an artifact is no envelope."""
-        report = {"key": self.key(number), "digest": str(Digest.of(blob)), "reason": "corrupt"}
-        return self.call("report", report)
+    def report(
+        self, blob: bytes, number: int = 0, *, reason: str = "corrupt", **headers: str
+    ) -> httpx.Response:
+        """Reports that an artifact is wrong, by default that it is no envelope."""
+        report = {"key": self.key(number), "digest": str(Digest.of(blob)), "reason": reason}
+        return self.call("report", report, **headers)
 
     def withhold(self, blob: bytes, number: int = 0) -> None:
         answer = self.report(blob, number)
