@@ -7,6 +7,7 @@ import itertools
 import os
 import socket
 import stat
+import subprocess
 import sys
 import textwrap
 from contextlib import ExitStack
@@ -22,10 +23,67 @@ from support.ports import reserved_port
 from support.processes import graphstash, python
 from support.reader_job import OWN, ReaderJob
 from support.signing import sealed
-from support.strangers import Stranger, give
 
 POISON = b"what the other user wants to run " * 100
 TOKEN = "gst_" + "a" * 16 + "_" + "b" * 43
+
+_STRANGER = 65534
+
+_BECOME = f"""
+import os, socket, sys, threading
+os.setgroups([])
+os.setgid({_STRANGER})
+os.setuid({_STRANGER})
+os.chdir("/")
+"""
+
+
+def give(path):
+    """Makes that user the owner of a file or a directory. Whoever is not root needs sudo."""
+    # The path may lead through a descriptor of this process.
+    real = path.parent.resolve() / path.name
+    subprocess.run([*as_root(), "chown", f"{_STRANGER}:{_STRANGER}", real], check=True)
+
+
+def as_root():
+    return [] if os.geteuid() == 0 else ["sudo", "--non-interactive"]
+
+
+class Stranger:
+    """Runs a program as that user; a context manager that ends it.
+
+    Args:
+        program: Python, which has imported os, socket, sys and threading before it became that
+            user; `arguments` are its `sys.argv[1:]`. It prints a line when it is ready.
+
+    Attributes:
+        said: that line.
+    """
+
+    def __init__(self, program, *arguments):
+        self._process = subprocess.Popen(
+            [*as_root(), sys.executable, "-c", _BECOME + program, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._is_over = False
+        self.said = self._process.stdout.readline().strip()
+        assert self.said, "the stranger's program failed"
+
+    def finish(self):
+        """Ends the program's input and gives what it printed since."""
+        if not self._is_over:
+            self._is_over = True
+            self._told, _ = self._process.communicate(timeout=60)
+        return self._told
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.finish()
+
 
 _TAKES_A_PORT = textwrap.dedent("""
     listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
