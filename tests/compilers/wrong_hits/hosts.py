@@ -135,6 +135,7 @@ class PairOfHosts:
             there.append(each.b)
             if each.relation is not Relation.UNSHARED:
                 here.append(each.a)
+            if each.relation is Relation.DIFFER:
                 there.append(each.a)
         self.one.ask_in_one_process(reversed(here))
         self.other.ask_in_one_process(there)
