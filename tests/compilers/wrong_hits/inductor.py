@@ -1345,6 +1345,7 @@ _SWITCHES = (
         "torch.backends.cudnn.flags(enabled=False)",
     ),
     _switch("default type", "torch.set_default_dtype(torch.HERE)", "float32", "float64"),
+    _switch("threads within operations", "torch.set_num_threads(HERE)"),
     _switch("determinism", "torch.use_deterministic_algorithms(HERE)", "False", "True"),
     _switch(
         "warnings instead of determinism",
