@@ -11,8 +11,9 @@ import secrets
 import shutil
 import socket
 import subprocess
-from http.client import HTTPConnection
 from pathlib import Path
+
+import httpx
 
 from benchmarks.load import HttpConnection, RedisConnection, ask, get, many
 from graphstash_server.testing import ServerProcess
@@ -399,16 +400,10 @@ PEERS = (Nginx, Registry, Turborepo, Redis)
 
 def fetch_sha256(target, name):
     """The SHA-256 of what a target serves over HTTP, read by another client than the load's."""
-    connection = HTTPConnection("127.0.0.1", target.port, timeout=60)
     headers = dict(line.split(": ") for line in target.headers.splitlines())
-    connection.request("GET", target.path(name), headers=headers)
-    response = connection.getresponse()
-    assert response.status == 200, response.status
-    digest = hashlib.sha256()
-    while chunk := response.read(1 << 20):
-        digest.update(chunk)
-    connection.close()
-    return digest.hexdigest()
+    url = f"http://127.0.0.1:{target.port}{target.path(name)}"
+    answer = httpx.get(url, headers=headers, timeout=60, trust_env=False).raise_for_status()
+    return hashlib.sha256(answer.content).hexdigest()
 
 
 def answers(port):
