@@ -1,10 +1,8 @@
 """A server that sends its clients elsewhere: nothing of theirs goes along."""
 
 import dataclasses
-import ssl
 
 import pytest
-import trustme
 
 from graphstash import CacheError
 from support.hostile import Answer
@@ -151,21 +149,3 @@ def test_a_redirect_leads_to_an_invalid_location(fort, key, publish, middlebox, 
         assert attack(fort, job, key(number)) == {"protocol": 1}, location
         # Some are refused by the HTTP library, before it is known that they are redirects.
         assert len(box.to("/artifacts/", method="GET")) in {1, 2}
-
-
-def test_a_redirect_leads_from_https_to_http(
-    fort, space, key, publish, middlebox, victim, elsewhere, token, tmp_path
-):
-    publish(key(), PAYLOAD)
-    authority = trustme.CA()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("127.0.0.1").configure_cert(context)
-    ca_file = tmp_path / "ca.pem"
-    authority.cert_pem.write_to_path(ca_file)
-    box = middlebox(redirecting(f"{elsewhere.url}/plain"), context=context)
-    elsewhere.body = "bytes that somebody on the way has changed"
-
-    job = victim(url=box.url, token=token, ca_file=ca_file)
-    assert attack(fort, job, key()) == {"protocol": 1}
-    assert [first for first, _ in heads(elsewhere)] == ["GET /plain HTTP/1.1"]
-    assert_nothing_of_ours(elsewhere, space, token)
