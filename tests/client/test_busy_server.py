@@ -167,7 +167,7 @@ def test_processes_share_connections_and_each_host_downloads_a_graph_once(
     for number in range(GRAPHS):
         metadata = ArtifactMetadata(raw_size_bytes=large, compile_seconds=60)
         publisher.put(graph(number), os.urandom(large), metadata)
-    processes, host_count, report = 8 * CONNECTIONS, 4 * CONNECTIONS, tmp_path / "report.json"
+    processes, host_count, report = 4 * CONNECTIONS, 2 * CONNECTIONS, tmp_path / "report.json"
     case = case_arguments(
         "fleet:read_at_once",
         settings={"url": server.url, "namespace": namespace, **PATIENT},

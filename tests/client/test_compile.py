@@ -129,17 +129,6 @@ def test_first_of_two_published_results_stays(hosts):
     assert b.build(1) == b"A"  # also the loser's host runs what all others run from now on
 
 
-def test_unreachable_server_is_asked_ever_less_and_job_compiles(hosts):
-    host = hosts("a", url="http://127.0.0.1:9")
-    for number in range(6):
-        assert host.build(number) == b"graph"
-    fallbacks = host.stats.fallbacks
-    assert fallbacks["connect"] >= 3
-    assert fallbacks["circuit_open"] >= 1
-    assert host.build(0) == b"graph"
-    assert host.compiles == 6  # this host's disk still remembers
-
-
 def test_a_full_upload_queue_drops_the_upload_not_the_job(hosts):
     host = hosts("a")
     with uploads_wait(host):

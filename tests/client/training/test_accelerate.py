@@ -69,9 +69,8 @@ class Loop:
 
 SETTINGS = {
     "plain": {},
-    "bf16": {"precision": "bf16"},
     "clipped": {"clip": 0.5},
-    "accumulated": {"accumulate": 2, "clip": 0.5, "precision": "bf16"},
+    "accumulated and clipped in bf16": {"accumulate": 2, "clip": 0.5, "precision": "bf16"},
 }
 
 

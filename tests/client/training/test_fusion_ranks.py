@@ -7,7 +7,7 @@ import pytest
 from support.tiers import most_extended
 
 REPLICATED = [
-    *(("backward", "AdamW", "plain"), ("backward", "LAMB", "views"), ("backward", "SGD", "unused")),
+    *(("backward", "LAMB", "views"), ("backward", "SGD", "unused")),
     ("backward", "torch AdamW", "unused, views"),
     ("backward", "AdamW", "static graph"),
     *(("forward", "AdamW", settings) for settings in ("plain", "unused, views")),

@@ -84,10 +84,8 @@ def losses_of(trainer):
 
 
 SETTINGS = {
-    "clipped": {"max_grad_norm": 0.5},
-    "bf16": {"bf16": True},
-    "accumulated": {"gradient_accumulation_steps": 2},
-    "not clipped": {"max_grad_norm": 0.0},
+    "clipped in bf16": {"max_grad_norm": 0.5, "bf16": True},
+    "accumulated and not clipped": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0},
 }
 
 
