@@ -60,8 +60,11 @@ class TestInductor(HookContract):
         assert warm.hits >= GRAPHS + 1
         assert 0 < warm.stats["saved_compile_seconds"] < 1.5 * built.report["seconds"]
 
-    def test_graphs_whose_autotuning_results_are_bundled_are_shared(self, hosts):
-        """torch begins a bundle when it loads a graph, and ends the bundle when the graph runs."""
+    def test_graphs_whose_autotuning_results_are_bundled_are_shared(self, hosts, built):
+        """torch begins a bundle when it loads a graph, and ends the bundle when the graph runs.
+
+        `built` comes first: it builds C++ objects that these jobs share.
+        """
         first, second = (hosts.run(host, "training_with_bundles") for host in ("one", "two"))
         assert second.report["fx"] == {"fxgraph_cache_hit": GRAPHS}
         assert second.report["aot"]["autograd_cache_hit"] == 1
