@@ -25,6 +25,10 @@ def test_flags_that_only_name_places_to_write_are_as_none():
     assert parts(XLA_FLAGS="--xla_dump_to=/one", LIBTPU_INIT_ARGS="") == {}
 
 
+def test_other_variables_differ_from_absent_ones_if_they_are_set_but_empty():
+    assert parts(XLA_RNG_BIT_GENERATOR="") == {"env.XLA_RNG_BIT_GENERATOR": ""}
+
+
 def observed(monkeypatch, *values, without=()):
     """Returns the parts after these values of a variable that torch_xla reads late."""
     states = EnvironmentStates(without=without)
