@@ -1,7 +1,9 @@
 """`graphstash gc`, `fsck`, `pin` and `migrate`, beside a server that runs."""
 
+import asyncio
 import json
 import signal
+from datetime import UTC, datetime, timedelta
 from unittest.mock import AsyncMock
 
 import pytest
@@ -12,8 +14,11 @@ from graphstash_server.commands.gc import gc
 from graphstash_server.commands.migrate import migrate
 from graphstash_server.commands.pin import pin, unpin
 from graphstash_server.commands.token import token
+from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import newest_revision
+from graphstash_server.db.queries.recorded_times import lock_recorded_time, record_time
 from graphstash_server.services.maintenance.reconciler import Reconciler
+from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer
 from support.changes import execute
 from support.commands import invoke as run
@@ -208,6 +213,26 @@ def test_a_job_is_pinned_and_unpinned(api, monkeypatch):
     assert "1 artifact evicted" in run(gc, "--evict-now")
     assert "the job nobody has no manifest" in run(pin, "nobody", status=1)
     assert "Nobody!" in run(pin, "x", "--namespace", "Nobody!", status=2)
+
+
+@ON_SQLITE
+def test_a_pin_lasts_as_long_as_asked_although_the_clock_is_behind(api, database_url):
+    """Servers age artifacts by the recorded time, which never goes back."""
+    recorded = datetime.now(UTC) + timedelta(days=10)
+
+    async def record():
+        database = Database(load_settings(database_url=database_url).database_url)
+        async with database.writing() as connection:
+            await lock_recorded_time(connection, now=recorded)
+            await record_time(connection, recorded)
+        await database.close()
+
+    put(api, 1)
+    api.http.put("/v1/team/manifests/gpt", json={"keys": [api.key(0)]}).raise_for_status()
+    asyncio.run(record())
+    result = json.loads(run(pin, "gpt", "--namespace", "team", "--for", "1d", "--json"))
+    until = datetime.fromisoformat(result["pinned_until"])
+    assert timedelta(days=1) <= until - recorded < timedelta(days=2)
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
