@@ -10,13 +10,15 @@ import sqlalchemy as sa
 from graphstash_schema import AuditAction, Digest, LeaseRequest, LeaseState
 from graphstash_schema.run import RunName, RunReport
 from graphstash_server.db import tables
+from graphstash_server.db.database_clock import DatabaseClock
+from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import pin_artifacts
 from graphstash_server.db.queries.deletions import claim_blobs
 from graphstash_server.errors import ServerError
 from graphstash_server.services.plausible_clock import TOLERANCE
 from graphstash_server.testing import LiveServer
 from support.clocks import HostClock
-from support.services import ACTOR, key_of, new_token
+from support.services import ACTOR, FakeClock, key_of, new_token
 from support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -91,6 +93,22 @@ async def test_lease_lasts_for_its_duration_and_is_renewed_when_the_clock_is_set
         assert (await one.acquire()).state is LeaseState.HELD
         opened.clock.turn(2)
         assert (await other.acquire()).state is LeaseState.GRANTED
+
+
+@pytest.fixture
+def on_postgresql(postgres):
+    return postgres.new_database()
+
+
+async def test_a_server_follows_a_change_of_the_databases_clock(on_postgresql):
+    """A day passes for the server only, as if the database's clock was set back."""
+    database, passed = Database(on_postgresql), FakeClock()
+    clock = await DatabaseClock.open(database, steady=passed.steady)
+    passed.turn(DAY_SECONDS)
+    before = clock()
+    await clock.read()
+    await database.close()
+    assert before - clock() > DAY / 2
 
 
 def test_servers_of_one_database_agree_about_leases_although_a_clock_is_wrong(
