@@ -14,9 +14,10 @@ from graphstash._artifacts.catch_up import CatchUp, Sent
 from graphstash._artifacts.stash import is_temporary
 from graphstash._cli.patience import PatientClient
 from graphstash._http.client import ServerClient
+from graphstash._process.late_uploads import LateUploads
 from graphstash._trust.provenance import open_ours
 from graphstash.errors import ConflictError, Reason, RefusedError, TransportError
-from graphstash_schema import RETRYABLE, STATUS, ArtifactMetadata
+from graphstash_schema import RETRYABLE, STATUS, ArtifactMetadata, ManifestName
 from graphstash_server.testing import ServerProcess
 from support.build_job import RANKS
 from support.host import METADATA, key
@@ -376,6 +377,23 @@ def test_processes_of_a_run_share_its_limit(run, up, next_job, down):
         assert [each["hits_host"] for each in ranks] == [3] * 2
         assert sum(each["published"] for each in ranks) == 1
         assert len(puts(link)) == 1
+
+
+@pytest.mark.parametrize(("spent_seconds", "is_published"), [(0, True), (600, False)])
+def test_processes_of_a_run_share_ten_minutes(left, up, next_job, spent_seconds, is_published):
+    left(1)
+    with up() as link:
+        job, sizes = next_job("a", url=link.url), []
+        name = f"catch-up-{job.standing.origin}-{job.config.namespace}"
+        with closing(job.downloads.claim(name)) as earlier:
+            earlier.keep(f"0 {spent_seconds:.3f}")
+        uploads = LateUploads(
+            job, job=lambda: ManifestName("job"), before_each=lambda: None, published=sizes.append
+        )
+        uploads.start()
+        uploads.end(time.monotonic() + 60)
+        assert bool(sizes) is is_published
+        assert stored(job, 1) == ({key(1)} if is_published else set())
 
 
 def test_answer_about_another_key_is_ignored(left, up, next_job, monkeypatch):
