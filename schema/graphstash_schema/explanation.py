@@ -129,7 +129,7 @@ _DIGEST: Final = re.compile(r"(sha256:)?[0-9a-f]{64}|[a-z2-7]{51,52}")
 _SWITCH: Final = re.compile(r"^ambient\._?(?:get_|is_)?")
 """What precedes torch's own name of a switch in the settings that its hook sends."""
 
-_FOLLOWS: Final = re.compile(r"aot_config=|$")
+_IGNORED_LINE: Final = re.compile(r"aot_config=|$")
 """Settings that follow from a graph's inputs."""
 
 _SHOWN: Final = 80
@@ -289,7 +289,7 @@ def differing(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
         for name in sorted({*here, *there})
         if here.get(name) != there.get(name)
         and ((name in here and name in there) or not _is_added(name))
-        and not (name == "settings" and _words(here.get(name, "")) == _words(there.get(name, "")))
+        and not (name == "settings" and _split(here.get(name, "")) == _split(there.get(name, "")))
     ]
 
 
@@ -369,11 +369,11 @@ def _difference(name: str, here: str | None, there: str | None) -> Difference:
     if here is None or there is None:
         shown = [None if value is None else _cut(value) for value in (here, there)]
         return Difference(part=name, here=shown[0], there=shown[1])
-    words_here, words_there = _words(here), _words(there)
+    words_here, words_there = _split(here), _split(there)
     is_list = name in _LISTS or all(word.startswith("-") for word in (*words_here, *words_there))
     if max(len(here), len(there)) <= _SHOWN and not is_list:
         return Difference(part=name, here=here, there=there)
-    only_here, only_there = _only(words_here, words_there)
+    only_here, only_there = _differing_words(words_here, words_there)
     if is_list and (only_here or only_there):
         return Difference(part=name, here=_first_words(only_here), there=_first_words(only_there))
     if max(len(here), len(there)) <= _SHOWN:
@@ -385,7 +385,7 @@ def _difference(name: str, here: str | None, there: str | None) -> Difference:
     return Difference(part=name, here=_first_words(only_here), there=_first_words(only_there))
 
 
-def _words(value: str) -> list[str]:
+def _split(value: str) -> list[str]:
     """Split a value at blanks and semicolons outside of brackets.
 
     Removes brackets around the whole value, as in `Options(a=1, b=2)`, and around the inputs of a
@@ -393,11 +393,13 @@ def _words(value: str) -> list[str]:
     """
     if found := re.fullmatch(r"\((.*)\) -> (.*)", value, re.DOTALL):
         results = found[2].removeprefix("(").removesuffix(")")
-        return [*_words(found[1]), *(f"-> {word}" for word in _words(results))]
+        return [*_split(found[1]), *(f"-> {word}" for word in _split(results))]
     if (found := re.fullmatch(r"\w+\((.*)\)", value, re.DOTALL)) and _is_balanced(found[1]):
         value = found[1]
     if "\n" in value:
-        return [_SWITCH.sub("", line) for line in value.splitlines() if not _FOLLOWS.match(line)]
+        return [
+            _SWITCH.sub("", line) for line in value.splitlines() if not _IGNORED_LINE.match(line)
+        ]
     words, start, depth = [], 0, 0
     for found in re.finditer(r"->|[(\[{<]|[)\]}>]|[\s;]+", value):
         mark = found[0]
@@ -422,7 +424,7 @@ def _is_balanced(value: str) -> bool:
     return True
 
 
-def _only(here: list[str], there: list[str]) -> tuple[list[str], list[str]]:
+def _differing_words(here: list[str], there: list[str]) -> tuple[list[str], list[str]]:
     """Return the words that only one of two lists has. If they have the same words in another
     order, return those at other places.
     """

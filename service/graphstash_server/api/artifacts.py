@@ -44,7 +44,7 @@ from graphstash_server.keys import StoredKey
 from graphstash_server.reading.conditions import job_named
 from graphstash_server.reading.headers import strangers
 from graphstash_server.reading.reads import ReadAnswer, ReadRequest, Reads, Unanswered
-from graphstash_server.reading.representation import absent, changes
+from graphstash_server.reading.representation import absent, may_replace
 from graphstash_server.services.artifacts.uploads import Upload
 
 __all__ = ["ROUTE", "router"]
@@ -228,7 +228,7 @@ async def lookup_artifacts(call: NamespaceCall) -> Response:
         call,
         LookupRequest,
         max_keys=MAX_LOOKUP_KEYS,
-        way_out=f"the limit is {MAX_LOOKUP_KEYS} in one lookup: split the request",
+        advice=f"the limit is {MAX_LOOKUP_KEYS} in one lookup: split the request",
     )
     keys = list(dict.fromkeys(keys))
     caller = call.principal.party
@@ -284,7 +284,7 @@ async def _body(call: NamespaceCall, upload: Upload) -> AsyncIterator[bytes]:
     namespace = upload.key.namespace
     policy = await context.policies.of(namespace)
     context.uploads.check(namespace, upload.digest.size_bytes, policy=policy)
-    if upload.replaces and not changes(policy):
+    if upload.replaces and not may_replace(policy):
         raise ServerError(
             ErrorCode.UNAVAILABLE,
             f"the namespace {namespace} became write-once during the upload: nothing was stored, "

@@ -110,21 +110,21 @@ async def read_model(
     *,
     max_keys: int | None = None,
     max_bytes: int = _MAX_JSON_BYTES,
-    way_out: str = "",
+    advice: str = "",
 ) -> M:
     """Read a JSON body of bounded size, then reauthorize the call. An empty body counts as `{}`.
 
     The parser builds all values and errors of a body before it fails. That takes a thousand times
     as long as reading the body. So `max_keys` is checked before parsing.
 
-    `max_keys` limits a list of keys, and `max_bytes` any other body. `way_out` completes the error
+    `max_keys` limits a list of keys, and `max_bytes` any other body. `advice` completes the error
     message about too many keys.
 
     Raises:
         ServerError: 413, 408 or 400, and the errors of `Call.reauthorize`.
     """
     limit_bytes = max_bytes if max_keys is None else max_keys * _MAX_KEY_BYTES
-    raw = await _read_json(call, max_bytes=limit_bytes, max_keys=max_keys, way_out=way_out)
+    raw = await _read_json(call, max_bytes=limit_bytes, max_keys=max_keys, advice=advice)
     return _parsed(raw, model)
 
 
@@ -133,13 +133,13 @@ async def read_keys(
     model: type[LookupRequest | ManifestUpdate],
     *,
     max_keys: int,
-    way_out: str,
+    advice: str,
 ) -> list[StoredKey]:
     """Read a body that is a list of keys. A valid body is parsed without the model, which
     is several times as fast. For an invalid body, the model reports the error.
     """
     limit_bytes = max_keys * _MAX_KEY_BYTES
-    raw = await _read_json(call, max_bytes=limit_bytes, max_keys=max_keys, way_out=way_out)
+    raw = await _read_json(call, max_bytes=limit_bytes, max_keys=max_keys, advice=advice)
     keys = _plain_keys(raw, call.namespace, max_keys=max_keys)
     if keys is None:
         keys = [StoredKey.of(call.namespace, key) for key in _parsed(raw, model).keys]
@@ -181,7 +181,7 @@ _KINDS: Final = {kind.value: kind for kind in ArtifactKind}
 _FIELDS: Final = len(fields(ArtifactKey))
 
 
-async def _read_json(call: Call, *, max_bytes: int, max_keys: int | None, way_out: str) -> bytes:
+async def _read_json(call: Call, *, max_bytes: int, max_keys: int | None, advice: str) -> bytes:
     if int(call.request.headers.get("content-length", 0)) > max_bytes:
         raise ServerError(
             ErrorCode.TOO_LARGE,
@@ -194,7 +194,7 @@ async def _read_json(call: Call, *, max_bytes: int, max_keys: int | None, way_ou
         raw += chunk
     await call.reauthorize()
     if max_keys is not None and (count := _count_keys(raw)) > max_keys:
-        raise ServerError(ErrorCode.TOO_MANY_KEYS, f"{count} keys, {way_out}", limit=max_keys)
+        raise ServerError(ErrorCode.TOO_MANY_KEYS, f"{count} keys, {advice}", limit=max_keys)
     return bytes(raw) or b"{}"
 
 

@@ -66,7 +66,7 @@ async def put_manifest(call: NamespaceCall) -> Response:
         call,
         ManifestUpdate,
         max_keys=MAX_MANIFEST_ENTRIES,
-        way_out=f"the limit is {MAX_MANIFEST_ENTRIES}: send the most recently used ones",
+        advice=f"the limit is {MAX_MANIFEST_ENTRIES}: send the most recently used ones",
     )
     entries, is_new = await call.context.manifests.merge(
         call.namespace, name, keys, writer=call.principal.party, actor=call.actor

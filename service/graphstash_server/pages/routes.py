@@ -125,7 +125,7 @@ class _Pages:
         is_sign_in = request.url.path == "/sign-in"
         back = request.query_params.get("next", "/") if is_sign_in else _target(request)
         return await self._render(
-            visitor, "sign_in.html", way_back=sign_in.way_back(back), refusal="", is_refused=False
+            visitor, "sign_in.html", next_path=sign_in.next_path(back), refusal="", is_refused=False
         )
 
     async def act(self, action: str, visitor: Visitor) -> Response:
@@ -159,7 +159,7 @@ class _Pages:
                 "sign_in.html",
                 status_code=STATUS[error.code],
                 headers=_CHALLENGE,
-                way_back=visitor.way_back if is_form else sign_in.way_back(_target(request)),
+                next_path=visitor.next_path if is_form else sign_in.next_path(_target(request)),
                 refusal=error.detail,
                 is_refused=is_form,
             )

@@ -25,12 +25,12 @@ from graphstash_server.pages.visitor import (
 )
 from graphstash_server.services.identity.sessions import Session
 
-__all__ = ["begin", "check_origin", "end", "read_form", "way_back"]
+__all__ = ["begin", "check_origin", "end", "next_path", "read_form"]
 
 _MAX_FORM_BYTES: Final = 8 * 1024
 """A token has 64 characters, and a path up to 2,001, which the form encodes."""
 
-_WAY_BACK: Final = re.compile(r"/(?![/\\])[A-Za-z0-9._~/?=&%:+*-]{0,2000}")
+_NEXT_PATH: Final = re.compile(r"/(?![/\\])[A-Za-z0-9._~/?=&%:+*-]{0,2000}")
 """A path of this server. Two slashes at its beginning would name another server."""
 
 
@@ -43,11 +43,11 @@ async def begin(visitor: Visitor) -> Response:
     """
     check_origin(visitor.request)
     form = await read_form(visitor)
-    visitor.way_back = way_back(form.get("next", ""))
+    visitor.next_path = next_path(form.get("next", ""))
     session = await visitor.context.sessions.begin(form.get("token", "").strip())
     if visitor.session is not None:
         await visitor.context.sessions.end(visitor.session.id)
-    headers = {**PAGE_HEADERS, "Location": visitor.way_back}
+    headers = {**PAGE_HEADERS, "Location": visitor.next_path}
     answer = Response(status_code=303, headers=headers)
     _set_cookie(answer, session, visitor, is_secure=is_over_tls(visitor.request))
     return answer
@@ -98,9 +98,9 @@ def _origin(scheme: str, host: str) -> str:
     return f"{scheme}://{host.removesuffix({'http': ':80', 'https': ':443'}.get(scheme, ''))}"
 
 
-def way_back(path: str) -> str:
+def next_path(path: str) -> str:
     """Return a path of this server to open after signing in. Any other path becomes `/`."""
-    return path if _WAY_BACK.fullmatch(path) else "/"
+    return path if _NEXT_PATH.fullmatch(path) else "/"
 
 
 def _set_cookie(answer: Response, session: Session, visitor: Visitor, *, is_secure: bool) -> None:

@@ -51,7 +51,7 @@ index."""
 @dataclass(slots=True)
 class Visitor:
     """A person or program that requested a page. `session` is None without a valid session.
-    `way_back` is the page to open after the form to sign in that this request sent.
+    `next_path` is the page to open after the form to sign in that this request sent.
     """
 
     request: Request
@@ -59,7 +59,7 @@ class Visitor:
     principal: Principal
     session: Session | None
     now: datetime
-    way_back: str = "/"
+    next_path: str = "/"
     _statistics: ServerStats | None = None
 
     @property

@@ -14,9 +14,9 @@ from graphstash_server.context import ProcessContext
 from graphstash_server.keys import StoredKey
 from graphstash_server.reading.representation import (
     Representation,
-    changes,
     description_of,
     may_redirect,
+    may_replace,
     redirect_to,
     representation_of,
 )
@@ -156,7 +156,7 @@ class Reads:
             self._accounting.count_hit(
                 request.key, saved_seconds=row.compile_seconds, job=request.job
             )
-        return ReadAnswer(redirect_to(url, row, changing=changes(request.policy)))
+        return ReadAnswer(redirect_to(url, row, is_replaceable=may_replace(request.policy)))
 
     def _small_hit(self, request: ReadRequest, row: Artifact, blob: bytearray) -> ReadAnswer:
         """Answer a GET with a blob that is in memory."""

@@ -25,9 +25,9 @@ __all__ = [
     "MIN_ACCELERATED_BYTES",
     "Representation",
     "absent",
-    "changes",
     "description_of",
     "may_redirect",
+    "may_replace",
     "redirect_to",
     "representation_of",
 ]
@@ -105,7 +105,7 @@ def absent(key: StoredKey) -> ServerError:
     )
 
 
-def changes(policy: NamespacePolicy) -> bool:
+def may_replace(policy: NamespacePolicy) -> bool:
     """Return whether a key's artifact may be replaced."""
     return policy.mode is WriteMode.OVERWRITE
 
@@ -140,29 +140,29 @@ def representation_of(
     Raises:
         ServerError: 416 if no byte of the blob is in the requested range.
     """
-    changing = changes(policy)
+    is_replaceable = may_replace(policy)
     size_bytes = row.digest.size_bytes
     is_large = size_bytes >= MIN_ACCELERATED_BYTES
     if not request or (request.keys() == _ACCEL_ONLY and not is_large):
-        return _whole(row, changing=changing)
+        return _whole(row, is_replaceable=is_replaceable)
     if lists_etag(request.get("if-none-match"), row.digest.etag):
-        return _unchanged(row, changing=changing)
+        return _unchanged(row, is_replaceable=is_replaceable)
     part = requested_range(
         request.get("range"), request.get("if-range"), etag=row.digest.etag, size_bytes=size_bytes
     )
     span = part or (0, size_bytes)
     accelerated = None
-    if file is not None and HEADER_ACCEL in request and is_large and not changing:
+    if file is not None and HEADER_ACCEL in request and is_large and not is_replaceable:
         # Not if artifacts may change: nginx marks its responses as cacheable for a year.
         accelerated = _accelerated_path(request, file.path, settings.blob_dir, part=part)
     if accelerated is not None:
-        headers = _shared_headers(row, changing=changing)
+        headers = _shared_headers(row, is_replaceable=is_replaceable)
         kept = {name: text for name, text in headers.items() if name not in _SET_BY_NGINX}
         sent = {**kept, "X-Accel-Redirect": accelerated, "Content-Length": "0"}
         return Representation(200, sent, served=span)
     if part is None:
-        return _whole(row, changing=changing)
-    headers = _shared_headers(row, changing=changing)
+        return _whole(row, is_replaceable=is_replaceable)
+    headers = _shared_headers(row, is_replaceable=is_replaceable)
     headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{size_bytes}"
     headers["Content-Length"] = str(span[1] - span[0])
     return Representation(206, headers, span, span)
@@ -173,49 +173,49 @@ def description_of(
 ) -> Representation:
     """Represent an artifact for a HEAD."""
     if lists_etag(request.get("if-none-match"), row.digest.etag):
-        return _unchanged(row, changing=changes(policy))
-    return _described(row, changing=changes(policy))
+        return _unchanged(row, is_replaceable=may_replace(policy))
+    return _described(row, is_replaceable=may_replace(policy))
 
 
-def redirect_to(url: str, row: Artifact, *, changing: bool) -> Representation:
+def redirect_to(url: str, row: Artifact, *, is_replaceable: bool) -> Representation:
     """Redirect the client to the blob store. No cache may store the response: the URL expires."""
-    headers = _shared_headers(row, changing=changing)
+    headers = _shared_headers(row, is_replaceable=is_replaceable)
     return Representation(307, {**headers, "Location": url, "Cache-Control": "no-store"})
 
 
 @lru_cache(_MAX_KEPT)
-def _whole(row: Artifact, *, changing: bool) -> Representation:
-    headers = _shared_headers(row, changing=changing)
+def _whole(row: Artifact, *, is_replaceable: bool) -> Representation:
+    headers = _shared_headers(row, is_replaceable=is_replaceable)
     headers["Content-Length"] = str(row.digest.size_bytes)
     span = (0, row.digest.size_bytes)
     return Representation(200, headers, span, span)
 
 
 @lru_cache(_MAX_KEPT)
-def _described(row: Artifact, *, changing: bool) -> Representation:
-    headers = _shared_headers(row, changing=changing)
+def _described(row: Artifact, *, is_replaceable: bool) -> Representation:
+    headers = _shared_headers(row, is_replaceable=is_replaceable)
     headers["Content-Length"] = str(row.digest.size_bytes)
     headers[HEADER_HITS] = str(row.hits)
     return Representation(200, headers)
 
 
-def _shared_headers(row: Artifact, *, changing: bool) -> dict[str, str]:
+def _shared_headers(row: Artifact, *, is_replaceable: bool) -> dict[str, str]:
     headers = {
         "Content-Type": "application/octet-stream",
         "Content-Disposition": "attachment",
         "ETag": row.digest.etag,
         "Repr-Digest": row.digest.repr_digest,
         "Accept-Ranges": "bytes",
-        "Cache-Control": _CACHE_CONTROL[changing],
+        "Cache-Control": _CACHE_CONTROL[is_replaceable],
     }
     if row.metadata_header:
         headers[HEADER_METADATA] = row.metadata_header
     return headers
 
 
-def _unchanged(row: Artifact, *, changing: bool) -> Representation:
+def _unchanged(row: Artifact, *, is_replaceable: bool) -> Representation:
     """Return a 304 for a client that has the artifact (RFC 9110 section 15.4.5)."""
-    headers = {"ETag": row.digest.etag, "Cache-Control": _CACHE_CONTROL[changing]}
+    headers = {"ETag": row.digest.etag, "Cache-Control": _CACHE_CONTROL[is_replaceable]}
     return Representation(304, headers)
 
 

@@ -49,14 +49,14 @@ __all__ = ["MAX_NAMESPACES", "ExplanationService"]
 MAX_NAMESPACES: Final = 16
 """Namespaces that one explanation searches. Each takes up to five short index scans."""
 
-_CANDIDATES: Final = 32
-_NEAR_LINES: Final = 16
+_MAX_CANDIDATES: Final = 32
+_MAX_NEAR_LINES: Final = 16
 _LINE: Final = re.compile(r"(.+:)\d+( in |$)")
 """A label that names a line of a script. The first group is the script."""
-_COMPARED: Final = 16
-_RELATIVES: Final = 3
-_LOOKED_AT: Final = 250
-_LOOKED_AT_CHANGES: Final = 4000
+_MAX_COMPARED: Final = 16
+_MAX_RELATIVES: Final = 3
+_MAX_SAMPLED: Final = 250
+_MAX_CHANGES: Final = 4000
 
 _UNUSED: Final = timedelta(days=1)
 
@@ -106,12 +106,12 @@ class ExplanationService:
                 missed = StoredKey.of(namespace, wanted.key)
                 rows.pop(missed, None)
                 removal = await find_removal(
-                    connection, missed, since=until, looked_at=_LOOKED_AT_CHANGES
+                    connection, missed, since=until, looked_at=_MAX_CHANGES
                 )
                 undescribed = 0
                 if not rows:
                     undescribed = await count_undescribed(
-                        connection, namespace, until=until, looked_at=_LOOKED_AT
+                        connection, namespace, until=until, looked_at=_MAX_SAMPLED
                     )
             relatives = await asyncio.to_thread(_nearest, list(rows.values()), wanted)
             if not relatives and (pack := wanted.program.get(PACK_PART)):
@@ -138,7 +138,7 @@ class ExplanationService:
                 for where in readable
                 for row in await list_by_label(
                     connection,
-                    NearRequest(where, wanted.key.kind.value, until, _CANDIDATES),
+                    NearRequest(where, wanted.key.kind.value, until, _MAX_CANDIDATES),
                     pack,
                 )
             ]
@@ -154,7 +154,7 @@ class ExplanationService:
         *,
         until: datetime,
     ) -> list[DescribedArtifact]:
-        near = NearRequest(namespace, wanted.key.kind.value, until, _CANDIDATES)
+        near = NearRequest(namespace, wanted.key.kind.value, until, _MAX_CANDIDATES)
         found = []
         same = await find_described(connection, StoredKey.of(namespace, wanted.key))
         if same is not None and same.is_described and same.artifact.created_at <= until:
@@ -164,7 +164,7 @@ class ExplanationService:
         if wanted.label:
             found += await list_by_label(connection, near, wanted.label)
         if line := _LINE.match(wanted.label):  # lines above the program may have moved it
-            near = near._replace(limit=_NEAR_LINES)
+            near = near._replace(limit=_MAX_NEAR_LINES)
             found += await list_by_near_label(connection, near, wanted.label, prefix=line[1])
         return found
 
@@ -194,10 +194,12 @@ def _nearest(rows: Sequence[DescribedArtifact], wanted: Description) -> tuple[Re
             -row.artifact.created_at.timestamp(),
         )
 
-    nearest = heapq.nsmallest(_COMPARED, ((distance(row), row) for row in rows), key=itemgetter(0))
+    nearest = heapq.nsmallest(
+        _MAX_COMPARED, ((distance(row), row) for row in rows), key=itemgetter(0)
+    )
     relatives = [(away[:2], _relative(row, wanted, identity)) for away, row in nearest]
     relatives.sort(key=lambda each: (each[0], _tie_break(each[1])))  # stable
-    return tuple(relative for _, relative in relatives[:_RELATIVES])
+    return tuple(relative for _, relative in relatives[:_MAX_RELATIVES])
 
 
 def _tie_break(relative: Relative) -> tuple[int, float]:
