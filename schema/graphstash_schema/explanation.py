@@ -47,7 +47,8 @@ MAX_LABEL_CHARACTERS: Final = 128
 """Maximum length of a program's label."""
 
 MAX_PARTS_CHARACTERS: Final = 8192
-"""Maximum characters of a program's parts, and of its environment's parts, names included."""
+"""Maximum characters of the names and values of a program's parts. Its environment's parts have a
+separate limit of the same size."""
 
 _OPAQUE: Final = re.compile(r"graph|name|.*_key")
 """Names of parts that only the compiler can read. They cover the program and much of its
@@ -60,8 +61,9 @@ _ADDED: Final = frozenset(
     }
 )
 _SETTING: Final = "setting."
-"""Parts that earlier releases do not send, and the prefix of others. If only one of two
-descriptions has such a part, they do not differ in it. "constants" of jax are the same."""
+"""Prefix of parts that earlier releases do not send. Nor do they send the parts in `_ADDED`, or
+"constants" for jax. If only one of two descriptions has one of these parts or of `_HIDDEN`, the
+part does not count as different."""
 
 PACK_PART: Final = "pack"
 """Part of the description of a program in a pack: the label of the pack."""
@@ -95,9 +97,10 @@ _PROGRAM: Final = (
 )
 
 _TEXT: Final = frozenset({"program", "command"})
+"""Parts that contain the text of the program."""
 
 _DEPENDENCIES: Final = frozenset({"values"})
-"""Parts that also change with the parts of the program, and are too long to read."""
+"""Parts that are too long to read, and often differ because another part of the program does."""
 
 _LISTS: Final = frozenset(
     {
@@ -121,7 +124,7 @@ _CONSEQUENCES: Final = {
     "matmul_precision": f"{_SETTING}mat_mul_precision",
     "precision": f"{_SETTING}jax_default_matmul_precision",
 }
-"""Parts that another part decides, which is shown in their place."""
+"""Parts that follow from another part (value). If both differ, only the other part is shown."""
 
 _DIGEST: Final = re.compile(r"(sha256:)?[0-9a-f]{64}|[a-z2-7]{51,52}")
 """A digest in hex, or in base 32 as torch writes it."""
@@ -130,7 +133,7 @@ _SWITCH: Final = re.compile(r"^ambient\._?(?:get_|is_)?")
 """What precedes torch's own name of a switch in the settings that its hook sends."""
 
 _IGNORED_LINE: Final = re.compile(r"aot_config=|$")
-"""Settings that follow from a graph's inputs."""
+"""In the settings of torch's hook: an empty line, or a setting that follows from the inputs."""
 
 _SHOWN: Final = 80
 _SHOWN_WORDS: Final = 8
@@ -241,7 +244,8 @@ class Relative(WireModel):
     created_at: AwareDatetime
     is_same_program: bool = Field(description="whether the text of the program is the same")
     differences: Items[Difference] = Field(
-        description="readable parts that differ; if there are none, digests and opaque keys"
+        description="readable parts that differ; if there are none, digests that differ; if there "
+        "are none, keys that only the compiler can read"
     )
 
 
@@ -267,9 +271,10 @@ class ExplainResponse(WireModel):
     relatives: Items[Relative]
     removal: Removal | None = Field(
         default=None,
-        description="last removal of the missed artifact from the namespace before the artifact "
-        "was first stored after the start of the run, among the latest 4,000 changes of the "
-        "namespace; null if the artifact was stored again before the start",
+        description="why the run missed the artifact: its last removal from the namespace. Ignores "
+        "its first upload or release after the start of the run, and later changes. Null if it was "
+        "uploaded or released between the removal and the start, or if the removal is not among "
+        "the latest 4,000 changes of the namespace",
     )
     is_partial: bool = Field(
         default=False,
@@ -277,8 +282,9 @@ class ExplainResponse(WireModel):
     )
     undescribed: int = Field(
         default=0,
-        description="if there are no relatives: artifacts of the namespace without a description, "
-        "among those stored before the run: the first 250 and the last 250",
+        description="number of artifacts without a description among the 250 oldest and the 250 "
+        "newest that the namespace had before the run; 0 if an artifact with the same key, the "
+        "same program or a similar label was found",
     )
 
 
@@ -297,9 +303,9 @@ def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Differen
     """Return the parts that differ, those of the environment first. For long values and lists,
     return only the words that differ.
 
-    Returns readable parts; if none differs, digests and the program's text; if none differs, opaque
-    compiler keys. Returns the program's text, too, if no readable part of the program differs. Each
-    group also changes with the groups before it.
+    Returns the first of these groups with a difference: readable parts, `values`, digests, opaque
+    keys. A difference in one group usually changes later groups, which then explain nothing more.
+    The program's text counts as readable, unless another part tells what changed in it.
     """
     names = [name for name in differing(here, there) if name not in _HIDDEN]
     digests = {
@@ -386,7 +392,7 @@ def _difference(name: str, here: str | None, there: str | None) -> Difference:
 
 
 def _split(value: str) -> list[str]:
-    """Split a value at blanks and semicolons outside of brackets.
+    """Split several lines at their ends, and one line at blanks and semicolons outside of brackets.
 
     Removes brackets around the whole value, as in `Options(a=1, b=2)`, and around the inputs of a
     function type, as in `(f32, f32) -> f32`. Its results become words that begin with an arrow.

@@ -61,9 +61,10 @@ class HistoryPoint(WireModel):
     at: AwareDatetime = Field(description="its beginning, UTC")
     group: str = Field(
         default="",
-        description="the namespace, kind, device type or job; empty for calls without a job, and "
-        "for jobs and device types beyond what a server tells apart in a step; `(others)` for all "
-        "but the largest groups of the answer",
+        description="the namespace, kind, device type or job that the point counts; empty without "
+        "grouping, for calls without a job, and for jobs and device types beyond the 128 "
+        "combinations with a kind that a server counts separately per namespace and step; "
+        "`(others)` for the sum of all but the largest groups of the response",
     )
     hits: Count = 0
     misses: Count = 0

@@ -38,8 +38,8 @@ class ClaimRule(RequestModel):
 
     Attributes:
         claims: patterns, see `Patterns`. All must match. `*` matches any characters of an ordinary
-            name (see `_is_ordinary`). For a list, one matching element is enough. Not empty,
-            because a public provider signs tokens for any user.
+            name (see `_is_ordinary`). A list matches if one of its elements does. One pattern must
+            contain more than `*`, because a public provider signs tokens for any user.
         grants: grants as `<scope>:<pattern>`.
     """
 
@@ -111,8 +111,8 @@ _UNUSUAL: Final = re.compile(r"\.\.|(?:^|/)\.(?:/|$)|[\\%]")
 def _is_ordinary(text: str) -> bool:
     """Return whether a star may match a part of this text.
 
-    No program may resolve the text to another path, such as `team/x/../../other` in any encoding. A
-    provider's own names never look like that.
+    False for a text that a program could resolve to another path, such as `team/x/../../other` in
+    any encoding. Names that a provider chooses never look like that.
     """
     return (
         _UNUSUAL.search(text) is None
@@ -122,7 +122,7 @@ def _is_ordinary(text: str) -> bool:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the values of a claim as texts; none for an absent claim or an object."""
+    """Return a text, integer or boolean, or those in a list, as texts. Skip other values."""
     if isinstance(value, list):
         return [text for each in value if not isinstance(each, list) for text in _texts(each)]
     if isinstance(value, bool):

@@ -54,8 +54,8 @@ async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator
     """Yield the body as it arrives.
 
     The limits count only the time that this function waits for bytes, not the time to store them.
-    `idle_seconds` limits the wait for the next byte. The minimum average rate applies after the
-    same time.
+    `idle_seconds` limits the wait for the next byte. The sum of all waits may exceed the time that
+    the received bytes take at the minimum average rate by at most `idle_seconds`.
 
     Raises:
         ServerError: 408 if no bytes or too few arrive in time, 400 if the connection ends early.
@@ -112,7 +112,8 @@ async def read_model(
     max_bytes: int = _MAX_JSON_BYTES,
     advice: str = "",
 ) -> M:
-    """Read a JSON body of bounded size, then reauthorize the call. An empty body counts as `{}`.
+    """Read a JSON body of bounded size. An empty body counts as `{}`. Then reauthorize the call,
+    because the token may have been revoked while the body arrived.
 
     The parser builds all values and errors of a body before it fails. That takes a thousand times
     as long as reading the body. So `max_keys` is checked before parsing.

@@ -51,7 +51,8 @@ Parameters: TypeAlias = Mapping[str, Any]
 NOTHING: Final[Parameters] = {}
 
 Connection: TypeAlias = AsyncConnection | SqliteTransaction
-"""Runs the statements of a transaction. SQLite's runs in its own thread."""
+"""Runs the statements of a transaction. A `SqliteTransaction` runs them in the one thread in which
+its `Database` writes."""
 
 _DIALECTS: Final[dict[str, Dialect]] = {
     "postgresql": PGDialect_asyncpg(),  # type: ignore[no-untyped-call] # of SQLAlchemy
@@ -104,8 +105,10 @@ Source: TypeAlias = Connection | Reader
 
 
 class Prepared:
-    """A statement that is built on first use, once per dialect ("sqlite" or "postgresql"). If it
-    `finds_one` row at most, by an index, SQLite usually runs it in the caller's thread.
+    """A statement that is built on first use, once per dialect ("sqlite" or "postgresql").
+
+    `finds_one` states that it finds at most one row, by an index. On SQLite, the event loop then
+    runs it, unless a recent read was slow and the threads run all reads (`SqliteHere`).
     """
 
     def __init__(self, build: Callable[[str], Executable], *, finds_one: bool = False) -> None:
@@ -190,7 +193,7 @@ def _compiled(statement: Executable, dialect: Dialect) -> Compiled:
     binds = {name: compiled.binds[name] for name in names}
     columns = getattr(statement, "exported_columns", ())
     if dialect.name == "postgresql":
-        columns = ()  # the driver already converts the types of every column here
+        columns = ()  # asyncpg returns Python types for all columns
     return Compiled(
         compiled.string,
         tuple(

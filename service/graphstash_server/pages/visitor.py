@@ -50,8 +50,8 @@ index."""
 
 @dataclass(slots=True)
 class Visitor:
-    """A person or program that requested a page. `session` is None without a valid session.
-    `next_path` is the page to open after the form to sign in that this request sent.
+    """A person or program that requested a page. `session` is None without a valid session. If the
+    request submits the sign-in form, `next_path` is the page to open after signing in.
     """
 
     request: Request
@@ -64,12 +64,12 @@ class Visitor:
 
     @property
     def is_anonymous(self) -> bool:
-        """Whether signing in would help."""
+        """Whether the server requires authentication and this visitor has none."""
         return self.principal.kind is AccessKind.ANONYMOUS
 
     @property
     def form_token(self) -> str:
-        """Value that the forms of this session's pages contain."""
+        """Value of the hidden field that proves that a page of this session sent a form."""
         return form_token_of("" if self.session is None else self.session.id)
 
     @property
@@ -108,11 +108,12 @@ class Visitor:
         return self.principal.may(scope, namespace, policy)
 
     async def enter(self, name: str) -> Namespace:
-        """Return a namespace that the visitor may read. The visit counts against its rate.
+        """Return a namespace that the visitor may read. Count the visit against the request rate of
+        the namespace.
 
         Raises:
             InvalidValueError: the name is malformed.
-            ServerError: 401, 404, 429, as for a call.
+            ServerError: 401, 404, 429, 503, as for a call.
         """
         if self.is_anonymous and Namespace.form.fullmatch(name) is None:
             raise unauthenticated()
@@ -142,7 +143,7 @@ class Visitor:
         omit any with artifacts that the visitor may read.
 
         Raises:
-            InvalidValueError, ServerError: as for `enter`, and 503.
+            InvalidValueError, ServerError: as for `enter`.
         """
         if name := self.request.query_params.get("namespace"):
             chosen = await self.enter(name)

@@ -1,6 +1,7 @@
 """Build the HTTP response for a stored artifact: status, headers and byte range of the body.
 
-The functions are pure; `reads` calls them and counts. Request headers have lower-case names.
+The functions are pure: `reading.reads` counts hits, misses and bytes. Request headers have
+lower-case names.
 """
 
 from collections.abc import Mapping
@@ -59,7 +60,7 @@ _CACHE_CONTROL: Final = {
     False: "private, max-age=31536000, immutable",
     True: "private, no-cache",
 }
-"""By whether artifacts may change. Clients cache an artifact that never changes for a year."""
+"""By whether an upload may replace the artifact. If none may, clients cache it for a year."""
 
 
 _ACCEL_ONLY: Final = {HEADER_ACCEL}
@@ -99,19 +100,21 @@ class Representation:
 
 def absent(key: StoredKey) -> ServerError:
     """Return the 404 error for a missing artifact."""
-    namespace, *words = key  # not `key.key`, which checks them: one may be a placeholder
+    namespace, *words = key  # not `key.key`: it refuses the placeholder of `fast`
     return ServerError(
         ErrorCode.NOT_FOUND, f"there is no artifact {'/'.join(words)} in namespace {namespace}"
     )
 
 
 def may_replace(policy: NamespacePolicy) -> bool:
-    """Return whether a key's artifact may be replaced."""
+    """Return whether an upload may replace the artifact of a key."""
     return policy.mode is WriteMode.OVERWRITE
 
 
 def may_redirect(settings: Settings, request: Mapping[str, str]) -> bool:
-    """Return whether the server may redirect this client, which requests a whole blob, to S3."""
+    """Return whether redirects to S3 are on, and this client accepts one and requests a whole blob
+    without a condition.
+    """
     return (
         settings.s3_redirect_bytes is not None
         and request.get(ACCEPT_REDIRECT) == "1"
@@ -153,7 +156,7 @@ def representation_of(
     span = part or (0, size_bytes)
     accelerated = None
     if file is not None and HEADER_ACCEL in request and is_large and not is_replaceable:
-        # Not if artifacts may change: nginx marks its responses as cacheable for a year.
+        # nginx marks its responses as cacheable for a year.
         accelerated = _accelerated_path(request, file.path, settings.blob_dir, part=part)
     if accelerated is not None:
         headers = _shared_headers(row, is_replaceable=is_replaceable)
@@ -171,7 +174,7 @@ def representation_of(
 def description_of(
     row: Artifact, request: Mapping[str, str], policy: NamespacePolicy
 ) -> Representation:
-    """Represent an artifact for a HEAD."""
+    """Represent an artifact for a HEAD: status and headers, without a body."""
     if lists_etag(request.get("if-none-match"), row.digest.etag):
         return _unchanged(row, is_replaceable=may_replace(policy))
     return _described(row, is_replaceable=may_replace(policy))

@@ -125,7 +125,8 @@ class ServerProcess:
                 env={
                     **inherited,
                     "GRAPHSTASH_INSECURE": "true",
-                    "XDG_STATE_HOME": f"{data_dir}.state",  # hides its socket from other jobs
+                    # Keeps the owner's socket from the clients of other tests.
+                    "XDG_STATE_HOME": f"{data_dir}.state",
                     "PYTHONUNBUFFERED": "1",
                     **(environment or {}),
                 },

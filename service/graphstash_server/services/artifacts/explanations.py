@@ -1,7 +1,8 @@
 """ExplanationService: stores what artifacts were made of, and finds those nearest to a missed one.
 
-The nearest artifact has the fewest parts that differ, hidden parts included. Ties go to the same
-program, then to the fewest words in the shown differences, then to the latest artifact.
+The nearest artifact has the fewest parts that differ, including parts that the response omits.
+Ties go to the same program, then to the fewest words in the returned differences, then to the most
+similar characters in them, then to the latest artifact.
 """
 
 import asyncio
@@ -50,13 +51,23 @@ MAX_NAMESPACES: Final = 16
 """Namespaces that one explanation searches. Each takes up to five short index scans."""
 
 _MAX_CANDIDATES: Final = 32
+"""Maximum artifacts that one query finds by program or by label."""
+
 _MAX_NEAR_LINES: Final = 16
+"""Maximum artifacts on each side of the wanted label whose labels name lines of the same script."""
+
 _LINE: Final = re.compile(r"(.+:)\d+( in |$)")
 """A label that names a line of a script. The first group is the script."""
+
 _MAX_COMPARED: Final = 16
+"""Maximum candidates whose differences are compared word by word."""
+
 _MAX_RELATIVES: Final = 3
 _MAX_SAMPLED: Final = 250
+"""Oldest artifacts, and newest artifacts, among which those without a description are counted."""
+
 _MAX_CHANGES: Final = 4000
+"""Newest entries of the audit log in which a removal is searched."""
 
 _UNUSED: Final = timedelta(days=1)
 
@@ -130,7 +141,9 @@ class ExplanationService:
     async def _other_environments(
         self, wanted: Description, pack: str, readable: Sequence[Namespace], *, until: datetime
     ) -> tuple[Relative, ...]:
-        """Return the nearest packs labelled `pack`, or none if one has the same environment."""
+        """Return the nearest packs labelled `pack`. Return none if one of them has the same
+        environment, because then the environment does not explain the miss.
+        """
         environment = wanted.model_copy(update={"program": {}})
         async with self.database.reading() as connection:
             rows = [

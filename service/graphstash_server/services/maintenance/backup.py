@@ -237,7 +237,9 @@ class Backup:
     def _check_identity(
         self, before: Manifest | None, cache: str, source: str, *, is_moved: bool
     ) -> None:
-        """Refuse to replace the backup of another cache or location, which may be far larger."""
+        """Refuse to replace the backup of another cache or location. Otherwise a wrong setting
+        could replace the only backup of a large cache by that of an empty one.
+        """
         if before is None or before.cache is None:
             return
         if before.cache != cache:
@@ -499,7 +501,9 @@ def _source_of(url: str) -> str:
 
 
 async def _open(collector: BlobCollector, digest: Digest) -> BlobReader | None:
-    """Open a blob. Read its generation, which is part of its name, again if the name is stale."""
+    """Open a blob. Its name in S3 contains its generation, which any server may increment. So if
+    the store has no such blob, read the generation from the database, and retry if it is new.
+    """
     reader = await collector.blobs.open(digest)
     if reader is None and await collector.learn_generations([digest]):
         return await collector.blobs.open(digest)
