@@ -7,8 +7,8 @@ __all__ = ["RETRYABLE", "STATUS", "ErrorCode", "InvalidValueError"]
 
 
 class ErrorCode(StrEnum):
-    """Why a request failed. Of each member, docs/reference/errors.md shows what happened (first
-    paragraph) and what to do (second paragraph).
+    """Why a request failed. The first paragraph of each member's docstring states what happened,
+    and the second what to do. docs/reference/errors.md shows both.
     """
 
     INVALID_NAMESPACE = "invalid_namespace"
@@ -102,7 +102,8 @@ class ErrorCode(StrEnum):
     namespace set`.
     """
     NOT_FOUND = "not_found"
-    """Nothing is stored under this name, or the caller may not read it. Both get the same answer.
+    """Nothing is stored under this name, or the caller may not read it. The response is
+    the same in both cases.
 
     For an artifact, this is a miss, and the job compiles. Otherwise check the name, and what the
     token grants.
@@ -114,7 +115,7 @@ class ErrorCode(StrEnum):
     call is new, check the server's release.
     """
     METHOD_NOT_ALLOWED = "method_not_allowed"
-    """The path exists, but not with this HTTP method.
+    """The path exists, but does not accept this HTTP method.
 
     Use one of the methods in the `Allow` header.
     """
@@ -138,14 +139,14 @@ class ErrorCode(StrEnum):
     LEASE_LOST = "lease_lost"
     """The lease to compile this graph has expired or belongs to another job.
 
-    Do nothing: the upload still counts. If it happens often, raise `GRAPHSTASH_LEASE_SECONDS`, or
-    look for hosts that stall.
+    Do nothing: the server still stores the upload. If it happens often, raise
+    `GRAPHSTASH_LEASE_SECONDS`, or look for hosts that stall.
     """
     TOO_MANY_LEASES = "too_many_leases"
     """The caller or the namespace holds the maximum number of leases.
 
-    Do nothing: the job compiles without a lease, and its upload still counts. If it happens often,
-    give each team its own token.
+    Do nothing: the job compiles without a lease, and the server still stores its upload. If it
+    happens often, give each team its own token.
     """
     LENGTH_REQUIRED = "length_required"
     """An upload has no `Content-Length` header, or uses chunked encoding.
@@ -211,7 +212,7 @@ class ErrorCode(StrEnum):
     """
     INSUFFICIENT_STORAGE = "insufficient_storage"
     """The disk, the store or the namespace is full, and eviction could not free enough space. An
-    upload that cannot fit evicts nothing.
+    upload that would not fit even after every possible eviction evicts nothing.
 
     Raise `GRAPHSTASH_STORE_LIMIT_BYTES` or the namespace's limit, unpin artifacts, or add disk
     space. `graphstash gc --dry-run` shows what the server could evict.

@@ -12,15 +12,15 @@ class Option(NamedTuple):
 
     Attributes:
         flags: value of the setting by flag. Empty for an option with a value.
-        help: replaces the setting's description in the help. `--quiet` needs it, because it
-            switches the setting `summary` off, and `--explain`, which cannot give it `live`.
+        help: replaces the setting's description in the help if the flags do something else.
+            `--quiet` switches `summary` off, and `--explain` cannot set `explain` to `live`.
     """
 
     flags: Mapping[str, bool] = MappingProxyType({})
     help: str = ""
 
     def spelled(self, setting: str) -> str:
-        """Return the option as in the help: `--url`, or `--read-only / --read-write`."""
+        """Return the option as the help prints it: `--url`, or `--read-only / --read-write`."""
         sides = (", ".join(self.giving(value=value)) for value in (True, False))
         return " / ".join(filter(None, sides)) or f"--{setting.replace('_', '-')}"
 

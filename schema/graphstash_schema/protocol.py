@@ -34,7 +34,8 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION: Final = 1
-"""Version that a client sends in `HEADER_PROTOCOL`. A server refuses versions that it lacks."""
+"""Version that a client sends in `HEADER_PROTOCOL`. A server refuses versions that it does not
+support."""
 
 API_PREFIX: Final = "/v1"
 """Path prefix of calls in a namespace: `/v1/{namespace}/...`."""
@@ -49,7 +50,8 @@ HEADER_METADATA: Final = "Graphstash-Metadata"
 """PUT request and GET/HEAD response: base64url (no padding) of `ArtifactMetadata` as JSON."""
 
 HEADER_JOB: Final = "Graphstash-Job"
-"""Request: name of the caller's job, by which the history counts. A malformed name is ignored."""
+"""Request: name of the caller's job, under which the history counts the request. A server ignores
+a malformed name."""
 
 HEADER_LEASE: Final = "Graphstash-Lease"
 """PUT and DELETE of a lease: the token that the grant returned."""
@@ -58,13 +60,15 @@ HEADER_HITS: Final = "Graphstash-Hits"
 """HEAD response: how often the artifact was served, as of the last flush of counters."""
 
 HEADER_ACCEPT_REDIRECT: Final = "Graphstash-Accept-Redirect"
-"""GET request: `1` if the server may redirect (307) the client to the blob."""
+"""GET request: `1` if the server may redirect (307) the client to the blob in S3."""
 
 HEADER_COPY: Final = "Graphstash-Copy"
-"""GET request: `1` if the client only copies the artifact. The server counts no hit or miss."""
+"""GET request: `1` if the client only copies the artifact. The server then counts neither a hit
+nor a miss."""
 
 HEADER_WRITERS: Final = "Graphstash-Writers"
-"""GET request of a manifest: `1` if the client reads the entries' field `writer`, a number."""
+"""GET request of a manifest: `1` if the client accepts the field `writer`, a number, in entries.
+Otherwise the server omits the field."""
 
 HEADER_REQUEST_ID: Final = "X-Request-Id"
 """Response: the request's ID in the server's log, also in a problem document's `instance`."""
@@ -89,7 +93,8 @@ MAX_LOOKUP_KEYS: Final = 1000
 """Maximum keys in one look-up. A bulk query of about 2,000 made Cachix answer 502 (cachix#322)."""
 
 MAX_MANIFEST_ENTRIES: Final = 4096
-"""Maximum artifacts in a manifest. Beyond it, each writer keeps its most recently used entries."""
+"""Maximum artifacts in a manifest. If more were used, each writer keeps an equal share: its most
+recently used entries."""
 
 LOOKUP_PIN_SECONDS: Final = 600
 """Seconds for which a look-up protects a found artifact from eviction, so that the next GET finds
@@ -98,8 +103,8 @@ it. An upload that needs the space can still evict it."""
 MIN_LEASE_SECONDS: Final = 1.0
 
 DEFAULT_LEASE_SECONDS: Final = 30.0
-"""Default duration of a lease, for which a killed holder delays other jobs. The holder renews it
-after each third."""
+"""Default duration of a lease. If the holder is killed, other jobs may wait that long. A live
+holder renews the lease after each third of the duration."""
 
 MAX_LEASE_SECONDS: Final = 600.0
 

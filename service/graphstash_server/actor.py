@@ -18,7 +18,10 @@ class Actor:
         name: a caller's `Access.name`, `local:<user>` for a command on the server's host, or
             `server` for the server's periodic work.
         request_id: the response's `X-Request-Id`, which the caller may have chosen.
-        server_request_id: the server's own ID of the request.
+        server_request_id: ID that the server generated for the request.
+        address: address of the request's sender.
+
+    A command and periodic work have no request, so their last three attributes are None.
     """
 
     name: str

@@ -52,7 +52,9 @@ class Artifact(NamedTuple):
 
 
 class FoundArtifact(NamedTuple):
-    """An artifact that a look-up found. A `Digest` would validate each of a thousand again."""
+    """An artifact that a look-up found. A field of type `Digest` would validate the hash again, of
+    up to a thousand artifacts.
+    """
 
     sha256: str
     size_bytes: int
@@ -65,9 +67,9 @@ class DescribedArtifact:
 
     Attributes:
         label: the user's name for the program. "" without a description.
-        program: parts of the key that describe the program. None without a description, and in
-            lists.
-        environment: the other parts of the key, or None like `program`.
+        program: parts of the key that describe the program. None without a description, or if a
+            listing did not read it.
+        environment: parts of the key that describe the environment. None if `program` is.
     """
 
     artifact: Artifact
@@ -87,7 +89,7 @@ class DescribedArtifact:
 
     @property
     def is_described(self) -> bool:
-        """Whether the parts of the key are known. False in lists."""
+        """Whether the description was stored and read. Listings do not read it."""
         return self.program is not None and self.environment is not None
 
     @property

@@ -4,12 +4,12 @@
       CorruptDatabaseError   500: the database is damaged, which no retry repairs
       NoSpaceError           507: a disk or bucket is full, or a limit is reached
       LengthMismatchError    400: fewer or more bytes arrived than announced
-      DigestMismatchError    400: other bytes arrived than announced
+      DigestMismatchError    400: the bytes that arrived have another digest than announced
     BackupError              a backup or a restore cannot continue; one line for the operator
     StartError               the server cannot start; one line for the operator
-    ShortBlobError           a stored blob is shorter than its size
+    ShortBlobError           the bytes of a blob end before the requested range
 
-Every other refusal is a `ServerError` without a class of its own. The error code determines the
+A refusal for another reason is a plain `ServerError`. The error code determines the
 HTTP status (`graphstash_schema.STATUS`).
 """
 
@@ -34,8 +34,10 @@ class ServerError(Exception):
         code: error code for programs.
         detail: sentence that names the value, the exceeded limit and the remedy.
         limit: the exceeded limit as a number.
-        digest: digest of the stored artifact, or of the bytes that arrived.
-        given_digest: digest of the refused upload, or the announced digest.
+        digest: digest of the stored artifact in a conflict, or of the bytes that arrived in a
+            mismatch.
+        given_digest: digest of the refused upload in a conflict, or the announced digest in a
+            mismatch.
         retry_after_seconds: seconds after which to retry, if known.
     """
 
@@ -117,4 +119,6 @@ class BackupError(Exception):
 
 
 class ShortBlobError(Exception):
-    """A stored blob is shorter than its size. The server cuts the connection of a download."""
+    """The bytes of a blob end before the requested range: the stored blob is too short, or the
+    store stopped sending. During a download, the server then closes the connection.
+    """

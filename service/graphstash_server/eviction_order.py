@@ -7,8 +7,9 @@ has the same order:
 
     rank = log2(seconds / bytes) + last use / half-life
 
-It changes only when the artifact is used, so it is stored in an indexed column. GreedyDual (Young
-1994; Cao and Irani 1997) likewise adds a growing clock to the used value, and never lowers others.
+The rank changes only when the artifact is used, so it is stored in an indexed column. GreedyDual
+(Young 1994; Cao and Irani 1997) likewise adds a growing clock to the value of a used object, and
+never lowers the values of unused objects.
 """
 
 import math

@@ -184,9 +184,9 @@ class Database:
             return await self._reads.fetch(statement, given)
 
     def fetch_now(self, statement: Prepared, given: Parameters) -> Sequence[Row] | None:
-        """Return the rows of a statement with `finds_one` without waiting. Return None if that is
-        impossible: on PostgreSQL, in a damaged database, or if the row or its absence is not in
-        memory.
+        """Return the rows of a statement with `finds_one`, read on the event loop. Return None if
+        that is impossible: on PostgreSQL, in a damaged database, before `SqliteHere` has a
+        connection, after a slow read, or if the read fails.
         """
         if self._here is None or self.corruption is not None:
             return None

@@ -1,4 +1,4 @@
-"""Limits of connections and TLS handshakes that the limit of open files allows."""
+"""Limit connections and TLS handshakes to what the limit of open files allows."""
 
 import logging
 import resource
@@ -11,20 +11,20 @@ __all__ = ["max_handshakes", "within_open_files"]
 _LOGGER = logging.getLogger(__name__)
 
 _PER_CONNECTION: Final = 4
-"""Open files per connection: its socket, a blob and a duplicate of the socket while the blob is
-sent, and the socket of another connection that waits for the place."""
+"""Open files per connection: its socket; a blob, and a duplicate of the socket, while the blob is
+sent; and the socket of a connection beyond `max_connections` that waits."""
 
 _OWN: Final = 256
 """Open files for everything else: listeners, the database, the store, workers."""
 
 _BURST: Final = 1024
 """Handshakes for which there is room even if fewer connections are allowed. A job's processes
-connect at once, and a process whose handshake ends compiles instead of waiting."""
+connect at once, and a process whose handshake the server ends compiles instead of waiting."""
 
 
 def within_open_files(settings: Settings) -> Settings:
     """Raise the soft limit of open files (often 1,024) to what `max_connections` needs. Reduce
-    `max_connections` if the hard limit is lower. With TLS, each connection needs a handshake.
+    `max_connections` if the hard limit is lower. With TLS, add an open file for each handshake.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     has_tls = settings.tls_cert_file is not None

@@ -48,9 +48,9 @@ class BlobStore(Protocol):
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """Store the bytes durably: once `put` returns, they survive a crash of the host.
 
-        Checks space only for the bytes that have arrived. Always reads and checks the chunks, so
-        that a client cannot claim a blob that it does not have, and a new put repairs a damaged
-        blob. A failed put leaves nothing behind, and a partial blob is never visible.
+        Checks space only for the bytes that have arrived. Reads and verifies the chunks even if the
+        blob exists. So a client cannot claim a blob that it does not have, and a put repairs a
+        damaged blob. A failed put leaves nothing behind, and a partial blob is never visible.
 
         Raises:
             NoSpaceError: there is not enough space.
@@ -78,7 +78,9 @@ class BlobStore(Protocol):
         return None
 
     def open_now(self, digest: Digest) -> FileReader | None:
-        """Open a blob that is a local file, if that does not block. For None, see `read_now`."""
+        """Open a blob that is a local file, if that does not block. None does not mean that the
+        blob is absent.
+        """
         return None
 
     @abstractmethod
@@ -94,14 +96,15 @@ class BlobStore(Protocol):
         ...
 
     def use_generation(self, digest: Digest, generation: int) -> bool:
-        """Use a new name for a blob from now on. Return whether the generation changed. A delete in
-        flight may still remove older names, unless deletions end with the call.
+        """Use the name with this generation for a blob from now on, because an unfinished delete
+        may still remove older names. Return whether the generation is newer than the last one. A
+        store whose deletes finish within the call has one name per blob, and returns False.
         """
         return False
 
     async def is_whole(self, digest: Digest) -> bool | None:
         """Read all durable bytes, and return whether they match the digest, or None if the blob is
-        absent. A store that caches drops its copy first.
+        absent. A store that keeps local copies of blobs drops the copy first.
 
         Bytes that are damaged on their way from the store differ in the next read. So a blob counts
         as damaged only if `_READS` reads return the same wrong bytes. One read of the right bytes
@@ -127,8 +130,8 @@ class BlobStore(Protocol):
         return False
 
     async def link(self, digest: Digest) -> str | None:
-        """Return a URL that serves the blob, if it exists, without credentials for some minutes.
-        Return None without such URLs, or if the blob is too small for a redirect.
+        """Return a URL from which a client can download the blob, if it exists, without credentials
+        for some minutes. Return None if the store has no such URLs, or the blob is too small.
         """
         return None
 

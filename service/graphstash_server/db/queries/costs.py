@@ -1,7 +1,8 @@
 """Bytes that count against limits: artifacts and manifest entries.
 
-An artifact counts its blob and its metadata header, and at least a disk block of 4 KiB. Its file
-takes that much. If the file is another artifact's, its row and indexes take about as much.
+An artifact counts as the bytes of its blob and its metadata header, but at least as 4 KiB, the disk
+block of its file. If it shares its file with another artifact, its row and index entries take about
+as much.
 """
 
 from typing import Final
@@ -15,7 +16,7 @@ __all__ = ["MANIFEST_ENTRY_BYTES", "METADATA_BYTES", "metadata_bytes"]
 _MIN_ARTIFACT_BYTES: Final = 4096
 
 MANIFEST_ENTRY_BYTES: Final = 512
-"""Estimate for a row and its index entries: in SQLite 384 bytes with short names, 1,005 with the
+"""Estimated bytes of a row and its index entries: in SQLite 384 with short names, 1,005 with the
 longest."""
 
 
