@@ -49,7 +49,9 @@ class SpillFile(io.RawIOBase, BinaryIO):
 
     @property
     def name(self) -> str:
-        """Path of the file in the tier, or "" while it is elsewhere."""
+        """Temporary path of the file, relative to the root. Empty while the file is in memory or in
+        another directory, and after `rename`.
+        """
         return self._path
 
     def write(self, data: Any) -> int:
@@ -79,7 +81,12 @@ class SpillFile(io.RawIOBase, BinaryIO):
         self._path = ""
 
     def link(self, path: Path) -> None:
-        """Create another name for the file, as `rename`, but never over an existing file."""
+        """Create a hard link to the file at an absolute path. `close` removes the temporary name.
+
+        Raises:
+            FileExistsError: the path exists.
+            OSError: as for `rename`.
+        """
         self._put_on_disk()
         os.link(self._path, path, src_dir_fd=self._root)
 
@@ -121,8 +128,9 @@ class SpillFile(io.RawIOBase, BinaryIO):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600, dir_fd=self._root)
         self._path = path
+        # The tier removes temporary files of dead processes, but no file that is locked.
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # marks the file as in use
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return io.FileIO(descriptor, "r+b")
 
     def _remove(self) -> None:

@@ -3,21 +3,25 @@
 A copy stays on this host's disk when the server withholds, deletes or replaces the artifact, or
 when the job has no right to read it. So a run asks the server before it uses a copy, for many
 copies at once, and again after `RECHECK_SECONDS`. If a look-up reports new withdrawals, the process
-reads the server's list of them (`withdrawals`).
+reads the server's list of withdrawals (`withdrawals`). If the list does not continue where this
+host stopped reading, the host sets its older copies aside: it may have missed withdrawals of them,
+so a job uses such a copy only if the server has the same bytes.
 
     the server has these bytes      the job uses the copy
-    it has other bytes              the copy is deleted, or kept unused if this host set it aside
-                                    after a gap in the list
-    it has none                     the job does not use the copy; it is kept only if the list, read
-                                    to its end, does not name it
+    it has other bytes              the copy is deleted, because all hosts run the same executable.
+                                    If it is set aside, it is kept unused
+    it has none                     the job does not use the copy. It is deleted, unless it is set
+                                    aside, or this process has read the whole list without finding
+                                    these bytes in it
     the job may not read there      the job does not use the copy, which another job may need
-    the server does not answer      the job uses the copy if this host reached the server within
-                                    GRAPHSTASH_OFFLINE_SECONDS
+    the server does not answer      the job uses the copy, unless it is set aside, if this host
+                                    reached the server within GRAPHSTASH_OFFLINE_SECONDS
 
-A copy that this host compiled and no server has stored needs no confirmation by a server. If the
-server has other bytes, they replace the copy, because all hosts run the same executable. The copy
-is deleted when the server withdraws equal bytes. A copy that was imported from a bundle needs
-confirmation, because the server may have withdrawn it before.
+The last three rows do not apply to a copy that this host compiled and no server is known to have
+stored: unless it is set aside, a job uses it without confirmation by a server. If the server
+answers, this process must have read the whole list. The copy is deleted when the server withdraws
+equal bytes. A copy that was imported from a bundle needs confirmation, because the server may have
+withdrawn it before.
 
 If an upload began and did not end, because the process was killed or the response was lost, the
 server may have stored the copy and withdrawn it since. Such a copy is on offer: the job uses it
@@ -59,16 +63,17 @@ RECHECK_SECONDS: Final = 600.0
 """Seconds for which an answer of the server is valid for the processes of a run."""
 
 _RETRY_SECONDS: Final = 30.0
-"""Seconds after a failed look-up in which a process sends no other, and raises the same error."""
+"""Seconds after a failed look-up in a namespace for which this process sends no further look-up
+there, and raises the same error again."""
 
 _TOUCH_SECONDS: Final = 60.0
 """Seconds between two records that this host has reached the server."""
 
 _ABSENT: Final = "-"
 _SERVER_LAG_SECONDS: Final = 5.0
-"""Seconds for which a process that has read of a withdrawal stores no answer with the withdrawn
-bytes. A server may serve an artifact from memory for two seconds after another server has withdrawn
-it."""
+"""Seconds after this process has received a withdrawal for which it ignores answers that the server
+has the withdrawn bytes. Another server process may serve them from memory for two more seconds, and
+the rest is a margin."""
 
 _WITHHELD: Final = "!"
 """Prefix of the SHA-256 of an artifact that the server withholds."""
@@ -78,13 +83,15 @@ _WITHDRAWN: Final = "~"
 
 _OUTDATED: Final = "@outdated"
 _MOVED: Final = "@moved"
-"""Take the place of a key in shared lines: earlier answers are invalid; the list has advanced."""
+"""Shared lines have one of these instead of a key. `@outdated`: earlier answers are invalid.
+`@moved`: the process has applied the list from one position to another."""
 
 _ANSWER_FORM: Final = re.compile(r"-|[!~]?[0-9a-f]{64}")
 """Form of the answer about a key in a shared line."""
 
 _ORIGIN: Final = "_origin"
-"""File with the origin of copies from a URL's server. No namespace has such a name."""
+"""File in the folder of a server's URL. It has the origin of copies from that server: the name of
+their folder in the tier. Namespaces have files beside it, but no namespace begins with "_"."""
 
 _ORIGIN_FORM: Final = re.compile(r"(url|server)-[0-9a-f]{16,64}")
 
@@ -263,11 +270,14 @@ class Standing:
         self._reached(namespace)
 
     def state(self, namespace: Namespace) -> object:
-        """Return a value that changes when this host deletes withdrawn copies."""
+        """Return a value that changes before this host deletes withdrawn copies."""
         return self._withdrawals.state(namespace)
 
     def confirms(self, namespace: Namespace, key: ArtifactKey, sha256: str) -> bool:
-        """Ask the server again, and return whether it has these bytes under a key now."""
+        """Ask the server, even if an answer is known, whether it has these bytes under a key now.
+
+        Return False if the look-up fails, or is not sent because an earlier one failed.
+        """
         with suppress(CacheError), forkable(), self._request_lock, unforked():
             return self._ask(namespace, key)[0] == sha256
         return False
@@ -291,7 +301,8 @@ class Standing:
 
     def moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
         """See `Listener`."""
-        if self._is_shared_whole:  # otherwise other processes lack withdrawals and read the list
+        # If a line with a withdrawal could not be shared, the other processes must read the list.
+        if self._is_shared_whole:
             self._share([_line(time(), namespace, _MOVED, f"{start}/{end}")])
 
     def _is_void(self, namespace: Namespace, at: float) -> bool:
@@ -386,7 +397,7 @@ class Standing:
         )
 
     def has_list(self, namespace: Namespace) -> bool:
-        """Return whether the server has a list, as far as this process knows."""
+        """Return whether the latest look-up of this process reported a list of withdrawals."""
         return self._withdrawals.follows(namespace)
 
     def is_current(self, namespace: Namespace) -> bool:

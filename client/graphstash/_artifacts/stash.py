@@ -241,7 +241,8 @@ class Stash:
                     if is_here and not local_only and self.config.awaits_server:
                         self.unsent.add(key, digest, metadata, description)
                     return 0
-                self.local.discard(self.config.namespace, key)  # an older copy
+                # An older copy of this key that was not meant for a server, or was imported.
+                self.local.discard(self.config.namespace, key, origin=OWN)
                 recording = self.unsent.uploading(key, digest, metadata, description)
                 with recording if is_here else nullcontext():
                     try:

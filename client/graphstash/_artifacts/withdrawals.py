@@ -7,7 +7,8 @@ then writes the position to `<tier>/servers/<server>/_withdrawals/<namespace>`.
 The list may not continue at this host's position: the host was away for longer than the server
 keeps entries, the server's database was restored from a backup, or another server answers at the
 URL. Then this host sets its copies aside: they stay on the disk, but a job uses one only if the
-server has the same bytes. This ends when the list continues again at the old position.
+server has the same bytes. If the list later continues at the old position after all, those copies
+are used as before, and the host sets the copies aside that it stored in between.
 """
 
 import logging
@@ -225,7 +226,7 @@ class Withdrawals:
         return newest is None or self._positions.get(namespace) == newest
 
     def follows(self, namespace: Namespace) -> bool:
-        """Return whether the server has a list, as far as this process knows."""
+        """Return whether the latest look-up of this process reported a list of withdrawals."""
         return namespace in self._newest
 
     def is_set_aside(self, namespace: Namespace, stored_at: float) -> bool:

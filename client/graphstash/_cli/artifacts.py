@@ -81,12 +81,13 @@ _SORT_KEYS: Final[dict[Sort, Callable[[ListedArtifact], Any]]] = {
     Sort.HITS: lambda each: each.hits,
     Sort.USED: lambda each: each.last_used_at,
 }
-"""Sort keys of orders that a server has no index for. `ls` sorts the whole list itself."""
+"""Sort keys of the orders in which a server may not list artifacts. `ls` then reads the whole list
+and sorts it."""
 
 
 def ls(
     label: Annotated[
-        str, typer.Argument(help="Only artifacts whose label has this text, in any case.")
+        str, typer.Argument(help="Only artifacts whose label contains this text, ignoring case.")
     ] = "",
     *,
     kind: KindOption = None,
@@ -95,7 +96,8 @@ def ls(
         Sort,
         typer.Option(
             metavar="ORDER",
-            help=f"What comes first: {', '.join(Sort)}. The last three read the whole list first.",
+            help=f"What comes first: {', '.join(Sort)}. For the last three, the command reads the "
+            "whole list.",
         ),
     ] = Sort.NEWEST,
     limit: Annotated[
@@ -110,8 +112,8 @@ def ls(
 ) -> None:
     """List the artifacts of a namespace.
 
-    Each artifact takes two lines: what it is, and where it runs and who made it. `graphstash show`
-    and `graphstash explain` accept the beginning of a fingerprint.
+    Each artifact takes two lines. The first says what it is, the second where it runs and who made
+    it. `graphstash show` and `graphstash explain` accept the beginning of a fingerprint.
     """
     config = load_config(url=url, namespace=namespace)
     if after and sort not in _ORDERS:

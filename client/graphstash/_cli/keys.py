@@ -49,7 +49,8 @@ TrustFile = Annotated[
 def generate(path: PrivateFile, *, as_json: Json = False) -> None:
     """Generate a signing key, and print the command that trusts it.
 
-    Then publish with GRAPHSTASH_SIGNING_KEY=PATH. Only the owner of the file may have access to it.
+    Then publish with GRAPHSTASH_SIGNING_KEY=PATH. The command creates the file with mode 600. Jobs
+    refuse it if other users can access it.
     """
     with _reported_errors():
         _show_key(path, SigningKey.generate(path), as_json=as_json)
@@ -84,14 +85,18 @@ def trust(
         ),
     ] = None,
     not_after: Annotated[
-        datetime | None, typer.Option(help="Expiry (UTC): signatures are not accepted after it.")
+        datetime | None,
+        typer.Option(
+            help="Expiry (UTC). After it, jobs reject all signatures of the key, old and new."
+        ),
     ] = None,
     file: TrustFile = None,
     as_json: Json = False,
 ) -> None:
     """Trust a key.
 
-    To change the name, namespaces or expiry of a key, run the command again.
+    To change the name, namespaces or expiry of a key, run the command again with all options.
+    Options that you omit get their defaults.
     """
     with _reported_errors(), _locked(file) as (path, trusted):
         key = TrustedKey(
@@ -139,7 +144,7 @@ def list_keys(*, file: TrustFile = None, as_json: Json = False) -> None:
         print_json(shown)
         return
     revoked = {key.key_id: key for key in trusted.revoked}
-    table = Table("key", "name", "namespaces", "counts")
+    table = Table("key", "name", "namespaces", "accepted")
     for key in trusted.keys:
         table.add_row(
             key.key_id, escape(key.name), ", ".join(key.namespaces), _status_of(key, revoked)

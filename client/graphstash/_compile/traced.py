@@ -1,13 +1,13 @@
 """TracedCache: a cache that records the spans of a job.
 
     graphstash.lookup           kind, label, outcome (hit, miss, fallback), source, size_bytes
-      GET, POST                 calls of the server, which adds its own spans to each
+      GET, POST                 calls to the server; the server adds spans of its work to each call
       graphstash.compile        outcome (compiled, abandoned); ends when the compiler finishes
         graphstash.publish      outcome (published, kept on this host); in the background
           PUT                   the upload
 
-A compilation is a child of the look-up that caused it, although it ends later. So both belong to
-one trace, even if the user's program has no spans.
+The span of a compilation is a child of the span of the look-up that missed, although the look-up
+ends first. So both belong to one trace, even if the user's program has no spans.
 """
 
 from pathlib import Path

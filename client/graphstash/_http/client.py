@@ -76,8 +76,10 @@ class ServerClient:
 
     Args:
         tracer: records each call as a span. Default: no spans.
-        announced: compile times that look-ups announce, of a client to share them with.
-        context: TLS context of a client with the same settings, to share it. Not with a tracer.
+        announced: table of the compile times that look-ups announce, shared with another client.
+            Default: a new table.
+        context: TLS context of another client with the same settings. Ignored if there is a tracer.
+            Default: load it from the files that `config` names.
 
     Raises:
         ConfigError: the constructor cannot use a file that `config` names.
@@ -134,9 +136,10 @@ class ServerClient:
         return self._announced.get(key)
 
     def beside(self) -> ServerClient:
-        """Return a client with connections of its own that shares what look-ups announce.
+        """Return a client with separate connections and the same table of announced compile times.
 
-        It reads no certificate file, which may have vanished since the job started.
+        The new client shares the TLS context of this client, because the certificate files may have
+        vanished since the job started.
         """
         context = self._context if self._opened is None else self._opened.context
         return ServerClient(self.config, announced=self._announced, context=context)
@@ -370,7 +373,8 @@ class ServerClient:
         )
 
     def release(self, key: schema.ArtifactKey, token: str, outcome: schema.LeaseOutcome) -> None:
-        """Release a lease. Waiters fetch the artifact, or the next waiter gets the lease.
+        """Release a lease. If the server has the artifact by then, all waiters fetch it. Otherwise
+        the next waiter gets the lease. The server does not rely on `outcome`.
 
         Raises:
             LeaseLostError: the lease had expired.
@@ -391,7 +395,7 @@ class ServerClient:
     def update_manifest(
         self, name: schema.ManifestName, keys: Iterable[schema.ArtifactKey]
     ) -> None:
-        """Add the artifacts of this run to a job's manifest, at most the last 4,096."""
+        """Add the last 4,096 of these keys, the artifacts of this run, to a job's manifest."""
         newest = tuple(keys)[-MAX_MANIFEST_ENTRIES:]
         body = schema.ManifestUpdate(keys=newest).model_dump_json().encode()
         with self._writing():
@@ -410,12 +414,15 @@ class ServerClient:
         return _parsed(schema.ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
 
     def runs(
-        self, job: schema.ManifestName | None = None, *, limit: int = 20, **chosen: str
+        self, job: schema.ManifestName | None = None, *, limit: int = 20, **filters: str
     ) -> RunList:
-        """Return the latest runs of the namespace, or of one job, without their misses."""
+        """Return the latest runs of the namespace, or of one job, without their misses.
+
+        `filters` are further parameters of `GET /v1/{namespace}/runs`.
+        """
         from graphstash_schema.run import RunList
 
-        query = {"limit": limit, **({} if job is None else {"job": job}), **chosen}
+        query = {"limit": limit, **({} if job is None else {"job": job}), **filters}
         return self._read(f"{API_PREFIX}/{self.config.namespace}/runs", query, RunList)
 
     def run(self, name: RunName) -> Run:

@@ -33,7 +33,8 @@ from graphstash.hooks.inductor.user_code import registrations, user_code_of
 __all__ = ["GPU_SUFFIX", "KeyInfo", "State", "options_of_compilation", "present_state"]
 
 GPU_SUFFIX: Final = "_gpu"
-"""Suffix of the key of a graph that `_is_on_gpu`. Results of AOTAutograd refer to graphs by key."""
+"""Suffix of the key of a graph whose tensors are all on GPUs (`_is_on_gpu`). If an entry's name has
+it, `fingerprint` leaves the CPU out of the artifact's key."""
 
 _GPUS: Final = frozenset({"cuda", "xpu"})
 
@@ -86,7 +87,9 @@ class State(NamedTuple):
     registered: str
 
     def equals(self, other: "State") -> bool:
-        """Return whether both read the same, apart from settings of different threads."""
+        """Return whether both states are the same. Compare Inductor's settings only within one
+        thread: those of two threads may differ although the program has changed none.
+        """
         is_same = self.settings == other.settings or self.thread != other.thread
         return is_same and self.registered == other.registered
 
@@ -102,8 +105,8 @@ def present_state(without: Collection[str] = ()) -> State:
 def options_of_compilation() -> frozenset[str]:
     """Return the names of the settings that this thread's call of `torch.compile` has given.
 
-    torch applies the options and the mode of `torch.compile` to the backward graph, too, but only
-    while it compiles.
+    torch sets them while it compiles the forward or the backward graph, and then resets them. So a
+    state after the compilation can be compared only without these settings.
     """
     frame: FrameType | None = sys._getframe()
     names: set[str] = set()
@@ -122,8 +125,8 @@ class KeyInfo:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the fields below
-        self._lists: OrderedDict[str, list[str]] = OrderedDict()
-        self._unshared: OrderedDict[str, str] = OrderedDict()
+        self._lines: OrderedDict[str, list[str]] = OrderedDict()  # what each key hashes
+        self._unshared: OrderedDict[str, str] = OrderedDict()  # why keys are not shared
         self._states: OrderedDict[str, State] = OrderedDict()  # of FX graphs
         self._thread = _Thread()
 
@@ -137,12 +140,12 @@ class KeyInfo:
             try:
                 found = _completed(key, getattr(graph, "gm", graph), inputs, *args[:1])
                 key = found.key
-                self._remember(self._lists, key, [*lines, *found.lines])
+                self._remember(self._lines, key, [*lines, *found.lines])
                 if found.is_compiled:
                     self._remember(self._states, key, _state(found.ambient, found.registered))
                 self._thread.latest = (found.ambient, found.registered)
             except Exception as error:  # noqa: BLE001 - the hook's outermost frame
-                # torch's own caches use torch's key, as without the hook.
+                # torch's caches on this host still use torch's key. The hook does not share it.
                 self._remember(self._unshared, key, str(error) or repr(error))
             return key, lines
 
@@ -176,13 +179,13 @@ class KeyInfo:
     def _remember(self, place: OrderedDict[str, Any], key: str, value: Any) -> None:
         with self._lock:
             place[key] = value
-            while place is self._lists and len(place) > _MAX_KEYS:
+            while place is self._lines and len(place) > _MAX_KEYS:
                 place.popitem(last=False)
 
     def details(self, name: str) -> dict[str, str]:
         """Return environment variables, and the contents of the key in an entry's name if known."""
         with self._lock:
-            lines = next((each for key, each in self._lists.items() if key in name), [])
+            lines = next((each for key, each in self._lines.items() if key in name), [])
         details: dict[str, str] = {}
         inputs: list[str] = []
         layout: list[str] = []
@@ -250,11 +253,12 @@ def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> _Comp
     of_autograd = settings if isinstance(settings, AOTConfig) else None
     ambient, registered = ambient_state(), registrations()
     code = user_code_of(graph, inputs, of_autograd, registered)
-    own = codecache.sha256_hash(f"{key}\0{ambient}\0{code}".encode())
+    digest = codecache.sha256_hash(f"{key}\0{ambient}\0{code}".encode())
     lines = [f"[{sha256(code.encode()).hexdigest()[:16]}] user_code: {bool(code)}"]
-    lines += [f"[switch] ambient[{name}]: {state}" for name, _, state in _pairs(ambient)]
+    switches = (line.partition("=") for line in ambient.splitlines())
+    lines += [f"[switch] ambient[{name}]: {state}" for name, _, state in switches]
     suffix = GPU_SUFFIX if _is_on_gpu(graph, inputs) else ""
-    whole = f"{key[0]}{own}{suffix}"
+    whole = f"{key[0]}{digest}{suffix}"
     return _Completed(whole, lines, of_autograd is None, ambient, registered.lines)
 
 
@@ -293,10 +297,6 @@ def _is_on_gpu(graph: Any, inputs: Any) -> bool:
                 values.append(value)
     tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
     return all(each.device.type in _GPUS for each in tensors)
-
-
-def _pairs(ambient: str) -> list[tuple[str, str, str]]:
-    return [line.partition("=") for line in ambient.splitlines()]
 
 
 def _input(value: str) -> str:
@@ -340,7 +340,9 @@ def _contents_of_graph(text: str) -> dict[str, str]:
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables in `_READ`. torch takes defaults from them, which `details` skips."""
+    """Return the variables in `_READ`. They set defaults of Inductor's settings, and `details`
+    omits a setting that has its default.
+    """
     return {f"env.{name}": value for name, value in environ.items() if name in _READ}
 
 

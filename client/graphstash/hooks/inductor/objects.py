@@ -4,9 +4,9 @@ torch's caches store the source code without the object. Without this module, a 
 all its graphs still runs g++ for every kernel. In torch 2.7 to 2.15, only `CppBuilder.build` runs
 g++.
 
-The key of an object contains the command with the contents of the files that it names instead of
-their paths, and the releases of the compiler, torch, Python and libc, which decide what other
-headers contain. It contains the CPU, because the command has `-march=native`.
+The key of an object contains the command, in which the contents of each named file replace its
+path. It also contains the releases of the compiler, torch, Python and libc, because the headers
+that they install are not hashed. It contains the CPU, because the command has `-march=native`.
 """
 
 import logging
@@ -114,7 +114,7 @@ class Objects:
         cache: cache of the objects.
         original: `CppBuilder.build` of torch.
         is_awaited: returns whether this process compiles a graph that other processes may wait for.
-            It then takes no lease for an object, because they wait for the graph.
+            If so, it takes no lease for an object, because those processes wait for the graph.
     """
 
     def __init__(
@@ -155,7 +155,9 @@ class Objects:
         return result
 
     def _find(self, builder: Any, target: Path) -> CompileRequest | bool:
-        """Return True if the object is in place, the request to publish it with, or else False."""
+        """Return True if the object was fetched to `target`. Return the request to publish it with
+        if the cache lacks it, and False if it is not shared or could not be looked up.
+        """
         try:
             if config.force_disable_caches or not _is_shared(builder):
                 return False
@@ -189,7 +191,8 @@ def object_parts(command: str, target: Path) -> dict[str, str]:
     return {
         **host_parts(),
         "command": " ".join([Path(compiler).name, *described]),
-        # The name of a precompiled header depends on all its includes, which g++ does not check.
+        # The name of a precompiled header is a hash of all text that it includes. It must be in the
+        # key, because g++ uses a precompiled header even if an included file has changed.
         "header": target.name if target.suffix in {".gch", ".pch"} else "",
         "environment": " ".join(f"{name}={os.environ.get(name, '')}" for name in _READ_BY_GCC),
     }
@@ -240,10 +243,10 @@ def _fixed_places() -> Mapping[str, str]:
 
 
 def _is_shared(builder: Any) -> bool:
-    """Return whether a process of another job would build the same object.
+    """Return whether to share the object with other jobs.
 
-    Do not share preprocessed text, which torch only hashes to detect a changed header of this host,
-    nor an ahead-of-time export, which is the job's product.
+    Do not share preprocessed text: torch only hashes it, to detect a changed header on this host.
+    Do not share an ahead-of-time export, because it is the job's product.
     """
     unshared = ("_preprocessing", "_aot_mode", "_use_relative_path")
     return not any(getattr(builder, name, False) for name in unshared)

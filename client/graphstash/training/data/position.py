@@ -8,9 +8,9 @@ epoch again, and loads and drops the batches that were used. For long epochs, us
 Two random states cannot be restored: generators of a dataset outside its attribute `generator`, and
 generators of persistent workers after their first epoch.
 
-This module never reads a device: CUDA and torch_xla generators have their state on the host. The
-torch_xla generator gets a new seed at each step, so its state is complete if nothing was drawn
-since the last `torch_xla.sync()`.
+This module never reads a device: CUDA and torch_xla generators have their state on the host. For
+torch_xla, save the state right after `torch_xla.sync()`. After a draw, the state that torch_xla
+returns lacks the seed from which the next `sync()` makes a new one.
 """
 
 import random
@@ -47,8 +47,8 @@ class DataPosition:
         self._stateful: Any = data if _has_state(data) else None
         self._batches: Iterator[Any] | None = None
         self._epoch = 0
-        self._batch = 0
-        self._start: dict[str, Any] | None = None
+        self._returned = 0  # batches of this epoch
+        self._start: dict[str, Any] | None = None  # random state at the start of this epoch
 
     def __iter__(self) -> Self:
         return self
@@ -66,11 +66,11 @@ class DataPosition:
                 batch = next(self._batches)
             except StopIteration:
                 self._batches = None
-                if self._batch == 0:
+                if self._returned == 0:
                     raise ConfigError(self._why_empty()) from None
-                self._epoch, self._batch = self._epoch + 1, 0
+                self._epoch, self._returned = self._epoch + 1, 0
             else:
-                self._batch += 1
+                self._returned += 1
                 return batch
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class DataPosition:
         Raises:
             ConfigError: the data can be iterated only once.
         """
-        position = {"epoch": self._epoch, "batch": self._batch}
+        position = {"epoch": self._epoch, "batch": self._returned}
         if self._stateful is not None:
             return position | {"data": self._stateful.state_dict()}
         if isinstance(self._data, Iterator):
@@ -96,12 +96,13 @@ class DataPosition:
                 f"its position cannot be saved in a checkpoint; {_REMEDY}, or train without "
                 "checkpoints"
             )
-        return position | {"start": self._start if self._batch else None}
+        return position | {"start": self._start if self._returned else None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a position. Call it before the first batch.
 
-        Changes the state of the global random generators. Restore that state afterwards.
+        This changes the state of the global random generators, so restore the checkpoint's random
+        state after this call.
 
         Raises:
             ConfigError: the state belongs to other data.
@@ -111,19 +112,20 @@ class DataPosition:
                 f"the saved position does not fit {type(self._data).__name__}: give the data that "
                 "the checkpoint was made with, or start again in an empty directory"
             )
-        self._epoch, self._batch = int(state_dict["epoch"]), int(state_dict["batch"])
+        self._epoch, self._returned = int(state_dict["epoch"]), int(state_dict["batch"])
         if self._stateful is not None:
             self._stateful.load_state_dict(state_dict["data"])
-            if self._batch:
-                self._batches = self._begin(None)  # its draws precede the checkpoint's random state
-        elif self._batch:
+            if self._returned:
+                # Begin now: the checkpoint's random state is from after the draws at the beginning.
+                self._batches = self._begin(None)
+        elif self._returned:
             self._batches = self._begin(state_dict["start"])
-            for number in range(self._batch):
+            for number in range(self._returned):
                 if next(self._batches, self) is self:
                     raise ConfigError(
-                        f"epoch {self._epoch} had {self._batch} batches or more when its position "
-                        f"was saved and has {number} now: give the same data, or start again in "
-                        "an empty directory"
+                        f"epoch {self._epoch} had {self._returned} batches or more when its "
+                        f"position was saved and has {number} now: give the same data, or start "
+                        "again in an empty directory"
                     )
 
     def _begin(self, start: dict[str, Any] | None) -> Iterator[Any]:
@@ -132,7 +134,9 @@ class DataPosition:
         generators = _generators(parts)
         if start is not None:
             if self._epoch and getattr(self._data, "persistent_workers", False):
-                iter(self._data)  # starts workers, which draws a number, before the restore
+                # Starting the workers draws a number. The saved epoch reused its workers and drew
+                # none, so start them before the state is restored.
+                iter(self._data)
             set_random_state(start["host"])
             for generator, state in zip(generators, start["own"], strict=True):
                 generator.set_state(state)

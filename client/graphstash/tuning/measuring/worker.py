@@ -1,14 +1,16 @@
 """The program of a measuring process.
 
-It answers requests of `process.MeasuringProcess` over its own socket, so a trial's prints cannot
+It answers requests of `process.MeasuringProcess` over a separate socket, so a trial's prints cannot
 corrupt messages; its standard output is discarded. Messages are JSON, because the search must never
-unpickle data of a trial. `<` marks messages from this process, `>` messages to it.
+unpickle data of a trial. `<` marks messages from this process, `>` messages to it. The search makes
+a new random token for each process and each build, and this process repeats the latest token. So
+the search detects if a trial writes to the socket.
 
     < {"token", "step": "ready"} or {"token", "step": "unable", "reason"}
     > {"token", "configurations": [...]}          build these
     < {"token", "step": "build" or "run"}          before each step that has a deadline
     < {"token", "step": "built"}
-    > {"token"}                                    your turn: run them
+    > {"token"}                                    run them; no other process runs kernels now
     < {"token", "step": "result", "samples", "failure", "reason"}    one per kernel, in order
     < {"token", "step": "measured"}
 """
@@ -36,17 +38,19 @@ from graphstash.tuning.measuring.target import Kernel, Target
 __all__ = ["LAST", "MAX_MESSAGE_BYTES", "MORE", "is_starting", "main"]
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
-"""Maximum size of a packet. By default, a packet socket buffers about three such packets."""
+"""Maximum size of a packet. The socket refuses a packet that is larger than its send buffer. By
+default, the buffer holds about three packets of this size."""
 
 MORE: Final = b"+"
 LAST: Final = b"."
-"""First byte of each packet of a request: more packets follow, or it is the last one."""
+"""First byte of each packet of a request. `MORE`: further packets follow. `LAST`: none follows."""
 
 _MAX_REASON: Final = 500
 """Maximum characters of a reason."""
 
 _PR_SET_PDEATHSIG: Final = 1
-"""Option of prctl(2): the signal to this process when its parent, the guard, ends."""
+"""Option of prctl(2): the signal that this process gets when its parent ends. The parent runs
+`guard`, and also ends all processes that a trial has started."""
 
 is_starting = False
 """Whether this measuring process is importing the main module of the user's program."""

@@ -3,9 +3,10 @@
 Like `aggregator`, this module does no I/O and reads no clock. The worker deals the nonzero blocks
 of a tensor out to streams. Each stream uses one slot of an aggregator until its last sums arrive:
 
-    sends     its first blocks, as many as fit, and the number of its next block
+    sends     its first blocks, as many as fit, and the number of its first block after them
     receives  sums, which it writes back, and the number of the block where the next round begins
-    sends     its next blocks if they begin there; otherwise no blocks, and its number again
+    sends     further blocks, as before, if its next block has that number; otherwise no blocks, and
+              the number of its next block once more
     ...       until no rank has a next block
 
 The worker resends a datagram that is not answered, at growing intervals.
@@ -37,11 +38,13 @@ _FIRST_WAIT: Final = 0.1
 _SHORTEST_WAIT: Final = 0.05
 _LONGEST_WAIT: Final = 1.0
 """Seconds until a datagram is resent: the first wait, and limits of later waits. No wait is over a
-fifth of `lost_after_seconds`, so an aggregator gets five resends before it counts as dead."""
+fifth of `lost_after_seconds`, so a worker sends a datagram about five times or more before the
+aggregator counts as dead."""
 
 _DATAGRAMS_PER_STREAM: Final = 2
-"""About as many datagrams of a dense tensor per stream, more if slots run out. Every stream sends a
-datagram, so more streams would send more of them for a sparse tensor."""
+"""Approximate number of datagrams that a stream sends for a dense tensor; more if there are too few
+slots for such short streams. Even a stream without nonzero blocks sends one datagram, so shorter
+streams would cost a sparse tensor more datagrams."""
 
 
 class BlockRows:
