@@ -275,7 +275,7 @@ def test_a_job_compiles_when_that_is_quicker_than_the_wait(tmp_path):
                 publisher.stash.put(key(number), b"graph", metadata)
         settings = {"cache_dir": tmp_path / "job", **PATIENT}
         with Host(fake.config(**settings)) as job, fake.fail_on("get", status=429, times=2):
-            with closing(job.stash.server.beside()) as prefetching:
+            with closing(job.stash.server.with_own_connections()) as prefetching:
                 prefetching.lookup([key(0), key(1)])
             job.build(key(0))  # the server asks for a pause of a second
             assert (job.compiles, job.fallbacks) == (1, {"busy": 1})

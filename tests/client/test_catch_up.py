@@ -499,7 +499,7 @@ def test_copy_that_cannot_be_read_now_is_published_later(left, up, next_job):
 
 def test_copy_that_moves_between_two_looks_is_published(left, up, next_job, monkeypatch):
     job = left(1)
-    move = partial(job.local.hand_over, job.config.namespace, key(1))
+    move = partial(job.local.change_origin, job.config.namespace, key(1))
     move(from_origin="own", to_origin=job.standing.offered)
 
     def look(path):
@@ -599,7 +599,7 @@ def test_dry_run_changes_nothing(left, up, next_job, command, team):
     job = left(*range(1, 6))
     tier, namespace = job.local, job.config.namespace
     offered = job.standing.offered
-    tier.hand_over(namespace, key(1), from_origin="own", to_origin=offered)
+    tier.change_origin(namespace, key(1), from_origin="own", to_origin=offered)
     tier.discard(namespace, key(2))
     damaged = tier.path(namespace, key(5))
     damaged.write_bytes(b"X" + damaged.read_bytes()[1:])

@@ -66,7 +66,7 @@ def test_background_client_reads_no_certificate_file(connect, secure, authority,
     copy.write_bytes(authority.file.read_bytes())
     stash = connect(secure.url, ca_file=copy)
     copy.unlink()
-    with closing(stash.server.beside()) as background:
+    with closing(stash.server.with_own_connections()) as background:
         assert background.server_stats().version
 
 

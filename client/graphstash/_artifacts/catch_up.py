@@ -268,7 +268,7 @@ class CatchUp:
         with copy.file:
             # The server has nothing under the key, so an interrupted upload has stored nothing.
             if copy.origin != OWN and not self._is_dry:
-                self._stash.local.hand_over(
+                self._stash.local.change_origin(
                     self._stash.config.namespace,
                     entry.key,
                     from_origin=copy.origin,

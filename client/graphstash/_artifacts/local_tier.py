@@ -304,7 +304,7 @@ class LocalTier:
             self.troubles.append(trouble)
             raise trouble from error
 
-    def hand_over(
+    def change_origin(
         self, namespace: Namespace, key: ArtifactKey, *, from_origin: str, to_origin: str
     ) -> None:
         """Move an envelope to another origin: the server has stored it, or lacks it."""

@@ -87,7 +87,7 @@ class Prefetch:
         self._is_stopped = is_stopped
         self._done = done
         self._at_first_wait = at_first_wait
-        self.server = stash.server.beside()
+        self.server = stash.server.with_own_connections()
 
     def when_free(self, call: Callable[[], _T]) -> _T:
         """Call the server, and retry while it is busy.

@@ -209,7 +209,7 @@ class Standing:
             return Verdict.DELETE
         if stored == proof.sha256:
             if origin != self.origin:
-                self._tier.hand_over(namespace, key, from_origin=origin, to_origin=self.origin)
+                self._tier.change_origin(namespace, key, from_origin=origin, to_origin=self.origin)
             return Verdict.USE
         if stored is None:
             return self._verdict_of_unknown(namespace, key, proof, origin=origin)

@@ -302,14 +302,14 @@ class Stash:
                     is_absent = _is_not_stored(error) and not is_in_doubt
                     origin = OWN if is_absent else self.standing.offered
                     if origin != from_origin:
-                        self.local.hand_over(
+                        self.local.change_origin(
                             namespace, key, from_origin=from_origin, to_origin=origin
                         )
                 raise
             break
         at = time() if asked_at is None else asked_at
         self.standing.note(namespace, key, digest.sha256, asked_at=at)
-        self.local.hand_over(namespace, key, from_origin=from_origin, to_origin=to_origin)
+        self.local.change_origin(namespace, key, from_origin=from_origin, to_origin=to_origin)
         self.unsent.remove(key, digest.sha256)
 
 

@@ -135,7 +135,7 @@ class ServerClient:
         """Return the compile time that a look-up announced for an artifact, or None."""
         return self._announced.get(key)
 
-    def beside(self) -> ServerClient:
+    def with_own_connections(self) -> ServerClient:
         """Return a client with separate connections and the same table of announced compile times.
 
         The new client shares the TLS context of this client, because the certificate files may have

@@ -102,7 +102,7 @@ class LateUploads:
             spent_seconds += seconds
             claim.keep(f"{spent_bytes} {spent_seconds:.3f}")
 
-        server = stash.server.beside()
+        server = stash.server.with_own_connections()
         server.name_job(self._job())
         catch_up = CatchUp(
             stash,

@@ -87,7 +87,7 @@ class LiveCauses:
         from graphstash._compile.explaining import Explainer, label_of
 
         if self._explainer is None:
-            self._own_server = self._server.beside()
+            self._own_server = self._server.with_own_connections()
             self._explainer = Explainer(self._own_server, started_at=self._started_at)
         cause = self._explainer.explain(miss.description, miss.trouble)
         if not self._explainer.has_failed:

@@ -73,7 +73,8 @@ def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) 
     Raises:
         ConfigError: The target or the topology is invalid, the settings are read-only, or this
             version of JAX is not supported.
-        CacheError: The server does not answer, or refuses the artifact, which the local tier keeps.
+        CacheError: The server does not answer, or refuses the artifact. If the upload failed, the
+            local tier keeps the artifact, unless the server has other bytes or withholds the key.
         Exception: Any exception of the target or the compiler.
     """
     if config.read_only:
@@ -83,17 +84,17 @@ def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) 
     with Stash(config) as stash:
         publisher = _Publisher(stash, platform)
         try:
-            seam = Seam(publisher, named=publisher.named)
+            seam = Seam(publisher, on_key=publisher.end_if_stored)
         except SeamUnavailableError as error:
             raise ConfigError(f"jax {jax.__version__}: {error}") from None
         try:
             with _key_components(publisher.components):
-                jitted, arguments, named = _parsed(target, function(devices))
-                lowered = jitted.lower(*arguments, **named)
+                jitted, arguments, keywords = _parsed(target, function(devices))
+                lowered = jitted.lower(*arguments, **keywords)
                 publisher.started = monotonic()
                 lowered.compile()
-        except _AlreadyStoredError as known:
-            return known.known
+        except _AlreadyStoredError as error:
+            return error.stored
         finally:
             seam.close()
         return publisher.result(target)
@@ -102,9 +103,9 @@ def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) 
 class _AlreadyStoredError(Exception):
     """Ends JAX's compilation before it starts, because the server has the artifact."""
 
-    def __init__(self, known: Prewarmed) -> None:
-        self.known = known
-        super().__init__(known.jax_key)
+    def __init__(self, stored: Prewarmed) -> None:
+        self.stored = stored
+        super().__init__(stored.jax_key)
 
 
 @dataclass
@@ -125,7 +126,8 @@ class _Publisher:
     _done: Prewarmed | None = None
     _error: Exception | None = None
 
-    def named(self, jax_key: str, program: Program) -> None:
+    def end_if_stored(self, jax_key: str, program: Program) -> None:
+        """Raise `_AlreadyStoredError` if the server has the artifact of the program."""
         if not self._is_for_topology(program):
             return
         key = request_of(jax_key, program).key
@@ -221,10 +223,10 @@ def _devices(platform: str, topology: str) -> list[Any]:
 
 def _parsed(target: str, returned: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     match returned:
-        case (jitted, tuple() | list() as arguments) if hasattr(jitted, "lower"):
-            return jitted, tuple(arguments), {}
-        case (jitted, tuple() | list() as arguments, dict() as named) if hasattr(jitted, "lower"):
-            return jitted, tuple(arguments), named
+        case (jitted, tuple() | list() as values) if hasattr(jitted, "lower"):
+            return jitted, tuple(values), {}
+        case (jitted, tuple() | list() as values, dict() as keywords) if hasattr(jitted, "lower"):
+            return jitted, tuple(values), keywords
         case _:
             raise ConfigError(
                 f"{target!r} gave {type(returned).__name__}; expected (jitted function, "

@@ -69,17 +69,17 @@ class Seam:
 
     Args:
         keeper: Serves JAX's look-ups and stores its results.
-        named: Called with every key that JAX computes. Its exceptions abort the compilation.
+        on_key: Called with every key that JAX computes. Its exceptions abort the compilation.
 
     Raises:
         SeamUnavailableError: This version of JAX is not supported. JAX is unchanged.
     """
 
     def __init__(
-        self, keeper: Keeper, *, named: Callable[[str, Program], None] | None = None
+        self, keeper: Keeper, *, on_key: Callable[[str, Program], None] | None = None
     ) -> None:
         self._keeper = keeper
-        self._named = named
+        self._on_key = on_key
         self._is_open = True
         self._has_warned = False
         try:
@@ -162,8 +162,8 @@ class Seam:
             if "compression_algorithm" in signature.parameters:
                 bound.arguments["compression_algorithm"] = _COMPRESSION
             jax_key = name_program(*bound.args, **bound.kwargs)
-            if self._named is not None:
-                self._named(jax_key, self._compiling.present())
+            if self._on_key is not None:
+                self._on_key(jax_key, self._compiling.present())
             return jax_key
 
         return wrapper
