@@ -284,7 +284,7 @@ class SharingSettings:
     """Seconds that the end of a job may wait for its uploads."""
     torch_xla_mode: str = setting("auto", choice(str, ("auto", "exact", "hint")))
     """How the torch_xla hook finds an artifact: exact intercepts torch_xla's own look-up, hint
-    predicts it, auto uses exact if possible. If exact is impossible, both use hint, and
+    predicts it, auto uses exact if possible. If exact is impossible, auto and exact use hint, and
     exact warns."""
 
 

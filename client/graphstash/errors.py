@@ -80,7 +80,7 @@ class Reason(StrEnum):
     """
     FORBIDDEN = "forbidden"
     """The token does not grant this operation in this namespace. After a refused write, the job
-    only reads.
+    publishes nothing more.
 
     Use a namespace that the token covers, set `GRAPHSTASH_READ_ONLY=true`, or request another
     token.
@@ -109,14 +109,14 @@ class Reason(StrEnum):
     versions with `graphstash doctor`.
     """
     CIRCUIT_OPEN = "circuit_open"
-    """Several calls in a row failed, so the client pauses. It sent no request.
+    """Several calls in a row failed, so the client pauses. It sent no request for this call.
 
     Find the reason for the earlier failures in the log. The client tries again after at most a
     minute.
     """
     BUSY = "busy"
-    """The server asked the client to retry later (HTTP 429 or 503), and the job could not wait any
-    longer, or compiling was quicker.
+    """The server asked the client to retry later (HTTP 429 or 503). The job could not wait any
+    longer, or compiling took less time than waiting.
 
     If this is temporary, do nothing. Otherwise add workers or servers, or raise the namespace's
     rate.
@@ -134,8 +134,8 @@ class Reason(StrEnum):
     DIGEST_MISMATCH = "digest_mismatch"
     """The downloaded bytes do not match the announced digest. They were not used.
 
-    If this happens once, do nothing: the server checks its copy and deletes it if it is damaged. If
-    it happens again, check disks and proxies.
+    If this happens once, do nothing: the server checks the artifact and deletes it if it is
+    damaged. If it happens again, check disks and proxies.
     """
     WRONG_KEY = "wrong_key"
     """The server delivered an intact artifact of another key. The job reported the artifact and did
@@ -168,8 +168,8 @@ class Reason(StrEnum):
     Delete the artifacts that the key signed, and let a job publish them again under a new key.
     """
     UNSIGNED = "unsigned"
-    """A signature is required, but the artifact is unsigned or comes from a file that others can
-    change.
+    """A signature is required, but the artifact is unsigned, or comes from a file that other users
+    can change.
 
     Publish it with `GRAPHSTASH_SIGNING_KEY`, or accept unsigned artifacts with
     `GRAPHSTASH_SIGNATURES=prefer`.
@@ -185,8 +185,8 @@ class Reason(StrEnum):
     Check free space and permissions of `GRAPHSTASH_CACHE_DIR`.
     """
     WAIT_BUDGET = "wait_budget"
-    """Another job held the lease, and this job compiled instead of waiting. Usually its waiting
-    time is used up, or its last waits brought nothing.
+    """Another job held the lease, and this job compiled instead of waiting. Usually this job's
+    waiting time is used up, or its last waits ended without an artifact.
 
     Find out who holds leases without publishing; the log names the first holder. If the graphs
     really take that long to compile, raise `GRAPHSTASH_WAIT_SECONDS`.
@@ -250,8 +250,8 @@ class CacheError(GraphstashError):
     Attributes:
         reason: label under which the fallback is counted.
         detail: what happened. One line of bounded length, because a server may have written it.
-        is_in_doubt: whether the server refused the repetition of a request that it may have
-            carried out before.
+        is_in_doubt: whether the refused request was a repetition. The server may have carried out
+            the first request, whose response was lost.
     """
 
     is_in_doubt = False
@@ -271,8 +271,9 @@ class BusyError(CacheError):
 
     Attributes:
         retry_after_seconds: seconds to wait before the next call.
-        patience_seconds: maximum seconds to wait in total. Infinite if the server is only loaded.
-        is_full: whether the server only lacks a free connection.
+        patience_seconds: maximum seconds to wait in total. Infinite if the server works, but has
+            too many requests or connections.
+        is_full: whether the server has too many connections.
     """
 
     def __init__(
@@ -320,7 +321,7 @@ class VerificationError(CacheError):
     """The bytes do not match what they claim to be.
 
     Attributes:
-        namespace: the artifact's namespace on the server; None if it is from elsewhere.
+        namespace: the artifact's namespace on the server; None if the artifact is not from one.
         earlier: verification errors from namespaces that the job tried before.
     """
 

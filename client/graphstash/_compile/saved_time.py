@@ -9,11 +9,12 @@ hypothetical time line, on which each hit takes as long as its compilation:
 
 The estimate is the union of these hypothetical compilations over all threads, so parallel
 compilations count once. It excludes the time of the look-ups, and the time when another thread has
-really compiled, because the process would have been busy anyway.
+really compiled, because the process was busy in that time even with the cache.
 
-At each event, a time line is delayed at least as much as the main thread's, which usually starts
-the work. Otherwise time lines are independent: if one worker hands work to another, the estimate
-may treat their compilations as parallel, and is too low.
+At each hit and each compilation, a thread's time line is delayed at least as much as that of the
+main thread, which usually starts the work. Otherwise time lines are independent. If a worker thread
+compiles, and then hands work to another worker thread that compiles, the estimate may treat both
+compilations as parallel, and is then too low.
 """
 
 import threading

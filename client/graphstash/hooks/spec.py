@@ -23,7 +23,9 @@ class Hook(Protocol):
         """Remove the hook from its compiler, and finish or release what it started."""
 
     def after_fork(self, cache: "CompileCache") -> bool:
-        """Continue in a forked child with the child's cache. False if it does nothing there."""
+        """Continue in a forked child with the child's cache. Return False if the hook does nothing
+        in the child.
+        """
 
 
 class TestedVersions(NamedTuple):
@@ -34,7 +36,7 @@ class TestedVersions(NamedTuple):
         oldest: first release. (2, 7) contains 2.7.1.
         newest: last release. (2, 15) contains 2.15.3.
         steps_aside_below: whether to refuse versions before `oldest`, instead of only warning.
-        steps_aside_above: the same after `newest`.
+        steps_aside_above: whether to refuse versions after `newest`, instead of only warning.
     """
 
     distribution: str
@@ -86,8 +88,8 @@ class HookSpec(NamedTuple):
 
     Attributes:
         name: the name in `GRAPHSTASH_HOOKS` and of the entry point.
-        compiler: what the hook serves, for the table of compilers (Markdown).
-        tested_with: versions, for the same table.
+        compiler: the compiler's name in the documentation's table of compilers (Markdown).
+        tested_with: versions of the compiler that tests use, for that table.
         modules: modules of the compiler. Importing any of them installs the hook.
         install: function that takes the `CompileCache` and returns a `Hook`, or None after a
             warning that gives the reason.
@@ -96,10 +98,11 @@ class HookSpec(NamedTuple):
             installed.
         runtimes: further distributions whose versions change what is compiled.
         tested: supported versions. None if they cannot be read from an installed distribution.
-        requirement: what to give to `pip install` for a supported compiler.
+        requirement: argument of `pip install` that installs a supported version of the compiler.
         settings: settings that the hook reads, in lower case without the prefix `GRAPHSTASH_`.
-        diagnose: function that takes the `ClientConfig` and returns a `Verdict`, or None to let
-            `graphstash doctor` compare the versions. It must not import the compiler.
+        diagnose: function that takes the `ClientConfig` and returns a `Verdict` or None. It must
+            not import the compiler. If it returns None, or if there is no function, `graphstash
+            doctor` compares the versions.
     """
 
     name: str
@@ -135,7 +138,7 @@ class HookSpec(NamedTuple):
         return not is_refused
 
     def judge(self, config: "ClientConfig") -> Verdict | None:
-        """Return the hook's own diagnosis. None if it has none."""
+        """Return the result of `diagnose`, or None if the hook has no such function."""
         verdict: Verdict | None = load(self.diagnose)(config) if self.diagnose else None
         return verdict
 

@@ -1,8 +1,9 @@
 """Search spaces: the configurations of a kernel, and the moves between neighbours.
 
 A configuration is a tuple of values in the order of the space's parameters, so it is hashable and
-short in JSON. A move leads to a neighbour. Moves have the same numbers for all configurations, as a
-policy network needs.
+short in JSON. A move changes a configuration into a neighbour. The moves are numbered from 0, and
+every configuration has the same numbers, because a policy network has one output per move. A move
+may be illegal for some configurations.
 """
 
 import random
@@ -25,7 +26,7 @@ Configuration: TypeAlias = tuple[Value, ...]
 
 
 class SpaceError(GraphstashError, ValueError):
-    """A search space is invalid, or does not contain a configuration."""
+    """A search space is invalid, or a given configuration is not in it."""
 
 
 class EmptySpaceError(SpaceError):
@@ -37,7 +38,7 @@ class SearchSpace(ABC):
 
     Attributes:
         names: names of the parameters.
-        moves: number of moves; a move is a number below it.
+        moves: number of moves. A move is a number from 0 to `moves` - 1.
     """
 
     names: tuple[str, ...]
@@ -63,7 +64,7 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def draw(self, random: random.Random) -> Configuration:
-        """Draw one configuration, each with the same probability."""
+        """Draw a configuration. All configurations have the same probability."""
 
     @abstractmethod
     def moved(self, configuration: Configuration, move: int) -> Configuration | None:
@@ -71,7 +72,9 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def features(self, configuration: Configuration) -> Sequence[float]:
-        """Return input for a model: numbers of about -1 to 1, as many for every configuration."""
+        """Return input for a model: numbers from about -1 to 1, equally many for all
+        configurations.
+        """
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

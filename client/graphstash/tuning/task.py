@@ -47,7 +47,7 @@ class Task:
     target: Target
 
     def __post_init__(self) -> None:
-        # `tune` would overwrite it, and problems that differ only in this part would share answers.
+        # `tune` overwrites this part. Problems that differ only in it would share their schedules.
         if _TARGET in self.problem.parts:
             raise ValueError(
                 f"the part {_TARGET!r} of the problem cannot be used: it holds what "
@@ -76,8 +76,9 @@ def tune(
 
     Args:
         task: the kernel to tune.
-        budget: limit of each search. A second search follows if the measurements of other hosts do
-            not hold here. The final comparison of the best configurations is not counted.
+        budget: limit of each search. A second search, without the measurements of other hosts,
+            follows if they prove wrong on this host. The final comparison of the best
+            configurations does not count towards the limit.
         searcher: a name of `SEARCHERS`.
         seed: seed of the searcher.
         workers: maximum configurations built in parallel.

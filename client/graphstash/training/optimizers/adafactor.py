@@ -17,9 +17,9 @@ state; Adam has 2 A B.
 
 Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018, arXiv
 1804.04235. The same as `torch.optim.Adafactor`, whose documentation lists the differences from the
-paper, except for three cases in which torch's parameters become NaN. If squares of G overflow,
-nothing changes. If a row of G is zero and the square of eps1 underflows, the row keeps its
-parameters. If RMS(W) is not finite because W holds infinity, it counts as eps2.
+paper, except for three cases in which torch's parameters become NaN. If squares of G overflow, this
+class changes neither the parameter nor its state. If a row of G is zero and the square of eps1
+underflows, the row keeps its parameters. If RMS(W) is infinite or NaN, it counts as eps2.
 
 With the default lr, 0.01, step lengths equal those of Hugging Face's Adafactor with its defaults,
 `relative_step` and `scale_parameter`, except that Hugging Face adds eps1 to G^2. Steps of a fixed

@@ -1,6 +1,6 @@
 """Shampoo: gradients multiplied along each dimension by inverse roots of their second moments.
 
-G is the gradient, with shape [d1, ..., dn], negated if `maximize`. For dimension i, G Gᵀ contracts
+G is the gradient, with shape [d1, ..., dn], negated if `maximize`. For dimension i, G Gᵀ sums over
 all other dimensions and has shape [di, di]:
 
     S_i <- beta2 * S_i + (1 - beta2) * G Gᵀ             statistics; S_i + G Gᵀ if beta2 is 1
@@ -19,8 +19,8 @@ Optimizer", 2023, arXiv 2309.06497.
 
 With precondition_frequency=1, delay=0 and betas=(0, 1), steps with grafting, merging and blocks
 equal those of pytorch-optimizer's `ScalableShampoo` with `use_svd=True`. Steps without these three
-equal those of its `Shampoo`. With a larger precondition_frequency, its optimizers may compute roots
-in other steps.
+equal those of its `Shampoo`. With a larger precondition_frequency, pytorch-optimizer's classes may
+compute the roots in different steps than this class.
 
 A background thread computes the roots; the module `roots` describes when they are used.
 """

@@ -12,13 +12,13 @@ back" by the transposed Q_i:
     S_i <- beta3 * S_i + (1 - beta3) * G Gᵀ                  statistics
     Q_i <- orthogonal part (QR) of S_i Q_i                   roots, every `precondition_frequency`
 
-The first step only initializes: S_i are the statistics of its gradient, and Q_i their eigenvectors.
-In the second step, t is 1. Before each QR, the columns of Q_i, and V with them, are sorted by their
-share of S_i.
+The first step changes no parameter. It sets S_i to the statistics of its gradient, and Q_i to the
+eigenvectors of S_i. In the second step, t is 1. Before each QR, the columns of Q_i are sorted by
+their share of S_i, and V is reordered with them.
 
 Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024, arXiv 2409.11321. The same
-as `SOAP` of pytorch-optimizer. A thread computes the bases during training, see `roots`. Only the
-next step needs them, so a delay of 1 changes nothing.
+as `SOAP` of pytorch-optimizer. A background thread computes the bases Q_i during training, see
+`roots`. The bases of a step are first used in the next step, so a delay of 1 changes nothing.
 """
 
 from typing import Any, Unpack

@@ -9,9 +9,9 @@
     WELCOME  aggregator  answers OPEN, with the same size
     DATA     worker      blocks of a round, and the number of the worker's next nonzero block
     RESULT   aggregator  the sums of a round, and the number at which the next round begins
-    WAITING  aggregator  answers a repeated DATA or an ASK: these other ranks are missing
-    ASK      worker      repeats DATA without its blocks, after WAITING
-    ALIVE    worker      heartbeat; `round` counts them
+    WAITING  aggregator  answers a repeated DATA or an ASK: lists the ranks whose DATA is missing
+    ASK      worker      replaces further repetitions of DATA after WAITING; has no blocks
+    ALIVE    worker      heartbeat; `round` is its number
     LEAVE    worker      ends the worker's part in the session; has a text if the worker failed
     LEFT     aggregator  answers LEAVE
     FAILED   aggregator  the session is over; the text says why
@@ -92,12 +92,13 @@ class Header(NamedTuple):
 
     Attributes:
         kind: Kind of the message. OPEN stores the number of workers in `filled`, and
-            `lost_after_seconds` in `round` as milliseconds. WELCOME stores the aggregator's
+            `lost_after_seconds` in `round`, in milliseconds. WELCOME stores the aggregator's
             receive buffer in `elements`, in bytes.
         element: Code of the blocks' type in `ELEMENTS`.
         operation: SUM or MAX.
         session: Random number of the session.
-        rank: Rank of the worker that sends, or that WELCOME, WAITING or LEFT answers.
+        rank: Rank of the worker that sends the message, or to which the aggregator sends WELCOME,
+            WAITING or LEFT.
         aggregator: Number of the aggregator that sends or is addressed.
         slot: Number of the slot in the aggregator's pool.
         streams: Number of streams that share the tensor's blocks.
@@ -171,9 +172,10 @@ class Message(NamedTuple):
 
 
 class Seal:
-    """Seals and opens the datagrams of one session.
+    """Authenticates the datagrams of one session: `close` appends the seal, and `open` checks it.
 
-    `key` is a secret of the session's processes, 32 bytes or more. `session` is below 2**64.
+    `key` is a secret that the session's processes share, 32 bytes or more. `session` is below
+    2**64.
     """
 
     def __init__(self, key: bytes, session: int) -> None:
