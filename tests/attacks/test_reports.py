@@ -74,6 +74,19 @@ def test_two_writers_report_a_sound_artifact(any_fort, space, key, publish, writ
     assert [report(caller)["withheld"] for caller in (writer(), admin)] == [False, True]
 
 
+def test_a_report_of_what_is_wrong_withholds_it_at_once(
+    any_fort, space, key, publish, writer, report
+):
+    """No envelope, and the envelope of another key."""
+    any_fort.fill(space)
+    assert report(writer())["withheld"] is True
+
+    any_fort.http(any_fort.admin).delete(artifact_path(space))
+    envelope = publish(key(1), PAYLOAD, server=any_fort, namespace=f"{space}-other")
+    assert any_fort.put(artifact_path(space), envelope.path.read_bytes()).status_code == 201
+    assert report(writer(), "wrong_key")["withheld"] is True
+
+
 def test_a_report_of_a_blob_that_was_damaged_on_disk_drops_it(fort, space, key, publish, tmp_path):
     envelope = publish(key(), PAYLOAD)
     digest = Digest.of(envelope.path.read_bytes())

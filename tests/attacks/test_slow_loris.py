@@ -69,6 +69,7 @@ def test_many_connections_are_kept_busy_byte_by_byte(hasty, space):
         if answer is None:
             return None
         assert answer.status == 408
+        assert answer.problem["retryable"] is True
         assert ("bytes/s" in answer.problem["detail"]) is (dripped == b" ")
         return answer.problem["code"]
 

@@ -244,6 +244,22 @@ def test_fast_path_and_application_give_same_answer_from_s3(
 # -- what is counted and logged --
 
 
+def test_fast_path_and_application_write_same_access_log(start, connect):
+    """test_logs has a log with entries of all levels."""
+    server = start("--access-log", "--log-level", "error")
+    api = connect(server.url)
+    api.put(SMALL)
+    for aside in ([], [ASIDE]):
+        ask(server.url, "GET", api.path(), *aside)
+        ask(server.url, "HEAD", api.path(), "If-None-Match: *", *aside)
+        ask(server.url, "GET", api.path(404), *aside)
+
+    until(lambda: server.log.count("HTTP/1.1") == 7)
+    said = re.findall(r'"\w+ \S+ HTTP/1.1" \d+', server.log)
+    assert [line.rpartition(" ")[2] for line in said[1:4]] == ["200", "304", "404"]
+    assert said[1:4] == said[4:7]
+
+
 def test_fast_path_and_application_count_alike(api, connect, live_server):
     refused = context_of(live_server).accounting.refused
     counted = []

@@ -83,6 +83,12 @@ def test_empty_and_oversized_manifests_are_refused(api, problem):
     assert api.http.get(path(api)).status_code == 404
 
 
+@pytest.mark.parametrize("name", ["-x", "x" * 129, "%20", "a%0ab", ".hidden"])
+def test_malformed_name_is_refused(api, problem, name):
+    problem(put(api, [1], name), 400, "invalid_name", "manifest name")
+    problem(api.http.get(path(api, name)), 400, "invalid_name")
+
+
 @pytest.mark.sql
 async def test_entries_of_a_namespace_are_bounded_counted_and_dropped_when_unused(
     opened, monkeypatch

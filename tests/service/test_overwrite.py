@@ -153,7 +153,8 @@ def test_concurrent_readers_never_get_a_miss_or_a_mixture(api, connect):
 
 def test_audit_log_distinguishes_put_from_overwrite(api, problem):
     api.put(OLD, 1, X_Request_Id="first")
-    problem(api.put(NEW, 1, Repr_Digest=Digest.of(OLD).repr_digest), 400, "digest_mismatch")
+    mismatch = api.put(NEW, 1, Repr_Digest=Digest.of(OLD).repr_digest)
+    problem(mismatch, 400, "digest_mismatch", Digest.of(OLD).sha256, Digest.of(NEW).sha256)
     api.put(NEW, 1, X_Request_Id="second")
     api.put(NEW, 1, X_Request_Id="third")
     api.http.delete(api.path(1), headers={"X-Request-Id": "fourth"})

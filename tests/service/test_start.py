@@ -28,7 +28,7 @@ from graphstash_server.storage.disk import ServerLock
 from graphstash_server.testing import LiveServer
 from support.database_sessions import connected, eventually
 from support.ports import reserved_port
-from support.processes import captured
+from support.processes import captured, python
 from support.waiting import until
 
 
@@ -64,6 +64,14 @@ def test_started_server_prints_data_directory_and_client_settings(start, tmp_pat
     assert "Traceback" not in server.log
 
 
+def test_server_listens_on_loopback_by_default(tmp_path, refusal):
+    said = refusal("--host", "0.0.0.0", "--auth", "none", status=2)
+
+    assert "anyone who can reach the port can run code in every job" in said
+    assert "--insecure" in said
+    assert not (tmp_path / "d").exists()
+
+
 @pytest.mark.parametrize("host", ["::", "192.0.2.1", "a" * 64])
 def test_listening_beyond_loopback_needs_tokens_or_insecure(host):
     with pytest.raises(StartError, match="run code in every job"):
@@ -91,6 +99,24 @@ def test_failed_start_prints_one_line(tmp_path, refusal):
     (tmp_path / "file").touch()
     said = refusal("--port", "0", status=1, data_dir=tmp_path / "file" / "d")
     assert "cannot write to the data directory" in said
+
+
+def test_start_on_a_taken_port_fails_before_it_imports_the_application(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        found = python(
+            """
+            import sys
+            from graphstash_server.__main__ import main
+            try:
+                main()
+            finally:
+                print("graphstash_server.app" in sys.modules)
+            """,
+            *("--port", port, "--data-dir", tmp_path / "data"),
+        )
+    assert "cannot listen" in found.stderr
+    assert found.stdout.split() == ["False"]
 
 
 def test_postgresql_that_fails_the_clock_query_fails_the_start(postgres, tmp_path):

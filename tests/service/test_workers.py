@@ -181,6 +181,23 @@ def test_rolling_restart_fails_no_request_and_a_killed_worker_only_its_own(start
     socket.create_server(("127.0.0.1", server.port)).close()  # the port is free
 
 
+def test_long_download_completes_before_its_worker_ends(start, connect):
+    server = start("--workers", "2")
+    old, api = server.workers, connect(server.url)
+    api.put(LARGE)
+    with api.http.stream("GET", api.path()) as answer:
+        chunks = answer.iter_raw(65536)
+        received = next(chunks)
+        for worker in old:
+            os.kill(worker, signal.SIGTERM)
+        # One of them has to finish the transfer, the other one is gone.
+        until(lambda: len(server.workers - old) == 1 and serving(server) == 3)
+        received += b"".join(chunks)
+
+    assert received == LARGE
+    assert server.stop() == 0
+
+
 def test_shutdown_answers_lease_waiters_and_a_second_interrupt_waits_for_nothing(start, connect):
     server = start("--workers", "2", **patient(3600))  # an hour, for requests under way
     token = connect(server.url).acquire(holder="a", ttl_seconds=300).json()["token"]

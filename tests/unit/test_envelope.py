@@ -130,6 +130,7 @@ def test_a_zip_bomb_stops_at_the_size_that_it_declares():
     "changes",
     [
         {"raw_size": None},
+        {"raw_size": -1},
         {"raw_size": "many"},
         {"raw_sha256": "0" * 64},
         {"kind": None},

@@ -25,19 +25,20 @@ from graphstash_schema import (
     InvalidValueError,
     ManifestName,
     Namespace,
+    NamespacePattern,
     Problem,
 )
 from graphstash_schema.envelope import names_key
 from graphstash_schema.protocol import MAX_METADATA_BYTES
 
-WORDS = [Namespace, DeviceType, Fingerprint, ManifestName]
+WORDS = [Namespace, DeviceType, Fingerprint, ManifestName, NamespacePattern]
 
 
 @pytest.mark.parametrize("word", WORDS)
 def test_malformed_text_is_refused(word):
     for text in (
         *("", " ", "a b", "a/b", "..", ".a", "a\n", "\na", "a\0", "ä", "a" * 300, "%2e", "-a"),
-        "x" * 10_000 + "\n",
+        *("(a|b)", "x" * 10_000 + "\n"),
     ):
         with pytest.raises(InvalidValueError) as refusal:
             word(text)
@@ -46,6 +47,12 @@ def test_malformed_text_is_refused(word):
         assert len(str(refusal.value)) < 250
     with pytest.raises(ValidationError):
         TypeAdapter(word).validate_json("1")
+
+
+def test_a_pattern_is_as_long_as_a_namespace():
+    assert NamespacePattern("a*" * 32) == "a*" * 32
+    with pytest.raises(InvalidValueError):
+        NamespacePattern("a" * 65)
 
 
 def test_a_key_reads_its_three_segments_and_writes_them_again():
