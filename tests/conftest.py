@@ -239,9 +239,19 @@ def server(tmp_path_factory):
         yield server
 
 
+@pytest.fixture(scope="session")
+def new_namespace():
+    """Names a new namespace.
+
+    Tests in random order make a module's fixture again on the same server: they come back to it
+    from a server on another database.
+    """
+    return lambda: f"test-{next(_numbers)}"
+
+
 @pytest.fixture
-def namespace():
-    return f"test-{next(_numbers)}"
+def namespace(new_namespace):
+    return new_namespace()
 
 
 @pytest.fixture(scope="session")

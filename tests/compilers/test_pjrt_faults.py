@@ -1,5 +1,7 @@
 """Whatever happens around a compile call, the framework gets a right executable."""
 
+from functools import cache
+
 import pytest
 
 from support.fault_proxy import Fault, FaultProxy
@@ -14,26 +16,33 @@ REASONS = {
 }
 
 
-@pytest.fixture(scope="module", params=each_of({"": "", "jax-pjrt": "jax-pjrt"}))
-def report(request, jobs, server, tmp_path_factory):
-    """What one process has met."""
-    directory = tmp_path_factory.mktemp("pjrt-faults")
-    settings = {"namespace": f"pjrt-faults-{request.param}", "hooks": "pjrt"}
-    with FaultProxy(server.port) as proxy:
-        proxy.fault = Fault.FLIP
-        urls = {"sound": server.url, Fault.FLIP: proxy.url}
-        return (
-            jobs.start(
+@pytest.fixture(scope="module")
+def report_of(jobs, server, tmp_path_factory):
+    """Reports what one process has met, once for each environment in any order of the tests."""
+
+    @cache
+    def report_of(environment):
+        directory = tmp_path_factory.mktemp("pjrt-faults")
+        settings = {"namespace": f"pjrt-faults-{environment}", "hooks": "pjrt"}
+        with FaultProxy(server.port) as proxy:
+            proxy.fault = Fault.FLIP
+            urls = {"sound": server.url, Fault.FLIP: proxy.url}
+            running = jobs.start(
                 directory / "job",
                 *case_arguments("pjrt_jax:faults", urls=urls),
                 script=RUN_CASE,
                 under="graphstash run",
-                environment=request.param,
+                environment=environment,
                 **settings,
             )
-            .finish()
-            .report
-        )
+            return running.finish().report
+
+    return report_of
+
+
+@pytest.fixture(params=each_of({"": "", "jax-pjrt": "jax-pjrt"}))
+def report(request, report_of):
+    return report_of(request.param)
 
 
 @pytest.mark.parametrize("fault", REASONS)

@@ -48,7 +48,8 @@ def kept(guarded):
     report = {"started_at": "2026-01-01T00:00:00Z", "seconds": 1}
     assert admin.http.put("/v1/kept/runs/run-1/p0", json=report).is_success
     guarded.set_policy("kept", mode="read_only", limit_bytes=1000)
-    return guarded
+    yield guarded
+    guarded.set_policy("kept", mode="write_once")  # tests in random order come back to this server
 
 
 def seen(answer, words):

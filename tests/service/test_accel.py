@@ -45,9 +45,10 @@ GETS = (
 
 
 @pytest.fixture(scope="module")
-def reads(live_server, nginx):
+def reads(live_server, nginx, new_namespace):
     """The same artifact, read from the server and through nginx."""
-    with closing(Api(live_server.url, "accel")) as api, closing(Api(nginx.url, "accel")) as through:
+    name = new_namespace()
+    with closing(Api(live_server.url, name)) as api, closing(Api(nginx.url, name)) as through:
         assert api.put(BLOB, seconds=12.5).status_code == 201
         yield api, through
 

@@ -490,7 +490,7 @@ def test_backup_of_an_earlier_revision_is_upgraded_and_of_a_later_one_refused(
     assert "database revision 9999, which release" in new_site().run("restore", backup, status=1)
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("database", most_extended(["sqlite", "postgresql"], quick=["sqlite"]))
 def test_artifacts_withheld_and_tokens_revoked_since_the_backup_stay_so(
     new_site, tmp_path, backup, database
 ):

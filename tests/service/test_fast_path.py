@@ -153,9 +153,9 @@ def both(live_server):
 
 
 @pytest.fixture(scope="module")
-def paths(live_server):
+def paths(live_server, new_namespace):
     """The path of each blob."""
-    with closing(Api(live_server.url, "both-ways")) as api:
+    with closing(Api(live_server.url, new_namespace())) as api:
         for number, blob in enumerate(BLOBS.values()):
             assert api.put(blob, number, seconds=12.5).status_code == 201
         names = (*BLOBS, "absent")

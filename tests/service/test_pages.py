@@ -40,9 +40,9 @@ def text_of(page):
 
 
 @pytest.fixture(scope="module")
-def used(guarded):
+def used(guarded, new_namespace):
     """A team whose work tests only look at."""
-    team = Team(guarded.url, "pages-used", guarded.admin)
+    team = Team(guarded.url, new_namespace(), guarded.admin)
     team.day = datetime.now(UTC).date()
     team.key = team.work()
     yield team
