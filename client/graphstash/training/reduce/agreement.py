@@ -20,7 +20,7 @@ def gathered(group: distributed.ProcessGroup, mine: T) -> list[T]:
     return values
 
 
-def require_same(group: distributed.ProcessGroup, mine: str, *, wrong: str, way_out: str) -> None:
+def require_same(group: distributed.ProcessGroup, mine: str, *, wrong: str, advice: str) -> None:
     """Check that `mine` is the same text on all ranks; a collective call.
 
     Raises:
@@ -29,7 +29,7 @@ def require_same(group: distributed.ProcessGroup, mine: str, *, wrong: str, way_
     texts = gathered(group, mine)
     if len(set(texts)) > 1:
         listed = "; ".join(f"rank {texts.index(each)}: {each}" for each in dict.fromkeys(texts))
-        raise ConfigError(f"{wrong} ({listed}): {way_out}")
+        raise ConfigError(f"{wrong} ({listed}): {advice}")
 
 
 def require_floats(values: Tensor, wire_dtype: torch.dtype | None) -> None:

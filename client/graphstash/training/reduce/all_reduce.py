@@ -216,7 +216,7 @@ class BlockSparseAllReduce:
                 self.group,
                 call,
                 wrong="the ranks want to add up different tensors",
-                way_out="build the same model with the same settings of the hook on each, and add "
+                advice="build the same model with the same settings of the hook on each, and add "
                 "up in the same order",
             )
         return int(most)

@@ -227,7 +227,7 @@ class SparseState:
             f"through={'aggregators' if through else None}, dense={hook}, "
             f"thresholding={thresholding}",
             wrong="the ranks made different states of the hook",
-            way_out="give SparseState the same arguments on each",
+            advice="give SparseState the same arguments on each",
         )
         self._gates: dict[tuple[int, int], DensityGate] = {}
         self._statistics: dict[tuple[int, int], BucketStatistics] = {}

@@ -76,7 +76,7 @@ class LimitDoubts:
 def _reason(namespace: str | None, *, is_policy: bool) -> str:
     """Return the reason, without sizes that a caller of one namespace must not read."""
     where = "the store" if namespace is None else f"the namespace {namespace}"
-    way_out = (
+    advice = (
         f"graphstash namespace set {namespace} --limit"
         if is_policy
         else "GRAPHSTASH_STORE_LIMIT_BYTES, GRAPHSTASH_SOFT_LIMIT_BYTES, "
@@ -84,5 +84,5 @@ def _reason(namespace: str | None, *, is_policy: bool) -> str:
     )
     return (
         f"{where} has more than twice its soft limit. In case the limit is a mistake, nothing is "
-        f"evicted for it: raise it ({way_out}), or evict with `graphstash gc --evict-now`"
+        f"evicted for it: raise it ({advice}), or evict with `graphstash gc --evict-now`"
     )

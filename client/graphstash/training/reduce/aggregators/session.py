@@ -110,7 +110,7 @@ class Session:
             require_same(
                 *(group, str(settings)),
                 wrong="the ranks want different sums",
-                way_out="give the same settings on each",
+                advice="give the same settings on each",
             )
             offers = gathered(group, self._offer(settings, rank, secret_file, listen))
             _require_agreement(offers, settings)
