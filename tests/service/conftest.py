@@ -29,8 +29,6 @@ from support.sessions import HTML, sign_in
 from support.tokens import Guarded
 from support.waiting import until
 
-NUMBERS = itertools.count()
-
 
 def files_of(data_dir: Path) -> list[Path]:
     """Every blob and every temporary file."""
@@ -91,9 +89,9 @@ def _nothing_stays_public(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def api(live_server: LiveServer) -> Iterator[Api]:
+def api(live_server: LiveServer, new_namespace: Callable[[], str]) -> Iterator[Api]:
     """A namespace that no other test uses, on the shared server."""
-    api = Api(live_server.url, f"test-{next(NUMBERS)}")
+    api = Api(live_server.url, new_namespace())
     yield api
     api.close()
 
