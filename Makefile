@@ -17,8 +17,8 @@ export PYTHONSAFEPATH = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo serve test test-all test-package test-pairs test-random test-images test-gpu test-pythons \
-    coverage fuzz check lint types format hooks dist docs docs-serve reference bench bench-training bench-tuning bench-reduce \
-    constraints clean
+    coverage fuzz check lint types format hooks dist docs docs-serve reference \
+    bench bench-training bench-tuning bench-reduce constraints clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort

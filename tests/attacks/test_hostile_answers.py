@@ -81,7 +81,7 @@ _LIES = (
 
 
 def test_the_headers_of_an_artifact_lie(fort, space, key, publish, middlebox, victim):
-    """Only those that say something of the bytes are believed, and these are checked."""
+    """The client uses only headers about the bytes, and checks the bytes against these."""
     payload = os.urandom(20_000)
     publish(key(), payload)
     box = middlebox()
@@ -160,7 +160,7 @@ def _held_by(name, *, seconds=1):
 
 
 def test_a_server_promises_what_it_does_not_have(leased):
-    """`held`, then `ready`, and then there is nothing: such waits are in vain, too."""
+    """The server answers `held`, then `ready`, but has no artifact. Such a wait has failed, too."""
     nothing = {"state": "ready", "digest": "sha256:" + "0" * 64, "size_bytes": 1}
     ready = (200, json.dumps(nothing))
     replies = itertools.cycle([_held_by("h", seconds=60), ready, ready, ready])

@@ -39,7 +39,7 @@ os.chdir("/")
 
 
 def give(path):
-    """Makes that user the owner of a file or a directory. Whoever is not root needs sudo."""
+    """Make the stranger the owner of a file or a directory. Users other than root need sudo."""
     # The path may lead through a descriptor of this process.
     real = path.parent.resolve() / path.name
     subprocess.run([*as_root(), "chown", f"{_STRANGER}:{_STRANGER}", real], check=True)
@@ -50,14 +50,15 @@ def as_root():
 
 
 class Stranger:
-    """Runs a program as that user; a context manager that ends it.
+    """Runs a program as another user. A context manager that ends the program.
 
     Args:
-        program: Python, which has imported os, socket, sys and threading before it became that
-            user; `arguments` are its `sys.argv[1:]`. It prints a line when it is ready.
+        program: text in Python, which may use os, socket, sys and threading: they are imported
+            before the process changes its user. It prints a line when it is ready.
+        arguments: `sys.argv[1:]` of the program.
 
     Attributes:
-        said: that line.
+        said: the line that the program printed when it was ready.
     """
 
     def __init__(self, program, *arguments):
@@ -67,16 +68,15 @@ class Stranger:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._is_over = False
+        self._output = None
         self.said = self._process.stdout.readline().strip()
         assert self.said, "the stranger's program failed"
 
     def finish(self):
-        """Ends the program's input and gives what it printed since."""
-        if not self._is_over:
-            self._is_over = True
-            self._told, _ = self._process.communicate(timeout=60)
-        return self._told
+        """Close the program's input. Return what the program has printed since its first line."""
+        if self._output is None:
+            self._output, _ = self._process.communicate(timeout=60)
+        return self._output
 
     def __enter__(self):
         return self

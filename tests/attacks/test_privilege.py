@@ -153,7 +153,7 @@ _FORWARDED = (
 
 @pytest.mark.parametrize("has_token", [True, False])
 def test_headers_of_proxies_are_obeyed(fort, space, has_token):
-    """A caller who sends them gets what it would get without, and no word of them back."""
+    """With these headers, the response is the same as without them, and repeats none of them."""
     fort.fill(space)
     token = fort.token(f"read:{space}")
 

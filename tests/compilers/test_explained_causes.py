@@ -77,7 +77,7 @@ class Cause:
 
 
 def causes_of_compiler(name: str) -> Iterator[Cause]:
-    """Yield the causes of a compiler; the first runs the script as it is."""
+    """Yield the causes of a compiler. The first cause runs the unchanged script."""
     read = tomllib.loads((CAUSES / f"{name}.toml").read_text("utf-8"))
     for each in read["cause"]:
         script = read["program"]

@@ -24,7 +24,7 @@ def host(tmp_path):
 def test_only_a_file_that_is_likely_complete_is_published(
     host, tmp_path, monkeypatch, content, free_bytes, is_published
 ):
-    """torch_xla ignores errors of a full disk, and closes what it has written until then."""
+    """torch_xla ignores the error of a full disk. It closes the file, which is then incomplete."""
     written = tmp_path / "graph"
     if content is not None:
         written.write_bytes(content)

@@ -68,7 +68,7 @@ def team(guarded: Guarded, namespace: str) -> Iterator[Team]:
 
 @pytest.fixture
 def browse(guarded: Guarded) -> Iterator[Callable[..., httpx.Client]]:
-    """Opens the pages of `guarded` for a person who signed in with these grants, or for nobody."""
+    """Opens the pages of `guarded`, signed in with these grants. Without grants, not signed in."""
     with ExitStack() as stack:
 
         def make(*grants: str) -> httpx.Client:

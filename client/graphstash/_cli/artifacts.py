@@ -112,8 +112,8 @@ def ls(
 ) -> None:
     """List the artifacts of a namespace.
 
-    Each artifact takes two lines. The first says what it is, the second where it runs and who made
-    it. `graphstash show` and `graphstash explain` accept the beginning of a fingerprint.
+    The second line of an artifact shows the device type for which it was compiled, and who
+    published it. `graphstash show` and `graphstash explain` accept the beginning of a fingerprint.
     """
     config = load_config(url=url, namespace=namespace)
     if after and sort not in _ORDERS:

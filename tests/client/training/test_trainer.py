@@ -57,38 +57,40 @@ def run(steps=5, *, loss=mse, seed=0, of=None, **options):
     return training.train(model, optimizer, data, steps=steps, loss=loss, **options), model
 
 
-def test_train_makes_the_steps_of_a_plain_loop():
-    result, model = run(15)
-    plain_model, optimizer, data = problem()
+def plain_loop(steps, *, clip=lambda parameters: None):
+    """Train as `run` does, without `train`; return the losses and the model."""
+    model, optimizer, data = problem()
     losses = []
-    for _, batch in zip(range(15), data, strict=False):
+    for _, batch in zip(range(steps), data, strict=False):
         optimizer.zero_grad()
-        loss = mse(plain_model, batch)
+        loss = mse(model, batch)
         loss.backward()
+        clip(model.parameters())
         optimizer.step()
         losses.append(loss.item())
-    assert result.losses == tuple(losses)
+    return tuple(losses), model
+
+
+def test_train_makes_the_steps_of_a_plain_loop():
+    result, model = run(15)
+    losses, plain_model = plain_loop(15)
+    assert result.losses == losses
     for one, other in zip(model.parameters(), plain_model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert (result.step, result.stopped_by, result.resumed_from) == (15, "steps", 0)
 
 
-@pytest.mark.parametrize("limits", [{"clip_value": 0.05}, {"clip_norm": 0.2}], ids=str)
-def test_scaled_gradients_are_clipped_as_those_of_a_plain_loop(limits):
+@pytest.mark.parametrize(
+    ("option", "limit", "clip"),
+    [
+        ("clip_value", 0.05, nn.utils.clip_grad_value_),
+        ("clip_norm", 0.2, nn.utils.clip_grad_norm_),
+    ],
+)
+def test_scaled_gradients_are_clipped_as_those_of_a_plain_loop(option, limit, clip):
     """The scale is a power of two, so it does not round."""
-    result, model = run(15, loss_scale=training.LossScale(2.0**10), **limits)
-    plain_model, optimizer, data = problem()
-    losses = []
-    for _, batch in zip(range(15), data, strict=False):
-        optimizer.zero_grad()
-        loss = mse(plain_model, batch)
-        loss.backward()
-        if "clip_value" in limits:
-            nn.utils.clip_grad_value_(plain_model.parameters(), limits["clip_value"])
-        else:
-            nn.utils.clip_grad_norm_(plain_model.parameters(), limits["clip_norm"])
-        optimizer.step()
-        losses.append(loss.item())
+    result, model = run(15, loss_scale=training.LossScale(2.0**10), **{option: limit})
+    losses, plain_model = plain_loop(15, clip=lambda parameters: clip(parameters, limit))
     assert result.losses == pytest.approx(losses, rel=1e-6)
     for one, other in zip(model.parameters(), plain_model.parameters(), strict=True):
         torch.testing.assert_close(one, other)

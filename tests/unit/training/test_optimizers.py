@@ -79,7 +79,7 @@ def torchs_scaler():
 
 @pytest.mark.parametrize(
     ("name", "fused", "dtype"),
-    [
+    [  # both forms of a case in different types, and the types in turn from case to case
         (name, fused, (torch.float32, torch.float64)[(number // 2 + number) % 2])
         for number, (name, fused) in enumerate(FORMS)
     ],
