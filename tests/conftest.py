@@ -13,10 +13,13 @@ import functools
 import gc
 import itertools
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
 import hypothesis
@@ -43,6 +46,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # A team of OpenMP's threads spins between two small operations; two workers have two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The tests have a cache directory of their own, but uv uses what it has downloaded before.
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("UV_CACHE_DIR", str(_CACHE / "uv"))
 
 # Otherwise Hugging Face's Trainer and Accelerate take the XLA device of .venv. They ask once, when
 # they are imported, and pytorch_optimizer imports them.
@@ -79,6 +86,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # workers inherit it
+        _make_temporary_directory(config)
     # A shell starts background commands with SIGINT ignored, and every process that a test starts
     # would inherit that: no test could interrupt a job.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -93,6 +102,20 @@ def pytest_configure(config):
     )
     hypothesis.settings.register_profile("test-all", untimed, max_examples=300)
     hypothesis.settings.load_profile("test-all" if config.option.extended else "test")
+
+
+def _make_temporary_directory(config):
+    """Give the run a temporary directory of its own, which is removed at the end.
+
+    Jobs that a test kills, and compilers, leave files behind. `tmp_path` stays where it was, so
+    that the files of the last runs can be read. PostgreSQL runs as another user if the tests run
+    as root, and has its files here.
+    """
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    directory = Path(tempfile.mkdtemp(prefix="graphstash-tests-"))
+    directory.chmod(0o755)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+    config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -218,6 +241,7 @@ def _no_settings_from_outside(monkeypatch, tmp_path_factory):
     for name in tuple(os.environ):
         if name.startswith(("GRAPHSTASH_", "_GRAPHSTASH_")):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "no-server"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-file"))
 
