@@ -1,5 +1,6 @@
 """replacing: write a file that takes the place of another one only when it is complete."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,10 +15,13 @@ def replacing(path: Path, *, is_text: bool = True, mode: int = 0o600) -> Iterato
     """Yield a file that replaces `path` atomically when the block ends without an exception.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or something else than a file is at `path`: a file
+            that replaced `/dev/null` would break the machine.
     """
     import tempfile  # slow to import
 
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         encoding = "utf-8" if is_text else None

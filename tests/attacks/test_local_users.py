@@ -3,15 +3,16 @@
 Nothing of theirs is loaded, nothing waits for them, and they learn no token.
 """
 
+import functools
 import itertools
 import os
+import shutil
 import socket
 import stat
 import subprocess
 import sys
 import textwrap
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,14 @@ def give(path):
     subprocess.run([*as_root(), "chown", f"{_STRANGER}:{_STRANGER}", real], check=True)
 
 
+@functools.cache
 def as_root():
-    return [] if os.geteuid() == 0 else ["sudo", "--non-interactive"]
+    if os.geteuid() == 0:
+        return []
+    words = ["sudo", "--non-interactive"]
+    if not shutil.which("sudo") or subprocess.run([*words, "true"], check=False).returncode:
+        pytest.fail("a second user is needed: run this as root, or with sudo without a password")
+    return words
 
 
 class Stranger:
@@ -244,7 +251,7 @@ def test_a_job_without_a_server_says_once_what_to_set(tmp_path, state):
     runner = ("run", "--", sys.executable, program)
     plain = f"import runpy; runpy.run_path({str(program)!r})"
 
-    for run in (partial(python, plain), partial(graphstash, *runner)):
+    for run in (functools.partial(python, plain), functools.partial(graphstash, *runner)):
         assert run(**cache, check=True).stderr.count("no server: set GRAPHSTASH_URL") == 1
     quiet = graphstash(*runner, **cache, GRAPHSTASH_URL="none", check=True)
     assert quiet.stderr == ""

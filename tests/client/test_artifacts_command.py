@@ -193,8 +193,8 @@ def test_a_server_of_an_earlier_release_is_named(server, command):
         assert "is older than this command" in command("ls", status=1, url=box.url).stderr
 
 
-@pytest.mark.parametrize("arguments", [["ls", "--limit", "0"], ["export", os.devnull]])
-def test_listing_ends_if_server_repeats_a_page(server, command, arguments):
+@pytest.mark.parametrize("arguments", [["ls", "--limit", "0"], ["export", "PLACE/bundle"]])
+def test_listing_ends_if_server_repeats_a_page(server, command, arguments, tmp_path):
     def endless(request, answer):
         if not request.path.partition("?")[0].endswith("/artifacts"):
             return answer
@@ -203,6 +203,7 @@ def test_listing_ends_if_server_repeats_a_page(server, command, arguments):
 
     with Middlebox(server.url, endless) as box:
         status = 1 if arguments[0] == "export" else 0
+        arguments = [argument.replace("PLACE", str(tmp_path)) for argument in arguments]
         done = command(*arguments, url=box.url, status=status)
         assert len(box.to("/artifacts")) == 2
     assert "no such artifacts" in done.stdout or "nothing to export" in done.stderr

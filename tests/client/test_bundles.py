@@ -1,6 +1,7 @@
 """`graphstash export` and `import`, between real servers and hosts."""
 
 import json
+import os
 import re
 import stat
 import tarfile
@@ -10,6 +11,7 @@ import pytest
 
 from graphstash._artifacts.bundle import Bundle
 from graphstash._http.client import ServerClient
+from graphstash._replacing import replacing
 from graphstash.errors import BusyError, TransportError
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
@@ -98,6 +100,18 @@ def test_a_part_of_a_namespace_is_exported(filled, command, file):
         command("export", file, *options)
         assert keys_in(file) == list(wanted), options
         file.unlink()
+
+
+def test_an_export_replaces_nothing_but_a_file(filled, command, tmp_path):
+    filled()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = command("export", pipe, status=1)
+    assert f"{pipe} is not a regular file: name a file to create or replace" in done.stderr
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert list(tmp_path.glob("pipe*")) == [pipe]
+    with pytest.raises(OSError, match="not a regular file"), replacing(pipe):
+        pytest.fail("it would replace the pipe")
 
 
 def test_export_is_repeatable_and_removes_nothing_but_its_own_downloads(

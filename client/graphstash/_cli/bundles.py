@@ -370,6 +370,8 @@ class _Export:
     def run(self) -> dict[str, Any]:
         if not self._file.parent.is_dir():
             fail(f"{self._file}: there is no directory {self._file.parent}")
+        if self._file.exists() and not self._file.is_file():
+            fail(f"{self._file} is not a regular file: name a file to create or replace")
         try:
             descriptor = make_own_directory(self._directory)
         except OSError as error:
