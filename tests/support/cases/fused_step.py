@@ -3,23 +3,38 @@
 # mypy: disallow-untyped-calls=False
 # torch is typed in part.
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphstash import training
 from graphstash.training.fusion import partial_step
 from graphstash.training.fusion.forward import ForwardFusion
+from graphstash.training.fusion.uses import is_held
+from support.held_memory import HOLDERS
 
 __all__ = ["in_next_forward"]
 
 partial_step._UNIT_BYTES = 0  # type: ignore[misc] # or these small parameters were left to step()
 
 
+def _notices(hold: Callable[[Tensor], Tensor], parameter: Tensor) -> bool:
+    held = hold(parameter)
+    while_held = is_held(parameter)
+    del held
+    return while_held and not is_held(parameter)
+
+
 def in_next_forward() -> dict[str, Any]:
-    """Train with and without fusion; return how many updates wait after each step, and the bits."""
+    """Train with and without fusion; return how many updates wait after each step, and the bits.
+
+    Also return the ways to hold a parameter's memory that fusion does not notice.
+    """
     report: dict[str, Any] = {"torch": torch.__version__, "waiting": []}
+    parameter = nn.Parameter(torch.zeros(6))
+    report["unnoticed"] = [name for name, hold in HOLDERS.items() if not _notices(hold, parameter)]
     for fused in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))

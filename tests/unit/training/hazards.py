@@ -30,6 +30,7 @@ from graphstash.training import (
     clip_grad_norm_,
     fuse,
 )
+from support.held_memory import HOLDERS
 
 __all__ = ["HAZARDS", "WIDTH", "Hazard", "Loop", "Net", "clip", "only_parts_are_called"]
 
@@ -319,6 +320,129 @@ def frozen_later(self, step):
     if step == 2:
         self.net.second.requires_grad_(requires_grad=False)
         self.net.second.weight.grad = self.net.second.bias.grad = None
+
+
+# Memory that other code holds.
+
+
+class HeldParameters(Loop):
+    """Reads and writes parameters in memory that it has taken before, without their versions."""
+
+    hold: Any
+    taken_after = -1
+
+    def hold_all(self):
+        return [self.hold(each) for each in self.net.parameters()]
+
+    def before_fuse(self):
+        self.held = self.hold_all() if self.taken_after < 0 else []
+
+    def before_step(self, step):
+        self.see(*self.held)
+        for each in self.held:
+            each.data.mul_(0.9)
+
+    def after_step(self, step):
+        if step == self.taken_after:
+            self.held = self.hold_all()
+        self.before_step(step)
+
+
+class HeldGradients(Loop):
+    """Changes gradients after the step, in memory that it has taken before."""
+
+    hold: Any
+
+    def before_step(self, step):
+        self.held = [self.hold(each.grad) for each in self.net.parameters()]
+
+    def after_step(self, step):
+        for each in self.held:
+            each.data.fill_(math.nan)
+
+
+class GradientsHeldInHook(Loop):
+    """Changes gradients before the step, after some quiet steps."""
+
+    hold: Any
+
+    def before_fuse(self):
+        self.held = []
+        for each in self.net.parameters():
+            each.register_post_accumulate_grad_hook(self.keep)
+
+    def keep(self, parameter):
+        self.held.append(self.hold(parameter.grad))
+
+    def before_step(self, step):
+        if step > 1:
+            for each in self.held:
+                each.data.mul_(0.1)
+        self.held.clear()
+
+
+for _holder, _hold in HOLDERS.items():
+    for _base, _values, _refused in (
+        (HeldParameters, {}, ""),
+        (HeldParameters, {"taken_after": 2}, ""),
+        (HeldGradients, {}, "used between"),
+        (GradientsHeldInHook, {}, "6 gradients .* are kept by other code"),
+    ):
+        _name = f"{_base.__name__} by {_holder}{' later' if _values else ''}"
+        _loop = type(_name, (_base,), {"hold": staticmethod(_hold), **_values})
+        _refusals = {"backward": _refused} if _refused else {}
+        if _holder == "to_dlpack" and _values:  # torch calls nothing in Python
+            _refusals["forward"] = r"memory of first\.weight was taken after step\(\)"
+        HAZARDS.append(Hazard(_name, _loop, _refusals))
+
+
+@loop_with("after_step", backward="still that of the last step")
+def shared_memory(self, step):
+    """Moves parameters and gradients."""
+    if step == 2:
+        self.net.share_memory()
+
+
+@hazard()
+class GradientsKeptInHook(GradientsHeldInHook):
+    """Keeps the gradients themselves."""
+
+    def hold(self, gradient):
+        return gradient
+
+
+@hazard(backward="6 gradients .* are kept by other code")
+class FlatGradients(Loop):
+    """All gradients lie in one buffer, which the loop zeroes itself."""
+
+    def before_fuse(self):
+        self.flat = torch.zeros(sum(each.numel() for each in self.net.parameters()))
+
+    def backward(self, step):
+        parts = self.flat.split([each.numel() for each in self.net.parameters()])
+        for each, part in zip(self.net.parameters(), parts, strict=True):
+            each.grad = part.view_as(each).data
+        self.loss(step).backward()
+
+    def after_step(self, step):
+        self.see(self.flat)
+        self.flat.zero_()
+
+
+def reads_outside(self, step, read):
+    x, y = self.batch(step)
+    return mse_loss(self.net(linear(x.requires_grad_(), read(self.net.second.weight))), y)
+
+
+@loop_with("loss")
+def read_detached_outside_of_the_model(self, step):
+    """Backward reads the weight after its gradient is whole."""
+    return reads_outside(self, step, torch.Tensor.detach)
+
+
+@loop_with("loss")
+def read_by_data_outside_of_the_model(self, step):
+    return reads_outside(self, step, lambda weight: weight.data)
 
 
 # Routing.

@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import linear, mse_loss
+from torch.nn.functional import mse_loss
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graphstash.training import SGD, AdamW, FusionError, Lion, fuse, traced_step
+from graphstash.training import SGD, AdamW, FusionError, fuse, traced_step
 from graphstash.training.fusion import partial_step
 from support.run_case import RUN_CASE, case_arguments
 from unit.training.hazards import WIDTH, Loop, Net, only_parts_are_called
@@ -95,7 +95,7 @@ def test_updates_wait_for_the_next_forward_on_the_newest_torch(jobs, tmp_path):
     options = {"script": RUN_CASE, "environment": "torch-newest", "under": "python"}
     report = jobs.start(tmp_path, *call, **options).finish().report
     assert report["torch"].startswith("2.15")
-    assert report["waiting"] == [0, 4, 4, 4]
+    assert (report["waiting"], report["unnoticed"]) == ([0, 4, 4, 4], [])
     assert report["fused"] == report["alone"]
 
 
@@ -152,23 +152,6 @@ def unsaved(training):
     training.opt.zero_grad()
     training.backward(1)
     return training
-
-
-@pytest.mark.parametrize("optimizer_class", [AdamW, Lion])
-def test_a_weight_that_backward_reads_late_outside_of_the_model_is_an_error(optimizer_class):
-    class ReadsOutside(Loop):
-        optimizer = optimizer_class
-
-        def loss(self, step):
-            x, y = self.batch(step)
-            x = linear(x.requires_grad_(), self.net.second.weight.detach())
-            return mse_loss(self.net(x), y)
-
-    training = ReadsOutside("backward")
-    training.step(0)
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        training.step(1)
 
 
 @pytest.mark.parametrize("part", ["net", "opt"])

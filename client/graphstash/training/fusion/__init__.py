@@ -46,6 +46,12 @@ def fuse(
     parameter first makes that parameter's update, and a use of `optimizer.state` makes all of them.
     Call `flush()` before other code, such as torch.func, uses a parameter.
 
+    If another object holds a parameter's memory (a view, `.data`, an array of NumPy, a DLPack
+    capsule), `step()` makes its update. Code that has only an address (`data_ptr()`,
+    `__array_interface__`, ctypes) is not detected, nor is `torch.utils.dlpack.to_dlpack(parameter)`
+    between `step()` and the next forward, or under DDP: call `flush()` before it, and do not use an
+    address between `backward()` and `step()`.
+
     Args:
         model: the module whose forward is called, on a CPU or on CUDA. With when="backward", pass
             the DistributedDataParallel around it, if there is one.

@@ -3,7 +3,8 @@
 A parameter's gradient is complete when autograd has added the contributions of all its uses. After
 that, backward must not read the parameter. The first step watches for such reads. If the parameter
 is in a DDP bucket, the update follows the reduction of the bucket. Between the update and `step()`,
-every use of the parameter or its gradient raises FusionError.
+every use of the parameter or its gradient raises FusionError. If another object holds the
+parameter's memory, uses of it cannot be detected, and `step()` makes the update.
 """
 
 import threading
@@ -16,6 +17,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -23,7 +25,13 @@ from graphstash.training.fusion.base import Fusion, ModuleHook
 from graphstash.training.fusion.buckets import Buckets
 from graphstash.training.fusion.parameters import FusionError, Memory, named
 from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
-from graphstash.training.fusion.uses import StandIn, Tripwire, stand_in_for
+from graphstash.training.fusion.uses import (
+    StandIn,
+    Tripwire,
+    is_held,
+    is_named,
+    stand_in_for,
+)
 from graphstash.training.sharding import is_fully_sharded, is_sharded, local
 
 __all__ = ["BackwardFusion"]
@@ -88,8 +96,9 @@ class BackwardFusion(Fusion):
         self._came: set[Tensor] = set()
         """Parameters in DDP's buckets that autograd has given a gradient since the last step."""
         self._bucket_units: list[list[Tensor]] = []
-        self._freed: dict[Tensor, None] = {}
-        """Parameters whose gradients were freed since the last step, in order."""
+        self._freed: dict[Tensor, StorageWeakRef | None] = {}
+        """By parameter whose gradient was freed since the last step, in order: the gradient's
+        memory, which other code must not hold when backward ends."""
         self._step_token = object()
         """Token that each step replaces. An update of a bucket with an older token does nothing."""
         self._left: dict[Tensor, tuple[Tensor, int]] = {}
@@ -272,8 +281,7 @@ class BackwardFusion(Fusion):
             self._note(parameter, self._watched)
             return
         if parameter not in self._unit_of and parameter not in self._reduced:
-            if parameter.grad is not None:
-                self._left[parameter] = parameter.grad, parameter.grad._version
+            self._leave([parameter])
             return
         if self.last_gradients and self.has_old_gradient(parameter):
             self.refuse_old_gradient(parameter)
@@ -298,17 +306,28 @@ class BackwardFusion(Fusion):
         )
 
     def _update(self, unit: _Unit, options: Options) -> None:
+        if not self._is_stepping and any(
+            is_held(each) or is_named(each) for each in unit.parameters if not is_sharded(each)
+        ):
+            self._leave(unit.parameters)  # other code could use it before `step()`
+            return
         with self._updating:
             self.partial_step(unit.parameters, options)
         self._updated.update(unit.parameters)
         for each in unit.parameters:
             if each.grad is not None:
-                self._free(each)
+                self._free(each, None if self._is_stepping else _memory_of(each.grad))
             self._arm(each)
 
-    def _free(self, parameter: Tensor) -> None:
+    def _leave(self, parameters: Iterable[Tensor]) -> None:
+        """Leave the update to `step()`, and let it refuse if the gradients change until then."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._left[parameter] = parameter.grad, parameter.grad._version
+
+    def _free(self, parameter: Tensor, memory: StorageWeakRef | None = None) -> None:
         parameter.grad = None
-        self._freed[parameter] = None
+        self._freed[parameter] = memory
         if not self._is_stepping:
             self._stand_in(parameter)
 
@@ -370,6 +389,13 @@ class BackwardFusion(Fusion):
         return self._options
 
     def _end_backward(self, task: int) -> None:
+        kept = [each for each, memory in self._freed.items() if memory and not memory.expired()]
+        if kept:
+            raise FusionError(
+                f"{len(kept)} gradients ({named(kept, self.names)}) are kept by other code (a "
+                "view, `.data`, an array of NumPy), which could change them before step(), when "
+                f"their parameters are updated already; {self._remedy}"
+            )
         self._backwards.discard(task)
         for parameter in self._updated & self._reduced:
             self._free(parameter)  # DDP has just written the mean into .grad
@@ -399,6 +425,8 @@ class BackwardFusion(Fusion):
         Parameters without a gradient take part: they may share a step count with the others.
         """
         unit = self._bucket_unit(list(gradients))
+        if any(is_held(each, None) for each in unit if not is_sharded(each)):
+            return  # other code could use a parameter before `step()`, which updates the bucket
         previous = [each.grad for each in unit]
         try:
             for each, gradient in gradients.items():
@@ -589,6 +617,11 @@ def _refusal(
             live_fusion.refuse_stand_in(live_parameter, operation)
 
     return refuse
+
+
+def _memory_of(gradient: Tensor) -> StorageWeakRef | None:
+    is_plain = gradient.layout is torch.strided and not is_sharded(gradient)
+    return StorageWeakRef(gradient.untyped_storage()) if is_plain else None
 
 
 def _at_the_end(function: Callable[[], None]) -> None:

@@ -11,10 +11,11 @@ import sys
 import weakref
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,10 +24,18 @@ from torch.utils.weak import TensorWeakRef
 from graphstash.training.fusion.base import Fusion, ModuleHook
 from graphstash.training.fusion.parameters import FusionError, Memory, named
 from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
-from graphstash.training.fusion.uses import Tripwire, WaitingState, is_held
+from graphstash.training.fusion.uses import (
+    Tripwire,
+    WaitingState,
+    is_held,
+    references_of_ddp,
+)
 from graphstash.training.sharding import is_fully_sharded, is_sharded, local
 
 __all__ = ["ForwardFusion"]
+
+_REFERENCES_TO_GRADIENT: Final = 2
+"""Those of a gradient's Python object and of its parameter."""
 
 
 class ForwardFusion(Fusion):
@@ -61,6 +70,13 @@ class ForwardFusion(Fusion):
         step refuses it; until then, Accelerate may call zero_grad()."""
         self._is_first_step = True
         self._is_interrupted = False
+        self._reduced = {
+            each
+            for module in model.modules()
+            if isinstance(module, DistributedDataParallel)
+            for each in module.parameters()
+        }
+        """Parameters to which DistributedDataParallel has references."""
         super().__init__(model, optimizer)
 
     def flush(self) -> None:
@@ -132,8 +148,9 @@ class ForwardFusion(Fusion):
         self._take_gradients()
 
     def _take_gradients(self) -> None:
+        of_ddp = references_of_ddp(self._reduced)
         for unit in self._all_units:
-            if any(map(_has_hidden_readers, unit)):
+            if any(_is_held(each, of_ddp if each in self._reduced else 1) for each in unit):
                 continue  # the step updates the unit
             for parameter in unit:
                 if parameter.grad is not None:
@@ -307,8 +324,11 @@ class ForwardFusion(Fusion):
                 each.grad = gradient
 
     def _require_unchanged(self, unit: list[Tensor], gradients: list[Tensor | None]) -> None:
-        changed, added = [], []
+        changed, added, taken = [], [], []
         for each, gradient in zip(unit, gradients, strict=True):
+            # DDP may have taken references since the step.
+            if not is_sharded(each) and is_held(each, None if each in self._reduced else 1):
+                taken.append(each)
             if self._versions.pop(each, each._version) != each._version:
                 changed.append(each)
             if gradient is None:
@@ -321,6 +341,13 @@ class ForwardFusion(Fusion):
                 "update had not been made (a backward of an earlier forward, or code that torch "
                 "does not announce): call zero_grad() or flush() of the fusion before, and load "
                 "the last checkpoint into a new model and optimizer"
+            )
+        if taken:
+            raise FusionError(
+                f"the memory of {named(taken, self.names)} was taken after step() by code that "
+                "torch does not announce (to_dlpack), when its update had not been made: call "
+                "flush() of the fusion before, and load the last checkpoint into a new model and "
+                "optimizer"
             )
         if changed:
             raise FusionError(
@@ -365,8 +392,14 @@ def _refuse_compiled(name: str) -> None:
     )
 
 
-def _has_hidden_readers(parameter: Tensor) -> bool:
-    return not is_sharded(parameter) and is_held(parameter)
+def _is_held(parameter: Tensor, references: int) -> bool:
+    """Return whether other objects share memory with an unsharded parameter or its gradient."""
+    if is_sharded(parameter):
+        return False
+    gradient = parameter.grad
+    return is_held(parameter, references) or (
+        gradient is not None and is_held(gradient, _REFERENCES_TO_GRADIENT)
+    )
 
 
 def _copy(value: Any) -> Any:

@@ -10,21 +10,32 @@ torch's own, uses the values of a freed gradient, its stand-in raises an error.
 
 An armed tensor gets a class whose `__torch_function__` torch calls before each operation on it.
 Torch changes classes likewise when it materializes a lazy module's parameters. Code that reaches
-the memory through an earlier view or an address does not trip; `is_held` finds such views.
+the memory through another object or an address does not trip; `is_held` finds such objects.
 """
 
 import copy
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from itertools import islice
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["StandIn", "Tripwire", "WaitingState", "is_held", "stand_in_for"]
+__all__ = [
+    "StandIn",
+    "Tripwire",
+    "WaitingState",
+    "is_held",
+    "is_named",
+    "references_of_ddp",
+    "stand_in_for",
+]
 
 _PROPERTIES: Final = (
     *("grad", "requires_grad", "is_leaf", "grad_fn", "_backward_hooks"),
@@ -85,13 +96,71 @@ _UNHELD: Final = _uses_of_storage(torch.zeros(1, device="cpu"))
 """Uses of a new tensor's storage. Since 2.11, torch keeps the storage's Python object."""
 
 
-def is_held(tensor: Tensor) -> bool:
+def is_held(tensor: Tensor, references: int | None = 1) -> bool:
     """Return whether another object shares memory with this unsharded tensor.
 
-    Examples: a view, `detach()`, `.data`, a storage, and a graph that backward has not freed yet.
+    Examples: a view, `detach()`, `.data`, a storage, an array of NumPy, a DLPack capsule, and a
+    graph that backward has not freed yet. Bare addresses, such as `data_ptr()` or the dictionary
+    of `__array_interface__`, hold nothing.
+
+    Args:
+        tensor: The tensor. Its memory counts as held if it is sparse, because its parts may be.
+        references: References to the tensor that torch itself has: 1 for its Python object, and
+            others for its owners, such as a parameter whose gradient it is. None if it is unknown:
+            since torch 2.9, `torch.utils.dlpack.to_dlpack(parameter)` then goes unnoticed.
     """
+    if tensor.layout is not torch.strided:
+        return True
     tensors, objects = _uses_of_storage(tensor)
-    return tensors > _UNHELD[0] or objects > _UNHELD[1]
+    if tensors > _UNHELD[0] or objects > _UNHELD[1]:
+        return True
+    return references is not None and _references_to(tensor) > references
+
+
+def _references_to(tensor: Tensor) -> int:
+    """Return how many references torch has to a tensor, without that of a graph that is done.
+
+    Since 2.9, a DLPack capsule of a parameter refers to the parameter, and not to its storage.
+    """
+    tensor_of_torch: Any = tensor  # `_use_count` is not annotated
+    count: int = tensor_of_torch._use_count()
+    if count > 1 and tensor.requires_grad and tensor.is_leaf:
+        # A loss that the loop keeps refers to the node that accumulates the parameter's gradient.
+        edge = get_gradient_edge(tensor)
+        count = tensor_of_torch._use_count() - 1
+        del edge
+    return count
+
+
+_SAMPLE: Final = 8
+"""Parameters of DistributedDataParallel whose references are counted."""
+
+
+def references_of_ddp(parameters: Iterable[Tensor]) -> int:
+    """Return the references that DistributedDataParallel and torch have to each of its parameters.
+
+    They depend on the version and on whether DDP has rebuilt its buckets, but are the same for all
+    parameters. Capsules of the first parameters therefore hide those of all others.
+    """
+    return min(map(_references_to, islice(parameters, _SAMPLE)), default=1)
+
+
+def is_named(gradient_of: Tensor) -> bool:
+    """Return whether Python code refers to a parameter's gradient. Call it while backward runs."""
+    return sys.getrefcount(gradient_of.grad) > _unnamed()
+
+
+@cache
+def _unnamed() -> int:
+    """Return the references to the Python object of a gradient that only its parameter has."""
+    counts = []
+    parameter = nn.Parameter(torch.zeros(1, device="cpu"))
+    parameter.register_post_accumulate_grad_hook(
+        lambda each: counts.append(sys.getrefcount(each.grad))
+    )
+    with torch.enable_grad():
+        parameter.sum().backward()
+    return counts[0]
 
 
 def _armed(kind: type[Tensor], on_use: "weakref.WeakMethod[Callable[[Tensor], None]]") -> type:
@@ -156,6 +225,25 @@ class StandIn(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override] # without the values
         return f"StandIn(shape={tuple(self.shape)})"
+
+    def _has_no_memory(self, name: str) -> NoReturn:
+        self.refuse(name)
+        raise RuntimeError(f"{name} uses a gradient that optimizer fusion has freed")
+
+    # Torch's own methods would return null pointers here.
+
+    def untyped_storage(self) -> NoReturn:
+        """Refuse: a stand-in has no memory."""
+        self._has_no_memory("untyped_storage")
+
+    def data_ptr(self) -> NoReturn:
+        """Refuse: a stand-in has no memory."""
+        self._has_no_memory("data_ptr")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refuse: a stand-in has no memory."""
+        del force
+        self._has_no_memory("numpy")
 
 
 def stand_in_for(parameter: Tensor, refuse: Callable[[str], None]) -> StandIn:
