@@ -199,6 +199,37 @@ def test_state_tensor_of_another_shape_is_refused_and_changes_nothing(name):
             assert new.state_dict()["state"] == {}
 
 
+@every_optimizer
+def test_state_without_step_is_refused_if_updates_depend_on_the_step(name):
+    """As torch's Adam refuses. torch's SGD and Muon, and other forms of Lion, save no step."""
+    parameters, optimizer = made(name)
+    make_steps(parameters, optimizer, range(3))
+    saved = optimizer.state_dict()
+    states = {
+        number: {key: value for key, value in state.items() if key != "step"}
+        for number, state in saved["state"].items()
+    }
+    new = made(name)[1]
+    if name.startswith(("SGD", "Lion", "Muon")):
+        new.load_state_dict(saved | {"state": states})
+        assert all(state["step"] == 1 for state in new.state_dict()["state"].values() if state)
+        return
+    with pytest.raises(ConfigError, match="and no step, and the next update depends on the number"):
+        new.load_state_dict(saved | {"state": states})
+    assert new.state_dict()["state"] == {}
+
+
+def test_state_without_step_of_a_parameter_that_muon_updates_as_adamw_is_refused():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = Muon([{"params": [parameter], "use_muon": False}])
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    del saved["state"][0]["step"]
+    with pytest.raises(ConfigError, match="has exp_avg, exp_avg_sq and no step"):
+        optimizer.load_state_dict(saved)
+
+
 # Types.
 
 

@@ -645,7 +645,8 @@ class SyncFreeOptimizer(Optimizer):
         """Copy loaded state, which shares memory with its source. Equal steps share a tensor."""
         new = self._new_state(group)
         names = new.names(parameter)
-        count = float(state.get("step", self._step_of(state)))
+        step = state.get("step")
+        count = self._step_of(state) if step is None else float(step)
         place = (place_of(parameter, names), count)
         if place not in steps:
             number = torch.tensor(count, dtype=torch.float32)
@@ -686,6 +687,12 @@ class SyncFreeOptimizer(Optimizer):
                     f"parameter of shape {list(parameter.shape)} has "
                     f"{', '.join(sorted(has)) or 'nothing'}, where {name} has "
                     f"{', '.join(self._slots_of(options, parameter))}; {remedy}"
+                )
+            if has and state.get("step") is None and self._uses_step(options):
+                raise ConfigError(
+                    f"the state dictionary is not one of {name}: a parameter of shape "
+                    f"{list(parameter.shape)} has {', '.join(sorted(has))} and no step, and the "
+                    f"next update depends on the number of steps before; save `step`, or {remedy}"
                 )
 
     def _check_shapes(self, group: Group, parameter: Tensor, state: Group) -> None:
@@ -730,6 +737,11 @@ class SyncFreeOptimizer(Optimizer):
         because amsgrad may have been enabled since.
         """
         return {*self._slots_of(group, parameter)} - {"max_exp_avg_sq"} <= {*saved}
+
+    def _uses_step(self, group: Group) -> bool:
+        """Return whether an update depends on the number of earlier steps."""
+        del group
+        return True
 
     def _step_of(self, state: Mapping[str, Any]) -> float:
         """Return the step count of loaded state that has no `step`: 1 if it has tensors, else 0."""

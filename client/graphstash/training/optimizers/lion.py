@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphstash.training.device import TracedOp
 from graphstash.training.optimizers.base import (
+    Group,
     Options,
     Split,
     SyncFreeOptimizer,
@@ -72,3 +73,7 @@ class Lion(SyncFreeOptimizer):
         **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(params, options_in(locals()), **options)
+
+    def _uses_step(self, group: Group) -> bool:
+        del group
+        return False  # other implementations of Lion save no step

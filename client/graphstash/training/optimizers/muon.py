@@ -225,6 +225,9 @@ class Muon(SyncFreeOptimizer):
     def _slots(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["use_muon"] else super()._slots(group)
 
+    def _uses_step(self, group: Group) -> bool:
+        return not group["use_muon"]  # torch's Muon saves no step
+
     def _fused_kernel(self, group: Group, cohort: Cohort) -> Kernel | None:
         return None if group["use_muon"] else fused_adam(group, cohort, decoupled=True)
 

@@ -107,6 +107,10 @@ class SGD(SyncFreeOptimizer):
     def _slots(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
+    def _uses_step(self, group: Group) -> bool:
+        del group
+        return False  # only the first step differs; torch's SGD saves no step
+
     def _has_moments(self, group: Group, parameter: Tensor, saved: Collection[str]) -> bool:
         # A state without tensors is complete: it may come from steps without momentum.
         return not saved or super()._has_moments(group, parameter, saved)
