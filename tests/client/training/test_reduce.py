@@ -119,3 +119,9 @@ def test_sum_of_a_strided_tensor_is_exact_and_writes_nothing_else(ranks):
         assert refused.keys() == {"group", "through"}
         for messages in refused.values():
             assert all(cause in messages[name] for name, cause in STRIDED_REFUSED.items())
+
+
+def test_8_bit_floats_are_refused_and_zeros_have_the_same_sign_on_all_ranks(ranks):
+    for refused in ranks(2).run("strided_sums:refused_types"):
+        assert all("torch.float8_" in each for messages in refused.values() for each in messages)
+        assert all("take one of these" in each for each in refused["state"])

@@ -209,9 +209,9 @@ def misuses() -> dict[str, str]:
         both = one(torch.ones(4, 64)).sum() + two(torch.ones(4, 64)).sum()
         messages["two models"] = error_of(both.backward)
         distributed.barrier()  # after what has begun
-    integers = DistributedDataParallel(nn.Linear(4, 1))
-    integers.register_comm_hook(SparseState(wire_dtype=torch.int8), sparse_hook)
-    messages["in backward"] = error_of(integers(torch.ones(2, 4)).sum().backward)
+    real = DistributedDataParallel(nn.Linear(4, 1))
+    real.register_comm_hook(SparseState(wire_dtype=torch.complex64), sparse_hook)
+    messages["in backward"] = error_of(real(torch.ones(2, 4)).sum().backward)
     some = distributed.new_group([0, 1])
     model = DistributedDataParallel(nn.Linear(4, 1))
     if distributed.get_rank() < 2:

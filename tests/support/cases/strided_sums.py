@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from graphstash.training.reduce import AggregatedAllReduce, BlockSparseAllReduce
-from support.cases.ranks import error_of
+from graphstash.training.reduce import AggregatedAllReduce, BlockSparseAllReduce, SparseState
+from support.cases.ranks import assert_same_bits, error_of
+
+SMALL: list[torch.dtype] = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda memory: memory[:40],
@@ -54,6 +56,42 @@ def imaginary_part() -> Tensor:
     """On one rank a plain view, on the other a view of conj(), whose memory has other signs."""
     values = torch.view_as_complex(torch.arange(1.0, 9.0).view(4, 2))
     return (values.conj() if distributed.get_rank() else values).imag
+
+
+def require_one_zero(reduce: Any, way: str) -> None:
+    """Blocks of zeros get the same sign on both ranks, and all other elements their sums."""
+    flat = torch.zeros(40)
+    if distributed.get_rank():
+        flat.neg_()  # one rank has -0.0 where the other has 0.0
+    flat[8:16] = -0.0
+    flat[8] = 1.0  # a block that both send
+    flat[20] = float(distributed.get_rank())
+    flat[24:28] = -0.0  # a block that neither sends
+    call(reduce, way, flat, 1.0)
+    expected = torch.zeros(40)
+    expected[[8, 20]] = torch.tensor([2.0, 1.0])
+    assert torch.equal(flat, expected)
+    assert_same_bits(way, flat)
+
+
+def refused_types() -> dict[str, list[str]]:
+    """Return what is raised for 8-bit floats, in a tensor and on the wire, by kind of sum."""
+    results = {}
+    with AggregatedAllReduce(block_size=4) as aggregated:
+        for kind, reduce in (
+            ("group", BlockSparseAllReduce(block_size=4)),
+            ("through", aggregated),
+        ):
+            for way in ("blocks", "dense"):
+                require_one_zero(reduce, way)
+            results[kind] = [
+                error_of(partial(method, values, wire_dtype=wire))
+                for method in (reduce.sum_, reduce.sum_whole_)
+                for values in (torch.ones(40), torch.zeros(40))  # ring and gather
+                for wire in SMALL
+            ] + [error_of(partial(reduce.sum_, torch.ones(40).to(small))) for small in SMALL]
+    results["state"] = [error_of(partial(SparseState, wire_dtype=small)) for small in SMALL]
+    return results
 
 
 def layouts() -> dict[str, dict[str, str]]:

@@ -102,6 +102,25 @@ def test_nonzero_blocks_are_found_in_tensor_scanned_in_pieces(dtype):
     assert found.nonzero().flatten().tolist() == sorted({place // 256 for place in places})
 
 
+@pytest.mark.parametrize("one_zero", [False, True])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        *(torch.complex64, torch.complex128),
+    ],
+    ids=str,
+)
+def test_negative_zero_is_zero_and_loses_its_sign_on_request(dtype, one_zero):
+    flat = torch.full((18,), complex(-0.0, -0.0) if dtype.is_complex else -0.0, dtype=dtype)
+    flat[4], flat[9], flat[13] = 2, -3, math.nan  # blocks of four elements; the last one of two
+    blocks = BlockView(flat, 4)
+    assert blocks.nonzero(one_zero=one_zero).tolist() == [False, True, True, True, False]
+    signs = (torch.view_as_real(flat)[:, 0] if dtype.is_complex else flat).signbit()
+    assert signs[[0, 3, 16, 17]].tolist() == [not one_zero] * 4
+    assert signs[[5, 8, 12]].tolist() == [True] * 3
+
+
 def test_blocks_of_a_parameter_are_written_to():
     parameter = nn.Parameter(torch.ones(10))
     blocks = BlockView(parameter, 4)

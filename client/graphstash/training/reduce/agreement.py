@@ -1,14 +1,14 @@
 """What the ranks of a process group agree on: their arguments, and how long to wait."""
 
 from datetime import timedelta
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
 from graphstash.errors import ConfigError
 
-__all__ = ["gathered", "require_floats", "require_same", "timeout_of"]
+__all__ = ["gathered", "require_floats", "require_same", "require_wire_type", "timeout_of"]
 
 T = TypeVar("T")
 
@@ -32,15 +32,39 @@ def require_same(group: distributed.ProcessGroup, mine: str, *, wrong: str, advi
         raise ConfigError(f"{wrong} ({listed}): {advice}")
 
 
-def require_floats(values: Tensor, wire_dtype: torch.dtype | None) -> None:
-    """Reject a conversion that may lose most of a value.
+_FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Floating-point types that process groups and aggregators add. None of them adds 8-bit floats."""
+
+
+def require_wire_type(wire_dtype: torch.dtype | None) -> None:
+    """Reject a type in which gradients cannot be sent and added.
 
     Raises:
-        ConfigError: the types differ, and at least one is not a floating-point type.
+        ConfigError: the type is no floating-point type of 16 to 64 bits, and not complex.
     """
-    if wire_dtype is None or wire_dtype == values.dtype:
+    is_complex = isinstance(wire_dtype, torch.dtype) and wire_dtype.is_complex
+    if not (wire_dtype is None or wire_dtype in _FLOATS or is_complex):
+        raise ConfigError(
+            f"wire_dtype={wire_dtype}: gradients are sent and added as "
+            f"{', '.join(map(str, _FLOATS))}; take one of these, or None for their own type"
+        )
+
+
+def require_floats(values: Tensor, wire_dtype: torch.dtype | None) -> None:
+    """Reject a type that cannot be added, and a conversion that may lose most of a value.
+
+    Raises:
+        ConfigError: the elements would be sent as 8-bit floats; or the types differ, and at least
+            one is not a floating-point type.
+    """
+    sent = wire_dtype or values.dtype
+    if sent.is_floating_point and sent not in _FLOATS:
+        raise ConfigError(
+            f"{sent} cannot be added up: take {', '.join(map(str, _FLOATS))} as wire_dtype="
+        )
+    if sent == values.dtype:
         return
-    if not (values.is_floating_point() and wire_dtype.is_floating_point):
+    if not (values.is_floating_point() and sent.is_floating_point):
         raise ConfigError(
             f"{values.dtype} cannot be sent as wire_dtype={wire_dtype} without losing most of it: "
             "take a floating-point type for tensors of one, and None for others"

@@ -5,8 +5,10 @@
     union  -- OR of a bit per block, or a gather of the numbers of blocks: the smaller of the two
     blocks -- SUM of the union's blocks, or a gather of each rank's own blocks
 
-Blocks outside the union are never sent: they are zero on all ranks, and so are their sums. For N
-ranks with at most m blocks and a union of u, a ring sends 2(N-1)/N u blocks and a gather (N-1) m.
+Blocks outside the union are never sent: they are zero on all ranks, and so are their sums. -0.0
+counts as zero, or gradients under a mask would be sent whole: a negative number times 0 is -0.0.
+Where a dense all-reduce would give -0.0, because all ranks have it, the sum may be 0.0 instead. For
+N ranks with at most m blocks and a union of u, a ring sends 2(N-1)/N u blocks and a gather (N-1) m.
 The choice depends only on values that all ranks have, and not on earlier calls.
 
 A slot is a group of blocks of up to 4 MiB, of which two are in flight; a gather receives a slot
@@ -129,8 +131,9 @@ class BlockSparseAllReduce:
         """Sum a tensor over all ranks, in place.
 
         Args:
-            flat: A tensor of one dimension and any number type, with the same shape and type on all
-                ranks. A strided tensor is summed through a copy.
+            flat: A tensor of one dimension and any number type except 8-bit floats, with the same
+                shape and type on all ranks. A strided tensor is summed through a copy. -0.0 counts
+                as zero, and a sum of -0.0 may become 0.0, with the same bits on all ranks.
             scale: Factor by which every element is multiplied before it is sent.
             wire_dtype: Type in which elements are sent. Default: their own type.
             dense_above: Share of blocks in the union above which the tensor is sent whole.
@@ -140,7 +143,8 @@ class BlockSparseAllReduce:
             ValueError: the tensor does not have exactly one dimension, is sparse, or has several
                 elements at one address.
             ConfigError: the ranks have different tensors or arguments (raised on every rank), or
-                `wire_dtype` differs from the tensor's type and one of them is not a float type.
+                `wire_dtype` differs from the tensor's type and one of them is not a float type; or
+                elements would be sent as 8-bit floats.
             RuntimeError: a rank is gone.
         """
         layout = layout or BlockLayout(self.block_size)
@@ -157,7 +161,7 @@ class BlockSparseAllReduce:
     ) -> Sent:
         began = time.perf_counter()
         blocks = BlockView(flat, layout.size, parts=layout.parts)
-        nonzero = blocks.nonzero()
+        nonzero = blocks.nonzero(one_zero=True)
         own = nonzero.nonzero().flatten()
         scanned = time.perf_counter()
         most = self._most_blocks(
@@ -192,7 +196,12 @@ class BlockSparseAllReduce:
         )
 
     def sum_whole_(self, flat: Tensor, *, wire_dtype: torch.dtype | None = None) -> int:
-        """Sum a tensor in place, including its zeros, and return how many bytes were sent."""
+        """Sum a tensor in place, including its zeros, and return how many bytes were sent.
+
+        Raises:
+            ConfigError: see `sum_`.
+        """
+        require_floats(flat, wire_dtype)
         with written_back(flat) as contiguous:
             wire = contiguous if wire_dtype is None else contiguous.to(wire_dtype)
             distributed.all_reduce(wire, group=self.group)

@@ -29,6 +29,14 @@ _CHUNK_ELEMENTS: Final = 512 * 1024
 BLOCK_ELEMENTS: Final = 256
 """Elements of a block by default, as in the OmniReduce paper: 1 KiB of fp32."""
 
+_INTEGERS: Final = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+"""By floating-point type: integers of the same width."""
+
 _MIN_ELEMENTS: Final = 16
 _TABLE_ROWS: Final = 1024
 """Minimum rows of a parameter whose rows decide about the size of the blocks."""
@@ -149,20 +157,23 @@ class BlockView:
         edges = [edge for part in self._parts for edge in (part.first, part.first + len(part.rows))]
         return torch.tensor([*edges, self.count], device=self._flat.device)
 
-    def nonzero(self) -> Tensor:
-        """Return for each block whether it has a nonzero element, such as NaN."""
+    def nonzero(self, *, one_zero: bool = False) -> Tensor:
+        """Return for each block whether it has a nonzero element, such as NaN; -0.0 is zero.
+
+        Args:
+            one_zero: Whether to make each -0.0 a 0.0, in place, in blocks without a nonzero
+                element. Blocks that no rank sends then have the same bits on all ranks.
+        """
         result = torch.empty(self.count, dtype=torch.bool, device=self._flat.device)
         for rows, tail, first in self._parts:
             whole = len(rows)
             piece = max(1, whole if rows.is_cuda else _CHUNK_ELEMENTS // self.size)
             pieces = torch.split(rows, piece), torch.split(result[first : first + whole], piece)
             for blocks, out in zip(*pieces, strict=True):
-                if blocks.is_floating_point():  # twice as fast as any(); amax() keeps NaN
-                    torch.ne(blocks.abs().amax(dim=1), 0, out=out)
-                else:  # abs() of the smallest integer overflows
-                    torch.any(blocks.ne(0), dim=1, out=out)
+                _find_nonzero(blocks, out, one_zero=one_zero)
             if len(tail):
-                result[first + whole] = tail.ne(0).any()
+                out = result[first + whole : first + whole + 1]
+                _find_nonzero(tail.unsqueeze(0), out, one_zero=one_zero)
         return result
 
     def norms(self) -> Tensor:
@@ -238,6 +249,27 @@ class BlockView:
             values = packed[length:tail_starts].view(-1, self.size)
             length = tail_starts + len(tail)
             yield rows, numbers, tail, values, packed[tail_starts:length]
+
+
+def _find_nonzero(blocks: Tensor, out: Tensor, *, one_zero: bool) -> None:
+    """Write for each row whether it has a nonzero element; see `BlockView.nonzero`."""
+    if blocks.is_complex():
+        blocks = torch.view_as_real(blocks).flatten(1)
+    if (kind := _INTEGERS.get(blocks.dtype)) is None:
+        is_small = blocks.is_floating_point()  # 8-bit floats, which torch cannot compare
+        torch.any((blocks.view(torch.uint8) if is_small else blocks).ne(0), dim=1, out=out)
+        return
+    # The bits as integers, which is faster than abs(). -0.0 has the bits of the smallest integer.
+    bits = blocks.view(kind)
+    least = torch.iinfo(kind).min
+    low, high = bits.aminmax(dim=1) if kind is torch.int64 else (bits.amin(dim=1), bits.amax(dim=1))
+    torch.logical_or(high > 0, (low < 0) & (low > least), out=out)
+    unclear = ((low == least) & ~out).nonzero().flatten()
+    if len(unclear):
+        found = blocks.index_select(0, unclear).ne(0).any(dim=1)
+        out[unclear] = found
+        if one_zero:
+            blocks.index_fill_(0, unclear[~found], 0)
 
 
 def bits_of(flags: Tensor) -> Tensor:

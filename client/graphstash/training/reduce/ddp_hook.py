@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from graphstash._executor import BoundedExecutor
 from graphstash.errors import ConfigError
-from graphstash.training.reduce.agreement import require_same, timeout_of
+from graphstash.training.reduce.agreement import require_same, require_wire_type, timeout_of
 from graphstash.training.reduce.all_reduce import BlockSparseAllReduce, Sent
 from graphstash.training.reduce.blocks import BLOCK_ELEMENTS, layout_of
 from graphstash.training.reduce.thresholding import Thresholding
@@ -183,7 +183,8 @@ class SparseState:
                 this state. Default: the collectives of the group.
             block_size: Elements of a block. Default: for each bucket a row of its largest table, or
                 256; see `layout_of`. Ignored with `through`, which has its own block size.
-            wire_dtype: Type in which elements are sent. Default: their own type.
+            wire_dtype: Type in which elements are sent: fp16, bf16, fp32 or fp64. Default: their
+                own type.
             dense_above: Share of nonzero blocks above which a bucket is sent whole. Default: 0.7;
                 with `through` 1, which means never.
             sparse_below: Share below which a bucket is again sent by blocks. Default: 0.5; with
@@ -194,9 +195,10 @@ class SparseState:
 
         Raises:
             ValueError: a size or share is out of its range.
-            ConfigError: `through` has other ranks, or the ranks have different arguments. In the
-                second case, all ranks raise it.
+            ConfigError: `through` has other ranks, `wire_dtype` cannot be added up, or the ranks
+                have different arguments. In the last case, all ranks raise it.
         """
+        require_wire_type(wire_dtype)
         if dense_above is None:
             dense_above = _DENSE_ABOVE if through is None else 1.0
         if sparse_below is None:

@@ -187,7 +187,8 @@ class AggregatedAllReduce:
         Args:
             flat: A tensor of one dimension: integers of 8 to 64 bits, fp16, bf16, fp32 or fp64,
                 with the same shape and type on all ranks. A strided tensor is summed through a
-                copy.
+                copy. -0.0 counts as zero, and a sum of -0.0 may become 0.0, with the same bits on
+                all ranks.
             scale: Factor by which every element is multiplied before it is sent.
             wire_dtype: Type in which elements are sent. Default: their own type.
             dense_above: Ignored: the number of a block costs only four bytes.
@@ -204,8 +205,8 @@ class AggregatedAllReduce:
         began = time.perf_counter()
         element = self._element_of(flat, wire_dtype)
         with written_back(flat) as contiguous:
-            nonzero = BlockView(contiguous, self.block_size).nonzero().cpu().numpy()
-            return self._sum(contiguous, nonzero, scale, element, began)
+            nonzero = BlockView(contiguous, self.block_size).nonzero(one_zero=True)
+            return self._sum(contiguous, nonzero.cpu().numpy(), scale, element, began)
 
     def sum_whole_(self, flat: Tensor, *, wire_dtype: torch.dtype | None = None) -> int:
         """Sum a tensor in place, including its zeros, and return how many bytes were sent."""
