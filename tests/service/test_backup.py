@@ -358,8 +358,11 @@ def test_what_cannot_be_backed_up_or_restored_is_refused(new_site, tmp_path, bac
     assert "is not empty and is no backup" in site.run("backup", tmp_path / "home", status=1)
     thesis = tmp_path / "home" / "thesis.tex"
     assert f"{thesis} is a file" in site.run("backup", thesis, status=1)
+    untouched = new_site()
+    made = sorted(untouched.directory.glob("**"))
     for nowhere in (tmp_path / "home", tmp_path / "nothing"):
-        assert "is no backup" in empty.run("restore", nowhere, status=1)
+        assert "is no backup" in untouched.run("restore", nowhere, status=1)
+    assert sorted(untouched.directory.glob("**")) == made
     site.run("backup", backup)
     with site.serving():
         assert "a server uses" in site.run("restore", backup, "--replace", status=1)

@@ -99,7 +99,7 @@ def restore(
     settings = load()
     from graphstash_server.errors import BackupError, ServerError, StartError
     from graphstash_server.private_files import keep_private
-    from graphstash_server.services.maintenance.backup import abandon
+    from graphstash_server.services.maintenance.backup import Backup, abandon
     from graphstash_server.services.maintenance.backup import restore as restore_backup
     from graphstash_server.storage import open_blob_store
 
@@ -124,6 +124,8 @@ def restore(
                 )
 
     try:
+        if directory is not None:
+            Backup(directory).check()
         keep_private(settings)
         done = asyncio.run(work())
     except ServerError as error:

@@ -297,6 +297,16 @@ class Backup:
                 old.unlink()
         return manifest
 
+    def check(self) -> None:
+        """Check that a restore can read the backup, before it makes anything elsewhere.
+
+        Raises:
+            BackupError: the directory has no backup, or one that is incomplete or of a later
+                release.
+        """
+        with _lock(self._path / "backup.lock", is_reader=True):
+            self._complete_manifest()
+
     @asynccontextmanager
     async def read(self) -> AsyncIterator[tuple[Manifest, "_Source"]]:
         """Open a complete backup. Writes nothing, because the directory may be read-only.
