@@ -61,6 +61,16 @@ def test_a_graph_is_compiled_once(host):
         assert dynamo.counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
+def test_torchs_own_cache_has_no_code_for_other_vector_instructions(host, monkeypatch):
+    """torch 2.7 and 2.15 compile such code for the present ones, and compute other numbers."""
+    with host("a") as a:
+        for number, instructions in enumerate(("default", "avx2"), 1):
+            monkeypatch.setenv("ATEN_CPU_CAPABILITY", instructions)
+            compute()
+            assert a.stats.misses == 2 * number
+            torch._dynamo.reset()
+
+
 def test_a_kernel_for_a_device_that_is_not_here_keeps_no_graph_from_being_shared(host):
     """torch 2.11 registers kernels for Apple's GPUs in Python."""
     with torch.library._scoped_library("aten", "IMPL") as apple, host("a") as a:

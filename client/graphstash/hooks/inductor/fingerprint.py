@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch._inductor import config
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from graphstash._compile.request import CompileRequest
 from graphstash.hooks.environment import (
@@ -33,6 +31,7 @@ from graphstash.hooks.environment import (
     read_part,
 )
 from graphstash.hooks.inductor.key_info import GPU_SUFFIX
+from graphstash.hooks.inductor.target import accelerator_type, cpu_target
 from graphstash.hooks.labels import user_line
 from graphstash_schema import ArtifactKind, DeviceType
 
@@ -85,9 +84,7 @@ def entry_parts(name: str, *, variant: int) -> dict[str, str]:
         **_accelerator_parts(),
         "name": name,
         "variant": str(variant),
-        # Both may change during the process. torch reads them when it generates code.
-        "threads": read_part(torch.get_num_threads),
-        "vec_isa": read_part(_vec_isa),
+        **cpu_target(),
     }
 
 
@@ -160,17 +157,8 @@ def _named_in(script: str, _changed_ns: int) -> tuple[str, ...]:
 
 
 @cache
-def _accelerator() -> str:
-    """Return the accelerator of this process, e.g. `cuda`, or an empty string."""
-    if not torch.accelerator.is_available():
-        return ""
-    device = torch.accelerator.current_accelerator()
-    return "" if device is None else device.type
-
-
-@cache
 def _device_type() -> DeviceType:
-    accelerator = _accelerator()
+    accelerator = accelerator_type()
     if not accelerator:
         return cpu_device_type()
     if accelerator == "cuda" and torch.version.hip is None:
@@ -181,7 +169,7 @@ def _device_type() -> DeviceType:
 
 @cache
 def _accelerator_parts() -> Mapping[str, str]:
-    if not _accelerator():
+    if not accelerator_type():
         return {"device": "cpu"}
     return {
         "device": read_part(_device_name),
@@ -196,18 +184,4 @@ def _driver() -> Any:
 
 
 def _device_name() -> str:
-    return str(torch.get_device_module(_accelerator()).get_device_name())
-
-
-def _vec_isa() -> str:
-    """Return the vector instructions for which Inductor generates CPU code.
-
-    To pick them, Inductor builds and loads probes. A process with an accelerator may never need
-    them. For it, return the inputs of `pick_vec_isa` (2.7 and 2.15) other than the compiler and the
-    CPU features, which are parts already.
-    """
-    if _accelerator():
-        setting = os.environ.get("ATEN_CPU_CAPABILITY", "")
-        return f"by {setting} {config.cpp.simdlen} {config.cpp.vec_isa_ok}"
-    isa = pick_vec_isa()
-    return f"{isa} {isa.bit_width()} {isa.build_arch_flags()}"
+    return str(torch.get_device_module(accelerator_type()).get_device_name())

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.ambient import ambient_state, is_changed, unknown_switches
+from graphstash.hooks.inductor.target import cpu_target
 from graphstash.hooks.inductor.user_code import registrations, user_code_of
 
 __all__ = ["GPU_SUFFIX", "KeyInfo", "State", "options_of_compilation", "present_state"]
@@ -253,11 +254,13 @@ def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> _Comp
     of_autograd = settings if isinstance(settings, AOTConfig) else None
     ambient, registered = ambient_state(), registrations()
     code = user_code_of(graph, inputs, of_autograd, registered)
-    digest = codecache.sha256_hash(f"{key}\0{ambient}\0{code}".encode())
+    suffix = GPU_SUFFIX if _is_on_gpu(graph, inputs) else ""
+    # torch generates C++ code for one target, and compiles what its own cache holds for another.
+    target = "" if suffix else repr(cpu_target())
+    digest = codecache.sha256_hash(f"{key}\0{ambient}\0{code}\0{target}".encode())
     lines = [f"[{sha256(code.encode()).hexdigest()[:16]}] user_code: {bool(code)}"]
     switches = (line.partition("=") for line in ambient.splitlines())
     lines += [f"[switch] ambient[{name}]: {state}" for name, _, state in switches]
-    suffix = GPU_SUFFIX if _is_on_gpu(graph, inputs) else ""
     whole = f"{key[0]}{digest}{suffix}"
     return _Completed(whole, lines, of_autograd is None, ambient, registered.lines)
 
