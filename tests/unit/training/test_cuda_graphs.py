@@ -263,3 +263,113 @@ def test_captures_share_one_memory_pool(cuda):
         traced.train(range(4), size)
     assert cuda.captures == 2
     assert len(set(cuda.pools)) == 1
+
+
+TOTAL = torch.zeros(1)
+QUEUE = {"losses": [torch.zeros(2), torch.zeros(2)]}
+
+
+class Effects:
+    """Steps that change tensors outside of the state; `kept` is what each of them changes."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 1)
+        self.model.mean = torch.zeros(4)  # no buffer
+        self.total, self.last, self.largest = torch.zeros(1), torch.zeros(()), torch.zeros(1)
+        self.calls, self.writes_at = 0, 5
+        QUEUE["losses"][1].zero_()
+        TOTAL.zero_()
+
+    def loss(self, x):
+        loss = self.model(x).square().mean()
+        self.model.weight.grad = None
+        loss.backward()
+        with torch.no_grad():
+            self.model.weight.add_(self.model.weight.grad, alpha=-0.1)
+        return loss.detach()
+
+    def in_attribute(self, x):
+        self.total.add_(self.loss(x))
+        self.kept = self.total
+
+    def in_module(self, x):
+        self.model.mean.lerp_(x.mean(0), 0.1)
+        self.loss(x)
+
+    def in_global(self, x):
+        TOTAL.add_(self.loss(x))
+
+    def in_container(self, x):
+        QUEUE["losses"][1].add_(self.loss(x))
+
+    def in_closure(self):
+        total = torch.zeros(1)
+        self.kept = total
+
+        def function(x):
+            total.add_(self.loss(x))
+
+        return function
+
+    def replaced(self, x):
+        self.last = self.loss(x)
+
+    def replaced_by_sum(self, x):
+        self.total = self.total + self.loss(x)
+
+    def in_some_steps(self, x):
+        loss = self.loss(x)
+        self.calls += 1
+        if self.calls == self.writes_at:
+            self.largest.copy_(loss)
+
+    def values(self):
+        tensors = [self.total, self.last, self.largest, self.model.mean, TOTAL, QUEUE["losses"][1]]
+        kept = getattr(self, "kept", TOTAL)
+        return [*map(torch.clone, tensors), kept.clone(), self.model.weight.detach().clone()]
+
+    def made(self, name, *, traced):
+        function = self.in_closure() if name == "in_closure" else getattr(self, name)
+        step = CudaGraphStep(function, State([self.model]), device=CPU) if traced else function
+        seen = []
+        for number in range(STEPS):
+            step(batch(number)[0][:, :4])
+            seen += self.values()
+        return step, seen
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        *((name, None) for name in ("in_attribute", "in_module", "in_global", "in_container")),
+        *((name, None) for name in ("in_closure", "replaced")),
+        ("replaced_by_sum", "computes other values than the function for `self.total`"),
+        ("in_some_steps", "changes `self.largest` outside of `state` in some steps"),
+    ],
+)
+def test_tensors_outside_of_the_state_change_once_per_step(cuda, name, reason):
+    step, seen = Effects().made(name, traced=True)
+    _, expected = Effects().made(name, traced=False)
+    close_all(seen, expected)
+    assert (step.mode, step.reason is None) == (("traced", True) if not reason else ("lazy", False))
+    assert reason is None or reason in step.reason
+
+
+def close_all(ours, theirs):
+    for pair in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6)
+
+
+def test_failed_capture_leaves_replaced_tensors_as_they_were(cuda):
+    effects = Effects()
+
+    def function(x):
+        effects.total = effects.total + x.mean()
+        effects.total.item()
+
+    step = CudaGraphStep(function, State([effects.model]), device=CPU)
+    for _ in range(STEPS):
+        step(torch.ones(2, 4))
+    assert step.mode == "lazy"
+    assert effects.total.item() == STEPS

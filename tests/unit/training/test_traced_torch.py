@@ -15,6 +15,7 @@ from support.deferred import Deferred
 
 inductor = Deferred("torch._inductor.config")
 codecache = Deferred("torch._inductor.codecache")
+exceptions = Deferred("torch._dynamo.exc")
 symbolic_convert = Deferred("torch._dynamo.symbolic_convert")
 
 # torch.compile warns of what it does not compile, and of its own future.
@@ -160,6 +161,30 @@ def test_a_failure_halfway_through_the_first_step_leaves_no_trace():
         assert torch.equal(ours, theirs)
         assert torch.equal(ours.grad, theirs.grad)
     assert traced.step.reason == "torch.compile failed: RuntimeError: no code for this CPU"
+
+
+@pytest.mark.parametrize("of_compiler", [True, False])
+def test_failure_after_a_change_outside_of_the_state_is_raised(of_compiler):
+    """The step cannot be made again: the change would be made twice."""
+    error, message = ValueError("a bad batch"), "a bad batch"
+    if of_compiler:
+        error = exceptions.BackendCompilerFailed(print, RuntimeError("no code"), None)
+        message = "failed after the step had changed total, which is not in `state`"
+    model, total = nn.Linear(2, 1), torch.zeros(1)
+
+    def function(x):
+        total.add_(model(x).sum().detach())
+
+    def fails_after_all(x):
+        function(x)
+        raise error
+
+    step = traced_step(function, [model])
+    step._compiled = fails_after_all
+    with pytest.raises((RuntimeError, ValueError), match=message) as raised:
+        step(torch.ones(1, 2))
+    assert error in (raised.value, raised.value.__cause__)
+    assert torch.equal(total, model(torch.ones(1, 2))[0])
 
 
 @pytest.mark.usefixtures("without_code")

@@ -14,7 +14,13 @@ Rules for `train_step`:
 * Everything that changes from step to step must be a tensor in `state` or in the batch, or the
   random seed. A traced step detects and refuses a Python number that changes with every step. On
   CUDA it does so only in a job of one process, only above the noise of the kernels, and by making
-  one step three times: a tensor outside of `state` that the step changes is changed three times.
+  one step three times.
+* A tensor outside of `state` that the step changes (a running loss, a queue, an average) is found
+  through closures, attributes, containers and named globals. It is restored and compared, too. A
+  step that cannot repeat its change as a graph is made without one, such as `self.sum = self.sum +
+  loss`: write in place. A tensor that is not found is changed three times: one in a local variable
+  of another frame, a generator, a slot or a C++ object, a replaced attribute of a class, and one
+  that is written through `.data` or NumPy. Put it into `state`.
 * A Python number that changes rarely is detected if it is an option of an optimizer, `training` or
   `requires_grad` of a module, or part of the batch. Call `retrace()` after any other change.
   Otherwise a graph keeps the old number, or the old tensor from outside of `state` and the batch.
@@ -31,6 +37,7 @@ A step that cannot be traced runs as usual, with a warning that says why.
     bindings    the functions of torch_xla that this needs
     torch_graph plain torch: torch.compile, CUDA graphs
     comparison  whether a CUDA graph makes the step of the function
+    outside     tensors that a step changes outside of its state
 """
 
 from collections.abc import Callable, Sequence

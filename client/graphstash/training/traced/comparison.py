@@ -4,11 +4,12 @@ A graph keeps the Python numbers of its capture. If one changes with every step,
 the next step of the graph differs from that of the function. So the step after a capture is made
 three times from the same state: by the function, and twice by the graph. The second time shows how
 far the graph differs from itself, because some CUDA kernels add in random order. A change that is
-smaller than this noise stays unnoticed.
+smaller than this noise stays unnoticed. Tensors outside of the state that the capture has changed
+are restored and compared like the state, as far as `outside` finds them.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphstash.training.traced.outside import NO_CHANGES, Changes, Outside
 from graphstash.training.traced.step import State
 
 __all__ = ["Comparison", "compared"]
@@ -53,7 +55,13 @@ class Comparison(NamedTuple, Generic[R]):
 
 @torch.no_grad()
 def compared(
-    function: Callable[[], R], graph: Callable[[], Any], state: State, device: torch.device
+    function: Callable[[], R],
+    graph: Callable[[], Any],
+    state: State,
+    device: torch.device,
+    *,
+    outside: Callable[[], Outside] | None = None,
+    changes: Changes = NO_CHANGES,
 ) -> Comparison[R]:
     """Make one step with the function, and compare the graph's with it.
 
@@ -66,13 +74,17 @@ def compared(
         graph: makes the step as a graph.
         state: state of the step.
         device: device of the step.
+        outside: returns the tensors outside of the state that the function reaches now.
+        changes: what a step did to them when it was captured. They are restored and compared, too.
     """
+    written = changes.written
     try:
         if not _fits(state):
             _log.warning("the host's memory is too small to compare a CUDA graph with its function")
             return Comparison(is_made=False, result=None, reason=None)
-        before = _Values(state, device)
+        before = _Values(state, device, outside=written)
         before.write()  # now, because some tensors cannot be written
+        reached = None if outside is None else outside()
     except Exception as error:  # noqa: BLE001 - the step runs without a graph
         return Comparison(is_made=False, result=None, reason=_incomparable(error))
     try:
@@ -85,16 +97,33 @@ def compared(
     grads: Sequence[Tensor | None] | None = None
     expected: _Values | None = None
     try:
-        expected = _Values(state, device, result)
+        expected = _Values(state, device, result, outside=written)
+        now = NO_CHANGES if reached is None else reached.changes()
         if replaced := before.replaced_in(expected):
             reason = f"the function replaces {replaced}, which a CUDA graph cannot repeat"
+        elif now.names != changes.names:
+            (written_now, replaced_now), (was_written, was_replaced) = now.names, changes.names
+            names = (written_now ^ was_written) | (replaced_now ^ was_replaced)
+            reason = (
+                f"the function changes {_listed(sorted(names))} outside of `state` in some steps, "
+                "which a CUDA graph does in all or none; put it into `state`"
+            )
         else:
+            # The graph writes into the tensors of its capture.
+            of_graph = [(place.name, tensor) for place, tensor in changes.replaced]
+            by_name = {place.name: tensor for place, tensor in now.replaced}
+            expected.add(of_graph, [by_name[name] for name, _ in of_graph])
             before.write()
-            first = _Values(state, device, graph())
+            results = graph()
+            first = _Values(state, device, results, outside=written)
+            first.add(of_graph, [tensor for _, tensor in of_graph])
             grads = first.grads
             before.write()
             again = graph()
             reason = _difference(expected, first, again, state)
+            if reason is None:
+                for place, tensor in changes.replaced:
+                    place.set(tensor)
     except Exception as error:  # noqa: BLE001 - the step is made: it only runs without a graph
         reason = _incomparable(error)
     if expected is not None:
@@ -109,15 +138,31 @@ def _incomparable(error: Exception) -> str:
 class _Values:
     """The values of the state, the parameters, their gradients and a result, on the host."""
 
-    def __init__(self, state: State, device: torch.device, result: object = None) -> None:
+    def __init__(
+        self,
+        state: State,
+        device: torch.device,
+        result: object = None,
+        *,
+        outside: Mapping[str, Tensor],
+    ) -> None:
         self._device = device
         self._state = state
-        self.tensors = _tensors_of(state)
+        own = _tensors_of(state)
+        self.tensors = [*own, *outside.values()]
+        self.names = [*state.names(own), *outside]
         self.values = [_on_host(tensor) for tensor in self.tensors]
         self.grads = [parameter.grad for parameter in state.parameters]
         self.grad_values = [None if grad is None else _on_host(grad) for grad in self.grads]
         self.results, self.constants = _results_of(result)
         self._random = torch.cuda.get_rng_state(device)
+
+    def add(self, named: Iterable[tuple[str, Tensor]], values: Iterable[Tensor]) -> None:
+        """Add tensors with a name, and other values than they have now."""
+        for (name, tensor), value in zip(named, values, strict=True):
+            self.tensors.append(tensor)
+            self.names.append(name)
+            self.values.append(_on_host(value))
 
     def write(self, *, grads: Sequence[Tensor | None] | None = None) -> None:
         """Restore the values. Gradients go to `grads` where it has tensors."""
@@ -136,8 +181,7 @@ class _Values:
     def replaced_in(self, later: "_Values") -> str:
         """Return the names of tensors that are other objects later, or an empty string."""
         is_kept = {id(tensor) for tensor in self.tensors}
-        names = self._state.names(later.tensors)
-        pairs = zip(names, later.tensors, strict=True)
+        pairs = zip(later.names, later.tensors, strict=True)
         return _listed([name for name, tensor in pairs if id(tensor) not in is_kept])
 
 
@@ -192,8 +236,7 @@ def _difference(expected: _Values, first: _Values, again: object, state: State) 
     if not expected.constants == first.constants == constants:
         return "the function returns other Python values than its CUDA graph"
     rows: list[tuple[str, Tensor, Tensor, Tensor]] = []
-    names = state.names(expected.tensors)
-    rows += zip(names, expected.values, first.values, expected.tensors, strict=True)
+    rows += zip(expected.names, expected.values, first.values, expected.tensors, strict=True)
     for name, a, b, c in zip(
         state.names(state.parameters), expected.grad_values, first.grad_values, grads, strict=True
     ):

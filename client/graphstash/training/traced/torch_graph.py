@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from graphstash.training.device import formula_only
 from graphstash.training.fusion.base import require_unfused
 from graphstash.training.traced.comparison import Comparison, compared
+from graphstash.training.traced.outside import NO_CHANGES, Outside
 from graphstash.training.traced.step import (
     STRUCTURES,
     State,
@@ -109,9 +110,18 @@ class TorchStep(TracedStep[R]):
             return detached(self._run(*batch))
         self.mode = "recording"
         before = Snapshot(self._state)
+        outside = Outside(self._function, self._state)
         try:
             result = self._run(*batch)
-        except Exception as error:  # noqa: BLE001 - the function's own error is raised again below
+        except Exception as error:
+            written, replaced = outside.changes().names
+            if changed := sorted(written | replaced):
+                if not type(error).__module__.startswith("torch."):
+                    raise  # the function's own error
+                raise RuntimeError(
+                    f"torch.compile failed after the step had changed {', '.join(changed)}, which "
+                    "is not in `state`: the step cannot be made again; put it into `state`"
+                ) from error
             before.restore()
             self._state.refresh()
             result = self._function(*batch)
@@ -195,7 +205,12 @@ class CudaGraphStep(TracedStep[R]):
     ) -> Comparison[R]:
         self.mode = "recording"
         return compared(
-            lambda: self._warm_up(batch), lambda: capture(tensors), self._state, self._device
+            lambda: self._warm_up(batch),
+            lambda: capture(tensors),
+            self._state,
+            self._device,
+            outside=lambda: Outside(self._function, self._state),
+            changes=capture.changes,
         )
 
     def _record(self, structure: Hashable, batch: Sequence[Any], tensors: list[Tensor]) -> R:
@@ -211,13 +226,24 @@ class CudaGraphStep(TracedStep[R]):
         if done <= self._warm_up_steps:
             return self._warm_up(batch)
         before = Snapshot(self._state, values=False)  # a capture only records
+        outside = Outside(self._function, self._state)
+        changes = NO_CHANGES
+
+        def recorded(*batch: Any) -> Any:
+            nonlocal changes
+            result = self._run(*batch)
+            changes = outside.changes()
+            return result
+
         try:
-            capture = _Capture(self._run, batch, tensors, self._pool, self._state.parameters)
+            capture = _Capture(recorded, batch, tensors, self._pool, self._state.parameters)
         except Exception as error:  # noqa: BLE001 - the function's own error is raised again below
+            outside.restore_places()  # a failed capture leaves tensors without values
             before.restore()
             self._state.refresh()
             self._refuse(f"CUDA graph capture failed: {_cause(error)}")
             return self._run(*batch)
+        capture.changes = changes
         self._captures[structure] = capture
         self.mode = "traced"
         result: R = capture(tensors)
@@ -245,6 +271,7 @@ class _Capture:
 
     Attributes:
         is_compared: whether it was compared with its function.
+        changes: what the capture did to tensors outside of the state.
     """
 
     def __init__(
@@ -256,6 +283,7 @@ class _Capture:
         parameters: Sequence[Tensor],
     ) -> None:
         self.is_compared = False
+        self.changes = NO_CHANGES
         before = [parameter.grad for parameter in parameters]
         self._inputs = [tensor.clone() for tensor in tensors]
         leaves, nesting = pytree.tree_flatten(tuple(batch))
