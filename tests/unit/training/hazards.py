@@ -1193,3 +1193,173 @@ def only_parts_are_called(self, step):
     x, y = self.batch(step)
     x = self.net.second(torch.tanh(self.net.first(x)))
     return mse_loss(self.net.third(x), y) + self.net.first.weight.square().mean()
+
+
+# State and groups.
+
+
+@loop_with("before_step", backward="state is read or written between backward")
+def state_that_is_zeroed_before_the_step(self, step):
+    if step == 3:
+        for state in self.opt.state.values():
+            state["exp_avg"].zero_()
+
+
+@hazard()
+class OrderOfState(Loop):
+    optimizer = partial(torch.optim.AdamW, lr=0.05)
+
+    def after_step(self, step):
+        self.see(*(state["exp_avg"] for state in self.opt.state.values()))
+
+
+@loop_with("after_step", backward="groups have other", forward="groups have other")
+def parameters_moved_to_another_group(self, step):
+    if step == 2:
+        (group,) = self.opt.param_groups
+        self.opt.param_groups.append(group | {"params": group["params"][3:], "lr": 0.001})
+        del group["params"][3:]
+
+
+@hazard(backward="options .* were changed between")
+class RateChangedInPlace(Loop):
+    """A tensor that the loop keeps."""
+
+    def optimizer(self, parameters):
+        self.rate = torch.tensor(0.05)
+        return torch.optim.AdamW(parameters, lr=self.rate, foreach=False)
+
+    def before_step(self, step):
+        self.rate.mul_(0.5)
+
+
+@loop_with("before_step", backward="save after step")
+def loaded_before_the_step(self, step):
+    if step == 3:
+        self.net.load_state_dict({name: each + 1 for name, each in self.net.state_dict().items()})
+
+
+@loop_with("backward")
+def frozen_between_forward_and_backward(self, step):
+    loss = self.loss(step)
+    self.net.second.weight.requires_grad_(requires_grad=step % 3 != 2)
+    loss.backward()
+
+
+# Steps that do not end as they began.
+
+
+@hazard()
+class StepThatFailsOnce(Loop):
+    def after_fuse(self):
+        self.calls = 0
+        self.opt.register_step_pre_hook(self.hook)
+
+    def hook(self, *_):
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError
+
+    def step(self, step):
+        try:
+            super().step(step)
+        except ValueError:
+            self.opt.step()
+
+
+@hazard()
+class LossOfTheStepBefore(Loop):
+    """A forward that runs before the step whose loss is used after it."""
+
+    def before_fuse(self):
+        self.next = self.loss(0)
+
+    def step(self, step):
+        self.opt.zero_grad()
+        self.next.backward()
+        self.opt.step()
+        self.next = self.loss(step + 1)
+
+
+# Models that write or read weights in their own way.
+
+
+def parametrized():
+    net = Net()
+    nn.utils.parametrizations.weight_norm(net.second)
+    return net
+
+
+class WritesInForward(Net):
+    def forward(self, x):
+        weight = self.third.weight.detach().numpy()
+        weight *= weight.dtype.type(0.99)
+        return super().forward(x)
+
+
+class Lookup(nn.Module):
+    """The embedding changes its weight in forward, and its gradients are sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Embedding(20, WIDTH, max_norm=0.5, sparse=True)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(self.first((x[:, 0] * 5).long() % 20))
+
+
+for _name, _model, _optimizer in (
+    ("parametrized", parametrized, Loop.optimizer),
+    ("WritesInForward", WritesInForward, Loop.optimizer),
+    ("sparse gradients", Lookup, torch.optim.Adagrad),
+):
+    _values = {"model": staticmethod(_model), "optimizer": staticmethod(_optimizer)}
+    HAZARDS.append(Hazard(_name, type(_name, (Loop,), _values)))
+
+
+@loop_with("loss")
+def functional_call_with_scaled_weights(self, step):
+    x, y = self.batch(step)
+    scaled = {"second.weight": self.net.second.weight * 0.5}
+    return mse_loss(functional_call(self.net, scaled, (x,)), y)
+
+
+@loop_with("loss", forward="a transform of torch.func")
+def derivative_in_the_loss(self, step):
+    x, y = self.batch(step)
+    _, tangent = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))
+    return mse_loss(self.net(x), y) + 0.1 * tangent.square().mean()
+
+
+@loop_with("after_step", forward="memory of first.weight was taken after step")
+def traced_by_jit(self, step):
+    if step == 2:
+        self.traced = torch.jit.trace(self.net, self.batch(0)[0])
+    if step > 2:
+        self.see(self.traced(self.batch(1)[0]))
+
+
+@hazard()
+class AveragedByTorch(Loop):
+    def before_fuse(self):
+        self.average = torch.optim.swa_utils.AveragedModel(self.net)
+
+    def after_step(self, step):
+        self.average.update_parameters(self.net)
+        self.see(*self.average.parameters(), self.average(self.batch(3)[0]))
+
+
+@loop_with("step")
+def autocast_in_some_steps(self, step):
+    with torch.autocast("cpu", torch.bfloat16, enabled=step % 2 == 0):
+        Loop.step(self, step)
+
+
+@loop_with("after_step", backward="used between backward")
+def hooks_that_come_late(self, step):
+    """They find gradients that are freed."""
+    if step == 2:
+        for each in self.net.parameters():
+            each.register_hook(lambda gradient: gradient * 0.5)
+            each.register_post_accumulate_grad_hook(clamp_gradient)

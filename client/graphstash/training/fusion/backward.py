@@ -9,7 +9,8 @@ parameter's memory, uses of it cannot be detected, and `step()` makes the update
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Final, NoReturn
@@ -28,6 +29,7 @@ from graphstash.training.fusion.partial_step import Options, in_units, options_o
 from graphstash.training.fusion.uses import (
     StandIn,
     Tripwire,
+    WaitingState,
     is_held,
     is_named,
     stand_in_for,
@@ -130,6 +132,7 @@ class BackwardFusion(Fusion):
                     f"before close(), or load the last checkpoint, and {self._remedy}"
                 )
         finally:
+            self._release_state()
             self._disarm()
             self._remove_stand_ins()
 
@@ -189,6 +192,7 @@ class BackwardFusion(Fusion):
 
     def before_step(self, options: dict[str, Any]) -> None:
         """Check gradients and options. The step then applies only the remaining gradients."""
+        self._release_state()
         self.flush()
         self.last_gradients.clear()
         if options.get("found_inf") is not None:
@@ -266,6 +270,7 @@ class BackwardFusion(Fusion):
     def _end_step(self) -> None:
         with self._updating:
             self._step_token = object()
+        self._release_state()
         self._disarm()
         self._updated.clear()
         self._freed.clear()
@@ -311,13 +316,42 @@ class BackwardFusion(Fusion):
         ):
             self._leave(unit.parameters)  # other code could use it before `step()`
             return
-        with self._updating:
+        with self._updating, self._true_state():
             self.partial_step(unit.parameters, options)
         self._updated.update(unit.parameters)
+        self._guard_state()
         for each in unit.parameters:
             if each.grad is not None:
                 self._free(each, None if self._is_stepping else _memory_of(each.grad))
             self._arm(each)
+
+    @contextmanager
+    def _true_state(self) -> Iterator[None]:
+        """Give the optimizer its own state while the fusion updates parameters."""
+        guard = self.optimizer.state
+        if isinstance(guard, WaitingState):
+            self.optimizer.state = guard.state
+        try:
+            yield
+        finally:
+            self.optimizer.state = guard
+
+    def _guard_state(self) -> None:
+        """Refuse uses of the optimizer's state until the step, which has read it by then."""
+        state = self.optimizer.state
+        if not self._is_stepping and not isinstance(state, WaitingState):
+            self.optimizer.state = WaitingState(state, self._refuse_state)
+
+    def _release_state(self) -> None:
+        if isinstance(guard := self.optimizer.state, WaitingState):
+            self.optimizer.state = guard.state
+
+    def _refuse_state(self) -> None:
+        self.flush()
+        raise FusionError(
+            "the optimizer's state is read or written between backward() and step(), when "
+            f"{self._share_updated()} parameters are updated already; {self._remedy}"
+        )
 
     def _leave(self, parameters: Iterable[Tensor]) -> None:
         """Leave the update to `step()`, and let it refuse if the gradients change until then."""
@@ -399,6 +433,8 @@ class BackwardFusion(Fusion):
         self._backwards.discard(task)
         for parameter in self._updated & self._reduced:
             self._free(parameter)  # DDP has just written the mean into .grad
+        if self._updated:
+            self._guard_state()
 
     # The buckets of DDP.
 
@@ -413,7 +449,7 @@ class BackwardFusion(Fusion):
         def update(gradients: Sequence[Tensor | None]) -> None:
             pairs = zip(parameters, gradients, strict=True)
             ours = {each: gradient for each, gradient in pairs if each in self._reduced}
-            with self._updating:
+            with self._updating, self._true_state():
                 if self._step_token is token:
                     self._update_bucket(ours, options)
 
@@ -534,6 +570,10 @@ class BackwardFusion(Fusion):
             if not any(map(is_sharded, unit.parameters)):  # FSDP accumulates these itself
                 self._update(unit, options)
         self._backwards.discard(_FIRST_STEP)
+        state = self.optimizer.state
+        made = {each: state[each] for each in self.parameters if each in state}
+        for each in made:  # in the order of the step alone
+            state[each] = state.pop(each)
 
     def _before_forward(self, _: nn.Module) -> None:
         if torch.compiler.is_compiling() or not self._updated:

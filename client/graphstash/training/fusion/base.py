@@ -84,6 +84,7 @@ class Fusion(ABC):
             parameter: name for name, parameter in model.named_parameters()
         }
         self.parameters = list(_parameters_of(optimizer))
+        self._sizes_of_groups = _sizes_of_groups(optimizer)
         self.partial_step = PartialStep(optimizer)
         self._handles: list[Any] = []
         self.last_gradients: dict[Tensor, TensorWeakRef] = {}
@@ -238,6 +239,11 @@ class Fusion(ABC):
                 "the optimizer has other parameters than when fuse() was called; call close(), "
                 "change them, and call fuse() again"
             )
+        if _sizes_of_groups(self.optimizer) != self._sizes_of_groups:
+            raise FusionError(
+                "the optimizer's groups have other parameters than when fuse() was called; call "
+                "close(), change them, and call fuse() again"
+            )
 
 
 def require_unfused(parameters: Iterable[Tensor]) -> None:
@@ -252,6 +258,10 @@ def require_unfused(parameters: Iterable[Tensor]) -> None:
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _sizes_of_groups(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def _refuse_general(model: nn.Module, optimizer: Optimizer) -> None:

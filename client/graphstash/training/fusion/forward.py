@@ -231,7 +231,11 @@ class ForwardFusion(Fusion):
             # Only the model's forward in training is recorded. Other forwards may read a module's
             # parameters without calling the module.
             self.flush()
-        elif self._units is None and torch._C._current_graph_task_id() == -1:
+        elif (
+            self._units is None
+            and torch._C._current_graph_task_id() == -1
+            and torch._C._functorch.maybe_current_level() is None  # its tensors have no memory
+        ):
             self._readers = _Readers(self.parameters, self._running)
             self._readers.__enter__()  # type: ignore[no-untyped-call] # torch
 
@@ -345,9 +349,9 @@ class ForwardFusion(Fusion):
         if taken:
             raise FusionError(
                 f"the memory of {named(taken, self.names)} was taken after step() by code that "
-                "torch does not announce (to_dlpack), when its update had not been made: call "
-                "flush() of the fusion before, and load the last checkpoint into a new model and "
-                "optimizer"
+                "torch does not announce (to_dlpack, torch.jit), when its update had not been "
+                "made: call flush() of the fusion before, and load the last checkpoint into a new "
+                "model and optimizer"
             )
         if changed:
             raise FusionError(
