@@ -62,7 +62,12 @@ def libraries() -> list[Library]:
 
     Excludes libraries whose files were replaced or deleted after loading.
     """
-    found = (_library(path, *_version(path)) for path in _loaded(_count()))
+    return _libraries(_count())
+
+
+@lru_cache(maxsize=1)
+def _libraries(count: tuple[int, int]) -> list[Library]:
+    found = (_library(path, *_version(path)) for path in _loaded(count))
     return [each for each in found if each is not None]
 
 
@@ -106,9 +111,13 @@ def _read_count(info: Any, _size: int, into: Any) -> int:
 
 def _count() -> tuple[int, int]:
     """Return how many libraries this process has loaded, and how many unloaded."""
-    counts = (ctypes.c_ulonglong * 2)()
-    ctypes.CDLL(None).dl_iterate_phdr(_read_count, counts)
+    counts = _Counts()
+    _iterate(_read_count, counts)
     return counts[0], counts[1]
+
+
+_Counts = ctypes.c_ulonglong * 2
+_iterate: Final = ctypes.CDLL(None).dl_iterate_phdr
 
 
 @lru_cache(maxsize=1)
