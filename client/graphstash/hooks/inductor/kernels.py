@@ -11,9 +11,10 @@ import re
 import sys
 import weakref
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, compress, filterfalse, repeat
+from operator import is_
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import _meta_registrations, library
@@ -22,7 +23,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.origins import is_torchs_namespace, name_once, remembered
-from graphstash.hooks.inductor.versions import Reading, Versions
+from graphstash.hooks.inductor.versions import HAS_VERSIONS, Reading, Versions
 
 __all__ = [
     "changed_definitions",
@@ -31,6 +32,8 @@ __all__ = [
     "foreign_rules",
     "operations_of_program",
 ]
+
+_T = TypeVar("_T")
 
 _KERNELS_OF_TORCH: Final = frozenset(
     {
@@ -272,10 +275,6 @@ def _is_changed(definition: CustomOpDef) -> bool:
 _owned_by_torch: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
 """By library: whether torch holds it."""
 
-_known_libraries: list[Any] = [[], ([], [])]
-"""Cache of `_libraries`: all finalizers of this process, and the result."""
-
-
 _usual: set[tuple[int, str]] = set()
 """Cache of `_is_usual`: ID of the library, and kernel. Cleared when the finalizers change."""
 
@@ -289,22 +288,52 @@ def _libraries() -> tuple[list[Any], list[Any]]:
     finalizers: Any = getattr(weakref.finalize, "_registry", None)
     if finalizers is None:
         raise UndescribableError("this Python does not list its finalizers")
-    if (state := list(finalizers)) != _known_libraries[0]:
-        entries = [each for each in list(finalizers.values()) if each.func is library._del_library]
-        found = [each for entry in entries if (each := entry.weakref()) is not None]
-        found = [each for each in found if each.ns == "_" or is_torchs_namespace(each.ns)]
-        if any(each not in _owned_by_torch for each in found):
-            held = {id(each) for each in _held_by_torch()}
-            for each in found:
-                _owned_by_torch.setdefault(each, id(each) in held)
-        of_torch = [
-            weakref.ref(each) for each in found if _owned_by_torch[each] and each.ns == "aten"
-        ]
-        of_program = [weakref.ref(each) for each in found if not _owned_by_torch[each]]
-        _usual.clear()
-        _known_libraries[:] = [state, (of_torch, of_program)]
-    of_torch, of_program = _known_libraries[1]
-    return _present(of_torch), _present(of_program)
+    # The members of this dictionary must not be kept: a finalizer holds what its function needs.
+    tables, lists = ([finalizers], []) if HAS_VERSIONS else ([], [list(finalizers)])
+    found = _known_libraries.of(tables, lambda: _read_libraries(finalizers), lists=lists)[1]
+    return _present(found.of_torch), _present(found.of_program)
+
+
+class _Libraries(NamedTuple):
+    """The result of `_libraries`, as weak references.
+
+    Attributes:
+        finalizers: the finalizers that were read. The set keeps them alive, so that Python does not
+            reuse their IDs, but they keep nothing else alive.
+    """
+
+    finalizers: frozenset[Any]
+    of_torch: list[Any]
+    of_program: list[Any]
+
+
+_last_libraries = _Libraries(frozenset(), [], [])
+
+_known_libraries: Final = Reading[_Libraries]()
+
+
+def _read_libraries(finalizers: dict[Any, Any]) -> _Libraries:
+    """Add the libraries of finalizers that are new since the last call.
+
+    torch makes finalizers for each graph, but almost never a library.
+    """
+    global _last_libraries  # noqa: PLW0603 - replaced as a whole: threads share it
+    known, present = _last_libraries, list(finalizers)
+    added = (finalizers.get(each) for each in filterfalse(known.finalizers.__contains__, present))
+    entries = [each for each in added if each is not None and each.func is library._del_library]
+    found = [each for entry in entries if (each := entry.weakref()) is not None]
+    found = [each for each in found if each.ns == "_" or is_torchs_namespace(each.ns)]
+    if any(each not in _owned_by_torch for each in found):
+        held = {id(each) for each in _held_by_torch()}
+        for each in found:
+            _owned_by_torch.setdefault(each, id(each) in held)
+    of_torch = [weakref.ref(each) for each in found if _owned_by_torch[each] and each.ns == "aten"]
+    of_program = [weakref.ref(each) for each in found if not _owned_by_torch[each]]
+    _usual.clear()
+    _last_libraries = _Libraries(
+        frozenset(present), known.of_torch + of_torch, known.of_program + of_program
+    )
+    return _last_libraries
 
 
 def _present(libraries: list[Any]) -> list[Any]:
@@ -317,14 +346,21 @@ def _held_by_torch() -> Iterator[library.Library]:
 
     In 2.7, each fake kernel has a library, the program's too; `foreign_rules` returns that kernel.
     """
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "torch" and isinstance(module, ModuleType):
-            for value in list(vars(module).values()):
-                is_table = type(value) is dict and value is not custom_ops.OPDEF_TO_LIB
-                for each in list(value.values()) if is_table else (value,):
-                    if type(each) is library.Library:
-                        yield each
+    modules = [
+        list(vars(module).values())
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == "torch" and isinstance(module, ModuleType)
+    ]
+    tables = {id(each): each for members in modules for each in _of_kind(dict, members)}
+    tables.pop(id(custom_ops.OPDEF_TO_LIB), None)
+    for members in (*modules, *(list(each.values()) for each in tables.values())):
+        yield from _of_kind(library.Library, members)
     yield from (each._lib for each in _definitions())
     for entry in list(simple_registry.singleton._data.values()):
         if (held := getattr(entry.fake_impl, "lib", None)) is not None:
             yield held
+
+
+def _of_kind(kind: type[_T], values: list[Any]) -> Iterator[_T]:
+    """Yield the values of exactly one type, in C: torch's modules and tables have 70,000 values."""
+    return compress(values, map(is_, map(type, values), repeat(kind)))

@@ -66,18 +66,29 @@ class Versions:
 
 
 class Reading(Generic[_T]):
-    """Keeps a result that was computed from dictionaries until one of them changes. Thread-safe."""
+    """Keeps a result that was computed from dictionaries and lists until one of them changes.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[object, _T] | None = None  # replaced as a whole: threads share it
         self._versions = Versions()
 
-    def of(self, tables: Sequence[Mapping[Any, Any]], read: Callable[[], _T]) -> tuple[object, _T]:
+    def of(
+        self,
+        tables: Sequence[Mapping[Any, Any]],
+        read: Callable[[], _T],
+        *,
+        lists: Sequence[list[Any]] = (),
+    ) -> tuple[object, _T]:
         """Return the state of the dictionaries, see `Versions`, and the result of `read`.
 
-        Calls `read` only if the state has changed since the last call.
+        Calls `read` only if the state has changed since the last call, or a member of `lists`.
         """
         state = self._versions.state(tables)
+        if lists:
+            state = [state, *map(len, lists), *chain.from_iterable(lists)]
         last = self._last
         if last is None or last[0] != state:
             self._last = last = (state, read())
