@@ -7,10 +7,10 @@ these tables by name and the user's by code, so even a removed entry changes the
 
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
 from hashlib import sha256
 from itertools import chain
-from typing import Any, Final
+from types import ModuleType
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch._decomp import global_decomposition_table
@@ -41,6 +41,9 @@ __all__ = [
     "registered_for_torch",
     "tables",
 ]
+
+_TABLES_OF_PASSES: Final = ("PRE_GRAD_PATTERNS", "POST_GRAD_PATTERNS")
+"""Tables of passes in `split_cat`."""
 
 _COMPILERS: Final = ("fw_compiler", "bw_compiler", "inference_compiler", "partition_fn")
 
@@ -173,18 +176,11 @@ def _namespace(target: Any) -> str:
 
 def _target(target: Any) -> str:
     name = getattr(target, "__name__", "")
-    return str(target) if isinstance(target, OpOverload | OpOverloadPacket | str) else name
+    return str(target) if isinstance(target, (OpOverload, OpOverloadPacket, str)) else name
 
 
 def _is_foreign(function: Any) -> bool:
     return function is not None and not is_torchs(function)
-
-
-@lru_cache(maxsize=1)
-def _packets(_count: int) -> list[dict[str, Any]]:
-    """Return the overloads of each torch operation that was used so far."""
-    found = [each for held in _namespaces() for each in list(held.values())]
-    return [vars(each) for each in found if isinstance(each, OpOverloadPacket)]
 
 
 def _namespaces() -> list[dict[str, Any]]:
@@ -197,10 +193,36 @@ def _namespaces() -> list[dict[str, Any]]:
 _known_namespaces: Final = Reading[list[dict[str, Any]]]()
 
 
-@lru_cache(maxsize=1)
-def _operations(count: int, _overload_count: int) -> tuple[list[OpOverload], list[dict[Any, Any]]]:
+def _packets() -> list[dict[str, Any]]:
+    """Return the overloads of each torch operation that was used so far."""
+    held = _namespaces()
+    return _known_packets.of(
+        held,
+        lambda: [
+            vars(each)
+            for namespace in held
+            for each in list(namespace.values())
+            if isinstance(each, OpOverloadPacket)
+        ],
+    )[1]
+
+
+_known_packets: Final = Reading[list[dict[str, Any]]]()
+
+
+def _operations() -> tuple[list[OpOverload], list[dict[Any, Any]]]:
     """Return all overloads, and the Python kernels of each."""
-    found = [each for packet in _packets(count) for each in list(packet.values())]
+    packets = _packets()
+    return _known_operations.of(packets, lambda: _read_operations(packets))[1]
+
+
+_known_operations: Final = Reading[tuple[list[OpOverload], list[dict[Any, Any]]]]()
+
+
+def _read_operations(
+    packets: list[dict[str, Any]],
+) -> tuple[list[OpOverload], list[dict[Any, Any]]]:
+    found = [each for packet in packets for each in list(packet.values())]
     operations = [each for each in found if isinstance(each, OpOverload)]
     return operations, [each.py_kernels for each in operations]
 
@@ -210,8 +232,7 @@ _versions_of_kernels: Final = Versions()
 
 def _foreign_kernels() -> list[tuple[str, Any]]:
     """Return the kernels that programs registered for torch's operations with `py_impl`."""
-    count = sum(map(len, _namespaces()))
-    operations, tables_of_kernels = _operations(count, sum(map(len, _packets(count))))
+    operations, tables_of_kernels = _operations()
     state = _versions_of_kernels.state(tables_of_kernels)
     return remembered(
         "kernels",
@@ -225,51 +246,65 @@ def _foreign_kernels() -> list[tuple[str, Any]]:
     )
 
 
-def _passes() -> Iterator[tuple[tuple[str, str, Any], PatternMatcherPass]]:
-    """Yield Inductor's passes, each with its module, its name and its index or key there."""
-    for module, name, value in _holders_of_passes():
-        for at, each in enumerate(value if isinstance(value, list) else [value]):
-            if isinstance(each, PatternMatcherPass):
-                yield (module, name, at), each
-    for name in ("PRE_GRAD_PATTERNS", "POST_GRAD_PATTERNS"):
-        for own, each in getattr(split_cat, name, {}).items():
-            yield (split_cat.__name__, name, own), each
+_Passes: TypeAlias = list[tuple[tuple[str, str, Any], PatternMatcherPass]]
+"""Inductor's passes, each with its module, its name and its index or key there."""
 
 
-def _holders_of_passes() -> list[tuple[str, str, Any]]:
-    """Return the passes in torch's modules, and all lists there, each with its place."""
-    modules = (joint_graph, post_grad, pre_grad)
-    return _known_holders.of(
-        [vars(each) for each in modules],
-        lambda: [
-            (module.__name__, name, value)
-            for module in modules
-            for name, value in list(vars(module).items())
-            if isinstance(value, list | PatternMatcherPass)
-        ],
-    )[1]
+def _passes() -> tuple[object, _Passes]:
+    """Return the state of torch's modules that hold passes, and the passes."""
+    modules = [joint_graph, post_grad, pre_grad]
+    held = [vars(each) for each in modules]
+    _, lists = _known_lists.of(
+        held,
+        lambda: [each for table in held for each in list(table.values()) if isinstance(each, list)],
+    )
+    named = {name: getattr(split_cat, name, {}) for name in _TABLES_OF_PASSES}
+    tables = [*held, *named.values()]
+    return _known_passes.of(tables, lambda: _read_passes(modules, named), lists=lists)
 
 
-_known_holders: Final = Reading[list[tuple[str, str, Any]]]()
+_known_lists: Final = Reading[list[list[Any]]]()
+_known_passes: Final = Reading[_Passes]()
+
+
+def _read_passes(modules: list[ModuleType], named: dict[str, Any]) -> _Passes:
+    found = [
+        ((module.__name__, name, at), each)
+        for module in modules
+        for name, value in list(vars(module).items())
+        for at, each in enumerate(value if isinstance(value, list) else [value])
+    ]
+    found += [
+        ((split_cat.__name__, name, own), each)
+        for name, table in named.items()
+        for own, each in list(table.items())
+    ]
+    return [(place, each) for place, each in found if isinstance(each, PatternMatcherPass)]
 
 
 def _foreign_patterns() -> list[tuple[str, Any]]:
     """Return the user's functions in the patterns of Inductor's graph passes."""
-    found = [
-        (place, list(chain.from_iterable(list(each.patterns.values()))))
-        for place, each in _passes()
-    ]
+    of_passes, passes = _passes()
+    tables = [each.patterns for _, each in passes]
+    of_tables, lists = _known_patterns.of(
+        tables, lambda: list(chain.from_iterable(list(each.values()) for each in tables))
+    )
+    # A program may change a list while its table holds the same list.
+    state = [of_passes, of_tables, *map(len, lists), *chain.from_iterable(lists)]
     return remembered(
         "patterns",
-        found,
+        state,
         lambda: (
             (("pattern", *place, entry.pattern), held)
-            for place, entries in found
-            for entry in entries
+            for (place, _), table in zip(passes, tables, strict=True)
+            for entry in chain.from_iterable(list(table.values()))
             for name in ("extra_check", "handler", "normalize_args")
             if (held := getattr(entry, name, None)) is not None
         ),
     )
+
+
+_known_patterns: Final = Reading[list[list[Any]]]()
 
 
 def _foreign_constraints() -> list[tuple[str, Any]]:
