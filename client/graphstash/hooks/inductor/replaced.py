@@ -19,8 +19,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
 from gc import get_referents
-from itertools import compress
-from operator import ne
+from itertools import compress, count
+from operator import is_not, ne
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple
@@ -98,7 +98,7 @@ class _State(NamedTuple):
         last: number of all modules of the process, and the name of the last one.
         owners: the compiler's modules and classes.
         versions: where CPython keeps the version of each owner's dictionary.
-        signature: the versions.
+        signature: the versions, as bytes.
         values: the members of each owner.
         found: by number of an owner: its replaced members.
     """
@@ -107,12 +107,12 @@ class _State(NamedTuple):
     last: tuple[int, str]
     owners: list[_Owner]
     versions: list[ctypes.c_uint64]
-    signature: list[int]
+    signature: bytes
     values: list[dict[str, Any]]
     found: dict[int, list[tuple[str, Any]]]
 
 
-_state = _State({}, (0, ""), [], [], [], [], {})
+_state = _State({}, (0, ""), [], [], b"", [], {})
 
 
 def replaced_in_torch(describer: CodeDescriber) -> Iterator[str]:
@@ -203,7 +203,7 @@ def _with_owners(state: _State, new: list[tuple[str, dict[str, Any]]]) -> _State
     if not new:
         return state
     owners, versions = list(state.owners), list(state.versions)
-    signature, values = list(state.signature), list(state.values)
+    signature, values = [state.signature], list(state.values)
     found = dict(state.found)
     present = {id(each.table) for each in owners}
     known: set[int] = set()
@@ -213,7 +213,7 @@ def _with_owners(state: _State, new: list[tuple[str, dict[str, Any]]]) -> _State
             continue
         present.add(id(table))
         version = version_of(table)
-        signature.append(version.value)  # before the values: a later change is then seen
+        signature.append(bytes(version))  # before the values: a later change is then seen
         versions.append(version)
         owner = _Owner(place, table, dict(table))
         values.append(owner.first)
@@ -222,7 +222,11 @@ def _with_owners(state: _State, new: list[tuple[str, dict[str, Any]]]) -> _State
         owners.append(owner)
         new += _classes_in(owner.first)
     return state._replace(
-        owners=owners, versions=versions, signature=signature, values=values, found=found
+        owners=owners,
+        versions=versions,
+        signature=b"".join(signature),
+        values=values,
+        found=found,
     )
 
 
@@ -237,13 +241,10 @@ def _classes_in(members: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 def _with_changes(state: _State) -> _State:
     """Return the state with the present members of the owners that have changed."""
     if HAS_VERSIONS:
-        # In C but for the dictionaries that have changed: every key calls this.
-        signature = memoryview(b"".join(state.versions)).cast("Q").tolist()
+        signature = b"".join(state.versions)
         if signature == state.signature:
             return state
-        changed: Iterable[int] = compress(
-            range(len(signature)), map(ne, signature, state.signature)
-        )
+        changed: Iterable[int] = _numbers_of_changed(state.signature, signature)
     else:
         signature, changed = state.signature, range(len(state.owners))
     values, found = list(state.values), dict(state.found)
@@ -261,11 +262,27 @@ def _with_changes(state: _State) -> _State:
     return _with_owners(changed_state, new)
 
 
+def _numbers_of_changed(before: bytes, now: bytes) -> Iterator[int]:
+    """Yield the numbers of the owners whose versions differ.
+
+    Compares blocks first, because torch changes about ten owners for each graph.
+    """
+    for start in range(0, len(now), _BLOCK):
+        old, new = before[start : start + _BLOCK], now[start : start + _BLOCK]
+        if old != new:
+            versions = (memoryview(each).cast("Q") for each in (old, new))
+            yield from compress(count(start // 8), map(ne, *versions))
+
+
+_BLOCK: Final = 8 * 64
+
+
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Return the members other than data that differ: torch counts graphs in many modules."""
     if [*before] == [*now]:
-        pairs = zip(now.items(), before.values(), strict=True)
-        found = {name: (value, other) for (name, value), other in pairs if value is not other}
+        differ = list(map(is_not, now.values(), before.values()))
+        pairs = zip(compress(now.values(), differ), compress(before.values(), differ), strict=True)
+        found = dict(zip(compress(now, differ), pairs, strict=True))
     else:
         names = dict.fromkeys((*before, *now))
         each = {name: (now.get(name, _ABSENT), before.get(name, _ABSENT)) for name in names}
@@ -337,9 +354,9 @@ def _without_dynamo(value: Any) -> Any:
 
 def _is_foreign(value: Any, depth: int = 0) -> bool:
     """Return whether a value is code of a program, or wraps such code."""
-    if type(value) is FunctionType:
+    if is_function := type(value) is FunctionType:
         is_foreign = _is_function_foreign(value)
-    elif isinstance(value, type | BuiltinFunctionType):
+    elif isinstance(value, (type, BuiltinFunctionType)):
         is_foreign = _is_name_foreign(str(value.__module__ or "builtins"))
     elif isinstance(value, _OPERATIONS):
         is_foreign = not is_torchs_namespace(_namespace_of(value))
@@ -349,7 +366,7 @@ def _is_foreign(value: Any, depth: int = 0) -> bool:
         return _is_object_foreign(value)
     return is_foreign or (
         depth < _MAX_DEPTH
-        and not isinstance(value, (type, *_OPERATIONS))
+        and (is_function or not isinstance(value, _HOLD_NOTHING))
         and any(
             type(each) not in _DATA and _is_foreign(each, depth + 1) for each in _held_by(value)
         )
@@ -357,6 +374,7 @@ def _is_foreign(value: Any, depth: int = 0) -> bool:
 
 
 _OPERATIONS: Final = (OpOverload, OpOverloadPacket, CustomOpDef)
+_HOLD_NOTHING: Final = (type, *_OPERATIONS)
 
 
 def _namespace_of(operation: Any) -> str:
