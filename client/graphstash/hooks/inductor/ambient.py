@@ -7,7 +7,7 @@ the new switch may change what a graph computes.
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import chain
 from typing import Any, Final
@@ -115,11 +115,7 @@ def unknown_switches() -> tuple[str, ...]:
 def ambient_state() -> str:
     """Return every switch with its state, one line each."""
     core: Any = torch._C
-    lines = [
-        f"{name}={read_part(getter)}"
-        for name in _READ
-        if (getter := getattr(core, name, None)) is not None
-    ]
+    lines = [f"{name}={read_part(getter)}" for name, getter in _getters()]
     lines.append(f"default_dtype={torch.get_default_dtype()}")
     for device in _devices():
         enabled = read_part(partial(torch.is_autocast_enabled, device))
@@ -199,6 +195,12 @@ def _has_fusions() -> bool:
         _known_fusions[:] = [count, "torch._inductor.fx_passes.mkldnn_fusion" in modules]
     found: bool = _known_fusions[1]
     return found
+
+
+@cache
+def _getters() -> list[tuple[str, Callable[[], Any]]]:
+    core: Any = torch._C
+    return [(name, getattr(core, name)) for name in _READ if hasattr(core, name)]
 
 
 @cache

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from functools import wraps
+from functools import lru_cache, wraps
 from hashlib import sha256
 from itertools import combinations
 from types import FrameType
@@ -266,15 +266,21 @@ def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> _Comp
 
 
 def _state(ambient: str, registered: list[str], without: Collection[str] = ()) -> State:
+    late = _late(ambient, tuple(registered), frozenset(without))
+    thread = threading.get_ident() if hasattr(config, "_hash_dirty_var") else 0
+    return State(thread, _settings(without), late)
+
+
+@lru_cache(maxsize=4)
+def _late(ambient: str, registered: tuple[str, ...], without: frozenset[str]) -> str:
+    """Return the digest of registrations, and of the switches that Inductor reads."""
     ignored = {f"setting.{name}" for name in without}
     switches = [
         each
         for each in ambient.splitlines()
         if _READ_LATE.match(each) and each.partition("=")[0] not in ignored
     ]
-    late = sha256(repr((switches, registered)).encode()).hexdigest()
-    thread = threading.get_ident() if hasattr(config, "_hash_dirty_var") else 0
-    return State(thread, _settings(without), late)
+    return sha256(repr((switches, registered)).encode()).hexdigest()
 
 
 def _settings(without: Collection[str]) -> bytes:

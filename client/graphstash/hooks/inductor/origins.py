@@ -39,8 +39,15 @@ PACKAGES: Final = frozenset(
 ) - {"__main__"}
 """Packages whose functions belong to torch or Python."""
 
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+# Tuples are made once, unlike `list | dict`: the first key names thousands of functions.
 _VALUES: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
+_OPERATIONS: Final = (OpOverload, OpOverloadPacket, HigherOrderOperator)
+_CONTAINERS: Final = (list, tuple, dict)
+_NAMED: Final = (BuiltinFunctionType, type, ModuleType)
+_FREQUENT: Final = frozenset({FunctionType, OpOverload, *_CONTAINERS})
+"""Types that are compared first: most values have one of them."""
 
 _MAX_DEPTH: Final = 6
 
@@ -83,15 +90,16 @@ def _name(value: Any, depth: int = 0) -> str:  # noqa: PLR0911 - a case each
 
     Raises `_ForeignError` if one of them is of a program.
     """
-    if type(value) in _PLAIN:
+    kind = type(value)
+    if kind in _PLAIN:
         return repr(value)
-    if isinstance(value, _VALUES):
-        return f"{type(value).__name__}.{value}"
+    if kind not in _FREQUENT and isinstance(value, _VALUES):
+        return f"{kind.__name__}.{value}"
     if depth > _MAX_DEPTH:
         return "..."
-    if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator):
+    if kind is OpOverload or (kind not in _FREQUENT and isinstance(value, _OPERATIONS)):
         return f"operation {value}"
-    if isinstance(value, FunctionType):
+    if kind is FunctionType:
         _check(str(value.__globals__.get("__name__")))
         cells = [_name(content_of(cell), depth + 1) for cell in value.__closure__ or ()]
         return f"function {value.__module__}.{value.__qualname__} {cells}"
@@ -103,10 +111,10 @@ def _name(value: Any, depth: int = 0) -> str:  # noqa: PLR0911 - a case each
         is_generated = "__name__" not in getattr(value.__func__, "__globals__", {})
         function = value.__name__ if is_generated else _name(value.__func__, depth + 1)
         return f"method {owner} {function}"
-    if isinstance(value, list | tuple | dict):
+    if isinstance(value, _CONTAINERS):
         items = value.items() if isinstance(value, dict) else value
         return f"{type(value).__name__} {[_name(each, depth + 1) for each in items]}"
-    if isinstance(value, BuiltinFunctionType | type | ModuleType):
+    if isinstance(value, _NAMED):
         module = value.__name__ if isinstance(value, ModuleType) else value.__module__
         _check(str(module or "builtins"))
         return f"{module}.{getattr(value, '__qualname__', value.__name__)}"
