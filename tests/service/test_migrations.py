@@ -329,6 +329,17 @@ def test_database_of_another_program_is_refused_and_not_changed(url, tmp_path, t
     assert sorted(names) == tables
 
 
+def test_tables_of_an_extension_are_of_no_other_program(postgres, tmp_path):
+    url = postgres.new_database()
+    for statement in (
+        "CREATE TABLE spatial_ref_sys (srid integer)",
+        "ALTER EXTENSION plpgsql ADD TABLE spatial_ref_sys",  # as CREATE EXTENSION postgis does
+    ):
+        on(url, lambda connection, statement=statement: connection.execute(sa.text(statement)))
+    migrate(url, lock_path=tmp_path / "lock")
+    assert asyncio.run(find_revision(url)) == newest_revision()
+
+
 def test_server_runs_on_database_of_later_release(config, url, tmp_path, caplog):
     command.upgrade(config, "head")
     later = sa.text("UPDATE alembic_version SET version_num='9999'")

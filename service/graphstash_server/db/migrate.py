@@ -100,7 +100,7 @@ async def find_revision(url: str) -> str | None:
     """
 
     def read(connection: Connection) -> str | None:
-        names = set(inspect(connection).get_table_names())
+        names = set(inspect(connection).get_table_names()) - _tables_of_extensions(connection)
         if (tables := names - {"alembic_version"}) and not tables & metadata.tables.keys():
             raise StartError(
                 f"the database {shown} is of another program: it has the table {min(tables)} "
@@ -125,6 +125,19 @@ async def find_revision(url: str) -> str | None:
         ) from None
     finally:
         await engine.dispose()
+
+
+def _tables_of_extensions(connection: Connection) -> set[str]:
+    """Return the tables that PostgreSQL's extensions, such as PostGIS, put into every database."""
+    if connection.dialect.name != "postgresql":
+        return set()
+    found = connection.execute(
+        text(
+            "SELECT relname FROM pg_class JOIN pg_depend ON pg_depend.objid = pg_class.oid "
+            "WHERE pg_depend.classid = 'pg_class'::regclass AND pg_depend.deptype = 'e'"
+        )
+    )
+    return set(found.scalars())
 
 
 def newest_revision() -> str:
