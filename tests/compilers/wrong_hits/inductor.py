@@ -1391,6 +1391,19 @@ _SWITCHES = (
             ("torch._inductor.config", "_micro_pipeline_tp", "False", "True"),
             ("torch._inductor.config", "_fuse_ddp_bucket_size", "25", "50"),
             ("torch._inductor.config", "_fuse_ddp_communication_passes", "['a']", "['b']"),
+            ("torch._functorch.config", "activation_memory_budget_solver", "'dp'", "'greedy'"),
+        )
+    ),
+    *(
+        _switch(
+            f"function in the setting {name}",
+            f"import {module} as c\ndef chosen(*_): return HERE\nc.{name} = chosen",
+            "2",
+            "3",
+        )
+        for module, name in (
+            ("torch._inductor.config", "estimate_op_runtime"),
+            ("torch._functorch.config", "activation_memory_budget_runtime_estimator"),
         )
     ),
     _switch(

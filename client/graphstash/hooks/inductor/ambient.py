@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch._inductor.fx_passes import post_grad
 from torch.backends import mha, opt_einsum
@@ -153,8 +154,9 @@ def is_changed(module: Any, name: str) -> bool:
 def _omitted_settings() -> Iterator[str]:
     """Yield the settings that a program has changed, and that torch's keys omit.
 
-    The keys omit Inductor's private settings, and that of Dynamo which Inductor reads. Functions
-    among their values are described with all others, see `user_code`.
+    The keys omit Inductor's private settings, that of Dynamo which Inductor reads, and how
+    AOTAutograd chooses what to keep for the backward pass (2.15). Functions among their values are
+    described with all others, see `user_code`.
     """
     for module, name in _names_of_omitted():
         if is_changed(module, name):
@@ -167,8 +169,10 @@ def _omitted_settings() -> Iterator[str]:
 @cache
 def _names_of_omitted() -> list[tuple[Any, str]]:
     inductor: Any = config
+    functorch: Any = functorch_config
     known: tuple[tuple[Any, str], ...] = (
         *((inductor, name) for name in inductor._config if name.startswith("_")),
+        *((functorch, name) for name in getattr(functorch, "_save_config_ignore", ())),
         (dynamo_config, "skip_fsdp_hooks"),
     )
     return [(module, name) for module, name in known if name in module._config]

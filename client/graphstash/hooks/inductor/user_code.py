@@ -490,6 +490,16 @@ def _functions_of_settings(describer: _Describer) -> Iterator[str]:
                     yield f"{name}={describer.registered(each)}"
 
 
+_UNDECLARED: Final = frozenset(
+    {
+        *("activation_memory_budget_runtime_estimator", "activation_memory_budget_solver"),
+        *("custom_partitioner_fn", "estimate_op_runtime"),
+        "reorder_for_compute_comm_overlap_passes",
+    }
+)
+"""Settings that may be functions, although torch declares them as something else."""
+
+
 @cache
 def _names_of_functions(module: Any) -> tuple[str, ...]:
     """Return the names of those of torch's settings that can be functions or objects."""
@@ -499,7 +509,7 @@ def _names_of_functions(module: Any) -> tuple[str, ...]:
         if not name.startswith("trace.")
         and (
             any(word in str(entry.value_type) for word in ("Callable", "Pass", "type[", "Any"))
-            or name in {"custom_partitioner_fn", "reorder_for_compute_comm_overlap_passes"}
+            or name in _UNDECLARED
         )
     )
 
