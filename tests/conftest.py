@@ -34,6 +34,9 @@ from support.swift import Swift
 
 _numbers = itertools.count()
 
+_UMASK = os.umask(0o022)
+os.umask(_UMASK)
+
 _SECONDS = "graphstash/seconds_of_groups"
 _seconds_of_groups: Counter[str] = Counter()
 
@@ -157,13 +160,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Before any fixture: forget the directories and flags that libraries have set.
+    """Before any fixture: forget the directories, flags and umask that libraries have set.
 
     torch and torch_xla set them when they are imported or first used in the tests' own process.
     Every process that a later test starts would inherit them, and two hosts would share a cache.
     """
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XLA_FLAGS"):
         os.environ.pop(name, None)
+    os.umask(_UMASK)  # a server closes its files to others
 
 
 @pytest.hookimpl(wrapper=True)

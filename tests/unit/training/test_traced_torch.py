@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from graphstash.training.optimizers import AdamW
-from graphstash.training.traced import traced_step
+from graphstash.training.traced import torch_graph, traced_step
 from graphstash.training.traced.step import State
 from support.deferred import Deferred
 
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(autouse=True)
 def _compile_in_this_process():
     torch._dynamo.reset()
+    torch_graph._unguarded.clear()
     # Otherwise torch tries each instruction set in a process that imports torch.
     with inductor.patch({"compile_threads": 1, "cpp.vec_isa_ok": True}):
         yield
@@ -120,6 +121,69 @@ def test_step_of_our_optimizer_trains_alike_when_traced():
 @pytest.mark.usefixtures("without_code")
 def test_second_batch_shape_is_compiled():
     assert_trains_alike(*both("sgd"), range(6), size=lambda number: 8 if number % 2 else 6)
+
+
+@pytest.mark.usefixtures("without_code")
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda model: model[1].register_forward_hook(lambda module, given, result: result * 2),
+        lambda model: model[1].register_forward_pre_hook(lambda module, given: (given[0] * 2,)),
+        lambda model: model[1].register_full_backward_hook(lambda module, ours, _: (ours[0] * 2,)),
+        lambda model: model[0].weight.register_hook(lambda gradient: gradient * 2),
+        lambda _: nn.modules.module.register_module_forward_pre_hook(
+            lambda module, given: (given[0] * 2,)
+        ),
+    ],
+    ids=["forward", "forward_pre", "backward", "tensor", "all_modules"],
+)
+def test_hook_that_comes_after_the_compilation_is_called(register):
+    """torch.compile ignores the first hook of a module, and hooks on all modules."""
+    losses = []
+    for each in both("sgd"):
+        losses.append(each.train(range(3)))
+        hook = register(each.model)
+        losses.append(each.train(range(3, 6)))
+        hook.remove()
+        losses.append(each.train(range(6, 9)))
+    torch.testing.assert_close(losses[:3], losses[3:], rtol=1e-5, atol=1e-5)
+
+
+class Tied(Training):
+    """A model with a weight that two layers share until `untie`."""
+
+    def __init__(self, *, traced):
+        super().__init__("sgd", traced=traced)
+        torch.manual_seed(0)
+        first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+        second.weight = first.weight
+        self.model = nn.Sequential(first, nn.Tanh(), second, nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        if traced:
+            self.step = traced_step(self.function, [self.model, self.optimizer])
+
+    def untie(self):
+        self.model[2].weight = nn.Parameter(self.model[0].weight.detach().clone())
+        self.optimizer.add_param_group({"params": [self.model[2].weight]})
+
+
+@pytest.mark.usefixtures("without_code")
+def test_weights_that_are_untied_are_trained_apart():
+    """torch.compile goes on with the program for the tied ones."""
+    traced, plain = Tied(traced=True), Tied(traced=False)
+
+    def assert_alike(mode):
+        losses = traced.train(range(3))
+        torch.testing.assert_close(losses, plain.train(range(3)), rtol=1e-5, atol=1e-5)
+        assert traced.step.mode == mode
+
+    assert_alike("traced")
+    traced.untie()
+    plain.untie()
+    assert_alike("lazy")
+    assert "call retrace() on the step" in traced.step.reason
+    traced.step.retrace()
+    assert_alike("traced")
 
 
 def test_step_runs_untraced_without_compiler(caplog):

@@ -11,6 +11,7 @@ from typing import Any, Final, Generic, Literal, Protocol, TypeVar, runtime_chec
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -114,7 +115,52 @@ class State:
             tuple([module.training for module in self._modules]),
             tuple([p.requires_grad for p in self.parameters]),
             tuple([p.grad is None for p in self.parameters]),
+            self.hooks(),
         )
+
+    def hooks(self) -> Hashable:
+        """Return which hooks are registered: on all modules, modules, parameters and optimizers."""
+        return (
+            *(tuple(hooks) for hooks in _HOOKS_ON_ALL),
+            *(
+                (index, kind, *hooks)
+                for index, module in enumerate(self._modules)
+                for kind in _HOOKS
+                if (hooks := getattr(module, kind))
+            ),
+            *(
+                (index, kind, *hooks)
+                for index, parameter in enumerate(self.parameters)
+                for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")
+                if (hooks := getattr(parameter, kind))
+            ),
+            *(
+                (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+                for optimizer in self.optimizers
+            ),
+        )
+
+    def unguarded(self) -> Hashable:
+        """Return the state that `torch.compile` reads and does not compare at the next call.
+
+        It consists of hooks on all modules, of the modules that have hooks at all, and of the
+        parameters that have several names: torch 2.7 and 2.15 use the graph of tied weights for a
+        model without them.
+        """
+        first: dict[int, int] = {}
+        positions = [p for m in self._modules for p in m._parameters.values() if p is not None]
+        tied = [
+            (number, known)
+            for number, parameter in enumerate(positions)
+            if (known := first.setdefault(id(parameter), number)) != number
+        ]
+        hooked = [
+            (index, kind)
+            for index, module in enumerate(self._modules)
+            for kind in _HOOKS
+            if getattr(module, kind)
+        ]
+        return (*(tuple(hooks) for hooks in _HOOKS_ON_ALL), tuple(hooked), tuple(tied))
 
     def values(self) -> Hashable:
         """Return the host's state that a graph may contain as constants.
@@ -167,6 +213,9 @@ def _distinct(items: Iterable[T]) -> Iterator[T]:
 
 Mode = Literal["recording", "traced", "lazy"]
 R = TypeVar("R")
+
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_ON_ALL: Final = tuple(getattr(module_hooks, f"_global{kind}") for kind in _HOOKS)
 
 STRUCTURES: Final = 8
 """Maximum number of graphs. Each structure of a batch and of the model's flags needs one."""

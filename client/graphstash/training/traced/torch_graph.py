@@ -13,6 +13,7 @@ those that change with every step.
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
@@ -80,16 +81,31 @@ _WARM_UP_OF_DDP: Final = 11
 """Under DDP, torch's page requires 11 steps, in which DDP rebuilds and times its buckets."""
 
 
+_unguarded: WeakKeyDictionary[object, Hashable] = WeakKeyDictionary()
+"""`State.unguarded` of the step that first compiled some code. torch keeps programs by code."""
+
+_CHANGED: Final = (
+    "torch.compile does not notice that a module has got its first hook or lost its last one, or "
+    "that weights are tied or untied; call retrace() on the step to compile it for the present ones"
+)
+
+
 class TorchStep(TracedStep[R]):
     """Compiles the function. If that fails, restores the state, and runs all steps uncompiled."""
 
     def __init__(self, function: Callable[..., R], state: State) -> None:
         super().__init__(function, state)
         self._backward: Any = torch.compiler.disable(torch.autograd.backward)
-        self.retrace()
+        self._code: object = getattr(function, "__code__", type(function))
+        self._begin()
 
     def retrace(self) -> None:
-        """Discard the compiled programs."""
+        """Discard all programs that `torch.compile` has made in this process."""
+        torch._dynamo.reset()
+        _unguarded.clear()
+        self._begin()
+
+    def _begin(self) -> None:
         self._restart()
         self._begun = self._state.has_begun()
         self._seen: set[Hashable] = set()
@@ -101,6 +117,11 @@ class TorchStep(TracedStep[R]):
         if self._refused or not self._begun:
             self._begun = True  # uncompiled: this step creates the optimizers' state
             return detached(self._function(*batch))
+        unguarded = self._state.unguarded()
+        if _unguarded.setdefault(self._code, unguarded) != unguarded:
+            self._fall_back(_CHANGED)
+            return detached(self._function(*batch))
+        self.reason = None
         try:
             structure: Hashable = (flatten_batch(batch)[1], self._state.structure())
         except UnsupportedBatchError:
