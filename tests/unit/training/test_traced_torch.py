@@ -167,23 +167,33 @@ class Tied(Training):
         self.optimizer.add_param_group({"params": [self.model[2].weight]})
 
 
+def assert_alike(pair, mode):
+    losses, plain = (each.train(range(3)) for each in pair)
+    torch.testing.assert_close(losses, plain, rtol=1e-5, atol=1e-5)
+    assert pair[0].step.mode == mode
+
+
 @pytest.mark.usefixtures("without_code")
 def test_weights_that_are_untied_are_trained_apart():
     """torch.compile goes on with the program for the tied ones."""
-    traced, plain = Tied(traced=True), Tied(traced=False)
+    pair = [Tied(traced=traced) for traced in (True, False)]
+    assert_alike(pair, "traced")
+    for each in pair:
+        each.untie()
+    assert_alike(pair, "lazy")
+    assert "call retrace() on the step" in pair[0].step.reason
+    pair[0].step.retrace()
+    assert_alike(pair, "traced")
 
-    def assert_alike(mode):
-        losses = traced.train(range(3))
-        torch.testing.assert_close(losses, plain.train(range(3)), rtol=1e-5, atol=1e-5)
-        assert traced.step.mode == mode
 
-    assert_alike("traced")
-    traced.untie()
-    plain.untie()
-    assert_alike("lazy")
-    assert "call retrace() on the step" in traced.step.reason
-    traced.step.retrace()
-    assert_alike("traced")
+@pytest.mark.usefixtures("without_code")
+def test_models_with_and_without_ties_share_a_function_one_after_the_other():
+    tied, untied = [[Tied(traced=traced) for traced in (True, False)] for _ in range(2)]
+    for each in untied:
+        each.untie()
+    assert_alike(tied, "traced")
+    assert_alike(untied, "traced")
+    assert_alike(tied, "lazy")
 
 
 def test_step_runs_untraced_without_compiler(caplog):

@@ -24,6 +24,9 @@ Rules for `train_step`:
 * A Python number that changes rarely is detected if it is an option of an optimizer, `training` or
   `requires_grad` of a module, or part of the batch. Call `retrace()` after any other change.
   Otherwise a graph keeps the old number, or the old tensor from outside of `state` and the batch.
+* Hooks may be registered and removed between steps. On a CPU, the step runs uncompiled while a
+  module has hooks and had none at the compilation, or the reverse, and while other weights are tied
+  than then: torch.compile notices neither. `retrace()` compiles for the present hooks and ties.
 * A graph repeats no other effect of the Python code, such as a counter.
 * Results have no autograd graph. A batch must be on the device; `train_step` must not change it.
 * Between steps, everything may be read and changed as usual. On torch_xla, a traced step does not

@@ -90,6 +90,11 @@ _CHANGED: Final = (
 )
 
 
+def _discard_programs() -> None:
+    torch._dynamo.reset()
+    _unguarded.clear()
+
+
 class TorchStep(TracedStep[R]):
     """Compiles the function. If that fails, restores the state, and runs all steps uncompiled."""
 
@@ -101,8 +106,7 @@ class TorchStep(TracedStep[R]):
 
     def retrace(self) -> None:
         """Discard all programs that `torch.compile` has made in this process."""
-        torch._dynamo.reset()
-        _unguarded.clear()
+        _discard_programs()
         self._begin()
 
     def _begin(self) -> None:
@@ -117,8 +121,7 @@ class TorchStep(TracedStep[R]):
         if self._refused or not self._begun:
             self._begun = True  # uncompiled: this step creates the optimizers' state
             return detached(self._function(*batch))
-        unguarded = self._state.unguarded()
-        if _unguarded.setdefault(self._code, unguarded) != unguarded:
+        if not self._fits_the_state():
             self._fall_back(_CHANGED)
             return detached(self._function(*batch))
         self.reason = None
@@ -151,6 +154,20 @@ class TorchStep(TracedStep[R]):
             if len(self._seen) < STRUCTURES:
                 self._seen.add(structure)
         return detached(result)
+
+    def _fits_the_state(self) -> bool:
+        """Return whether programs, if there are any, are for the present `State.unguarded`.
+
+        Discards the programs of another step with the same function and another model.
+        """
+        unguarded = self._state.unguarded()
+        if _unguarded.setdefault(self._code, unguarded) == unguarded:
+            return True
+        if self._seen:
+            return False
+        _discard_programs()
+        _unguarded[self._code] = unguarded
+        return True
 
     def _run(self, *batch: Any) -> R:
         """Run the compiled step, and exclude `backward()` from tracing.
