@@ -94,6 +94,7 @@ class BackwardFusion(Fusion):
         self._stand_ins: dict[Tensor, StandIn] = {}
         """By parameter: the stand-in that replaces its freed gradient."""
         self._is_stepping = False
+        self._with_state: set[Tensor] | None = None  # before the first step, while it is made
         self._reduced: set[Tensor] = set()
         self._came: set[Tensor] = set()
         """Parameters in DDP's buckets that autograd has given a gradient since the last step."""
@@ -262,10 +263,20 @@ class BackwardFusion(Fusion):
     def after_step(self) -> None:
         """Put stand-ins in place of freed gradients, and prepare for the next backward."""
         self._is_stepping = False
+        if self._with_state is not None:
+            self._order_state(self._with_state)
+            self._with_state = None
         for parameter in self._freed:
             if parameter.grad is None:
                 self._stand_in(parameter)
         self._end_step()
+
+    def _order_state(self, known: set[Tensor]) -> None:
+        """Put the states that the first step made into the order of the step alone."""
+        state = self.optimizer.state
+        for parameter in self.parameters:
+            if parameter in state and parameter not in known:
+                state[parameter] = state.pop(parameter)
 
     def _end_step(self) -> None:
         with self._updating:
@@ -565,15 +576,12 @@ class BackwardFusion(Fusion):
     def _make_first_step(self) -> None:
         """Update unit by unit: free a unit's gradients before the next unit's state is created."""
         options = options_of(self.optimizer)
+        self._with_state = set(self.optimizer.state)
         self._backwards.add(_FIRST_STEP)
         for unit in self._units:
             if not any(map(is_sharded, unit.parameters)):  # FSDP accumulates these itself
                 self._update(unit, options)
         self._backwards.discard(_FIRST_STEP)
-        state = self.optimizer.state
-        made = {each: state[each] for each in self.parameters if each in state}
-        for each in made:  # in the order of the step alone
-            state[each] = state.pop(each)
 
     def _before_forward(self, _: nn.Module) -> None:
         if torch.compiler.is_compiling() or not self._updated:
