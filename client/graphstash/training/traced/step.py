@@ -115,19 +115,16 @@ class State:
             tuple([module.training for module in self._modules]),
             tuple([p.requires_grad for p in self.parameters]),
             tuple([p.grad is None for p in self.parameters]),
-            self.hooks(),
         )
 
     def hooks(self) -> Hashable:
-        """Return which hooks are registered: on all modules, modules, parameters and optimizers."""
+        """Return which hooks are registered: on all modules, modules, parameters and optimizers.
+
+        A graph without Python calls none of them: it contains what those of its capture have done.
+        """
         return (
-            *(tuple(hooks) for hooks in _HOOKS_ON_ALL),
-            *(
-                (index, kind, *hooks)
-                for index, module in enumerate(self._modules)
-                for kind in _HOOKS
-                if (hooks := getattr(module, kind))
-            ),
+            *map(tuple, _HOOKS_ON_ALL),
+            *((place, *hooks) for place, hooks in self._hooks_of_modules()),
             *(
                 (index, kind, *hooks)
                 for index, parameter in enumerate(self.parameters)
@@ -147,20 +144,29 @@ class State:
         parameters that have several names: torch 2.7 and 2.15 use the graph of tied weights for a
         model without them.
         """
+        ids = [id(p) for m in self._modules for p in m._parameters.values() if p is not None]
         first: dict[int, int] = {}
-        positions = [p for m in self._modules for p in m._parameters.values() if p is not None]
-        tied = [
-            (number, known)
-            for number, parameter in enumerate(positions)
-            if (known := first.setdefault(id(parameter), number)) != number
-        ]
+        is_tied = len(set(ids)) < len(ids)
+        tied = [first.setdefault(each, number) for number, each in enumerate(ids) if is_tied]
+        hooked = [place for place, _ in self._hooks_of_modules()]
+        return (*map(tuple, _HOOKS_ON_ALL), tuple(hooked), tuple(tied))
+
+    def _hooks_of_modules(self) -> list[tuple[tuple[int, int], dict[int, Any]]]:
+        """Return the tables of hooks that have one, with the numbers of module and kind."""
         hooked = [
-            (index, kind)
-            for index, module in enumerate(self._modules)
-            for kind in _HOOKS
-            if getattr(module, kind)
+            (number, module)
+            for number, module in enumerate(self._modules)
+            if module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
         ]
-        return (*(tuple(hooks) for hooks in _HOOKS_ON_ALL), tuple(hooked), tuple(tied))
+        return [
+            ((number, kind), hooks)
+            for number, module in hooked
+            for kind, name in enumerate(_HOOKS)
+            if (hooks := getattr(module, name))
+        ]
 
     def values(self) -> Hashable:
         """Return the host's state that a graph may contain as constants.
@@ -215,7 +221,7 @@ Mode = Literal["recording", "traced", "lazy"]
 R = TypeVar("R")
 
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_ON_ALL: Final = tuple(getattr(module_hooks, f"_global{kind}") for kind in _HOOKS)
+_HOOKS_ON_ALL: Final = tuple(getattr(module_hooks, f"_global{name}") for name in _HOOKS)
 
 STRUCTURES: Final = 8
 """Maximum number of graphs. Each structure of a batch and of the model's flags needs one."""

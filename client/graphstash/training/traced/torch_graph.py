@@ -219,7 +219,12 @@ class CudaGraphStep(TracedStep[R]):
         except UnsupportedBatchError as why:
             self._refuse(str(why))
             return self._run(*batch)
-        structure = (layout, self._state.structure(), self._state.values())
+        structure = (
+            layout,
+            self._state.structure(),
+            self._state.hooks(),
+            self._state.values(),
+        )
         capture = self._captures.get(structure)
         if capture is None:
             return self._record(structure, batch, tensors)

@@ -149,7 +149,7 @@ class XlaStep(TracedStep[R]):
         except UnsupportedBatchError as error:
             self._refuse(str(error))
             return self._run_lazily(batch)
-        structure = (layout, self._state.structure())
+        structure = (layout, self._state.structure(), self._state.hooks())
         values = self._state.values()
         program = self._programs.get(structure)
         if program is not None and program.values == values:
