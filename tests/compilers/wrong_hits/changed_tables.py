@@ -174,10 +174,12 @@ def in_a_definition():
 
 
 def in_an_operation_that_is_first_used_now():
-    assert "hann_window" not in vars(aten)
-    yield from in_table(aten.hann_window.default.py_kernels, torch._C.DispatchKey.CPU)
-    assert "periodic" not in vars(aten.hann_window)
-    yield from in_table(aten.hann_window.periodic.py_kernels, torch._C.DispatchKey.CPU)
+    """One of torch's own tests, which nothing in torch uses."""
+    assert "_test_optional_floatlist" not in vars(aten)
+    operation = aten._test_optional_floatlist
+    yield from in_table(operation.default.py_kernels, torch._C.DispatchKey.CPU)
+    assert "out" not in vars(operation)
+    yield from in_table(operation.out.py_kernels, torch._C.DispatchKey.CPU)
 
 
 def described():
