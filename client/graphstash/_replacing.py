@@ -7,7 +7,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["replacing"]
+__all__ = ["check_replaceable", "replacing"]
+
+
+def check_replaceable(path: Path) -> None:
+    """Check that `path` is a regular file or does not exist.
+
+    A file that replaced `/dev/null` would break the machine.
+
+    Raises:
+        OSError: `path` is a directory, device, pipe or socket.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 @contextmanager
@@ -15,13 +27,11 @@ def replacing(path: Path, *, is_text: bool = True, mode: int = 0o600) -> Iterato
     """Yield a file that replaces `path` atomically when the block ends without an exception.
 
     Raises:
-        OSError: the file cannot be written, or something else than a file is at `path`: a file
-            that replaced `/dev/null` would break the machine.
+        OSError: the file cannot be written, or `path` is a directory, device, pipe or socket.
     """
     import tempfile  # slow to import
 
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    check_replaceable(path)
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         encoding = "utf-8" if is_text else None

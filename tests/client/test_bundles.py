@@ -107,7 +107,7 @@ def test_an_export_replaces_nothing_but_a_file(filled, command, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     done = command("export", pipe, status=1)
-    assert f"{pipe} is not a regular file: name a file to create or replace" in done.stderr
+    assert f"{pipe}: not a regular file; name a file to create or replace" in done.stderr
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert list(tmp_path.glob("pipe*")) == [pipe]
     with pytest.raises(OSError, match="not a regular file"), replacing(pipe):

@@ -42,6 +42,7 @@ from graphstash._cli.output import (
 )
 from graphstash._cli.patience import PatientClient, fail_midway, patiently
 from graphstash._http.client import ServerClient
+from graphstash._replacing import check_replaceable
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import BoundedReader, SignedSubject, digest_of, read_provenance
 from graphstash.config import ClientConfig, SignaturePolicy
@@ -370,8 +371,10 @@ class _Export:
     def run(self) -> dict[str, Any]:
         if not self._file.parent.is_dir():
             fail(f"{self._file}: there is no directory {self._file.parent}")
-        if self._file.exists() and not self._file.is_file():
-            fail(f"{self._file} is not a regular file: name a file to create or replace")
+        try:
+            check_replaceable(self._file)
+        except OSError as error:
+            fail(f"{self._file}: {error.strerror}; name a file to create or replace")
         try:
             descriptor = make_own_directory(self._directory)
         except OSError as error:
