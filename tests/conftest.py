@@ -50,7 +50,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # A team of OpenMP's threads spins between two small operations; two workers have two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The tests have a cache directory of their own, but uv uses what it has downloaded before.
+# The fixture below moves XDG_CACHE_HOME. Leave uv its usual cache, or it downloads all packages
+# again.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ.setdefault("UV_CACHE_DIR", str(_CACHE / "uv"))
 
@@ -108,7 +109,7 @@ def pytest_configure(config):
 
 
 def _make_temporary_directory(config):
-    """Give the run a temporary directory of its own, which is removed at the end.
+    """Make a temporary directory for this run, and remove it at the end.
 
     Jobs that a test kills, and compilers, leave files behind. `tmp_path` stays where it was, so
     that the files of the last runs can be read. PostgreSQL runs as another user if the tests run

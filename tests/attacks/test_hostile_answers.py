@@ -160,7 +160,7 @@ def _held_by(name, *, seconds=1):
 
 
 def test_a_server_promises_what_it_does_not_have(leased):
-    """The server answers `held`, then `ready`, but has no artifact. Such a wait has failed, too."""
+    """The server answers `held`, then `ready`, but has no artifact. The wait counts as failed."""
     nothing = {"state": "ready", "digest": "sha256:" + "0" * 64, "size_bytes": 1}
     ready = (200, json.dumps(nothing))
     replies = itertools.cycle([_held_by("h", seconds=60), ready, ready, ready])

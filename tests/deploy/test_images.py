@@ -102,7 +102,7 @@ class Project:
         """Runs lines of the guide, in which `dc` stands for compose with the files of now.
 
         Raises:
-            AssertionError: with what they printed, when one of them failed.
+            AssertionError: one of the commands failed. The message is their output.
         """
         names = {
             "graphstash:0.": f"{self.name}:0.",

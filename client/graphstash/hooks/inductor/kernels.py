@@ -288,7 +288,7 @@ def _libraries() -> tuple[list[Any], list[Any]]:
     finalizers: Any = getattr(weakref.finalize, "_registry", None)
     if finalizers is None:
         raise UndescribableError("this Python does not list its finalizers")
-    # The members of this dictionary must not be kept: a finalizer holds what its function needs.
+    # Keep no values of this dictionary: they keep the arguments of their finalizers alive.
     tables, lists = ([finalizers], []) if HAS_VERSIONS else ([], [list(finalizers)])
     found = _known_libraries.of(tables, lambda: _read_libraries(finalizers), lists=lists)[1]
     return _present(found.of_torch), _present(found.of_program)

@@ -35,7 +35,7 @@ from graphstash.training.sharding import is_fully_sharded, is_sharded, local
 __all__ = ["ForwardFusion"]
 
 _REFERENCES_TO_GRADIENT: Final = 2
-"""Those of a gradient's Python object and of its parameter."""
+"""A gradient without other holders has two references: its Python object, and its parameter."""
 
 
 class ForwardFusion(Fusion):

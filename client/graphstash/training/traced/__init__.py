@@ -15,12 +15,13 @@ Rules for `train_step`:
   random seed. A traced step detects and refuses a Python number that changes with every step. On
   CUDA it does so only in a job of one process, only above the noise of the kernels, and by making
   one step three times.
-* A tensor outside of `state` that the step changes (a running loss, a queue, an average) is found
-  through closures, attributes, containers and named globals. It is restored and compared, too. A
-  step that cannot repeat its change as a graph is made without one, such as `self.sum = self.sum +
-  loss`: write in place. A tensor that is not found is changed three times: one in a local variable
-  of another frame, a generator, a slot or a C++ object, a replaced attribute of a class, and one
-  that is written through `.data` or NumPy. Put it into `state`.
+* On CUDA, the comparison searches closures, attributes, containers and named globals for tensors
+  outside of `state` that the step changes (a running loss, a queue, an average). It restores and
+  compares these tensors as it does the state. A graph cannot repeat some changes, such as `self.sum
+  = self.sum + loss`; the step then runs without a graph, so write in place. The search misses
+  tensors in local variables of other frames, generators, slots and C++ objects, replaced attributes
+  of a class, and writes through `.data` or NumPy. The comparison changes these tensors three times,
+  so put them into `state`.
 * A Python number that changes rarely is detected if it is an option of an optimizer, `training` or
   `requires_grad` of a module, or part of the batch. Call `retrace()` after any other change.
   Otherwise a graph keeps the old number, or the old tensor from outside of `state` and the batch.

@@ -75,7 +75,8 @@ def compared(
         state: state of the step.
         device: device of the step.
         outside: returns the tensors outside of the state that the function reaches now.
-        changes: what a step did to them when it was captured. They are restored and compared, too.
+        changes: how the capture of the step changed those tensors. `compared` restores and compares
+            the changed tensors as it does the state.
     """
     written = changes.written
     try:

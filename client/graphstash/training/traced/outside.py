@@ -79,7 +79,9 @@ class Outside:
     def __init__(self, function: Callable[..., object], state: State) -> None:
         inside = [*state.tensors(), *state.parameters]
         inside += [each.grad for each in state.parameters if each.grad is not None]
-        self._inside = {id(tensor): tensor for tensor in inside}  # keeps them: ids are used again
+        self._inside = {
+            id(tensor): tensor for tensor in inside
+        }  # also keeps the tensors alive, and so their ids
         self._found: list[tuple[Place, Tensor, int]] = []
         for place, tensor in _search(function):
             if id(tensor) not in self._inside and not tensor.is_inference():
@@ -108,7 +110,7 @@ def _search(function: Callable[..., object]) -> Iterator[tuple[Place, Tensor]]:
     queue: list[tuple[str, object]] = [("", function)]
     seen: set[int] = set()
     places: set[tuple[int, object]] = set()
-    kept: list[object] = []  # lest an id is used again
+    kept: list[object] = []  # keeps the objects alive, see `Outside`
     for name, each in queue:
         if id(each) in seen or len(seen) >= _MOST:
             continue
