@@ -1,12 +1,12 @@
-"""Which tests run, in which order, and the servers that all folders share.
+"""Select and order the tests, and provide the servers that all folders share.
 
-`make test` leaves out tests marked `extended`; `make test-all` passes `--extended` and runs every
+`make test` excludes tests marked `extended`; `make test-all` passes `--extended` and runs every
 test. If a test runs on two databases, its PostgreSQL variant is extended unless the test is marked
 `sql`.
 
-Each xdist worker takes whole files, so that the tests of a file share its servers and jobs. The
-files that took longest in the last run start first; the cache of pytest keeps these times. On a new
-machine, files whose tests have a longer timeout than usual start first.
+Each xdist worker runs whole files, so the tests of a file share its servers and jobs. The files
+that took longest in the last run start first; pytest's cache stores these times. On a new machine,
+files whose tests have a longer timeout than usual start first.
 """
 
 import functools
@@ -40,30 +40,30 @@ os.umask(_UMASK)
 _SECONDS = "graphstash/seconds_of_groups"
 _seconds_of_groups: Counter[str] = Counter()
 
-# Jobs import torch and JAX hundreds of times; compiling these modules anew takes 20 s each time.
+# Jobs import torch and JAX hundreds of times. Without bytecode files, each import takes 20 s more.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Otherwise torch starts a process per core that compiles, whether anything is compiled or not.
+# Otherwise torch starts one compile process per core, even if the test compiles nothing.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# A team of OpenMP's threads spins between two small operations; two workers have two cores.
+# OpenMP's threads spin between two small operations, and two workers share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The fixture below moves XDG_CACHE_HOME. Leave uv its usual cache, or it downloads all packages
-# again.
+# A fixture below moves XDG_CACHE_HOME. uv keeps its usual cache; otherwise it would download all
+# packages again.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ.setdefault("UV_CACHE_DIR", str(_CACHE / "uv"))
 
-# Otherwise Hugging Face's Trainer and Accelerate take the XLA device of .venv. They ask once, when
-# they are imported, and pytorch_optimizer imports them.
+# Otherwise Hugging Face's Trainer and Accelerate choose the XLA device of .venv. Both read the
+# variable once, at import, and pytorch_optimizer imports them.
 os.environ["USE_TORCH_XLA"] = "0"
 
 
 starts.install()
 
-# httpx reads all certificate authorities for every client: 20 ms of CPU, thousands of times. The
-# product makes contexts of its own.
+# httpx loads all certificate authorities for each client: 20 ms of CPU, thousands of times. The
+# product creates contexts of its own.
 _new_context = httpx._transports.default.create_ssl_context
 _shared_context = functools.cache(_new_context)
 
@@ -77,7 +77,7 @@ def _context(verify=True, cert=None, trust_env=True):  # noqa: FBT002 - as httpx
 
 httpx._transports.default.create_ssl_context = _context
 
-# A busy machine may answer no test within the five seconds that are the default.
+# On a busy machine, a server may exceed httpx's default timeout of 5 seconds.
 vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(httpx.Timeout(60).as_dict())
 
 
@@ -90,13 +90,13 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # workers inherit it
+    if not hasattr(config, "workerinput"):  # workers inherit the directory
         _make_temporary_directory(config)
-    # A shell starts background commands with SIGINT ignored, and every process that a test starts
-    # would inherit that: no test could interrupt a job.
+    # A shell starts background commands with SIGINT ignored. Every process that a test starts would
+    # inherit this, and no test could interrupt a job.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Timing never decides, neither that of one example nor that of making them.
+    # Timing never decides: neither the time of an example nor the time to generate it.
     untimed = hypothesis.settings(
         deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
@@ -111,9 +111,9 @@ def pytest_configure(config):
 def _make_temporary_directory(config):
     """Make a temporary directory for this run, and remove it at the end.
 
-    Jobs that a test kills, and compilers, leave files behind. `tmp_path` stays where it was, so
-    that the files of the last runs can be read. PostgreSQL runs as another user if the tests run
-    as root, and has its files here.
+    Compilers and killed jobs leave files behind. `tmp_path` stays in its usual place, so the files
+    of the last runs remain readable. If the tests run as root, PostgreSQL runs as another user and
+    stores its files here.
     """
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     directory = Path(tempfile.mkdtemp(prefix="graphstash-tests-"))
@@ -161,19 +161,19 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Before any fixture: forget the directories, flags and umask that libraries have set.
+    """Before any fixture, reset the directories, flags and umask that libraries have set.
 
-    torch and torch_xla set them when they are imported or first used in the tests' own process.
+    torch and torch_xla set them when the tests' own process imports or first uses these libraries.
     Every process that a later test starts would inherit them, and two hosts would share a cache.
     """
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XLA_FLAGS"):
         os.environ.pop(name, None)
-    os.umask(_UMASK)  # a server closes its files to others
+    os.umask(_UMASK)  # a server makes its files private
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Undo what a test, or a library that it imports, does to the environment."""
+    """Restore the environment that a test, or a library that it imports, has changed."""
     before = dict(os.environ)
     try:
         return (yield)
@@ -190,7 +190,7 @@ def _is_on(item, database):
 def _group_of(nodeid):
     """Return the file of a test, or `xla` for tests that share a process that imports torch_xla.
 
-    They have torch_xla in their names, or are in a file for it.
+    These tests have torch_xla in their names or are in a file named `*_xla.py`.
     """
     file, _, test = nodeid.partition("::")
     is_on_xla = file.endswith("_xla.py") or "torch_xla" in test.partition("[")[0]
@@ -198,7 +198,7 @@ def _group_of(nodeid):
 
 
 def _timeouts_of_groups(items):
-    """Sum the timeouts that tests set for themselves: tests that may take long set one."""
+    """Sum the timeouts that tests set for themselves. A test that may take long sets one."""
     timeouts = Counter()
     for item in items:
         for mark in item.iter_markers("timeout"):
@@ -227,7 +227,8 @@ def pytest_unconfigure():
 
 def pytest_sessionfinish(session):
     config = session.config
-    if hasattr(config, "cache") and not hasattr(config, "workerinput"):  # workers report to it
+    # Workers report to this process.
+    if hasattr(config, "cache") and not hasattr(config, "workerinput"):
         config.cache.set(_SECONDS, _known_seconds(config) | _seconds_of_groups)
 
 
@@ -253,7 +254,7 @@ def _no_settings_from_outside(monkeypatch, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _no_cache_is_left_in_this_process():
-    """A test that calls `graphstash.install` in this process also uninstalls it."""
+    """Require that a test that calls `graphstash.install` in this process also uninstalls it."""
     yield
     session = sys.modules.get("graphstash._process.session")
     if session is not None and session._current is not None:
@@ -263,17 +264,17 @@ def _no_cache_is_left_in_this_process():
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """One real server for all tests that do not hurt it; take a `namespace` of your own."""
+    """One real server for all tests that do not damage it. Each test uses its own `namespace`."""
     with Server(tmp_path_factory.mktemp("server")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def new_namespace():
-    """Names a new namespace.
+    """Return a function that names a new namespace.
 
-    Tests in random order make a module's fixture again on the same server: they come back to it
-    from a server on another database.
+    Tests in random order may switch between databases. A module's fixture then runs again on the
+    same server and needs another name.
     """
     return lambda: f"test-{next(_numbers)}"
 
@@ -285,7 +286,7 @@ def namespace(new_namespace):
 
 @pytest.fixture(scope="session")
 def jobs():
-    """Starts real training jobs."""
+    """Start real training jobs."""
     jobs = Jobs()
     yield jobs
     jobs.close()
@@ -293,14 +294,14 @@ def jobs():
 
 @pytest.fixture(scope="session")
 def postgres():
-    """One PostgreSQL server; take a `new_database()` of your own."""
+    """One PostgreSQL server. Each test uses its own `new_database()`."""
     with Postgres() as postgres:
         yield postgres
 
 
 @pytest.fixture(scope="session")
 def start_on_sqlite(tmp_path_factory):
-    """Starts a kind of server when a test first asks for it; it stays until the end."""
+    """Return a function that starts each kind of server once, on SQLite, for the whole session."""
     with ExitStack() as stack:
         yield functools.cache(
             lambda kind, **settings: stack.enter_context(
@@ -311,7 +312,7 @@ def start_on_sqlite(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def start_on_postgresql(tmp_path_factory, postgres):
-    """The same on PostgreSQL, each with a database of its own."""
+    """Return a function like `start_on_sqlite`'s; each server has its own PostgreSQL database."""
     with ExitStack() as stack:
         yield functools.cache(
             lambda kind, **settings: stack.enter_context(
@@ -326,27 +327,28 @@ def start_on_postgresql(tmp_path_factory, postgres):
 
 @pytest.fixture(scope="session", params=["sqlite", "postgresql"])
 def start_once(request):
-    """Starts a kind of server on each database; all tests share it."""
+    """Return the function that starts each kind of server once, on the database of the
+    parameter."""
     return request.getfixturevalue(f"start_on_{request.param}")
 
 
 @pytest.fixture(scope="session")
 def moto():
-    """A quick S3; take a bucket of your own."""
+    """A fast S3. Each test uses its own bucket."""
     with Moto() as moto:
         yield moto
 
 
 @pytest.fixture(scope="session")
 def swift(tmp_path_factory):
-    """A real S3; take a bucket of your own."""
+    """A real S3. Each test uses its own bucket."""
     with Swift(tmp_path_factory.mktemp("swift")) as swift:
         yield swift
 
 
 @pytest.fixture
 def s3_credentials(monkeypatch):
-    """Credentials in the environment, as users give them."""
+    """Credentials in environment variables, where users put them."""
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     return CREDENTIALS

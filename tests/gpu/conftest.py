@@ -1,4 +1,4 @@
-"""Promise: on a GPU of NVIDIA, hooks share and training computes as on CPUs.
+"""Promise: on an NVIDIA GPU, hooks share artifacts and training computes as on CPUs.
 
-`make test-gpu` alone runs these tests. It fails where there is no GPU.
+Only `make test-gpu` runs these tests. It fails on a machine without a GPU.
 """

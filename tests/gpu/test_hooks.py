@@ -1,4 +1,4 @@
-"""On a GPU, every hook shares between two hosts, and the result has the same bits."""
+"""Each hook shares its GPU artifacts between two hosts, and the results are equal to the bit."""
 
 import pytest
 
@@ -13,7 +13,7 @@ PROGRAMS = {
     "jax": ("jax_training", {}, "jax"),
     "pjrt": ("jax_training", {}, "pjrt"),
 }
-"""The function of `support.cases.on_a_gpu`, its arguments, and the hooks."""
+"""Function of `support.cases.on_a_gpu`, its arguments, and the hooks."""
 
 VARIABLES = {
     "JAX_PLATFORMS": "cuda",
@@ -39,7 +39,7 @@ def test_second_host_compiles_nothing_and_computes_the_same_bits(name, server, n
     assert cold.stats["published"] > 0
     assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
     assert warm.hits > 0
-    # torch looks two artifacts up under other keys when it loads a graph than when it compiles it.
+    # torch looks up two artifacts under other keys when it loads a graph than when it compiles it.
     assert warm.stats["misses"] <= (2 if function == "compiled_training" else 0)
     assert warm.report["bits"] == cold.report["bits"]
     assert warm.report.get("losses") == cold.report.get("losses")

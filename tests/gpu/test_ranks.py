@@ -1,4 +1,4 @@
-"""On a GPU, DDP with sparse gradients, and with a captured step, trains as DDP does."""
+"""On a GPU, sparse gradients and a captured step train as plain DDP does."""
 
 import pytest
 

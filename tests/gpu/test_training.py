@@ -1,4 +1,4 @@
-"""On a GPU, steps do not wait for it, and have the bits of the plain loop."""
+"""On a GPU, a step never waits for the device and equals the plain loop to the bit."""
 
 from functools import partial
 
@@ -110,7 +110,7 @@ def assert_same(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-# Threads of Shampoo and SOAP wait for the device, and CUDA's check does not tell them apart.
+# Shampoo's and SOAP's threads wait for the device, and CUDA's check covers every thread.
 @pytest.mark.parametrize("name", OPTIMIZERS.keys() - {"Shampoo", "SOAP"})
 def test_step_never_waits_for_the_device(name):
     training = Training(name)

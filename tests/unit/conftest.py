@@ -1,4 +1,4 @@
 """Promise: rules about keys, words, formats and numbers hold for every input.
 
-The tests need neither a server nor a job of a compiler.
+The tests need neither a server nor a compiler.
 """

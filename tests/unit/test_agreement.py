@@ -1,4 +1,4 @@
-"""Ranks of one job, each with a cache of its own, over a store that all of them see."""
+"""Ranks of one job agree on one result through a shared store. Each rank has its own cache."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ request = partial(request_of, kind="inductor")
 
 
 class Rank(Host):
-    """One process of a job: it compiles what it does not find, its own way."""
+    """One rank of a job. On a miss it compiles a result that differs from every other rank's."""
 
     def __init__(self, config, store):
         super().__init__(config)
@@ -30,7 +30,7 @@ class Rank(Host):
         return self.exchange.get(request(number), ranks=self.store, **options)
 
     def load(self, number, *, lease=True, fails=False):
-        """What this rank runs."""
+        """Return the result that this rank runs."""
         found = self.ask(number, lease=lease)
         if found is not None:
             return found
@@ -52,7 +52,7 @@ class Job:
         self.ranks = ranks
 
     def load(self, number, **options):
-        """What each rank runs, when all of them ask at once."""
+        """Let all ranks ask at once, and return the result that each rank runs."""
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             return list(pool.map(lambda rank: rank.load(number, **options), self.ranks))
 
@@ -71,7 +71,7 @@ def job(server, namespace, tmp_path):
         for rank in range(size):
             config = ClientConfig.load(
                 {},
-                cache_dir=tmp_path / name / str(rank),  # each rank on a host of its own
+                cache_dir=tmp_path / name / str(rank),  # each rank on its own host
                 url=NOBODY if rank in broken else server.url,
                 namespace=namespace,
                 **PATIENT | settings,
@@ -155,7 +155,7 @@ def test_ranks_that_all_compile_publish_one_result_and_load_it_later(job, terms)
     assert warm.compiles == 0
 
 
-def test_late_results_are_not_waited_for(job):
+def test_ranks_do_not_wait_for_late_results(job):
     late = job("a")
     assert [rank.ask(1, lease=False) for rank in late.ranks] == [None] * 4
     for rank in late.ranks:
@@ -174,14 +174,14 @@ def test_agreement_holds_for_repeated_look_ups(job, lease):
 
 
 @pytest.mark.parametrize("call", ["claim", "set"])
-def test_a_store_that_fails_leaves_each_rank_to_itself_without_a_lease(job, monkeypatch, call):
+def test_ranks_compile_alone_without_lease_if_store_fails(job, monkeypatch, call):
     def fail(*_, **__):
         raise ConnectionError("the store is gone")
 
     rank = job("a", size=2, compiles_together=True).ranks[0]
     monkeypatch.setattr(MemoryRanks, call, fail)
     assert rank.load(1) is not None
-    assert rank.stats.fallbacks == {"ranks": 1}  # and not that of a lease that nobody ends
+    assert rank.stats.fallbacks == {"ranks": 1}  # not the fallback of a lease that never ends
     assert rank.stats.published == 1
 
 
@@ -199,7 +199,7 @@ def test_interrupted_leader_passes_the_lead_on(job, monkeypatch):
     assert first.load(1) == b"graph 1 as rank 1 compiles it"
 
 
-def test_removed_result_is_not_waited_for_per_piece(job, monkeypatch):
+def test_rank_does_not_wait_for_each_piece_of_removed_result(job, monkeypatch):
     monkeypatch.setattr(_agreement, "_CHUNK_BYTES", 7)
     leader, broken = job("a", size=2, broken=(1,)).ranks
     leader.load(1)
@@ -237,9 +237,9 @@ def test_look_up_by_second_thread_keeps_lease_of_the_first(job):
     assert other.stats.fallbacks == {"wait_budget": 1}
 
 
-def test_silent_leader_is_waited_for_until_its_deadline(job):
+def test_ranks_wait_for_silent_leader_until_its_deadline(job):
     ranks = job("a", size=2, fetch_seconds=0.1, wait_seconds=0.1).ranks
-    assert ranks[0].ask(1) is None  # and it never ends
+    assert ranks[0].ask(1) is None  # and the compilation never ends
     assert ranks[1].load(1) == b"graph 1 as rank 1 compiles it"
     assert ranks[1].stats.fallbacks == {"ranks": 1}
     assert ranks[1].stats.published == 0
@@ -256,7 +256,8 @@ def test_leader_of_an_earlier_release_shares_its_budget(job):
 
 def test_waits_of_all_ranks_share_budget_of_the_job(job):
     first, second = job("a", size=2, wait_seconds=0.5).ranks
-    assert first.stash.server.acquire(request(1).key).token is not None  # nobody releases it
+    # The lease is never released.
+    assert first.stash.server.acquire(request(1).key).token is not None
     assert first.load(1) is not None
     assert second.load(1) is not None
     assert second.cache.waits.left <= first.cache.waits.left < 0.5

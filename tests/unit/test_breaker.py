@@ -66,7 +66,7 @@ def test_pause_requested_by_server_is_bounded():
     assert breaker.allows()
     breaker.pause(1e9)
     clock.now += 9.0
-    assert breaker.asked_seconds == 1e9 - 9.0  # a job must not wait for a call that is in vain
+    assert breaker.asked_seconds == 1e9 - 9.0  # a job must not wait for a call that will fail
     clock.now += 1.1
     assert breaker.asked_seconds == 0.0
     assert breaker.allows()

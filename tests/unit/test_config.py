@@ -23,7 +23,7 @@ def test_fields_are_read_from_their_variables_and_have_defaults(tmp_path):
     assert config.hooks == ("torch_xla", "other")
     config = ClientConfig.load({})
     assert (config.url, config.namespace, config.enabled) == ("", "default", True)
-    assert config.hooks is None  # all that are registered
+    assert config.hooks is None  # all registered hooks
 
 
 def test_an_argument_wins_over_the_environment_and_none_does_not():

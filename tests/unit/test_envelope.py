@@ -63,7 +63,8 @@ def test_truncated_envelope_is_refused(tmp_path, is_proven):
 
 @pytest.mark.parametrize("is_proven", [True, False])
 def test_every_flipped_bit_is_refused_or_changes_nothing(tmp_path, is_proven):
-    """Of a proven blob, whose SHA-256 is not taken twice, the frame's checksum finds it."""
+    """For a proven blob, the frame's checksum detects the flip, because SHA-256 is computed only
+    once."""
     payload = bytes(range(256)) * 4
     _, blob = sealed(tmp_path, payload)
     for position in range(len(blob)):
@@ -90,7 +91,7 @@ def forged(payload, **changes):
 
 
 def test_only_a_proven_frame_with_a_checksum_is_not_hashed():
-    """A digest that was computed here, as that of an unsigned file on this host, is no proof."""
+    """A locally computed digest, such as that of an unsigned file on this host, proves nothing."""
     checked = zstandard.ZstdCompressor(write_checksum=True).compress(b"other")
     whole = forged(b"graph")[: -len(zstandard.compress(b"graph"))] + checked
     for blob, is_proven in ((forged(b"graph", raw_sha256="0" * 64), True), (whole, False)):

@@ -25,7 +25,7 @@ def test_calls_run_in_order_also_after_one_that_fails(executor, caplog):
 
 
 def test_full_queue_rejects_calls_until_one_has_ended():
-    """Each thread has a call, and `capacity` calls wait."""
+    """The queue is full when each thread runs a call and `capacity` calls wait."""
     executor = BoundedExecutor("full", workers=2, capacity=3)
     release = threading.Event()
     assert [executor.submit(release.wait) for _ in range(7)] == [True] * 5 + [False] * 2
@@ -52,7 +52,7 @@ def test_close_ends_threads_and_drops_queued_calls():
 
 
 def test_close_waits_for_idle_thread_and_its_thread_local_objects():
-    """torch's abort the process if they end while the interpreter does."""
+    """Objects of torch abort the process if their thread ends while the interpreter exits."""
     ended = []
 
     class Slow:

@@ -1,4 +1,4 @@
-"""What differs between a miss and an artifact, and how it is said."""
+"""Explanations of a miss: which differences from an artifact are found, and how they are worded."""
 
 from datetime import UTC, datetime
 
@@ -47,7 +47,7 @@ def explained(here, there):
         ),
         ({"libtpu": "1"}, {}, ["libtpu: 1 here, not set there"]),
         ({"flags": ""}, {"flags": "-x"}, ["flags: nothing here, -x there"]),
-        # What only the compiler can read is said where nothing else differs.
+        # A part that only the compiler can read is reported only if no other part differs.
         ({"jax_key": DIGEST, "jax": "1"}, {"jax_key": OTHER, "jax": "2"}, ["jax: 1 here, 2 there"]),
         (
             {"jax_key": DIGEST},
@@ -59,7 +59,7 @@ def explained(here, there):
             {"graph": "2"},
             ["another graph of the same line: other operations, shapes or types"],
         ),
-        # So are digests: of another program by its inputs.
+        # Digests are treated alike: other inputs explain another program.
         ({"program": DIGEST}, {"program": OTHER}, ["the program itself changed"]),
         (
             {"program": DIGEST, "inputs": "f32[8]"},
@@ -74,7 +74,7 @@ def explained(here, there):
             {"cpu_features": " ".join([*FEATURES[:50], *FEATURES[51:], "avx512f"])},
             ["cpu features: feature50 here, avx512f there"],
         ),
-        # Of a list, only the items that differ. Brackets are not split.
+        # Of a list, only the differing items are shown. Brackets are not split.
         (
             {"inputs": "(tensor<8x4xf32>, tensor<4xf32>) -> tensor<f32>"},
             {"inputs": "(tensor<9x4xf32>, tensor<4xf32>) -> tensor<f32>"},
@@ -96,7 +96,7 @@ def explained(here, there):
             ["settings: qengine=4 here, qengine=5 there"],
         ),
         ({"inputs": "f32 f16"}, {"inputs": "f16 f32"}, ["inputs: f32 f16 here, f16 f32 there"]),
-        # A change of the program is never left out.
+        # A change of the program is always reported.
         (
             {"program": DIGEST, "threads": "1"},
             {"program": OTHER, "threads": "2"},
@@ -115,7 +115,7 @@ def explained(here, there):
             {"setting.jax_default_matmul_precision": "None", "precision": "DEFAULT"},
             ["jax_default_matmul_precision: highest here, None there"],
         ),
-        # A script is no cause.
+        # Another script does not cause a miss.
         ({"script": "train.py", "jax": "1"}, {"script": "eval.py", "jax": "1"}, []),
         (
             bounded_parts({"flags": "a" * 20_000, "jax": "1"}),
@@ -167,7 +167,7 @@ def test_invalid_name_is_left_out_and_refused():
 
 
 def test_large_values_are_compared_in_one_pass():
-    """Not once for each word: a server compares hundreds of them."""
+    """A comparison per word would be too slow: a server compares hundreds of values."""
     here, there = (" ".join(f"{letter}{n}" for n in range(50_000)) for letter in "ab")
     (difference,) = compare({"flags": here}, {"flags": there})
     assert difference.here.endswith("and 49992 more")

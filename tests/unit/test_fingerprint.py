@@ -1,4 +1,4 @@
-"""Fingerprints: the same parts give the same one everywhere, other parts another one."""
+"""Equal parts give the same fingerprint everywhere; different parts give different ones."""
 
 import hashlib
 
@@ -78,7 +78,7 @@ def test_malformed_parts_are_refused(parts):
 
 @given(PARTS)
 def test_long_and_unprintable_values_are_shown_as_their_digest(parts):
-    """So that different values still look different."""
+    """Two different long values are therefore displayed differently."""
     parts = parts | {"long": "x" * 161, "line": "a\nb", "fits": "x" * 160}
     shown = parts_for_display(parts)
 

@@ -1,4 +1,5 @@
-"""Forks while a background thread of the cache works: the child finds no lock held."""
+"""A process forks while a background thread of the cache works, and its child finds no lock
+held."""
 
 import os
 import signal
@@ -13,7 +14,7 @@ from graphstash._forking import forkable, unforked
 from support.processes import python
 from support.waiting import until
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork")  # of JAX, and of Python 3.12
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork")  # from JAX, and from Python 3.12
 
 FOREVER = 3600
 
@@ -23,7 +24,7 @@ class Terminated(BaseException):
 
 
 def fork(code=lambda: None):
-    """Run code in a forked child; its exit status, 1 if the code raised."""
+    """Run code in a forked child, and return its exit status: 1 if the code raised."""
     if (child := os.fork()) == 0:
         try:
             code()
@@ -43,7 +44,7 @@ def depth():
 
 @contextmanager
 def working(work, **options):
-    """Runs work in an executor, from its call of `begin` to the end of the block."""
+    """Run work in an executor, from its call of `begin` to the end of the block."""
     begun, stop = threading.Event(), threading.Event()
 
     def begin():
@@ -61,7 +62,7 @@ def working(work, **options):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Threads that earlier tests left delay no fork."""
+    """Clear the state that threads of earlier tests left, because it would delay forks."""
     for name in ("_depths", "_slow", "_forking", "_interrupts"):
         monkeypatch.setattr(_forking, name, type(vars(_forking)[name])())
     yield
@@ -71,7 +72,7 @@ def fresh(monkeypatch):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """A fork that waits for a block waits until the test fails."""
+    """Let a fork wait for a block until the test times out."""
     monkeypatch.setattr(_forking, "_WAIT_SECONDS", FOREVER)
 
 
@@ -125,8 +126,8 @@ def test_thread_that_forks_inside_blocks_does_not_wait_for_itself():
 
 
 @pytest.mark.usefixtures("patient")
-def test_forks_are_not_put_off_by_threads_that_take_turns():
-    """Nor by forks of other threads."""
+def test_forks_are_not_delayed_by_threads_that_take_turns():
+    """Neither threads that take turns in blocks nor forks of other threads delay a fork."""
     stop = threading.Event()
 
     def work():
@@ -153,14 +154,14 @@ def test_forks_are_not_put_off_by_threads_that_take_turns():
 
 @pytest.fixture
 def handle():
-    """Sets the handler of SIGUSR1."""
+    """Return a function that sets the handler of SIGUSR1."""
     before = signal.getsignal(signal.SIGUSR1)
     yield lambda handler: signal.signal(signal.SIGUSR1, lambda *_: handler())
     signal.signal(signal.SIGUSR1, before)
 
 
 def send(number):
-    """Send a signal to the main thread when it is in no block."""
+    """Send a signal to the main thread when this thread is in no block."""
     main = threading.main_thread().ident
     until(lambda: main not in _forking._depths)
     signal.pthread_kill(main, number)
@@ -203,7 +204,7 @@ def end_a_wait(meanwhile):
 
 @pytest.mark.parametrize("wait", [begin_a_block, end_a_wait])
 def test_interrupt_of_a_thread_that_waits_for_a_fork_leaves_no_block(wait, monkeypatch):
-    """The fork, of another thread, waits for a third one."""
+    """A thread waits for another thread's fork, which waits for a third thread."""
     forker = threading.Thread(target=fork)
 
     def meanwhile():
@@ -239,9 +240,9 @@ def test_handler_of_a_signal_forks_while_its_thread_waits_for_another_fork(monke
     assert statuses == [0]
 
 
-@pytest.mark.untraced  # its process can open no file when it ends
-def test_child_replaces_files_to_lock_of_its_parent_and_no_others(tmp_path):
-    """Also if it may open no more files."""
+@pytest.mark.untraced  # the process cannot open a file when it exits
+def test_child_replaces_only_lock_files_of_its_parent(tmp_path):
+    """The child replaces its parent's lock files even if it has no free file descriptor."""
     program = """
 import os, resource, sys
 from graphstash._forking import open_unshared

@@ -1,4 +1,4 @@
-"""Packages register hooks; a hook that cannot be used is named, and harms nothing else."""
+"""Packages register hooks. A broken hook is named in the log and does not disable other hooks."""
 
 import sys
 import textwrap
@@ -59,7 +59,7 @@ def test_every_hook_of_this_package_is_described_in_full():
 
 
 def test_registry_is_read_at_the_first_import_of_a_package_and_imports_nothing_heavy(tmp_path):
-    """A hook of graphstash is never replaced by another package's of the same name."""
+    """A package cannot replace a hook of graphstash by registering one under the same name."""
     add_distribution(tmp_path, "aaa", "jax = toy:SPEC", toy=SPEC.format(name="jax"), package="")
     heavy = {"torch", "torch_xla", "jax", "triton", "pydantic", "httpx", "importlib.metadata"}
     program = f"""
@@ -88,7 +88,7 @@ def test_the_first_package_may_be_the_compiler_and_unwanted_broken_hooks_are_not
 
 
 def test_threads_that_import_at_once_all_get_their_hooks(tmp_path):
-    """While one thread reads the registry, the compiler's import in another thread waits."""
+    """While one thread reads the registry, another thread's import of the compiler waits."""
     spec = textwrap.dedent(SPEC.format(name="toy"))
     add_distribution(
         tmp_path,
@@ -131,7 +131,7 @@ BROKEN = {
     "misnamed": ("misnamed = misnamed:SPEC", SPEC.format(name="good"), "is named good"),
     "jax": ("jax = raises:SPEC", "", "jax of raises:SPEC"),
 }
-"""By name: the entry point, its module, and what the job says of it."""
+"""Entry point, its module, and the log line of the job, by name of the defect."""
 
 
 def test_each_broken_hook_is_named_once_by_all_processes_and_others_are_installed(tmp_path):
@@ -150,7 +150,7 @@ def test_each_broken_hook_is_named_once_by_all_processes_and_others_are_installe
         assert reason in line
 
 
-def test_sources_without_metadata_have_no_hooks_and_say_so(tmp_path):
+def test_source_tree_without_metadata_reports_that_it_has_no_hooks(tmp_path):
     for package in (graphstash, graphstash_schema):
         folder = Path(package.__file__).parent
         (tmp_path / folder.name).symlink_to(folder)
@@ -159,7 +159,7 @@ def test_sources_without_metadata_have_no_hooks_and_say_so(tmp_path):
         LOAD
         + "import jax\nfrom graphstash.hooks.registry import hook_specs\nprint(dict(hook_specs()))"
     )
-    ran = run(program, tmp_path, "-S")  # without the installed packages
+    ran = run(program, tmp_path, "-S")  # without site-packages
     assert ran.stdout == "{}\n", ran.stderr
     (line,) = ran.stderr.splitlines()
     assert "install it with pip" in line

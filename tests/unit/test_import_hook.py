@@ -1,4 +1,4 @@
-"""A hook is installed after its compiler's import, which it neither delays nor fails."""
+"""A hook is installed after its compiler is imported, and neither delays nor fails the import."""
 
 import os
 import sys

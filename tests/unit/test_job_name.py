@@ -1,4 +1,4 @@
-"""Which commands have the same name, and therefore the same manifest."""
+"""Commands of the same job have the same name and therefore the same manifest."""
 
 import pytest
 
@@ -30,7 +30,8 @@ def coarse(command):
         ("python train.py --run-name a -x", "python train.py --run-name b -x"),
         ("python /jobs/17/project/train.py", "/usr/bin/python3 /jobs/18/project/train.py"),
         ("python /runs/run-17/train.py", "python /runs/run-18/train.py"),
-        (f"python train.py --text {'a' * 257}", "python train.py --text"),  # no choice of a list
+        # Too long to be one of a list of choices.
+        (f"python train.py --text {'a' * 257}", "python train.py --text"),
     ],
 )
 def test_arguments_that_vary_between_runs_do_not_change_the_name(one, other):
@@ -75,8 +76,8 @@ def test_other_versions_of_a_compiler_make_another_job(monkeypatch):
     assert not set(before) & set(names_of(["python", "train.py"]))
 
 
-def test_a_long_word_of_hex_is_read_at_once():
-    """A pattern with two repetitions of each other would not come to an end here."""
+def test_long_hexadecimal_word_is_matched_without_backtracking():
+    """A pattern with nested repetition would backtrack for ever on this word."""
     word = "0123456789abcdef" * 16 + "-x"
     assert exact(f"python train.py --rev {word}") != exact("python train.py")
 

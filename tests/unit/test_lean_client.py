@@ -1,4 +1,4 @@
-"""What LeanClient sends, compared with httpx's own client."""
+"""LeanClient sends the same requests as httpx's own client."""
 
 import httpx
 import pytest
@@ -10,7 +10,7 @@ TIMEOUT = httpx.Timeout(5.0)
 
 
 class Recorder(httpx.HTTPTransport):
-    """Keeps the requests that it sends."""
+    """Record the requests that the transport sends."""
 
     def __init__(self):
         super().__init__()

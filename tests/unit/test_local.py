@@ -52,7 +52,7 @@ def test_least_recently_used_artifacts_are_evicted_over_the_limit(tmp_path):
     tier = LocalTier(tmp_path, limit_bytes=1000)
     for number in range(5):
         os.utime(tier.path(NAMESPACE, key(number)), (1000 + number, 1000 + number))
-    assert read(tier, 0) is not None  # used now: no longer the oldest
+    assert read(tier, 0) is not None  # just used: no longer the oldest
 
     with tier.open(NAMESPACE, key(1)) as file:
         os.utime(tier.path(NAMESPACE, key(1)), (1001, 1001))
@@ -120,7 +120,7 @@ def test_private_directory_serves_process_without_cache_directory(tmp_path, limi
 
 
 def test_stale_temporary_files_are_removed_but_none_that_is_written(tmp_path, monkeypatch):
-    """Also if this host's clock is ahead."""
+    """A stale file is removed even if this host's clock is ahead."""
     content = bytes(2 * MIB)
     writer, other = (LocalTier(tmp_path, limit_bytes=100 * MIB) for _ in range(2))
     old, fresh = tmp_path / "tmp" / "old", tmp_path / "tmp" / "fresh"
@@ -163,13 +163,13 @@ with LocalTier(Path(sys.argv[1]), limit_bytes=1000).exclusive(
         assert holder.stdout.readline() == "held\n"
         asked_at = time.monotonic()
         with tier.exclusive(key(1), timeout_seconds=0.3):
-            assert time.monotonic() - asked_at >= 0.3  # goes on without the lock
+            assert time.monotonic() - asked_at >= 0.3  # continues without the lock
 
         ended = []
         killer = threading.Timer(0.5, lambda: ended.append("holder") or holder.kill())
         killer.start()
         with tier.exclusive(key(1), timeout_seconds=3600):
-            assert ended == ["holder"]  # a killed holder's lock is free at once
+            assert ended == ["holder"]  # the system releases a killed holder's lock at once
 
 
 def test_a_forked_child_neither_releases_nor_keeps_the_locks_of_its_parent(tmp_path):
@@ -211,7 +211,7 @@ sys.stdin.read()
 
 
 def test_lock_of_an_artifact_excludes_earlier_releases(tmp_path):
-    """They lock the same file with filelock."""
+    """Earlier releases lock the same file with filelock."""
     tier = LocalTier(tmp_path, limit_bytes=1000)
     path = tmp_path / "locks" / f"{key(1).fingerprint[:3]}.lock"
     with tier.exclusive(key(1), timeout_seconds=60), pytest.raises(Timeout):
@@ -287,7 +287,7 @@ def test_process_that_reports_progress_is_waited_for(tmp_path, monkeypatch):
     with holder.exclusive(key(1), timeout_seconds=1) as going_on:
         going_on()
         (said,) = tmp_path.rglob("*.on")
-        os.utime(said, (time.time() + 3600,) * 2)  # as if it said so from now on
+        os.utime(said, (time.time() + 3600,) * 2)  # a signal from the future
         thread = threading.Thread(target=wait)
         thread.start()
         for _ in range(3):
@@ -333,7 +333,7 @@ def test_wait_for_a_busy_server_does_not_count_towards_the_limits(tmp_path, monk
 
         def when_busy(_):
             now[0] += 100.0
-            signal()  # the call that follows
+            signal()  # the next call
             return True
 
         def sleep(_):

@@ -1,4 +1,4 @@
-"""What a job says about its settings, and that it says it once."""
+"""A job logs notices about its settings, each notice once."""
 
 from graphstash import ClientConfig
 from graphstash._process.notices import notices, unknown_variables

@@ -1,4 +1,4 @@
-"""How pages write numbers and times."""
+"""Numbers, times and code as pages display them."""
 
 from datetime import UTC, datetime, timedelta
 

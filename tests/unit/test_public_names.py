@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used list the same names everywhere."""
+"""Packages that import their names lazily list the same names everywhere."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""Which request headers a read may ignore."""
+"""Request headers that a read may ignore."""
 
 import inspect
 
@@ -48,7 +48,7 @@ def test_similar_names_are_not_ignored(name):
     assert relevant_name(name.encode()) == name.lower().encode()
 
 
-def test_strangers_are_unknown_and_repeated_headers():
+def test_unknown_and_repeated_headers_are_not_ignored():
     names = b"host via via range if-match x-new range graphstash-job x-new x-other".split()
     assert strangers(names) == ["range", "x-new", "x-other"]
     assert not strangers([b"host", b"cookie", b"cookie", b"authorization"])

@@ -1,4 +1,4 @@
-"""The estimate of saved wall time, against what the same work takes without a cache."""
+"""The estimate of saved wall time equals the time that the same work takes without a cache."""
 
 import threading
 
@@ -10,7 +10,8 @@ from graphstash._compile.saved_time import SavedTime
 
 
 class Together:
-    """Threads that live at the same time, so that none takes the number of another."""
+    """Run works in threads that live at the same time, so that no thread reuses another's
+    number."""
 
     def __init__(self, *works):
         everyone = threading.Barrier(len(works))
@@ -62,7 +63,7 @@ def test_hit_saves_what_exceeds_a_concurrent_compilation(seconds, saved_seconds)
 def test_a_hit_inside_a_compilation_of_the_same_thread_saves_its_own():
     saved = SavedTime()
     saved.hit(5.0, 5.1, compile_seconds=25)
-    saved.compiled(6.0, seconds=6.0 - 0.1)  # the outer one, from 0.1 on
+    saved.compiled(6.0, seconds=6.0 - 0.1)  # the outer compilation, from 0.1 on
     assert saved.wall_seconds == pytest.approx(25 - 0.1)
 
 

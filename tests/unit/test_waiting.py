@@ -1,4 +1,4 @@
-"""How long a job waits for others, on a clock that the test turns."""
+"""Limits of a job's waits, on a clock that the test advances."""
 
 from contextlib import suppress
 
@@ -27,7 +27,7 @@ def budget(clock):
 
 @pytest.fixture
 def wait(clock, budget):
-    """Waits until it is over, or as long as the budget allows; gives how long that was."""
+    """Wait until the compilation ends or the budget is used up, and return the seconds waited."""
 
     def run(holder, seconds=float("inf"), *, saved=None):
         started = clock.now
@@ -53,7 +53,7 @@ def test_waits_in_vain_cost_one_budget_under_any_holder_names(wait, clock):
     waited = 0.0
     for number in range(10_000):
         waited += wait(f"holder {number}", 0.1)
-        clock.now += 400.0  # beyond every pause
+        clock.now += 400.0  # longer than every pause
     assert waited == pytest.approx(100.0)
 
 
@@ -78,7 +78,7 @@ def test_successful_wait_resets_the_count_and_returns_at_most_the_time_that_it_s
 
 
 def test_successful_waits_cost_at_most_three_budgets(wait):
-    """However long a server says that the compilations took."""
+    """The limit holds for any compile time that the server reports."""
     waited = sum(wait("a", 20, saved=1e6) for _ in range(1000))
     waited += sum(wait("b", 20, saved=1e6) for _ in range(1000))
     assert 200 < waited <= 300
@@ -128,11 +128,11 @@ def test_a_wait_inside_another_one_is_settled_with_it(budget, clock):
     with budget.wait() as outer:
         assert outer.reason_to_skip("a") is None
         for _ in range(3):
-            with budget.wait(), budget.wait() as inner:  # the one between them never begins
+            with budget.wait(), budget.wait() as inner:  # the wait between these two never begins
                 assert inner.pause_seconds(busy(5.0))
                 clock.now += 4.0
                 inner.deduct()
-                clock.now += 10.0  # the call that follows
+                clock.now += 10.0  # the next call
                 inner.saved_seconds = 0.0
         clock.now += 1.0
         assert outer.reason_to_skip("a") is None
@@ -168,7 +168,7 @@ def busy(seconds, patience=float("inf")):
 
 
 def wait_for(budget, clock, error, *, compile_seconds=None):
-    """Waits for a server that stays busy; gives how long that was."""
+    """Wait for a server that stays busy, and return the seconds waited."""
     started = clock.now
     with budget.wait() as one:
         while pause := one.pause_seconds(error, compile_seconds=compile_seconds):
@@ -178,10 +178,11 @@ def wait_for(budget, clock, error, *, compile_seconds=None):
 
 
 def test_busy_server_is_awaited_until_compiling_is_quicker(budget, clock):
-    budget.compiled(1e6)  # the average of other graphs says nothing
+    budget.compiled(1e6)  # the average of other graphs must not count
     assert wait_for(budget, clock, busy(2.0), compile_seconds=1.0) == 0.0
     assert 10.0 < wait_for(budget, clock, busy(2.0), compile_seconds=10.0) <= 12.0
-    assert wait_for(budget, clock, busy(60.0)) == 0.0  # longer than the share of the budget
+    # Longer than the server's share of the budget.
+    assert wait_for(budget, clock, busy(60.0)) == 0.0
     assert wait_for(WaitBudget(0.0), clock, busy(1.0)) == 0.0
 
 

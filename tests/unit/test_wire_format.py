@@ -1,7 +1,7 @@
-"""Golden JSON of every wire model: an old client and a new server must go on understanding it.
+"""Golden JSON of every wire model, which old clients and new servers must continue to accept.
 
 A change that breaks one of these files needs a new protocol version and a new file beside it.
-Inside of other models, `"$Name"` stands for the JSON of the model `Name`.
+Inside other models, `"$Name"` stands for the JSON of the model `Name`.
 """
 
 import json
@@ -27,7 +27,7 @@ REQUESTS = {
 
 
 def whole(value):
-    """Return JSON in which the models stand that it names."""
+    """Return the JSON with each `"$Name"` replaced by the JSON of that model."""
     if isinstance(value, dict):
         return {name: whole(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -45,7 +45,7 @@ def test_golden_json_of_every_model_names_its_fields_and_is_read_and_written_unc
 
 
 def test_unknown_field_of_a_request_is_refused_and_of_a_reply_ignored():
-    """An old client reads what a newer server adds."""
+    """An old client must accept a reply to which a newer server has added a field."""
     refusing = {name for name, config in MODELS.items() if config["extra"] == "forbid"}
     ignoring = {name for name, config in MODELS.items() if config["extra"] == "ignore"}
     assert refusing == REQUESTS
@@ -57,7 +57,7 @@ def test_names_and_limits_of_the_protocol_do_not_change():
 
 
 def test_forms_of_words_do_not_change():
-    """A narrower form would refuse names in use, a wider one would not fit into the database."""
+    """A narrower form would refuse existing names; a wider form would not fit into the database."""
     words = {*Word.__subclasses__(), RunName}
     assert {word.__name__: word.form.pattern for word in words} == GOLDEN["words"]
 

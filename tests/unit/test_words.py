@@ -1,4 +1,4 @@
-"""Words, digests and metadata: what is read is what was written, and nothing else is let in."""
+"""Words, digests and metadata: valid text survives parsing and formatting, any other is refused."""
 
 import base64
 import json
@@ -65,7 +65,8 @@ def test_a_key_reads_its_three_segments_and_writes_them_again():
     assert adapter.validate_json(adapter.dump_json(key)) == key
     with pytest.raises(ValidationError, match="more"):
         adapter.validate_python({**asdict(key), "more": ""})
-    with pytest.raises(InvalidValueError, match="torch_xla") as refusal:  # names those that exist
+    # The message lists the valid kinds.
+    with pytest.raises(InvalidValueError, match="torch_xla") as refusal:
         ArtifactKind.parse("wasm")
     assert refusal.value.code is ErrorCode.INVALID_KIND
 
@@ -118,7 +119,7 @@ def test_malformed_digest_is_refused(text):
 
 
 def test_repr_digest_with_other_than_32_bytes_in_canonical_base64_is_refused():
-    """The last character of the base64 has two spare bits, which some decoders ignore."""
+    """The last base64 character has two spare bits, which some decoders ignore."""
     canonical = Digest.of(b"").repr_digest
     assert canonical.endswith("U=:")
     for text in ("", "sha-256=::", "sha-512=:" + "A" * 43 + "=:", canonical.replace("U=:", "=:")):
@@ -143,7 +144,7 @@ def test_envelope_head_names_a_key_only_if_all_three_segments_are_equal(part):
 
 
 def test_metadata_header_has_the_whole_record_unless_it_would_pass_its_limit():
-    """tests/fuzz/headers.py searches for other records that do not come back."""
+    """tests/fuzz/headers.py searches for other records that do not survive a round trip."""
     for size, is_whole in ((1, True), (50, False), (160, False)):
         metadata = ArtifactMetadata(
             compile_seconds=MAX_COMPILE_SECONDS,

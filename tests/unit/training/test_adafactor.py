@@ -1,4 +1,4 @@
-"""Adafactor's factored state. What all optimizers do is tested with the others."""
+"""Adafactor's factored state. test_every_optimizer.py tests what all optimizers share."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def test_parameters_of_every_rank_are_updated_as_in_torch(options, foreach):
     assert not any(map(torch.equal, ours, new_parameters()))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(dict(mine.state[a]), dict(reference.state[b]))
-    assert mine.state[ours[0]]["row_var"].shape == (6, 1)  # of (6, 4)
+    assert mine.state[ours[0]]["row_var"].shape == (6, 1)  # the parameter is 6 x 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -51,7 +51,7 @@ def test_the_least_mean_square_is_that_of_the_parameters_type(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_squares_of_half_precision_gradients_stay_in_range(dtype):
-    """Their mean fits into the state, their sum over 512 rows does not."""
+    """The mean of the squares fits into the state; their sum over 512 rows does not."""
     parameter = nn.Parameter(torch.ones(512, 4, dtype=dtype))
     optimizer = Adafactor([parameter], lr=0.25)
     parameter.grad = torch.full_like(parameter, 200.0)

@@ -1,4 +1,4 @@
-"""The protocol of sums through aggregators, without sockets and clocks, and its parts."""
+"""The protocol of sums through aggregators, and its parts, without sockets and clocks."""
 
 import math
 import pickle
@@ -38,7 +38,7 @@ BLOCK = 16
 
 
 def gradients(seed, world, elements, densities, dtype=np.float32):
-    """A tensor of each rank, and which of its blocks are not zero."""
+    """Return each rank's tensors, and flags that mark their nonzero blocks."""
     random_ = np.random.default_rng(seed)
     tensors, flags = [], []
     for density in densities:
@@ -58,7 +58,7 @@ def gradients(seed, world, elements, densities, dtype=np.float32):
 
 
 def in_order(tensors):
-    """The sum rank by rank, as it is promised."""
+    """Return the sum in rank order, which the protocol promises."""
     total = np.zeros_like(tensors[0])
     for each in tensors:
         total += each
@@ -66,7 +66,8 @@ def in_order(tensors):
 
 
 def lossy_run(seed):
-    """Some tensors in one session with random faults; how many datagrams were sent again."""
+    """Sum tensors in one session with random faults, and return the number of repeated
+    datagrams."""
     chance = random.Random(seed)
     world, aggregators = chance.choice([1, 2, 3, 5]), chance.choice([1, 2, 3])
     faults = Faults(
@@ -170,7 +171,7 @@ def test_maximum_over_ranks_is_found():
 
 
 def hostile(datagram, chance):
-    """What an attacker without the key makes of a datagram."""
+    """Return datagrams that an attacker without the key can make of this one."""
     changed = bytearray(datagram)
     changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
     return [
@@ -205,7 +206,8 @@ def test_forged_cut_and_random_datagrams_change_nothing():
 
 @pytest.mark.parametrize("has_one_key", [True, False])
 def test_repeated_datagrams_change_nothing_wherever_they_are_sent(has_one_key):
-    """Of an attacker who hears everything, and sends it again later, to anybody, from anywhere."""
+    """An attacker who hears every datagram replays them later, to any receiver, from any
+    address."""
     chance = random.Random(0)
     faults = Faults(0.05, 0.05, 0.01)
     network = Network(0, world=3, aggregators=2, faults=faults, has_one_key=has_one_key)
@@ -241,7 +243,7 @@ def test_datagram_of_rank_from_another_address_is_ignored():
 
 
 def ended(network, densities=(0.5, 1, 0.1), elements=3000, **more):
-    """Return the message on each rank whose sum fails, by rank."""
+    """Return the error of each rank whose sum fails, by rank."""
     tensors, flags = gradients(1, len(network.workers), elements, densities)
     network.sum(tensors, flags, **{"block_size": BLOCK, "element": FLOAT32} | more)
     return {rank: str(error) for rank, error in network.failures.items()}
@@ -253,7 +255,7 @@ def bounded(**more):
     )
 
 
-def test_a_rank_that_dies_before_or_within_a_sum_ends_the_others_with_its_number():
+def test_rank_that_dies_before_or_during_a_sum_is_named_to_all_other_ranks():
     network = bounded()
     network.dead.add(2)
     assert ended(network) == dict.fromkeys([0, 1], "nothing was heard of rank 2 for 30 seconds")
@@ -300,7 +302,7 @@ def test_sum_that_cannot_end_tells_every_rank_the_cause(fault, starts, ranks, te
     assert starts or network.now < 35
 
 
-def test_late_but_live_rank_is_waited_for():
+def test_ranks_wait_for_late_but_live_rank():
     network = bounded(faults=Faults(0.1, 0, 0.01))
     tensors, flags = gradients(1, 3, 3000, [1, 1, 1])
     expected = in_order(tensors)
@@ -308,7 +310,7 @@ def test_late_but_live_rank_is_waited_for():
     network.sum(tensors, flags, block_size=BLOCK, element=FLOAT32, starts=starts)
     assert not network.failures
     assert {each.tobytes() for each in tensors} == {expected.tobytes()}
-    # Each of the others asks for every slot once a second, without its blocks.
+    # Each other rank requests every slot once a second, without its blocks.
     assert network.resent_bytes < 2 * 500 * 6 * 72 * 1.3
 
 
@@ -390,7 +392,7 @@ def test_replayed_heartbeats_do_not_keep_a_rank_alive(repeated):
 
 
 def test_blocks_keep_a_rank_alive():
-    """Where somebody floods an aggregator, what only says so may be lost."""
+    """Every ALIVE datagram may be lost, for example if an attacker floods an aggregator."""
     network = bounded()
     sent = network.deliver
 

@@ -1,4 +1,4 @@
-"""The traced step as a CUDA graph, with a double that keeps CUDA's rules; tests/gpu has a GPU."""
+"""The traced step as a CUDA graph, on a double that enforces CUDA's rules. tests/gpu uses a GPU."""
 
 import math
 
@@ -25,7 +25,7 @@ def cuda(monkeypatch):
 
 
 class Training:
-    """A small model with a loss scale; `step` trains it by one batch."""
+    """A small model with a loss scale; `step` trains it on one batch."""
 
     def __init__(self, *, traced, optimizer=AdamW, reads_at=()):
         torch.manual_seed(0)
@@ -79,7 +79,7 @@ def test_a_captured_step_trains_as_the_function_does(cuda, optimizer):
 
 
 def test_steps_before_and_after_the_capture_are_computed_in_one_way(cuda):
-    """Or a run that resumes, and warms up again, would not make the same bits."""
+    """Otherwise a resumed run, which warms up again, would not compute the same bits."""
     long, short = Training(traced=True), Training(traced=True)
     losses = long.train(range(STEPS))
     assert short.train(range(5)) == losses[:5]
@@ -101,7 +101,7 @@ def test_step_is_run_after_failed_capture(cuda):
 
 
 class Counting(Training):
-    """Scales the loss by a Python number that changes with every step."""
+    """Scale the loss by a Python number that changes with every step."""
 
     def function(self, x, y):
         return super().function(x, y * self.calls)
@@ -221,7 +221,7 @@ def test_graph_that_repeats_another_effect_of_the_function_is_refused(cuda):
 
 @pytest.mark.parametrize("how", ["cleared in the step", "added up", "added to a copy"])
 def test_gradients_that_a_step_leaves_are_those_of_its_own_graph(cuda, how):
-    """Graphs of two structures take turns, and each writes into gradients of its own."""
+    """Graphs of two structures alternate, and each graph writes gradients of its own."""
 
     def function_of(weight):
         def function(x):
@@ -270,12 +270,12 @@ QUEUE = {"losses": [torch.zeros(2), torch.zeros(2)]}
 
 
 class Effects:
-    """Steps that change tensors outside of the state; `kept` is what each of them changes."""
+    """Steps that change tensors outside of the state. `kept` holds these tensors of each step."""
 
     def __init__(self):
         torch.manual_seed(0)
         self.model = nn.Linear(4, 1)
-        self.model.mean = torch.zeros(4)  # no buffer
+        self.model.mean = torch.zeros(4)  # not a buffer
         self.total, self.last, self.largest = torch.zeros(1), torch.zeros(()), torch.zeros(1)
         self.calls, self.writes_at = 0, 5
         QUEUE["losses"][1].zero_()

@@ -1,5 +1,5 @@
 # ruff: noqa: NPY002 - users draw from the global generator of NumPy
-"""Batches, positions in data, and random states: a run continues where it stopped."""
+"""Batches, data positions and random states: a resumed run continues at the same position."""
 
 import itertools
 import random
@@ -185,7 +185,7 @@ def test_other_number_of_processes_gets_same_global_batches():
 
 
 class Noisy(data.Dataset):
-    """Draws from every global generator."""
+    """Draw from every global generator."""
 
     def __len__(self):
         return 10
@@ -200,7 +200,7 @@ class Stream(data.IterableDataset):
 
 
 class Crops:
-    """Draws each batch when it is asked for, without end."""
+    """Draw each batch on request, without end."""
 
     def __iter__(self):
         while True:
@@ -208,8 +208,10 @@ class Crops:
 
 
 class OwnState:
-    """Keeps its state itself; as torchdata's StatefulDataLoader does, draws where it begins, ends
-    an epoch only when asked for more, and may have been at an epoch's end.
+    """A source with its own state, which behaves as torchdata's StatefulDataLoader.
+
+    It draws from the generator when an epoch begins. It ends an epoch only after a request for one
+    more batch. Its position may be the end of an epoch.
     """
 
     def __init__(self):
@@ -267,7 +269,7 @@ WITH_WORKERS = {
 
 
 def run(position, count, between):
-    """Batches, with a model between them that draws random numbers as dropout does."""
+    """Return batches. Between two batches, a model draws random numbers as dropout does."""
     batches = []
     for batch in itertools.islice(position, count):
         batches.append(batch.tolist())
@@ -301,7 +303,7 @@ def check_going_on(make, directory, stop, between):
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_any_data_resumes_at_its_position(name, tmp_path):
-    """At the begin, in the middle and at the end of the first epochs."""
+    """The position is at the start, in the middle or at the end of the first epochs."""
     for stop in range(8):
         check_going_on(LOADERS[name], tmp_path, stop, between=stop % 3)
 
@@ -389,7 +391,7 @@ def test_closing_ends_a_generator():
 
 
 def draw():
-    """Of every generator, and of both forms that keep a second number for later."""
+    """Draw from every generator, and from both distributions that store a second number."""
     return [
         *(random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()),
         *(torch.rand(3).tolist(), torch.randn(1).tolist()),

@@ -1,4 +1,4 @@
-"""DDP whose step is captured is made on a side stream; the streams are recorded, without a GPU."""
+"""DDP of a captured step is created on a side stream. The test records streams without a GPU."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ from graphstash.training.loop import parallel
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What happens, with the stream on which it happens."""
+    """Record each call with the stream on which it happens."""
     found = []
     streams = ["default"]
 

@@ -16,7 +16,7 @@ SECONDS = 60
 
 
 class Thing:
-    """Something that weak references can watch."""
+    """An object that supports weak references."""
 
 
 def threads():
@@ -31,7 +31,7 @@ def test_batches_are_uploaded_in_order_and_no_thread_is_left():
 
 
 def test_batches_are_uploaded_on_the_stream_of_the_consumer(monkeypatch):
-    """With stand-ins for CUDA, which was not here."""
+    """Stand-ins replace CUDA, which this machine lacks."""
     streams = threading.local()
 
     @contextmanager
@@ -62,7 +62,7 @@ def test_batches_are_loaded_while_the_consumer_works():
     loaded = threading.Semaphore(0)
     with DeviceLoader(range(9), ahead=3, on_loaded=lambda _: loaded.release()) as loader:
         next(loader)
-        for _ in range(1 + 3):  # the consumer is busy with the first
+        for _ in range(1 + 3):  # the consumer works on the first batch
             assert loaded.acquire(timeout=SECONDS)
 
 
@@ -77,7 +77,7 @@ def test_no_more_than_ahead_are_loaded_beyond_the_one_in_use(ahead, upload):
     with DeviceLoader(range(200), ahead=ahead, upload=upload, on_loaded=look) as loader:
         for _ in loader:
             consumed += 1
-    # The consumer counts a batch after the loader has handed it out.
+    # The consumer counts a batch only after the loader has yielded it.
     assert most <= ahead + 1
 
 
@@ -95,12 +95,12 @@ def test_number_of_live_batches_is_bounded():
 
     with DeviceLoader(source(), ahead=2) as loader:
         assert sum(1 for _ in loader) == 200
-    assert most <= 2 + 2  # in use, loaded ahead, and the one that the source makes
+    assert most <= 2 + 2  # in use, loaded ahead, and the batch that the source is making
     assert len(alive) == 0
 
 
 def test_a_batch_is_loaded_while_the_one_before_is_uploaded():
-    meet = threading.Barrier(2)  # each waits for the other: in series neither would go on
+    meet = threading.Barrier(2)  # each side waits for the other, so a serial loader would hang
 
     def source():
         yield 0
@@ -234,7 +234,7 @@ def test_to_device_moves_the_tensors_in_containers():
     assert [type(part) for part in moved.values()] == [list, Pair, Example, OrderedDict]
     tensors = [moved["list"][0], moved["pair"].a, moved["example"].image, moved["mapping"]["z"][0]]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
-    assert len({id(tensor) for tensor in tensors}) == 1  # one tensor is moved once
+    assert len({id(tensor) for tensor in tensors}) == 1  # each tensor is moved once
     assert [moved["list"][1], moved["pair"].b, moved["example"].name] == [1, "text", "seven"]
     assert batch["example"].image is x
 

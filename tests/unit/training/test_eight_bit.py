@@ -1,4 +1,4 @@
-"""Moments of eight bits, beside torchao's. What all optimizers do is tested with the others."""
+"""Moments of eight bits, compared with torchao's. test_every_optimizer.py tests what all share."""
 
 import sys
 
@@ -36,7 +36,7 @@ def new_parameters(dtype=torch.float32):
 
 
 def assert_nearly_equal(ours, theirs, *, lr):
-    """Within 1e-6, but for one element in a thousand that is rounded the other way at a tie."""
+    """Compare within 1e-6. One element in a thousand may be rounded to the other side of a tie."""
     for a, b in zip(ours, theirs, strict=True):
         tolerance = 1e-6 + 2 * torch.finfo(a.dtype).eps * b.abs() * (a.dtype != torch.float32)
         differ = (a - b).abs() > tolerance
@@ -91,7 +91,7 @@ def test_state_of_another_adamw_is_loaded(module, name):
     for number, (ours, theirs) in enumerate(zip(parameters, others, strict=True)):
         assert mine.state[ours]["step"] == 6
         is_rounded_now = name != "AdamW8bit" and number < ROUNDED
-        # A moment that was rounded is off by up to some percent, and so are two steps of 1e-3.
+        # A rounded moment is off by up to a few percent, and so is each of the two steps of 1e-3.
         atol = 1e-3 if is_rounded_now else 1e-6
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
@@ -113,7 +113,8 @@ def test_torchaos_moments_in_blocks_of_another_size_are_loaded(count):
     parameters, others = ([nn.Parameter(torch.ones(count))] for _ in range(2))
     given = torchao_optim.AdamW8bit(others, lr=1e-3, block_size=128)
     make_steps(others, given, range(2))
-    for name in ("exp_avg", "exp_avg_sq"):  # torchao quantizes only 4096 elements or more
+    # torchao quantizes only tensors of 4096 elements or more.
+    for name in ("exp_avg", "exp_avg_sq"):
         quantized = subclasses.OptimState8bit.zeros(
             (count,), signed=name == "exp_avg", block_size=128
         )
@@ -146,7 +147,7 @@ def test_without_torchao_the_extra_is_named(optimizer_class, monkeypatch):
     eight_bit._torchao.cache_clear()
 
 
-@pytest.mark.extended  # a process that imports torch and torchao
+@pytest.mark.extended  # starts a process that imports torch and torchao
 def test_torch_still_caches_graphs_in_a_process_that_uses_them():
     python(
         """

@@ -1,4 +1,4 @@
-"""What every optimizer promises: steps that may not count, and state that can be copied."""
+"""Promises of every optimizer: skipped steps change nothing, and state can be copied."""
 
 import copy
 import math
@@ -77,7 +77,7 @@ def tensors_of(parameters, optimizer):
     return [*parameters, *(each for each in kept if isinstance(each, torch.Tensor))]
 
 
-# Steps that do not count.
+# Skipped steps.
 
 
 @every_optimizer
@@ -85,7 +85,7 @@ def test_a_bad_step_changes_no_bit_and_does_not_read_the_device(name):
     parameters, optimizer = made(name)
     make_steps(parameters, optimizer, range(3))
     if hasattr(optimizer, "close"):
-        optimizer.state_dict()  # waits for roots
+        optimizer.state_dict()  # waits for the roots
     before = copies(parameters)
     state = copy.deepcopy(optimizer.state_dict()["state"])
     scale = LossScale(8.0).to("cpu")
@@ -113,7 +113,7 @@ def test_step_after_skipped_first_steps_counts_as_first(name, options):
         assert mine.state_dict()["state"] == {}
     with torch.no_grad():
         for parameter in (*ours, *fresh):
-            parameter.mul_(3.0)  # loaded into the model meanwhile
+            parameter.mul_(3.0)  # as if the model had loaded other values meanwhile
     make_steps(ours, mine, range(3))
     make_steps(fresh, other, range(3))
     assert_equal(tensors_of(ours, mine), tensors_of(fresh, other))
@@ -162,7 +162,8 @@ def test_copy_continues_independently_to_the_bit(name, how):
     make_steps(parameters, optimizer, range(3))
     steps = [state["step"] for state in optimizer.state_dict()["state"].values()]
     assert [float(step) for step in steps] == [3.0] * len(parameters)
-    assert len({step.data_ptr() for step in steps}) == len(parameters)  # each has its own
+    # Each parameter has its own counter.
+    assert len({step.data_ptr() for step in steps}) == len(parameters)
     new, copied = COPIES[how](parameters, optimizer, name, options)
     before = copies(tensors_of(parameters, optimizer))
     make_steps(new, copied, range(3, 6))
@@ -201,7 +202,8 @@ def test_state_tensor_of_another_shape_is_refused_and_changes_nothing(name):
 
 @every_optimizer
 def test_state_without_step_is_refused_if_updates_depend_on_the_step(name):
-    """As torch's Adam refuses. torch's SGD and Muon, and other forms of Lion, save no step."""
+    """torch's Adam refuses such a state. torch's SGD and Muon, and other forms of Lion, save no
+    step."""
     parameters, optimizer = made(name)
     make_steps(parameters, optimizer, range(3))
     saved = optimizer.state_dict()
@@ -264,7 +266,8 @@ def test_master_weights_train_as_float32_parameters(name, dtype):
 
 
 def trained_under(default_dtype, name):
-    """Resumes after 300 steps, a number that bfloat16 cannot count on from."""
+    """Train under a default dtype, resuming after 300 steps, which bfloat16 cannot count
+    further."""
     parameters = shaped([(64, 64)])
     eight_bit._table.cache_clear()
     torch.set_default_dtype(default_dtype)
@@ -297,7 +300,8 @@ def test_torchs_default_dtype_changes_no_bit(name):
 
 
 def laid_out(kind):
-    """A parameter and a gradient whose memory is not what it seems; their values; its neighbors."""
+    """Return a parameter and a gradient in an unusual memory layout, their values, and
+    neighbors."""
     generator = torch.Generator().manual_seed(0)
     value, gradient = torch.randn(2, 6, 4, 4, generator=generator).unbind(0)
     parameter = whole = value.clone()
@@ -338,7 +342,7 @@ def mask():
 
 
 def trained_mask(make, *, steps=3, **options):
-    """Train scores with an additive mask: they have no gradient where the mask is -inf."""
+    """Train scores with an additive mask. The scores have no gradient where the mask is -inf."""
     parameter = nn.Parameter(mask())
     optimizer = make([parameter], **options)
     for step in range(steps):
@@ -363,7 +367,7 @@ def test_infinity_in_a_parameter_stays_and_its_other_elements_are_trained(name):
         assert parameter[~is_infinite].isfinite().all()
 
 
-# In loops.
+# In training loops.
 
 
 class Model(nn.Module):
@@ -404,7 +408,7 @@ def test_fused_steps_are_equal_to_the_bit(name, when):
 
 
 @every_optimizer
-def test_train_learns_with_it_and_resumes_to_the_bit(name, tmp_path):
+def test_training_with_each_optimizer_learns_and_resumes_to_the_bit(name, tmp_path):
     tokens = torch.arange(10).repeat(4)
 
     def loss(model, batch):

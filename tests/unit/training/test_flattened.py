@@ -1,4 +1,5 @@
-"""Of FullyShardedDataParallel an optimizer sees flat shards: what needs more refuses them."""
+"""FullyShardedDataParallel gives optimizers flat shards; operations on whole tensors refuse
+them."""
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 @pytest.fixture(params=[False, True], ids=["flat", "views"])
 def model(request):
-    """The first of two processes; no message is sent."""
+    """A model of the first of two processes. No message is sent."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -31,7 +32,7 @@ def model(request):
 @pytest.mark.parametrize(
     ("make", "remedy"), [(LAMB, r"fully_shard\(\), or use AdamW"), (Muon, "use_muon=False")]
 )
-def test_optimizers_that_look_at_whole_parameters_refuse_them(model, make, remedy):
+def test_optimizers_that_need_whole_parameters_refuse_flat_shards(model, make, remedy):
     with pytest.raises(ValueError, match=remedy):
         make(model.parameters())
 
@@ -45,7 +46,7 @@ def test_a_loss_scale_refuses_to_decide_from_one_shard(model):
         scale.unscale_(optimizer)
 
 
-def test_the_training_loop_refuses_them(model):
+def test_training_loop_refuses_flat_shards(model):
     with pytest.raises(ConfigError, match=r"shard it with fully_shard\(\)"):
         DistributedTorch(torch.device("cpu")).wrap(model)
 
@@ -57,7 +58,7 @@ def test_clipping_refuses_the_norm_of_one_shard(model):
 
 
 def test_a_loop_that_shards_nothing_does_not_import_fsdp():
-    """It takes half as long again as torch."""
+    """The import adds half the time of the import of torch."""
     program = "import sys; from graphstash.training import fuse, train; print(*sys.modules)"
     imported = python(program, check=True).stdout.split()
     assert "graphstash.training.fusion.backward" in imported

@@ -1,4 +1,4 @@
-"""What fusion refuses, and what it leaves behind; test_hazards compares whole loops."""
+"""Uses that fusion refuses, and the state that it leaves. test_hazards.py compares whole loops."""
 
 import copy
 import gc
@@ -25,7 +25,7 @@ def values(net):
 
 
 def alone_after(steps):
-    """The parameters that the optimizer alone has after these steps."""
+    """Return the parameters after these steps of the optimizer alone."""
     loop = Loop(None)
     for step in steps:
         loop.step(step)
@@ -100,7 +100,7 @@ def test_updates_wait_for_the_next_forward_on_the_newest_torch(jobs, tmp_path):
 
 
 @both
-def test_a_traced_step_does_without_fusion(when):
+def test_traced_step_does_not_use_fusion(when):
     training = Loop(when)
     traced = traced_step(training.step, [training.net, training.opt])
     traced(0)
@@ -110,7 +110,8 @@ def test_a_traced_step_does_without_fusion(when):
 
 
 class KeepsGradients(Loop):
-    """Zeros, which move a parameter by its momentum where no gradient does not."""
+    """A loop that zeroes gradients. Momentum then moves a parameter; without a gradient it would
+    not."""
 
     def step(self, step):
         self.opt.zero_grad(set_to_none=False)
@@ -127,7 +128,7 @@ class NeverZeroes(Loop):
 class StepsAgain(Loop):
     def step(self, step):
         if step == 0:
-            self.loss(0)  # forward fusion looks at one before the first step
+            self.loss(0)  # forward fusion inspects one forward before the first step
             super().step(0)
         else:
             self.opt.step()
@@ -147,7 +148,7 @@ def test_gradients_that_a_step_keeps_are_refused_in_the_next(case, when):
 
 
 def unsaved(training):
-    """A backward was made and no step."""
+    """Leave the loop after a backward without a step."""
     training.step(0)
     training.opt.zero_grad()
     training.backward(1)
@@ -298,7 +299,7 @@ def test_run_can_switch_between_forward_and_backward_fusion(kinds):
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_model_that_is_compiled_later_is_not_fused_with_its_forward(steps):
-    """As Trainer and Accelerate compile the model that they are given."""
+    """Trainer and Accelerate compile the model that the user passes."""
     training = Loop("forward")
     for step in range(steps):
         training.step(step)
@@ -313,7 +314,7 @@ def test_a_model_that_is_compiled_later_is_not_fused_with_its_forward(steps):
 
 
 class Large(Loop):
-    """24 layers, each as large as a unit."""
+    """A model of 24 layers, each as large as a unit."""
 
     model = partial(many_layers, 24, 128)
 
@@ -323,8 +324,10 @@ class Large(Loop):
 
 
 def peak_bytes(case, when):
-    """The most that tensors take from the making of a model to the end of its third step."""
-    gc.collect()  # what is left of others must not be counted when it goes
+    """Return the peak bytes of tensors, from the construction of a model to the end of its third
+    step."""
+    # Collect the objects of earlier tests now, because their deletion would be counted.
+    gc.collect()
     with torch.profiler.profile(profile_memory=True) as profiler:
         case(when).run(3)
     live = most = 0

@@ -1,4 +1,4 @@
-"""A fused loop ends where the optimizer alone ends, to the bit, or it is refused."""
+"""A fused loop ends where the optimizer alone ends, to the bit, or is refused."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_a_write_that_torch_does_not_announce_is_refused():
         loop.net(torch.ones(1, WIDTH))
 
 
-# Loops whose first step does not tell that backward is too early; biases are left to the step.
+# Loops whose first step does not reveal that backward is too early. `step` updates the biases.
 
 
 class ClippingAfterAQuietStep(Loop):

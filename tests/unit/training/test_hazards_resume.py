@@ -1,4 +1,4 @@
-"""A run that resumes with other arguments says which ones."""
+"""A run that resumes with other arguments logs which arguments changed."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Gradients between backward and step: loss scales as torch's scaler, clipping as torch's."""
+"""Gradients between backward and step: loss scaling and clipping equal torch's."""
 
 import copy
 import math
@@ -88,7 +88,7 @@ def test_a_step_can_be_clipped_as_with_torchs_scaler():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-def test_optimizers_share_a_scale_and_only_the_one_with_infinity_is_skipped():
+def test_optimizers_share_a_scale_and_only_steps_with_infinity_are_skipped():
     sets = [new_parameters(), new_parameters()]
     optimizers = [SGD(sets[0], lr=0.1), AdamW(sets[1], lr=0.1)]
     scale = LossScale(8.0)
@@ -171,7 +171,7 @@ def test_unscaling_divides_by_the_scale_and_finds_one_element_that_is_not_finite
     if bad is None:
         for parameter, gradient in zip(parameters, gradients(0), strict=True):
             assert torch.equal(parameter.grad, gradient)
-    assert scale.step(optimizer) == (bad is not None)  # says whether it was left out
+    assert scale.step(optimizer) == (bad is not None)  # returns whether the step was skipped
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_new_scale_out_of_range_is_refused(new):
 def test_a_loss_scale_that_is_not_enabled_changes_nothing():
     scale = LossScale(8.0, enabled=False)
     parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.5)  # which takes no found_inf
+    optimizer = torch.optim.SGD([parameter], lr=0.5)  # has no found_inf argument
     loss = parameter.sum()
     assert scale.scale(loss) is loss
     loss.backward()

@@ -1,4 +1,4 @@
-"""Muon and its groups. What all optimizers do is tested with the others."""
+"""Muon and its parameter groups. test_every_optimizer.py tests what all optimizers share."""
 
 import copy
 from functools import partial
@@ -58,7 +58,7 @@ def test_other_parameters_are_updated_as_by_adamw():
 
 
 def test_a_state_dictionary_of_torchs_muon_is_loaded():
-    """As torch 2.9 and newer write it: no step, and only what matrices need."""
+    """torch 2.9 and later save no step, and only the options for matrices."""
     options = {
         "lr": 0.02,
         "weight_decay": 0.1,
@@ -93,7 +93,7 @@ every_cycle = pytest.mark.parametrize("cycle", CYCLES.values(), ids=list(CYCLES)
 
 
 def values_of(cycle):
-    """What the schedule makes of lr and momentum of an optimizer that has no betas."""
+    """Return lr and momentum that the schedule sets in an optimizer without betas."""
     optimizer = torch.optim.SGD(matrices(), lr=0.01, momentum=0.9)
     schedule = cycle(optimizer)
     for _ in range(10):
@@ -115,7 +115,7 @@ def test_cycled_momentum_is_used_and_resumed(cycle, resumes):
     for step in range(10):
         if resumes and step == 4:
             saved, progress = copy.deepcopy(optimizer.state_dict()), schedule.state_dict()
-            if resumes == "from torch.optim.Muon":  # which keeps the momentum of the schedule
+            if resumes == "from torch.optim.Muon":  # whose state includes the schedule's momentum
                 for group in saved["param_groups"]:
                     del group["betas"]
             optimizer = Muon(parameters, lr=0.01)
@@ -182,7 +182,8 @@ def test_loaded_state_must_keep_the_order_of_the_kinds_of_groups():
     mine = Muon(groups(matrix, other))
     with pytest.raises(ValueError, match="in the order in which they were saved"):
         mine.load_state_dict(Muon(groups(other, matrix)).state_dict())
-    mine.load_state_dict(torch.optim.AdamW(groups({}, {})).state_dict())  # which names no kind
+    # Whose groups name no kind.
+    mine.load_state_dict(torch.optim.AdamW(groups({}, {})).state_dict())
     assert [group["use_muon"] for group in mine.param_groups] == [True, False]
 
 

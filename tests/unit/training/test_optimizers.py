@@ -1,4 +1,5 @@
-"""The optimizers equal torch's or a public implementation, whatever kernel torch would use."""
+"""Each optimizer equals torch's or a public implementation's, with every kernel that torch may
+use."""
 
 import copy
 import inspect
@@ -49,7 +50,7 @@ both_ways = pytest.mark.parametrize("fused", [None, False])
 
 
 def train(parameters, optimizer, scaler, *, missing=MISSING, dtype=torch.float32):
-    """Train with a loss scale and bad steps; return the scales, and how often the host read."""
+    """Train with a loss scale and bad steps; return the scales and the number of host reads."""
     history, count = [], 0
     for step in range(STEPS):
         factors = gradients(step, bad=BAD.get(step), missing=missing.get(step, ()), dtype=dtype)
@@ -79,7 +80,7 @@ def torchs_scaler():
 
 @pytest.mark.parametrize(
     ("name", "fused", "dtype"),
-    [  # both forms of a case in different types, and the types in turn from case to case
+    [  # both forms of a case in different types; the types alternate between cases
         (name, fused, (torch.float32, torch.float64)[(number // 2 + number) % 2])
         for number, (name, fused) in enumerate(FORMS)
     ],
@@ -226,7 +227,7 @@ IN_TORCH = [name for name in CASES if CASES[name].name not in NOT_IN_TORCH]
         (name, kind)
         for number, name in enumerate(IN_TORCH)
         for kind in (("foreach", "fused", None)[number % 3], ("fused", None, "foreach")[number % 3])
-        if kind != "fused" or not name.startswith("Adafactor")  # it has no such form
+        if kind != "fused" or not name.startswith("Adafactor")  # Adafactor has no fused form
     ],
 )
 def test_state_is_exchanged_with_torch_both_ways_and_after_a_skipped_first_step(name, kind):
@@ -330,7 +331,7 @@ def test_a_state_of_another_lion_is_kept_although_it_has_no_step():
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-# Numbers that are too large or too small.
+# Overflow and underflow.
 
 
 @pytest.mark.parametrize("make", [partial(AdamW, fused=False), LAMB, ScheduleFreeAdamW])
@@ -362,7 +363,7 @@ def test_a_finite_gradient_whose_squares_overflow_changes_nothing(make, shape, s
             now = optimizer.state_dict()["state"][0]
             for name in kept.keys() - {"calls", "pending", "step"}:
                 torch.testing.assert_close(now[name], kept[name], rtol=0, atol=0)
-        elif step:  # the first step of SOAP only begins
+        elif step:  # the first step of SOAP only computes its basis
             assert torch.isfinite(parameter).all()
             assert not torch.equal(parameter, before)
 
@@ -477,7 +478,7 @@ def test_kernel_with_wrong_result_is_not_used(name, fault, monkeypatch):
         their.grad = our.grad.clone()
     optimizer.step(found_inf=torch.tensor(0.0))
     reference.step()
-    assert calls  # it was tried
+    assert calls  # the kernel was tried
     torch.testing.assert_close(ours, theirs)
 
 
@@ -495,7 +496,7 @@ def test_no_kernel_writes_past_the_end_of_smaller_state(optimizer_class):
     assert torch.equal(parameter, torch.ones(4000))
 
 
-# What else torch's optimizers do.
+# Further features of torch's optimizers.
 
 
 @pytest.mark.parametrize("optimizer", [SGD, AdamW, Lion])
@@ -545,7 +546,7 @@ def test_arguments_have_torchs_names_and_order(ours):
     assert {p.name for p in taken} <= mine.keys()
 
 
-def test_gradscaler_can_be_left_to_unscale_and_to_skip():
+def test_torchs_gradscaler_may_unscale_and_skip_steps():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = AdamW([parameter], amp_scaling=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -578,5 +579,5 @@ def test_a_compiled_step_follows_a_schedule_and_is_compiled_once():
         reference.step()
         counts.append(len(compiles))
     assert_close(ours, theirs)
-    # Five more learning rates; the collector may take an object away that a guard looks at.
+    # Five more learning rates. The garbage collector may delete an object that a guard refers to.
     assert counts[-1] - counts[4] <= 1

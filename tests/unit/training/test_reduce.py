@@ -1,4 +1,4 @@
-"""The parts of sparse reduction that need no other process."""
+"""Parts of sparse reduction that need no second process."""
 
 import math
 
@@ -27,7 +27,7 @@ DTYPES = [
 
 @st.composite
 def flats(draw):
-    """A tensor, most of it zero, and a block size."""
+    """A mostly zero tensor and a block size."""
     dtype = draw(st.sampled_from(DTYPES))
     elements = draw(st.integers(0, 70))
     flat = torch.zeros(elements, dtype=dtype)
@@ -41,7 +41,7 @@ def flats(draw):
 
 
 def cut(flat, size, lengths):
-    """The blocks of each part, one after the other."""
+    """Return the blocks of each part in order."""
     parts = flat.split(lengths)
     return [block for part in parts if len(part) for block in part.split(size)]
 
@@ -85,7 +85,7 @@ def test_blocks_fit_rows_of_tables_and_start_with_large_parameters():
 
 
 def test_nothing_is_sent_for_a_neighbour_of_rows():
-    """Behind an odd parameter, 509 rows were in 764 blocks."""
+    """With blocks that straddled two rows behind an odd parameter, 509 rows occupied 764 blocks."""
     odd, rows = torch.zeros(65), torch.zeros(2000, 64)
     rows[torch.randperm(2000)[:509]] = 1
     flat = torch.cat([odd, rows.view(-1)])
@@ -113,7 +113,7 @@ def test_nonzero_blocks_are_found_in_tensor_scanned_in_pieces(dtype):
 )
 def test_negative_zero_is_zero_and_loses_its_sign_on_request(dtype, one_zero):
     flat = torch.full((18,), complex(-0.0, -0.0) if dtype.is_complex else -0.0, dtype=dtype)
-    flat[4], flat[9], flat[13] = 2, -3, math.nan  # blocks of four elements; the last one of two
+    flat[4], flat[9], flat[13] = 2, -3, math.nan  # blocks of four elements; the last block has two
     blocks = BlockView(flat, 4)
     assert blocks.nonzero(one_zero=one_zero).tolist() == [False, True, True, True, False]
     signs = (torch.view_as_real(flat)[:, 0] if dtype.is_complex else flat).signbit()
@@ -169,7 +169,7 @@ def test_limits_that_contradict_each_other_are_refused(above, below):
 
 
 def test_blocks_of_another_size_get_another_threshold():
-    """DDP changes its buckets after the first step, and a checkpoint may have other ones."""
+    """DDP changes its buckets after the first step, and a checkpoint may have other buckets."""
     model = nn.Linear(400, 1, bias=False)
     changing, fresh = (Thresholding(model, keep=0.2, largest_error=1) for _ in range(2))
     first, second = gradients_of(2)
@@ -282,8 +282,10 @@ def test_a_checkpoint_of_another_model_is_refused(held, text):
     "gradients", [(torch.ones(4),), (torch.ones(4), torch.ones(2)), ((torch.ones(4), "w"),)]
 )
 def test_argument_that_is_no_ddp_bucket_is_refused(gradients):
-    """FSDP calls a hook with the gradient and where it wants its shard, and compiled autograd with
-    a tuple.
+    """FSDP and compiled autograd do not pass a bucket.
+
+    FSDP calls a hook with the gradient and a tensor for the shard; compiled autograd passes a
+    tuple.
     """
     with pytest.raises(
         ConfigError, match=r"got a (Tensor|tuple) and no bucket of gradients, as FS"

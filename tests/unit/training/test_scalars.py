@@ -1,4 +1,4 @@
-"""Numbers that live on the device: the options of optimizers, and the log of a training."""
+"""Scalars on the device: the options of optimizers, and the log of a training run."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW: its iterates and averages. What all optimizers do is tested with them."""
+"""Schedule-Free AdamW's iterates and averages. test_every_optimizer.py tests what all share."""
 
 import copy
 import math
@@ -109,7 +109,7 @@ def test_a_step_on_averages_is_refused_and_changes_nothing():
 
 
 def test_the_sum_of_weights_counts_further_than_float32_adds_small_ones():
-    """Ten million equal weights of 1e-8 would stop the plain sum at a hundredth of that."""
+    """A plain float32 sum of ten million weights of 1e-8 would be 8 % too small."""
     parameter = nn.Parameter(torch.zeros(()))
     optimizer = ScheduleFreeAdamW([parameter], lr=1e-4)
     make_steps([parameter], optimizer, range(1))
@@ -120,7 +120,7 @@ def test_the_sum_of_weights_counts_further_than_float32_adds_small_ones():
 
 
 def test_without_weights_of_the_learning_rate_steps_of_length_zero_count():
-    """As in the formula, where 0^0 is 1."""
+    """The formula counts such steps, because 0^0 is 1."""
     parameter = nn.Parameter(torch.zeros(()))
     optimizer = ScheduleFreeAdamW([parameter], lr=0.0, weight_lr_power=0.0)
     points = []
@@ -133,7 +133,7 @@ def test_without_weights_of_the_learning_rate_steps_of_length_zero_count():
     torch.testing.assert_close(parameter.detach(), torch.stack(points).mean())
 
 
-# What is saved.
+# Saving and loading.
 
 
 def copied_by_state_dictionary(parameters, optimizer):
@@ -169,7 +169,7 @@ def test_checkpoint_saved_in_evaluation_resumes_to_the_bit(copied, dtype, master
 
 @pytest.mark.parametrize("is_flat", [True, False], ids=["flat", "nested"])
 def test_state_missing_in_distributed_checkpoint_of_evaluation_is_detected(is_flat, tmp_path):
-    """It fills only what the new optimizer has, too, and that had nothing put aside."""
+    """torch restores only tensors that the new optimizer already has; it has no iterates yet."""
     from support import distributed_checkpoint
 
     model, optimizer = trained(steps=4)

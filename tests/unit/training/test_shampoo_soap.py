@@ -1,4 +1,4 @@
-"""Shampoo, SOAP, and the thread beside them. What all optimizers do is tested with the others."""
+"""Shampoo, SOAP and their thread. test_every_optimizer.py tests what all optimizers share."""
 
 import copy
 import gc
@@ -35,8 +35,11 @@ def run(parameters, optimizer, steps, *, bad=None, after=lambda step: None):
 
 
 def compare(make, make_reference, *, shapes=SHAPES, dtype=torch.float32, bad=BAD, refresh=None):
-    """Trains both; the reference does not see bad steps. `refresh(reference, is_due)` tells it
-    whether ours computes roots in this call, where the bad ones count."""
+    """Train both optimizers; the reference skips the bad steps.
+
+    `refresh(reference, is_due)` tells the reference whether ours computes roots in this call. Bad
+    steps count for that schedule.
+    """
     ours, theirs = shaped(shapes, dtype), shaped(shapes, dtype)
     optimizer, reference = make(ours), make_reference(theirs)
     with Reads() as reads:
@@ -126,7 +129,7 @@ def test_shampoo_equals_public_implementation_with_skipped_steps(frequency, dtyp
     )
 
 
-# What that implementation merges is another thing where the first dimension is larger than a block.
+# The public implementation merges differently if the first dimension exceeds a block.
 SCALABLE_OPTIONS = [
     {"merge_dims": False, "block": 3},
     {"merge_dims": False, "block": 3, "graft": False},
@@ -138,7 +141,7 @@ SCALABLE_OPTIONS = [
 
 @pytest.mark.parametrize("number", range(len(SCALABLE_OPTIONS)))
 def test_shampoo_with_blocks_equals_public_implementation(number):
-    """In float64: the reference leaves out what keeps roots of singular matrices small."""
+    """In float64, because the reference does not limit the roots of singular matrices."""
     options = {"betas": (0.9, 0.99), "weight_decay": 0.1, **SCALABLE_OPTIONS[number]}
     block, shapes = options.pop("block"), options.pop("shapes", SHAPES)
     graft, merges = options.pop("graft", True), options.pop("merge_dims")
@@ -183,7 +186,7 @@ def test_empty_and_zero_parameters_stay_finite(optimizer):
     assert mine.failed_roots == 0
 
 
-# When the roots come.
+# Delay of the roots.
 
 
 def roots_after_each_call(optimizer, steps=16, **options):
@@ -201,19 +204,19 @@ def roots_after_each_call(optimizer, steps=16, **options):
 
 @pytest.mark.parametrize("delay", [1, 4])
 def test_deterministic_roots_are_used_exactly_after_the_delay(delay):
-    """Shampoo's depend on gradients alone, so they are those of a run without a delay."""
+    """Shampoo's roots depend only on gradients, so a delay shifts them without changing them."""
     at_once = roots_after_each_call(Shampoo, precondition_frequency=4, delay=0)
     later = roots_after_each_call(
         Shampoo, precondition_frequency=4, delay=delay, deterministic=True
     )
-    assert_equal(later[:4], at_once[:1] * 4)  # the first ones are waited for
+    assert_equal(later[:4], at_once[:1] * 4)  # the first call waits for its roots
     for call in range(4, 16 - delay):
         assert torch.equal(later[call + delay], at_once[call])
     assert not torch.equal(at_once[4], at_once[3])
 
 
 class Gate:
-    """Lets computations begin when it is opened; the first ones of each parameter pass."""
+    """Block computations until the gate opens. The first computation of each parameter passes."""
 
     def __init__(self, monkeypatch):
         self.opened = threading.Event()
@@ -244,11 +247,11 @@ def test_training_goes_on_without_roots_and_waits_when_they_are_due(monkeypatch)
 
     run(parameters, mine, [0], after=look)
     monkeypatch.setattr(Pending, "roots", roots)
-    run(parameters, mine, range(1, 7), after=look)  # begun in call 4; would hang if one waited
+    run(parameters, mine, range(1, 7), after=look)  # begun in call 4; would hang if a step waited
     assert waits == []
     assert torch.equal(history[6], history[0])
     run(parameters, mine, [7], after=look)
-    assert waits == [False, True]  # for the first parameter's, and then for the second's
+    assert waits == [False, True]  # for the first parameter's roots, then for the second's
     monkeypatch.undo()
     at_once = roots_after_each_call(Shampoo, precondition_frequency=4, delay=0)
     assert torch.equal(history[7], at_once[4])
@@ -302,7 +305,7 @@ def test_early_roots_are_used_unless_deterministic(deterministic):
 
 
 def test_roots_are_never_used_early_with_several_processes():
-    """Else the processes' parameters would not stay equal."""
+    """Otherwise the processes' parameters would diverge."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", world_size=2, rank=0, store=FakeStore())
@@ -329,7 +332,7 @@ def test_skipped_step_starts_no_computation(monkeypatch, delay):
     assert mine.failed_roots == 0
 
 
-# What goes wrong.
+# Failures.
 
 
 @pytest.mark.parametrize("optimizer", BOTH)
@@ -431,7 +434,7 @@ def test_resumed_run_is_equal_to_the_bit_from_any_step(optimizer, dtype, delay, 
 
 @pytest.mark.parametrize("optimizer", BOTH)
 def test_memory_layout_of_gradient_changes_no_bit(optimizer):
-    """In the buckets of DistributedDataParallel it is anywhere."""
+    """DistributedDataParallel's buckets place a gradient at any offset."""
     results = []
     for offset in (0, 3):
         parameters = shaped([(64, 64), (3, 64)])
@@ -523,7 +526,7 @@ def test_a_step_after_close_starts_another_thread():
     assert_equal(*results)
 
 
-@pytest.mark.extended  # a process that imports torch
+@pytest.mark.extended  # starts a process that imports torch
 def test_a_forked_process_computes_for_itself_and_a_process_ends_while_its_thread_computes():
     script = """
 import os, sys, threading, torch
@@ -576,7 +579,7 @@ print("end", optimizer.state[parameter]["pending"] is not None, flush=True)
     assert done.stderr == ""
 
 
-# With the rest.
+# Training loops.
 
 
 @pytest.mark.parametrize("optimizer", BOTH)

@@ -1,4 +1,4 @@
-"""The traced step on plain torch, on a CPU: torch.compile for real."""
+"""The traced step on plain torch, on a CPU, with the real torch.compile."""
 
 import logging
 from functools import partial
@@ -18,7 +18,7 @@ codecache = Deferred("torch._inductor.codecache")
 exceptions = Deferred("torch._dynamo.exc")
 symbolic_convert = Deferred("torch._dynamo.symbolic_convert")
 
-# torch.compile warns of what it does not compile, and of its own future.
+# torch.compile warns of graphs that it does not compile, and of its own deprecations.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
 )
@@ -28,19 +28,20 @@ pytestmark = pytest.mark.filterwarnings(
 def _compile_in_this_process():
     torch._dynamo.reset()
     torch_graph._unguarded.clear()
-    # Otherwise torch tries each instruction set in a process that imports torch.
+    # Otherwise torch tests each instruction set in a process that imports torch.
     with inductor.patch({"compile_threads": 1, "cpp.vec_isa_ok": True}):
         yield
 
 
 @pytest.fixture
 def without_code(monkeypatch):
-    """torch.compile traces and calls torch's operations: C++ takes a minute of CPU time."""
+    """Let torch.compile trace and run torch's operations. Compiling C++ takes a minute of CPU
+    time."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
 class Training:
-    """A small model; `step` trains it by one batch."""
+    """A small model; `step` trains it on one batch."""
 
     def __init__(self, optimizer, *, traced):
         torch.manual_seed(0)
@@ -100,7 +101,7 @@ def assert_trains_alike(traced, plain, numbers, size=lambda _: 8):
     assert (traced.step.mode, traced.step.reason) == ("traced", None)
 
 
-# Momentum would be a second graph: it is not there before the first step.
+# Momentum would need a second graph, because its buffer does not exist before the first step.
 @pytest.mark.parametrize(
     "optimizer",
     ["stateless", *(pytest.param(each, marks=pytest.mark.extended) for each in ("sgd", "own"))],
@@ -175,7 +176,7 @@ def assert_alike(pair, mode):
 
 @pytest.mark.usefixtures("without_code")
 def test_weights_that_are_untied_are_trained_apart():
-    """torch.compile goes on with the program for the tied ones."""
+    """Without a check, torch.compile would continue to run the program for tied weights."""
     pair = [Tied(traced=traced) for traced in (True, False)]
     assert_alike(pair, "traced")
     for each in pair:
@@ -212,14 +213,14 @@ def test_step_runs_untraced_without_compiler(caplog):
 
 
 class NoisyTraining(Training):
-    """Draws from torch's generator in each step."""
+    """Draw from torch's generator in each step."""
 
     def function(self, x, y):
         return super().function(x + 0.1 * torch.randn_like(x), y)
 
 
 def test_a_failure_halfway_through_the_first_step_leaves_no_trace():
-    """As when forward compiles and backward does not: the attempt has changed state by then."""
+    """If forward compiles and backward does not, the failed attempt has already changed state."""
     traced, plain = (NoisyTraining("own", traced=traced) for traced in (True, False))
 
     def fails_after_all(x, y):
@@ -239,7 +240,7 @@ def test_a_failure_halfway_through_the_first_step_leaves_no_trace():
 
 @pytest.mark.parametrize("of_compiler", [True, False])
 def test_failure_after_a_change_outside_of_the_state_is_raised(of_compiler):
-    """The step cannot be made again: the change would be made twice."""
+    """A second attempt would repeat the change outside of the state."""
     error, message = ValueError("a bad batch"), "a bad batch"
     if of_compiler:
         error = exceptions.BackendCompilerFailed(print, RuntimeError("no code"), None)

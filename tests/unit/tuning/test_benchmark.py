@@ -1,4 +1,4 @@
-"""`make bench-tuning`, on a small table that is made here."""
+"""`make bench-tuning` on a small generated table."""
 
 import gzip
 import json
@@ -7,7 +7,7 @@ import pytest
 
 
 def table(folder):
-    """A made-up kernel: 60 of 64 tilings work, and one of 16 x 16 is the fastest."""
+    """Write an invented kernel: 60 of 64 tilings work, and a tiling of 16 x 16 is the fastest."""
     rows = [
         f"{m},{n},{v},{'invalid' if v > m else abs(m - 16) + abs(n - 16) + 4 / v + 1}"
         for m in (4, 8, 16, 32)
@@ -19,7 +19,7 @@ def table(folder):
 
 
 def bench(folder, *options):
-    from benchmarks.tuning import run  # with scipy and matplotlib
+    from benchmarks.tuning import run  # imports scipy and matplotlib
 
     run.main(["--directory", str(folder / "out"), "--seeds", "2", "--lattices", *options])
 

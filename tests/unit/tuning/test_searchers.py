@@ -1,4 +1,4 @@
-"""Searchers: what they promise together, and that each does what its paper says."""
+"""Promises that all searchers share, and the algorithm of each searcher's paper."""
 
 import math
 import random
@@ -35,7 +35,7 @@ def searcher_of(name, space=SMALL, **options):
 
 
 def cost_of(configuration):
-    """Return a random cost for a configuration of any space; one in ten is infinite."""
+    """Return a random cost for a configuration of any space. One cost in ten is infinite."""
     rng = random.Random(repr(configuration))
     return math.inf if rng.random() < 0.1 else 0.5 + rng.random()
 
@@ -43,8 +43,8 @@ def cost_of(configuration):
 def run(searcher, count, *, batch=1, shuffled=None):
     """Search until there are `count` trials.
 
-    Costs of a batch are reported in the order of `ask`, or in the order of the generator
-    `shuffled`.
+    Report the costs of a batch in the order of `ask`, or in the order that the generator `shuffled`
+    draws.
     """
     while len(searcher.trials) < count:
         asked = searcher.ask(few := min(batch, count - len(searcher.trials)))
@@ -150,7 +150,7 @@ def test_invalid_cost_is_refused_and_changes_nothing(cost):
     with pytest.raises(CostError, match="above 0, or infinity"):
         searcher.tell(asked, cost)
     assert searcher.trials == []
-    assert searcher.ask() == []  # it still waits
+    assert searcher.ask() == []  # the searcher still waits for costs
     searcher.tell(asked, np.float32(2))
     assert searcher.best == Trial(asked, 2.0)
 
@@ -169,7 +169,7 @@ def test_repeated_measurement_changes_only_the_best():
 
 
 def test_search_continues_from_a_better_configuration_that_it_has_not_proposed():
-    """Such as one that another host has measured."""
+    """Another host may have measured the better configuration."""
     start, foreign = SMALL.start, (2, 2, 2, 2, 2, 2, 2, 2)
     searcher = searcher_of("g-bfs", first=[start])
     assert searcher.ask(2) == [start]
@@ -194,7 +194,7 @@ def test_a_searcher_without_a_model_needs_no_numpy(name, monkeypatch):
 
 
 def test_gbfs_with_all_neighbours_is_best_first_search_by_hand():
-    """m = 4 in three factors: six states, whose costs are given."""
+    """The example has m = 4 in three factors: six states with given costs."""
     costs = {(4, 1, 1): 9, (2, 2, 1): 7, (2, 1, 2): 4, (1, 4, 1): 6, (1, 2, 2): 5, (1, 1, 4): 8}
     space = GemmSpace(4, 1, 1, factors=(3, 1, 1))
     searcher = GBFS(space, rho=100, starts=0)
@@ -207,7 +207,7 @@ def test_gbfs_with_all_neighbours_is_best_first_search_by_hand():
         {(4, 1, 1)},
         {(2, 2, 1), (2, 1, 2)},  # around (4, 1, 1)
         {(1, 2, 2), (1, 1, 4)},  # around (2, 1, 2), the cheapest; its other neighbours are known
-        {(1, 4, 1)},  # around (1, 2, 2), the cheapest that is left
+        {(1, 4, 1)},  # around (1, 2, 2), the cheapest remaining state
     ]
 
 
@@ -317,7 +317,7 @@ def test_controller_refuses_unsupported_space():
         make_searcher("rnn", Other())
 
 
-# --- Better than random
+# --- Comparison with random search
 
 
 def extended(*values):
@@ -336,8 +336,10 @@ LESS = {"plan_size": 32, "chains": 32, "steps": 60, "trees": 30}
     ],
 )
 def test_a_search_beats_random_on_a_lattice_with_a_known_optimum(name, shape, options):
-    """Wilcoxon's signed-rank test over paired seeds: the area under the best so far, in logarithms
-    over the optimum, is smaller than random's. `make bench-tuning` has the sizes.
+    """The area under the best cost so far is smaller than random search's.
+
+    Costs are logarithms over the optimum. Wilcoxon's signed-rank test compares paired seeds. `make
+    bench-tuning` has full sizes.
     """
     space, cost, seeds, budget = GemmSpace(32, 32, 32), COSTS[shape], 15, 150
     optimum = min(cost(space.named(each)) for each in space)

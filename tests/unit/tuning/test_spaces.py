@@ -1,4 +1,4 @@
-"""Spaces: what is in them, what lies next to what, and what is refused."""
+"""Contents of spaces, moves between configurations, and refused descriptions."""
 
 import json
 import math
@@ -105,7 +105,7 @@ def test_features_distinguish_configurations(space, seed):
     ids=["gemm", "parameters", "table"],
 )
 def test_draws_are_uniform(space):
-    """Pearson's chi-squared, with a seed: the bound is that of one run in 100,000."""
+    """Pearson's chi-squared test with a fixed seed. One run in 100,000 would exceed the bound."""
     rng = random.Random(7)
     expected = 200
     counts = dict.fromkeys(space, 0)
@@ -341,7 +341,7 @@ def test_a_finding_has_the_types_of_its_parameters_values(values, given, is_its)
 
 @pytest.fixture
 def small_limits(monkeypatch):
-    """A hundredth of the limits of what is counted: reaching them takes seconds."""
+    """Divide the counting limits by 100, because reaching them takes seconds."""
     monkeypatch.setattr(parameters, "MAX_PREFIXES", parameters.MAX_PREFIXES // 100)
     monkeypatch.setattr(parameters, "MAX_TRIED", tried := parameters.MAX_TRIED // 100)
     monkeypatch.setitem(parameters._Tree.__init__.__kwdefaults__, "most_tried", tried)
