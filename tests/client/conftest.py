@@ -1,5 +1,5 @@
-"""Promise: a job gets verified bytes or compiles. The cache never makes a job fail, and every
-command reports what it did.
+"""Promise: a job gets verified bytes or compiles. The cache never fails a job, and every command
+reports its result.
 
 The client runs alone and against a real server.
 """
@@ -22,14 +22,14 @@ _runs = itertools.count()
 
 @pytest.fixture(scope="session")
 def guarded(tmp_path_factory):
-    """A server that asks for tokens, and its administrator."""
+    """A server that requires tokens, and its administrator."""
     with Guarded(tmp_path_factory.mktemp("guarded")) as guarded:
         yield guarded
 
 
 @pytest.fixture
 def config(server, namespace, tmp_path):
-    """Makes settings of different hosts of one team."""
+    """Return a function that makes the settings of a host of the team."""
 
     def make(name="host", **settings):
         usual = {"url": server.url, "namespace": namespace, "cache_dir": tmp_path / name}
@@ -40,7 +40,7 @@ def config(server, namespace, tmp_path):
 
 @pytest.fixture
 def next_job(config):
-    """Another job on a host: a run of its own, and nothing in memory."""
+    """Return a function that starts another job of a host, with its own run and an empty memory."""
 
     with ExitStack() as stack:
 
@@ -53,7 +53,7 @@ def next_job(config):
 
 @pytest.fixture
 def start(config):
-    """Starts a job of a kind on a host of the team; it ends with the test."""
+    """Return a function that starts a kind of job on a host. The job ends with the test."""
     with ExitStack() as stack:
         yield lambda kind, host="host", **settings: stack.enter_context(
             kind(config(host, **settings))
@@ -62,7 +62,7 @@ def start(config):
 
 @pytest.fixture
 def hosts(start):
-    """Makes stashes that stand for different hosts of one team."""
+    """Return a function that makes the stash of a host of the team."""
     return partial(start, Stash)
 
 
@@ -74,7 +74,7 @@ def team(tmp_path):
 
 @pytest.fixture
 def command(config):
-    """Runs a command on a host, in this process."""
+    """Return a function that runs a command on a host, in this process."""
 
     def run(*arguments, host="reader", status=0, **settings):
         variables = variables_of(config(host))

@@ -1,4 +1,4 @@
-"""`graphstash ls`, `show` and `explain` of what a server holds."""
+"""`graphstash ls`, `show` and `explain` on the artifacts of a server."""
 
 import json
 import os
@@ -16,14 +16,14 @@ DEVICE = "cpu-x86_64-0123456789abcdef"
 
 
 def key_of(namespace, number, *, kind="jax", device=DEVICE):
-    """A key that no other test has: jobs may read all namespaces of the server."""
+    """Return a key that no other test uses, because jobs may read all namespaces of the server."""
     start = namespace.encode().hex()[:20]
     return ArtifactKey.parse(kind, device, f"{number:04x}{start}".ljust(64, "0"))
 
 
 @pytest.fixture
 def put(hosts, namespace):
-    """Publishes an artifact."""
+    """Return a function that publishes an artifact."""
 
     def put(number, *, label="", seconds=1.0, size=10, parts=None, where=None, **settings):
         host = hosts("publisher", **({"namespace": where} if where else {}), **settings)

@@ -1,4 +1,4 @@
-"""`graphstash export` and `import`, between real servers and hosts."""
+"""`graphstash export` and `import` between real servers and hosts."""
 
 import json
 import os
@@ -29,7 +29,8 @@ KEYS = (key_of(1), key_of(2), key_of(3, kind="triton", device="cuda-sm_90"))
 
 @pytest.fixture
 def filled(hosts):
-    """A host that has published three artifacts, described, in the manifest of the job nightly."""
+    """Return a function that publishes three described artifacts; two are in the manifest
+    `nightly`."""
 
     def fill(**settings):
         host = hosts("publisher", **settings)
@@ -78,7 +79,7 @@ def test_a_bundle_carries_artifacts_their_labels_and_metadata(
     shown = command("show", KEYS[1].fingerprint[:8], "--json", namespace=other).stdout
     assert json.loads(shown)["description"]["program"] == {"program": "1"}
 
-    assert hosts("counted").get(KEYS[0])  # counts are written in their order
+    assert hosts("counted").get(KEYS[0])  # the server writes counts in order
     until(lambda: server.stats(namespace)["hits"] > before["hits"])
     after = server.stats(namespace)
     assert after["hits"] == before["hits"] + 1  # an export is neither a hit nor a miss
@@ -239,7 +240,7 @@ def test_unverified_artifact_is_not_exported(filled, command, file, team, hosts,
     assert rejected["key"] == str(bad)
     assert f"rejected: {bad}: " in result.stderr
     assert keys_in(file) == list(KEYS)
-    # Where only signed artifacts are used, these are: their signatures travel with them.
+    # The bundle carries signatures, so a host that requires them uses the artifacts.
     command("import", file, "--local", host="strict", url="none", trusted_keys=team.file)
     strict = hosts("strict", url="none", trusted_keys=team.file)
     assert strict.get(KEYS[0]) == b"0" * 10_000

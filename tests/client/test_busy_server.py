@@ -1,4 +1,4 @@
-"""A server whose connections are all taken is busy and not down: jobs share them, and wait."""
+"""If all connections of a server are taken, jobs share them and wait. The server is not down."""
 
 import json
 import math
@@ -38,14 +38,14 @@ REST_OF_IT = b"st: a\r\n\r\n"
 
 @pytest.fixture
 def server(tmp_path):
-    limits = {"max_connections": CONNECTIONS, "header_seconds": 600}  # half a request stays
+    limits = {"max_connections": CONNECTIONS, "header_seconds": 600}  # half a request stays open
     with LiveServer(tmp_path / "small", **limits) as server:
         yield server
 
 
 @pytest.fixture
 def brief(monkeypatch):
-    """The server answers soon that it is busy, instead of after a second."""
+    """Let the server answer that it is busy at once, instead of after a second."""
     monkeypatch.setattr(connection, "_WAITING_SECONDS", 0.1)
 
 
@@ -101,8 +101,8 @@ def test_a_job_waits_for_a_connection_as_long_as_it_may(host, stored, server, mo
         for _ in range(CONNECTIONS):
             others.enter_context(Wire(server.url)).send(HALF_A_REQUEST)
         assert hasty.build(key(0)) == b"graph"
-        assert (hasty.compiles, hasty.fallbacks) == (1, {"busy": 2})  # the upload, too
-        # It asks no more for a while: each call would wait.
+        assert (hasty.compiles, hasty.fallbacks) == (1, {"busy": 2})  # the look-up and the upload
+        # The job pauses its calls, because each call would wait.
         assert hasty.stash.server._transport._breaker.asked_seconds > 20
 
         slept = []
@@ -122,13 +122,15 @@ def test_a_job_waits_for_a_connection_as_long_as_it_may(host, stored, server, mo
 @pytest.mark.parametrize(
     ("seconds", "reason"), [(math.inf, "a loaded server"), (30.0, "a server that cannot answer")]
 )
-def test_a_job_pays_for_the_wait_of_another_process_of_its_host(host, monkeypatch, seconds, reason):
+def test_wait_of_another_process_of_the_host_counts_against_budget_of_job(
+    host, monkeypatch, seconds, reason
+):
     job = host("job")
     with ExitStack() as others:
         signal = others.enter_context(job.stash.local.exclusive(key(0), timeout_seconds=0))
         signal(busy_seconds=seconds)
         (said,) = job.stash.config.cache_dir.rglob("*.on")
-        os.utime(said, (time.time() + 3600,) * 2)  # as if it said so from now on
+        os.utime(said, (time.time() + 3600,) * 2)  # a signal from the future
         monkeypatch.setattr("graphstash._compile.cache.sleep", lambda _: others.close())
         job.build(key(0))
     assert job.cache.waits.left < job.cache.config.wait_seconds
@@ -155,7 +157,7 @@ def test_an_upload_waits_for_a_connection(host, server, monkeypatch):
         monkeypatch.setattr("graphstash._compile.cache.sleep", sleep)
         job.cache.get_or_compile(key(0), compile_while_others_connect)
         assert (job.stats.published, len(sealed)) == (1, 1)
-    assert set(compiles_at_waits) == {1}  # the upload waited, and the look-up did not
+    assert set(compiles_at_waits) == {1}  # the upload waited; the look-up did not
     assert job.fallbacks == {}
     assert (reader.build(key(0)), reader.compiles) == (b"graph", 0)
 
@@ -207,7 +209,7 @@ def test_connections_wait_for_their_turn_and_the_oldest_comes_first(server, name
         for wire in waiting:
             answer = wire.answer()
             assert (answer.status, len(json.loads(answer.body)["missing"])) == (200, 1)
-        # Each of them yielded to the next one.
+        # Each connection yielded to the next one.
         assert all(wire.is_closed for wire in (held[0], *waiting[:-1]))
         assert waiting[-1].ask(asked + body).status == 200
 
@@ -283,7 +285,7 @@ def test_a_job_compiles_when_that_is_quicker_than_the_wait(tmp_path):
             assert (job.compiles, job.fallbacks) == (1, {"busy": 1})
 
 
-def test_a_pause_beyond_the_budget_is_not_waited_for(tmp_path, monkeypatch):
+def test_job_does_not_wait_for_a_pause_beyond_its_budget(tmp_path, monkeypatch):
     slept, refusal = [], Answer(429, {"Graphstash-Protocol": "1", "Retry-After": "3600"}, b"")
     monkeypatch.setattr("graphstash._compile.cache.sleep", slept.append)
     with FakeServer() as fake, Middlebox(fake.url, lambda *_: refusal) as box:
@@ -339,8 +341,8 @@ class Backlog:
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
-def test_a_full_backlog_is_waited_for_until_the_circuit_opens(host, tmp_path, family, monkeypatch):
-    """The kernel drops or refuses connections while the server accepts none."""
+def test_job_waits_for_full_backlog_until_the_circuit_opens(host, tmp_path, family, monkeypatch):
+    """If the server accepts no connection, the kernel drops or refuses connections."""
     for name, is_opened in (("late", True), ("never", False)):
         with Backlog(tmp_path / name, family) as backlog:
             slept = []

@@ -1,4 +1,4 @@
-"""What a job compiles while its server is down reaches the server as soon as it answers."""
+"""Artifacts that a job compiles during an outage reach the server as soon as it answers again."""
 
 import json
 import random
@@ -58,13 +58,14 @@ sys.exit(any(rank.returncode for rank in ranks))
 
 @pytest.fixture
 def down():
-    """The URL of a server that does not run."""
+    """The URL of a server that is down."""
     return f"http://127.0.0.1:{reserved_port()}"
 
 
 @pytest.fixture
 def up(server, down):
-    """Lets the server answer at that URL, with the requests that arrive there."""
+    """Return a function that starts the server at the URL of `down`, behind a link that records
+    requests."""
 
     def start():
         return SlowLink(server.port, round_trip_seconds=0, port=int(down.rpartition(":")[2]))
@@ -74,7 +75,8 @@ def up(server, down):
 
 @pytest.fixture
 def run(down, tmp_path, namespace):
-    """Run the job on a host; returns what its processes counted, one dictionary for each."""
+    """Return a function that runs the job on a host and returns the counters of each of its
+    processes."""
 
     def run(host, *, launcher=(), **variables):
         stats = tmp_path / f"{host}.jsonl"
@@ -90,7 +92,7 @@ def run(down, tmp_path, namespace):
 
 @pytest.fixture
 def left(next_job, down):
-    """A host with artifacts that its jobs compiled and could not send."""
+    """Return a function that leaves unsent artifacts on the host `a`."""
 
     def leave(*numbers, size_bytes=5, seconds=3.0, **settings):
         job = next_job("a", url=down, **settings)
@@ -105,7 +107,7 @@ def left(next_job, down):
 
 
 def caught_up(job, *, with_any=False, meanwhile=None, **limits):
-    """Return the outcome, by key, of each unsent artifact that a job tries to publish.
+    """Return the outcome of each unsent artifact that a job tries to publish, by key.
 
     `meanwhile` is called with the artifacts to publish, after the look-up on the server.
     """
@@ -130,7 +132,8 @@ def puts(link):
 
 
 def explained(command, url, namespace):
-    """What people see of the artifacts of a namespace: label, description and metadata."""
+    """Return the label, description and metadata that users see, for each artifact of a
+    namespace."""
     listed = json.loads(command("ls", "--json", url=url, namespace=namespace).stdout)["artifacts"]
     shown = {}
     for each in listed:
@@ -142,7 +145,7 @@ def explained(command, url, namespace):
     return shown
 
 
-def test_next_run_publishes_what_was_compiled_before_the_server_started(
+def test_next_run_publishes_artifacts_compiled_before_the_server_started(
     run, down, tmp_path, command, namespace
 ):
     (cold,) = run("a")
@@ -159,7 +162,7 @@ def test_next_run_publishes_what_was_compiled_before_the_server_started(
         assert late == explained(command, down, "usual")
 
 
-def test_own_server_gets_what_was_compiled_before_it_ran(run, tmp_path):
+def test_own_server_receives_artifacts_compiled_before_its_start(run, tmp_path):
     here = {"GRAPHSTASH_URL": "", "XDG_STATE_HOME": tmp_path / "state"}
     run("a", **here)
     state = {"XDG_STATE_HOME": str(tmp_path / "state"), "GRAPHSTASH_INSECURE": ""}
@@ -179,7 +182,10 @@ def test_one_process_of_a_run_publishes_each_artifact_once(run, up):
 
 @pytest.fixture
 def running(down, tmp_path, namespace):
-    """Starts the job on the host `a`; it prints how much it published, and again after a line."""
+    """Return a function that starts the job on the host `a`.
+
+    The job prints the number of published artifacts, and prints it again after each input line.
+    """
 
     def start(job=JOB, **variables):
         config = ClientConfig.load({}, url=down, namespace=namespace, cache_dir=tmp_path / "a")
@@ -195,7 +201,7 @@ def test_running_job_publishes_when_its_server_starts(running, up):
             until(lambda: len(puts(link)) == 3)
             job.stdin.write("\n")
             job.stdin.close()
-            assert job.stdout.read() in ("2\n", "3\n")  # the last answer may still be on its way
+            assert job.stdout.read() in ("2\n", "3\n")  # the last answer may not have arrived yet
             assert job.wait(60) == 0
 
 
@@ -217,7 +223,9 @@ def test_job_of_another_namespace_or_server_publishes_nothing(left, up, next_job
         assert caught_up(next_job("a", url=link.url)) == {key(1): Sent.PUBLISHED}
 
 
-def test_command_alone_publishes_to_a_team_what_was_compiled_without_a_server(next_job, command):
+def test_only_the_command_publishes_to_a_team_artifacts_compiled_without_a_server(
+    next_job, command
+):
     other = next_job("a")
     without = ClientConfig.load(
         {}, namespace=other.config.namespace, cache_dir=other.config.cache_dir
@@ -234,7 +242,7 @@ def test_command_alone_publishes_to_a_team_what_was_compiled_without_a_server(ne
 
 @pytest.mark.parametrize("withdraw", [delete, withhold])
 def test_withdrawn_artifact_is_not_published_again(left, up, next_job, withdraw):
-    """Another host published the same bytes meanwhile, and the server withdrew them."""
+    """Meanwhile, another host published the same bytes, and the server withdrew them."""
     left(1)
     with up() as link:
         other = next_job("b")
@@ -319,7 +327,7 @@ def test_damaged_or_evicted_artifact_is_not_published(left, up, next_job):
         assert caught_up(job) == {}
 
 
-def test_oldest_records_yield(left, up, next_job, monkeypatch):
+def test_oldest_records_are_dropped_above_the_limit(left, up, next_job, monkeypatch):
     monkeypatch.setattr("graphstash._artifacts.unsent._MAX_RECORDS", 10)
     left(*range(1, 15))
     with up() as link:
@@ -489,7 +497,7 @@ def test_record_of_a_later_release_stays_for_its_jobs(left, up, next_job):
 def test_copy_that_cannot_be_read_now_is_published_later(left, up, next_job):
     job = left(1)
     copy = job.local.path(job.config.namespace, key(1))
-    copy.chmod(0o620)  # its group could change it, so it cannot be opened
+    copy.chmod(0o620)  # not openable, because its group could change it
     with up() as link:
         job = next_job("a", url=link.url)
         assert caught_up(job)[key(1)].reason == "local_io"
@@ -544,7 +552,7 @@ def test_artifact_withdrawn_after_the_lookup_is_not_published(
         assert stored(job, 1, 2) == {key(2)}
 
 
-def test_withdrawal_that_the_process_learns_before_an_upload_prevents_it(left, up, next_job):
+def test_withdrawal_that_the_process_reads_before_an_upload_prevents_it(left, up, next_job):
     left(1)
     with up() as link:
         job = next_job("a", url=link.url)
@@ -559,7 +567,7 @@ def test_withdrawal_that_the_process_learns_before_an_upload_prevents_it(left, u
 
 
 def test_artifact_stays_usable_while_it_is_sent(left, up, next_job):
-    """A job that needs it meanwhile does not compile."""
+    """A job that needs the artifact during its upload does not compile."""
     left(1, size_bytes=3 * 1024**2)
     with up() as link:
         seen = []
@@ -574,7 +582,7 @@ def test_artifact_stays_usable_while_it_is_sent(left, up, next_job):
 
 
 def test_end_of_job_waits_for_a_held_upload_within_its_drain_time_only(run, running, up):
-    """A held upload takes 40 s to time out."""
+    """A held upload times out only after 40 s."""
     run("a")
     with up() as link:
         link.gather(100)
@@ -625,7 +633,7 @@ def test_dry_run_changes_nothing(left, up, next_job, command, team):
         assert done == planned | {"is_dry_run": False}
 
 
-def test_command_that_fails_midway_says_what_it_did(left, up, command, monkeypatch):
+def test_command_that_fails_midway_reports_its_progress(left, up, command, monkeypatch):
     left(1, 2, 3)
     upload, sent = PatientClient.upload, []
 

@@ -1,4 +1,4 @@
-"""The command line: what `graphstash run` hands to a job, and how commands say what is wrong."""
+"""The command line: how `graphstash run` starts a job, and how commands report errors."""
 
 import ast
 import json
@@ -49,7 +49,7 @@ def test_run_keeps_the_users_own_sitecustomize_and_python_path(tmp_path):
         PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
     )
     own = str(tmp_path / "sitecustomize.py")
-    # One line comes from graphstash itself, the second one from the job.
+    # graphstash prints one line itself, and the job prints the second.
     assert result.stdout.splitlines() == ["mine", "mine", own, "False"]
     assert result.stderr == ""
 
@@ -124,7 +124,7 @@ GIVEN = {
     "GRAPHSTASH_SIGNATURES": "prefer",
     "GRAPHSTASH_TOKEN_FILE": "/team/token",
 }
-"""Variables of a list and of files, which a job gets as they are."""
+"""Variables that point to lists and files, which a job inherits unchanged."""
 
 
 @pytest.mark.parametrize("entry", ["__main__", "_cli.main"])
@@ -147,7 +147,7 @@ def test_fast_and_full_command_line_parse_run_options_alike(entry):
 
 
 _SLOW = {"httpx", "filelock", "cryptography", "graphstash_schema.model", "graphstash_server"}
-"""Imports of which each takes as long as the rest of a command that fails on its arguments."""
+"""Modules that take as long to import as a command that only rejects its arguments."""
 
 
 @pytest.mark.untraced
@@ -192,7 +192,7 @@ def test_start_imports_only_what_the_command_line_needs(arguments, unwanted):
 
 
 def test_the_list_of_commands_repeats_the_first_sentences_of_their_help():
-    """`graphstash --help` imports no command, and `main` therefore repeats what it lists."""
+    """`graphstash --help` imports no command, so `main` repeats the first sentences."""
     for name, command in command_line().commands.items():
         assert command.short_help, name
         said = command.help.replace("`", "").partition("\n\n")[0].replace("\n", " ")
@@ -275,7 +275,7 @@ def test_unusable_file_is_named_by_a_process_that_ends_with_the_status_of_usage(
 
 
 @pytest.mark.parametrize("arguments", [("--version",), ("show", "--help"), ("status", "--json")])
-def test_command_that_cannot_write_its_output_says_why(server, arguments):
+def test_command_that_cannot_write_its_output_reports_the_reason(server, arguments):
     settings = os.environ | PATIENT_VARIABLES | {"GRAPHSTASH_URL": server.url}
     command = [sys.executable, "-m", "graphstash", *arguments]
     with Path("/dev/full").open("w") as full:
@@ -321,15 +321,15 @@ def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):
 
 
 def all_commands():
-    """Every command with its path, groups included."""
+    """Return every command with its path, groups included."""
     commands = [("graphstash", command_line())]
     for path, command in commands:
         commands += [(f"{path} {n}", each) for n, each in getattr(command, "commands", {}).items()]
     return commands
 
 
-def test_every_option_is_explained_in_a_sentence_without_markup_that_a_terminal_swallows():
-    """Help is Markdown: `<scope>` outside of backticks is HTML there, and is not shown."""
+def test_help_of_every_option_is_a_sentence_without_markup_that_a_terminal_hides():
+    """Help is Markdown, where `<scope>` outside backticks is HTML and disappears."""
     for path, command in all_commands():
         assert "<" not in re.sub(r"`[^`]*`", "", command.help or ""), path
         for parameter in command.params:
@@ -369,7 +369,7 @@ _WAITING = {"7", "45", "271"}
 
 
 def test_an_interrupted_command_ends_with_its_status(tmp_path):
-    """Ctrl-C while a server does not answer."""
+    """The user presses Ctrl-C while the server does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         command = [sys.executable, "-m", "graphstash", "ls", "--url"]
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -382,7 +382,7 @@ def test_an_interrupted_command_ends_with_its_status(tmp_path):
             try:
                 while request.readline() not in {b"\r\n", b""}:
                     pass
-                # Python may overlook a signal that arrives between its last look and the wait.
+                # Python may miss a signal that arrives between its last check and the wait.
                 calls = Path(f"/proc/{process.pid}/syscall")
                 until(lambda: calls.read_text().split()[0] in _WAITING)
                 process.send_signal(signal.SIGINT)

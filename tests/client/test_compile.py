@@ -1,4 +1,4 @@
-"""Jobs of a team compile each graph once; whatever goes wrong on the way, a job goes on."""
+"""Jobs of a team compile each graph once, and a job continues after any failure."""
 
 import tempfile
 import threading
@@ -20,7 +20,7 @@ from support.waiting import until, until_waiting
 
 class Building(Host):
     def build(self, number, *, seconds=0.0, result=b"graph", until=lambda: None):
-        """Builds a graph; its compilation ends when `until` returns."""
+        """Build a graph. The compilation ends when `until` returns."""
 
         def compile_payload():
             self.compiles += 1
@@ -33,7 +33,7 @@ class Building(Host):
 
 @contextmanager
 def uploads_wait(host):
-    """Whatever the host publishes meanwhile waits for an upload before it."""
+    """Block the upload queue of the host until the end of the block."""
     go_on = threading.Event()
     host.publisher.submit(lambda: go_on.wait(60))
     yield
@@ -90,7 +90,7 @@ def test_next_waiter_compiles_after_holder_fails(hosts, server):
 
 def test_a_holder_that_dies_is_replaced_within_the_lease_time(hosts):
     waiter = hosts("b", lease_seconds=1.5)
-    dead = hosts("a", lease_seconds=1.5).stash.server.acquire(key(1))  # nobody renews it
+    dead = hosts("a", lease_seconds=1.5).stash.server.acquire(key(1))  # this lease is never renewed
     assert dead.state is LeaseState.GRANTED
     assert waiter.build(1) == b"graph"  # at the end of the lease
     assert waiter.compiles == 1
@@ -126,7 +126,7 @@ def test_first_of_two_published_results_stays(hosts):
         assert b.build(1, result=b"B", until=a_has_published) == b"B"
     assert (a.stats.published, b.stats.published, b.stats.conflicts) == (1, 0, 1)
     assert hosts("c").build(1) == b"A"
-    assert b.build(1) == b"A"  # also the loser's host runs what all others run from now on
+    assert b.build(1) == b"A"  # the losing host runs the published result as well
 
 
 def test_a_full_upload_queue_drops_the_upload_not_the_job(hosts):
@@ -141,7 +141,7 @@ def test_a_full_upload_queue_drops_the_upload_not_the_job(hosts):
     assert other.compiles == 1
 
 
-def test_results_that_a_full_disk_cuts_leave_no_file_and_are_not_visible(
+def test_results_truncated_by_a_full_disk_leave_no_file_and_are_not_visible(
     hosts, tmp_path, monkeypatch
 ):
     host = hosts("a")
@@ -157,7 +157,7 @@ def test_results_that_a_full_disk_cuts_leave_no_file_and_are_not_visible(
         with file_size_limit(1000):
             assert not host.cache.try_fetch(key(1), destination)
         assert sorted(path.name for path in tmp_path.glob("*") if path.is_file()) == ["payload"]
-        assert host.cache.try_fetch(key(1), payload)  # onto itself
+        assert host.cache.try_fetch(key(1), payload)  # fetch onto the artifact's own file
         assert payload.read_bytes() == bytes(2000)
     assert host.stats.fallbacks == {"local_io": 2}
 
@@ -171,10 +171,8 @@ def test_a_read_only_job_takes_no_lease_and_keeps_its_artifacts_to_itself(hosts)
     assert other.stash.server.acquire(key(1)).state is LeaseState.GRANTED
 
 
-def test_artifact_damaged_in_transit_stays_and_one_that_the_server_damaged_is_published_anew(
-    hosts, server
-):
-    """The size is unchanged: only the digest tells."""
+def test_artifact_damaged_in_transit_stays_and_one_damaged_by_the_server_is_replaced(hosts, server):
+    """The damage does not change the size, so only the digest reveals it."""
     graph = b"graph" * 1000
     first = hosts("first")
     first.build(1, result=graph)
@@ -208,7 +206,7 @@ def test_pending_uploads_survive_closing_of_hook(hosts, tmp_path):
     assert a.stats.published == 1
     assert b.build(1) == b"graph"
     assert b.compiles == 0
-    # Nobody waits for the other one.
+    # The unfinished compilation has no lease any more.
     assert b.stash.server.acquire(key(2), wait_seconds=10).state is LeaseState.GRANTED
 
 
@@ -224,7 +222,7 @@ def test_process_finds_its_own_pending_uploads_and_then_its_disk(hosts):
 
 
 def granted_to_another(hosts):
-    """Whether nobody has the right to compile graph 1, or gives it back at once."""
+    """Return whether another host is granted the lease of graph 1 within 20 s."""
     return hosts("other").stash.server.acquire(key(1), wait_seconds=20).state is LeaseState.GRANTED
 
 
@@ -238,8 +236,8 @@ def test_interrupted_look_up_releases_its_lease(hosts):
     assert granted_to_another(hosts)
 
 
-def test_a_result_that_is_interrupted_leaves_no_lease_and_no_file(hosts, tmp_path, monkeypatch):
-    """As it is written where the upload finds it."""
+def test_interrupted_write_of_a_result_leaves_no_lease_and_no_file(hosts, tmp_path, monkeypatch):
+    """The interrupt comes while the result is written to the upload's file."""
     make = tempfile.NamedTemporaryFile
 
     def interrupted(**options):
@@ -254,7 +252,7 @@ def test_a_result_that_is_interrupted_leaves_no_lease_and_no_file(hosts, tmp_pat
     assert granted_to_another(hosts)
 
 
-def test_a_result_that_is_interrupted_as_other_ranks_are_told_leaves_no_lease(hosts):
+def test_interrupted_message_to_other_ranks_leaves_no_lease(hosts):
     class Ranks(MemoryRanks):
         def set(self, name, value):
             interrupt() if "/chunk/" in name else super().set(name, value)
@@ -266,4 +264,4 @@ def test_a_result_that_is_interrupted_as_other_ranks_are_told_leaves_no_lease(ho
         exchange.put(request(1), b"graph")
     assert granted_to_another(hosts)
     follower = TwoCallCache(hosts("b").cache)
-    assert follower.get(request(1), ranks=Ranks(values, 1, 2)) is None  # compiles, as the other
+    assert follower.get(request(1), ranks=Ranks(values, 1, 2)) is None  # compiles, as the leader

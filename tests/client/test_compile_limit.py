@@ -1,4 +1,5 @@
-"""Jobs that are to end rather than compile: real processes under `graphstash run`, and alone."""
+"""Jobs that must exit instead of compiling, as real processes, with and without `graphstash
+run`."""
 
 import os
 import signal
@@ -30,7 +31,7 @@ def settings(config):
 
 @pytest.fixture
 def run(settings, tmp_path):
-    """Runs a script under `graphstash run`."""
+    """Return a function that runs a script under `graphstash run`."""
 
     def run(code, *options, command=(sys.executable,), **variables):
         script = tmp_path / "train.py"
@@ -45,9 +46,9 @@ def test_job_that_would_compile_ends_first_with_reason(run, hosts):
     assert (outcome.returncode, outcome.stdout) == (86, "")
     message = "(schedule 000000000000) would be compiled: the cache does not have it"
     assert f"the job ends: jit(step)\\x1b]0;x {message}" in outcome.stderr
-    assert "1 miss: " in outcome.stderr  # the cause depends on what other tests have stored
+    assert "1 miss: " in outcome.stderr  # the cause depends on the artifacts of other tests
     assert "\x1b" not in outcome.stderr
-    # No other job waits for a lease of the job that ended.
+    # The job that ended has left no lease.
     assert hosts("other").server.acquire(KEY).state is LeaseState.GRANTED
 
 
@@ -57,7 +58,7 @@ def test_job_ends_if_its_parent_ignores_the_signal(run):
 
 
 def test_job_gets_default_signal_handling(run):
-    """Python ignores SIGPIPE; the programs that a job starts would inherit that."""
+    """Python ignores SIGPIPE, and the programs that a job starts would inherit this."""
     code = "import subprocess; print(subprocess.run('yes | head -1', shell=True).returncode)"
     outcome = run(code, command=("sh", "-c", 'yes | head -1; exec "$0" "$1"', sys.executable))
     assert "Broken pipe" not in outcome.stderr
@@ -85,7 +86,7 @@ def test_without_graphstash_run_the_process_ends_itself(settings):
 
 @pytest.mark.extended
 def test_all_processes_of_a_run_end_across_intermediate_processes(run):
-    """A launcher that does not care what becomes of its children, in sessions of their own."""
+    """The launcher ignores its children, which run in sessions of their own."""
     code = """
 import subprocess
 if len(sys.argv) > 1:
@@ -160,7 +161,8 @@ def test_nested_compilation_counts_once_towards_the_limit_of_a_running_one(monke
 
 
 def test_exiting_process_waits_for_thread_that_ends_the_run(settings):
-    """Otherwise other processes wait in vain for that end, and the run goes on without a limit."""
+    """Otherwise other processes would wait for the end, and the run would continue without a
+    limit."""
     code = """
 import threading
 session, is_ending = graphstash.install(), threading.Event()
@@ -178,7 +180,7 @@ is_ending.wait()
 
 
 def test_command_ends_with_its_supervisor_and_inherits_files_and_signal_masks(settings, tmp_path):
-    """As without a limit, where `graphstash run` becomes the command."""
+    """The same holds without a limit, because `graphstash run` then becomes the command."""
     code = """
 import os, signal, time
 os.write(3, b"written ")

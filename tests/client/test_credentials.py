@@ -1,4 +1,4 @@
-"""The token goes to its server and to nobody else; what the server says to it is understood."""
+"""Only the configured server receives the token, and a job handles each of its answers."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def listener():
 
 
 def asked(listener, **settings):
-    """The heads of one request with these settings."""
+    """Return the head of the only request with these settings."""
     listener.heads.clear()
     transport = Transport(ClientConfig.load({}, url=listener.url, **PATIENT, **settings))
     transport.call("GET", "/v1/stats")
@@ -169,7 +169,7 @@ def test_server_grants_writers_and_readers_their_rights_only(guarded, connect, n
     assert stranger.get(key()) is None
     with pytest.raises(CacheError, match=rf"{namespace}.*set GRAPHSTASH_NAMESPACE"):
         stranger.server.acquire(key())
-    assert stranger.server.is_read_only  # it asks for no lease any more
+    assert stranger.server.is_read_only  # the job stops acquiring leases
     error = refusal(connect("nobody").get, key())
     assert error.reason is Reason.UNAUTHENTICATED
     assert str(error).count("set GRAPHSTASH_TOKEN") == 1
@@ -195,7 +195,7 @@ def test_job_without_token_reads_anonymous_namespaces(
     assert reader.server.is_read_only
 
 
-# No trace of the token, wherever one looks.
+# The token appears in no log, traceback or repr.
 
 PROGRAM = """
 import dataclasses, logging, sys, traceback
@@ -242,9 +242,10 @@ def test_the_token_leaves_no_trace(tmp_path, listener, server, namespace, status
         case "netrc":
             (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login x password {CANARY}")
     result = python(PROGRAM, check=True, **variables)
-    assert status == 200 or any(CANARY in head for head in listener.heads)  # where it belongs
+    # The header that must contain it.
+    assert status == 200 or any(CANARY in head for head in listener.heads)
     seen = result.stdout + result.stderr + (tmp_path / "stats").read_text()
-    assert "send_request_headers" in seen  # the most talkative log was on
+    assert "send_request_headers" in seen  # the most verbose log was on
     assert "graphstash: " in seen
     assert "c4n4ry" not in seen
 

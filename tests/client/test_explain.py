@@ -1,4 +1,4 @@
-"""`graphstash explain`: real runs that miss, and what is said of them."""
+"""`graphstash explain` after real runs with misses."""
 
 import json
 import re
@@ -18,15 +18,16 @@ from support.waiting import PATIENT, PATIENT_VARIABLES, variables_of
 
 
 def job(programs):
-    """The script of a job that compiles programs, which have these parts."""
+    """Return the script of a job that compiles programs with these parts."""
     lines = (f"build('jit({name})', **{parts!r})" for name, parts in programs.items())
     return "\n".join([BUILD_PROGRAM, *lines])
 
 
 @pytest.fixture
 def run(config, namespace, tmp_path):
-    """Runs a job that compiles programs; each run is on a host of its own. The programs have names
-    that no other test has: jobs may read all namespaces of the server.
+    """Return a function that runs a job on a host of its own.
+
+    Program names are unique to the test, because jobs may read all namespaces of the server.
     """
 
     def run(host, programs, **settings):
@@ -41,7 +42,7 @@ def run(config, namespace, tmp_path):
 
 @pytest.fixture(scope="module")
 def recorded(server, tmp_path_factory):
-    """The local tier of a host on which a job has missed one program."""
+    """The local tier of a host on which a job missed one program."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "train.py").write_text(job({"step_recorded": {}}))
     config = ClientConfig.load(
@@ -54,7 +55,7 @@ def recorded(server, tmp_path_factory):
 
 @pytest.fixture
 def host(recorded, tmp_path):
-    """A copy of it, which a test may damage."""
+    """A copy of the recorded tier, which a test may damage."""
     return shutil.copytree(recorded, tmp_path / "host")
 
 
@@ -69,7 +70,7 @@ def explain(server, namespace, tmp_path):
 
 
 def lines_of(outcome):
-    """What a run says, whatever else the server holds."""
+    """Return the output of a run without the parts that depend on other tests."""
     prefix = "graphstash: "
     varying = r"(_test-\d+(?=\))| in the namespaces that were looked through, which are not all)"
     return [
@@ -142,7 +143,8 @@ def test_explanation_without_server_names_the_reason_and_a_hostile_label_in_one_
 
 
 def test_another_servers_record_and_records_open_to_others_are_not_used(host, explain):
-    """Only the server that this user has set is asked: it gets their token."""
+    """The command contacts only the server that this user has set, because the request has the
+    token."""
     other = explain("host", GRAPHSTASH_URL="http://127.0.0.1:9", GRAPHSTASH_TOKEN="secret")
     assert other.returncode == 1
     assert "the last run used http://" in other.stderr
@@ -184,8 +186,8 @@ def test_damaged_record_is_left_out_and_unknown_miss_or_run_is_named(host, expla
         assert text in outcome.stderr
 
 
-def test_a_server_of_an_earlier_release_is_not_asked_again():
-    """It answers 404 to what it does not know; that is no fallback of the job."""
+def test_explanations_are_sent_only_once_to_a_server_of_an_earlier_release():
+    """An earlier release answers 404 to an unknown path. This is not a fallback of the job."""
     asked = []
 
     class Earlier:

@@ -1,4 +1,4 @@
-"""Promise: if the cache or its server is the cause of a miss, `graphstash explain` says so."""
+"""If the cache or its server causes a miss, `graphstash explain` names this cause."""
 
 import json
 import re
@@ -38,7 +38,8 @@ def team(tmp_path_factory):
 
 @pytest.fixture
 def run(jobs, team, namespace, tmp_path):
-    """Run a job on a host. Its programs have parts that no other test has."""
+    """Return a function that runs a job on a host. Its programs have parts that no other test
+    uses."""
     script = tmp_path / "train.py"
     script.write_text(JOB)
 
@@ -175,7 +176,7 @@ def test_frozen_server_is_named(run, explain):
     assert "the cache could not help (timeout): the server did not answer in time" in explanation
 
 
-def test_job_that_only_reads_says_so(run, explain):
+def test_read_only_job_is_named_as_the_cause(run, explain):
     run("a", "step", read_only=True)
     explanation = explain("a")
     assert "the job only reads (GRAPHSTASH_READ_ONLY)" in explanation

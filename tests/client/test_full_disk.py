@@ -1,4 +1,4 @@
-"""A host's disk that takes nothing more, or nothing at all, costs no hit and no upload."""
+"""A full or unwritable disk of a host causes no miss and prevents no upload."""
 
 import errno
 import io
@@ -25,7 +25,7 @@ def hosts(start):
 
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
-    """A disk with room for 1 MiB, full from the first byte where nobody may mount one."""
+    """A disk with room for 1 MiB. Without permission to mount one, creating a file fails."""
     with SmallDisk(tmp_path / "disk", size_bytes=MIB) as disk:
         if not disk.is_real:
             real = os.open
@@ -43,7 +43,7 @@ def disk(tmp_path, monkeypatch):
 
 @pytest.fixture
 def published(hosts):
-    """What another host has."""
+    """Publish an artifact from another host."""
     publisher = hosts("publisher")
     publisher.result = GRAPH
     publisher.build(key())
@@ -52,12 +52,12 @@ def published(hosts):
 
 @pytest.fixture(params=["directory", "small directory", "memory"])
 def elsewhere(request, monkeypatch, tmp_path):
-    """Where what does not fit goes on: a directory for temporary files, or only memory."""
+    """Where the client writes bytes that do not fit: a temporary directory, or memory."""
     if request.param == "memory":
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
 
     class Small(io.FileIO):
-        """It has less room than is written already."""
+        """A file with room for 100,000 bytes."""
 
         def write(self, data):
             room = 100_000 - self.tell()
@@ -79,7 +79,7 @@ def test_a_full_disk_turns_no_hit_into_a_compilation(hosts, disk):
     assert reader.compiles == 0
     stats = reader.stats
     assert (stats.hits_server, stats.hits_host) == (2, 0)
-    assert stats.fallbacks == {"local_io": 2}  # it was not kept here, and is counted
+    assert stats.fallbacks == {"local_io": 2}  # not stored on this host, and counted
     assert list((disk / "tier" / "tmp").iterdir()) == []
 
 

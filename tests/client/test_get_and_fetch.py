@@ -1,4 +1,4 @@
-"""What a large artifact costs: memory of its process."""
+"""Peak memory of a process that gets or fetches a large artifact."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ def publish(stash, number, payload):
 
 @pytest.fixture(scope="module")
 def published(server, tmp_path_factory):
-    """The settings of a reader, and the SHA-256 of each large artifact by its key."""
+    """Settings of a reader, and the SHA-256 of each large artifact by its key."""
     settings = {"url": server.url, "namespace": "large"}
     cache_dir = tmp_path_factory.mktemp("publisher") / "tier"
     digests = {}

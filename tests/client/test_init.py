@@ -18,7 +18,7 @@ URL = "https://cache.internal"
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A user without settings."""
+    """Return a function that answers the prompts of `init` for a user without settings."""
     for name in [each for each in os.environ if each.startswith("GRAPHSTASH_")]:
         monkeypatch.delenv(name)
     for name, value in PATIENT_VARIABLES.items():

@@ -1,4 +1,4 @@
-"""The JSON of commands is what docs/json-output.md says."""
+"""The JSON of each command matches docs/json-output.md."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def command(command):
 
 @pytest.fixture
 def key(hosts, namespace, server):
-    """An artifact, in the manifest of a job that has reported a run."""
+    """Publish an artifact in the manifest of a job that has reported a run."""
     key = ArtifactKey.parse("jax", "cpu", namespace.encode().hex().ljust(64, "0"))
     host = hosts("publisher")
     host.put(key, b"x", ArtifactMetadata(compile_seconds=1, raw_size_bytes=1))

@@ -1,4 +1,4 @@
-"""Signing keys, the file of trusted keys, and the commands that make both."""
+"""Signing keys, the file of trusted keys, and the commands that create both."""
 
 import json
 import os

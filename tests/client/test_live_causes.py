@@ -1,4 +1,4 @@
-"""The cause of misses at the end of a run, and with GRAPHSTASH_EXPLAIN=live when they happen."""
+"""Causes of misses: at the end of a run, and immediately with GRAPHSTASH_EXPLAIN=live."""
 
 import re
 import shutil
@@ -33,7 +33,7 @@ Path(sys.argv[1]).write_text("{}")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """An explanation looks through all namespaces, but not through hundreds of other tests."""
+    """A server without the namespaces of other tests, through which an explanation would search."""
     with Server(tmp_path_factory.mktemp("server")) as server:
         yield server
 
@@ -46,7 +46,8 @@ def box(server):
 
 @pytest.fixture
 def run(jobs, box, namespace, tmp_path):
-    """Run a job whose programs no other test has. Return what it says of misses."""
+    """Return a function that runs a job with programs unique to the test and returns its miss
+    lines."""
 
     def run(host, *lines, **settings):
         script = tmp_path / "train.py"
@@ -160,7 +161,8 @@ def test_live_run_without_server_names_the_reason(run):
 
 @pytest.mark.parametrize("fault", ["hangs", "fails", "is unknown"])
 def test_explanation_that_fails_costs_no_look_up(run, box, fault):
-    """The circuit breaker of the job would open, and a busy answer would pause all its calls."""
+    """Otherwise the job's circuit breaker would open, and a busy answer would pause all its
+    calls."""
     run("a", *(f"build('old{number}_ns')" for number in range(4)))
     ended = threading.Event()
     answers = {"fails": 503, "is unknown": 404}

@@ -1,4 +1,4 @@
-"""`graphstash login --oidc`: with GitHub's way to a JWT, a cluster's, and a file."""
+"""`graphstash login --oidc`, with a JWT from GitHub, from a cluster, and from a file."""
 
 import json
 import os
@@ -71,7 +71,8 @@ def login(guarded, place):
 
 @pytest.fixture
 def access(guarded, place):
-    """What the server says to a job that reads the token's file."""
+    """Return a function that reads the token's file and returns the access that the server
+    grants."""
 
     def access():
         token = Credentials(ClientConfig(url=guarded.url, token_file=place)).token()

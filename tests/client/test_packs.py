@@ -1,4 +1,4 @@
-"""Packs against a real server: what small programs are found by, and what becomes of bad ones."""
+"""Packs against a real server: look-ups of small programs, and damaged packs."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ from support.withdrawing import withhold
 
 
 class Job(Host):
-    """One run of a job; its packs have the names that all runs of it know."""
+    """One run of a job. All runs use the same names of packs."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -34,7 +34,7 @@ class Job(Host):
         return request(1000 + number)
 
     def build(self, numbers):
-        """Compiles what is absent; what has been found."""
+        """Compile the absent programs, and return the numbers of those found."""
         found = {number: self.packs.get(key(number)) for number in numbers}
         for number in numbers:
             if found[number] is None:
@@ -51,7 +51,7 @@ class Job(Host):
 
 @pytest.fixture(autouse=True)
 def _programs_are_quick(monkeypatch):
-    """However busy the machine is."""
+    """Allow programs to take any time on a busy machine."""
     monkeypatch.setattr(module, "MAX_PACKED_SECONDS", 3600)
 
 
@@ -102,7 +102,7 @@ def test_run_that_loses_a_pack_number_takes_the_next(jobs, monkeypatch):
     def beaten(*arguments):
         result = read_chain(*arguments)
         monkeypatch.setattr(b.packs, "_read_chain", read_chain)
-        a.end()  # between b's look and b's upload
+        a.end()  # between b's look-up and b's upload
         return result
 
     monkeypatch.setattr(b.packs, "_read_chain", beaten)
@@ -112,7 +112,7 @@ def test_run_that_loses_a_pack_number_takes_the_next(jobs, monkeypatch):
 
 
 def pack(sizes, payloads):
-    """A pack whose table states these sizes."""
+    """Return a pack whose table states these sizes."""
     table = json.dumps([(str(key(number)), size) for number, size in enumerate(sizes)]).encode()
     return len(table).to_bytes(4) + table + payloads
 
@@ -155,21 +155,19 @@ def test_noise_in_a_sound_pack_is_counted_and_programs_travel_alone(jobs, noise)
     assert job.fallbacks == {"corrupt": 1}
 
 
-def test_unreachable_server_loses_only_packs(jobs):
+def test_programs_of_job_with_unreachable_server_stay_on_its_host(jobs):
     job = jobs("a", url="http://127.0.0.1:9")
     assert job.build((0, 1)) == set()
     assert job.build((0, 1)) == {0, 1}
     job.end()
     assert set(job.fallbacks) <= {"connect", "circuit_open"}
-    assert jobs("a").build((0, 1)) == {0, 1}  # this host has them
+    assert jobs("a").build((0, 1)) == {0, 1}  # this host has both programs
 
 
 @pytest.mark.parametrize(
     ("url", "status", "counts"), [(None, 86, (1, 0)), ("http://127.0.0.1:9", 75, (0, 1))]
 )
-def test_a_miss_and_a_server_that_is_gone_end_a_job_with_different_statuses(
-    jobs, url, status, counts
-):
+def test_miss_and_unreachable_server_end_a_job_with_different_statuses(jobs, url, status, counts):
     job = jobs("a", fail_on_miss=True, **({} if url is None else {"url": url}))
     ends = []
     job.cache.limit = CompileLimit(

@@ -1,4 +1,4 @@
-"""The next run of a job downloads what the last one used, without any setting."""
+"""The next run of a job downloads the artifacts of the last run, without any setting."""
 
 import json
 import random
@@ -82,7 +82,7 @@ def link(server):
 
 @pytest.fixture(scope="module")
 def scripts(server, tmp_path_factory):
-    """The scripts of two jobs; the first one has run on the host `a`."""
+    """The scripts of two jobs. The first job has run on the host `a`."""
     folder = tmp_path_factory.mktemp("job")
     for name in ("train.py", "other.py"):
         (folder / name).write_text(JOB)
@@ -95,7 +95,8 @@ def scripts(server, tmp_path_factory):
 
 @pytest.fixture
 def run(link, scripts, tmp_path):
-    """Run the job on a host; returns what its processes counted, one dictionary for each."""
+    """Return a function that runs the job on a host and returns the counters of each of its
+    processes."""
 
     def run(host, *arguments, options=(), script="train.py", launcher=(), **variables):
         stats = tmp_path / f"{host}.jsonl"
@@ -111,13 +112,13 @@ def run(link, scripts, tmp_path):
 
 @pytest.fixture
 def writer(hosts):
-    """A host that publishes what no job has compiled."""
+    """A host that publishes artifacts that no job has compiled."""
     return hosts("writer")
 
 
 @pytest.fixture
 def published(writer):
-    """What the job compiles, in a manifest of the name `mine`."""
+    """Publish the artifacts of the job, and list them in the manifest `mine`."""
     keys = [
         ArtifactKey.parse("schedule", "cpu", sha256(str(number).encode()).hexdigest())
         for number in range(GRAPHS)
@@ -132,7 +133,7 @@ def downloads_in(link):
 
 
 def test_next_run_prefetches_in_parallel_without_job_name(run, link):
-    """Its arguments differ from the run before."""
+    """The arguments differ from those of the last run."""
     link.gather(4)
     (counted,) = run("b", f"wait={GRAPHS}")
     assert counted["hits_prefetched"] == GRAPHS, counted
@@ -146,7 +147,7 @@ def test_next_run_prefetches_in_parallel_without_job_name(run, link):
 @pytest.mark.parametrize(
     "terms", [{"GRAPHSTASH_PREFETCH_LIMIT": 0}, {"script": "other.py"}], ids=["off", "no manifest"]
 )
-def test_setting_or_another_script_downloads_nothing_ahead(run, link, terms):
+def test_prefetch_is_skipped_by_setting_and_for_another_script(run, link, terms):
     (counted,) = run("b", "graphs=2", **terms)
     assert (counted["hits_server"], counted["prefetched_bytes"]) == (2, 0)
     assert len(downloads_in(link)) == 2
@@ -168,11 +169,12 @@ def test_artifact_needed_during_prefetch_is_downloaded_once_and_then_on_the_disk
     (again,) = run("b")[1:]
     assert again["hits_host"] == GRAPHS
     assert downloads_in(link) == []
-    (_,) = [each for each in link.requests if "lookup" in each]  # whether the copies still hold
+    # Checks whether the copies are still valid.
+    (_,) = [each for each in link.requests if "lookup" in each]
 
 
 def test_most_valuable_artifacts_are_prefetched_first_within_limit(run, writer, link):
-    """Seconds of compiling for each byte."""
+    """The value of an artifact is its compile seconds per byte."""
     for number, (size, seconds) in enumerate([(1000, 1), (9000, 5), (1000, 9), (2000, 12)]):
         noise = random.Random(number).randbytes(size)
         writer.put(_key(number), noise, _metadata(size, seconds))
@@ -186,7 +188,7 @@ def test_most_valuable_artifacts_are_prefetched_first_within_limit(run, writer, 
 
 @pytest.mark.usefixtures("published")
 def test_command_downloads_in_parallel(writer, link, command):
-    """It names what the server no longer has."""
+    """The command names artifacts that the server has lost."""
     gone = _key(99)
     writer.server.update_manifest("mine", [gone])
     link.gather(4)
@@ -200,8 +202,9 @@ def test_command_downloads_in_parallel(writer, link, command):
 
 @pytest.mark.parametrize("size", [1 << 20, 5], ids=["large", "small"])
 def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, monkeypatch, size):
-    """The job downloads something meanwhile, and every pause lasts longer than a download may. A
-    download that has all its bytes does not pause.
+    """The job downloads meanwhile, and each pause lasts longer than a download may.
+
+    A download that has received all its bytes does not pause.
     """
     hosts("writer").put(_key(1), random.Random(1).randbytes(size), _metadata(size, 1))
     reader, slept, received = hosts("reader"), [], []
@@ -224,7 +227,7 @@ def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, mo
 
 @pytest.fixture
 def busy(tmp_path):
-    """A server that can be busy, and two hosts: one has published, the other has nothing."""
+    """A server that can be busy, and two hosts: one has published, the other has an empty cache."""
     terms = PATIENT | {"wait_seconds": 100}
     with FakeServer() as fake, ExitStack() as stack:
         writer, reader = (
@@ -276,7 +279,7 @@ def test_prefetch_gives_up_a_server_that_stays_busy(busy, monkeypatch, status, m
     assert len(waits) == 1
 
 
-def test_prefetch_command_says_that_it_waits(busy):
+def test_prefetch_command_reports_that_it_waits(busy):
     fake, reader, _ = busy
     with fake.fail_on("get", status=429, times=1):
         done = graphstash("prefetch", "mine", check=True, **variables_of(reader.config))
@@ -294,7 +297,8 @@ def test_one_process_of_a_run_prefetches_for_all_of_its_host(run, writer, link):
 
 
 def test_one_writer_cannot_displace_the_artifacts_of_others(guarded, hosts):
-    """It claims the longest compile times, and lists its artifacts for a job of others."""
+    """The writer claims the longest compile times and lists its artifacts in another team's
+    manifest."""
 
     def publish(numbers, seconds, size=1000):
         token = guarded.token("write:shared")
@@ -323,7 +327,7 @@ def test_one_writer_cannot_displace_the_artifacts_of_others(guarded, hosts):
 
 
 def test_many_small_artifacts_of_one_writer_precede_no_large_artifact_of_another():
-    """Each request costs the server and the host something, whatever its size."""
+    """Each request has a fixed cost for the server and the host, whatever its size."""
     digest = f"sha256:{'0' * 64}"
     large = ArtifactInfo(key=key(0), digest=digest, size_bytes=1024**2)
     small = [ArtifactInfo(key=key(n), digest=digest, size_bytes=300) for n in range(1, 3001)]
@@ -334,7 +338,8 @@ def test_many_small_artifacts_of_one_writer_precede_no_large_artifact_of_another
 def test_bytes_that_fail_verification_count_against_the_limit(
     hosts, link, team, namespace, monkeypatch
 ):
-    """An earlier namespace's sizes are not known ahead, and its artifacts are unsigned."""
+    """Sizes in an earlier namespace are unknown before the download, and its artifacts are
+    unsigned."""
     monkeypatch.setattr(prefetch, "_WORKERS", 1)
     junk = hosts("junk", namespace=f"{namespace}-2")
     for number in range(10):

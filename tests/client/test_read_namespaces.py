@@ -1,4 +1,4 @@
-"""A job reads from a list of namespaces, in order, and writes to one."""
+"""A job reads from a list of namespaces in order, and writes to one."""
 
 import re
 
@@ -36,7 +36,7 @@ def fill(hosts):
 
 @pytest.fixture
 def fill_signed(hosts, team, tmp_path):
-    """Publishes an artifact that the team's CI has signed for its namespace."""
+    """Return a function that publishes an artifact with the CI's signature for a namespace."""
 
     def put(namespace):
         config = hosts(f"signer-{namespace}", namespace=namespace, read_namespaces="").config
@@ -48,7 +48,7 @@ def fill_signed(hosts, team, tmp_path):
 
 
 def asked(stash, monkeypatch):
-    """Notes the namespace of every artifact that is asked for."""
+    """Record the namespace of every artifact request."""
     paths = []
     real = stash.server._transport.download
 
@@ -125,7 +125,7 @@ def test_artifact_that_compiler_rejects_is_dropped_in_all_namespaces(hosts, fill
 
 
 def test_signature_is_checked_for_namespace_of_origin(hosts, names, team, fill_signed):
-    """The key may sign for the first namespace only; the same bytes in the second are refused."""
+    """The key may sign only for the first namespace; the same bytes in the second are refused."""
     team.trust("ci", namespaces=[names[0]])
     for name in names[:2]:
         fill_signed(name)
@@ -158,7 +158,7 @@ def test_bad_artifacts_in_other_namespaces_are_named_and_do_not_prevent_publishi
         fill(name, b"unsigned")
     settings = {"trusted_keys": team.file}
     error = refusal(hosts("a", **settings, namespace=names[1]).get, key())
-    assert error.namespace == names[1]  # where the job would publish
+    assert error.namespace == names[1]  # the namespace to which the job would publish
     assert [each.namespace for each in error.earlier] == names[:1]
     assert isinstance(error.__cause__, VerificationError)
     with Host(hosts("builder", **settings, signing_key=team.key("ci"))) as host:

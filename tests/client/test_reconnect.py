@@ -1,4 +1,4 @@
-"""A server that closes a kept connection just as the next request goes out on it."""
+"""A server closes a kept connection just as the next request is sent on it."""
 
 import socket
 import struct
@@ -23,7 +23,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nGraphstash-Protocol: 1\r\nContent-Length: 2\r\n\r\
 
 
 class End(StrEnum):
-    """What meets a request that the server does not answer."""
+    """How a connection ends instead of an answer."""
 
     CLOSE = "close"
     RESET = "reset"
@@ -37,7 +37,7 @@ class End(StrEnum):
 
 
 class Forgetful(ThreadingTCPServer):
-    """Answers the first `kept` requests of a connection; the next one is the end of it.
+    """A server that answers the first `kept` requests of a connection, and ends it on the next.
 
     Attributes:
         heard: head and body of every request that was read, in order.
@@ -117,7 +117,7 @@ def test_request_on_closed_connection_is_retried(transport_to, end):
     for method, body in (("GET", None), ("POST", b'{"a": 1}'), ("PUT", b"2"), ("DELETE", None)):
         with Forgetful(end) as server:
             transport = transport_to(server)
-            for _ in range(6):  # twice as often as it takes to open the circuit
+            for _ in range(6):  # twice the failures that open the circuit
                 assert transport.call(method, "/x", json=body).body == b"ok"
             with transport.download("/x", deadline=Deadline(10)) as (_, chunks):
                 assert b"".join(chunks) == b"ok"
@@ -159,7 +159,7 @@ def test_whole_upload_is_repeated_if_its_connection_is_closed(transport_to, end,
 
 @pytest.mark.parametrize("end", [End.CLOSE, End.RESET])
 def test_request_is_retried_at_most_once_and_not_after_a_new_connection(transport_to, end):
-    """Its server was there a moment ago: asking again would only double the load."""
+    """The server answered a moment ago, so further retries would only double its load."""
     with Forgetful(end, kept=0) as server:
         assert refusal(transport_to(server).call, "GET", "/x").reason is Reason.RESET
         assert len(server.heard) == 1
@@ -172,8 +172,8 @@ def test_request_is_retried_at_most_once_and_not_after_a_new_connection(transpor
 
 
 @pytest.mark.parametrize("end", [End.DOWN, End.BUSY])
-def test_copy_stays_on_offer_if_only_the_repetition_was_certainly_not_stored(tmp_path, end):
-    """The server may have stored the first upload, and may delete the artifact later."""
+def test_copy_stays_offered_if_only_the_retry_certainly_failed(tmp_path, end):
+    """The server may have stored the first upload and may delete this artifact later."""
     answers = []
 
     def when_busy(_):
@@ -206,7 +206,7 @@ def test_request_with_partial_or_late_answer_is_not_retried(transport_to, end):
 
 
 def test_nested_call_keeps_deadline_of_outer_call():
-    """As that of a signal handler does."""
+    """A signal handler may make the nested call."""
     transport = DeadlineTransport(httpx.Limits(), context=None)
     with closing(transport), transport.within(Deadline(0)):
         with transport.within(Deadline(60)):
@@ -216,7 +216,7 @@ def test_nested_call_keeps_deadline_of_outer_call():
 
 
 def test_a_name_with_two_addresses_is_reached_by_either(monkeypatch):
-    """A server that listens on IPv4 only, under a name that is one of IPv6 as well."""
+    """The name also has an IPv6 address, on which the server does not listen."""
     places = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
     resolve = socket.getaddrinfo
 

@@ -1,4 +1,4 @@
-"""Large artifacts may come from the bucket itself; what fails there comes from the server."""
+"""Large artifacts may come from the bucket; if the bucket fails, the server sends them."""
 
 import os
 
@@ -33,7 +33,8 @@ def bucket(moto):
 
 @pytest.fixture(scope="module")
 def one_proxy(moto):
-    """Before the bucket, for the server and for those who follow its links; strikes only these."""
+    """A proxy before the bucket, for the server and for clients. Only requests of links can
+    fail."""
     with S3Proxy(moto.port) as proxy:
         proxy.strikes = is_linked
         yield proxy
@@ -52,7 +53,7 @@ def server(tmp_path_factory, one_proxy, bucket):
 
 @pytest.fixture
 def proxy(one_proxy):
-    """It has seen nothing yet, and misbehaves for one test at most."""
+    """The proxy with an empty record. A fault lasts for one test."""
     one_proxy.seen.clear()
     yield one_proxy
     one_proxy.fault = S3Fault.NONE
@@ -71,8 +72,9 @@ def linked(proxy):
 def test_redirected_artifact_is_verified_and_no_credential_follows(
     hosts, proxy, team, tmp_path, monkeypatch
 ):
-    """Neither the token nor netrc's password for the very host that the bucket is on. Who controls
-    the bucket has neither the digest nor a key that is trusted.
+    """The bucket receives neither the token nor netrc's password for its host.
+
+    An attacker who controls the bucket has neither the digest nor a trusted key.
     """
     netrc = tmp_path / "netrc"
     netrc.write_text("machine 127.0.0.1 login me password net-canary\n")

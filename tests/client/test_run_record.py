@@ -38,7 +38,7 @@ def name(number):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a process of a run, which lives until its input ends."""
+    """Return a function that starts a process of a run, which lives until its input ends."""
     with ExitStack() as stack:
 
         def start(run, *arguments):
@@ -52,7 +52,8 @@ def start(tmp_path):
 
 @pytest.fixture
 def save(config, tmp_path):
-    """Leaves the record and the lock of another run, as a process does when it ends."""
+    """Return a function that leaves the record and the lock of another run, as an exiting process
+    does."""
 
     def save(run):
         folder = tmp_path / "a" / "records" / run
@@ -75,7 +76,7 @@ def test_the_folder_of_a_run_stays_while_one_of_its_processes_lives(start, save,
         save(name(number))
     assert runs(tmp_path) == [name(1), *(name(number) for number in range(4, KEPT + 4))]
 
-    process.kill()  # it cannot let go by itself
+    process.kill()  # it would not release its lock otherwise
     process.wait()
     save(name(KEPT + 4))
     assert runs(tmp_path) == [name(number) for number in range(5, KEPT + 5)]

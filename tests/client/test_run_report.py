@@ -1,4 +1,4 @@
-"""What a process tells the server when it ends, as it stands on the wire."""
+"""The report that an exiting process sends to the server, as recorded on the wire."""
 
 import json
 import socket
@@ -38,7 +38,7 @@ def reports_in(recorder):
 
 @pytest.fixture
 def run(recorder, config, tmp_path):
-    """Run a script under `graphstash run` on a host."""
+    """Return a function that runs a script under `graphstash run` on a host."""
 
     def run(host, *arguments, options=(), script="train.py", code=JOB, **variables):
         script = tmp_path / script
@@ -88,7 +88,7 @@ def test_a_setting_or_an_unused_cache_sends_no_report(run, recorder, is_used):
     assert reports_in(recorder) == []
 
 
-def test_a_server_that_takes_no_reports_costs_one_silent_call(run, recorder):
+def test_server_that_refuses_reports_gets_one_call_and_causes_no_log_line(run, recorder):
     def refused(request, answer):
         if "/runs/" in request.path:
             answer.status = 500
@@ -119,7 +119,7 @@ def test_every_process_of_a_run_reports_under_its_own_name_and_the_server_adds_t
     url = f"{server.url}/v1/{namespace}/runs"
     listed = httpx.get(url, params={"job": "mine"}, timeout=30).json()["runs"]
     assert [run["processes"] for run in listed] == [2, 2]
-    sums = [run["counts"][0] for run in listed]  # the latest first
+    sums = [run["counts"][0] for run in listed]  # latest first
     assert [each["misses"] for each in sums] == [0, 3]
     assert sums[0]["hits_server"] + sums[0]["hits_prefetched"] == 3
 
@@ -142,7 +142,7 @@ def test_a_report_that_is_too_long_names_the_misses_that_took_longest():
     assert sent.misses
 
 
-def test_a_report_of_the_most_and_longest_misses_is_taken_as_lines(
+def test_largest_report_with_hostile_labels_is_accepted_and_displayed_as_lines(
     run, recorder, server, namespace
 ):
     hostile = "\\x1b]0;owned\\x07\\n\\N{SNOWMAN}"

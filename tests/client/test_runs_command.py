@@ -1,4 +1,4 @@
-"""`graphstash explain --job` and `report`: what runs reported, and what a month saved."""
+"""`graphstash explain --job` compares runs, and `graphstash report` sums a month."""
 
 import json
 from dataclasses import asdict
@@ -18,8 +18,9 @@ key_of = partial(key, kind="jax")
 
 @pytest.fixture
 def report_run(server, namespace, hosts):
-    """Reports what one process of a run did, as a job does when it ends. A namespace has reports
-    when it has artifacts.
+    """Return a function that reports a run as an exiting process does.
+
+    It also publishes an artifact, because only a namespace with artifacts has reports.
     """
     metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1)
     hosts("publisher").put(key_of(99), b"x", metadata)
@@ -54,7 +55,7 @@ def report_run(server, namespace, hosts):
 
 @pytest.fixture
 def two_runs(report_run):
-    """Yesterday two graphs were compiled; then jax changed."""
+    """Report two runs of yesterday's jax version, and one after the upgrade."""
     upgraded = "jax: 0.11.0 here, 0.10.2 there"
     report_run("run-1", ("jit(new)", "new program"), hits=2)
     report_run("run-2", hits=3)
@@ -134,7 +135,7 @@ def test_a_month_is_reported_in_markdown(two_runs, command, hosts, namespace, re
 def test_month_before_the_latest_runs_is_reported_whole(
     report_run, namespace, command, monkeypatch
 ):
-    """It takes several pages."""
+    """The server lists these runs on several pages."""
     monkeypatch.setattr("graphstash._cli.report.MAX_LISTED_RUNS", 2)
     before = datetime(2026, 1, 31, 23, tzinfo=UTC)
     for number in range(5):

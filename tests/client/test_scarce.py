@@ -1,4 +1,4 @@
-"""A process that has no descriptor or no thread left: it trains all the same."""
+"""A process without free file descriptors or threads continues to train."""
 
 import threading
 from contextlib import contextmanager
@@ -81,7 +81,7 @@ print(graphstash.get_or_compile(KEY, lambda: b"compiled"), graphstash.stats().fa
 
 @contextmanager
 def no_thread(name):
-    """No thread whose name begins like this can be started, as at a container's limit."""
+    """Refuse to start a thread whose name has this prefix, as at a container's limit."""
     start = threading.Thread.start
 
     def refuse(thread):

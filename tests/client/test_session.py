@@ -1,4 +1,4 @@
-"""What happens when one process asks for the cache more than once, or forks."""
+"""A process installs the cache more than once, or forks."""
 
 import json
 import os
@@ -68,7 +68,7 @@ os.waitpid(child, 0)
 
 
 def test_a_forked_child_without_a_session_keeps_no_lease(run, tmp_path):
-    """Its parent's hooks are in place, and the file that its own session needs is gone."""
+    """The child inherits its parent's hooks, but the file that its own session needs is gone."""
     trusted = str(Team(tmp_path).file)
     code = f"""
 cache = first.cache
@@ -88,7 +88,7 @@ print(json.dumps(cache.stash.server.acquire(key(1), wait_seconds=0).state))
 
 
 def test_child_forked_during_an_import_gets_a_cache(run):
-    """As one does that comes right after `install`, which prefetches in a thread."""
+    """A fork right after `install` also comes during imports, because a thread prefetches."""
     code = """
 import importlib.abc, signal, threading
 

@@ -1,4 +1,4 @@
-"""What may reach a compiler: only what somebody who is trusted has signed, as it was signed."""
+"""A compiler receives only artifacts that a trusted key has signed, unchanged."""
 
 import dataclasses
 import hashlib
@@ -32,7 +32,7 @@ def metadata(**fields):
 
 @pytest.fixture
 def cached(config):
-    """Makes hosts that compile what they do not get."""
+    """Return a function that makes hosts which compile on a miss."""
     with ExitStack() as stack:
 
         def make(name, **settings):
@@ -50,7 +50,7 @@ def unpacked(monkeypatch):
 
 @pytest.fixture
 def reader(hosts, team):
-    """A host that has fetched, without checks, what CI has published; now it checks signatures."""
+    """A host that fetched CI's artifact without checks and now checks signatures."""
     hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
     assert hosts("reader").get(key()) == PAYLOAD
     reader = hosts("reader", trusted_keys=team.file)
@@ -58,7 +58,7 @@ def reader(hosts, team):
     return reader
 
 
-# What attackers and accidents publish under key(1): each gets (team, config, directory).
+# Artifacts of attackers and accidents under key(1). Each function gets (team, config, directory).
 
 
 def signed(team, config, directory, *, by="ci"):
@@ -97,7 +97,7 @@ def resealed(envelope, blob):
 
 
 def changed(change):
-    """Change the bytes of an envelope that is signed."""
+    """Return a function that signs an envelope and then changes its bytes."""
 
     def make(team, config, directory):
         envelope, signature = signed(team, config, directory)
@@ -122,7 +122,7 @@ BAD = {
         Reason.BAD_SIGNATURE,
     ),
 }
-"""What tests/attacks/test_replayed_signatures.py moves, cuts or strips is refused there."""
+"""tests/attacks/test_replayed_signatures.py covers moved, truncated and stripped signatures."""
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,8 @@ def test_artifact_allowed_by_policy_is_decompressed(
     ("size", "policy"), [(0, "require"), (2**20, "prefer"), (2**20 + 1, "off")]
 )
 def test_bytes_behind_payload_on_disk_are_ignored(hosts, team, policy, size):
-    """Random, so that pieces of the payload and of the file end at the same places."""
+    """The payload is random, so that pieces of the payload and of the file end at the same
+    offsets."""
     payload = os.urandom(size)
     hosts("ci", signing_key=team.trust("ci")).put(key(), payload, metadata())
     reader = hosts("reader", trusted_keys=team.file, signatures=policy)
@@ -175,7 +176,7 @@ def test_bytes_behind_payload_on_disk_are_ignored(hosts, team, policy, size):
 
 
 def test_copy_stays_while_its_key_looks_expired_or_the_trusted_keys_cannot_be_read(reader, team):
-    """As to a clock that is ahead, and during an edit of the file."""
+    """The clock may be ahead, or an editor may be writing the file."""
     sound = team.file.read_text()
     team.file.write_text(trust_json())
     team.trust("ci", not_after=datetime.now(UTC) - timedelta(days=1))
@@ -186,7 +187,7 @@ def test_copy_stays_while_its_key_looks_expired_or_the_trusted_keys_cannot_be_re
         assert error.reason is reason
         assert reason is Reason.UNKNOWN_KEY or str(team.file) in str(error)
         team.file.write_text(sound)
-        assert reader.ensure_local(key()).source == "local"  # neither forgotten nor reported
+        assert reader.ensure_local(key()).source == "local"  # neither deleted nor reported
 
 
 def test_unsigned_result_of_this_host_is_used_by_this_host_only(hosts, team):
@@ -231,7 +232,7 @@ def test_secret_readable_by_others_is_not_used(hosts, team):
 def test_threads_agree_on_one_secret_and_an_empty_one_is_replaced(hosts):
     tier = hosts().local
     secret = tier.root / "secret"
-    for _ in range(10):  # all of them have to look before the first one's file is there
+    for _ in range(10):  # all threads must look before the first one creates the file
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(tier.secret) for _ in range(8)]
         (found,) = {each.result() for each in asked}
@@ -258,7 +259,7 @@ def test_malformed_provenance_is_ignored(tmp_path):
             assert file.tell() == 0
 
 
-def test_keys_rotate_without_a_gap_and_the_old_one_ends_for_copies_too(hosts, team):
+def test_keys_rotate_without_a_gap_and_local_copies_of_the_old_key_expire(hosts, team):
     hosts("old", signing_key=team.trust("old")).put(key(1), PAYLOAD, metadata())
     team.trust("new")
     reader = hosts("reader", trusted_keys=team.file)
@@ -286,7 +287,7 @@ def test_a_refused_artifact_is_counted_and_compiled_and_not_uploaded(
     assert host.stats.fallbacks == {"unknown_key": 1}
     assert (host.stats.published, host.stats.conflicts) == (0, 0)
 
-    assert host.build(key()) == PAYLOAD  # its own, from its disk
+    assert host.build(key()) == PAYLOAD  # its own result, from its disk
     assert host.compiles == 1
     assert host.stats.hits_host == 1
 
@@ -328,7 +329,7 @@ def test_wrong_artifact_is_reported_to_server_with_reason(
 @pytest.mark.parametrize(
     ("trouble", "reported"), [(Reason.RESET, [0, 1]), (Reason.TIMEOUT, [0])], ids=["lost", "late"]
 )
-def test_wrong_artifact_is_reported_once_and_a_late_server_is_told_nothing_more(
+def test_wrong_artifact_is_reported_once_and_no_report_follows_a_timeout(
     hosts, team, config, tmp_path, trouble, reported
 ):
     for number in range(2):

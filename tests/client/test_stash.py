@@ -1,4 +1,4 @@
-"""A stash gets and puts verified artifacts; the real server and its double act alike."""
+"""A stash gets and puts verified artifacts. The real server and its double behave alike."""
 
 import errno
 import io
@@ -23,7 +23,7 @@ def metadata(payload=b"", seconds=3.0):
 
 
 def path_of(stash):
-    """Where the copy of key(1) lies."""
+    """Return the path of the local copy of key(1)."""
     return stash.local.path(stash.config.namespace, key(1), origin=stash.standing.origin)
 
 
@@ -52,7 +52,7 @@ def test_sixteen_threads_of_a_host_download_once(hosts):
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(stash.get, [key(1)] * 16))
     assert got == [b"graph" * 100_000] * 16
-    hosts("c").get(key(1))  # what is counted last is written last
+    hosts("c").get(key(1))  # the server writes counts in order
     until(lambda: hits(stash) - before >= 2)
     assert hits(stash) - before == 2
 
@@ -70,7 +70,7 @@ def test_a_damaged_local_file_is_replaced_from_the_server(hosts):
         assert path.read_bytes() != damaged
         assert stash.ensure_local(key(1)).source == "local"
     path.unlink()
-    path.mkdir()  # opening it fails for root as well
+    path.mkdir()  # opening a directory fails for root, too
     assert stash.get(key(1)) == b"graph" * 50
 
 
@@ -120,10 +120,8 @@ def test_a_lease_is_granted_once_renewed_and_lost(hosts):
         a.server.renew(key(1), mine.token)
 
 
-def test_a_local_file_that_fails_as_it_is_read_does_not_hide_the_server(
-    hosts, monkeypatch, tmp_path
-):
-    """A bad block of the disk; or another host has removed the file, on NFS."""
+def test_read_error_of_local_file_falls_back_to_the_server(hosts, monkeypatch, tmp_path):
+    """The disk has a bad block, or another host has removed the file on NFS."""
     payload = random.Random(0).randbytes(100_000)
 
     class Failing(io.FileIO):
@@ -159,7 +157,7 @@ def test_wrong_path_in_url_is_an_error_instead_of_a_miss(hosts, path):
 
 
 def test_upload_counts_only_with_digest_confirmed_by_server(tmp_path):
-    """A proxy may answer 200 to anything."""
+    """A proxy may answer 200 to any request."""
     with (
         Listener() as proxy,
         Host(ClientConfig.load({}, url=proxy.url, cache_dir=tmp_path, **PATIENT)) as host,

@@ -1,4 +1,4 @@
-"""`graphstash summary`: what the last run hit and compiled, for a page of CI."""
+"""`graphstash summary`: hits and compilations of the last run, for a CI page."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from support.waiting import PATIENT_VARIABLES, variables_of
 
 @pytest.fixture
 def run(config, tmp_path):
-    """Runs a job that compiles programs; the variables of its host."""
+    """Return a function that runs a job and returns the variables of its host."""
 
     def run(host, *programs, **variables):
         script = tmp_path / f"{host}.py"
@@ -24,7 +24,7 @@ def run(config, tmp_path):
     return run
 
 
-def test_the_bill_names_what_was_compiled_and_a_minimum_hit_rate_decides_the_exit_status(run):
+def test_summary_names_compilations_and_minimum_hit_rate_decides_the_exit_status(run):
     run("main", "a|b", "second")
     variables = run("change", "a|b", "third")
 

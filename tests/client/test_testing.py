@@ -1,4 +1,4 @@
-"""The server that users test with: it answers as the real server does, and fails on demand."""
+"""The server double for users' tests answers as the real server does, and fails on demand."""
 
 import json
 import os
@@ -49,13 +49,13 @@ def stash(fake, tmp_path):
 
 @pytest.fixture
 def other(fake, tmp_path):
-    """The same on another host."""
+    """The same stash on another host."""
     with Stash(fake.config(cache_dir=tmp_path / "other", **PATIENT)) as stash:
         yield stash
 
 
 def conversation(url, namespace):
-    """Return the answers to calls whose bodies the double reads before the server does."""
+    """Return the answers to the calls whose bodies the double also reads."""
     artifact, run = f"/artifacts/{key(1)}", "/runs/one/p0"
     reported = {"started_at": "2026-01-01T12:00:00Z", "seconds": 3.0}
     wrong, sound = (
@@ -113,14 +113,15 @@ def test_requested_failure_of_download_ends(fake, tmp_path, fault, reason):
         assert refusal(stash.get, key(1)).reason is reason
     assert failure.count >= 1
     assert [call.failure for call in fake.calls if call.operation == "get"][-1] is failure
-    if reason is not Reason.WRONG_KEY:  # which the client reports, so that nobody gets it any more
+    # The client reports this one, and the server then withholds it.
+    if reason is not Reason.WRONG_KEY:
         with Stash(fake.config(cache_dir=tmp_path / "three", **PATIENT)) as stash:
             assert stash.get(key(1)) == b"graph"
 
 
 @pytest.mark.parametrize(("status", "pause"), [(429, "1"), (503, "1"), (500, None), (404, None)])
 def test_requested_status_asks_for_a_pause_only_if_the_server_is_busy(fake, status, pause):
-    """A client without this header pauses for as long, so only the header shows it."""
+    """A client pauses as long without this header, so only the header reveals the difference."""
     with fake.fail_on(status=status):
         answer = httpx.get(f"{fake.url}/v1/stats", trust_env=False)
     assert (answer.status_code, answer.headers.get("retry-after")) == (status, pause)
@@ -197,7 +198,7 @@ def test_double_shows_received_requests(fake, stash):
 
 
 def test_every_call_of_the_server_can_fail(fake):
-    """`fail_on()` also reaches calls that have no name of their own."""
+    """`fail_on()` also affects calls without a name of their own."""
     asked = [
         (method, re.sub(r"\{(\w+)\}", lambda found: NAMES.get(found[1], "x"), path))
         for path, methods in create_app(Settings()).openapi()["paths"].items()

@@ -1,4 +1,4 @@
-"""HTTPS with real certificates: the server's must be sound, and ours is shown to it alone."""
+"""HTTPS with real certificates. The client checks the server's, and shows its own only to it."""
 
 import datetime as dt
 import re
@@ -40,7 +40,7 @@ def secure(authority, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mutual(authority, tmp_path_factory):
-    """A server that serves nobody without a certificate of the same authority."""
+    """A server that requires a client certificate of the same authority."""
     with authority.server(tmp_path_factory.mktemp("mutual"), is_mutual=True) as server:
         yield server
 
@@ -72,7 +72,7 @@ def test_background_client_reads_no_certificate_file(connect, secure, authority,
 
 def test_certificates_are_checked_with_replaced_httpx_pools(secure):
     class Later(DeadlineTransport):
-        """As if httpx kept its own pool under another name."""
+        """A transport on an httpx that has renamed its pool."""
 
         def __setattr__(self, name, value):
             if name != "_pool" or not hasattr(self, name):
@@ -146,7 +146,8 @@ def test_client_certificate_is_accepted_by_server_that_requires_it(
 
 @pytest.fixture(params=["ours", "with alerts"])
 def demanding(request, authority, mutual):
-    """The URL of a server that wants a certificate; only one of them says so when it gets none."""
+    """The URL of a server that requires a client certificate. Only one of the two reports its
+    absence."""
     if request.param == "ours":
         yield mutual.url
         return

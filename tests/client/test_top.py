@@ -1,4 +1,4 @@
-"""`graphstash top` shows running jobs of this host and of the team, once or until Ctrl-C."""
+"""`graphstash top` shows the running jobs of this host and the team, once or until Ctrl-C."""
 
 import getpass
 import json
@@ -24,7 +24,7 @@ from support.waiting import PATIENT_VARIABLES, until
 
 @pytest.fixture
 def busy(hosts, namespace):
-    """A namespace with an artifact, a hit of a job, and a running compilation."""
+    """A namespace with an artifact, a job's hit, and a running compilation."""
     host = hosts("publisher")
     key, running = (
         ArtifactKey.parse("jax", "cpu", f"{namespace}{end}".encode().hex().ljust(64, "0"))
@@ -37,7 +37,7 @@ def busy(hosts, namespace):
 
 @pytest.fixture
 def job(tmp_path):
-    """A job under `graphstash run` that waits."""
+    """A waiting job under `graphstash run`."""
     program = "import sys; print('runs', flush=True); sys.stdin.read()"
     process = subprocess.Popen(
         [
@@ -55,7 +55,7 @@ def job(tmp_path):
 
 
 def own_run(runs, tmp_path):
-    """The run of the fixture among those of other tests."""
+    """Return the run of the fixture `job`, without the runs of other tests."""
     (run,) = (each for each in runs if str(tmp_path) in each["command"])
     return run
 
@@ -111,7 +111,7 @@ def test_without_running_compilations_the_other_figures_are_shown(
     assert (overview["error"], bool(overview["leases_error"])) == ("", True)
 
 
-def test_full_list_of_compilations_is_said_to_be_incomplete(server, command, busy):
+def test_full_list_of_compilations_is_marked_incomplete(server, command, busy):
     def full(request, answer):
         if not request.path.endswith("/leases"):
             return answer

@@ -1,4 +1,4 @@
-"""Traces of a job: they never fail it, hardly delay its end, and cost nothing unless asked for."""
+"""Traces never fail a job, hardly delay its exit, and cost nothing unless enabled."""
 
 import functools
 import io
@@ -86,7 +86,7 @@ def test_a_job_without_the_extra_runs_untraced(run_job, server, namespace, tmp_p
 
 
 def test_a_forked_child_of_a_traced_job_does_not_hang(server, namespace, tmp_path):
-    """What is imported after the cache was installed has its handlers of a fork called later."""
+    """The fork handlers of packages that are imported after the installation run later."""
     code = """
 import graphstash
 graphstash.install()

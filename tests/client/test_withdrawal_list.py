@@ -1,4 +1,4 @@
-"""A server's list of withdrawals reaches every process of a host: disk, packs, prefetch, memory."""
+"""The list of withdrawals reaches every process of a host: disk, packs, prefetch and memory."""
 
 import io
 import os
@@ -59,7 +59,7 @@ def publish(next_job, *numbers, payload=b"graph"):
 
 @pytest.fixture
 def proxy(server):
-    """What a job reaches the server by."""
+    """The proxy between a job and the server."""
     with FaultProxy(port_of(server)) as proxy:
         yield proxy
 
@@ -69,18 +69,18 @@ def port_of(server):
 
 
 def look_up(stash):
-    """Makes a look-up, as the first use of a copy does that the run has not asked about."""
+    """Make a look-up, as the first use of a copy in a run does."""
     stash.standing._ask(stash.config.namespace, key(999))
 
 
 def apply(stash, number):
-    """Makes a look-up, and waits until the host has applied the list up to a position."""
+    """Make a look-up, and wait until the host has applied the list up to a position."""
     look_up(stash)
     until(lambda: position(stash) == number)
 
 
 def calls(monkeypatch, *names):
-    """Notes the calls that ask the server about copies."""
+    """Record the calls that ask the server about copies."""
     made = []
     for name in names:
         real = getattr(module.ServerClient, name)
@@ -94,7 +94,7 @@ def calls(monkeypatch, *names):
 
 
 def position(stash):
-    """How far the host has applied the list; None for nothing."""
+    """Return the position up to which the host has applied the list; None before the first."""
     found = stash.standing._withdrawals._host.read(stash.config.namespace)
     return None if found is None else found.number
 
@@ -113,13 +113,13 @@ def test_copy_that_a_host_compiled_itself_goes_with_equal_withdrawn_bytes(
     for number in (1, 2):
         withdraw(publisher, number)
         if withdraw is replace:
-            delete(publisher, number)  # or its bytes would take precedence anyway
+            delete(publisher, number)  # otherwise its bytes would take precedence
 
     job = next_job(read_only=is_read_only)
     assert job.get(key(1)) is None
     assert not job.is_on_this_host(key(1))
-    assert job.get(key(2)) == b"mine"  # nothing is known against these bytes
-    assert job.get(key(3)) == b"wrong"  # nor against this key
+    assert job.get(key(2)) == b"mine"  # these bytes were not withdrawn
+    assert job.get(key(3)) == b"wrong"  # nor was this key
     assert position(job) == (2 if withdraw is not replace else 4)
 
 
@@ -148,7 +148,7 @@ def test_withdrawn_copies_leave_the_disk_without_being_used(next_job):
 
 @pytest.mark.parametrize("withdraw", [withhold, delete, replace])
 @pytest.mark.usefixtures("let_overwrite")
-def test_running_job_learns_with_its_next_look_up(next_job, withdraw):
+def test_running_job_applies_withdrawals_at_its_next_look_up(next_job, withdraw):
     publisher = publish(next_job, 1, 2)
     job = next_job()
     for number in (1, 2):
@@ -166,7 +166,7 @@ def test_nothing_new_costs_no_request(next_job, monkeypatch):
     delete(publish(next_job, 3), 3)
     made = calls(monkeypatch, "lookup", "withdrawals")
     look_up(first := next_job())
-    assert position(first) == 1  # without copies, it begins at the end of the list
+    assert position(first) == 1  # without copies, the host starts at the end of the list
     for number in (1, 2):
         next_job().ensure_local(key(number))
     assert "withdrawals" not in made
@@ -182,7 +182,7 @@ def test_nothing_new_costs_no_request(next_job, monkeypatch):
 def test_torn_line_between_processes_of_a_run_hides_no_withdrawal(
     next_job, namespace, monkeypatch, torn
 ):
-    """A process was killed while it wrote. With None, the disk is full for a moment."""
+    """A process was killed during a write. With None, the disk is full for a moment."""
     publisher = publish(next_job, 1)
     one, other = next_job(run="one run"), next_job(run="one run")
     for job in (one, other):
@@ -207,7 +207,7 @@ def test_torn_line_between_processes_of_a_run_hides_no_withdrawal(
     one.standing._withdrawals._readers[namespace].join(60)
     assert position(one) == 1
     if torn is None:
-        look_up(other)  # only the server says that something is new
+        look_up(other)  # only the server reports news
         assert other.standing._withdrawals.is_current(namespace, wait_seconds=60)
     assert other.standing.changes > before
     assert other.standing.stored(namespace, key(1)) is None
@@ -245,7 +245,7 @@ def test_packs_in_memory_and_on_disk_obey_the_list_and_later_look_ups(
             assert job.packs.get(key(1)) is None
 
 
-def test_prefetch_learns_with_its_look_up(next_job):
+def test_prefetch_applies_withdrawals_at_its_look_up(next_job):
     publisher = publish(next_job, 1, 2)
     job = next_job()
     assert job.get(key(1)) == b"graph"
@@ -260,8 +260,8 @@ def test_prefetch_learns_with_its_look_up(next_job):
     assert job.fetch(key(2), io.BytesIO()).source == "local"
 
 
-def test_download_that_began_before_the_withdrawal_is_not_kept_as_known(next_job, proxy):
-    """Its bytes arrive at the disk after the list was applied."""
+def test_download_that_began_before_the_withdrawal_is_not_used_again(next_job, proxy):
+    """The bytes reach the disk after the host has applied the list."""
     publisher = publish(next_job, 1)
     look_up(next_job())
     slow, beside = (next_job(url=proxy.url, run="one run") for _ in range(2))
@@ -282,7 +282,7 @@ def test_download_that_began_before_the_withdrawal_is_not_kept_as_known(next_job
 def test_download_that_arrives_after_the_deletion_does_not_stay(
     next_job, namespace, proxy, monkeypatch, until_end
 ):
-    """Another run of the host has applied the list, or is about to note that."""
+    """Another run has applied the list and has recorded this, or is about to."""
     publisher = publish(next_job, 1, 2)
     slow, beside = next_job(url=proxy.url), next_job(url=proxy.url)
     beside.ensure_local(key(2))
@@ -335,7 +335,7 @@ def test_download_during_the_deletion_of_others_stays(next_job, monkeypatch):
 
 
 def test_download_from_a_server_that_lags_behind_is_looked_up(next_job):
-    """For two seconds, another server behind the URL may serve what it has in memory."""
+    """For two seconds, another server behind the URL may serve artifacts from its memory."""
     publisher = publish(next_job, 1)
     job = next_job()
     assert job.get(key(1)) == b"graph"
@@ -386,7 +386,7 @@ def test_kill_between_reading_and_applying_loses_nothing(next_job, phase):
 
 
 @pytest.mark.parametrize("is_later", [False, True])
-def test_imported_copy_needs_the_word_of_the_server(
+def test_imported_copy_is_used_only_if_the_server_confirms_it(
     next_job, command, tmp_path, proxy, monkeypatch, is_later
 ):
     """The host may have applied a withdrawal of these bytes before the import."""
@@ -400,7 +400,8 @@ def test_imported_copy_needs_the_word_of_the_server(
     assert output.startswith("2 imported")
     if is_later:
         turn(monkeypatch)
-    assert next_job(url="none").get(key(1)) == b"graph"  # no server has withdrawn it there
+    # No server has withdrawn it for a job without a server.
+    assert next_job(url="none").get(key(1)) == b"graph"
     for job in (running, next_job(url=proxy.url)):
         assert job.get(key(1)) is None
     proxy.fault = Fault.RESET
@@ -412,7 +413,7 @@ def test_imported_copy_needs_the_word_of_the_server(
 
 @pytest.mark.usefixtures("later")
 def test_deletion_that_fails_is_repeated(next_job, monkeypatch):
-    """The process has no file descriptors left when it applies the list."""
+    """The process has no free file descriptors when it applies the list."""
     for number in (1, 2):
         next_job(url="none").put(key(number), b"wrong", METADATA)
     publisher = publish(next_job, 1, 2, payload=b"wrong")
@@ -472,8 +473,8 @@ def test_fork_while_the_list_is_read_leaves_the_child_a_cache(next_job, proxy):
 
 
 @pytest.mark.usefixtures("later")
-def test_list_that_does_not_answer_costs_only_own_copies(next_job, proxy):
-    """And these only until it answers: nothing says whether they were withdrawn."""
+def test_hanging_list_disables_only_own_copies(next_job, proxy):
+    """Own copies are unusable until the server answers, because they may have been withdrawn."""
     next_job(url="none").put(key(1), b"own", METADATA)
     publish(next_job, 2)
     publisher = publish(next_job, 3)
@@ -491,9 +492,7 @@ def test_list_that_does_not_answer_costs_only_own_copies(next_job, proxy):
 
 
 @pytest.mark.usefixtures("later")
-def test_host_that_was_away_for_too_long_uses_only_what_the_server_has(
-    next_job, caplog, monkeypatch
-):
+def test_host_away_for_too_long_uses_only_copies_that_the_server_has(next_job, caplog, monkeypatch):
     monkeypatch.setattr(module, "_MAX_READ", 2)
     publisher = publish(next_job, 1, 2, 3, 4, payload=b"wrong")
     look_up(first := next_job())
@@ -535,7 +534,7 @@ def test_download_while_the_clock_was_ahead_is_set_aside_like_earlier_ones(
 
 @pytest.mark.usefixtures("later")
 def test_server_restored_from_a_backup_is_noticed(tmp_path, next_job, proxy, caplog):
-    """The backup is of a time before the withdrawal, so the restored server serves it again."""
+    """The backup predates the withdrawal, so the restored server serves the artifact again."""
     data = tmp_path / "server"
 
     def job(host="host", **settings):
@@ -564,11 +563,11 @@ def test_server_restored_from_a_backup_is_noticed(tmp_path, next_job, proxy, cap
     with serving():
         apply(job(), 1)
         assert "restored from a backup" in caplog.text
-        delete(publisher, 1)  # the operator repeats it
+        delete(publisher, 1)  # the operator repeats the withdrawal
         apply(job(), 2)
         last = job()
         assert last.get(key(1)) is None
-        assert last.get(key(3)) is None  # it may have been withdrawn between backup and crash
+        assert last.get(key(3)) is None  # may have been withdrawn between the backup and the crash
 
 
 @pytest.mark.parametrize("has_withdrawn", [True, False])
@@ -576,7 +575,7 @@ def test_server_restored_from_a_backup_is_noticed(tmp_path, next_job, proxy, cap
 def test_empty_server_behind_the_url_destroys_nothing(
     next_job, proxy, tmp_path, namespace, has_withdrawn
 ):
-    """A volume that was not mounted, for example. The host has results that no server stored."""
+    """For example, a volume was not mounted. The host has results that no server stored."""
     with LiveServer(tmp_path / "empty") as empty:
         port = proxy._upstream_port
         for number in (5, 6):
@@ -596,7 +595,7 @@ def test_empty_server_behind_the_url_destroys_nothing(
         proxy.fault = Fault.RESET
         if has_withdrawn:
             with pytest.raises(CacheError):
-                next_job(url=proxy.url).get(key(1))  # nothing says that it is not withdrawn
+                next_job(url=proxy.url).get(key(1))  # may have been withdrawn
 
         proxy.fault = Fault.NONE
         proxy._upstream_port = port
@@ -614,7 +613,7 @@ def test_empty_server_behind_the_url_destroys_nothing(
 def test_restored_server_that_yields_to_the_original_leaves_no_withdrawn_copy(
     next_job, proxy, tmp_path, namespace
 ):
-    """It served again what the original server had withdrawn."""
+    """The restored server had served an artifact that the original had withdrawn."""
     with LiveServer(tmp_path / "restored") as restored:
         port = proxy._upstream_port
         publisher = publish(next_job, 1, 2)
@@ -636,8 +635,10 @@ def test_restored_server_that_yields_to_the_original_leaves_no_withdrawn_copy(
         assert last.get(key(2)) == b"graph"
 
 
-def test_two_servers_with_one_database_behind_one_url(next_job, server, proxy):
-    """Either may withdraw, and either may answer."""
+def test_withdrawal_of_one_of_two_servers_behind_a_url_reaches_job_of_the_other(
+    next_job, server, proxy
+):
+    """A publisher deletes each artifact on one server, and the job then asks the other server."""
     database_url = server._settings.database_url
     with LiveServer(server.data_dir, database_url=database_url) as other:
         ports = list(map(port_of, (server, other)))
@@ -655,7 +656,7 @@ def test_two_servers_with_one_database_behind_one_url(next_job, server, proxy):
         assert job.get(key(6)) == b"graph"
 
 
-def test_torn_or_forged_position_is_no_trouble(next_job):
+def test_torn_or_forged_position_is_ignored(next_job):
     publish(next_job, 1)
     look_up(job := next_job())
     noted = job.standing._withdrawals._host._folder / job.config.namespace
@@ -664,8 +665,8 @@ def test_torn_or_forged_position_is_no_trouble(next_job):
         assert next_job().get(key(1)) == b"graph", text
 
 
-def test_hostile_list_ends(next_job, monkeypatch):
-    """A server that repeats a page, or names nonsense, costs a job nothing."""
+def test_hostile_list_is_read_once_and_withdraws_nothing(next_job, monkeypatch):
+    """The server repeats a page or sends malformed entries."""
     publish(next_job, 1)
     job = next_job()
     assert job.get(key(1)) == b"graph"

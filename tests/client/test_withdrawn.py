@@ -1,4 +1,4 @@
-"""What a server withdrew, or never allowed, is gone from this host's disk as well."""
+"""A withdrawn or forbidden artifact also disappears from the disks of hosts."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from support.withdrawing import delete, turn, withhold
 
 @pytest.fixture
 def publisher(next_job):
-    """Has published an artifact, of which another host has a copy."""
+    """Publish an artifact of which another host has a copy."""
     publisher = next_job("publisher")
     publisher.put(key(), b"graph", METADATA)
     assert next_job().get(key()) == b"graph"
@@ -30,7 +30,7 @@ def publisher(next_job):
 
 
 def lookups(stash, monkeypatch):
-    """Notes how many keys each look-up asked for."""
+    """Record the number of keys in each look-up."""
     asked = []
     real = stash.server.lookup
 
@@ -66,8 +66,10 @@ def test_a_withdrawn_artifact_is_not_served_to_the_next_job(next_job, brought, w
     assert not job.is_on_this_host(key())
 
 
-def test_running_process_of_a_run_applies_what_another_one_has_read(next_job, publisher):
-    """It holds the server's earlier answer in memory."""
+def test_running_process_applies_withdrawal_that_another_process_of_its_run_has_read(
+    next_job, publisher
+):
+    """The running process has the server's earlier answer in memory."""
     job = next_job(run="one-run")
     assert job.get(key()) == b"graph"
     program = """
@@ -137,7 +139,8 @@ def test_a_copy_of_one_server_is_not_served_to_a_job_of_another(next_job):
         elsewhere.put(key(), b"graph", METADATA)
         next_job(url=other.url).ensure_local(key())
         delete(elsewhere)
-        assert next_job(run="one run").get(key()) == b"graph"  # each server decides for its own
+        # Each server decides for its own artifacts.
+        assert next_job(run="one run").get(key()) == b"graph"
         assert next_job(run="one run", url=other.url).get(key()) is None
     for nobody in ("none", "http://127.0.0.1:9"):
         with pytest.raises(CacheError) if nobody != "none" else nullcontext():
@@ -145,7 +148,7 @@ def test_a_copy_of_one_server_is_not_served_to_a_job_of_another(next_job):
 
 
 def test_a_copy_whose_upload_was_not_answered_obeys_the_server(next_job, server, monkeypatch):
-    """The process was killed when the server had stored what it compiled."""
+    """The process was killed after the server had stored its artifact."""
     program = """
         import graphstash, sys
         from graphstash_schema import ArtifactKey, ArtifactMetadata
@@ -165,7 +168,7 @@ def test_a_copy_whose_upload_was_not_answered_obeys_the_server(next_job, server,
 
         turn(monkeypatch)
         proxy.fault = Fault.RESET
-        assert next_job(url=proxy.url).get(key()) == b"graph"  # nothing says that it is withdrawn
+        assert next_job(url=proxy.url).get(key()) == b"graph"  # may not have been withdrawn
         proxy.fault = Fault.NONE
         withhold(next_job("administrator"))
         later = next_job(url=proxy.url)
@@ -195,10 +198,10 @@ def test_unpublished_result_is_used_without_server(next_job, monkeypatch):
     job = next_job(url="none")
     job.put(key(), b"graph", METADATA)
     assert next_job(url="none").get(key()) == b"graph"
-    assert next_job(read_only=True).get(key()) == b"graph"  # the server lacks it, and had never it
+    assert next_job(read_only=True).get(key()) == b"graph"  # the server never had it
     next_job("publisher").put(key(), b"another", METADATA)
     turn(monkeypatch)
-    assert next_job(read_only=True).get(key()) == b"another"  # as all other hosts
+    assert next_job(read_only=True).get(key()) == b"another"  # as all other hosts get
 
 
 def test_processes_of_a_run_share_one_look_up_of_copies(next_job, monkeypatch):

@@ -10,7 +10,7 @@ from graphstash.hooks.registry import hook_specs
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path, monkeypatch):
-    """Neither this user's netrc nor his cache plays a part."""
+    """Hide the netrc and the cache of the user who runs the tests."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("NETRC", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -18,8 +18,8 @@ def _home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Makes distributions the only ones that this Python finds, by their metadata."""
-    hook_specs()  # of the real path
+    """Return a function that makes distributions the only ones that this Python finds."""
+    hook_specs()  # read the registry of the real path first
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.setattr(sys, "path", [str(site)])

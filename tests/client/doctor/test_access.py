@@ -1,4 +1,4 @@
-"""What the doctor says of the token: where it comes from, what it grants, and when it ends."""
+"""The doctor's findings about the token: its source, its grants, and its expiry."""
 
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -12,7 +12,7 @@ from support.doctor import CANARY, altering, diagnose, doctor, expect
 
 @pytest.fixture
 def examine(guarded, namespace):
-    """Diagnose a job of this namespace on the server that asks for tokens."""
+    """Diagnose a job of this namespace on the server that requires tokens."""
     return partial(diagnose, guarded.url, namespace=namespace)
 
 
@@ -102,7 +102,7 @@ def test_open_server_or_one_without_tokens_is_reported(server):
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
 def test_no_secret_is_shown(guarded, arguments):
-    # Two typing errors, and what a server repeats.
+    # The token is in two misspelled variables and in a URL, which a server may repeat.
     secrets = {"GRAPHSTASH_TOKEN": CANARY, "GRAPHSTASH_TOKE": CANARY, "GRAPHSTASH_SECRET": CANARY}
     for url in (guarded.url, f"http://me:{CANARY}@cache:1"):
         result = doctor("--url", url, *arguments, **secrets)

@@ -1,4 +1,4 @@
-"""`graphstash doctor` as a command: its statuses, its output, and what it leaves alone."""
+"""The command `graphstash doctor`: its statuses and its output. It changes nothing."""
 
 import json
 import threading

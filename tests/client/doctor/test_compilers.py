@@ -1,4 +1,4 @@
-"""What the doctor says of installed compilers, their hooks, and how the cache gets into a job."""
+"""The doctor's findings about compilers, their hooks, and the start of the cache in a job."""
 
 import sys
 
@@ -49,7 +49,7 @@ def test_compiler_version_is_compared_with_range_of_its_hook(
 def test_method_of_installation_is_reported(installed, value, state):
     installed(jax="0.10.2")
     finding = expect(diagnose(autoload=value), "start", state)
-    # Found by its metadata alone, graphstash announces nothing to torch and JAX.
+    # graphstash, found by its metadata alone, registers no entry point with torch and JAX.
     assert (
         "graphstash run" in finding.found + finding.advice
         or "GRAPHSTASH_AUTOLOAD=1" in finding.advice

@@ -1,4 +1,4 @@
-"""What the doctor says of the local tier and of the disk that it is on."""
+"""The doctor's findings about the local tier and its disk."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The probes of the doctor: compilers are imported, and a lease is taken and given back."""
+"""The doctor's probes import the compilers, acquire a lease and release it."""
 
 import os
 
@@ -53,7 +53,7 @@ def test_inactive_hook_is_reported_with_its_own_message(installed):
 
 @pytest.fixture
 def unused(tmp_path):
-    """A server on which nobody else holds leases."""
+    """A server without leases of other tests."""
     with LiveServer(tmp_path / "data") as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""What the doctor says of the way to the server, of its answers, its clock and its store."""
+"""The doctor's findings about the server: the network, its answers, its clock and its store."""
 
 import socket
 from contextlib import closing
@@ -32,7 +32,7 @@ def test_connections_that_nobody_accepts_end_in_time_with_advice():
     listener = socket.create_server(("127.0.0.1", 0), backlog=0)
     port = listener.getsockname()[1]
     waiting = []
-    # The kernel takes one or two for a listener that accepts none, and drops the rest.
+    # The kernel queues one or two connections for a listener that accepts none, and drops the rest.
     for _ in range(4):
         one = socket.socket()
         one.setblocking(False)
@@ -61,7 +61,7 @@ def test_connections_that_nobody_accepts_end_in_time_with_advice():
 def test_other_programs_on_the_port_are_recognized_by_their_answer(server, fault, found, advice):
     with FaultProxy(server.port) as proxy:
         proxy.fault = fault
-        seconds = 0.3 if fault in {Fault.SILENT, Fault.DRIP} else 30  # others do answer
+        seconds = 0.3 if fault in {Fault.SILENT, Fault.DRIP} else 30  # the other faults answer
         findings = diagnose(proxy.url, connect_seconds=1, first_byte_seconds=seconds)
     expect(findings, "server", State.FAIL, found=found, advice=advice)
     assert line(findings, "token").state == State.SKIPPED

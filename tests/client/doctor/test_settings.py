@@ -1,4 +1,4 @@
-"""What the doctor says of settings: where they come from, and which of them are wrong."""
+"""The doctor's findings about settings: their sources, and invalid values."""
 
 import pytest
 

@@ -12,7 +12,7 @@ from support.doctor import diagnose, expect, line
 
 @pytest.fixture
 def keys(tmp_path):
-    """Writes a file of trusted keys; the key of this host is `own`."""
+    """Return a function that writes a file of trusted keys. `own` is this host's key."""
     own = SigningKey.generate(tmp_path / "own.pem")
 
     def write(*, trusted=(), revoked=(), **terms):

@@ -1,4 +1,4 @@
-"""What the doctor says of certificates, the server's and the job's own."""
+"""The doctor's findings about the server's certificate and the job's own."""
 
 from datetime import UTC, datetime, timedelta
 

@@ -16,15 +16,16 @@ from support.warm_ranks import WarmRanks
 
 @pytest.fixture(autouse=True)
 def every_parameter_is_fused():
-    """The models here are so small that all of their parameters would be left to `step`."""
-    with pytest.MonkeyPatch.context() as patch:  # not the test's own, which it may undo
+    """Fuse parameters of any size. The models in these tests are so small that `step` would update
+    all."""
+    with pytest.MonkeyPatch.context() as patch:  # a test may undo its own monkeypatch
         patch.setattr(partial_step, "_UNIT_BYTES", 0)
         yield
 
 
 @pytest.fixture(scope="session")
 def ranks(jobs, tmp_path_factory):
-    """Gives so many processes of torch.distributed, which run cases; all tests share them."""
+    """Return a function that gives a number of torch.distributed processes, shared by all tests."""
     with ExitStack() as stack:
 
         def started(world):

@@ -1,4 +1,4 @@
-"""Accelerate's loop with the optimizers of graphstash: its wrapper, its scaler, its checkpoints."""
+"""Accelerate's loop, wrapper, scaler and checkpoints with graphstash's optimizers."""
 
 import math
 
@@ -19,7 +19,7 @@ def accelerate():
 
 @pytest.fixture(autouse=True)
 def _new_state(accelerate):
-    """Accelerate keeps what an Accelerator was told in the process."""
+    """Reset the settings of an Accelerator, which Accelerate stores in the process."""
     yield
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
@@ -125,7 +125,8 @@ def test_no_step_reads_the_device(accelerate):
 
 
 class Scaled:
-    """Accelerate's wrapper with a scaler, which Accelerator makes on accelerators only."""
+    """Accelerate's optimizer wrapper with a scaler, which Accelerator creates only on
+    accelerators."""
 
     def __init__(self, accelerate, make, when=None):
         accelerate.Accelerator(cpu=True)

@@ -1,4 +1,4 @@
-"""Sums through aggregators, between real processes over UDP on this host."""
+"""Sums through aggregators between real processes, over UDP on this host."""
 
 import json
 import os
@@ -26,7 +26,7 @@ WORLD = 3
 
 @pytest.fixture
 def run(ranks):
-    """Runs a case in three processes."""
+    """Return a function that runs a case in three processes."""
     return lambda case, **keywords: ranks(WORLD).run(f"aggregates:{case}", **keywords)
 
 
@@ -112,12 +112,12 @@ def test_failure_on_one_rank_is_reported_on_all(run):
         assert last[name] == "ValueError: of mine" or text in last[name]
 
 
-# --- processes that are killed
+# --- killed processes
 
 
 @pytest.fixture
 def broken(jobs, tmp_path):
-    """Begins sums that a kill will end, in processes of their own; gives these."""
+    """Return a context manager that starts sums in new processes, for a test that kills one."""
 
     @contextmanager
     def broken(case="broken", **keywords):
@@ -130,7 +130,7 @@ def broken(jobs, tmp_path):
 
 @contextmanager
 def dedicated(secret, port=0, host="127.0.0.1"):
-    """An aggregator that runs already, and its address."""
+    """Start an aggregator, and yield its process and address."""
     command = [sys.executable, "-m", MODULE, "--listen", f"{host}:{port}", "--secret-file", secret]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
     try:
@@ -151,7 +151,8 @@ def secret(tmp_path):
 
 
 def are_going(directory):
-    """Whether all ranks have made 20 sums; a rank that ended first would wait here for ever."""
+    """Return whether all ranks have made 20 sums. A rank that ended earlier would wait here for
+    ever."""
     return len(list(directory.glob("going-*"))) == WORLD
 
 
@@ -236,7 +237,8 @@ def test_suspended_job_continues(broken, tmp_path):
         everybody = ranks.pids + children(tmp_path)
         for each in everybody:
             os.kill(each, signal.SIGSTOP)
-        time.sleep(8)  # longer than a silent one is waited for; and below, as long as one looks
+        # Longer than the timeout of a silent rank; the sleep below gives ranks time to detect one.
+        time.sleep(8)
         for each in everybody:
             os.kill(each, signal.SIGCONT)
         time.sleep(3)
@@ -253,7 +255,7 @@ def test_an_idle_aggregator_waits_for_datagrams_and_uses_no_cpu(secret):
 
 def _switches_in_a_second(process):
     before = _switches(process)
-    time.sleep(1)  # nothing can be observed of a process that does nothing
+    time.sleep(1)  # an idle process causes no event to wait for
     return _switches(process) - before
 
 
@@ -275,7 +277,7 @@ def test_dedicated_aggregator_refuses_more_than_64_sessions(secret):
 
 
 def test_finished_session_is_not_restarted(secret):
-    """Or 64 recorded ones would keep all others out."""
+    """Otherwise 64 recorded sessions would block new ones."""
     with dedicated(secret) as (_, address), socket.socket(type=socket.SOCK_DGRAM) as at:
         at.settimeout(100)
         at.connect(sockets.parsed(address))

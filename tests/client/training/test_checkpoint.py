@@ -25,7 +25,7 @@ def names(directory):
 
 
 def saved(directory, *steps, keep=3):
-    """Checkpoints with those of some steps."""
+    """Write checkpoints of some steps."""
     checkpoints = Checkpoints(directory, keep=keep)
     for step in steps:
         checkpoints.save(step, {"weights": torch.full((1000,), float(step))}).result()
@@ -225,7 +225,7 @@ def test_one_copy_is_in_memory_at_a_time(tmp_path, monkeypatch):
 
     def write(path, step, state):
         events.append("begin")
-        time.sleep(0.05)  # long enough for the next copy, if nothing kept it
+        time.sleep(0.05)  # long enough for the next copy, unless it is held back
         events.append("end")
 
     monkeypatch.setattr(checkpoint, "to_host", copy)

@@ -1,4 +1,4 @@
-"""The examples train for real, by every loop; the benchmark of the loops measures and reports."""
+"""The examples train in every loop, and the benchmark of the loops measures and reports."""
 
 import json
 import os
@@ -19,7 +19,8 @@ COSTS = "Per step between boundaries, over all cells of the model"
 
 @pytest.fixture
 def train_digits(monkeypatch, tmp_path):
-    """Runs the example in this process, on one core; gives its report."""
+    """Return a function that runs the example in this process, on one core, and returns its
+    report."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import torch
     import train_digits
@@ -60,9 +61,9 @@ def test_default_run_classifies_97_percent_of_test_images(train_digits):
 
 
 @pytest.mark.extended
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of torch.compile
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # from torch.compile
 def test_a_traced_loop_learns_the_digits(train_digits, monkeypatch):
-    """Without C++, which takes a minute of CPU time; tests/unit/training compiles smaller steps."""
+    """Without C++, which takes a minute of CPU time. tests/unit/training compiles smaller steps."""
     import torch
     from torch._dynamo.utils import counters
 

@@ -29,7 +29,7 @@ SECONDS = 60
 
 
 class Held:
-    """A callable that runs until it is let go."""
+    """A callable that runs until `release` is set."""
 
     def __init__(self):
         self.started = threading.Event()
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
 
 class Thing:
-    """Something that weak references can watch."""
+    """An object that supports weak references."""
 
 
 @pytest.fixture
@@ -249,7 +249,8 @@ def test_executors_that_wait_for_each_other_are_refused(first, second):
 
 @pytest.fixture
 def one_interrupt():
-    """Interrupts the main thread once; a signal that comes just before it waits is not seen."""
+    """Interrupt the main thread once. Repeat the signal, because Python may miss one before a
+    wait."""
     received = threading.Event()
 
     def tell(*_):
@@ -353,7 +354,7 @@ def test_nothing_is_submitted_if_no_thread_starts(monkeypatch):
 def test_a_result_lives_as_long_as_its_future(device):
     future = device.submit(Thing)
     result = weakref.ref(future.result())
-    device.submit(int).result()  # the thread has gone on
+    device.submit(int).result()  # the thread has continued
     assert result() is not None
     del future
     assert result() is None
@@ -386,7 +387,7 @@ def test_executor_releases_submissions_dropped_after_failure():
     device.close()
 
 
-# A pool goes on after a failure.
+# Pools continue after a failure.
 
 
 def test_a_failure_does_not_keep_others_from_running():
@@ -413,7 +414,7 @@ def test_unread_failure_is_raised_once_by_next_submit():
 
 
 def wait_for_idle(pool):
-    """Takes all the room there is, and gives it back."""
+    """Acquire and release all slots."""
     room = 1 + 8
     for _ in range(room):
         pool._slots.acquire()
@@ -460,10 +461,10 @@ def test_eager_torch_trains_to_the_same_bits_as_in_series(device):
 
 
 def openmp_threads():
-    """What the calling thread's next parallel region gets, without torch having a say."""
+    """Return the size of the calling thread's next parallel region, as OpenMP itself reports it."""
     with Path("/proc/self/maps").open() as maps:
         loaded = [line.split()[-1] for line in maps if "libgomp" in line]
-    library = next(path for path in loaded if "torch" in path)  # scikit-learn has another
+    library = next(path for path in loaded if "torch" in path)  # scikit-learn loads another one
     return ctypes.CDLL(library).omp_get_max_threads()
 
 

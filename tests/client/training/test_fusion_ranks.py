@@ -1,4 +1,4 @@
-"""Fused updates in several processes end where those without fusion end, to the bit."""
+"""Fused updates in several processes end where unfused updates end, to the bit."""
 
 import re
 
@@ -16,7 +16,7 @@ REPLICATED = [
 
 @pytest.fixture(scope="module")
 def run(ranks):
-    """Runs a case in three processes."""
+    """Return a function that runs a case in three processes."""
     return lambda case, **keywords: ranks(3).run(f"fusion:{case}", **keywords)
 
 

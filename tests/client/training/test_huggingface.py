@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with the optimizers of graphstash, on a GPT-2 with random weights."""
+"""Hugging Face's Trainer with graphstash's optimizers, on a GPT-2 with random weights."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def transformers():
 
 @pytest.fixture
 def trainer(transformers, tmp_path):
-    """Makes a Trainer; `optimizers` are what `make` makes of the model, with a schedule."""
+    """Return a function that makes a Trainer with a schedule. `make` creates the optimizer."""
 
     def trainer(make=None, *, name="run", factory=None, **arguments):
         torch.manual_seed(0)
@@ -69,7 +69,7 @@ def muon(model):
 
 
 def train(trainer, when=None, **options):
-    """Trains with the same random numbers each time; gives losses, and the states at the end."""
+    """Train with the same random numbers each time; return the losses and the final states."""
     torch.manual_seed(1)
     if when is None:
         trainer.train(**options)
@@ -118,7 +118,7 @@ def test_a_fused_forward_ends_at_the_same_bits(trainer):
     with training.fuse(fused.model, fused.optimizer, "forward") as fusion:
         fused.optimizer.register_step_post_hook(lambda *_: waiting.append(len(fusion._waiting)))
         fused.train()
-    assert waiting == [0, *[28] * (STEPS - 1)]  # the first step is watched
+    assert waiting == [0, *[28] * (STEPS - 1)]  # in the first step, fusion only observes
     curves = [
         [entry.get("loss", entry.get("eval_loss")) for entry in each.state.log_history]
         for each in (alone, fused)
@@ -170,14 +170,14 @@ def sgd(model):
 
 
 def test_optimizer_adds_no_device_read(trainer):
-    """The model reads one, of its attention mask; the Trainer reads where it logs."""
+    """The model reads the attention mask once per step, and the Trainer reads when it logs."""
     settings = {"logging_steps": 100, "logging_nan_inf_filter": False}
     least = reads_of(trainer(sgd, **settings))
     assert STEPS <= least < 2 * STEPS
     tries = 2  # torch's kernels, in the first step
     for make in (adamw, muon):
         assert reads_of(trainer(make, **settings)) <= least + tries < least + STEPS
-    counts = 27  # more than alone: of each of 28 units, which state_dict() reads at the end
+    counts = 27  # fusion reads a counter of each of 28 units at the end, for state_dict()
     assert reads_of(trainer(**settings), "forward") <= least + tries + counts
     assert reads_of(trainer(torchs, **settings)) >= least + STEPS
     assert reads_of(trainer(**settings | {"logging_nan_inf_filter": True})) >= least + STEPS

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric with the optimizers of graphstash."""
+"""Lightning's Trainer and Fabric with graphstash's optimizers."""
 
 import math
 
@@ -11,7 +11,7 @@ from support.frameworks import Regression, batches, framework, is_same, states
 
 BATCHES = 4
 
-# Lightning warns of small loaders, absent loggers, and checkpoints in folders that are not empty.
+# Lightning warns of small loaders, absent loggers, and checkpoints in non-empty folders.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
 
 
@@ -22,7 +22,7 @@ def lightning():
 
 @pytest.fixture(scope="module")
 def modules(lightning):
-    """A module that Lightning optimizes, and one that does it by itself."""
+    """A module with Lightning's automatic optimization, and one with manual optimization."""
 
     class Automatic(lightning.LightningModule):
         def __init__(self, make, when, options):
@@ -46,7 +46,7 @@ def modules(lightning):
             if self.when is not None:
                 self.fusion = training.fuse(self.model, self.optimizers(), self.when)
 
-        def on_train_end(self):  # Lightning calls cpu() after it, which makes the updates
+        def on_train_end(self):  # Lightning calls cpu() after this hook, which makes the updates
             if self.fusion is not None:
                 self.waited = len(getattr(self.fusion, "_waiting", ()))
                 self.fusion.close()
@@ -73,7 +73,7 @@ def modules(lightning):
 
 @pytest.fixture
 def fit(lightning, modules, tmp_path):
-    """Trains for some epochs; gives the module, which has `losses`."""
+    """Return a function that trains for some epochs and returns the module with its `losses`."""
 
     def fit(make=training.AdamW, *, when=None, manual=False, own=None, **options):
         start, save = options.pop("start", None), options.pop("save", None)

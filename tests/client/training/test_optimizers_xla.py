@@ -1,4 +1,4 @@
-"""The optimizers on torch_xla: torch's numbers, one graph for every step, and nobody reads."""
+"""The optimizers on torch_xla: torch's numbers, one graph for all steps, and no device read."""
 
 import pytest
 
@@ -25,7 +25,7 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def errors(jobs, tmp_path_factory):
-    """By check: "", or the traceback. Two processes make all of them."""
+    """Traceback of each check, or "". Two processes run all checks."""
     directory = tmp_path_factory.mktemp("optimizers")
     running = []
     for number, names in enumerate((CHECKS, list(ON_XLA))):

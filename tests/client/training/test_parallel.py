@@ -1,4 +1,4 @@
-"""Two processes train as one with twice the batch, and all leave out a step that one must."""
+"""Two processes train as one with twice the batch, and all skip a step that one must skip."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def reports(ranks):
-    """Of two processes, and of one with batches of twice the size."""
+    """Reports of two processes, and of one process with batches of twice the size."""
     return [*ranks(2).run("parallel:on_gloo"), *ranks(1).run("parallel:on_gloo")]
 
 

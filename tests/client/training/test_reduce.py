@@ -1,4 +1,4 @@
-"""Gradients that several processes add up by blocks are what torch adds up."""
+"""Sums of gradients by blocks equal torch's sums on every rank."""
 
 import pytest
 from torch import nn
@@ -46,7 +46,7 @@ def test_all_ranks_report_differing_arguments(ranks):
         assert all(text in first[name] for text in texts), first[name]
 
 
-def test_mistakes_with_groups_and_models_are_named(ranks):
+def test_invalid_groups_and_models_are_refused_with_reason(ranks):
     for rank, messages in enumerate(ranks(3).run("reduce:misuses")):
         assert "make a SparseState for each model" in messages["two models"]
         assert "torch.float32 cannot be sent as wire_dtype" in messages["in backward"]
@@ -80,7 +80,7 @@ done.wait()
 
 
 def test_process_that_ends_right_after_its_last_bucket_ends_well():
-    """torch aborted: the thread was still returning from torch when the interpreter ended."""
+    """torch aborted because a thread was still returning from torch when the interpreter exited."""
     python(ENDS_AT_ONCE, check=True)
 
 

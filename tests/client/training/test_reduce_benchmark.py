@@ -1,4 +1,4 @@
-"""`make bench-reduce`: its links, and its smallest cell on them."""
+"""`make bench-reduce`: its network links, and its smallest cell on them."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def test_a_killed_run_ends_its_workers_and_the_next_one_removes_its_links():
     with subprocess.Popen([sys.executable, "-c", HOLDER], env=environment, **streams) as holder:
         child = os.pidfd_open(int(holder.stdout.readline()))
         links.sweep()
-        assert len(of_process(holder.pid)) == 3  # it lives
+        assert len(of_process(holder.pid)) == 3  # the namespace lives
         holder.kill()
     ended, _, _ = select.select([child], [], [], 60)
     os.close(child)

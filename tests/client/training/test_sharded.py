@@ -1,4 +1,4 @@
-"""Parameters that two processes share (FSDP2) are updated as whole ones are."""
+"""Parameters that two processes shard (FSDP2) are updated like whole ones."""
 
 import pytest
 

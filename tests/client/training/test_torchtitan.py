@@ -1,4 +1,4 @@
-"""A loop as torchtitan's: model parts with an optimizer each, and distributed checkpoints."""
+"""A loop like torchtitan's: model parts with an optimizer each, and distributed checkpoints."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ class Loop:
         return losses
 
     def state(self):
-        """What a checkpoint has of them: all parts, and one state for their optimizers."""
+        """Return the contents of a checkpoint: all parts, and one state for their optimizers."""
         return nn.ModuleList(self.parts), self.optimizers
 
     def ends(self):
@@ -101,7 +101,7 @@ def test_a_distributed_checkpoint_resumes_to_the_same_bits(make, when, tmp_path)
 
 @pytest.mark.parametrize(("old", "new"), [(torchs, adamw), (adamw, torchs)], ids=["from", "to"])
 def test_distributed_checkpoint_is_exchanged_with_torchs_adamw(old, new, tmp_path):
-    """Options that only one of the two has stay as they are."""
+    """Options that only one of the two optimizers has do not change."""
     before, after = Loop(old), Loop(new)
     before.run(0, 3)
     distributed_checkpoint.save(*before.state(), tmp_path, is_flat=True)

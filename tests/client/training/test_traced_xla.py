@@ -1,4 +1,4 @@
-"""The traced step on torch_xla: the same training as step by step, or refused with the reason."""
+"""The traced step on torch_xla trains as the lazy step does, or is refused with the reason."""
 
 import pytest
 
@@ -19,7 +19,7 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def errors(jobs, tmp_path_factory):
-    """By check: "", or the traceback. Two processes make all of them."""
+    """Traceback of each check, or "". Two processes run all checks."""
     directory = tmp_path_factory.mktemp("traced")
     running = []
     for number in range(2):
@@ -49,7 +49,9 @@ def test_step_traced_on_one_host_is_not_compiled_on_another(
         jobs.start(tmp_path / host, *options, script=RUN_CASE, **settings).finish()
         for host in ("a", "b")
     )
-    # The step that makes the optimizer's state, and all others; what the model's upload computes.
+    # Two steps: the first, which creates the optimizer's state, and all others. The third program
+    # is
+    # part of the model's upload.
     assert sum(compiles for compiles, _, _ in cold.report["counts"]) == 2
     assert cold.stats["published"] == cold.report["uncached"] == 3
     assert warm.report["uncached"] == 0

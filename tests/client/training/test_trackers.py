@@ -1,4 +1,4 @@
-"""What TensorBoard and Weights & Biases read back of what the callbacks wrote; offline."""
+"""TensorBoard and Weights & Biases, offline, read back the curves that the callbacks wrote."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from support.environments import python_of
 from support.run_case import RUN_CASE, case_arguments
 from support.waiting import PATIENT_VARIABLES
 
-pytestmark = pytest.mark.extended  # an environment of its own
+pytestmark = pytest.mark.extended  # needs an environment of its own
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def test_train_makes_the_steps_of_a_plain_loop():
     ],
 )
 def test_scaled_gradients_are_clipped_as_those_of_a_plain_loop(option, limit, clip):
-    """The scale is a power of two, so it does not round."""
+    """The scale is a power of two, so scaling does not round."""
     result, model = run(15, loss_scale=training.LossScale(2.0**10), **{option: limit})
     losses, plain_model = plain_loop(15, clip=lambda parameters: clip(parameters, limit))
     assert result.losses == pytest.approx(losses, rel=1e-6)
@@ -126,7 +126,8 @@ def test_fused_updates_equal_optimizer_alone(how, tmp_path):
     alone = trained(15, "alone", None)
     assert trained(15, "fused", how) == alone
     first, _, _ = trained(6, "parts", how)
-    losses, _, weights = trained(15, "parts", None)  # what waited for a forward was saved
+    # The checkpoint includes the updates that waited for a forward.
+    losses, _, weights = trained(15, "parts", None)
     assert (first + losses, weights) == (alone[0], alone[2])
 
 
@@ -224,7 +225,7 @@ def test_nothing_reads_the_device_between_logging_boundaries():
         )
         assert reads == {10: 0, 20: 0, 30: 0}
         optimizer.param_groups[0]["params"][0][0, 0].item()
-        assert mode.count == 1  # it does count
+        assert mode.count == 1  # the mode counts this read
 
 
 def test_log_entry_covers_every_step_since_the_last():
@@ -404,7 +405,7 @@ def test_run_with_other_options_does_not_resume_checkpoint(tmp_path, optimizer, 
 
 
 def other(model=None, optimizer=training.SGD, parameters=None, data=None):
-    """A problem with another model, optimizer, parameters of it, or data."""
+    """Return a problem with another model, optimizer, parameters or data."""
     usual, _, usual_data = problem()
     model = model or usual
     return model, optimizer(parameters or model.parameters(), lr=0.1), data or usual_data
@@ -508,7 +509,7 @@ def test_averaged_parameters_are_updated_every_step_and_saved(tmp_path):
 
 
 class Broken(torch.utils.data.Dataset):
-    """Has one element that cannot be read, until it is repaired."""
+    """A dataset with one unreadable element, until it is repaired."""
 
     def __init__(self):
         self.broken = True
@@ -618,7 +619,7 @@ def test_stop_and_sigterm_at_once_write_checkpoint_and_end_process(tmp_path):
     assert ended.value.code == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.glob("*.pt")] == ["step-00000002.pt"]
 
-    def evaluate(model):  # the last one
+    def evaluate(model):  # the last evaluation
         os.kill(os.getpid(), signal.SIGTERM)
         return {}
 
@@ -651,7 +652,8 @@ def test_unsavable_state_is_refused_before_first_step(tmp_path):
 
 @pytest.fixture
 def start(jobs, tmp_path):
-    """Starts the training job in a process of its own; its losses are in a file of that name."""
+    """Return a function that starts the training job in a process; it writes its losses to a
+    file."""
 
     def start(*options, name="job"):
         arguments = (tmp_path / name, f"--steps={STEPS}", *options)
@@ -724,7 +726,7 @@ def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path)
             "--no-dropout",
             "--ranks",
             "--fuse=forward",
-            "--stop-at=11",  # only the first process asks to stop; both stop at the boundary
+            "--stop-at=11",  # only the first process requests the stop; both stop at the boundary
             f"--checkpoints={tmp_path / 'checkpoints'}",
         ],
         env=environment,

@@ -17,7 +17,7 @@ def options(directory, *more):
 
 @pytest.fixture(scope="module")
 def whole(jobs, tmp_path_factory):
-    """Uninterrupted runs, by whether the step is traced, without a cache."""
+    """Uninterrupted runs without a cache, by whether the step is traced."""
     runs = {}
     for traced in (False, True):
         directory = tmp_path_factory.mktemp("whole")
@@ -42,7 +42,7 @@ def test_step_is_one_execution_and_boundary_one_read(whole, traced):
     report, losses = whole[traced]
     assert len(losses) == STEPS
     counts = between(report, 10, 20)
-    assert counts["UncachedCompile"] == 0  # and the learning rate changes in every step
+    assert counts["UncachedCompile"] == 0  # although the learning rate changes in every step
     assert counts["ExecuteTime"] == 10
     assert counts["TransferFromDeviceTime"] == 1
 

@@ -13,16 +13,16 @@ from support.jobs import Running
 
 
 class Team(CompilerJobs):
-    """Jobs that tune the tiles of a made-up kernel; a host is a folder."""
+    """Jobs that tune the tiles of an invented kernel. Each host has a folder."""
 
     def start(self, host: str, *, under: str = "tuning", **arguments: object) -> Running:
-        """Start a job: settings of the client, and keyword arguments of `cases.tiles.tuned`."""
+        """Start a job with client settings and keyword arguments of `cases.tiles.tuned`."""
         own = {name: arguments.pop(name) for name in [*arguments] if name in KEYWORDS}
         own |= {"measured": self.directory / host / "measured"}
         return super().start(host, "tuned", own, under=under, **arguments)
 
     def measured(self, host: str) -> int:
-        """Return how often a host has measured so far."""
+        """Return the number of measurements of a host so far."""
         file = Path(self.directory / host / "measured")
         return len(file.read_text().splitlines()) if file.exists() else 0
 

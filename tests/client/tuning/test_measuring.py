@@ -1,4 +1,4 @@
-"""Configurations are measured by real processes, which crash, hang and lie."""
+"""Real processes measure configurations; they crash, hang and report false costs."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def costing(cost):
 
 
 def unhurried(**options):
-    """Takes all samples, however long a busy machine needs for one."""
+    """Return a method that takes all samples, however busy the machine is."""
     return Method(trial_seconds=1e6, **options)
 
 
@@ -142,12 +142,12 @@ def test_numbers_that_are_too_small_are_refused(make):
         make()
 
 
-# --- trials that do not behave
+# --- failing trials
 
 
 @pytest.fixture(scope="module")
 def pool():
-    """Of one process at a time, which bad trials share with good ones."""
+    """A pool of one process, which failing and working trials share."""
     with Pool(target(), method=Method(timeout_seconds=20, memory_bytes=2**34)) as pool:
         yield pool
 
@@ -209,11 +209,11 @@ def test_invalid_cost_is_a_failure_and_process_continues():
 
 
 def test_a_trial_runs_where_the_search_was_started_and_beside_the_cache(tmp_path, monkeypatch):
-    """Another trial may change the directory; no file there is imported."""
+    """Another trial may change the directory. Files there are not imported."""
     (tmp_path / "kernel.c").touch()
     (tmp_path / "json.py").write_text("import os; os._exit(7)")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # is not text
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # an entry that is not a string
     monkeypatch.setenv("GRAPHSTASH_ENABLED", "true")
     reads = {"does": "reads a file beside it", "beside": "kernel.c"}
     with Pool(target()) as pool:
@@ -252,7 +252,7 @@ def test_trial_is_not_failed_by_an_earlier_one(pool):
 
 @pytest.mark.parametrize(("then", "failure"), [("crashes", "crash"), ("hangs", "timeout")])
 def test_no_process_that_a_trial_started_outlives_it(tmp_path, then, failure):
-    """It hangs in C, and does not release the interpreter."""
+    """The trial hangs in C without releasing the interpreter's lock."""
     file = tmp_path / "pids"
     trial = {"does": "leaves processes behind", "file": str(file), "then": then}
     method = Method(timeout_seconds=3 if then == "hangs" else 100)
@@ -413,7 +413,7 @@ def test_a_slow_configuration_is_measured_once_and_a_quick_one_often_for_a_sampl
 
 
 def running(file):
-    """Those of the processes whose numbers are in the file that run."""
+    """Return the numbers in the file that belong to running processes."""
     return [pid for pid in file.read_text().split() if is_running(pid)]
 
 

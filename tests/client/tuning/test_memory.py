@@ -1,4 +1,4 @@
-"""Hosts of one team tune one kernel: each is a process with a local tier of its own."""
+"""Hosts of one team tune one kernel. Each host is a process with its own local tier."""
 
 import json
 import random
@@ -59,7 +59,7 @@ def test_host_waits_for_the_host_that_tunes(team, server, tmp_path):
 
 @pytest.fixture
 def until_published(hosts):
-    """Waits until the team's server has so many artifacts of schedules."""
+    """Return a function that waits until the team's server has a number of schedule artifacts."""
     server = hosts("watcher").server
     query = ArtifactQuery(kind="schedule")
     return lambda count: until(lambda: len(server.list_artifacts(query).artifacts) == count)
@@ -84,7 +84,7 @@ def test_lease_of_a_killed_tuner_is_taken_over_with_its_measurements(team, until
     assert heir.report["was_searched"]
     assert heir.report["known"] == 30
     assert heir.report["schedule"] == whole.report["schedule"]
-    # What only the killed one has measured is tried again, where it may decide.
+    # Configurations that only the killed host has measured are repeated if they may decide.
     assert heir.report["measured"] < whole.report["measured"] - 15
 
 
@@ -120,7 +120,7 @@ def test_host_tunes_alone_if_server_does_not_answer(team):
     assert first.report["schedule"] == BEST
     assert set(first.stats["fallbacks"]) <= {"connect", "timeout", "circuit_open"}
     assert first.stats["fallbacks"]
-    assert again.report["measured"] == 0  # this host knows
+    assert again.report["measured"] == 0  # this host has the answer
 
 
 SPACE = ParameterSpace({"tile": [8, 16, 32, 64, 128]})
@@ -130,7 +130,7 @@ COSTS = {(8,): 5e-3, (16,): 4e-3, (32,): 1e-3, (64,): 2e-3, (128,): 3e-3}
 
 @pytest.fixture
 def memories(hosts):
-    """Makes the memories of processes of one team, in this process."""
+    """Return a function that makes the memory of a host of the team, in this process."""
     with ExitStack() as stack:
 
         def make(name, *, ranks=None, noise=None, **settings):
@@ -145,7 +145,7 @@ def memories(hosts):
 
 @dataclass
 class Host:
-    """Tries everything that it does not know."""
+    """A host that measures every configuration without a known cost."""
 
     cache: CompileCache
     memory: TeamMemory
@@ -175,13 +175,13 @@ class Host:
         return self.cache.counters.snapshot().fallbacks
 
     def plant(self, role, number, payload, *, problem=None):
-        """Publishes what this host should not, under a key that others look for."""
+        """Publish a forged payload under a key that other hosts look up."""
         request = (problem or PROBLEM).request(SPACE, role, number, max_bytes=2**30)
         raw = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
         metadata = request.metadata(compile_seconds=1, raw_size_bytes=len(raw))
         stash = self.cache.stash
         assert stash.put(request.key, raw, metadata)
-        if problem is not None:  # others look for it by its label
+        if problem is not None:  # other hosts find it by its label
             stash.server.describe([described(request.key, request.label, request.parts)])
 
 
@@ -194,7 +194,7 @@ def of(*records):
     return {"measurements": list(records)}
 
 
-# Of bad values, test_measuring.py has all.
+# test_measuring.py tests all malformed values.
 BAD = {
     "no JSON": b"\x80\x04.",
     "deep": b"[" * 200_000,
@@ -265,14 +265,14 @@ def test_false_cost_of_peer_does_not_decide(memories):
     lies = [record(tile=tile, cost=1e-9, count=10**6) for tile in (8, 16)]
     hostile.plant("measurements", 0, of(*lies, record(tile=32, cost=1e3)))
     found = first.schedule()
-    assert found.configuration == (32,)  # called slow by who was wrong about others
+    assert found.configuration == (32,)  # only the hostile host measured this one as slow
     assert found.best[0].cost == 1e-3
     assert sorted(set(first.measured)) == sorted(COSTS)
 
 
 @pytest.fixture
 def hints(memories):
-    """Where a search begins when a neighbour's answer has these records."""
+    """Return a function that returns the first hints of a search next to an answer with records."""
 
     def begun_at(*records, fit=None):
         hostile, first = memories("hostile"), memories("first")
@@ -302,7 +302,7 @@ def test_configurations_of_one_neighbour_do_not_exhaust_the_budget(hints):
     begun = hints(
         *[record(tile=each) for each in range(1, 400)], fit=lambda values: (values["tile"],)
     )
-    assert begun == [(8,)]  # the first eight of them were looked at
+    assert begun == [(8,)]  # the search examined the first eight records
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,8 @@ def test_near_ties_are_measured_again(memories, monkeypatch):
 
 @pytest.fixture
 def remembered(memories):
-    """How much a second host knows of a search that was cut short after so many measurements."""
+    """Return a function that returns the costs known to a second host after an interrupted
+    search."""
 
     def known(space, count):
         first, second = memories("first"), memories("second")
@@ -503,7 +504,7 @@ def test_all_ranks_get_one_answer_despite_noise(memories):
     assert len({each.configuration for each in found}) == 1
     assert sorted(bool(rank.measured) for rank in ranks) == [False, False, False, True]
     alone = [memories(f"alone-{n}", url="none", noise=random.Random(n)) for n in range(4)]
-    assert len({each.schedule().configuration for each in alone}) > 1  # such is the noise
+    assert len({each.schedule().configuration for each in alone}) > 1  # the noise decides
 
 
 def test_all_ranks_skip_invalid_answers(memories):

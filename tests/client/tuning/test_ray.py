@@ -1,4 +1,4 @@
-"""Configurations are measured on the machines of a real Ray cluster, two of which die."""
+"""The machines of a real Ray cluster measure configurations, and two of the machines die."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A kernel is tuned by the first who asks, and everybody else has the answer."""
+"""The first host that needs a kernel tunes it, and all other hosts use the answer."""
 
 import json
 import re
@@ -23,7 +23,7 @@ IMPOSSIBLE += r"ended by --trials 5; the last: .* failed \(compile\): ValueError
 
 @pytest.fixture
 def built(tmp_path, monkeypatch):
-    """Returns how often kernels were built since the last call."""
+    """Return a function that returns the number of builds since its last call."""
     file = tmp_path / "built"
     monkeypatch.setenv("BUILT", str(file))
 
@@ -37,7 +37,7 @@ def built(tmp_path, monkeypatch):
 
 @pytest.fixture
 def search(command):
-    """Runs `graphstash tune search` on a host."""
+    """Return a function that runs `graphstash tune search` on a host."""
 
     def run(name, *arguments, **more):
         try:
@@ -76,7 +76,7 @@ def test_second_host_measures_nothing_and_gets_the_same_schedule(search, built, 
 
 
 def test_host_with_another_target_searches_again(search, built):
-    """Costs of the two targets are not comparable, although the problem is the same."""
+    """The two targets have incomparable costs for the same problem."""
     for name, is_searched in (("task", True), ("other_target", True), ("other_target", False)):
         done = search(name, "--trials", 5, "--json", host=f"{name} {is_searched}")
         assert json.loads(done.stdout)["searched"] is is_searched

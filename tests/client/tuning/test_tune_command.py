@@ -1,4 +1,4 @@
-"""What `graphstash tune` shows of what real jobs have found."""
+"""`graphstash tune` shows the schedules that real jobs have found."""
 
 import json
 import os
@@ -23,7 +23,7 @@ LABEL = Problem("matmul", (8,), "float32", DeviceType("cuda-sm_90"), "made-up 1.
 
 @pytest.fixture
 def publish(hosts):
-    """Publishes an answer as a search does."""
+    """Return a function that publishes an answer as a search does."""
 
     def publish(answer=ANSWER, label=LABEL):
         key = ArtifactKey.parse("schedule", "cuda-sm_90", "8" * 64)
@@ -115,7 +115,8 @@ def test_impossible_request_is_refused_with_advice(command, tmp_path):
     ],
 )
 def test_search_names_missing_package(command, tmp_path, monkeypatch, absent, message):
-    monkeypatch.syspath_prepend(tmp_path)  # and takes out what the command adds
+    # monkeypatch also removes the entry that the command adds.
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, absent, None)
     (tmp_path / f"{absent}_task.py").write_text(f"import {absent}")
     for target in (f"{absent}_task:task", f"{tmp_path}/{absent}_task.py:task"):

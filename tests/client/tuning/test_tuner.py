@@ -1,4 +1,4 @@
-"""A search asks, measures and tells; the best few decide it among themselves."""
+"""A search asks, measures and tells; a comparison of the finalists decides."""
 
 import math
 import random
@@ -14,14 +14,14 @@ from support import trials
 
 
 def line(size):
-    """The numbers below `size`; a move goes one down or one up."""
+    """The numbers below `size`. A move goes one down or one up."""
     return ParameterSpace({"x": list(range(size))})
 
 
 class Descent:
-    """Asks for the start, and then for neighbours of the best so far, or else anything new.
+    """A searcher that asks for the start, then for neighbours of the best, then for any new one.
 
-    It has what a search needs of a `Searcher`, and nothing of how one is made.
+    It implements only the methods of `Searcher` that a search uses.
     """
 
     def __init__(self, space, *, seed):
@@ -64,7 +64,7 @@ def run(
     **options,
 ):
     budget = Budget(measurements=measurements, seconds=seconds)
-    method = Method(samples=samples, trial_seconds=1e6)  # all of them, on a busy machine as well
+    method = Method(samples=samples, trial_seconds=1e6)  # all samples, even on a busy machine
     searcher = Descent(line(size), seed=seed)
     return search(searcher, target(cost), budget=budget, method=method, **options)
 

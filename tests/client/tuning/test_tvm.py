@@ -1,4 +1,4 @@
-"""TVM compiles matrix multiplications, which are run and compared with the exact result."""
+"""TVM compiles matrix multiplications; a process runs them and compares with the exact result."""
 
 import pytest
 
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.extended
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Measurements of products in TVM's environment; the matrices are not square."""
+    """Measurements of non-square products in TVM's environment."""
     settings = {"cases": "tvm_products", "environment": "tvm", "under": "python"}
     with CompilerJobs(tmp_path_factory.mktemp("tvm"), **settings) as jobs:
         arguments = {"sizes": [16, 64, 32], "drawn": 6}

@@ -1,4 +1,4 @@
-"""A schedule whose result is right on its first call only is never chosen."""
+"""A schedule with a right result only on its first call is never chosen."""
 
 import ctypes
 
@@ -63,7 +63,7 @@ def test_wrong_schedules_lose_despite_fast_costs_of_peers():
     assert result.best == ("right",)
 
 
-# --- what hosts say of one configuration
+# --- findings of several hosts about one configuration
 
 
 def test_a_wrong_result_on_one_host_outweighs_costs_of_others():
