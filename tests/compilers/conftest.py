@@ -1,5 +1,5 @@
-"""Promise: another host loads what one host compiled, and computes the same bits. If the cache
-fails, the compiler compiles and the hook counts the reason.
+"""Promise: a host loads artifacts that another host compiled, and computes the same bits. If the
+cache fails, the compiler compiles and the hook counts the reason.
 
 Real compilers run, each in the oldest and the newest tested version, on hosts that share a real
 server.
@@ -16,9 +16,9 @@ pytest.register_assert_rewrite("support.hook_contract")
 
 @pytest.fixture
 def start_program(jobs, tmp_path):
-    """Starts the text of a program on a host, in a process that has imported its compiler.
+    """Return a function that starts a program in a process that has imported its compiler.
 
-    The report holds the printed lines.
+    The report of the job is the list of printed lines.
     """
 
     def start(text, *, host="host", **arguments):
@@ -30,13 +30,13 @@ def start_program(jobs, tmp_path):
 
 @pytest.fixture
 def jax_program(start_program):
-    """Runs the text of a program of JAX; gives the printed lines."""
+    """Return a function that runs a JAX program and returns the printed lines."""
     return lambda text, **arguments: start_program(text, under="jax", **arguments).finish().report
 
 
 @pytest.fixture
 def host(server, namespace, tmp_path):
-    """Makes hosts of torch.compile that share a namespace; one at a time."""
+    """Return a function that makes hosts of torch.compile in one namespace, one host at a time."""
     from support.inductor_host import inductor_host
 
     def make(name, **settings):

@@ -1,4 +1,4 @@
-"""Descriptions of code, for values that no pair of programs in `wrong_hits` has."""
+"""Descriptions of code, for values that no pair of programs in `wrong_hits` contains."""
 
 import abc
 import dataclasses
@@ -53,14 +53,14 @@ class Partial(functools.partial):
 
 
 def named(by):
-    """A class, a function and an object whose names or attributes are changed."""
+    """Return a class, a function and an object whose names or attributes depend on `by`."""
     cls, function, part = type("A", (), {}), lambda: 5, functools.partial(max, 5)
     cls.__name__, function.__qualname__, part.by = f"a{by}", f"b{by}", by
     return cls, function, part
 
 
 def with_builtins(by):
-    """A function whose builtins are its own."""
+    """Return a function with builtins of its own."""
     names = {"__builtins__": {"abs": by}}
     exec("def function():\n    return abs", names)
     return names["function"]

@@ -1,4 +1,4 @@
-"""What of a process's environment makes another executable."""
+"""Environment variables of a process that lead to another executable."""
 
 from graphstash.hooks.environment import EnvironmentStates, environment_parts
 
@@ -21,7 +21,7 @@ def test_variables_that_identify_the_process_do_not_matter():
     assert parts(TPU_WORKER_ID="3", NEURON_PJRT_PROCESS_INDEX="3", HOME="/root") == {}
 
 
-def test_flags_that_only_name_places_to_write_are_as_none():
+def test_flags_that_only_name_output_directories_change_no_part():
     assert parts(XLA_FLAGS="--xla_dump_to=/one", LIBTPU_INIT_ARGS="") == {}
 
 
@@ -30,7 +30,7 @@ def test_other_variables_differ_from_absent_ones_if_they_are_set_but_empty():
 
 
 def observed(monkeypatch, *values, without=()):
-    """Returns the parts after these values of a variable that torch_xla reads late."""
+    """Return the parts after a variable that torch_xla reads late has had these values."""
     states = EnvironmentStates(without=without)
     for value in values:
         monkeypatch.setenv("XLA_RNG_BIT_GENERATOR", value)

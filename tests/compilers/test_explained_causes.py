@@ -1,8 +1,8 @@
-"""Promise: `graphstash explain` names the cause of a miss, and never a wrong one.
+"""Promise: `graphstash explain` names the cause of a miss, and never a wrong cause.
 
-Real compilers run the causes of `support/causes`, each a pair of runs: the script of the first is
-edited, or gets a variable, and runs again on another host. All runs of a compiler share a
-namespace, as in a team.
+Real compilers run the causes of `support/causes`. Each cause is a pair of runs: an edit of the
+first run's script, or a variable, precedes the second run on another host. All runs of a compiler
+share a namespace, as in a team.
 """
 
 import json
@@ -49,7 +49,7 @@ Grade: TypeAlias = Literal["right", "vague", "wrong"]
 CAUSES = Path(__file__).parents[1] / "support" / "causes"
 
 NAMED = re.compile(r"\bhere, .* there\b|which was not read|^other \w+")
-"""A sentence that names a cause, and does not only say that something differs."""
+"""Pattern of sentences that name a cause instead of a mere difference."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Cause:
 
     Attributes:
         script: text of the script after the change.
-        variables: variables of the environment that the change adds.
-        says: words of the sentence that is right.
-        also: words of true sentences about what follows from the change.
-        hides: words that no sentence has.
-        expected: the grade: "vague" if the compiler does not reveal what has changed.
-        is_light: whether `make test` also tries it.
+        variables: environment variables that the change adds.
+        says: words of the right sentence.
+        also: words of true sentences about consequences of the change.
+        hides: words that no sentence may contain.
+        expected: the grade: "vague" if the compiler does not reveal the change.
+        is_light: whether `make test` also runs the cause.
     """
 
     name: str
@@ -97,7 +97,7 @@ def causes_of_compiler(name: str) -> Iterator[Cause]:
 
 
 def grade(cause: Cause, sentences: Sequence[str]) -> Grade:
-    """Return how good an explanation is. One wrong sentence makes it wrong."""
+    """Return the grade of an explanation. One wrong sentence makes the explanation wrong."""
     fragments = [part for sentence in sentences for part in re.split(r"; ", sentence)]
     named = [part for part in fragments if NAMED.search(part)]
     if any(word in part for part in fragments for word in cause.hides):
@@ -110,7 +110,7 @@ def grade(cause: Cause, sentences: Sequence[str]) -> Grade:
 
 @pytest.fixture(scope="module")
 def team(tmp_path_factory):
-    """A server without artifacts of other tests: an explanation may name any that it stores."""
+    """A server without artifacts of other tests, because an explanation may name any artifact."""
     with Server(tmp_path_factory.mktemp("server")) as server:
         yield server
 
@@ -157,7 +157,7 @@ def explained(script, *, compiler, url, jobs, host, changed=MappingProxyType({})
 
 @pytest.fixture
 def assert_named(jobs, team, tmp_path):
-    """Runs the scripts of causes, one after the other; compares what `explain` says of each."""
+    """Return a function that runs causes in turn and compares the explanations with the grades."""
 
     def assert_named(causes, *, compiler, before="", **settings):
         grades = {}
@@ -174,7 +174,7 @@ def assert_named(jobs, team, tmp_path):
             explanation = explain("--json")
             sentences = [each["cause"] for each in json.loads(explanation)]
             given = grade(cause, sentences) if sentences else "no miss"
-            print(given, compiler, cause.name, sentences, sep="\t")  # shown with -rP
+            print(given, compiler, cause.name, sentences, sep="\t")  # displayed with -rP
             if given != cause.expected:
                 grades[cause.name] = (given, sentences)
             if number == 0:
@@ -221,7 +221,7 @@ def test_small_programs_count_as_in_the_summary_and_are_explained(jobs, tmp_path
         assert sum(int(count) for count, _ in groups) == misses
         return [cause for _, cause in groups]
 
-    # A server of their own: any similar artifact would be named as their relative.
+    # On a shared server, an explanation would name any similar artifact.
     with Server(tmp_path / "server") as server:
         assert run("first") == ["new small program: no pack of this job has it"]
         flag = "--xla_cpu_enable_fast_math=true"

@@ -26,7 +26,7 @@ def open_descriptors():
 
 
 class Slot:
-    """Stands in for a library's jump slot: eight bytes which hold the address of `__xstat`."""
+    """A stand-in for a library's jump slot: eight bytes with the address of `__xstat`."""
 
     def __init__(self):
         self.real = libc_function("__xstat", "GLIBC_2.2.5")
@@ -92,7 +92,9 @@ def test_answer_is_asked_once_for_each_missing_file_below_the_prefix(slot, open_
     assert (gate.requests, gate.give_ups) == (1, 0)
 
 
-def test_answer_longer_than_the_liveness_time_is_waited_for(slot, open_gate, tmp_path):
+def test_caller_waits_for_answer_that_takes_longer_than_the_liveness_time(
+    slot, open_gate, tmp_path
+):
     def answer(path):
         time.sleep(3)
         Path(path).touch()
@@ -108,7 +110,7 @@ def test_caller_continues_if_python_cannot_run(slot, open_gate, tmp_path):
     def answer(path):
         seen.append(Path(path).name)
         if len(seen) == 1:
-            ctypes.PyDLL(None).usleep(2_000_000)  # keeps the interpreter's lock
+            ctypes.PyDLL(None).usleep(2_000_000)  # holds the interpreter's lock
 
     gate = open_gate(answer, liveness_seconds=1.5)
     assert slot.call(tmp_path / "one") == -1
@@ -172,7 +174,8 @@ def test_closing_restores_the_slot_and_ends_threads_and_descriptors(slot, open_g
 
 
 def test_closing_releases_waiting_caller(slot, open_gate, tmp_path, monkeypatch):
-    monkeypatch.setattr(answering, "_LEAVE_SECONDS", 0.1)  # the answer outlasts `close`
+    # The answer takes longer than `close` waits.
+    monkeypatch.setattr(answering, "_LEAVE_SECONDS", 0.1)
     asked, may_end = threading.Event(), threading.Event()
 
     def answer(path):

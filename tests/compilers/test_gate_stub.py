@@ -19,7 +19,7 @@ REPLY = struct.Struct("=Ic")
 
 
 class Wired:
-    """A stub whose other end is in the test's hands instead of a gate's."""
+    """A stub whose other end the test controls instead of a gate."""
 
     def __init__(self, prefix, *, real=None, patience=5.0):
         self.stub = Stub(

@@ -1,4 +1,4 @@
-"""Hosts of one team call one Helion kernel; Helion tunes it for real, on a CPU."""
+"""Hosts of one team call one Helion kernel, which Helion really tunes, on a CPU."""
 
 import pytest
 
@@ -12,7 +12,8 @@ BAD = [
     '{"config": "{\\"block_sizes\\": [1]}", "key": []}',
     '{"config": "{\\"block_sizes\\": [1]}", "key": {"fields": {}}, "cute_structural_policy": 7}',
 ]
-UNFIT = ["[7, 64]", "[32]", '[\\"evil\\", 64]', "[-1, 64]"]  # two powers of two fit
+# A configuration needs two powers of two.
+UNFIT = ["[7, 64]", "[32]", '[\\"evil\\", 64]', "[-1, 64]"]
 BAD += [
     f'{{"config": "{{\\"block_sizes\\": {each}}}", "key": {{"fields": {{}}}}}}' for each in UNFIT
 ]
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.extended
 
 @pytest.fixture(scope="module")
 def hosts(jobs, server, tmp_path_factory):
-    """A host that tunes a kernel and publishes much, one after it, and one without the team."""
+    """Three hosts: one tunes and publishes, one follows it, and one tunes without the team."""
     settings = {"url": server.url, "namespace": "helion-kernels", "under": "helion"}
     settings |= {"cases": "helion_kernels", "environment": "helion", "hooks": ""}
     settings["variables"] = {
@@ -58,7 +59,7 @@ def test_entry_that_helion_cannot_read_is_counted_and_withheld(hosts):
     _, second, _ = hosts
     assert second.report["found"] == [None] * len(BAD)
     assert second.stats["fallbacks"].pop("rejected") == len(BAD)
-    assert set(second.stats["fallbacks"]) <= {"corrupt"}  # `list` met them, too
+    assert set(second.stats["fallbacks"]) <= {"corrupt"}  # `list` also reads the unfit entries
 
 
 def test_kernel_is_tuned_without_the_team_after_failure(hosts):

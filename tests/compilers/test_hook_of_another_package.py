@@ -1,6 +1,6 @@
-"""A hook that another package registers keeps the contract of all hooks, over a real server.
+"""A hook in another package keeps the contract of all hooks, against a real server.
 
-The package is the one that docs/hooks.md builds; an installer puts it beside graphstash.
+docs/hooks.md builds the package, and an installer puts it beside graphstash.
 """
 
 import subprocess
@@ -17,7 +17,7 @@ from support.waiting import PATIENT_VARIABLES
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder for sys.path, in which the package is installed."""
+    """A folder for sys.path that contains the installed package."""
     project, site = tmp_path_factory.mktemp("toycc"), tmp_path_factory.mktemp("site")
     for snippet in read("docs/hooks.md").snippets:
         if snippet.title:

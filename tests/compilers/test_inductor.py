@@ -1,4 +1,4 @@
-"""Real torch.compile jobs on fresh hosts, in both ends of the versions that are tried."""
+"""Real torch.compile jobs on fresh hosts, in the oldest and the newest tested version."""
 
 import re
 import subprocess
@@ -15,8 +15,8 @@ TWO_WORKERS = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
 
 class TestInductor(HookContract):
     case = "inductor:training"
-    keywords: ClassVar = {"matmul": True}  # the C++ compiler takes most of the time of other graphs
-    cold_under = "fork:inductor"  # `built` goes the whole way of a user
+    keywords: ClassVar = {"matmul": True}  # building C++ takes most of the time of other graphs
+    cold_under = "fork:inductor"  # `built` starts like a user's job
     programs = GRAPHS
     package = "torch"
     cannot: ClassVar = {
@@ -43,7 +43,7 @@ class TestInductor(HookContract):
     @pytest.fixture(scope="class")
     @classmethod
     def built(cls, hosts):
-        """Builds C++ kernels, and a header: a forked job would find that of the user instead."""
+        """Build C++ kernels and a header. A forked job would use the header of the user instead."""
         return hosts.run("built", "training", under="graphstash run")
 
     def test_another_host_runs_no_compiler(self, hosts, built):
@@ -63,7 +63,7 @@ class TestInductor(HookContract):
     def test_graphs_whose_autotuning_results_are_bundled_are_shared(self, hosts, built):
         """torch begins a bundle when it loads a graph, and ends the bundle when the graph runs.
 
-        `built` comes first: it builds C++ objects that these jobs share.
+        `built` runs first, because these jobs share its C++ objects.
         """
         first, second = (hosts.run(host, "training_with_bundles") for host in ("one", "two"))
         assert second.report["fx"] == {"fxgraph_cache_hit": GRAPHS}
@@ -82,7 +82,7 @@ class TestInductor(HookContract):
         assert hosts.compiled("forked") == []
 
     @pytest.mark.extended
-    def test_graphs_that_differ_in_their_guards_are_all_found(self, hosts):
+    def test_second_host_finds_all_graphs_that_differ_only_in_guards(self, hosts):
         first = hosts.run("shapes", "products", {"sizes": [8, 32]})
         assert first.stats["misses"] > 0
         again = hosts.run("shapes-again", "products", {"sizes": [32, 8]})
@@ -103,7 +103,7 @@ class TestNewestInductor(TestInductor):
     )
     version = "2.15.0"
 
-    def test_script_that_installs_the_cache_itself_finds_the_same_beside_compile_workers(
+    def test_script_that_installs_the_cache_finds_the_same_graphs_beside_compile_workers(
         self, hosts, built
     ):
         options = {"under": "python", "variables": TWO_WORKERS}
@@ -121,7 +121,7 @@ class TestNewestInductor(TestInductor):
         lines = hosts.compiled("wide")
         assert lines
         assert not any(re.search(r"\.gch$", line) for line in lines)
-        # Since 2.8 there is a precompiled header. g++ marks one that it can use by "!".
+        # Since 2.8 there is a precompiled header. g++ prints "!" before a header that it can use.
         with_header = next(line for line in lines if "-include" in line)
         command = ["g++", "-H", *with_header.split()]
         included = subprocess.run(command, capture_output=True, text=True, check=True).stderr

@@ -1,4 +1,5 @@
-"""torch's remote caches in this process: whatever the cache does, a function computes the same."""
+"""torch's remote caches in this process: a function computes the same result under any cache
+fault."""
 
 import base64
 import json
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory):
-    """A server whose leases are those of one test."""
+    """A server with the leases of one test."""
     with Server(tmp_path_factory.mktemp("quiet")) as server:
         yield server
 
@@ -43,7 +44,7 @@ def multiply(x, y):
 
 
 def compute():
-    """Compiles and runs a graph without kernels of its own: no C++ compiler is needed."""
+    """Compile and run a graph without generated kernels, which needs no C++ compiler."""
     x, y = torch.arange(12.0).reshape(3, 4), torch.ones(4, 5)
     with torch.no_grad():
         result = torch.compile(multiply)(x, y)
@@ -62,7 +63,7 @@ def test_a_graph_is_compiled_once(host):
 
 
 def test_torchs_own_cache_has_no_code_for_other_vector_instructions(host, monkeypatch):
-    """torch 2.7 and 2.15 compile such code for the present ones, and compute other numbers."""
+    """torch 2.7 and 2.15 would generate such code on this processor and compute other numbers."""
     with host("a") as a:
         for number, instructions in enumerate(("default", "avx2"), 1):
             monkeypatch.setenv("ATEN_CPU_CAPABILITY", instructions)
@@ -71,7 +72,7 @@ def test_torchs_own_cache_has_no_code_for_other_vector_instructions(host, monkey
             torch._dynamo.reset()
 
 
-def test_a_kernel_for_a_device_that_is_not_here_keeps_no_graph_from_being_shared(host):
+def test_graph_is_shared_despite_a_kernel_for_an_absent_device(host):
     """torch 2.11 registers kernels for Apple's GPUs in Python."""
     with torch.library._scoped_library("aten", "IMPL") as apple, host("a") as a:
         apple.impl("sin", torch.cos, "MPS")
@@ -81,7 +82,7 @@ def test_a_kernel_for_a_device_that_is_not_here_keeps_no_graph_from_being_shared
 
 
 def unloadable(entry):
-    """An FX graph whose generated code raises an exception when torch loads it."""
+    """Return the entry of an FX graph whose generated code raises an exception on load."""
     stored = json.loads(entry)
     graph = pickle.loads(base64.b64decode(stored["data"]))
     graph.source_code = "raise ValueError"
@@ -106,7 +107,7 @@ def test_graph_that_torch_fails_to_load_is_rejected_and_compiled(host, monkeypat
 
 
 def predict():
-    """Compiles a forward pass whose backward pass never runs: torch stores no result of tracing."""
+    """Compile a forward pass whose backward pass never runs. torch stores no result of tracing."""
     torch.compile(multiply)(torch.ones(3, 4, requires_grad=True), torch.ones(4, 5))
 
 
@@ -130,7 +131,8 @@ def test_job_with_fail_on_miss_ends_only_before_it_compiles(host, monkeypatch, i
         if not is_cached:
             monkeypatch.setattr(codecache.FxGraphCache, "_check_can_cache", bypass)
         predict()
-        assert b.stats.misses == int(is_cached)  # AOTAutograd's entry, unless torch bypasses
+        # AOTAutograd's entry, unless torch bypasses its cache.
+        assert b.stats.misses == int(is_cached)
         assert len(ends) == ended, ends
 
 
@@ -181,7 +183,8 @@ def test_a_put_that_fails_does_not_end_the_compilation(host, monkeypatch):
         assert a.stats.fallbacks == {"internal": 2}
 
 
-def _fail(*args, **kwargs):  # the key describes it: it replaces a function of the compiler
+# The key describes this function, because it replaces a function of the compiler.
+def _fail(*args, **kwargs):
     raise RuntimeError("no code")
 
 
@@ -222,7 +225,7 @@ def test_a_graph_that_torch_does_not_cache_leaves_no_lease_and_its_reason_once(h
 
 
 def train(late, **how):
-    """Compile with options; torch compiles the backward pass late, here under other settings."""
+    """Compile with options. torch compiles the backward pass later, here under other settings."""
     x, y = torch.ones(3, 4, requires_grad=True), torch.ones(4, 5, requires_grad=True)
     result = torch.compile(multiply, **how)(x, y)
     with config.patch(late):
@@ -231,7 +234,7 @@ def train(late, **how):
 
 @pytest.mark.parametrize(("late", "published"), [({}, 3), ({"epilogue_fusion": False}, 2)])
 def test_entry_is_not_published_if_settings_change_before_its_backward(host, late, published):
-    """torch makes the key of the entry before the forward pass."""
+    """torch computes the key of the entry before the forward pass."""
     with host("a") as a:
         train(late)
     assert a.stats.published == published  # both graphs, and AOTAutograd's entry
@@ -240,7 +243,7 @@ def test_entry_is_not_published_if_settings_change_before_its_backward(host, lat
 
 @pytest.mark.parametrize("late", [{}, {"epilogue_fusion": False}])
 def test_settings_that_change_before_a_loaded_backward_end_sharing(host, late):
-    """Without the cache, torch compiles the backward pass with the settings at that time."""
+    """Without the cache, torch compiles the backward pass with the settings of that time."""
     with host("a"):
         train({})
     with host("b") as b:
@@ -263,7 +266,8 @@ def test_settings_that_change_before_a_loaded_backward_end_sharing(host, late):
     ids=["mode", "option", "private option", "option and a setting that changes"],
 )
 def test_options_of_torch_compile_are_not_settings_that_change(host, how, late):
-    """torch applies them to the backward graph, but not while it runs."""
+    """torch applies the options when it compiles the backward graph, but not while the graph
+    runs."""
     with host("a") as a:
         train({}, **how)
         assert a.stats.fallbacks == {}
@@ -273,7 +277,7 @@ def test_options_of_torch_compile_are_not_settings_that_change(host, how, late):
         assert b.stats.fallbacks == ({"unshareable": 1} if late else {})
 
 
-def test_every_kind_comes_back_byte_for_byte(host):
+def test_entry_of_every_kind_round_trips_byte_for_byte(host):
     caches = {
         remote_cache.RemoteFxGraphCache: {"data": "AAAA", "time_taken_ms": 7},
         remote_cache.RemoteAOTAutogradCache: {"data": "BBBB", "time_taken_ms": 7},
@@ -298,7 +302,7 @@ def test_every_kind_comes_back_byte_for_byte(host):
 
 
 def seams():
-    """Everything that the hook may touch, as it is now."""
+    """Return every attribute that the hook may replace, with its present value."""
     return [
         cpp_builder.CppBuilder.__dict__["build"],
         codecache.FxGraphCache.__dict__["_lookup_graph"],
@@ -348,7 +352,7 @@ def test_profiles_autotuning_results_and_local_caches_are_not_shared(host):
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
-def test_what_a_user_switched_off_stays_off(host):
+def test_cache_that_the_user_disabled_stays_disabled(host):
     with config.patch(fx_graph_remote_cache=False), host("a") as a:
         compute()
         assert config.fx_graph_remote_cache is False

@@ -1,9 +1,9 @@
 """Common models under torch.compile: a second host compiles none of their graphs.
 
-Each case is trained, or only called, by two hosts with empty local tiers and one server. Each
-model is compiled by one version of torch: it takes half a minute of CPU time, or more. Pages of the
-documentation do the same: docs/quick-start/huggingface.md trains GPT-2 with dropout, and
-docs/quick-start/accelerate.md in bfloat16.
+Two hosts with empty local tiers and one server run each case. Only one version of torch compiles
+each model, because a model takes half a minute of CPU time or more. Two pages of the documentation
+add GPT-2 with dropout (docs/quick-start/huggingface.md) and bfloat16
+(docs/quick-start/accelerate.md).
 """
 
 import pytest
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def both(server, namespace, tmp_path, jobs):
-    """Runs a case on two hosts; gives the outcomes, and what each host has built."""
+    """Return a function that runs a case on two hosts and returns outcomes and build commands."""
     settings = {"url": server.url, "namespace": namespace, "cases": "inductor_models", "jobs": jobs}
 
     def both(environment, case, **keywords):
@@ -28,12 +28,14 @@ def both(server, namespace, tmp_path, jobs):
 
 @pytest.fixture
 def run(both):
-    """Runs a case on two hosts, of which the second one compiles nothing."""
+    """Return a function that runs a case on two hosts and checks that the second compiles
+    nothing."""
 
     def run(environment, case, **keywords):
         cold, warm, built, built_again = both(environment, case, **keywords)
-        # The first job on a machine precompiles a header, for all later ones: torch keeps it
-        # in a folder of the user. Nothing that is found needs it.
+        # The first job on a machine precompiles a header for all later jobs. torch stores the
+        # header in
+        # a folder of the user. No cached artifact needs it.
         headers = sum(".gch" in line for line in built)
         misses = warm.stats["misses"]
         unshared = {"unshareable": misses} if misses else {}
@@ -63,13 +65,14 @@ def test_second_host_misses_only_what_torch_bypasses_of_transformers_model(run):
     [("", "no_grad"), ("torch-newest", "grad"), ("torch-newest", "inference")],
 )
 def test_second_host_traces_forward_pass_again_only_with_gradients(run, environment, context):
-    """torch stores the result of AOTAutograd when it has compiled the backward pass."""
+    """torch stores the result of AOTAutograd only after it has compiled the backward pass."""
     warm = run(environment, "predicting", context=context)
     assert warm.stats["misses"] == (1 if context == "grad" else 0)
 
 
 def test_second_host_publishes_nothing_of_tensors_in_shards(both):
-    """With 2.15, the mesh is an input of both graphs. Their C++ objects are found."""
+    """With 2.15, the mesh is an input of both graphs. The second host still finds the C++
+    objects."""
     cold, warm, _, built = both("torch-newest", "tensor_parallel")
     assert warm.report["compiles"] == 2
     assert warm.stats["fallbacks"] == {"unshareable": 3}

@@ -1,4 +1,4 @@
-"""C++ objects in this process, by real compilations that take a tenth of a second."""
+"""C++ objects in this process, by real compilations of a tenth of a second."""
 
 import ctypes
 import shlex
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.fixture
 def commands(monkeypatch):
-    """The commands that were run for `builder`, and not for torch's own probes of the processor."""
+    """Record the commands for `builder`, without torch's own probes of the processor."""
     run = cpp_builder.run_compile_cmd
     commands = []
 
@@ -37,7 +37,7 @@ def commands(monkeypatch):
 
 
 def builder(source, *, name="kernel", cflags=("shared", "fPIC", "O1"), **options):
-    """A builder of a file in torch's own directory, which is another one on every host."""
+    """Return a builder of a file in torch's own directory, which differs between hosts."""
     path = Path(codecache.cache_dir()) / "ab" / f"{name}.cpp"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source)
@@ -64,7 +64,7 @@ HEADER = "#pragma once\n#define ANSWER 42\n"
 
 
 def including(content):
-    """Source code that includes a header from torch's own directory, as Inductor's does."""
+    """Return source code that includes a header from torch's own directory, as Inductor's does."""
     path = Path(codecache.cache_dir()) / "cd" / "header.h"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
@@ -116,7 +116,7 @@ def test_parts_name_compiler_and_processor_and_no_directory_but_one_in_the_objec
 
 @pytest.fixture
 def compiler_part(monkeypatch):
-    """The part of a key that tells compilers apart, for a value of CXX."""
+    """Return a function that returns the key's part for the compiler in CXX."""
 
     def part(compiler):
         monkeypatch.setattr(fingerprint, "get_cpp_compiler", lambda: str(compiler))
@@ -138,9 +138,7 @@ def test_spelling_of_compiler_does_not_change_key(compiler_part):
 
 
 @pytest.mark.parametrize("argument", ["-ffast-math", "$MORE"])
-def test_what_a_wrapper_hands_to_the_compiler_changes_key(
-    compiler_part, monkeypatch, tmp_path, argument
-):
+def test_command_that_a_wrapper_runs_changes_key(compiler_part, monkeypatch, tmp_path, argument):
     wrapper = tmp_path / "g++"
 
     def part(argument, more):

@@ -1,4 +1,4 @@
-"""Two hosts of one team compile the same products of matrices with max-autotune, on CPUs."""
+"""Two hosts of one team compile the same matrix products with max-autotune, on CPUs."""
 
 import pytest
 
@@ -15,7 +15,7 @@ BEST = "mm 32 16 32 5"
 
 @pytest.fixture(scope="module")
 def hosts(jobs, server, tmp_path_factory):
-    """A first host, and a second one that has the same products in other graphs."""
+    """A first host, and a second host with the same products in other graphs."""
     settings = {"url": server.url, "namespace": "inductor-products", "environment": "torch-newest"}
     directory = tmp_path_factory.mktemp("hosts")
     with CompilerJobs(directory, jobs=jobs, **settings, **JOBS) as team:
@@ -48,9 +48,9 @@ def test_torch_measures_alone_after_failure_of_team_memory(hosts):
     _, second = hosts
     broken = second.report["broken"]
     assert set(broken["measured"]) == set(broken["generated"])
-    assert broken["chosen"] == "mm"  # all times are equal: the first
+    assert broken["chosen"] == "mm"  # the first candidate, because all times are equal
     assert second.stats["fallbacks"] == {"rejected": 1, "internal": 2}  # the table, the answer
-    assert second.errors.count("is tuned without the team") == 1  # the first is logged
+    assert second.errors.count("is tuned without the team") == 1  # only the first failure is logged
     assert "Traceback" not in second.errors
 
 
@@ -61,13 +61,13 @@ def test_no_code_is_generated_for_slow_candidates(hosts):
     assert set(first["measured"]) == set(first["generated"])
     assert second["measured"] == []
     assert set(second["generated"]) < set(first["generated"])
-    assert "mm" in second["generated"]  # the library's own
+    assert "mm" in second["generated"]  # the library's kernel
 
 
 @pytest.mark.extended
 def test_installing_keeps_settings_of_user(hosts):
     for each in hosts:
-        assert each.report["is_one"]  # installed twice
+        assert each.report["is_one"]  # a second installation returns the first
         assert each.report["by_hand"] == ["ByHand", "ByHand"]
         assert each.report["is_refused"]
         assert each.errors.count("does not implement uuid()") == 1
@@ -78,7 +78,7 @@ def test_closing_restores_torch(hosts):
     assert all(each.report["is_taken_out"] for each in hosts)
 
 
-def test_torch_without_lookup_table_is_reported_and_tunes(jobs, server, namespace, tmp_path):
+def test_torch_without_lookup_table_is_reported_and_tunes_alone(jobs, server, namespace, tmp_path):
     settings = {"url": server.url, "namespace": namespace}
     with CompilerJobs(tmp_path, jobs=jobs, **settings, **JOBS) as team:
         job = team.run("host", "products")

@@ -1,4 +1,4 @@
-"""Real jobs of JAX, each a process and a host of its own, against a real server."""
+"""Real JAX jobs, each a process and a host of its own, against a real server."""
 
 import json
 from typing import ClassVar
@@ -43,7 +43,7 @@ def assert_is_warm(outcome, cold):
 class TestJax(HookContract):
     case = "jax_programs:training"
     programs = PROGRAMS
-    herd_programs = 1  # the step: jobs do not wait for small programs
+    herd_programs = 1  # only the step, because jobs do not wait for small programs
     cannot: ClassVar = {
         "test_hook_steps_aside_with_one_warning_on_an_unsupported_version": "it runs on every "
         "version and warns: test_untested_version_is_logged_once_and_shares"
@@ -150,7 +150,7 @@ class TestJax(HookContract):
         assert report["state_inside"] != report["state_before"]
         assert all("graphstash" in owner for owner in report["state_inside"]["owners"])
         assert report["state"] == report["state_before"]
-        # without the hook, and without any cache
+        # The first run has no hook, and the last has no cache at all.
         assert len(report["compiled"]) == 2 * report["compiled_inside"]
         assert report["losses_after"] == report["losses"]
 
@@ -159,7 +159,8 @@ class TestJax(HookContract):
         forked = hosts.start("forks", "training_in_children", {"count": 2}, namespace=empty)
         reports = forked.finish().report
         children = [json.loads(line) for line in forked.stats.read_text().splitlines()]
-        assert compiles_of(reports, STEP) == 1  # who compiles a small one waits for nobody
+        # Children do not wait for each other's small programs.
+        assert compiles_of(reports, STEP) == 1
         assert sum(child["published"] for child in children) >= PROGRAMS
         assert all(child["fallbacks"] == {} for child in children)
         after = hosts.run("after-forks", "training", namespace=empty)
@@ -214,7 +215,7 @@ class TestJax(HookContract):
         printed = "Error reading persistent compilation cache entry for 'jit_step'"
         assert noisy.errors.count(printed) == 1
         assert noisy.stats["fallbacks"] == {"corrupt": 1, "rejected": 1}
-        assert noisy.stats["conflicts"] == 1  # what was published first stays
+        assert noisy.stats["conflicts"] == 1  # the first published artifact stays
 
     @pytest.mark.extended
     def test_fault_of_the_hook_itself_is_counted_and_jax_compiles(self, hosts, cold):

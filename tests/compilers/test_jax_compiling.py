@@ -1,4 +1,4 @@
-"""What the hook knows of a compile of JAX, and what becomes of it; each in a process of its own."""
+"""How the hook handles one JAX compilation. Each case has a process of its own."""
 
 from support.ports import reserved_port
 

@@ -1,4 +1,4 @@
-"""Jobs of many small programs: which those are, and what they cost a job and its server."""
+"""Jobs of many small programs: which programs are small, and the requests that they cost."""
 
 import pytest
 
@@ -71,18 +71,18 @@ def test_thirty_small_programs_cost_a_job_four_requests(
 ):
     def run(host, url):
         settings = {"url": url, "namespace": namespace, "report_runs": "false"}
-        settings["prefetch_limit"] = 0  # it asks for manifests
-        settings["summary"] = "false"  # its last line asks for up to four causes
+        settings["prefetch_limit"] = 0  # prefetching would request manifests
+        settings["summary"] = "false"  # the summary would request up to four causes
         return jax_program(MANY, host=host, environment=environment, **settings)
 
     with FaultProxy(server.port) as proxy:  # one connection for each request
         assert run("a", proxy.url) == ["0 30 {}"]
-        # The first pack is asked for twice: before the first program, and before the upload. The
-        # last request describes it.
+        # The job requests the first pack before the first program and before the upload. The last
+        # request describes the pack.
         assert proxy.connections == 4
         assert run("b", proxy.url) == ["30 0 {}"]
         assert proxy.connections == 5
-        # The copies on its disk cost a run one look-up: whether the server still has them.
+        # For the copies on its disk, a run needs one look-up, which checks them against the server.
         assert run("b", proxy.url) == ["30 0 {}"]
         assert proxy.connections == 6
     counted = server.stats(namespace)

@@ -30,14 +30,14 @@ def prewarm(*words, environment="jax-newest", **variables):
 
 @pytest.fixture(scope="module")
 def options(server, tmp_path_factory):
-    """Of a command, and the variables that keep it off this user's own disk."""
+    """Options of the command, and variables that redirect it from this user's disk."""
     words = ("--topology", "v5e:2x2", "--url", server.url, "--namespace", "jax-prewarm")
     return words, {"GRAPHSTASH_CACHE_DIR": str(tmp_path_factory.mktemp("tier"))}
 
 
 @pytest.fixture(scope="module")
 def first(options, server):
-    """The first of all runs."""
+    """The result of the first run."""
     words, variables = options
     result = prewarm(*words, "--json", STEP, **variables)
     assert result.returncode == 0, result.stderr
@@ -71,7 +71,7 @@ def test_prewarmed_key_and_artifact_equal_those_of_a_job(first, server, tmp_path
         job = jobs.run("job", "prewarmed_by_hand", environment="jax-newest", under="graphstash run")
     assert job.report["components"] == first["components"]
     assert first["jax_key"] == f"jit_step-{job.report['whole']}"
-    # A client that can only compile is handed nothing; what it compiles has the same name.
+    # A client that can only compile loads no artifact. Its own artifact has the same key.
     assert job.stats == {}
     assert server.stats("jax-prewarm")["artifacts"] == 1
     assert "persistent compilation cache" not in job.errors

@@ -1,4 +1,4 @@
-"""JAX's settings under the hook: which ones it changes, for how long, and which it obeys."""
+"""JAX's settings under the hook: which settings it changes, for how long, and which it obeys."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ VERSIONS = most_extended(["", "jax-oldest"], quick=[""])
 
 @pytest.fixture
 def run(jax_program):
-    """Runs a program on a host without a server."""
+    """Return a function that runs a program on a host without a server."""
     return partial(jax_program, url="none", hooks="jax")
 
 
@@ -75,7 +75,7 @@ CHECKED = """
     """
 
 
-@pytest.mark.parametrize("operation", ["x @ x", "x + x"])  # the second one travels in a pack
+@pytest.mark.parametrize("operation", ["x @ x", "x + x"])  # the second program is in a pack
 def test_jax_compares_cached_program_with_its_compilation(run, operation):
     program = CHECKED.replace("x @ x", operation)
     run(program.replace("True)", "False)"))

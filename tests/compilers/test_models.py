@@ -1,6 +1,6 @@
-"""Models which no hook was written for: every second host compiles nothing and computes the same.
+"""Models without a hook of their own: a second host compiles nothing and computes the same result.
 
-`support.cases.models` has the models, and `test_inductor_models` those of torch.compile.
+`support.cases.models` defines the models, and `test_inductor_models` those of torch.compile.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 
 class Pair(NamedTuple):
-    """The same job on a host where nothing is, and on another one."""
+    """The same job on a host with an empty cache and on a second host."""
 
     cold: Outcome
     warm: Outcome
@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 
 @pytest.fixture
 def run(jobs, server, namespace, tmp_path):
-    """Runs a case cold and warm."""
+    """Return a function that runs a case cold and warm."""
 
     def run(
         make: Callable[..., CompilerJobs],

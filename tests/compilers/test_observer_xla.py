@@ -1,4 +1,4 @@
-"""Attributes that torch_xla omits from names of graphs: observed in each call, or not shared."""
+"""Attributes that torch_xla omits from graph names are observed in each call, or not shared."""
 
 import ctypes
 import re
@@ -124,7 +124,7 @@ def test_library_with_a_function_that_cannot_be_observed_is_left_alone(library, 
     path, loaded = library
     with pytest.raises(GateUnavailable, match=reason):
         observe(path, [("observed", []), (symbol, [])])
-    (observer,) = observe(path, [("observed", [FIRST])])  # nothing has replaced its pointer
+    (observer,) = observe(path, [("observed", [FIRST])])  # no other tool has replaced the pointer
     assert loaded.calls(7, 0.0) == 71
     assert observer.observation() == Observation(called=True, values=(7,))
 

@@ -1,8 +1,8 @@
-"""The inductor hook's tests, played again as on other x86-64 processors than this one.
+"""The inductor hook's tests, repeated as on other x86-64 processors.
 
-ATEN_CPU_CAPABILITY is what torch computes with, PRETEND_ISA what Inductor believes that there is: a
-processor with AMX makes Inductor build one more object, before anything else. The job that builds
-C++ kernels is played on both.
+ATEN_CPU_CAPABILITY limits the instructions that torch uses; PRETEND_ISA sets those that Inductor
+detects. With AMX, Inductor first builds one more object. The job that builds C++ kernels runs under
+both.
 """
 
 import os

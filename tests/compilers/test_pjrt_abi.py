@@ -1,4 +1,4 @@
-"""What the hook knows of the interface, held against the header that a plug-in ships."""
+"""The hook's description of the PJRT interface matches the header that a plug-in ships."""
 
 import ctypes
 import re
@@ -35,7 +35,7 @@ ASKED = {
     "TopologyDescription_Serialize": "topology serialized_bytes serialized_bytes_size "
     "serialized_topology serialized_topology_deleter",
 }
-"""Fields of the structures with which the hook asks about an object."""
+"""Fields of the structures with which the hook queries an object."""
 
 FILLED = {
     "PJRT_Client_Compile_Args": abi.ClientCompileArgs,
@@ -47,7 +47,7 @@ FILLED = {
 
 @pytest.fixture(scope="module")
 def package():
-    """The package of the plug-in."""
+    """The directory of the plug-in's package."""
     return LIBRARY.parent
 
 
@@ -58,7 +58,7 @@ def header(package):
 
 
 def fields_of(header, name):
-    """Names of the fields behind size and extensions; each takes 8 bytes, or is the last."""
+    """Return the fields behind size and extensions. Each field takes 8 bytes, except the last."""
     (body,) = re.findall(rf"struct {name} \{{(.*?)\n\}}", header, re.DOTALL)
     declared = [
         re.sub(r"\(\*(\w+)\)\(.*\)", r"\1", line, flags=re.DOTALL) for line in body.split(";")
@@ -98,7 +98,7 @@ def test_codes_and_extensions_equal_the_header(header):
     assert listed[abi.PROFILER_EXTENSION] == "Profiler"
 
 
-def test_a_plug_in_is_found_by_its_path_and_then_among_what_is_loaded(package):
+def test_plug_in_is_found_by_its_path_and_then_among_loaded_libraries(package):
     path = package / "xla_cpu_pjrt.so"
     plugin = plugin_at(str(path))
     assert (plugin.path, plugin.api.major, plugin.api.minor) == (path, 0, 81)
@@ -112,7 +112,7 @@ def test_library_without_plug_in_is_ignored():
 
 
 def test_the_key_has_the_threads_of_the_client_that_compiles(package, monkeypatch):
-    """XLA splits loops for the number of threads that it has read when the client started."""
+    """XLA splits loops for the number of threads that it reads when the client starts."""
     fingerprints = Fingerprints(plugin_at(str(package / "xla_cpu_pjrt.so")))
     topology = Topology("cpu", "1", "none", (), device_count=1, process_count=1)
     code, form = ctypes.create_string_buffer(b"module"), ctypes.create_string_buffer(b"mlir")
@@ -129,7 +129,7 @@ def test_the_key_has_the_threads_of_the_client_that_compiles(package, monkeypatc
         return fingerprints.parts(args, topology)["threads"]
 
     assert [threads_of(client) for client in (1, 2)] == ["5", "7"]
-    assert threads_of(9) == "3"  # it was there before the hook
+    assert threads_of(9) == "3"  # a client that started before the hook
 
 
 def test_a_program_that_calls_back_into_its_process_is_not_shared():

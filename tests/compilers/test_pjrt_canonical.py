@@ -1,4 +1,4 @@
-"""Compile options and descriptions in one form; most messages are written by hand."""
+"""The canonical form of compile options and descriptions. Most messages are written by hand."""
 
 import base64
 import hashlib
@@ -46,7 +46,7 @@ others = st.one_of(
 
 @st.composite
 def permuted(draw):
-    """Two messages with maps at several depths, which differ in the order of entries alone."""
+    """Draw two messages with nested maps that differ only in the order of map entries."""
     inner, outer = draw(tables), draw(tables)
     before, between = b"".join(draw(others)), b"".join(draw(others))
 
@@ -71,7 +71,7 @@ def test_different_contents_stay_different(one, other):
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_keep_their_length_and_are_done_in_one_pass(message):
+def test_canonical_form_of_any_bytes_keeps_the_length_and_is_idempotent(message):
     once = canonical(message)
     assert sorted(once) == sorted(message)
     assert canonical(once) == once
@@ -80,11 +80,11 @@ def test_any_bytes_keep_their_length_and_are_done_in_one_pass(message):
 @pytest.mark.parametrize(
     "garbage",
     [
-        b"\xff" * 12,  # a number without an end
-        b"\x0a\x7fshort",  # longer than what is there
+        b"\xff" * 12,  # an endless number
+        b"\x0a\x7fshort",  # shorter than its length field
         b"\x0b\x0c",  # groups, which protobuf dropped
         b"\x02\x00",  # field 0
-        mapping(5, [(b"b", b"1"), (b"a", b"2")]) + b"\x80",  # a message that is cut
+        mapping(5, [(b"b", b"1"), (b"a", b"2")]) + b"\x80",  # a truncated message
     ],
 )
 def test_bytes_that_are_no_message_are_returned_unchanged(garbage):
@@ -95,8 +95,8 @@ def test_bytes_that_are_no_message_are_returned_unchanged(garbage):
     "sequence",
     [
         [text(1, b"\x01\x02"), text(1, b"\x00\x03")],  # a device assignment: one field each
-        [integer(1, 3) + integer(2, 0), integer(1, 3) + integer(2, 1)],  # a key twice
-        [integer(2, 7) + integer(1, 3), integer(2, 6) + integer(1, 2)],  # not key, value
+        [integer(1, 3) + integer(2, 0), integer(1, 3) + integer(2, 1)],  # a duplicate key
+        [integer(2, 7) + integer(1, 3), integer(2, 6) + integer(1, 2)],  # value before key
         [entry(b"b", b"x") + integer(3, 1), entry(b"a", b"x") + integer(3, 1)],
         [integer(1, 9) + integer(2, 1), text(1, b"a") + integer(2, 1)],  # keys of two types
     ],
@@ -107,7 +107,7 @@ def test_sequences_whose_order_may_matter_keep_it(sequence):
     assert canonical(message) != canonical(b"".join(text(4, each) for each in sequence[::-1]))
 
 
-# What JAX 0.11.2 serializes for one NVIDIA H100, in two processes.
+# Serialized by JAX 0.11.2 for one NVIDIA H100, in two processes.
 H100 = [
     (
         "c-nQ7&ubGw6vvtACT=z+gs5~Y3ZoW`(5$nYA8v}+WK(EbZ7HJSMe3TYap~^Pl4NP(X)OK$;;9Hi6%VBc5ig4LP&}"

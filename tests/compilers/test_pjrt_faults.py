@@ -1,4 +1,4 @@
-"""Whatever happens around a compile call, the framework gets a right executable."""
+"""The framework gets a right executable despite any fault or interrupt around a compile call."""
 
 from functools import cache
 
@@ -18,7 +18,8 @@ REASONS = {
 
 @pytest.fixture(scope="module")
 def report_of(jobs, server, tmp_path_factory):
-    """Reports what one process has met, once for each environment in any order of the tests."""
+    """Return a function that returns one process's report for an environment, once per
+    environment."""
 
     @cache
     def report_of(environment):
@@ -93,5 +94,5 @@ def test_interrupt_during_compilation_is_raised_afterwards_and_repeats_no_compil
         assert case["result"] == report["plain"]
         assert (case["stats"]["misses"], case["stats"]["hits_host"]) == (1, 1)
     assert (after["compiled"], handled["compiled"]) == (1, 1)
-    # Signals are handled in the main thread. JAX 0.10 compiles in another one, on some machines.
+    # The main thread handles signals. On some machines, JAX 0.10 compiles in another thread.
     assert before["compiled"] == (2 if before["in_main_thread"] else 1)

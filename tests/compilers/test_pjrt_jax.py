@@ -1,4 +1,4 @@
-"""JAX through the pjrt hook, where the jax hook is switched off: real plug-ins, real processes."""
+"""JAX through the pjrt hook, with the jax hook disabled: real plug-ins, real processes."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from support.hook_contract import OF_THE_CACHE, HookContract
 
 @pytest.fixture
 def run(server, namespace, tmp_path):
-    """Runs a job on a host of its own."""
+    """Return a function that runs a job on a host of its own."""
     settings = {"url": server.url, "namespace": namespace, "hooks": "pjrt"}
     with CompilerJobs(tmp_path, cases="pjrt_jax", **settings) as jobs:
         yield jobs.run
@@ -36,7 +36,7 @@ def test_what_is_compiled_ahead_of_time_for_a_tpu_is_published_once(
     assert first.report == second.report
     assert (first.stats["misses"], first.stats["published"]) == (1, 1)
     assert first.stats["fallbacks"] == {}
-    # The key is the same in another process: the server has it, nothing is left to count.
+    # The key is equal in another process, so the server already has the artifact.
     assert second.stats == {}
     (stored,) = (tmp_path / "first" / "tier" / "v2").glob(f"*/{namespace}/pjrt/tpu-*/*/*")
     assert stored.stat().st_size > 1000
@@ -47,7 +47,7 @@ def test_what_is_compiled_ahead_of_time_for_a_tpu_is_published_once(
 class TestPjrt(HookContract):
     case = "pjrt_jax:user"
     programs = 2
-    cold_under = "fork:pjrt"  # the frames that call a program are in its key
+    cold_under = "fork:pjrt"  # the key contains the frames that call a program
     environment = ""
     cannot: ClassVar = {
         "test_fault_of_the_server_costs_a_compilation_and_is_counted": "a damaged "
@@ -69,7 +69,7 @@ class TestPjrt(HookContract):
         super().test_hosts_that_start_at_once_compile_each_program_once(hosts, empty)
 
     def compiled(self, outcome):
-        return outcome.report["compiles"] - outcome.hits  # JAX counts loads, too
+        return outcome.report["compiles"] - outcome.hits  # JAX counts loads as compilations
 
     def result(self, outcome):
         return outcome.report["small"], outcome.report["spread"]

@@ -1,4 +1,4 @@
-"""Nothing is raised into C++: what comes in between is raised again in its thread afterwards."""
+"""No exception reaches C++. An interrupt of a callback is raised in its thread afterwards."""
 
 import threading
 
@@ -8,7 +8,7 @@ from graphstash.hooks.pjrt.interceptor import Shield
 
 
 class StoppedError(BaseException):
-    """What a handler of signals raises; an ordinary exception is an error of the hook."""
+    """An exception of a signal handler. The hook handles ordinary exceptions as its own errors."""
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, StoppedError])
@@ -23,9 +23,9 @@ def test_interrupt_waits_until_the_callback_has_returned(interrupt):
 
     def callback():
         shield = Shield(interrupted)
-        assert shield.attempt(fail) is None  # an interrupt while an error is told waits as well
+        assert shield.attempt(fail) is None  # an interrupt waits even while an error is logged
         shield.close()
-        for _ in range(20):  # a busy machine is as slow to return
+        for _ in range(20):  # a busy machine returns as slowly
             threading.Event().wait(0.01)
         returned.append(True)
 

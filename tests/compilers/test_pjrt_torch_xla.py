@@ -13,7 +13,7 @@ JOB = Path(__file__).parents[1] / "support" / "pjrt_torch_job.py"
 
 @pytest.fixture(scope="module")
 def outcomes(server, tmp_path_factory):
-    """A cold run; the same step from other lines on another host; a third one, installed late."""
+    """A cold run, the same step from other lines on another host, and a run with a late hook."""
     directory = tmp_path_factory.mktemp("pjrt-torch-xla")
     settings = {"url": server.url, "namespace": "pjrt-torch-xla", "environment": "xla-newest"}
     run = CompilerJobs(directory, script=JOB, **settings).run
@@ -42,7 +42,7 @@ def test_late_hook_serves_following_programs(outcomes):
     late = outcomes["late"]
     assert late.report["before"] == 3.0
     assert late.hits == outcomes["cold"].report["compiles"]
-    assert late.report["compiles"] == late.hits + 1  # one before the hook
+    assert late.report["compiles"] == late.hits + 1  # one compilation before the hook
 
 
 def test_warning_about_missing_sharing_appears_only_without_the_hook(outcomes):

@@ -1,4 +1,4 @@
-"""Real ranks that talk over gloo, each on a host of its own: all load one artifact."""
+"""Real ranks over gloo, each on a host of its own, all load one artifact."""
 
 import pytest
 
@@ -12,7 +12,8 @@ SIZE = 3
 
 @pytest.fixture(params=each_of({"": "", "torch-newest": "torch-newest"}))
 def ranks(request, jobs, server, namespace, tmp_path):
-    """Runs the ranks of a job of torch; the cache is out of reach for the `broken` ones."""
+    """Return a function that runs the ranks of a torch job. `broken` ranks cannot reach the
+    cache."""
     settings = {"cases": "inductor", "environment": request.param, "namespace": namespace}
     variables = {"TORCHINDUCTOR_CACHE_DIR": "HOST/inductor"}
     with CompilerJobs(tmp_path, jobs=jobs, variables=variables, **settings) as made:
@@ -77,7 +78,7 @@ def losses(reports):
 
 def test_all_ranks_load_one_artifact_even_without_access_to_cache(ranks):
     cold, warm = ranks("cold"), ranks("warm", broken=[2])
-    assert sum(graphs(cold, "miss")) == 2  # forward and backward, each by one rank
+    assert sum(graphs(cold, "miss")) == 2  # forward and backward, each compiled by one rank
     assert sum(graphs(cold, "hit")) == 2 * (SIZE - 1)
 
     assert graphs(warm, "miss") == [0] * SIZE
@@ -96,7 +97,8 @@ def test_ranks_share_results_if_no_rank_reaches_the_cache(ranks):
 
 @pytest.fixture(params=each_of({"": "", "jax-oldest": "jax-oldest"}))
 def processes(request, jobs, server, namespace, tmp_path):
-    """Runs all processes of a job of JAX; the cache is out of reach for the `broken` ones."""
+    """Return a function that runs all processes of a JAX job. `broken` ones cannot reach the
+    cache."""
     with JaxJobs(tmp_path, jobs=jobs, environment=request.param, namespace=namespace) as made:
 
         def run(name, *, broken=()):
@@ -118,7 +120,7 @@ def processes(request, jobs, server, namespace, tmp_path):
 @pytest.mark.extended
 def test_all_processes_of_jax_load_one_executable_even_without_access_to_cache(processes):
     cold = processes("cold")
-    assert sum(report["compiled"] for report in cold) == 1  # whoever asked first
+    assert sum(report["compiled"] for report in cold) == 1  # the process that asked first
     assert len({report["total"] for report in cold}) == 1
 
     warm = processes("warm", broken=(1,))

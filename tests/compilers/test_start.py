@@ -1,4 +1,4 @@
-"""What `graphstash run` adds to a script that imports a compiler and compiles nothing."""
+"""`graphstash run` adds little to a script that imports a compiler and compiles nothing."""
 
 import sys
 

@@ -55,13 +55,13 @@ class TestTorchXla(HookContract):
     def test_warm_step_makes_no_cache_call(self, hosts, cold, warm):
         bare = self.run(hosts, "bare", under="")
         for outcome in (cold, warm):
-            # hits, misses and fallbacks stand still after the two steps that were new
+            # After the first two steps, hits, misses and fallbacks do not change.
             assert len({tuple(counts) for counts in outcome.report["counts"][2:]}) == 1
-            # torch_xla's own entry point is called, not a wrapper of ours
+            # Steps call torch_xla's own entry point without a wrapper.
             for what in ("step_marker", "executions", "device_reads", "losses"):
                 assert outcome.report[what] == bare.report[what], what
         assert bare.stats == {}
-        assert cold.report["environment"] is None  # nothing that children could inherit
+        assert cold.report["environment"] is None  # children inherit no variable
 
     def test_hook_logs_once_and_is_not_installed_on_versions_that_cannot_load(self, hosts):
         outcome = hosts.run("2.9.0", "--pretend-version", "2.9.0", "--install", under="")

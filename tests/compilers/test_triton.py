@@ -1,4 +1,4 @@
-"""Real Triton compilations for a GPU that is not there, in both ends of the versions tried."""
+"""Real Triton compilations for an absent GPU, in the oldest and the newest tested version."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ MAGIC = b"graphstash-triton\1"
 
 
 def with_path(files):
-    """An archive with a file that is outside of the kernel's folder."""
+    """Return an archive with a file outside the kernel's folder."""
     name = b"../scaled_add.ptx"  # the first in the order of names
     head = MAGIC + struct.pack(">I", len(files) + 1) + struct.pack(">HQ", len(name), 0) + name
     return head + pack(files)[len(MAGIC) + 4 :]
@@ -42,7 +42,7 @@ def of_another_kernel(files):
 
 
 DAMAGES = (with_path, cut, of_another_kernel)
-"""Of many in `test_triton_archive`: one for each kernel."""
+"""One damage of `test_triton_archive` for each kernel."""
 
 
 class TestTriton(HookContract):
@@ -128,7 +128,7 @@ class TestTriton(HookContract):
 
     @pytest.mark.extended
     def test_triton_variables_install_hook_and_changed_source_changes_key(self, hosts, cold):
-        assert cold.report["environment"] is None  # nothing that children could inherit
+        assert cold.report["environment"] is None  # children inherit no variable
         shifted = {"shift": True, "count": 2}
         manager = hosts.run(
             "manager", "kernels", {"shift": True}, variables=MANAGER, under="python"
@@ -160,7 +160,9 @@ class TestTriton(HookContract):
         assert server.leases_held() == 0
 
     @pytest.mark.extended
-    def test_failed_compilation_holds_no_lease_while_the_job_goes_on(self, hosts, server, empty):
+    def test_failed_compilation_releases_its_lease_while_the_job_continues(
+        self, hosts, server, empty
+    ):
         go = hosts.directory / "go"
         running = hosts.start("failed", "failing", {"go": go}, namespace=empty)
         until(lambda: go.with_suffix(".failed").exists() or running.ended())

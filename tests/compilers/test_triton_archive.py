@@ -1,4 +1,4 @@
-"""The bytes of a kernel: exactly what was packed comes out, or nothing."""
+"""Archives of kernels: unpacking returns exactly the packed files, or fails."""
 
 import base64
 import json
@@ -38,7 +38,7 @@ archives = st.dictionaries(names, st.binary(max_size=200), min_size=1, max_size=
 
 
 def kernel(**description):
-    """The files of a kernel; fields of its description may be replaced."""
+    """Return the files of a kernel. Keywords replace fields of its description."""
     return {
         "k.ttir": b"module {}",
         "k.ptx": b".version 8.4",
@@ -48,7 +48,7 @@ def kernel(**description):
 
 
 def structure_of(packed):
-    """Where an archive holds anything but contents."""
+    """Return the offsets of an archive that hold no file contents."""
     places = list(range(len(b"graphstash-triton\1") + 4))
     at = len(places)
     while at < len(packed):
@@ -113,7 +113,7 @@ UNSAFE = ["", ".", "..", "a/b", "/a", "../a", "a\\b", "a\0", "a\n", "a" * 256, "
 @pytest.mark.parametrize(
     "names", [[], [str(n) for n in range(MAX_FILES + 1)], *([name] for name in UNSAFE)]
 )
-def test_too_many_files_and_more_than_a_file_name_are_refused(names):
+def test_too_many_files_and_names_with_a_path_are_refused(names):
     with pytest.raises(ArchiveError):
         pack(dict.fromkeys(names, b""))
 

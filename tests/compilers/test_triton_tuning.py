@@ -1,4 +1,4 @@
-"""Hosts of one team call one Triton kernel; it is compiled for a GPU that is not there."""
+"""Hosts of one team tune one Triton kernel, compiled for an absent GPU."""
 
 import pytest
 
@@ -13,12 +13,12 @@ case "$*" in
 esac
 exec {ptxas} "$@"
 """
-"""Compiles nothing with eight warps."""
+"""A ptxas that refuses kernels with eight warps."""
 
 
 @pytest.fixture(params=each_of(TRITON_VERSIONS))
 def team(request, jobs, server, namespace, tmp_path):
-    """Starts jobs of one version of Triton; a host is a folder."""
+    """Jobs of one version of Triton. Each host has a folder."""
     settings = {"url": server.url, "namespace": namespace, "jobs": jobs, "under": "triton"}
     with TritonJobs(tmp_path, request.param, cases="triton_tuning", **settings) as team:
         yield team
@@ -27,7 +27,7 @@ def team(request, jobs, server, namespace, tmp_path):
 @pytest.fixture
 def without_eight_warps(team, tmp_path):
     """Variables of a host whose ptxas refuses eight warps."""
-    variables = {"TMPDIR": str(tmp_path)}  # Triton keeps the PTX that ptxas refused
+    variables = {"TMPDIR": str(tmp_path)}  # Triton writes the PTX that ptxas refused there
     for ptxas in (tmp_path / "bin").iterdir():
         refusing = tmp_path / f"refusing-{ptxas.name}"
         refusing.write_text(REFUSING_PTXAS.format(ptxas=ptxas))
@@ -50,7 +50,7 @@ def test_team_tunes_a_kernel_once_and_again_where_its_schedule_does_not_compile(
     fourth = team.run("fourth", "tuned", variables=without_eight_warps)
     assert third.report["chosen"] == fourth.report["chosen"] == [256, 4]
     assert third.stats["fallbacks"] == fourth.stats["fallbacks"] == {"rejected": 1}
-    assert third.report["measured"] < CONFIGS  # the first host's are known
+    assert third.report["measured"] < CONFIGS  # the findings of the first host are used
     assert fourth.report["measured"] == 0
 
 

@@ -1,4 +1,4 @@
-"""What makes a kernel another problem, by the calls of one kernel."""
+"""Calls of one kernel that are different problems."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Files that torch_xla has written: a file that may be incomplete is not published."""
+"""A file of torch_xla that may be incomplete is not published."""
 
 import os
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def host(tmp_path):
 def test_only_a_file_that_is_likely_complete_is_published(
     host, tmp_path, monkeypatch, content, free_bytes, is_published
 ):
-    """torch_xla ignores the error of a full disk. It closes the file, which is then incomplete."""
+    """torch_xla ignores the error of a full disk and closes the incomplete file."""
     written = tmp_path / "graph"
     if content is not None:
         written.write_bytes(content)

@@ -5,7 +5,8 @@ The hook reads a table again only if the version of its dictionary has changed. 
 
     python -m compilers.wrong_hits.changed_tables versions|members
 
-Prints the number of kinds of changes. A change that a key lacks ends the program with an error.
+Prints the number of kinds of changes. A change that does not change the key ends the program with
+an error.
 """
 
 import copy
@@ -174,7 +175,7 @@ def in_a_definition():
 
 
 def in_an_operation_that_is_first_used_now():
-    """One of torch's own tests, which nothing in torch uses."""
+    """Change an operation that only torch's own tests use."""
     assert "_test_optional_floatlist" not in vars(aten)
     operation = aten._test_optional_floatlist
     yield from in_table(operation.default.py_kernels, torch._C.DispatchKey.CPU)

@@ -1,4 +1,4 @@
-"""Hosts on which programs of pairs run: processes that have imported a compiler once."""
+"""Hosts that run programs of pairs: processes that have imported a compiler once."""
 
 import json
 import os
@@ -18,11 +18,11 @@ _TESTS = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a program asked its cache for before it compiled anything.
+    """The first look-up of a program.
 
     Attributes:
-        key: of the first look-up, with all that it is made of; empty when there was none.
-        unshared: why the program is not shared; empty when it is.
+        key: key of the look-up, with all its parts; empty if there was none.
+        unshared: reason why the program is not shared; empty if it is shared.
     """
 
     key: str
@@ -31,11 +31,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a program computed.
+    """The result of a program.
 
     Attributes:
         result: digest of the value of its last line, or of the kind of error that it raised.
-        hits: number of artifacts that it used.
+        hits: number of artifacts that the program used.
     """
 
     result: str
@@ -47,9 +47,9 @@ class Host:
 
     Args:
         compiler: name of the module with its pairs.
-        directory: for programs and everything that they write.
-        seed: of Python's hashes.
-        environment: of the compiler's version; empty for that of the tests.
+        directory: directory of the programs and their files.
+        seed: seed of Python's hashes.
+        environment: environment of the compiler's version; empty for the tests' own.
     """
 
     def __init__(self, compiler: str, directory: Path, *, seed: int, environment: str = "") -> None:
@@ -68,10 +68,12 @@ class Host:
         )
 
     def ask(self, program: str) -> Asked:
-        """Runs a program until it would compile, unless this host has run it: pairs share programs.
+        """Run a program until it would compile, and return its look-up.
+
+        A host runs each program only once, because pairs share programs.
 
         Raises:
-            AssertionError: the program failed, or asked for nothing.
+            AssertionError: the program failed, or made no look-up.
         """
         if program not in self._asked:
             self._asked[program] = self._answer({"directory": self._place(program)})
@@ -80,20 +82,20 @@ class Host:
         return Asked(**answer)
 
     def ask_in_one_process(self, programs: Iterable[str]) -> None:
-        """Run programs one after the other in one process; `ask` returns their answers."""
+        """Run programs in turn in one process; `ask` returns their answers."""
         places = {program: self._place(program) for program in programs}
         answer = self._answer({"directories": list(places.values())})
         assert "answers" in answer, answer
         self._asked |= dict(zip(places, answer["answers"], strict=True))
 
     def run(self, program: str, tier: Path | None) -> Ran:
-        """Runs a program to its end, with the artifacts in a directory or without a cache."""
+        """Run a program to its end, with the artifacts in a directory or without a cache."""
         answer = self._answer({"directory": self._place(program), "tier": str(tier or "")})
         assert "result" in answer, f"{answer.get('failed')}\n{program}"
         return Ran(answer["result"], int(answer["hits"]))
 
     def _place(self, program: str) -> str:
-        """Write a program into a directory of its own; return the directory."""
+        """Write a program into a directory of its own, and return the directory."""
         self._count += 1
         place = self._directory / f"{self._count}"
         place.mkdir()

@@ -8,11 +8,11 @@ from compilers.wrong_hits.pairs import OFF_AND_ON, Pair, Relation, pair, with_ex
 __all__ = ["PAIRS", "VERSIONS", "forget", "install", "prepare"]
 
 VERSIONS = {"2.7.0": "", "2.15.0": "torch-newest"}
-"""Environment by torch's version; empty is the one of the tests."""
+"""Environment by torch's version; empty is the tests' own."""
 
 
 def prepare() -> None:
-    """Imports and loads all that a compilation needs, by a compilation without C++ code."""
+    """Import all modules that a compilation needs, by a compilation without C++ code."""
     import torch
     import torch._inductor.compile_fx
     from torch._inductor import config, cpu_vec_isa
@@ -27,18 +27,18 @@ def prepare() -> None:
     x = torch.ones(2, 2, requires_grad=True)
     torch.compile(lambda x: x @ x)(x).sum().backward()
     torch._dynamo.reset()
-    user_code_of(torch.fx.symbolic_trace(lambda x: x.sin()), [])  # looks through torch's tables
+    user_code_of(torch.fx.symbolic_trace(lambda x: x.sin()), [])  # searches torch's tables
 
 
 def install(cache: Any) -> None:
-    """Puts the hook into torch."""
+    """Install the hook in torch."""
     from graphstash.hooks.inductor.hook import install
 
     assert install(cache) is not None
 
 
 def forget() -> None:
-    """Drops the compiled functions."""
+    """Drop the compiled functions."""
     import torch
 
     torch._dynamo.reset()
@@ -159,43 +159,43 @@ torch.compile(lambda x: x.sin())(torch.ones(4))
 
 
 def _code(name: str, before: str, *values: str, text: str = _BACKWARD, **how: Any) -> Pair:
-    """A pair with different custom operations.
+    """Return a pair with different custom operations.
 
-    Its programs run in one process with those of other pairs: if they change torch, use `_changes`.
+    Its programs run in one process with those of other pairs. If they change torch, use `_changes`.
     """
     how = {"in_one_process": True} | how
     return pair(name, f"{_DEFINE}\n{before}\n{text}", *values, **how)
 
 
 def _reads(name: str, before: str, expression: str, *values: str, **how: Any) -> Pair:
-    """A pair of custom operations whose backward reads something."""
+    """Return a pair of custom operations whose backward reads something."""
     backward = f"scale.register_autograd(lambda ctx, g: {expression})"
     return _code(name, f"{before}\n{backward}", *values, **how)
 
 
 def _reads_changed(name: str, before: str, expression: str, *values: str, **how: Any) -> Pair:
-    """A pair whose backward reads something that its programs change in torch."""
+    """Return a pair whose backward reads something that its programs change in torch."""
     return _reads(name, before, expression, *values, in_one_process=False, **how)
 
 
 def _sine(name: str, before: str, *values: str, **how: Any) -> Pair:
-    """A pair that compiles a sine after changes of torch."""
+    """Return a pair that compiles a sine after changes of torch."""
     compile_sine = "torch.compile(lambda x: x.sin())(torch.ones(4))"
     return pair(name, f"import torch\n{before}\n{compile_sine}", *values, **how)
 
 
 def _changes(name: str, before: str, *values: str, **how: Any) -> Pair:
-    """A pair with a custom operation whose programs change torch."""
+    """Return a pair with a custom operation whose programs change torch."""
     return _code(name, before, *values, in_one_process=False, **how)
 
 
 def _around(name: str, *values: str, text: str = _MULTIPLY) -> Pair:
-    """A pair whose switches hold only around the function."""
+    """Return a pair whose switches hold only around the function."""
     return pair(name, text, *values, in_one_process=True)
 
 
 def _switch(name: str, statement: str, *values: str, **how: Any) -> Pair:
-    """A pair that differs in a switch of the process."""
+    """Return a pair that differs in a switch of the process."""
     return pair(name, _SWITCH.replace("HERE", statement), *values, **how)
 
 
@@ -314,7 +314,7 @@ scale.register_autograd(gradient(HERE))
         for kind, name in (
             (_code, "torch.ops.pairs.scale.by"),
             (_code, "torch.ops.pairs.scale.default.by"),
-            (_changes, "torch.ops.aten.sin.default.by"),  # which the graph calls
+            (_changes, "torch.ops.aten.sin.default.by"),  # the graph calls this operation
             (_changes, "torch.ops.aten.erfc.default.schema"),  # torch.prims has such attributes
         )
     ),
@@ -619,7 +619,7 @@ from torch._inductor import codecache
 key, _ = codecache.compiled_fx_graph_hash(graph, [x], {}, [])
 codecache.FxGraphCache.get_remote_cache().get(key)
 """
-"""Asks for a graph that no program of torch makes without a GPU."""
+"""Asks for a graph that programs of torch make only on a GPU."""
 
 _KERNEL = f"""
 import types
@@ -716,7 +716,7 @@ user_code_of(torch.fx.symbolic_trace(GRAPH), [])
 AFTER
 torch.compile(lambda x: torch.nn.functional.silu(x.sin()))(torch.ones(4))
 """
-"""Changes what the hook has looked through before."""
+"""Changes an object that the hook has already searched."""
 
 _OPERATOR = f"""
 import torch
@@ -796,19 +796,19 @@ torch.compile(lambda x: x.sin())(torch.ones(4))
 
 
 def _noted(name: str, before: str, graph: str, after: str, *values: str, **how: Any) -> Pair:
-    """A pair that changes something after another graph."""
+    """Return a pair that changes something after another graph."""
     text = _NOTED.replace("BEFORE", before).replace("GRAPH", graph).replace("AFTER", after)
     return pair(name, text, *values, **how)
 
 
 def _patched(name: str, statement: str, *values: str, **how: Any) -> Pair:
-    """A pair that replaces something inside torch's compiler."""
+    """Return a pair that replaces something inside torch's compiler."""
     text = _PATCHED.replace("BEFORE", statement)
     return pair(name, text, *values, **how)
 
 
 def _lowers(name: str, before: str, *values: str, **how: Any) -> Pair:
-    """A pair whose tables of lowerings or decompositions differ."""
+    """Return a pair whose tables of lowerings or decompositions differ."""
     return pair(name, _LOWERINGS.replace("BEFORE", before), *values, **how)
 
 
@@ -820,14 +820,14 @@ def _runs(
     around: str = "",
     constant: str = "1",
 ) -> Pair:
-    """A pair whose graphs hold kernels of Triton."""
+    """Return a pair whose graphs contain Triton kernels."""
     text = _KERNEL.replace("BEFORE", before).replace("EXPRESSION", expression)
     text = text.replace("AROUND", around).replace("CONSTANT", constant)
     return pair(name, text, *values, in_one_process=True)
 
 
 def _given(name: str, before: str, given: str, *values: str) -> Pair:
-    """A pair whose backends give AOTAutograd other functions."""
+    """Return a pair whose backends pass other functions to AOTAutograd."""
     text = _BACKEND.replace("BEFORE", before).replace("GIVEN", given)
     return pair(name, text, *values, in_one_process=True)
 
@@ -1689,7 +1689,7 @@ PAIRS = with_extended(
         *_NOT_IN_COMPILER,
         *_REVERSE,
     ),
-    # The registrations and switches of these are read as those of a pair above.
+    # Another pair above covers the same registrations and switches.
     *(
         "history of an input",
         "order of inputs in memory that they share",

@@ -8,7 +8,7 @@ from compilers.wrong_hits.pairs import OFF_AND_ON, Pair, Relation, all_in_one_pr
 __all__ = ["PAIRS", "VERSIONS", "forget", "install", "prepare"]
 
 VERSIONS = {"0.10.2": "", "0.4.31": "jax-oldest"}
-"""Environment by JAX's version; empty is the one of the tests."""
+"""Environment by JAX's version; empty is the tests' own."""
 
 
 def prepare() -> None:
@@ -20,7 +20,7 @@ def prepare() -> None:
 
 
 def install(cache: Any) -> None:
-    """Put the hook into JAX; every program is looked up by its own key, not in a pack."""
+    """Install the hook in JAX. Every program is looked up by its own key, not in a pack."""
     from graphstash.hooks.jax import compiling
     from graphstash.hooks.jax.hook import install
 
@@ -29,7 +29,7 @@ def install(cache: Any) -> None:
 
 
 def forget() -> None:
-    """Drops nothing: each program defines its own functions."""
+    """Drop nothing: each program defines its own functions."""
 
 
 _START = """
@@ -58,22 +58,22 @@ def spread(*shape, order=(0, 1, 2, 3), names=("a", "b")):
 
 
 def _of(name: str, before: str, call: str, *values: str, **how: Any) -> Pair:
-    """A pair that compiles one program."""
+    """Return a pair that compiles one program."""
     return pair(name, f"{_START}{before}\n{call}", *values, **how)
 
 
 def _function(name: str, body: str, *values: str, before: str = "", **how: Any) -> Pair:
-    """A pair whose functions of `x` differ."""
+    """Return a pair whose functions of `x` differ."""
     return _of(name, before, f"jax.jit(lambda x: {body})(ONES)", *values, **how)
 
 
 def _setting(name: str, statement: str, *values: str, **how: Any) -> Pair:
-    """A pair that differs in a setting."""
+    """Return a pair that differs in a setting."""
     return _of(name, statement, "jax.jit(lambda x: x @ x + 1)(ONES)", *values, **how)
 
 
 def _sharded(name: str, mesh: str, spec: str, *values: str, **how: Any) -> Pair:
-    """A pair whose arrays lie on several devices."""
+    """Return a pair whose arrays are on several devices."""
     call = "jax.jit(lambda x: x @ x, in_shardings=sharding, out_shardings=sharding)(ONES)"
     return _of(
         name, f"sharding = NamedSharding({mesh}, PartitionSpec({spec}))", call, *values, **how

@@ -1,8 +1,8 @@
-"""What a pair of programs is.
+"""Pairs of programs.
 
-A cache that gives one program the result of another trains wrong models without a word. Each pair
-holds two programs of one compiler that differ in one place, and states whether their keys may be
-equal. The pairs of a compiler are data in the module of its name.
+A cache that gives one program the result of another silently trains wrong models. Each pair holds
+two programs of one compiler that differ in one place, and states whether their keys may be equal.
+The pairs of a compiler are data in the module of its name.
 """
 
 import enum
@@ -21,21 +21,21 @@ __all__ = [
 ]
 
 PLACE = "HERE"
-"""Stands in the text of both programs for what differs between them."""
+"""Placeholder in the text of a pair for the difference between its programs."""
 
 OFF_AND_ON = ("False", "True")
 
 
 class Relation(enum.Enum):
-    """What has to hold of the keys of two programs."""
+    """Required relation between the keys of two programs."""
 
     DIFFER = "differ"
-    """They differ, and each is the same on every host. A program without a key that holds on other
-    hosts would pass otherwise."""
+    """The keys differ, and each key is the same on every host. Otherwise a program whose key holds
+    on one host only would pass."""
     EQUAL = "equal"
-    """They are equal: the programs compile to the same executable."""
+    """The keys are equal: the programs compile to the same executable."""
     UNSHARED = "unshared"
-    """The second program has no key; the hook says why."""
+    """The second program has no key, and the hook reports why."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Pair:
     A program is source code in Python that asks the compiler for at least one executable.
 
     Attributes:
-        name: what differs, in a few words; unique within a compiler.
+        name: the difference, in a few words; unique within a compiler.
         a: the program that publishes.
         b: the program that looks up.
-        relation: of their keys.
-        reason: for `UNSHARED`, a part of what the hook says.
+        relation: relation of their keys.
+        reason: for `UNSHARED`, a part of the hook's reason.
         is_extended: only `make test-all` compares the pair, and only in the version of `.venv`:
             another pair guards the same mechanism in every version.
         in_one_process: its programs change nothing that another program's key contains, so they
@@ -65,7 +65,7 @@ class Pair:
     in_one_process: bool = False
 
     def __str__(self) -> str:
-        """The name, as the name of a test."""
+        """Return the name in the form of a test's name."""
         return self.name.replace(" ", "_")
 
 
@@ -87,7 +87,7 @@ def pair(
     reason: str = "",
     in_one_process: bool = False,
 ) -> Pair:
-    """A pair of programs of the same text but for `HERE`, which is replaced by two values.
+    """Return a pair of programs with one text, in which two values replace `HERE`.
 
     Without values, a number differs. With one value, or without `HERE`, both programs are the same,
     on different hosts. With a reason, the second program is not shared.

@@ -1,4 +1,4 @@
-"""Pairs of programs for PJRT plug-ins, compiled by JAX for the plug-in of the CPU."""
+"""Pairs of programs for PJRT plug-ins, which JAX compiles for the CPU plug-in."""
 
 import os
 from pathlib import Path
@@ -9,10 +9,10 @@ from compilers.wrong_hits.pairs import Pair, Relation, pair
 __all__ = ["PAIRS", "SETTINGS", "VERSIONS", "install", "prepare"]
 
 VERSIONS = {"xla-cpu-pjrt": ""}
-"""Environment by version; empty is the one of the tests."""
+"""Environment by version; empty is the tests' own."""
 
 SETTINGS = {"hooks": ("pjrt",)}
-"""The hook leaves JAX to JAX's own hook, where that one is on."""
+"""Client settings. JAX's own hook must be off, because the pjrt hook leaves JAX to it."""
 
 
 def prepare() -> None:
@@ -22,8 +22,8 @@ def prepare() -> None:
     library = Path(plugin.__file__).with_name("xla_cpu_pjrt.so")
     os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"other:{library}"
     os.environ["JAX_PLATFORMS"] = "other"
-    # Otherwise the key contains the place of each operation in the text of a program, so that any
-    # change of the text would change the key.
+    # Otherwise the key contains the source location of each operation, so any change of the text
+    # would change the key.
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
     import jax  # noqa: F401 - imported once, for all programs
@@ -32,7 +32,7 @@ def prepare() -> None:
 
 
 def install(cache: Any) -> None:
-    """Put the hook into the plug-in."""
+    """Install the hook in the plug-in."""
     from graphstash.hooks.pjrt.hook import install
 
     assert install(cache) is not None
@@ -81,7 +81,7 @@ _FAST = "flags('--xla_cpu_enable_fast_math=true')"
 
 
 def _setting(name: str, *values: str, **relation: Any) -> Pair:
-    """A setting before a program."""
+    """Return a pair that differs in a setting before a program."""
     return pair(
         name, _PROGRAM % ("lambda x: x @ x / 3", "np.ones((4, 4), 'float32')"), *values, **relation
     )
@@ -95,7 +95,7 @@ def _program(
     before: str = "",
     **relation: Any,
 ) -> Pair:
-    """A function, or its argument."""
+    """Return a pair that differs in a function or its argument."""
     text = _PROGRAM.replace("HERE", "%s") % (before, function, argument)
     return pair(name, text, *values, **relation)
 

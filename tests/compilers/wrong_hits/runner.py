@@ -1,18 +1,21 @@
-"""A process that has imported a compiler, and forks for every program that it is given.
+"""A process that has imported a compiler, and forks for every program.
 
-Reads one request a line from standard input, {"directory"}, and answers each with a line: {"key",
-"unshared"}, or {"failed"} with a traceback. A program runs until it looks something up, or until
-the hook says that it is not shared. A request with "directories" runs the program of each, one
-after the other in one process, and the answer is {"answers"}. A request with a "tier" runs the
-program to its end, with the artifacts of that directory or, if it is empty, without a cache. The
-answer is {"result", "hits"}: a digest of the value of the program's last line, and the number of
-artifacts that the program used.
+Each line of standard input is a request, and each line of standard output its answer:
+
+    {"directory"}           {"key", "unshared"}: run until a look-up, or until the hook refuses
+                            to share the program
+    {"directories"}         {"answers"}: run the programs in turn in one process
+    {"directory", "tier"}   {"result", "hits"}: run to the end, with the artifacts of the directory
+                            `tier`, or without a cache if it is empty
+
+`result` is a digest of the value of the program's last line, and `hits` the number of artifacts
+that the program used. A program that fails is answered {"failed"}, with a traceback.
 
     python -m compilers.wrong_hits.runner COMPILER
 
-The module of the compiler has two functions: `prepare()` imports whatever programs need, and
-`install(cache)` puts the hook into a forked child. Its `SETTINGS`, if any, are the client's. If
-programs run in one process, `forget()` drops what the compiler keeps of a program.
+The module of the compiler has two functions: `prepare()` imports the modules that programs need,
+and `install(cache)` installs the hook in a forked child. `SETTINGS`, if present, are client
+settings. If programs run in one process, `forget()` drops the compiler's state of a program.
 """
 
 import ast
@@ -32,7 +35,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import graphstash
-import graphstash._http.download  # when a client is made, for every program
+import graphstash._http.download  # otherwise each program imports it when it makes a client
 from graphstash import ClientConfig, CompileCache, Stash
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
@@ -43,7 +46,7 @@ __all__ = ["AskedError", "Recorder", "fork", "load", "run"]
 
 
 class AskedError(BaseException):
-    """Ends a program that has asked for something: no compiler swallows it."""
+    """The look-up of a program, which it ends. No compiler catches this exception."""
 
     def __init__(self, key: str, unshared: str) -> None:
         super().__init__(key, unshared)
@@ -51,7 +54,7 @@ class AskedError(BaseException):
 
 
 class Recorder(CompileCache):
-    """Ends the program at its first look-up."""
+    """A cache that ends the program at its first look-up."""
 
     def __init__(self, output: int, **settings: object) -> None:
         config = ClientConfig.load(
@@ -60,11 +63,12 @@ class Recorder(CompileCache):
         publisher = BoundedExecutor("publish", workers=1, capacity=1)
         super().__init__(Stash(config), counters=Counters(), publisher=publisher)
         self.answer: dict[str, str] | None = None
-        # The pjrt hook raises an exception again in the main thread, at any later time: it could
-        # meet the end of the child.
+        # The pjrt hook raises an exception again in the main thread, at any later time. It could
+        # then
+        # interrupt the exit of the child.
         self.answers_at_once = not config.wants_hook("jax")
         self.output = output
-        self.remarks: dict[str, str] = {}  # what a program says about itself
+        self.remarks: dict[str, str] = {}  # reported by a program about itself
 
     def fetch_or_start(self, request: CompileRequest, *_: object, **__: object) -> NoReturn:
         self._end(str(request.key), "")
@@ -90,7 +94,7 @@ class Recorder(CompileCache):
 def run(
     compiler: Any, output: int, program: Callable[[Callable[..., None]], object]
 ) -> dict[str, str]:
-    """Return the answer for one program, in a forked child; it may add to the answer."""
+    """Return the answer for one program, in a forked child. The program may add to the answer."""
     recorder = Recorder(output, **getattr(compiler, "SETTINGS", {}))
     try:
         compiler.install(recorder)
@@ -102,15 +106,15 @@ def run(
 
 
 def load(compiler: Any) -> None:
-    """Import what programs of a compiler need, in the parent of their processes."""
+    """Import the modules that programs of a compiler need, in the parent of their processes."""
     compiler.prepare()
-    inspect.getmodule(compile("", "unknown", "exec"))  # looks through the files of all modules
+    inspect.getmodule(compile("", "unknown", "exec"))  # searches the files of all modules
     gc.disable()
-    gc.freeze()  # so that children share the memory of their parent
+    gc.freeze()  # children share the memory of their parent
 
 
 def fork(answer_for: Callable[[], dict[str, Any]], output: int) -> int:
-    """Write an answer that a forked child finds; return the child."""
+    """Write the answer that a forked child computes, and return the child's number."""
     pid = os.fork()
     if pid == 0:
         answer = {"failed": "it ended early"}
@@ -135,7 +139,7 @@ def _answer_each(compiler: Any, directories: list[str], output: int) -> dict[str
     answers = []
     for number, directory in enumerate(directories):
         os.chdir(directory)
-        # Python keeps the lines of files by their names.
+        # Python caches the lines of files by name.
         name = Path("program.py").rename(f"program{number}.py").name
         recorder.answer = None
         try:
@@ -186,9 +190,9 @@ def _contents(value: Any) -> bytes:
 
 
 def main() -> None:
-    """Read requests until standard input ends."""
+    """Answer requests until standard input ends."""
     output = os.dup(1)
-    os.dup2(2, 1)  # what programs and compilers print is no answer
+    os.dup2(2, 1)  # programs and compilers may print to standard output
     compiler = importlib.import_module(f"compilers.wrong_hits.{sys.argv[1]}")
     load(compiler)
     for line in sys.stdin:
@@ -200,7 +204,7 @@ def main() -> None:
         else:
             answer_for = partial(_answer, compiler, request, output)
         os.waitpid(fork(answer_for, output), 0)
-    os._exit(0)  # nothing of the compiler has to be taken down
+    os._exit(0)  # the compiler needs no shutdown
 
 
 if __name__ == "__main__":

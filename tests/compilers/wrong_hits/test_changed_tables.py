@@ -1,4 +1,4 @@
-"""Every change of a table of torch changes the next key, however the hook compares tables."""
+"""Every change of a table of torch changes the next key, with both ways to compare tables."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Programs that are drawn at random share a key exactly if they must.
+"""Two programs drawn at random share a key exactly if they must.
 
 Two processes compute the keys of the same programs. They differ in folders, in the user, in the
 seed of hashes, in the order of the programs, and in the layout of each program's text.
@@ -26,7 +26,7 @@ VERSIONS = (
 
 
 def cases():
-    """Those of torch's compilers are extended: they take long to start."""
+    """Return the cases. Those of torch's compilers are extended, because they start slowly."""
     return [
         pytest.param(
             name,
@@ -41,7 +41,7 @@ def cases():
 
 
 def started(name, environment, directory, *, pairs, seed, hashes):
-    """A process that computes keys; its answers go to a file."""
+    """Start a process that computes keys and writes its answers to a file."""
     directory.mkdir(parents=True)
     with (directory / "answers").open("w") as answers, (directory / "errors").open("w") as errors:
         return subprocess.Popen(
@@ -88,5 +88,5 @@ def test_generated_programs_share_key_exactly_if_they_are_equal(
         assert expected[0] == (compiled or meaning), f"a wrong hit: {meaning} and {expected[1]}"
         assert keys.setdefault(meaning, key) == key, f"two keys of {meaning}"
     reasons = Counter(unshared for _, _, unshared, _ in answers if unshared)
-    assert len(keys) > len(answers) / 6, reasons  # of a third of the programs
+    assert len(keys) > len(answers) / 6, reasons  # at least a third of the programs have keys
     print(f"{pairs} pairs, {len(keys)} keys of {len(answers)} programs, not shared: {reasons}")

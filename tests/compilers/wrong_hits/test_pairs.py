@@ -1,4 +1,4 @@
-"""Two programs share a key when they compile to the same executable, and never otherwise."""
+"""Two programs share a key if they compile to the same executable, and never otherwise."""
 
 import importlib
 import re
@@ -15,7 +15,8 @@ PRESENT = [name for name in COMPILERS if Path(__file__).with_name(f"{name}.py").
 
 
 def cases():
-    """Each pair in its versions, see `Pair.is_extended`; versions beside `.venv` are extended."""
+    """Return each pair in its versions; see `Pair.is_extended`. Versions outside `.venv` are
+    extended."""
     found = []
     for name in PRESENT:
         compiler = importlib.import_module(f"compilers.wrong_hits.{name}")
@@ -31,10 +32,10 @@ def cases():
 
 @pytest.fixture(scope="module")
 def hosts_of(request, tmp_path_factory):
-    """Starts two hosts of a version of a compiler, once: random order comes back to a version.
+    """Return a function that starts two hosts of a compiler's version, once per version.
 
-    On both hosts, the programs of some pairs run in one process, in opposite orders: a key that
-    depended on the programs before would differ.
+    Tests in random order return to a version. On both hosts, the programs of some pairs run in one
+    process, in opposite orders, so a key that depended on earlier programs would differ.
     """
     chosen = [
         item.callspec.params

@@ -1,4 +1,4 @@
-"""A program gives the same results with the artifacts of another program as without a cache."""
+"""A program computes the same result with another program's artifacts as without a cache."""
 
 import importlib
 

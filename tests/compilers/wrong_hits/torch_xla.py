@@ -1,4 +1,4 @@
-"""Pairs of programs for torch_xla's own runtime of the CPU."""
+"""Pairs of programs for torch_xla's own CPU runtime."""
 
 import os
 from typing import Any
@@ -8,7 +8,7 @@ from compilers.wrong_hits.pairs import Pair, Relation, pair
 __all__ = ["PAIRS", "SETTINGS", "VERSIONS", "install", "prepare"]
 
 VERSIONS = {"2.7.0": ""}
-"""Environment by torch_xla's version; empty is the one of the tests."""
+"""Environment by torch_xla's version; empty is the tests' own."""
 
 SETTINGS = {"hooks": ("torch_xla",)}
 
@@ -23,7 +23,7 @@ def prepare() -> None:
 
 
 def install(cache: Any) -> None:
-    """Put the hook into torch_xla."""
+    """Install the hook in torch_xla."""
     from graphstash.hooks.torch_xla.hook import install
 
     assert install(cache) is not None
@@ -52,13 +52,13 @@ def look_up(*results):
 
 
 def _evaluates(name: str, expression: str, *values: str, **relation: Any) -> Pair:
-    """The value of an expression."""
+    """Return a pair that evaluates an expression."""
     text = f"{_IMPORT}{_START.replace('HERE', '')}\nlook_up({expression})\n"
     return pair(name, text, *values, **relation)
 
 
 def _after(name: str, *settings: str, **relation: Any) -> Pair:
-    """A graph after a setting is made, before the runtime starts."""
+    """Return a pair that makes a setting before the runtime starts."""
     return pair(name, f"{_IMPORT}{_START}\nlook_up(of(4, 4) @ of(4, 4))\n", *settings, **relation)
 
 
@@ -120,7 +120,7 @@ def _trains(name: str, text: str, *values: str, **relation: Any) -> Pair:
 
 
 def _late(name: str, *values: str, **relation: Any) -> Pair:
-    """Settings around the start of the runtime."""
+    """Return a pair with settings before and after the start of the runtime."""
     return pair(name, _IMPORT + _LATE, *values, **relation)
 
 
@@ -135,7 +135,7 @@ _NONE = "del os.environ['XLA_FLAGS']"
 _SYNC = "os.environ['PJRT_CPU_ASYNC_CLIENT'] = '0'"
 
 PAIRS = (
-    # Attributes that torch_xla leaves out of names of graphs
+    # Attributes that torch_xla omits from graph names
     _evaluates("celu alpha", "F.celu(of(4), HERE)", "1.0", "2.0"),
     _evaluates("celu alpha of another type", "F.celu(of(4), HERE)", "2.0", "3"),
     _evaluates("celu alpha in place", "F.celu(of(4), HERE, inplace=True)", "1.0", "2.0"),
@@ -168,7 +168,7 @@ PAIRS = (
     ),
     _evaluates("quantize axis", _QUANTIZE.replace("HERE", "") % "HERE", "0", "1"),
     _evaluates("dequantize axis", _QUANTIZE.replace("HERE", "de") % "HERE", "0", "1"),
-    # Those that no key can cover
+    # Attributes that no key can cover
     *(
         _evaluates(name, expression, reason=reason)
         for name, expression, reason in (
@@ -192,7 +192,7 @@ PAIRS = (
             ),
         )
     ),
-    # Attributes that are in names
+    # Attributes that graph names contain
     _evaluates("operation", "of(4).HERE()", "sin", "cos"),
     _evaluates("shape", "of(HERE).sin()", "4", "8"),
     _evaluates("dtype", "of(4, dtype=torch.HERE) * 2", "float32", "bfloat16"),
@@ -222,7 +222,7 @@ PAIRS = (
     ),
     _after("number of devices", "", "os.environ['CPU_NUM_DEVICES'] = '2'"),
     _trains("generator of random numbers", _RANDOM, "", _SWITCH),
-    # Settings that are made before the runtime reads them, or after it
+    # Settings before and after the runtime reads them
     *(
         _late(f"{name} before and after the start", before, after)
         for name, before, after in (

@@ -1,4 +1,4 @@
-"""Pairs of programs for Triton, compiled for a GPU that is not there."""
+"""Pairs of programs for Triton, compiled for an absent GPU."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from compilers.wrong_hits.pairs import (
 __all__ = ["PAIRS", "VERSIONS", "forget", "install", "prepare"]
 
 VERSIONS = {"3.3.0": "", "3.9.0": "torch-newest"}
-"""Environment by Triton's version; empty is the one of the tests."""
+"""Environment by Triton's version; empty is the tests' own."""
 
 
 def prepare() -> None:
@@ -30,14 +30,14 @@ def prepare() -> None:
 
 
 def install(cache: Any) -> None:
-    """Put the hook into Triton."""
+    """Install the hook in Triton."""
     from graphstash.hooks.triton.hook import install
 
     assert install(cache) is not None
 
 
 def forget() -> None:
-    """Drops nothing: each program defines its own functions."""
+    """Drop nothing: each program defines its own functions."""
 
 
 _START = """
@@ -73,14 +73,14 @@ compile(kernel)
 
 
 def _reads(name: str, before: str, expression: str, *values: str, **how: Any) -> Pair:
-    """A pair whose kernel reads something around it."""
+    """Return a pair whose kernel reads a value outside the kernel."""
     return pair(
         name, f"{_START}{before}\n{_STORE.replace('EXPRESSION', expression)}", *values, **how
     )
 
 
 def _compiles(name: str, call: str, *values: str, before: str = "", **how: Any) -> Pair:
-    """A pair that compiles one kernel in two ways."""
+    """Return a pair that compiles one kernel in two ways."""
     text = f"{_START}{before}\n{_STORE}".replace("EXPRESSION", "2.0").replace(
         "\ncompile(kernel)", ""
     )
@@ -350,7 +350,7 @@ compile(kernel.fn.fn, options={{"num_warps": chosen.num_warps}}, MORE=more, **ch
 
 
 def _environment(name: str, *values: str, **how: Any) -> Pair:
-    """A pair whose environments differ."""
+    """Return a pair whose environments differ."""
     return _compiles(name, f"os.environ.update(HERE)\n{_CALL}", *values, **how)
 
 
@@ -530,7 +530,7 @@ PAIRS = with_extended(
         *_UNSHARED,
         *_REVERSE,
     ),
-    # The values and options of these are read as those of a pair above.
+    # Another pair above covers the same values and options.
     *(
         "element of a tuple",
         "function two calls away",

@@ -191,8 +191,8 @@ REGISTRATIONS = {
 }
 
 _OFFSETS = ("torch.ones(8, 4)[4:]", "torch.ones(20)[4:].view(4, 4)")
-"""Neither torch's guards nor its keys hold where a tensor begins in its memory. The hook's keys do
-if another input of AOTAutograd shares the memory."""
+"""Inputs with a storage offset, which neither torch's guards nor its keys contain. The hook's keys
+contain the offset if another input of AOTAutograd shares the memory."""
 
 _OF_BACKEND = frozenset(
     {
@@ -237,7 +237,7 @@ AXES: dict[str, dict[str, str]] = {
 
 
 def meaning(chosen: dict[str, str]) -> object:
-    """Return the choices that count."""
+    """Return the choices that affect the key."""
     found = dict(chosen)
     is_fx = found["level"] == "fx"
     if found["input"] in _OFFSETS and (is_fx or "first" not in found["second"]):
@@ -246,10 +246,10 @@ def meaning(chosen: dict[str, str]) -> object:
         found["registration"] = "nothing"
     if is_fx:
         found = _of_compiled_graph(found)
-    if found["mark"] == found["registration"] == "constraint":  # the later one counts
+    if found["mark"] == found["registration"] == "constraint":  # the later one takes effect
         found["mark"] = ""
     if found["mark"] == "no lowering" and found["registration"] == "lowering of aten":
-        found["mark"] = ""  # the removed lowering is replaced
+        found["mark"] = ""  # the registration replaces the removed lowering
     if found["mark"] == "side effect of aten" and found["operation"] != "sin":
         found["mark"] = ""
     if found["registration"] == "nothing":
@@ -260,7 +260,8 @@ def meaning(chosen: dict[str, str]) -> object:
 
 
 def _of_compiled_graph(found: dict[str, str]) -> dict[str, str]:
-    """Return the choices that count behind AOTAutograd: gradients and views are split off."""
+    """Return the choices that affect a graph of AOTAutograd, which separates gradients and
+    views."""
     if found["second"] == "first[:]":
         found["second"] = "first"
     if found["second"] == "first.detach()" and "grad" not in found["input"]:
@@ -344,7 +345,7 @@ def text(parts: Mapping[str, str], layout: random.Random) -> str:
 
 
 def prepare() -> Callable[[CodeType, dict[str, Any]], Answer]:
-    """Return a function that runs a program and returns its key, or why it has none."""
+    """Return a function that runs a program and returns its key, or the reason for none."""
     import contextlib
     import os
 
@@ -442,12 +443,12 @@ def _set_kernel(operation: Any, kernel: Any) -> None:
 def _effect_of(operation: Any) -> None:
     kinds: Any = getattr(effects, "_EffectType", None) or effects.EffectType
     registration = effects._register_effectful_op(operation, kinds.ORDERED)
-    if registration is not None:  # since 2.9 by the operation's name, which lasts
+    if registration is not None:  # since 2.9, torch registers the operation's name permanently
         _registrations.append(registration)
 
 
 _registrations: list[Any] = []
-"""Of the present program."""
+"""Registrations of the present program."""
 
 
 def _disable(operation: Any) -> None:
@@ -474,7 +475,8 @@ def _precision(value: str) -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision("highest")
     if (setter := getattr(torch._C, "_set_fp32_precision_setter", None)) is not None:
-        for backend in ("cuda", "mkldnn"):  # "highest" is not their default since 2.9
+        # Since 2.9, "highest" is not the default of these backends.
+        for backend in ("cuda", "mkldnn"):
             setter(backend, "matmul", "none")
 
 
@@ -487,7 +489,7 @@ def _deterministic(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def _restored() -> Iterator[None]:
-    """Undo afterwards what a program changes in torch."""
+    """Undo the changes of a program in torch."""
     tables: list[Any] = [
         *(lowering.lowerings, decomposition.decompositions, _side_effectful_functions),
         *(decompositions_for_rng.extra_random_decomps, *global_decomposition_table.values()),

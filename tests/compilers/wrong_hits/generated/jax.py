@@ -1,8 +1,8 @@
-"""Programs for JAX: an operation, how it is traced, where its arrays lie, and settings.
+"""Programs for JAX: an operation, its tracing, the places of its arrays, and settings.
 
-The meaning of a program follows from its construction: each choice puts a different text into the
-module that JAX compiles, or a different option beside it, unless `meaning` says otherwise. How a
-function comes by a number has no meaning: JAX reads the number while it traces.
+The meaning of a program follows from its construction. Unless `meaning` excludes a choice, the
+choice changes the module that JAX compiles, or an option. How a function gets a number does not
+matter, because JAX reads the number while it traces.
 """
 
 import random
@@ -284,7 +284,7 @@ EFFECTS = named(
 )
 
 _UNFIT_HOLDERS = ("nonlocal", "enumeration", "global in a comprehension")
-"""They return their value once, or in a list."""
+"""Holders that return their value once, or in a list."""
 
 AXES: dict[str, dict[str, str]] = {
     "operation": OPERATIONS,
@@ -302,7 +302,7 @@ AXES: dict[str, dict[str, str]] = {
 
 
 def meaning(chosen: dict[str, str]) -> object:
-    """Return the choices that count."""
+    """Return the choices that affect the key."""
     found = dict(chosen)
     if found["call"] == "traced(x)":
         found["option"] = ""
@@ -394,5 +394,5 @@ def text(parts: Mapping[str, str], layout: random.Random) -> str:
 
 
 def prepare() -> Callable[[CodeType, dict[str, Any]], Answer]:
-    """Return a function that runs a program and returns its key, or why it has none."""
+    """Return a function that runs a program and returns its key, or the reason for none."""
     return asked_in_child(pairs)

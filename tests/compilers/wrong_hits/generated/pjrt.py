@@ -1,7 +1,7 @@
-"""Programs for PJRT plug-ins: those of JAX, for the plug-in of the CPU, which has one device.
+"""Programs for PJRT plug-ins: JAX's programs, for the CPU plug-in, which has one device.
 
-Two programs that share a key have the same meaning, as for JAX. The reverse holds only for programs
-with the same choices: the key contains names that change no executable.
+Two programs with one key have the same meaning, as for JAX. The reverse holds only for programs
+with the same choices, because the key contains names that do not change the executable.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from compilers.wrong_hits.generated.recorder import Answer, asked_in_child
 
 __all__ = ["AXES", "meaning", "prepare", "text"]
 
-pairs.prepare()  # sets what JAX reads when it is imported
+pairs.prepare()  # sets the variables that JAX reads at import
 programs: Any = importlib.import_module("compilers.wrong_hits.generated.jax")
 
 _SETTINGS = {name: part for name, part in programs.SETTINGS.items() if "in_locations" not in name}
@@ -24,7 +24,7 @@ _SETTINGS = {name: part for name, part in programs.SETTINGS.items() if "in_locat
 _PLACES = named("", "donate_argnums=0")
 
 AXES = programs.AXES | {"setting": _SETTINGS, "place": _PLACES}
-"""Without settings that put the places of operations in the text into the key."""
+"""Lists of parts, without settings that add source locations of operations to the key."""
 
 
 def meaning(chosen: dict[str, str]) -> object:
@@ -43,5 +43,5 @@ def text(parts: Mapping[str, str], layout: random.Random) -> str:
 
 
 def prepare() -> Callable[[CodeType, dict[str, Any]], Answer]:
-    """Return a function that runs a program and returns its key, or why it has none."""
+    """Return a function that runs a program and returns its key, or the reason for none."""
     return asked_in_child(pairs)

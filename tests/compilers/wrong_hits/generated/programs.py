@@ -1,8 +1,8 @@
-"""Programs that are drawn at random from lists of parts.
+"""Programs drawn at random from lists of parts.
 
-A program chooses one part from each list. Programs come in groups: one program, and others that
-differ from it in one or two choices. `Drawn.meaning` is equal for two programs exactly if they must
-share a key. The layout of a program's text has no meaning.
+A program chooses one part from each list. A group has one program, and others that differ from it
+in one or two choices. `Drawn.meaning` is equal for two programs exactly if they must share a key.
+The layout of a program's text does not affect its meaning.
 """
 
 import math
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 __all__ = ["Axes", "Drawn", "draw", "laid_out", "named"]
 
 Axes = Mapping[str, Mapping[str, str]]
-"""Lists of parts: by the name of a list, the text of each part by its name."""
+"""Parts by list: for each name of a list, the text of each part by its name."""
 
 _LARGEST_GROUP = 72
-"""Most programs of one group. Each two of them are a pair, so that few programs make many pairs."""
+"""Maximum number of programs in a group. Every two of them are a pair, so few programs make many
+pairs."""
 
 
 def named(*texts: str) -> dict[str, str]:
@@ -30,7 +31,7 @@ class Drawn:
 
     Attributes:
         parts: text by list.
-        meaning: what programs that share the key have in common.
+        meaning: equal for all programs that must share a key.
     """
 
     parts: Mapping[str, str]
@@ -44,9 +45,9 @@ def draw(
 
     Args:
         axes: Lists of parts.
-        meaning: Returns the meaning of the choices; each is the name of a part, by list.
+        meaning: Function from choices (the name of a part, by list) to their meaning.
         pairs: Minimum number of pairs.
-        seed: Of the choices.
+        seed: Seed of the choices.
     """
     chance = random.Random(seed)
     group = min(_LARGEST_GROUP, math.ceil((1 + math.sqrt(1 + 8 * pairs)) / 2))
@@ -61,7 +62,7 @@ def draw(
 
 
 def laid_out(definitions: list[str], rest: str, layout: random.Random) -> str:
-    """Return the text of a program: definitions in any order, then the rest, with comments."""
+    """Return the text of a program: definitions in random order, then the rest, with comments."""
     layout.shuffle(definitions)
     lines = [f"# {layout.random()}" + "\n" * layout.randrange(4)]
     for each in (*definitions, rest):

@@ -1,4 +1,4 @@
-"""Run a program until it asks the cache for something: in this process, or in a child of it."""
+"""Run a program until its first look-up, in this process or in a child."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from compilers.wrong_hits.runner import AskedError, Recorder, fork, load, run
 __all__ = ["Answer", "asked_by", "asked_in_child"]
 
 Answer = tuple[str, str, str]
-"""A key, why there is none, and what the program says that it compiles, if it says so."""
+"""Key, reason for no key, and compiled text if the program reports one."""
 
 
 def asked_by(
     recorder: Recorder, names: dict[str, Any]
 ) -> Callable[[CodeType, dict[str, Any]], Answer]:
-    """Return a function that runs a program with these names, until it asks the recorder."""
+    """Return a function that runs a program with these names until it asks the recorder."""
     recorder.answers_at_once = False
 
     def ask(program: CodeType, own: dict[str, Any]) -> Answer:
@@ -36,8 +36,8 @@ def asked_by(
 def asked_in_child(compiler: Any) -> Callable[[CodeType, dict[str, Any]], Answer]:
     """Return a function that runs a program in a forked child, as a pair's program.
 
-    Programs may change everything in their process. `tell(compiled=...)` in a program says what it
-    compiles.
+    A program may change everything in its process. With `tell(compiled=...)`, it reports the text
+    that it compiles.
 
     Args:
         compiler: Module of `wrong_hits`.

@@ -1,8 +1,8 @@
-"""Programs for torch_xla's own runtime of the CPU: operations, how they run, and settings.
+"""Programs for torch_xla's own CPU runtime: operations, how they run, and settings.
 
-The meaning of a program is what torch_xla lowers it to, which each program tells, with the settings
-that count beside it. torch_xla's own name of a graph comes from the graph's operations and leaves
-out some of their attributes, so that programs under one name may lower to different modules.
+The meaning of a program is the module to which torch_xla lowers it, which each program reports, and
+the settings that affect the key. torch_xla's own name of a graph omits some attributes of
+operations. Programs with one name may therefore lower to different modules.
 """
 
 import random
@@ -229,7 +229,7 @@ AXES: dict[str, dict[str, str]] = {
 
 
 def meaning(chosen: dict[str, str]) -> object:
-    """Return the choices that count, but that other choices may lower to the same module."""
+    """Return the choices that affect the key. Different choices may still lower to one module."""
     found = dict(chosen)
     found["setting"] = _SAME_SETTINGS.get(found["setting"], found["setting"])
     if found["input"] == "torch.full((2, 16, 4, 4), 2.0)":
@@ -297,7 +297,7 @@ def text(parts: Mapping[str, str], layout: random.Random) -> str:
 
 
 def prepare() -> Callable[[CodeType, dict[str, Any]], Answer]:
-    """Return a function that runs a program and returns its key, or why it has none."""
+    """Return a function that runs a program and returns its key, or the reason for none."""
     ask = asked_in_child(pairs)
 
     def ask_and_be_told(program: CodeType, own: dict[str, Any]) -> Answer:

@@ -1,4 +1,4 @@
-"""Kernels of Triton: what they compute, what they read around them, and how they are compiled."""
+"""Triton kernels: their code, the values that they read, and their compile options."""
 
 import os
 import random
@@ -32,7 +32,7 @@ _AT_COMPILATION = {
         *("frozen dataclass", "enumeration", "attribute of a class", "property"),
     )
 }
-"""Functions that Triton runs: since 3.4, which refuses attributes that are methods."""
+"""Functions that Triton runs, since 3.4. Triton refuses attributes that are methods."""
 
 _RUNS_FUNCTIONS = hasattr(triton, "constexpr_function")
 
@@ -40,7 +40,7 @@ _FUNCTION_IN_TABLE = (
     "@triton.jit\ndef inner(x, factor: tl.constexpr = VALUE):\n    return x * factor\n"
     "held = types.SimpleNamespace(by=inner)\nEXPRESSION held.by(x)"
 )
-"""Before 3.4: later versions copy what a kernel reads, and cannot copy a kernel."""
+"""Only before 3.4: later versions copy the values that a kernel reads, and cannot copy a kernel."""
 
 READS = {
     "nothing": "EXPRESSION x",
@@ -122,7 +122,7 @@ _WITHOUT_MEANING = ("{'MINE': '1'}", "{'TRITON_PRINT_AUTOTUNING': '1'}")
 
 
 def meaning(chosen: dict[str, str]) -> object:
-    """Return the choices that count."""
+    """Return the choices that affect the key."""
     found = dict(chosen)
     if found["read"] == "nothing":
         del found["value"]
@@ -153,7 +153,7 @@ with environment(VARIABLES):
 def text(parts: Mapping[str, str], layout: random.Random) -> str:
     """Return the text of a program."""
     read, _, expression = parts["read"].replace("VALUE", parts["value"]).rpartition("EXPRESSION ")
-    # Triton's key holds the line of a function in its file: the kernels stand first.
+    # The kernels come first, because Triton's key contains the line number of a function.
     kernel = _KERNEL.replace("DECORATED", parts["decorated"]).replace("EXPRESSION", expression)
     kernel = kernel.replace("BODY", parts["body"].replace("y", "through(y)", 1))
     rest = _REST.replace("KIND", repr(parts["kind"]))
@@ -164,7 +164,7 @@ def text(parts: Mapping[str, str], layout: random.Random) -> str:
 
 
 def prepare() -> Callable[[CodeType, dict[str, Any]], Answer]:
-    """Return a function that runs a program and returns its key, or why it has none."""
+    """Return a function that runs a program and returns its key, or the reason for none."""
     recorder = Recorder(-1)
     assert install(recorder) is not None
     names = {"triton": triton, "tl": tl, "types": types, "ASTSource": ASTSource}

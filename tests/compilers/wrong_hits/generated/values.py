@@ -1,4 +1,4 @@
-"""Values, and the ways in which a function can come by a value. All end in a function `read`."""
+"""Values, and the ways in which a function can get a value. Every way ends in a function `read`."""
 
 __all__ = ["HOLDERS", "VALUES"]
 

@@ -1,10 +1,10 @@
-"""A process that computes the keys of drawn programs, one after the other.
+"""A process that computes the keys of drawn programs in turn.
 
     python -m compilers.wrong_hits.generated.worker COMPILER PAIRS SEED
 
-Prints a line for each program: the program's meaning, its key, why it has no key, and what the
-program says that it compiles. The seed of Python's hashes also decides the layout and the order of
-the programs, so that another process computes the same keys only if neither matters.
+Prints a line for each program: its meaning, its key, the reason for no key, and the compiled text
+if the program reports one. PYTHONHASHSEED also decides the layout and the order of the programs.
+Another process therefore computes the same keys only if neither matters.
 """
 
 import importlib
@@ -27,7 +27,7 @@ def main() -> None:
     """Answer for every program."""
     name, pairs, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     output = os.dup(1)
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # compilers may print to standard output
     compiler: Any = importlib.import_module(f"compilers.wrong_hits.generated.{name}")
     layout = random.Random(os.environ["PYTHONHASHSEED"])
     programs = list(draw(compiler.AXES, compiler.meaning, pairs=pairs, seed=seed))
