@@ -1,7 +1,7 @@
 """Promise: no attack changes what a server stores, reads what its rights exclude, or makes a job
 run bytes that the team did not publish. The server counts each refusal.
 
-Each test's name is the attack. Servers and jobs are real.
+Servers and jobs are real.
 """
 
 import itertools
@@ -20,7 +20,7 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture(scope="session")
 def fort(start_on_sqlite):
-    """A server process for all attacks that its database has no part in."""
+    """A server process shared by all attacks that do not depend on the database."""
     return start_on_sqlite(GuardedServer)
 
 
@@ -32,7 +32,6 @@ def any_fort(start_once):
 
 @pytest.fixture
 def space():
-    """A namespace that no other test uses."""
     return f"attack-{next(_NUMBERS)}"
 
 
@@ -52,12 +51,12 @@ def team(tmp_path):
 
 @pytest.fixture
 def victim(fort, space, tmp_path):
-    """Starts training jobs that are attacked."""
+    """Start training jobs for a test to attack."""
     numbers = itertools.count()
     with ExitStack() as stack:
 
         def start(**settings):
-            """With a right to read and no more, unless a token is given."""
+            """Start a job that may only read, unless a token is given."""
             if "token" not in settings:
                 settings |= {"token": fort.token(f"read:{space}"), "read_only": True}
             own = {"namespace": space, "cache_dir": tmp_path / f"job-{next(numbers)}"}
@@ -68,7 +67,7 @@ def victim(fort, space, tmp_path):
 
 @pytest.fixture
 def middlebox(fort):
-    """Puts a hostile server in front of the real one."""
+    """Start a hostile proxy in front of the real server."""
     with ExitStack() as stack:
         yield lambda change=None, **keywords: stack.enter_context(
             Middlebox(fort.url, change, **keywords)
@@ -77,7 +76,7 @@ def middlebox(fort):
 
 @pytest.fixture
 def publish(fort, space, tmp_path):
-    """Publishes a payload as an honest job does, signed when a key is given; gives the envelope."""
+    """Publish a payload like an honest job, signed if a key is given. Return the envelope."""
 
     def put(key, payload, *, signing_key=None, namespace=None, server=fort, directory=tmp_path):
         where = namespace or space

@@ -1,4 +1,4 @@
-"""A bundle passes through many hands before it is imported: whoever changes it, imports nothing."""
+"""An import refuses a bundle that was changed on its way, and imports nothing of it."""
 
 import hashlib
 import io
@@ -20,7 +20,7 @@ from support.signing import flipped, sealed, signature_of
 from support.waiting import PATIENT_VARIABLES
 
 NUMBERS = sorted(range(3), key=fingerprint)
-"""Of three artifacts, in the order of a bundle."""
+"""Numbers of three artifacts, in the order of a bundle."""
 
 
 def key_of(number):
@@ -28,11 +28,11 @@ def key_of(number):
 
 
 class Forge:
-    """Makes bundles as an attacker does who knows the format.
+    """Write bundles like an attacker who knows the format.
 
     Attributes:
-        entries: what the manifest says.
-        blobs: of each, in its order.
+        entries: entries of the manifest.
+        blobs: their blobs, in the same order.
     """
 
     def __init__(self, directory, namespace, *, signing_key=None):
@@ -63,14 +63,14 @@ class Forge:
         return line_of(head) + b"".join(lines or map(line_of, self.entries))
 
     def members(self):
-        """The members of an honest export."""
+        """Return the members of an honest export."""
         return [
             (member(entry.name, len(blob)), blob)
             for entry, blob in zip(self.entries, self.blobs, strict=True)
         ]
 
     def write(self, *, manifest=None, members=None):
-        """A tar file of a manifest and members; by default those of an honest export."""
+        """Write a tar file of a manifest and members, by default those of an honest export."""
         manifest = self.manifest() if manifest is None else manifest
         head = member(f"manifest-{hashlib.sha256(manifest).hexdigest()}.jsonl", len(manifest))
         path = self.directory / "forged.bundle"
@@ -89,7 +89,7 @@ def member(name, size=0):
 
 
 def is_sound(path):
-    """Whether a bundle and all its blobs are what its manifest says."""
+    """Return whether a bundle and all its blobs match its manifest."""
     try:
         with Bundle(path) as bundle:
             return all(
@@ -107,7 +107,7 @@ def forge(tmp_path, space):
 
 @pytest.fixture
 def run(fort, space, tmp_path):
-    """Imports a file with the right to write."""
+    """Import a file with the right to write."""
     token = fort.token(f"write:{space}")
 
     def run(path, **settings):
@@ -124,7 +124,7 @@ def run(fort, space, tmp_path):
 
 @pytest.fixture
 def refuse(fort, run):
-    """Expects that a file is refused; nothing comes of all that a test imports."""
+    """Assert that imports refuse files, and that the server stores nothing until the test ends."""
 
     def refuse(path, *named, **settings):
         result = run(path, **settings)
@@ -138,7 +138,7 @@ def refuse(fort, run):
 
 
 def test_an_honest_bundle_is_imported(forge, run, fort, space):
-    """What is forged below differs from this one in one thing."""
+    """Control: each forgery below differs from this bundle in one thing."""
     result = run(forge.write())
     assert (result.exit_code, result.stderr) == (0, "")
     assert "3 imported" in result.stdout
@@ -146,8 +146,8 @@ def test_an_honest_bundle_is_imported(forge, run, fort, space):
     assert got.content == forge.blobs[0]
 
 
-def test_any_byte_is_changed_or_the_file_is_cut_anywhere(forge, tmp_path):
-    """Of the headers, the manifest, the padding and the end; each blob by its digest."""
+def test_bundle_with_a_changed_byte_or_a_cut_anywhere_is_not_sound(forge, tmp_path):
+    """Covers headers, manifest, padding and end of the file. The blobs' digests cover the blobs."""
     honest = forge.write().read_bytes()
     assert is_sound(forge.directory / "forged.bundle")
     path = tmp_path / "changed"
@@ -214,7 +214,7 @@ def a_line_of_the_manifest_has_no_end(forge):
 
 
 def an_entry_is_hidden_behind_a_long_name(forge):
-    """Another header in front, as tar writes it for names that do not fit."""
+    """Insert another header, as tar writes it for long names."""
     return forge.write(members=[(member("x" * 300, 1), b"x")])
 
 
@@ -261,13 +261,13 @@ _FORGERIES = {
 }
 
 
-def test_a_bundle_is_forged(tmp_path, space, refuse):
+def test_forged_bundle_is_refused(tmp_path, space, refuse):
     for forgery, named in _FORGERIES.items():
         refuse(forgery(Forge(tmp_path, space)), *named)
 
 
 def _said_twice(line):
-    """A reader that takes the first, and one that takes the last, would see two bundles."""
+    """The first and the last value differ, and parsers differ in which of them they return."""
     return line.replace(b'"sha256":', b'"sha256":"' + b"0" * 64 + b'","sha256":', 1)
 
 
@@ -281,7 +281,7 @@ _LINES = (
 )
 
 
-def test_a_line_of_the_manifest_is_no_artifact(forge, refuse):
+def test_manifest_line_that_is_no_artifact_is_refused(forge, refuse):
     for change in _LINES:
         first, second, third = map(line_of, forge.entries)
         assert change(second) != second
@@ -298,7 +298,7 @@ _TYPES = (
 )
 
 
-def test_an_entry_is_something_else(forge, refuse):
+def test_entry_with_another_type_name_or_owner_is_refused(forge, refuse):
     for fields in _TYPES:
         members = forge.members()
         for field, value in fields.items():
@@ -308,7 +308,7 @@ def test_an_entry_is_something_else(forge, refuse):
     assert not any("cron" in str(each) for each in path.parent.rglob("*"))
 
 
-def test_a_blob_declares_a_huge_size(forge, refuse):
+def test_blob_that_declares_a_huge_size_is_refused(forge, refuse):
     for size in (2**33, 2**62):
         forge.entries[1] = forge.entries[1].model_copy(update={"size_bytes": size})
         path = forge.write()
@@ -320,7 +320,7 @@ def test_a_blob_declares_a_huge_size(forge, refuse):
         refuse(path, "entry 2", "is cut")
 
 
-def test_a_stranger_or_a_revoked_key_signs_the_artifacts(tmp_path, space, team, refuse):
+def test_artifacts_signed_by_a_stranger_or_a_revoked_key_are_refused(tmp_path, space, team, refuse):
     team.trust("ci")
     forge = Forge(tmp_path, space, signing_key=team.key("stranger"))
     refuse(forge.write(), "entry 1", "not trusted", trusted_keys=team.file)
@@ -329,7 +329,7 @@ def test_a_stranger_or_a_revoked_key_signs_the_artifacts(tmp_path, space, team, 
     refuse(forge.write(), "entry 1", "revoked", trusted_keys=team.file)
 
 
-def test_one_signature_of_many_is_absent_or_changed(tmp_path, space, team, refuse):
+def test_one_absent_or_changed_signature_refuses_the_bundle(tmp_path, space, team, refuse):
     forge = Forge(tmp_path, space, signing_key=team.trust("ci"))
     sound, metadata = forge.entries[1], forge.entries[1].metadata
     for signature, reason in (
@@ -341,13 +341,13 @@ def test_one_signature_of_many_is_absent_or_changed(tmp_path, space, team, refus
         refuse(forge.write(), "entry 2", reason, trusted_keys=team.file)
 
 
-def test_signed_artifacts_are_said_to_be_of_another_namespace(tmp_path, space, team, refuse):
+def test_signed_artifacts_of_another_namespace_are_refused(tmp_path, space, team, refuse):
     forge = Forge(tmp_path, f"{space}-untrusted", signing_key=team.trust("ci"))
     forge.namespace = space
     refuse(forge.write(), "entry 1", "another namespace", trusted_keys=team.file)
 
 
-def test_the_file_is_a_link_a_pipe_or_writable_for_others(forge, refuse, tmp_path):
+def test_link_pipe_or_file_that_others_may_write_is_refused(forge, refuse, tmp_path):
     path = forge.write()
     (tmp_path / "link").symlink_to(path)
     os.mkfifo(tmp_path / "pipe", 0o600)
@@ -357,8 +357,8 @@ def test_the_file_is_a_link_a_pipe_or_writable_for_others(forge, refuse, tmp_pat
     refuse(path, "copy it to a directory of yours")
 
 
-def test_an_artifact_is_swapped_after_its_verification(forge, run, fort, space, monkeypatch):
-    """By somebody who is this user: the server has the digest that was verified."""
+def test_artifact_swapped_after_verification_is_not_stored(forge, run, fort, space, monkeypatch):
+    """The attacker has this user's rights. The server checks the verified digest."""
     path = forge.write()
     content = bytearray(path.read_bytes())
     place = content.index(forge.blobs[1]) + 100
@@ -380,7 +380,7 @@ def test_an_artifact_is_swapped_after_its_verification(forge, run, fort, space, 
     assert stored.status_code == 404
 
 
-def test_a_token_that_may_only_read_imports(forge, fort, space, run):
+def test_import_with_a_read_token_stores_nothing(forge, fort, space, run):
     path, reader = forge.write(), fort.token(f"read:{space}")
     with fort.withstands():
         result = run(path, token=reader)

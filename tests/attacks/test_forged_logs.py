@@ -1,4 +1,4 @@
-"""A caller who writes into the log what never happened, or makes others read secrets in it."""
+"""No caller forges an entry of the log, and no secret of a request reaches the log."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ _NASTY = f"x\n{_FORGED}\r\x1b[2J\x9b2J\u202e\x00\x7f"
 
 @pytest.fixture(scope="module")
 def talkative(tmp_path_factory):
-    """A server that logs everything."""
+    """A server with access log and debug messages."""
     with GuardedServer(
         tmp_path_factory.mktemp("talkative"), access_log=True, log_level="debug"
     ) as fort:
@@ -33,7 +33,7 @@ def record_of(message, *args, error=None):
     return logging.LogRecord("name", logging.ERROR, "", 1, message, args, info)
 
 
-def test_a_path_or_an_exception_ends_its_line_and_begins_another():
+def test_line_ends_in_a_path_or_an_exception_are_escaped_or_indented():
     text = entry_of(record_of("%s failed", _NASTY))
 
     assert text.isprintable()
@@ -47,7 +47,7 @@ def test_a_path_or_an_exception_ends_its_line_and_begins_another():
     assert "    ValueError: x\n    2026-01-01" in text
 
 
-def test_a_path_with_line_ends_or_a_secret_query_is_asked_for(talkative, space):
+def test_log_escapes_the_path_and_omits_the_query(talkative, space):
     forged = "/v1/x%0A2026-01-01%20CRITICAL%1B%5B2J%C2%9B/stats"
     path = artifact_path(space)
     caller = talkative.http(talkative.admin)
@@ -61,8 +61,8 @@ def test_a_path_with_line_ends_or_a_secret_query_is_asked_for(talkative, space):
     assert "s3cret" not in talkative.log
 
 
-def test_a_caller_takes_the_request_id_of_another(talkative, space):
-    """Both entries have it, and an id of the server's own that differs, and the addresses."""
+def test_repeated_request_ids_stay_distinguishable_in_the_audit(talkative, space):
+    """Each audit entry also has an id that the server made, and the address of the connection."""
     headers = {"X-Request-Id": "the-same", "X-Forwarded-For": "10.1.2.3, 192.0.2.7"}
     talkative.put(artifact_path(space), b"x", **headers)
     path, admin = artifact_path(space), talkative.http(talkative.admin)
@@ -82,8 +82,8 @@ def test_a_caller_takes_the_request_id_of_another(talkative, space):
     assert deleted["address"] == "127.0.0.1"
 
 
-def test_a_path_of_raw_bytes_gets_into_the_log_of_nginx(talkative, space, tmp_path):
-    """nginx also replaces what a client says about its address."""
+def test_log_of_nginx_omits_unprintable_paths_and_queries(talkative, space, tmp_path):
+    """nginx replaces the address that the client sends."""
     with in_front_of(talkative, tmp_path / "nginx") as nginx:
         for path in (b"/v1/\xc2\x9b2J/x", b"/v1/\xff\xfe/x", b"/v1/ok?secret=\xc2\x9b"):
             with Wire(nginx.url) as wire:

@@ -1,4 +1,4 @@
-"""A server that answers to hurt: what a job parses, keeps and logs of its answers is bounded."""
+"""A hostile server cannot make a job parse, keep or log more than a bounded amount."""
 
 import io
 import itertools
@@ -35,7 +35,7 @@ _BODIES = {
 
 
 def _pairs(*, is_quick):
-    """Every body to one call, and one body to every call; the rest is extended."""
+    """Return all pairs of call and body, or only those with one call or with one body."""
     return [
         (call, body)
         for call in CALLS
@@ -44,8 +44,8 @@ def _pairs(*, is_quick):
     ]
 
 
-def test_an_answer_of_a_few_megabytes_takes_gigabytes(middlebox, jobs, tmp_path, is_extended):
-    """All in one process, one at a time, after a first call by which everything is imported."""
+def test_answer_of_megabytes_costs_bounded_memory_and_time(middlebox, jobs, tmp_path, is_extended):
+    """All calls run in one process. The first one imports every module and is not measured."""
     pairs = [("statistics", "few objects"), *_pairs(is_quick=not is_extended)]
     remaining = iter(pairs)
 
@@ -80,8 +80,8 @@ _LIES = (
 )
 
 
-def test_the_headers_of_an_artifact_lie(fort, space, key, publish, middlebox, victim):
-    """The client uses only headers about the bytes, and checks the bytes against these."""
+def test_false_header_is_detected_or_ignored(fort, space, key, publish, middlebox, victim):
+    """The client checks the bytes against the headers about them, and ignores other headers."""
     payload = os.urandom(20_000)
     publish(key(), payload)
     box = middlebox()
@@ -118,7 +118,7 @@ def _assert_harmless(text):
     assert "\nWARNING" not in text
 
 
-def test_a_problem_moves_the_cursor(middlebox):
+def test_escape_sequences_in_a_problem_are_not_printed(middlebox):
     problem = {
         "type": "urn:graphstash:error:internal",
         "title": ESCAPE,
@@ -134,7 +134,7 @@ def test_a_problem_moves_the_cursor(middlebox):
 
 @pytest.fixture
 def leased(middlebox, victim, key, fort, space):
-    """A job that compiles graphs behind a server that answers requests for leases itself."""
+    """Start a job that compiles graphs, behind a server that replies to lease requests itself."""
 
     def build(replies, *, graphs=1, **settings):
         def change(_request, answer):
@@ -159,19 +159,19 @@ def _held_by(name, *, seconds=1):
     return 202, json.dumps(reply)
 
 
-def test_a_server_promises_what_it_does_not_have(leased):
-    """The server answers `held`, then `ready`, but has no artifact. The wait counts as failed."""
+def test_job_stops_waiting_after_false_ready_replies(leased):
+    """The server replies `held`, then `ready`, but has no artifact. The wait counts as failed."""
     nothing = {"state": "ready", "digest": "sha256:" + "0" * 64, "size_bytes": 1}
     ready = (200, json.dumps(nothing))
     replies = itertools.cycle([_held_by("h", seconds=60), ready, ready, ready])
     job, box = leased(replies, graphs=12, wait_seconds=60)
     asked = [each.headers["prefer"] for each in box.to("/leases/", method="POST")]
     assert job.compiles == 12
-    assert len(asked) - asked.count("wait=0") == 3 * 3  # three waits, of three questions each
+    assert len(asked) - asked.count("wait=0") == 3 * 3  # three waits of three requests each
 
 
 @pytest.mark.parametrize("name", [ESCAPE, "x" * MEBIBYTE + "owned", ESCAPE * 10_000])
-def test_the_name_of_a_holder_moves_the_cursor(leased, caplog, name):
+def test_holder_name_is_logged_printable_and_bounded(leased, caplog, name):
     job, _ = leased(itertools.repeat(_held_by(name)), wait_seconds=0.0)
     assert job.fallbacks == {"wait_budget": 1}
     messages = [each.getMessage() for each in caplog.records]
@@ -180,9 +180,7 @@ def test_the_name_of_a_holder_moves_the_cursor(leased, caplog, name):
     assert len(message) < 30_000
 
 
-def test_an_artifact_goes_on_after_the_size_that_its_headers_announce(
-    fort, space, key, publish, middlebox
-):
+def test_download_stops_after_the_size_in_its_headers(fort, space, key, publish, middlebox):
     """`Transfer-Encoding` overrides `Content-Length`. The client closes the connection."""
     publish(key(1), OWN)
     piece = b"100000\r\n" + b"x" * MEBIBYTE + b"\r\n"
@@ -206,8 +204,8 @@ def test_an_artifact_goes_on_after_the_size_that_its_headers_announce(
     assert 0 < received.seek(0, io.SEEK_END) <= MEBIBYTE
 
 
-def test_every_answer_names_another_holder_of_a_megabyte(leased):
-    """The job keeps what it has waited for each of them."""
+def test_long_holder_names_take_bounded_memory(leased):
+    """The job stores the time that it waited for each holder, but bounds the length of the name."""
     replies = (_held_by(f"{number}" + "x" * MEBIBYTE) for number in itertools.count())
     job, _ = leased(replies, wait_seconds=1.0)
     assert job.fallbacks == {"wait_budget": 1}
@@ -224,7 +222,7 @@ def test_every_answer_names_another_holder_of_a_megabyte(leased):
     ],
     ids=lambda each: each[:9].encode("ascii", "replace").decode(),
 )
-def test_a_lease_has_to_be_renewed_all_the_time_or_its_token_is_a_header(leased, token, seconds):
+def test_lease_with_an_invalid_duration_or_token_is_refused(leased, token, seconds):
     granted = {"state": "granted", "token": token, "fencing": 1, "ttl_seconds": "?"}
     text = json.dumps(granted).replace('"?"', seconds)
     job, box = leased(itertools.repeat((201, text)))
@@ -250,7 +248,7 @@ def _statistics(row, **fields):
     return json.dumps({"version": "1", **totals, "namespaces": [counted], **fields})
 
 
-def test_the_version_of_a_server_moves_the_cursor(middlebox, tmp_path):
+def test_status_prints_no_escape_sequence_of_a_server(middlebox, tmp_path):
     body = _statistics({"namespace": ESCAPE}, version=ESCAPE)
     shown = _status(middlebox, tmp_path, body)
     assert shown.returncode == 0
@@ -262,14 +260,14 @@ def test_the_version_of_a_server_moves_the_cursor(middlebox, tmp_path):
     [("size_bytes", "1" + "0" * 400), ("saved_seconds", "Infinity"), ("uptime_seconds", "1e999")],
     ids=["larger than a float", "infinity", "exponent"],
 )
-def test_a_number_of_the_statistics_cannot_be_shown(middlebox, tmp_path, name, number):
+def test_status_survives_numbers_that_no_float_holds(middlebox, tmp_path, name, number):
     body = _statistics({name: "?"}, **{name: "?"}).replace('"?"', number)
     shown = _status(middlebox, tmp_path, body)
     assert "Traceback" not in shown.stdout + shown.stderr
     assert len(shown.stdout) < 3000
 
 
-def test_the_name_of_a_job_moves_the_cursor(middlebox, tmp_path):
+def test_login_prints_no_escape_sequence_of_a_server(middlebox, tmp_path):
     info = {"id": ESCAPE, "description": ESCAPE, "created_by": ESCAPE, "grants": []}
     info["created_at"] = "2026-01-01T00:00:00Z"
     issued = {"token": f"gst_{'a' * 16}_{'b' * 43}", "info": info}

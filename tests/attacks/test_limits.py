@@ -1,7 +1,7 @@
-"""Whoever may write one namespace takes no more than its limit, and nothing from the others.
+"""A writer of one namespace exceeds no limit and takes nothing from other namespaces.
 
-The limits are in bytes of what is stored: blobs, metadata and manifests. The number of leases is
-bounded as well (tests/service/test_leases.py).
+The limits count the bytes of blobs, metadata and manifests. tests/service/test_leases.py covers the
+limit on leases.
 """
 
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ _VICTIMS = range(7)
 
 
 class _LimitedServer(GuardedServer):
-    """A store with room for ten artifacts of the victim, who has seven."""
+    """A server with room for ten blobs. Each test fills seven of them for the victim."""
 
     def __init__(self, directory, **settings):
         limits = dict.fromkeys(("store_limit_bytes", "soft_limit_bytes"), _STORE_BYTES)
@@ -30,11 +30,11 @@ class _LimitedServer(GuardedServer):
         self._unfinished_at_start = self._unfinished_files()
 
     def empty(self):
-        """Deletes everything, and waits until the server has noticed which uploads broke off."""
+        """Delete everything, and wait until the server has removed the files of broken uploads."""
         admin = self.http(self.admin)
         for row in self.picture().rows["artifacts"]:
             path = f"/v1/{row.namespace}/artifacts/{row.kind}/{row.device_type}/{row.fingerprint}"
-            # It may be evicted first, where a test has reached a limit.
+            # A test that reaches a limit may have caused its eviction.
             assert admin.delete(path).status_code in {204, 404}
         until(lambda: self._unfinished_files() <= self._unfinished_at_start)
 
@@ -74,20 +74,20 @@ class _LimitedServer(GuardedServer):
 
 @pytest.fixture
 def limited(start_once):
-    """Empty again after each test."""
+    """A server that is emptied after each test."""
     server = start_once(_LimitedServer)
     yield server
     server.empty()
 
 
 def _announced(fort, space, size_bytes, *, number=0, token=None):
-    """A head that asks whether its body may come."""
+    """Return a head that waits for `100 Continue` before its body."""
     path, announced = artifact_path(space, number), Digest.of(bytes(size_bytes))
     return put_head(path, announced, "Expect: 100-continue", token=token or fort.admin)
 
 
-def test_heads_without_bodies_drive_out_and_keep_out_nobody(limited, space):
-    """Seventeen mebibytes are announced, five times: the room that they announce is nobody's."""
+def test_heads_without_bodies_evict_nothing_and_block_no_upload(limited, space):
+    """An announced size reserves no room: five heads announce 17 MiB each, in a store of 20 MiB."""
     limited.set_policy(space, limit_bytes=_STORE_BYTES)
     assert limited.fill(space, *_VICTIMS) == [201] * 7
     token = limited.token(f"write:{space}-rogue")
@@ -97,7 +97,7 @@ def test_heads_without_bodies_drive_out_and_keep_out_nobody(limited, space):
         for number in range(5):
             wire = stack.enter_context(Wire(limited.url))
             wire.send(_announced(limited, f"{space}-rogue", 17 * _MIB, number=number, token=token))
-            assert wire.begin() == 100  # it was let in, and its body is awaited
+            assert wire.begin() == 100
         assert limited.picture().rows == before.rows
         assert limited.fill(space, 7, 8) == [201] * 2
         assert limited.kept(space, range(9)) == list(range(9))
@@ -105,7 +105,7 @@ def test_heads_without_bodies_drive_out_and_keep_out_nobody(limited, space):
     assert kept >= {Digest.of(limited.blob(space, number)).sha256 for number in range(9)}
 
 
-def test_a_head_without_a_body_is_sent_to_a_store_of_pinned_artifacts(limited, space):
+def test_head_is_refused_if_pinned_artifacts_leave_no_room(limited, space):
     assert limited.fill(space, *_VICTIMS) == [201] * 7
     limited.pin(space, _VICTIMS)
 
@@ -115,8 +115,8 @@ def test_a_head_without_a_body_is_sent_to_a_store_of_pinned_artifacts(limited, s
     assert refused == {"insufficient_storage": 1}
 
 
-def test_an_upload_that_cannot_fit_drives_nobody_out(limited, space):
-    """Into its own namespace neither, whether it is too large or too much is pinned."""
+def test_upload_that_cannot_fit_evicts_nothing(limited, space):
+    """The first upload is larger than the limit. The second one fits only without the pin."""
     limited.set_policy(space, limit_bytes=8 * _MIB)
     limited.fill(space, *range(3))
     limited.pin(space, [0])
@@ -128,14 +128,14 @@ def test_an_upload_that_cannot_fit_drives_nobody_out(limited, space):
 
 
 def test_an_upload_takes_the_room_of_its_own_namespace_first(limited, space):
-    """Though what it drives out is worth more than what others have, and though it breaks off."""
+    """This holds even if those artifacts are worth more than others, or the upload breaks off."""
     rogue = f"{space}-rogue"
     limited.fill(space, *_VICTIMS, seconds=1.0)
     limited.fill(rogue, 0, 1, seconds=500_000.0)
     assert limited.fill(rogue, 2, size=5 * _MIB, seconds=500_000.0) == [201]
     assert limited.kept(rogue, range(3)) == [2]
 
-    size_bytes = 6 * _MIB - 64 * 1024  # all of it fits beside the victim's, metadata included
+    size_bytes = 6 * _MIB - 64 * 1024  # with metadata, it fits beside the victim's artifacts
     with Wire(limited.url) as wire:
         wire.send(_announced(limited, rogue, size_bytes, number=7))
         assert wire.begin() == 100
@@ -146,9 +146,8 @@ def test_an_upload_takes_the_room_of_its_own_namespace_first(limited, space):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 600_000.0])
-def test_one_of_several_namespaces_is_flooded(limited, space, seconds):
-    """Each has a limit, and they fit into the store together: nobody loses anything, whatever the
-    flood claims to be worth."""
+def test_flood_of_one_namespace_evicts_nothing_from_the_others(limited, space, seconds):
+    """The limits fit into the store together. The value that the flood claims has no effect."""
     spaces = [f"{space}-{number}" for number in range(3)]
     for each in spaces:
         limited.set_policy(each, limit_bytes=6 * _MIB)
@@ -164,8 +163,8 @@ def test_one_of_several_namespaces_is_flooded(limited, space, seconds):
     assert sum(map(limited.used, spaces)) <= _STORE_BYTES
 
 
-def test_manifests_of_made_up_keys_fill_a_namespace(limited, space):
-    """They count: with the artifacts they are never more than the limit."""
+def test_manifests_of_made_up_keys_count_against_the_limit(limited, space):
+    """Manifests and artifacts together stay below the limit."""
     limited.set_policy(space, limit_bytes=_MIB)
     writer = limited.http(limited.token(f"write:{space}"))
     codes = set()
@@ -186,7 +185,7 @@ def test_manifests_of_made_up_keys_fill_a_namespace(limited, space):
 @pytest.mark.parametrize(
     ("parts", "limit_bytes", "count", "rows"), [(90, _MIB // 4, 24, 20), (0, 40 * 1024, 14, 10)]
 )
-def test_empty_artifacts_are_stored_for_their_metadata(
+def test_metadata_of_empty_artifacts_counts_against_the_limit(
     limited, space, parts, limit_bytes, count, rows
 ):
     limited.set_policy(space, limit_bytes=limit_bytes)

@@ -1,4 +1,4 @@
-"""Another user of the server's host, who reads what the server leaves lying about."""
+"""Another user of the server's host cannot read the files of the server."""
 
 import os
 import stat
@@ -19,7 +19,7 @@ def _usual_umask():
 
 
 def open_to_others(directory):
-    """What a user without rights can reach, from the directory on."""
+    """Return the paths that a user without rights can reach, from the directory down."""
     found = []
     if directory.stat().st_mode & _OF_OTHERS:
         found = [directory]
@@ -31,8 +31,8 @@ def open_to_others(directory):
     return found
 
 
-def test_the_database_and_the_blobs_of_a_server_are_read(tmp_path, space):
-    """Of a new one, and what the release before left readable."""
+def test_database_and_blobs_are_closed_to_other_users(tmp_path, space):
+    """This holds for a new server, and for files that an earlier release left readable."""
     with GuardedServer(tmp_path / "server") as fort:
         fort.fill(space, 0, 1)
         files = [path for path in fort.data_dir.rglob("*") if path.is_file()]
@@ -52,8 +52,8 @@ def test_the_database_and_the_blobs_of_a_server_are_read(tmp_path, space):
         assert own == []
 
 
-def test_a_data_directory_with_files_of_others_is_told_of_and_not_closed_to_them(tmp_path):
-    """Only what the server made is the server's. Others may replace the database there."""
+def test_open_data_directory_with_other_files_is_reported_and_stays_open(tmp_path):
+    """The server closes only files that it made. It warns that others may replace the database."""
     data_dir = tmp_path / "shared"
     data_dir.mkdir()
     (data_dir / "of somebody else").write_text("x")

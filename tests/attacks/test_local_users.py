@@ -1,6 +1,6 @@
-"""Another user of the training host: on the port of the server, and in the cache directories.
+"""Another user of the training host, on the server's port and in the cache directories.
 
-Nothing of theirs is loaded, nothing waits for them, and they learn no token.
+Jobs load no bytes of that user, never wait for that user, and send that user no token.
 """
 
 import functools
@@ -40,8 +40,8 @@ os.chdir("/")
 
 
 def give(path):
-    """Make the stranger the owner of a file or a directory. Users other than root need sudo."""
-    # The path may lead through a descriptor of this process.
+    """Make the stranger the owner of a file or a directory. Needs root or sudo."""
+    # The path may lead through a file descriptor of this process.
     real = path.parent.resolve() / path.name
     subprocess.run([*as_root(), "chown", f"{_STRANGER}:{_STRANGER}", real], check=True)
 
@@ -57,11 +57,11 @@ def as_root():
 
 
 class Stranger:
-    """Runs a program as another user. A context manager that ends the program.
+    """Context manager that runs a program as another user, and ends it.
 
     Args:
-        program: text in Python, which may use os, socket, sys and threading: they are imported
-            before the process changes its user. It prints a line when it is ready.
+        program: Python text that may use os, socket, sys and threading. The process imports them
+            before it changes its user. The program prints a line when it is ready.
         arguments: `sys.argv[1:]` of the program.
 
     Attributes:
@@ -80,7 +80,7 @@ class Stranger:
         assert self.said, "the stranger's program failed"
 
     def finish(self):
-        """Close the program's input. Return what the program has printed since its first line."""
+        """Close the program's input. Return the output of the program after its first line."""
         if self._output is None:
             self._output, _ = self._process.communicate(timeout=60)
         return self._output
@@ -127,7 +127,7 @@ _TRIES = textwrap.dedent("""
 
 @pytest.fixture
 def public(tmp_path):
-    """A directory that others reach: only what is in it keeps them out."""
+    """A directory that other users can enter: only the permissions of its contents stop them."""
     for each in (tmp_path, *tmp_path.parents):
         if stat.S_IMODE(each.stat().st_mode) & 0o077 == 0:
             each.chmod(0o711)
@@ -136,14 +136,14 @@ def public(tmp_path):
 
 @pytest.fixture
 def state(public, monkeypatch):
-    """Where the servers of this user say that they are."""
+    """Path of the socket at which this user's jobs look for a server."""
     monkeypatch.setenv("XDG_STATE_HOME", str(public / "state"))
     return own_socket_path(os.environ)
 
 
 @pytest.fixture
 def serve(tmp_path, state):
-    """Starts `graphstash serve` as its manual says."""
+    """Start `graphstash serve` as its manual says."""
     variables = {"GRAPHSTASH_INSECURE": "", "XDG_STATE_HOME": str(tmp_path / "state")}
     numbers = itertools.count()
     with ExitStack() as stack:
@@ -154,7 +154,7 @@ def serve(tmp_path, state):
 
 @pytest.fixture
 def job(tmp_path):
-    """Starts jobs, each on a host of its own without a server."""
+    """Start jobs, each on its own host without a server."""
     numbers = itertools.count()
     with ExitStack() as stack:
         yield lambda **settings: stack.enter_context(
@@ -185,13 +185,11 @@ def test_the_quick_start_of_one_user_needs_no_setting_and_is_closed_to_others(
     assert not state.exists()
 
 
-def test_a_killed_server_leaves_nothing_to_another_user_and_its_place_to_the_next(
-    serve, state, job, key
-):
-    """A third server takes the place from nobody."""
+def test_port_of_a_killed_server_gets_no_job_and_the_next_server_its_socket(serve, state, job, key):
+    """A third server does not take the socket from the second one."""
     first = serve("--port", str(reserved_port()))
     first.kill()
-    assert state.is_socket()  # it is found, and answers nobody
+    assert state.is_socket()  # jobs find the socket, but no server listens
     with Stranger(_TAKES_A_PORT, first.port) as stranger:
         victim = job(token=TOKEN)
         assert victim.build(key(1)) == OWN
@@ -211,7 +209,7 @@ def test_a_killed_server_leaves_nothing_to_another_user_and_its_place_to_the_nex
 
 
 @pytest.mark.parametrize("theirs", ["owner", "mode", "link"])
-def test_a_socket_where_others_could_have_put_it_is_not_used(
+def test_socket_in_a_directory_that_others_may_write_is_not_used(
     state, job, key, theirs, tmp_path_factory
 ):
     state.parent.mkdir(parents=True, mode=0o700)
@@ -257,12 +255,12 @@ def test_a_job_without_a_server_says_once_what_to_set(tmp_path, state):
     assert quiet.stderr == ""
 
 
-# The directories of the cache.
+# -- the directories of the cache --
 
 
 @pytest.fixture
 def shared(public):
-    """A directory in which everybody may do everything, as a scratch disk may be."""
+    """A directory in which every user may do everything, like a scratch disk."""
     place = public / "scratch"
     place.mkdir()
     place.chmod(0o777)
@@ -271,7 +269,7 @@ def shared(public):
 
 @pytest.fixture
 def signed(publish, key, team, space, fort):
-    """What the team has published, and the settings of a job that accepts nothing else."""
+    """Publish a signed artifact. Return the settings of a job that requires signatures."""
     publish(key(1), OWN, signing_key=team.trust("ci"))
     return {
         "url": fort.url,
@@ -284,7 +282,7 @@ def signed(publish, key, team, space, fort):
 
 
 @pytest.mark.parametrize("trade", ["a pipe", "another file", "a link"])
-def test_the_downloaded_file_is_swapped_between_check_and_use(
+def test_file_swapped_after_its_download_is_not_used(
     signed, job, key, monkeypatch, tmp_path, trade
 ):
     poison = sealed(tmp_path, key(1), POISON, name="poison").path
@@ -292,7 +290,7 @@ def test_the_downloaded_file_is_swapped_between_check_and_use(
 
     def swapping(self, wanted, target, **keywords):
         done = download(self, wanted, target, **keywords)
-        target._put_on_disk()  # where a large artifact is from the start
+        target._put_on_disk()  # as for a large artifact
         name = Path(f"/proc/self/fd/{target._root}", target.name)
         name.unlink()
         if trade == "a pipe":
@@ -307,11 +305,11 @@ def test_the_downloaded_file_is_swapped_between_check_and_use(
     victim = job(**signed)
     victim.result = b"compiled"
     assert victim.build(key(1)) == OWN
-    assert victim.build(key(1)) == OWN  # what was adopted under the name is not used either
+    assert victim.build(key(1)) == OWN  # the job does not use the adopted file either
 
 
 @pytest.mark.parametrize("planted", ["pipe", "link", "device", "folder", "theirs", "writable"])
-def test_something_else_lies_where_an_artifact_was_kept(signed, job, key, tmp_path, planted):
+def test_replaced_file_in_the_local_tier_is_not_used(signed, job, key, tmp_path, planted):
     settings = signed | {"cache_dir": tmp_path / "cache"}
     first = job(**settings)
     assert first.build(key(1)) == OWN
@@ -342,11 +340,11 @@ def test_something_else_lies_where_an_artifact_was_kept(signed, job, key, tmp_pa
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602], ids=oct)
-def test_a_copy_that_a_job_may_use_unsigned_is_open_to_be_written(job, key, tmp_path, mode):
+def test_unsigned_copy_that_others_may_write_is_not_used(job, key, tmp_path, mode):
     settings = {"url": "none", "cache_dir": tmp_path / "cache"}
     first = job(**settings)
     assert first.build(key(1)) == OWN
-    assert first.stats.fallbacks == {}  # waits until the copy is there
+    assert first.stats.fallbacks == {}  # waits until the copy is stored
     first.stash.local.path(first.stash.config.namespace, key(1)).chmod(mode)
 
     second = job(**settings)
@@ -359,7 +357,7 @@ def test_a_pipe_in_the_place_of_the_hosts_secret_is_replaced(job, key, team, tmp
     first = job(**settings)
     os.mkfifo(tmp_path / "cache" / "secret")
     assert first.build(key(1)) == OWN
-    assert first.stats.compile_seconds >= 0  # it was stored
+    assert first.stats.compile_seconds >= 0  # waits until the copy is stored
     assert job(**settings).build(key(1)) == OWN
     assert (tmp_path / "cache" / "secret").stat().st_size == 32
 
@@ -372,7 +370,7 @@ _MAKES_A_CACHE = textwrap.dedent("""
 """)
 
 
-def test_another_user_has_made_the_directory_of_the_cache(signed, job, key, shared, caplog):
+def test_cache_directory_of_another_user_is_not_used(signed, job, key, shared, caplog):
     with Stranger(_MAKES_A_CACHE, shared / "cache"):
         victim = job(**signed, cache_dir=shared / "cache")
         assert victim.build(key(1)) == OWN
@@ -382,7 +380,7 @@ def test_another_user_has_made_the_directory_of_the_cache(signed, job, key, shar
 
 
 @pytest.mark.parametrize("part", ["v1", "v2", "locks", "tmp", "servers"])
-def test_another_user_has_made_a_part_of_the_cache(job, key, shared, part, caplog):
+def test_part_of_the_cache_of_another_user_is_not_used(job, key, shared, part, caplog):
     (shared / "cache").mkdir(mode=0o755)
     (shared / "cache" / part).mkdir()
     give(shared / "cache" / part)
@@ -392,7 +390,7 @@ def test_another_user_has_made_a_part_of_the_cache(job, key, shared, part, caplo
     assert "belongs to another user" in caplog.text
 
 
-def test_a_link_or_a_directory_with_other_things_is_not_used(job, key, shared, tmp_path, caplog):
+def test_linked_or_foreign_cache_directory_is_not_used(job, key, shared, tmp_path, caplog):
     (tmp_path / "elsewhere").mkdir()
     (shared / "cache").symlink_to(tmp_path / "elsewhere")
     assert job(url="none", cache_dir=shared / "cache").build(key(1)) == OWN
@@ -430,10 +428,8 @@ _TAKES_THE_PLACE = textwrap.dedent("""
 """)
 
 
-def test_another_directory_takes_the_place_of_the_cache_while_a_job_runs(
-    job, key, shared, tmp_path
-):
-    """With links to files of the job's user, which the tier takes for what is left over."""
+def test_job_whose_cache_directory_is_replaced_deletes_no_other_files(job, key, shared, tmp_path):
+    """The new directory links to files of the job's user, which eviction must not delete."""
     home = tmp_path / "home"
     for name in ("thesis.tex", "model/objects/ab/cd"):
         (home / name).parent.mkdir(parents=True, exist_ok=True)

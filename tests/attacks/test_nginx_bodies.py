@@ -1,4 +1,4 @@
-"""Whoever has no token and fills the disk, or the memory, of the nginx in front."""
+"""Requests without a token fill neither the disk nor the memory of nginx."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -30,13 +30,13 @@ def nginx(fort, tmp_path_factory):
 
 
 def kept(nginx):
-    """What nginx has written down of bodies."""
+    """Return the body files that nginx wrote."""
     return [path for path in (nginx.configuration.parent / "body").rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH"])
-def test_a_body_without_a_token_fills_the_temporary_directory(nginx, method):
-    """The answer is there before the body is: nobody has waited for it, or kept it."""
+def test_body_without_a_token_is_refused_and_not_stored(nginx, method):
+    """The server replies before the body arrives, so nginx does not wait for the body."""
     for name, path in _PATHS.items():
         with Wire(nginx.url) as wire:
             wire.send(head(method, path, f"Content-Length: {8 * _MIB}") + _PART)
@@ -49,8 +49,8 @@ def test_a_body_without_a_token_fills_the_temporary_directory(nginx, method):
         assert answer.status in expected, name
 
 
-def test_a_head_that_does_not_end_fills_the_memory(nginx):
-    """It is refused when it is twice as long as the server allows, and not kept any longer."""
+def test_endless_head_is_refused(nginx):
+    """nginx refuses a head that is twice as long as the server allows, and stores no more of it."""
     with Wire(nginx.url) as wire:
         lines = [f"X-{number}: {'a' * 70_000}" for number in range(3)]
         answer = wire.ask(head("GET", "/", *lines)[:-4])
@@ -59,8 +59,8 @@ def test_a_head_that_does_not_end_fills_the_memory(nginx):
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
 @pytest.mark.parametrize("path", ["artifact", "lookup"])
-def test_a_body_without_end_fills_the_temporary_directory(nginx, method, path):
-    """In chunks; and of a hundred gigabytes, which only an upload may announce to the server."""
+def test_endless_body_is_refused_and_not_stored(nginx, method, path):
+    """Covers chunked bodies, and a length of 100 GB, which the server accepts only for uploads."""
     with Wire(nginx.url) as wire:
         wire.send(head(method, _PATHS[path], "Transfer-Encoding: chunked"))
         wire.send(b"%x\r\n" % _MIB + _PART + b"\r\n")
@@ -74,15 +74,15 @@ def test_a_body_without_end_fills_the_temporary_directory(nginx, method, path):
             assert (answer.status, answer.problem["code"]) == (413, "too_large")
 
 
-def test_bodies_of_one_address_take_every_connection(fort, tmp_path):
-    """Each has a share, and nginx says what it is."""
+def test_bodies_of_one_address_leave_connections_to_other_addresses(fort, tmp_path):
+    """Each address has a share of the connections, and nginx names the setting."""
     with in_front_of(fort, tmp_path / "nginx", GRAPHSTASH_CONNECTIONS_PER_ADDRESS="2") as nginx:
         lookup = head("POST", _PATHS["lookup"], "Content-Length: 1000", token=fort.admin)
         wires = [Wire(nginx.url) for _ in range(3)]
         try:
             for wire in wires:
                 wire.send(lookup + b"{")
-            # One of nginx's processes may be slow: the last to send need not be the last it counts.
+            # nginx may count the three in another order than they were sent.
             (refused,), _, _ = select(wires, [], [], 20)
             refusal = refused.answer().problem
             assert refusal["code"] == "too_many_connections"
@@ -97,8 +97,8 @@ def test_bodies_of_one_address_take_every_connection(fort, tmp_path):
                 wire.__exit__()
 
 
-@pytest.mark.extended  # it takes the ten seconds that nginx waits for a head
-def test_a_head_comes_byte_by_byte_through_nginx(nginx):
+@pytest.mark.extended
+def test_nginx_closes_a_connection_whose_head_arrives_byte_by_byte(nginx):
     def drip(requests_before):
         with Wire(nginx.url) as wire:
             for _ in range(requests_before):

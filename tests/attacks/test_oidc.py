@@ -1,4 +1,4 @@
-"""Jobs of an identity provider, or who says so, that want more than their JWT gives."""
+"""A JWT, forged or genuine, grants no more than the rules of its own issuer."""
 
 import json
 from dataclasses import asdict
@@ -34,7 +34,7 @@ def github():
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Its key has the id of the other provider's."""
+    """An issuer whose key has the same id as a key of the other issuer."""
     with Cluster() as issuer:
         issuer.add_key("shared", "RS256")
         yield issuer
@@ -55,7 +55,7 @@ def server(github, cluster, tmp_path_factory):
 
 @pytest.fixture
 def shown(server, github, cluster):
-    """Shows JWTs to the server, as a job does and for an exchange; the statuses."""
+    """Send JWTs to the server, as credentials and for an exchange. Return the statuses."""
     for good in (github.token("shared"), cluster.token("shared", aud="graphstash-k8s")):
         assert server.http(good).get("/v1/-/access").status_code == 200
 
@@ -84,9 +84,9 @@ def exchange(server):
     return exchange
 
 
-def test_a_jwt_of_one_provider_says_that_it_is_of_another(shown, github, cluster):
-    """With the same key id, each other's key, and what the other's rules ask for; or with its
-    audience. tests/service/test_oidc.py has every other form of a wrong JWT.
+def test_jwt_that_claims_another_issuer_is_refused(shown, github, cluster):
+    """The forged JWTs combine the shared key id, the other issuer's key, its audience and claims
+    that its rules accept. tests/service/test_oidc.py covers all other forms of a wrong JWT.
     """
     mixed = {"aud": ["graphstash", "graphstash-k8s"]}
     account = cluster._claims()["kubernetes.io"]
@@ -104,7 +104,7 @@ def test_a_jwt_of_one_provider_says_that_it_is_of_another(shown, github, cluster
     ) == {401}
 
 
-def test_a_jwt_brings_a_key_of_its_own_along(shown, github, cluster):
+def test_jwt_that_names_its_own_key_is_refused(shown, github, cluster):
     key, url = cluster.keys["shared"][0], cluster.url + "/jwks"
     headers = {"jku": url}, {"jwk": cluster.jwk("shared")}, {"x5u": url}, {"kid": url}
     forged = [
@@ -121,7 +121,7 @@ _MORE = (
 )
 
 
-def test_a_token_with_more_rights_than_the_jwt_is_asked_for(server, exchange, github):
+def test_exchange_for_more_rights_than_the_jwt_has_is_refused(server, exchange, github):
     jwt = github.token("shared")
 
     with server.withstands() as refused:
@@ -132,8 +132,8 @@ def test_a_token_with_more_rights_than_the_jwt_is_asked_for(server, exchange, gi
     assert refused == {"forbidden": 2 * len(_MORE)}
 
 
-def test_a_pattern_becomes_a_name_that_a_trusted_namespace_takes(server, exchange, github):
-    """The pattern does not write there; a name does."""
+def test_pattern_is_not_exchanged_for_the_name_of_a_trusted_namespace(server, exchange, github):
+    """The pattern does not write to a trusted namespace, but a token that names it would."""
     server.set_policy("ci-release", trusted=True)
     jwt = github.token("shared")
     assert server.put(artifact_path("ci-release"), b"x", token=jwt).status_code == 403
@@ -146,7 +146,7 @@ def test_a_pattern_becomes_a_name_that_a_trusted_namespace_takes(server, exchang
     assert server.put(artifact_path("ci-release"), b"x", token=token).status_code == 403
 
 
-def test_a_pattern_of_stars_becomes_the_administration_of_the_server(server, exchange, github):
+def test_pattern_of_stars_is_not_exchanged_for_server_administration(server, exchange, github):
     jwt = github.token("shared", repository="team/infra", ref="refs/heads/mine")
 
     with server.withstands() as refused:
@@ -156,7 +156,7 @@ def test_a_pattern_of_stars_becomes_the_administration_of_the_server(server, exc
     assert server.http(token).get("/v1/-/tokens").status_code == 403
 
 
-def test_an_exchanged_token_is_exchanged_for_a_longer_life(server, exchange, github):
+def test_exchanged_token_cannot_be_exchanged_again(server, exchange, github):
     token = exchange(github.token("shared"), lifetime_seconds=60).json()["token"]
     own = server.token("admin:ci-*")
 
@@ -173,8 +173,8 @@ def test_an_exchanged_token_is_exchanged_for_a_longer_life(server, exchange, git
     assert refused == {"forbidden": 4, "unauthenticated": 2}
 
 
-def test_subjects_that_look_alike_when_shortened_or_cleared_stay_apart(exchange, cluster):
-    """Leases, reports, limits and manifests count callers by name."""
+def test_subjects_that_differ_only_after_shortening_get_distinct_names(exchange, cluster):
+    """Leases, reports, limits and manifests identify callers by name."""
 
     def name_of(sub):
         info = exchange(cluster.token("shared", aud="graphstash-k8s", sub=sub)).json()["info"]
@@ -190,7 +190,7 @@ def test_subjects_that_look_alike_when_shortened_or_cleared_stay_apart(exchange,
 
 @pytest.fixture
 def callers(server, exchange, github):
-    """The JWT of a subject, another one of the same, and tokens in exchange for them."""
+    """Return callers of one subject: two of its JWTs, and three tokens in exchange for them."""
 
     def of(subject="repo:one/model"):
         claims = {"repository": "one/subject", "sub": subject}
@@ -201,10 +201,10 @@ def callers(server, exchange, github):
     return of
 
 
-def test_a_subject_reports_a_sound_artifact_with_a_second_token(
+def test_reports_of_one_subject_with_several_tokens_withhold_nothing(
     server, callers, space, key, publish
 ):
-    """Its tokens are one caller, who also holds their leases."""
+    """All tokens of a subject are one caller, who also holds their leases."""
     publish(key(), b"an executable", server=server)
     wrong = {
         "key": asdict(key()),
@@ -228,8 +228,8 @@ def test_a_subject_reports_a_sound_artifact_with_a_second_token(
     assert holders == {"oidc/github:repo:one/model"}
 
 
-def test_a_subject_pushes_what_others_share_out_of_a_manifest(server, callers, space):
-    """What two writers name belongs to nobody: its tokens are not two writers."""
+def test_tokens_of_one_subject_evict_no_manifest_entries_of_other_writers(server, callers, space):
+    """A subject's tokens are one writer, so they cannot evict entries that two writers share."""
     path = f"/v1/{space}/manifests/train"
 
     def put(caller, numbers):

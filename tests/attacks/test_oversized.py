@@ -1,4 +1,4 @@
-"""More than anybody needs, of everything: refused before it costs anything."""
+"""Oversized requests are refused before they cost anything."""
 
 import json
 import zlib
@@ -26,13 +26,13 @@ _HEADS = {
 }
 
 
-def test_a_head_holds_more_than_fits(fort, space):
+def test_oversized_head_is_refused(fort, space):
     with fort.withstands() as refused:
         for name, (method, path, headers, status) in _HEADS.items():
             target = artifact_path(space) if path == "PATH" else path
             digest = f"Repr-Digest: {Digest.of(b'x').repr_digest}"
             with Wire(fort.url) as wire:
-                # The answer comes although not one byte of a body was sent.
+                # The answer arrives although the client sent no byte of a body.
                 answer = wire.ask(head(method, target, *headers, digest, token=fort.admin))
             assert answer.status == answer.problem["status"] == status, name
     assert refused.total() == len(_HEADS)
@@ -69,7 +69,7 @@ _BODIES = {
 }
 
 
-def test_a_body_holds_more_than_fits(fort, space):
+def test_oversized_body_is_refused(fort, space):
     admin = fort.http(fort.admin)
     with fort.withstands() as refused:
         for name, (method, path, body, status) in _BODIES.items():
@@ -81,8 +81,8 @@ def test_a_body_holds_more_than_fits(fort, space):
     assert refused.total() == len(_BODIES)
 
 
-def test_ranges_and_tags_by_the_thousand_are_not_worked_off(fort, space):
-    """What cannot be understood is ignored, as RFC 9110 says: the answer is the whole artifact."""
+def test_thousands_of_ranges_or_tags_are_ignored(fort, space):
+    """As RFC 9110 says, the server ignores headers that it cannot parse and sends all bytes."""
     fort.fill(space)
     admin = fort.http(fort.admin)
     ranges = "bytes=" + ",".join(f"{n}-{n}" for n in range(5000))

@@ -1,4 +1,4 @@
-"""Names that are paths: nothing outside the store is read, written or looked for."""
+"""A name that is a path makes neither server nor client read, write or look up another file."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ _ARTIFACT = ("GET", "PUT", "DELETE")
 
 
 def _paths(name, namespace):
-    """Where a name has a place in a path, and the methods that read it there."""
+    """Return each path that contains the name, and the methods that parse it."""
     kind, device, fingerprint = artifact_path(namespace).split("/")[-3:]
     return (
         (f"/v1/{name}/artifacts/{kind}/{device}/{fingerprint}", _ARTIFACT),
@@ -38,9 +38,9 @@ def _paths(name, namespace):
     )
 
 
-def test_a_name_in_a_path_leads_out_of_the_store(fort, space):
-    """By the administrator, whom nothing else would stop. Each name in each place, by one of
-    the methods that read it.
+def test_name_in_a_path_does_not_lead_out_of_the_store(fort, space):
+    """The caller is the administrator, whom no other check stops. Each name is tried in each
+    position, with one of the methods that parse it.
     """
     fort.fill(space)
     asked = 0
@@ -73,9 +73,9 @@ _TARGETS = (
 )
 
 
-def test_a_target_is_read_as_another_one(fort, space):
-    """Each is refused to the administrator, so no other way leads to a call that is guarded, or to
-    a file that the server names to nginx.
+def test_other_spellings_of_a_target_are_refused(fort, space):
+    """The server refuses each target to the administrator. Therefore no other spelling reaches a
+    guarded call, or a file that the server names to nginx.
     """
     fort.fill(space)
     sha256 = fort.digest_of(space).removeprefix("sha256:")
@@ -90,7 +90,7 @@ def test_a_target_is_read_as_another_one(fort, space):
     assert refused.total() == len(targets)
 
 
-def test_a_body_names_a_key_that_is_a_path(fort, space):
+def test_key_in_a_body_that_is_a_path_is_refused(fort, space):
     admin = fort.http(fort.admin)
     good = {"kind": "jax", "device_type": DEVICE, "fingerprint": "0" * 64}
     bad = [
@@ -114,8 +114,8 @@ def test_a_body_names_a_key_that_is_a_path(fort, space):
     assert set(refused) == {"invalid_kind", "invalid_device_type", "invalid_fingerprint"}
 
 
-def test_a_hostile_servers_manifest_names_paths(middlebox, victim, tmp_path, key):
-    """The client would look for them on its own disk."""
+def test_paths_in_the_manifest_of_a_hostile_server_are_refused(middlebox, victim, tmp_path, key):
+    """Otherwise the client would look for the paths on its own disk."""
     sound = dataclasses.asdict(key())
     (tmp_path / "canary").write_text("mine")
     for field in sound:

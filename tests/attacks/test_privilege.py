@@ -1,4 +1,4 @@
-"""Whoever has some rights and wants more."""
+"""A caller gets no more rights than its grants."""
 
 import pytest
 
@@ -11,7 +11,7 @@ LEASE = "/v1/{space}/leases/jax/cpu-x86_64-0123456789abcdef/" + "0" * 64
 
 @pytest.fixture
 def public(fort, space):
-    """A namespace that anyone may read until the test ends: other tests share the server."""
+    """A namespace that anyone may read until the test ends. Other tests share the server."""
     fort.set_policy(space, anonymous_read=True)
     yield space
     fort.set_policy(space)
@@ -21,7 +21,7 @@ def statuses(answers):
     return [answer.status_code for answer in answers]
 
 
-def test_a_reader_writes_deletes_leases_and_makes_tokens(fort, space):
+def test_reader_cannot_write_delete_lease_or_create_tokens(fort, space):
     fort.fill(space, 0)
     reader = fort.http(fort.token(f"read:{space}"))
     lease = LEASE.format(space=space)
@@ -50,8 +50,8 @@ def test_a_reader_writes_deletes_leases_and_makes_tokens(fort, space):
     assert refused == {"forbidden": 17}
 
 
-def test_an_administrator_by_a_pattern_changes_a_trusted_namespace(fort, space):
-    """Neither by the pattern nor by a way round, such as lifting the policy."""
+def test_administrator_by_pattern_cannot_change_a_trusted_namespace(fort, space):
+    """Neither the pattern nor a detour, such as lifting the policy, grants the right."""
     where = f"{space}-prod"
     fort.set_policy(where, trusted=True)
     fort.fill(where, 0)
@@ -74,7 +74,7 @@ def test_an_administrator_by_a_pattern_changes_a_trusted_namespace(fort, space):
     assert fort.put(artifact_path(where, 1), b"x", token=named).status_code == 201
 
 
-def test_a_caller_with_one_namespace_reads_the_totals_of_all(fort, space):
+def test_statistics_of_a_caller_cover_only_its_namespaces(fort, space):
     fort.fill(space, 0)
     lease = LEASE.format(space=space)
     assert fort.http(fort.admin).post(lease, json={}).status_code == 201
@@ -91,8 +91,8 @@ def test_a_caller_with_one_namespace_reads_the_totals_of_all(fort, space):
     assert all_of_it["refused"]["forbidden"] >= 1
 
 
-def test_a_namespace_administrator_administers_the_server(fort, space):
-    """Nor do patterns of many stars: `**` matches whatever `*` matches, and is not the same."""
+def test_namespace_administrator_cannot_administer_the_server(fort, space):
+    """`admin:**` matches the same namespaces as `admin:*`, but does not administer the server."""
     owner = fort.http(fort.token(f"admin:{space}", "admin:attack-*", "write:*", "read:*"))
     almost = fort.http(fort.token("admin:**", "admin:*a*", "write:*"))
 
@@ -111,7 +111,7 @@ def test_a_namespace_administrator_administers_the_server(fort, space):
     assert refused == {"forbidden": 8}
 
 
-def test_an_anonymous_reader_of_one_namespace_tries_the_others(fort, public):
+def test_anonymous_reader_of_one_namespace_is_refused_elsewhere(fort, public):
     space = public
     fort.fill(space, 0)
     fort.fill(f"{space}-closed", 0)
@@ -152,8 +152,8 @@ _FORWARDED = (
 
 
 @pytest.mark.parametrize("has_token", [True, False])
-def test_headers_of_proxies_are_obeyed(fort, space, has_token):
-    """With these headers, the response is the same as without them, and repeats none of them."""
+def test_headers_of_proxies_are_ignored(fort, space, has_token):
+    """The response equals the one without these headers, and repeats none of them."""
     fort.fill(space)
     token = fort.token(f"read:{space}")
 

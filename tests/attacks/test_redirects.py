@@ -1,4 +1,4 @@
-"""A server that sends its clients elsewhere: nothing of theirs goes along."""
+"""A redirect never carries a token, a namespace or an upload to another server."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from support.reader_job import OWN
 PAYLOAD = b"a graph " * 500
 
 _SENT = {"host", "accept-encoding", "connection", "accept"}
-"""What any client says to any server."""
+"""Headers that every HTTP client sends."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def redirecting(location, status=307, methods=("GET",)):
 
 
 def heads(listener):
-    """The request lines and headers that came, the names in lower case."""
+    """Return the received request lines and the header names in lower case."""
     found = []
     for head in listener.heads:
         first, *lines = head.strip().split("\r\n")
@@ -57,7 +57,7 @@ def token(fort, space):
 
 
 def attack(fort, job, key, **others):
-    """Why a job compiles; what it then wants to store is refused, and the store stays as it is."""
+    """Assert that a job compiles and the server refuses its upload. Return the job's fallbacks."""
     with fort.withstands() as refused:
         assert job.build(key) == OWN
         assert job.compiles == 1
@@ -67,11 +67,11 @@ def attack(fort, job, key, **others):
 
 
 @pytest.mark.parametrize("user", ["", "user:password@"])
-def test_a_download_is_sent_to_another_origin(
+def test_redirect_of_a_download_carries_no_token_to_another_origin(
     fort, space, key, publish, middlebox, victim, elsewhere, token, user
 ):
-    """Such as a port of the job's own host: a server can make its clients send one GET anywhere.
-    What comes of it is not handed on, and a user in the address is not taken for ours.
+    """A server can make its clients send one GET anywhere, such as to a port of the job's host. The
+    job passes on no byte of the answer, and uses no credentials from the address.
     """
     publish(key(), PAYLOAD)
     where = elsewhere.url.replace("http://", f"http://{user}")
@@ -79,7 +79,7 @@ def test_a_download_is_sent_to_another_origin(
     elsewhere.body = "the host's own secret"
     job = victim(url=box.url, token=token)
 
-    # It comes to nothing there, is asked for once more here, and no redirect is taken any more.
+    # The download fails there. The job asks this server once more and accepts no redirect.
     assert attack(fort, job, key()) == {"protocol": 1}
     assert_nothing_of_ours(elsewhere, space, token)
     asked = [request.headers for request in box.to("/artifacts/", method="GET")]
@@ -93,10 +93,10 @@ def test_a_download_is_sent_to_another_origin(
 
 
 @pytest.mark.parametrize("status", [301, 303, 305, 307, 308])
-def test_every_call_is_sent_to_another_origin(
+def test_redirects_of_other_calls_are_not_followed(
     fort, key, middlebox, victim, elsewhere, token, status
 ):
-    """Only a download that asked for it follows one, and only a 307."""
+    """The client follows only a 307, and only for a download that accepts redirects."""
 
     def change(request, answer):
         if request.method == "GET" and status in {305, 307}:
@@ -105,7 +105,7 @@ def test_every_call_is_sent_to_another_origin(
         return dataclasses.replace(answer, status=status, headers=headers, body=b"")
 
     box = middlebox(change)
-    # The real server learns of nothing.
+    # The box replies itself and forwards nothing to the real server.
     box.ask = lambda request: Answer(
         404 if request.method == "GET" else 200, {"graphstash-protocol": "1"}, b""
     )
@@ -120,14 +120,14 @@ def test_every_call_is_sent_to_another_origin(
     assert elsewhere.heads == []
 
 
-def test_a_redirect_leads_to_itself(fort, space, key, publish, middlebox, victim, token):
+def test_redirect_to_itself_is_followed_once(fort, space, key, publish, middlebox, victim, token):
     publish(key(), PAYLOAD)
     box = middlebox()
     box.change = redirecting(f"{box.url}{key().artifact_path(space)}")
     job = victim(url=box.url, token=token)
 
     assert attack(fort, job, key(), unauthenticated=1) == {"protocol": 1}
-    # Asked, followed once without the token, asked again without taking redirects: no more.
+    # The job asks, follows the redirect once without the token, and asks again without redirects.
     shown = ["authorization" in request.headers for request in box.to("/artifacts/", method="GET")]
     assert shown == [True, False, True]
 
@@ -139,7 +139,7 @@ _LOCATIONS = (
 )
 
 
-def test_a_redirect_leads_to_an_invalid_location(fort, key, publish, middlebox, victim, token):
+def test_redirect_to_an_invalid_location_is_refused(fort, key, publish, middlebox, victim, token):
     box = middlebox()
     for number, location in enumerate(_LOCATIONS):
         publish(key(number), PAYLOAD)
@@ -147,5 +147,5 @@ def test_a_redirect_leads_to_an_invalid_location(fort, key, publish, middlebox, 
         box.requests.clear()
         job = victim(url=box.url, token=token)
         assert attack(fort, job, key(number)) == {"protocol": 1}, location
-        # Some are refused by the HTTP library, before it is known that they are redirects.
+        # The HTTP library refuses some of them before the job detects a redirect.
         assert len(box.to("/artifacts/", method="GET")) in {1, 2}

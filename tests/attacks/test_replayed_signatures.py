@@ -1,4 +1,4 @@
-"""A good signature where it does not belong, and none where one belongs."""
+"""Jobs refuse replayed, revoked and removed signatures."""
 
 import base64
 import json
@@ -14,7 +14,7 @@ _METADATA = "graphstash-metadata"
 
 @pytest.fixture
 def stolen(fort, space, key, publish, team):
-    """A signed artifact of the attacker's own namespace, as anybody who reads there has it."""
+    """A signed artifact of the attacker's own namespace, as every reader of it can download it."""
     mine = f"{space}-mine"
     publish(key(1), POISON, signing_key=team.trust("ci"), namespace=mine)
     answer = fort.http(fort.token(f"read:{mine}")).get(key(1).artifact_path(mine))
@@ -23,7 +23,7 @@ def stolen(fort, space, key, publish, team):
 
 
 def refuses(fort, job, key, reason):
-    """Whether a job compiles by itself what lies there, and says why."""
+    """Assert that the job refuses the stored artifact for this reason and compiles."""
     with fort.withstands() as refused:
         assert job.build(key) == OWN
         assert job.compiles == 1
@@ -37,7 +37,7 @@ def refuses(fort, job, key, reason):
     [{}, {"kind": "torch_xla"}, {"device": "cuda-sm_90"}, {"number": 2}],
     ids=["namespace", "kind", "device-type", "fingerprint"],
 )
-def test_a_signed_artifact_is_replayed_in_another(fort, space, key, stolen, victim, team, place):
+def test_artifact_replayed_elsewhere_is_refused(fort, space, key, stolen, victim, team, place):
     target = key(**{"number": 1} | place)
     writer = fort.token(f"write:{space}")
     metadata = stolen.headers[_METADATA]
@@ -65,7 +65,7 @@ def by_a_key_that_was_trusted_again_after_its_revocation(team):
         (by_a_key_that_was_trusted_again_after_its_revocation, "revoked_key"),
     ],
 )
-def test_an_artifact_is_signed(fort, space, key, victim, team, publish, signer, reason):
+def test_untrusted_signer_is_refused(fort, space, key, victim, team, publish, signer, reason):
     publish(key(1), POISON, signing_key=signer(team))
 
     for policy in ("require", "prefer"):
@@ -73,7 +73,7 @@ def test_an_artifact_is_signed(fort, space, key, victim, team, publish, signer, 
 
 
 def stripped(request, answer):
-    """The metadata without the signature."""
+    """Remove the signature from the metadata."""
     if _METADATA in answer.headers:
         metadata = ArtifactMetadata.from_header(answer.headers[_METADATA])
         header = metadata.model_copy(update={"signature": None}).to_header()
@@ -87,7 +87,7 @@ def without_metadata(request, answer):
 
 
 def with_words_that_loosen(request, answer):
-    """Whatever a server might say about policies, in headers and metadata."""
+    """Add headers and metadata with which a server might try to loosen the policy."""
     answer = stripped(request, answer)
     answer.headers |= {
         "graphstash-signatures": "off",
@@ -105,14 +105,14 @@ def with_words_that_loosen(request, answer):
 
 
 @pytest.mark.parametrize("change", [stripped, without_metadata, with_words_that_loosen])
-def test_a_signature_is_taken_off_on_the_way(
+def test_artifact_whose_signature_was_removed_is_unsigned(
     fort, space, key, victim, team, publish, middlebox, change
 ):
     publish(key(1), POISON, signing_key=team.trust("ci"))
     settings = {"url": middlebox(change).url, "trusted_keys": team.file}
 
     refuses(fort, victim(**settings), key(1), "unsigned")
-    # Where signatures are only preferred, that is what the policy lets pass: it is counted.
+    # The policy "prefer" accepts an unsigned artifact and counts it.
     job = victim(**settings, signatures="prefer")
     assert job.build(key(1)) == POISON
     assert (job.compiles, job.stats.unsigned, job.fallbacks) == (0, 1, {})

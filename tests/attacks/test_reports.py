@@ -1,4 +1,4 @@
-"""A writer who wants others to lose what they have stored, without a right to delete."""
+"""A writer without the right to delete cannot remove the artifacts of others by reports."""
 
 from dataclasses import asdict
 
@@ -22,7 +22,7 @@ def writer(any_fort, space):
 
 @pytest.fixture
 def report(any_fort, space, key):
-    """Reports the only artifact there is."""
+    """Report an artifact of the namespace, by default the only one."""
 
     def send(caller, reason="corrupt", number=0):
         answer = caller.post(
@@ -39,7 +39,7 @@ def report(any_fort, space, key):
     return send
 
 
-def test_a_writer_alone_reports_a_sound_artifact_away(
+def test_reports_of_one_writer_withhold_no_sound_artifact(
     any_fort, space, key, publish, writer, report
 ):
     publish(key(), PAYLOAD, server=any_fort)
@@ -47,7 +47,7 @@ def test_a_writer_alone_reports_a_sound_artifact_away(
     reasons = ("wrong_key", "bad_signature", "revoked_key", "unsigned")
 
     first = report(attacker, "corrupt")
-    with any_fort.withstands():  # nothing but that one report is stored
+    with any_fort.withstands():  # the server stores only the first report
         again = [report(attacker, reason) for reason in reasons]
 
     assert [first, *again] == [{"found": True, "withheld": False}] * 5
@@ -56,8 +56,8 @@ def test_a_writer_alone_reports_a_sound_artifact_away(
     assert listed.json()["artifacts"] == []
 
 
-def test_two_writers_report_a_sound_artifact(any_fort, space, key, publish, writer, report):
-    """This is what two independent reporters are for; an administrator alone puts it back."""
+def test_two_reporters_withhold_an_artifact(any_fort, space, key, publish, writer, report):
+    """Two independent reporters withhold an artifact. Only an administrator releases it."""
     publish(key(), PAYLOAD, server=any_fort)
     named = asdict(key())
     release = f"/v1/{space}/artifacts:release"
@@ -74,10 +74,10 @@ def test_two_writers_report_a_sound_artifact(any_fort, space, key, publish, writ
     assert [report(caller)["withheld"] for caller in (writer(), admin)] == [False, True]
 
 
-def test_a_report_of_what_is_wrong_withholds_it_at_once(
+def test_report_of_a_wrong_artifact_withholds_it_at_once(
     any_fort, space, key, publish, writer, report
 ):
-    """No envelope, and the envelope of another key."""
+    """Covers a blob that is no envelope, and the envelope of another key."""
     any_fort.fill(space)
     assert report(writer())["withheld"] is True
 
@@ -87,7 +87,7 @@ def test_a_report_of_what_is_wrong_withholds_it_at_once(
     assert report(writer(), "wrong_key")["withheld"] is True
 
 
-def test_a_report_of_a_blob_that_was_damaged_on_disk_drops_it(fort, space, key, publish, tmp_path):
+def test_report_of_a_blob_damaged_on_disk_removes_the_artifact(fort, space, key, publish, tmp_path):
     envelope = publish(key(), PAYLOAD)
     digest = Digest.of(envelope.path.read_bytes())
     (blob,) = (path for path in fort.data_dir.rglob(digest.sha256) if path.is_file())
@@ -104,8 +104,8 @@ def test_a_report_of_a_blob_that_was_damaged_on_disk_drops_it(fort, space, key, 
     publish(key(), PAYLOAD)
 
 
-def test_junk_of_one_writer_pushes_the_entries_of_others_out_of_a_manifest(any_fort, space, writer):
-    """Not even when the attacker names them first, or names them, too."""
+def test_manifest_entries_of_one_writer_evict_none_of_other_writers(any_fort, space, writer):
+    """This holds even if the attacker names the entries first, or names them as well."""
     path = f"/v1/{space}/manifests/train"
 
     def put(caller, numbers):
@@ -126,8 +126,8 @@ def test_junk_of_one_writer_pushes_the_entries_of_others_out_of_a_manifest(any_f
     assert kept >= {fingerprint(number) for number in (*own, *taken, *claimed)}
 
 
-def test_a_report_names_what_is_not_there_or_comes_from_a_reader(fort, space, key, publish):
-    """Of another digest, another key or another namespace: nothing is withheld."""
+def test_report_by_a_reader_or_of_an_absent_artifact_withholds_nothing(fort, space, key, publish):
+    """A report for another digest, another key or another namespace withholds nothing."""
     publish(key(1), PAYLOAD, server=fort)
     fort.fill(f"{space}-other")
     reader, writer = (fort.http(fort.token(f"{scope}:{space}")) for scope in ("read", "write"))

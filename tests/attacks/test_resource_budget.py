@@ -1,7 +1,7 @@
-"""Whatever is refused costs little, whoever asks for it: every call, every caller, every bad body.
+"""A refused request costs little, for every call, caller and bad body.
 
-The budget of one refused request: 50 ms of the event loop, 50 MiB of memory, no row, no byte on the
-disk, no connection that stays.
+The budget of one refused request: 50 ms of the event loop, 50 MiB of memory, no row, no byte on
+disk and no connection that stays open.
 """
 
 import base64
@@ -22,7 +22,7 @@ _BODY_BYTES = 2 * 1024**2
 
 
 def _filled(text, *, begin='{"keys":[', end="]}", size=_BODY_BYTES):
-    """As many of something as a body of a size holds."""
+    """Return a body of a given size, filled with copies of a text."""
     count = (size - len(begin) - len(end) + 1) // (len(text) + 1)
     return (begin + ",".join([text] * count) + end).encode()
 
@@ -77,8 +77,8 @@ _HEADERS = {
 
 @pytest.fixture(scope="module")
 def calls(fort):
-    """Every call, as the server describes them, and whether it reads a body; the words of a path
-    are filled in by a test.
+    """Every call in the server's own description, and whether it reads a body. A test fills in the
+    words of its path.
     """
     described = fort.http().get("/openapi.json").json()
     return {
@@ -96,7 +96,7 @@ def _request(method, path, space, token, body, *headers):
 
 
 def _cost_of(meter, fort, request):
-    """The status, and the cost of the cheapest of three: other work of the process is not its."""
+    """Return the status and the costs of at most three attempts: other work may distort one."""
     costs = []
     for _ in range(3):
         with Wire(fort.url) as wire, meter.measured() as cost:
@@ -108,7 +108,7 @@ def _cost_of(meter, fort, request):
 
 
 def _dear(fort, requests):
-    """Makes every request; those that cost more than they may, and what."""
+    """Send every request. Return the requests that exceed the budget, with status and costs."""
     meter = Meter(fort)
     found = []
     with fort.withstands(), meter.leaves_no_connection():
@@ -121,8 +121,8 @@ def _dear(fort, requests):
 
 
 @pytest.mark.parametrize("body", _BODIES)
-def test_no_body_costs_the_server_much(fort, space, calls, body):
-    """An administrator sends each body to every call that reads one, and one body to the others."""
+def test_body_of_an_administrator_stays_within_the_budget(fort, space, calls, body):
+    """Calls that read no body get only one of the bodies."""
     chosen = [call for call in calls if calls[call] or body == "unknown fields"]
     requests = {call: _request(*call, space, fort.admin, _BODIES[body]) for call in chosen}
     assert _dear(fort, requests) == []
@@ -130,7 +130,7 @@ def test_no_body_costs_the_server_much(fort, space, calls, body):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("caller", ["nobody", "read:{0}", "write:{0}", "admin:{0}-other"])
-def test_no_body_of_a_caller_with_fewer_rights_costs_the_server_much(fort, space, calls, caller):
+def test_body_of_a_caller_with_fewer_rights_stays_within_the_budget(fort, space, calls, caller):
     token = None if caller == "nobody" else fort.token(caller.format(space))
     for body in ("690,000 empty objects", "4,095 keys and a wrong one"):
         requests = {call: _request(*call, space, token, _BODIES[body]) for call in calls}
@@ -139,9 +139,9 @@ def test_no_body_of_a_caller_with_fewer_rights_costs_the_server_much(fort, space
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("header", _HEADERS)
-def test_a_header_makes_the_server_work(fort, space, calls, header):
-    """Sent to the calls that read headers of their own, and to one other. The body is not what is
-    announced, so that nothing is ever stored.
+def test_header_stays_within_the_budget(fort, space, calls, header):
+    """Each header goes to the calls that read headers of their own, and to one other call. The body
+    does not match its digest, so the server never stores it.
     """
     token = None if "Authorization" in _HEADERS[header] else fort.token(f"write:{space}")
     chosen = [call for call in calls if "{fingerprint}" in call[1] or "/manifests/" in call[1]]

@@ -1,4 +1,4 @@
-"""Callers who take their time, so that nobody else gets any."""
+"""Slow callers do not keep other callers from the server."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from support.waiting import until
 from support.wire import Wire, head, put_head
 
 _SECONDS = 2.0
-"""Honest callers meet it, too, although collecting garbage may pause this process for a second."""
+"""Longer than garbage collection may pause this process, so that honest callers meet the limit."""
 _CONNECTIONS = 24
 _LARGE_BYTES = 8 * 1024**2
 _HEALTH = head("GET", "/healthz")
@@ -25,7 +25,7 @@ _HEALTH = head("GET", "/healthz")
 
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory):
-    """A server that has little patience and little room for artifacts."""
+    """A server with short timeouts and little room for artifacts."""
     with GuardedServer(
         tmp_path_factory.mktemp("hasty"),
         header_seconds=_SECONDS,
@@ -40,15 +40,15 @@ def _upload(fort, space):
     return put_head(artifact_path(space), Digest.of(bytes(_LARGE_BYTES)), token=fort.admin)
 
 
-def test_many_connections_are_kept_busy_byte_by_byte(hasty, space):
-    """Empty lines before a request are allowed, and no reason to wait for ever."""
+def test_connections_kept_busy_byte_by_byte_are_closed(hasty, space):
+    """Empty lines before a request are valid, but do not extend the deadline."""
     slow_head = head("GET", "/v1/stats", token=hasty.admin)[:-2]
     lookup = head(
         *("POST", f"/v1/{space}/artifacts:lookup", "Content-Length: 9999"), token=hasty.admin
     )
     late = "upload_timeout"
     unread = head("GET", "/healthz", "Content-Length: 9999")
-    # By way: complete requests, the beginning of the next one, what slowly follows it, the error.
+    # For each way: complete requests, the start of the next one, the bytes that drip, the error.
     ways = {
         "a head": ([], slow_head, b"X", late),
         "a head after requests": ([_HEALTH] * 3, slow_head, b"X", late),
@@ -79,8 +79,8 @@ def test_many_connections_are_kept_busy_byte_by_byte(hasty, space):
     assert refused == {late: 4}
 
 
-def test_an_upload_stops_or_hangs_up_in_the_middle_and_its_room_is_given_back(hasty, space):
-    """Both would not fit: the room of the one that never ended is there for the next one."""
+def test_upload_that_stalls_or_breaks_off_returns_its_room(hasty, space):
+    """The store has room for only one such upload."""
     path, admin = artifact_path(space), hasty.http(hasty.admin)
     begun = _upload(hasty, space) + bytes(_LARGE_BYTES // 2)
     for error in ("upload_timeout", "length_mismatch"):
@@ -99,7 +99,7 @@ def test_an_upload_stops_or_hangs_up_in_the_middle_and_its_room_is_given_back(ha
 _REFUSED = head("PUT", "/v1/x/manifests/m", "Content-Length: 99999")
 _LOOKUP = head("POST", "/v1/open/artifacts:lookup", "Content-Length: 99999", "Expect: 100-continue")
 _DOWNLOAD = head("GET", artifact_path("open"))
-_WAYS = {  # to hold a connection: what is sent and answered, and what is sent then
+_WAYS = {  # ways to hold a connection: answered requests, and the bytes sent after them
     "silent": ([], b""),
     "a slow head": ([], _HEALTH[:-4]),
     "a slow head after a request": ([_HEALTH], _HEALTH[:-4]),
@@ -118,7 +118,7 @@ main()
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory):
-    """A server that leaves callers much time, but for stalled transfers, and has little room."""
+    """A server with few connections and long timeouts, except for stalled transfers."""
     with GuardedServer(
         tmp_path_factory.mktemp("patient"),
         command=(sys.executable, "-c", _QUICK),
@@ -132,10 +132,10 @@ def patient(tmp_path_factory):
 
 
 def test_many_half_open_connections_leave_the_others_served(patient, space):
-    """One connection is left. Those who are idle share it; while it is busy, others come back."""
+    """Idle callers share the last connection. While it is busy, the server refuses others."""
     patient.fill(space)
     good = patient.http(patient.admin)
-    assert good.get(artifact_path(space)).status_code == 200  # its connection stays
+    assert good.get(artifact_path(space)).status_code == 200  # its connection stays open
 
     with patient.withstands() as refused, ExitStack() as stack:
         half_open = [stack.enter_context(Wire(patient.url)) for _ in range(_CONNECTIONS - 1)]
@@ -145,7 +145,7 @@ def test_many_half_open_connections_leave_the_others_served(patient, space):
         for _ in range(2):
             assert stack.enter_context(Wire(patient.url)).ask(_HEALTH).status == 200
             assert good.get(artifact_path(space)).content == f"{space} 0".encode()
-        # One more takes the place of the idle connection.
+        # Another connection takes the place of the idle one.
         stack.enter_context(Wire(patient.url)).send(_HEALTH[:-10])
         beyond = stack.enter_context(Wire(patient.url)).answer()
         assert beyond.problem["code"] == "too_many_connections"
@@ -155,8 +155,8 @@ def test_many_half_open_connections_leave_the_others_served(patient, space):
 
 
 @pytest.mark.parametrize("way", _WAYS)
-def test_one_address_holds_every_connection(patient, way):
-    """Whoever comes from another one is served, and so is whoever comes after that."""
+def test_connections_of_one_address_do_not_keep_other_addresses_out(patient, way):
+    """The server still serves callers from other addresses, one after another."""
     asked, held = _WAYS[way]
     with ExitStack() as stack:
         for _ in range(_CONNECTIONS):
@@ -172,9 +172,9 @@ def test_one_address_holds_every_connection(patient, way):
     [(_LOOKUP, 100, b""), (_DOWNLOAD, 200, b""), (_DOWNLOAD, 200, b"no request\r\n\r\n")],
     ids=["body", "answer", "last answer"],
 )
-def test_one_anonymous_reader_holds_every_connection(patient, sent, begun, then):
-    """With a body that does not come, or an answer that nobody reads; it is the last one of a
-    connection if what follows is no request.
+def test_connections_of_an_anonymous_reader_do_not_keep_others_out(patient, sent, begun, then):
+    """The reader sends no body or does not read its response. The response is the connection's last
+    one if the following bytes are no request.
     """
     with ExitStack() as stack:
         for _ in range(_CONNECTIONS):
@@ -194,7 +194,7 @@ def _assert_others_are_served(patient, stack, *, is_full):
             others.append(stack.enter_context(other))
             return True
         other.close()
-        time.sleep(0.1)  # refused connections linger for a second, and 64 may
+        time.sleep(0.1)  # refused connections linger for a second, and there may be 64
         return False
 
     for number in (2, 3, 2, 3):
@@ -207,8 +207,8 @@ def _assert_others_are_served(patient, stack, *, is_full):
     assert [other.ask(_HEALTH).status for other in others] == [200] * 4
 
 
-def test_one_host_comes_from_many_addresses():
-    """A host has a whole network of IPv6 addresses, and they share its part."""
+def test_addresses_of_one_ipv6_network_share_a_limit():
+    """A host has a whole IPv6 network of addresses, so they share one part of the connections."""
     for one, other, are_together in (
         ("192.0.2.1", "192.0.2.1", True),
         ("192.0.2.1", "192.0.2.2", False),
@@ -220,8 +220,8 @@ def test_one_host_comes_from_many_addresses():
         assert (connection._group_of(one) == connection._group_of(other)) is are_together
 
 
-def test_many_addresses_take_the_connections_of_callers_at_work(patient, space):
-    """A connection that waits for an answer is not taken: a job behind it would compile."""
+def test_connections_that_wait_for_an_answer_are_not_closed(patient, space):
+    """The server does not close a connection that waits for an answer: its job would compile."""
     lease = artifact_path(space).replace("artifacts", "leases")
     assert patient.http(patient.admin).post(lease, json={}).status_code == 201
     patient.hang_up()
@@ -242,8 +242,8 @@ def test_many_addresses_take_the_connections_of_callers_at_work(patient, space):
         assert beyond.problem["code"] == "too_many_connections"
 
 
-def test_a_newcomer_takes_the_place_of_a_transfer_with_recent_progress(tmp_path, monkeypatch):
-    """`patient` gives way at once; here every transfer counts as recent."""
+def test_newcomer_does_not_replace_a_transfer_with_recent_progress(tmp_path, monkeypatch):
+    """`patient` counts no transfer as recent; here, every transfer is."""
     monkeypatch.setattr(connection, "_MOVING_SECONDS", 3600)
     with LiveServer(tmp_path / "small", max_connections=3) as server, ExitStack() as stack:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""A public key for which everybody can sign, offered as one to trust."""
+"""A public key of small order, for which anyone can sign, is never trusted."""
 
 import base64
 
@@ -24,7 +24,7 @@ def text_of(raw):
     return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
 
 
-def test_a_key_of_small_order_is_offered_to_be_trusted(tmp_path):
+def test_keys_trust_refuses_a_key_of_small_order(tmp_path):
     assert [name for name, raw in SMALL.items() if is_safe(raw)] == []
     file = tmp_path / "trusted.json"
     ran = graphstash_here("keys", "trust", text_of(SMALL["1-0"]), "--file", str(file))
@@ -33,14 +33,14 @@ def test_a_key_of_small_order_is_offered_to_be_trusted(tmp_path):
     assert not file.exists()
 
 
-def test_a_key_of_small_order_stands_in_the_file_of_trusted_keys(fort, space, tmp_path):
+def test_file_of_trusted_keys_with_a_key_of_small_order_is_refused(fort, space, tmp_path):
     file = tmp_path / "trusted.json"
     file.write_text(trust_json(keys=[{"public": text_of(SMALL["1-0"])}]))
     with pytest.raises(ConfigError, match="small order"):
         Stash(ClientConfig.load({}, url=fort.url, namespace=space, trusted_keys=file))
 
 
-def test_what_is_no_point_of_the_curve_is_no_key():
+def test_point_off_the_curve_is_not_a_safe_key():
     assert not is_safe((2).to_bytes(32, "little"))
     for _ in range(50):
         assert is_safe(Ed25519PrivateKey.generate().public_key().public_bytes_raw())

@@ -1,4 +1,4 @@
-"""Tokens that were revoked, have expired, are guessed, or are shown where none is looked for."""
+"""The server refuses guessed tokens, and tokens outside the Authorization header."""
 
 import base64
 
@@ -7,7 +7,7 @@ from support.wire import Wire, head
 
 
 def _forged(token):
-    """What comes near to a token that is good."""
+    """Return texts that resemble a valid token."""
     head, secret = token[:21], token[21:]
 
     def other(character):
@@ -30,8 +30,8 @@ def _forged(token):
     }
 
 
-def test_a_token_is_guessed(fort, space):
-    """The id is no secret: whoever knows it guesses 256 bits, and learns nothing on the way."""
+def test_guessed_token_is_refused(fort, space):
+    """The id of a token is public. The secret has 256 bits, and no answer reveals a part of it."""
     fort.fill(space)
     forged = _forged(fort.token(f"admin:{space}"))
 
@@ -48,7 +48,7 @@ def test_a_token_is_guessed(fort, space):
     assert refused == {"unauthenticated": len(forged)}
 
 
-def test_a_token_is_shown_where_none_is_looked_for(fort, space):
+def test_token_outside_the_authorization_header_is_refused(fort, space):
     fort.fill(space)
     good = fort.token(f"admin:{space}")
     basic = base64.b64encode(f"token:{good}".encode()).decode()

@@ -1,4 +1,4 @@
-"""Scripts in what people are shown, opened in a real browser with an administrator's rights."""
+"""A real browser with an administrator's rights runs no script of a page or an artifact."""
 
 import dataclasses
 import html
@@ -21,14 +21,14 @@ def browser():
 
 @pytest.fixture
 def spy():
-    """Where a script that runs, or a picture that is loaded, is heard of."""
+    """A listener that records each request of a script that ran or a picture that loaded."""
     with Listener() as listener:
         yield listener
 
 
 @pytest.fixture
 def planted(fort, space, spy, key):
-    """Markup in every field that somebody else than the administrator fills."""
+    """Markup in every field that other callers than the administrator fill."""
     script = f'<script>document.title="pwned";new Image().src="{spy.url}/s"</script>'
     image = f"<img src=x onerror=\"document.title='pwned'\"><img src={spy.url}/i>"
     link = '<a href="javascript:document.title=1">x</a>'
@@ -57,7 +57,7 @@ def planted(fort, space, spy, key):
     return page
 
 
-def test_what_people_are_shown_holds_scripts(fort, space, browser, middlebox, planted, spy, key):
+def test_pages_run_no_script_they_contain(fort, space, browser, middlebox, planted, spy, key):
     box = middlebox(token=fort.admin)
     markup = f'<script>document.title="pwned"</script><img src={spy.url}/path>'
     shown = (
@@ -95,18 +95,18 @@ def test_what_people_are_shown_holds_scripts(fort, space, browser, middlebox, pl
             assert page is not None, path
             assert not page[0] or page[0].endswith(" · graphstash"), path
             texts += page[1]
-        # The artifact is a page by itself: the browser saves it and shows nothing.
+        # The browser saves the artifact and displays nothing.
         assert browser.open(box.url + artifact_path(space)) is None
         assert spy.heads == []
-    # Scripts were there to be run: in the administrator's lists they stand as text.
+    # The administrator's lists contain the scripts as text.
     assert "<script>" in html.unescape(texts)
     assert refused.total() >= len(refused_pages)
 
 
-def test_the_same_pages_run_without_what_the_server_says_of_them(
+def test_scripts_run_if_the_headers_of_the_server_are_removed(
     space, browser, middlebox, planted, fort, spy
 ):
-    """The control: it is the headers that stop the scripts, and this browser runs them."""
+    """Control: this browser runs the scripts. Only the headers of the server stop them."""
 
     def bare(request, answer):
         return dataclasses.replace(answer, headers={"content-type": "text/html"})
@@ -115,16 +115,16 @@ def test_the_same_pages_run_without_what_the_server_says_of_them(
     assert browser.open(box.url + artifact_path(space))[0] == "pwned"
     assert any(head.startswith("GET /s ") for head in spy.heads)
     assert any(head.startswith("GET /i ") for head in spy.heads)
-    # JSON escapes the quotes of the scripts; the picture's address has none.
+    # JSON escapes the quotes of the scripts, but the picture's address has no quotes.
     spy.heads.clear()
     browser.open(f"{box.url}/v1/-/tokens")
     assert any(head.startswith("GET /i") for head in spy.heads)
 
 
-def test_a_page_of_somebody_else_frames_loads_and_sends(
+def test_page_of_another_site_cannot_frame_run_or_post(
     fort, space, browser, middlebox, planted, spy
 ):
-    """With the administrator's rights in the same browser, as a proxy that logs in gives them."""
+    """The browser has the administrator's rights, as behind a proxy that adds a token."""
     box = middlebox(token=fort.admin)
     frames = "".join(
         f'<iframe src="{box.url}{path}"></iframe>'
@@ -146,6 +146,6 @@ def test_a_page_of_somebody_else_frames_loads_and_sends(
         title = browser.wait_for_title({"read", "refused"})
         assert page is not None
         assert title == "refused"
-        # Only the page itself: nothing in a frame ran, and the artifact was not run as a script.
+        # The browser loaded only the page: no frame ran a script, nor did the artifact run as one.
         assert [head.split()[1] for head in spy.heads if "favicon" not in head] == ["/evil"]
     assert refused["forbidden"] == 1

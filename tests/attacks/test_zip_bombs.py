@@ -1,4 +1,4 @@
-"""A few bytes that unfold to gigabytes."""
+"""An artifact that decompresses to gigabytes costs a job bounded memory."""
 
 from dataclasses import asdict
 
@@ -17,7 +17,7 @@ def decompressors(monkeypatch):
 
 @pytest.fixture
 def plant(fort, space):
-    """Uploads a blob as a writer may: the server never looks into one."""
+    """Upload a blob as a writer. The server never decompresses one."""
 
     def put(key, blob, *, signature=None):
         metadata = ArtifactMetadata(compile_seconds=30, raw_size_bytes=10, signature=signature)
@@ -44,23 +44,23 @@ def refuses(fort, job, key, reason):
     ],
     ids=str,
 )
-def test_a_bomb_is_published(fort, key, plant, victim, decompressors, fields, reason, unfolded):
-    """By a writer, to jobs that look at no signature: it unfolds no further than it said."""
+def test_bomb_is_refused(fort, key, plant, victim, decompressors, fields, reason, unfolded):
+    """The job checks no signatures. It decompresses no further than the declared size."""
     plant(key(), bomb(key(), **fields))
 
     refuses(fort, victim(), key(), reason)
     assert bool(decompressors) == unfolded
 
 
-def test_a_frame_wants_a_window_of_2_gigabytes(fort, key, plant, victim):
+def test_frame_with_a_window_of_2_gigabytes_is_refused(fort, key, plant, victim):
     plant(key(), envelope_of(key(), frame(GIANT_BYTES, window_log=31)))
 
     refuses(fort, victim(), key(), "corrupt")
 
 
-def test_a_bomb_fills_the_memory_of_a_process(fort, space, key, plant, publish, tmp_path, jobs):
+def test_bomb_grows_the_process_by_bounded_memory(fort, space, key, plant, publish, tmp_path, jobs):
     plant(key(1), bomb(key(1), raw_size=GIANT_BYTES - 1))
-    plant(key(2), bomb(key(2), raw_size=32 * 1024**2))  # which lies
+    plant(key(2), bomb(key(2), raw_size=32 * 1024**2))  # its declared size is false
     publish(key(0), OWN)
     settings = {
         "url": fort.url,
