@@ -1,8 +1,7 @@
 """Promise: the files of docker/ make the deployment that docker/README.md describes.
 
-The services of compose.yaml run here without containers: their commands, environments and checks.
-`Deployment` lists the replacements: addresses, ports and directories. All else comes from the
-compose files and the Dockerfile.
+The services of compose.yaml run here without containers, with their commands, environments and
+checks. `Deployment` replaces only addresses, ports and directories.
 """
 
 import contextlib
@@ -34,12 +33,12 @@ _START_SECONDS = 90
 
 
 class Deployment:
-    """A deployment on loopback; a context manager.
+    """Context manager that runs a deployment on loopback.
 
     Attributes:
-        postgres, nginx: running.
-        processes: service -> its running process.
-        url: where clients go.
+        postgres, nginx: running servers.
+        processes: each running service's process.
+        url: address that clients use.
     """
 
     def __init__(self, directory, *files, postgres, **variables):
@@ -53,11 +52,11 @@ class Deployment:
         self.processes = {}
         self.nginx = None
         self.scripts = sysconfig.get_path("scripts")
-        self.prefix = []  # in front of every server's command
-        self.more = {"PYTHONDONTWRITEBYTECODE": ""}  # in the image, all modules are compiled
+        self.prefix = []  # precedes every server's command
+        self.more = {"PYTHONDONTWRITEBYTECODE": ""}  # the image contains compiled modules
         self.database = postgres.new_database().rpartition("/")[2]
         self.payload = os.urandom(500_000)
-        self.token = None  # of the jobs
+        self.token = None  # token of the jobs
         self._keys = itertools.count()
         (directory / "tmp").mkdir(parents=True)
 
@@ -66,7 +65,7 @@ class Deployment:
         return self.nginx.url if self.nginx else f"http://127.0.0.1:{self.ports['server-1']}"
 
     def substitutes(self, service):
-        """What stands for addresses, ports and directories inside the containers."""
+        """Return the replacement of each address, port and directory inside the containers."""
         subnet = self.services["server-1"]["networks"]["back"]["ipv4_address"].rpartition(".")[0]
         volumes = self.services[service].get("volumes", ())
         data = next((each.split(":")[0] for each in volumes if "/var/lib/graphstash" in each), "")
@@ -86,7 +85,7 @@ class Deployment:
         return text
 
     def environment(self, service):
-        """Of a container of our image: the image's, then the service's."""
+        """Return the variables of a container of our image: the image's, then the service's."""
         given = {**self.image.environment, **self.services[service]["environment"]}
         replaced = {name: self.substituted(service, str(value)) for name, value in given.items()}
         path = f"{self.scripts}:{replaced['PATH']}:/usr/sbin:/sbin"
@@ -98,17 +97,17 @@ class Deployment:
         return [*entrypoint, *described.get("command", self.image.command)]
 
     def run(self, service):
-        """Runs a service that ends by itself."""
+        """Run a service that ends without a signal, such as `migrate`."""
         return self.exec(service, *self.command(service))
 
     def exec(self, service, *command):
-        """As `docker compose exec -T`."""
+        """Run a command like `docker compose exec -T`."""
         return captured(
             command, env=self.environment(service), cwd=self.directory / "tmp", timeout=120
         )
 
     def start(self, *services):
-        """Starts services and waits for their own health checks."""
+        """Start services and wait until their health checks succeed."""
         for service in services:
             self._start(service)
         for service in services:
@@ -133,7 +132,7 @@ class Deployment:
             time.sleep(0.3)
 
     def check(self, service):
-        """The exit code of a service's health check."""
+        """Return the exit code of a service's health check."""
         test = self.services[service]["healthcheck"]["test"]
         assert test[0] == "CMD"
         command = [self.substituted(service, part) for part in test[1:]]
@@ -146,7 +145,7 @@ class Deployment:
         ).returncode
 
     def stop(self, service):
-        """As `docker compose stop`: the exit code, within the grace period."""
+        """Stop a service like `docker compose stop`, within its grace. Return the exit code."""
         process = self.processes.pop(service)
         process.terminate()
         return process.wait(int(self.services[service]["stop_grace_period"].rstrip("s")))
@@ -172,7 +171,7 @@ class Deployment:
         assert migrated.returncode == 0, migrated.stderr
 
     def up(self, *servers):
-        """Everything in the order of depends_on, with these of the two servers."""
+        """Start everything in the order of depends_on, with both servers or only the named ones."""
         self.migrate()
         self.start(*servers or ("server-1", "server-2"))
         self.start_nginx()
@@ -180,7 +179,7 @@ class Deployment:
         return self
 
     def make_token(self, grant="admin:*"):
-        """As README.md of docker/ says; jobs and `headers` show the last one that was made."""
+        """Create a token as docker/README.md does. Jobs and `headers` use the latest token."""
         options = ("--grant", grant, "--description", "these tests")
         made = self.exec("server-1", "graphstash", "token", "create", *options)
         assert made.returncode == 0, made.stderr
@@ -195,7 +194,7 @@ class Deployment:
         return ArtifactKey.parse("jax", "cpu", f"{next(self._keys):064x}")
 
     def put(self, key):
-        """As a training job on one host; `get` is on another with an empty disk."""
+        """Store an artifact like a job on one host. `get` reads it on another host."""
         metadata = ArtifactMetadata(compile_seconds=60, raw_size_bytes=len(self.payload))
         with self._stash(tempfile.mkdtemp(dir=self.directory)) as stash:
             stash.put(key, self.payload, metadata)
@@ -232,7 +231,7 @@ def compose_postgres():
 
 @pytest.fixture
 def deploy(tmp_path, compose_postgres):
-    """Makes a deployment of these files with an empty database, and ends it."""
+    """Start a deployment of compose files with an empty database, and end it after the test."""
     with contextlib.ExitStack() as stack:
         yield lambda *files, **variables: stack.enter_context(
             Deployment(tmp_path, *files, postgres=compose_postgres, **variables)
@@ -241,7 +240,7 @@ def deploy(tmp_path, compose_postgres):
 
 @pytest.fixture(scope="module")
 def standing_deployment(tmp_path_factory, compose_postgres):
-    """One for the tests that leave everything running as they found it."""
+    """A deployment for tests that restart each service that they stop."""
     directory = tmp_path_factory.mktemp("deployment")
     with Deployment(directory, "compose.yaml", postgres=compose_postgres) as deployment:
         yield deployment.up()
@@ -255,7 +254,7 @@ def http():
 
 @pytest.fixture
 def certificate(tmp_path):
-    """The files of a certificate for 127.0.0.1 and of its key."""
+    """Paths of a certificate for 127.0.0.1 and of its key."""
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),

@@ -1,4 +1,4 @@
-"""compose.yaml by hand: real PostgreSQL, `graphstash migrate`, two servers, nginx, a client."""
+"""compose.yaml without containers: PostgreSQL, `graphstash migrate`, two servers and nginx."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ def deployment(standing_deployment):
     return standing_deployment
 
 
-def test_artifact_of_one_host_is_sent_to_another_by_nginx_and_both_servers(deployment, http):
+def test_artifact_of_one_host_reaches_another_by_nginx_and_both_servers(deployment, http):
     key = deployment.new_key()
     deployment.put(key)
     assert deployment.get(key) == deployment.payload
@@ -78,12 +78,12 @@ def test_first_commands_of_guide_let_ci_write_and_developers_read(deployment, ht
 
 
 def until_nginx_asks(deployment, service):
-    """Returns when nginx sends requests to a server, which it avoids for a while after failures."""
+    """Wait until nginx sends requests to a server, which it avoids for a while after failures."""
     at, asked = len(deployment.nginx.log), f'"server":"127.0.0.1:{deployment.ports[service]}"'
     until(lambda: asked in deployment.nginx.log[at:])
 
 
-def test_a_rolling_restart_under_load_fails_no_request(deployment):
+def test_rolling_restart_under_load_fails_no_request(deployment):
     with Load(deployment.url, deployment.headers, puts=True) as load:
         for service in ("server-1", "server-2"):
             load.wait_for(20)
@@ -96,7 +96,7 @@ def test_a_rolling_restart_under_load_fails_no_request(deployment):
 
 
 def test_health_checks_distinguish_healthy_from_broken(deployment):
-    """The image has a check of its own, for others than compose.yaml: it asks the process only."""
+    """The image's own check, for users without compose.yaml, depends on the process only."""
     own = [deployment.substituted("server-1", part) for part in deployment.image.healthcheck]
     for service in ("postgres", "server-1", "server-2", "nginx"):
         assert deployment.check(service) == 0, service
@@ -104,7 +104,7 @@ def test_health_checks_distinguish_healthy_from_broken(deployment):
 
     deployment.postgres.kill()
     assert deployment.check("postgres") != 0
-    until(lambda: deployment.check("server-1") != 0)  # what it found a second ago still counts
+    until(lambda: deployment.check("server-1") != 0)  # a result is valid for one second
     assert deployment.exec("server-1", *own).returncode == 0
     assert deployment.check("nginx") == 0, "nginx is not to blame"
     deployment.postgres.start()
@@ -119,7 +119,7 @@ def test_health_checks_distinguish_healthy_from_broken(deployment):
     deployment.start_nginx()
 
 
-def test_a_server_does_not_start_before_the_database_is_migrated(deploy):
+def test_server_does_not_start_before_the_database_is_migrated(deploy):
     deployment = deploy("compose.yaml")
 
     refused = deployment.run("server-1")

@@ -1,4 +1,4 @@
-"""The files of docker/: well-formed, pinned, locked down, and in agreement with each other."""
+"""The files of docker/ are well-formed, pinned, locked down, and consistent with each other."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def without_extensions(composed):
     return {name: value for name, value in composed.items() if not name.startswith("x-")}
 
 
-def test_compose_files_keep_to_the_specification(composed):
+def test_compose_files_follow_the_specification(composed):
     parsed = PyCompose.from_yaml(yaml.safe_dump(without_extensions(composed)))
 
     assert sorted(parsed.service_names()) == sorted(composed["services"])
@@ -71,12 +71,12 @@ def test_files_that_services_name_exist(composed):
                 assert services[target].get("restart", "no") == "no", target
 
 
-def test_every_variable_is_explained_and_every_explained_one_is_read():
+def test_example_explains_exactly_the_variables_that_compose_reads():
     assert set(example_variables()) == variables_of(*ALL)
 
 
 def test_the_example_shows_the_defaults():
-    """A commented line that is activated as it stands changes nothing."""
+    """Uncommenting a line changes nothing."""
     needed = dict.fromkeys(NEEDED, "x")
 
     shown = load(*ALL, variables={**example_variables(), **needed})
@@ -92,7 +92,7 @@ def test_variable_without_default_is_required(name):
         load(*ALL, variables=given)
 
 
-def test_servers_get_settings_that_exist_and_those_of_identity_providers(composed):
+def test_servers_get_only_existing_settings_and_those_of_identity_providers(composed):
     services = composed["services"]
     known = {f"GRAPHSTASH_{field.upper()}" for field in Settings.model_fields}
     oidc = {name for name in known if name.startswith("GRAPHSTASH_OIDC_")}
@@ -119,8 +119,8 @@ def test_containers_are_locked_down(composed):
             assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"]), name
 
 
-def test_podman_takes_every_tmpfs(composed):
-    """Docker also takes uid and gid; podman stops at them."""
+def test_podman_accepts_every_tmpfs(composed):
+    """Docker accepts uid and gid as well, but podman fails on them."""
     for name, service in composed["services"].items():
         for tmpfs in service.get("tmpfs", ()):
             options = tmpfs.partition(":")[2].split(",")
@@ -148,7 +148,7 @@ def test_only_nginx_and_grafana_are_published_and_only_on_loopback(composed):
         assert set(service["networks"]) == others.get(name, {"back"}), name
 
 
-def test_every_lasting_service_is_watched_bounded_and_given_time_to_end(composed):
+def test_every_lasting_service_has_health_check_limits_and_grace_period(composed):
     for name, service in composed["services"].items():
         if name in {"migrate", "bucket"}:
             continue
@@ -161,7 +161,7 @@ def test_every_lasting_service_is_watched_bounded_and_given_time_to_end(composed
         assert int(service["stop_grace_period"].rstrip("s")) > int(shutdown) + 10, name
 
 
-def test_the_two_servers_differ_in_their_address_only():
+def test_both_servers_differ_only_in_their_address():
     services = load("compose.yaml", variables=NEEDED)["services"]
     one, two = services["server-1"], services["server-2"]
 
@@ -174,7 +174,7 @@ def test_the_two_servers_differ_in_their_address_only():
         )
 
 
-def test_nginx_reads_the_volume_that_the_servers_write_and_no_more():
+def test_nginx_mounts_the_volume_of_the_servers_read_only():
     services = load("compose.yaml", variables=NEEDED)["services"]
     server, nginx = services["server-1"], services["nginx"]
 
@@ -185,7 +185,7 @@ def test_nginx_reads_the_volume_that_the_servers_write_and_no_more():
     assert nginx["user"] == server["user"]
 
 
-def test_with_s3_each_server_has_a_tier_of_its_own_and_nginx_reads_none():
+def test_with_s3_each_server_has_its_own_tier_and_nginx_sends_no_files():
     services = load("compose.yaml", "compose.s3.yaml", variables=NEEDED)["services"]
 
     assert services["server-1"]["volumes"] == ["tier-1:/var/lib/graphstash"]
@@ -193,7 +193,7 @@ def test_with_s3_each_server_has_a_tier_of_its_own_and_nginx_reads_none():
     assert services["nginx"]["environment"]["GRAPHSTASH_ACCEL"] == ""
 
 
-def test_nginx_is_told_every_variable_of_its_templates():
+def test_nginx_gets_every_variable_of_its_templates():
     services = load("compose.yaml", "compose.tls.yaml", variables=NEEDED)["services"]
     given = services["nginx"]["environment"]
     pattern = re.compile(given["NGINX_ENVSUBST_FILTER"])
@@ -210,7 +210,7 @@ def test_the_dockerfile_passes_hadolint():
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_base_images_are_pinned_and_nothing_comes_from_elsewhere(image):
+def test_dockerfile_uses_only_pinned_base_images_and_no_secrets(image):
     arguments = dict(each.split("=", 1) for name, each in image.instructions if name == "ARG")
     assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+", arguments["PYTHON_IMAGE"])
     bases = {rest.split()[0] for name, rest in image.instructions if name == "FROM"}
@@ -241,7 +241,7 @@ def test_image_requires_tokens_unless_two_options_disable_them(image):
     assert "--insecure" in refused.stderr
 
 
-def test_the_build_sees_what_the_wheel_is_made_of_and_nothing_else():
+def test_build_context_holds_only_the_sources_of_the_wheel():
     lines = (DOCKER.parent / ".dockerignore").read_text().splitlines()
     kept = {line[1:] for line in lines if line.startswith("!")}
 
@@ -255,7 +255,7 @@ def test_the_build_sees_what_the_wheel_is_made_of_and_nothing_else():
 
 
 @pytest.mark.parametrize("broken", ["info", "compose version"])
-def test_without_an_engine_the_tests_of_the_images_are_named_as_not_run(tmp_path, broken):
+def test_without_an_engine_make_reports_the_image_tests_as_not_run(tmp_path, broken):
     docker = tmp_path / "docker"
     docker.write_text(f'#!/bin/sh\ntest "$*" != "{broken}"\n')
     docker.chmod(0o755)
@@ -267,7 +267,7 @@ def test_without_an_engine_the_tests_of_the_images_are_named_as_not_run(tmp_path
     assert "no container engine" in done.stdout
 
 
-def test_the_folders_of_the_tests_hide_no_package():
+def test_folders_of_the_tests_shadow_no_package():
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); import docker, packaging, json;"
         "print(json.dumps([*docker.__path__, *packaging.__path__]))"

@@ -1,6 +1,6 @@
-"""The chart of docker/helm: rendered by Helm, checked against Kubernetes' schemas, and run.
+"""The chart of docker/helm, rendered by Helm, checked against Kubernetes' schemas, and run.
 
-The rendered commands, environments and probes run as processes here, as those of compose.yaml do.
+Commands, environments and probes of the rendered pods run as processes here.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
 
 def merged(base, more):
-    """Values as Helm merges them."""
+    """Merge values like Helm."""
     if not (isinstance(base, dict) and isinstance(more, dict)):
         return copy.deepcopy(more)
     return {
@@ -73,7 +73,7 @@ def only(objects, kind, name="graphstash"):
 
 
 def blocks(language="yaml"):
-    """Title -> content, of the page's files."""
+    """Return the page's files by title."""
     pattern = rf'^```{language} title="([\w.-]+)"\n(.*?)^```$'
     return dict(re.findall(pattern, PAGE, re.MULTILINE | re.DOTALL))
 
@@ -84,7 +84,7 @@ def test_chart_has_the_versions_of_the_distribution():
     assert chart["version"] == chart["appVersion"] == project["version"]
 
 
-def test_schema_describes_exactly_the_values():
+def test_schema_describes_exactly_the_values_of_the_chart():
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
 
     def named(values, schema, *path):
@@ -98,7 +98,7 @@ def test_schema_describes_exactly_the_values():
     assert set(named(defaults, SCHEMA)) == {path for path, _ in leaves(SCHEMA)}
 
 
-# What lets a value show where the others of EVERYTHING hide it.
+# Other values without which EVERYTHING would hide the effect of a value.
 BESIDE = {
     ("blobs", "store"): {"blobs": {"claim": "blobs"}},
     ("blobs", "claim"): {"blobs": {"store": "disk", "claim": "another"}},
@@ -106,8 +106,8 @@ BESIDE = {
 }
 
 
-def test_every_value_changes_what_is_installed():
-    """Each is set to the example of its schema."""
+def test_every_value_changes_the_rendered_chart():
+    """Each value is set to the example in its schema."""
     cases = []
     for path, schema in leaves(SCHEMA):
         base = merged(EVERYTHING, BESIDE.get(path, {}))
@@ -121,7 +121,7 @@ def test_every_value_changes_what_is_installed():
     assert [case[0] for before, after, case in pairs if before == after] == []
 
 
-def test_kubernetes_accepts_what_is_installed():
+def test_rendered_objects_follow_the_schemas_of_kubernetes():
     examples = EVERYTHING
     for path, schema in leaves(SCHEMA):
         if path not in BESIDE and "examples" in schema:
@@ -131,7 +131,7 @@ def test_kubernetes_accepts_what_is_installed():
         validate(render(values)["objects"])
 
 
-def test_every_setting_of_the_server_is_the_charts_or_can_be_set():
+def test_every_setting_is_set_by_the_chart_or_can_be_set():
     env = container_of(render(SMALLEST))["env"]
     taken = {each["name"] for each in env}
     assert "GRAPHSTASH_DATABASE_URL" in taken
@@ -142,7 +142,7 @@ def test_every_setting_of_the_server_is_the_charts_or_can_be_set():
     assert {each["name"] for each in container_of(given)["env"]} == {*names} - tls
 
 
-def test_wrong_values_are_refused_by_name():
+def test_refusal_of_a_wrong_value_names_it():
     incomplete = [{}, {"database": {"secret": "a"}}]
     wrong = [
         ({}, "set database.secret to the name of a Secret"),
@@ -179,18 +179,18 @@ def test_settings_keep_their_values():
     assert given == ["500000000000", "0.5", "true", '[{"a":1}]']
 
 
-def test_names_that_yaml_reads_as_other_types_stay_names():
+def test_names_that_yaml_parses_as_other_types_stay_strings():
     values = merged(EVERYTHING, {"database": {"secret": "123"}, "serviceAccount": {"name": "true"}})
     names = ["123", "true", "null", "1e3", "team.a", "g" * 53]
     rendered = render_all([values] * len(names), names=names)
     objects = [each for one in rendered for each in one["objects"]]
     validate(objects)
     assert all(isinstance(each["metadata"]["name"], str) for each in objects)
-    # A Service's name is a label of DNS.
+    # A Service's name must be a DNS label.
     assert all(re.fullmatch(r"[-a-z0-9]{1,63}", each["metadata"]["name"]) for each in objects)
 
 
-def test_every_reference_leads_to_an_object_with_that_name():
+def test_every_reference_names_an_existing_object():
     objects = render(EVERYTHING)["objects"]
     deployment = only(objects, "Deployment")
     pod = deployment["spec"]["template"]
@@ -259,7 +259,7 @@ def test_files_of_the_page_are_accepted():
         render(merged(values, more))
 
 
-# --- the rendered pods, as processes
+# -- the rendered pods, as processes --
 
 
 def container_of(rendered, kind="Deployment", name="graphstash"):
@@ -268,9 +268,10 @@ def container_of(rendered, kind="Deployment", name="graphstash"):
 
 
 class Pod:
-    """The server of one pod, and its migration: commands, environments and probes of the chart.
+    """Run the server of one pod, and its migration.
 
-    Addresses, ports, directories and secrets are this host's.
+    Commands, environments and probes come from the chart. Addresses, ports, directories and secrets
+    are those of this host.
     """
 
     def __init__(self, rendered, directory, *, database, **secrets):
@@ -304,7 +305,7 @@ class Pod:
         return text
 
     def exec(self, *command):
-        """As `kubectl exec`."""
+        """Run a command like `kubectl exec`."""
         return captured(command, env=self.environment(container_of(self.rendered)), timeout=120)
 
     def migrate(self):
@@ -328,7 +329,7 @@ class Pod:
         assert self.process.poll() is None, (self.directory / "log").read_text()
 
     def probe(self, name):
-        """Whether a probe of the chart succeeds."""
+        """Return whether a probe of the chart succeeds."""
         probe = container_of(self.rendered)[name]
         (port,) = container_of(self.rendered)["ports"]
         assert probe["httpGet"]["port"] == port["name"]
@@ -344,7 +345,7 @@ class Pod:
         return answer.is_success
 
     def stop(self):
-        """SIGTERM, as a pod gets it after the hook: the exit code within the rest of its grace."""
+        """Send SIGTERM after the pod's hook, within the remaining grace. Return the exit code."""
         spec = only(self.rendered["objects"], "Deployment")["spec"]["template"]["spec"]
         waits = [each["lifecycle"]["preStop"]["exec"]["command"] for each in spec["containers"]]
         assert {command[0] for command in waits} == {"sleep"}
@@ -365,7 +366,7 @@ class Pod:
 
 @pytest.fixture
 def pod(tmp_path, compose_postgres):
-    """Makes a pod of these values, with an empty database."""
+    """Start pods of these values, by default with an empty database."""
     with contextlib.ExitStack() as stack:
 
         def start(values, database=None, **secrets):
@@ -381,7 +382,7 @@ def pod(tmp_path, compose_postgres):
 
 
 def put_and_get(pod, other=None):
-    """Puts a blob through a pod, and returns the answer to a GET of it from the other."""
+    """Store a blob through a pod, and check that the other pod returns it."""
     made = pod.exec("graphstash", "token", "create", "--grant", "admin:*", "--description", "test")
     assert TOKEN_FORM.fullmatch(made.stdout.strip()), made.stderr
     headers = {"Authorization": f"Bearer {made.stdout.strip()}"}
@@ -396,7 +397,7 @@ def put_and_get(pod, other=None):
     return headers, path, blob
 
 
-def test_servers_with_s3_start_after_the_migration_serve_each_other_and_end_in_time(pod):
+def test_servers_with_s3_need_the_migration_share_blobs_and_end_in_time(pod):
     with Moto() as moto:
         values = merged(
             SMALLEST,
@@ -425,9 +426,7 @@ def test_servers_with_s3_start_after_the_migration_serve_each_other_and_end_in_t
         assert (first.stop(), second.stop()) == (0, 0)
 
 
-def test_a_database_that_is_down_takes_a_pod_out_of_service_but_does_not_restart_it(
-    pod, compose_postgres
-):
+def test_lost_database_makes_a_pod_unready_but_does_not_restart_it(pod, compose_postgres):
     values = {"database": {"secret": "d"}, "blobs": {"store": "disk", "claim": "blobs"}}
     server = pod(values)
     assert server.migrate().returncode == 0

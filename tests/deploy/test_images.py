@@ -1,6 +1,6 @@
-"""The image and the compose files in a real container engine, by the commands of docker/README.md.
+"""The image and the compose files in a container engine, by the commands of docker/README.md.
 
-`make test-images` runs this, and `make test-all` where an engine answers.
+`make test-images` runs these tests. `make test-all` runs them if an engine is present.
 """
 
 import json
@@ -34,20 +34,20 @@ SERVERS = ("server-1", "server-2")
 _DEADLINE_SECONDS = 600
 
 _OVERRIDES = re.compile("GRAPHSTASH_|AWS_|COMPOSE_")
-"""Variables of a shell that Compose prefers to docker/.env."""
+"""Variables of a shell that override docker/.env in Compose."""
 
 
 def bridge_address():
-    """The address under which containers reach this host."""
+    """Return the address at which containers reach this host."""
     inspect = ["docker", "network", "inspect", "bridge", "--format", "{{json .IPAM.Config}}"]
     done = captured(inspect, check=True)
     (config, *_) = json.loads(done.stdout)
-    first = next(IPv4Network(config["Subnet"]).hosts())  # where the engine does not name it
+    first = next(IPv4Network(config["Subnet"]).hosts())  # for engines that do not name it
     return str(config.get("Gateway") or first)
 
 
 def guide(heading=""):
-    """The blocks of bash below a heading of docker/README.md, or above the first one."""
+    """Return the bash blocks below a heading of docker/README.md, or above the first heading."""
     text = (DOCKER / "README.md").read_text()
     if heading:
         text = text[text.index(f"\n## {heading}\n") + 4 :]
@@ -55,15 +55,15 @@ def guide(heading=""):
 
 
 class Project:
-    """What docker/README.md starts, beside any deployment of this host; a context manager.
+    """Context manager that starts the deployment of docker/README.md beside other deployments.
 
-    Names that belong to one host (project, volumes, tags, port and subnet) are the test's own, and
-    everything is removed at the end. The rest of the commands and files stays as it stands.
+    The test replaces only names that a host must not have twice: project, volumes, tags, port and
+    subnet. It removes all of them at the end.
 
     Attributes:
-        directory: the checkout in which commands run.
-        files: the compose files, in order.
-        port: where nginx is published on loopback.
+        directory: checkout in which commands run.
+        files: compose files, in order.
+        port: port of nginx on loopback.
     """
 
     def __init__(self, directory):
@@ -86,12 +86,12 @@ class Project:
         subprocess.run(["docker", "image", "rm", "--force", *tags], check=False)
 
     def set(self, **variables):
-        """Adds variables to docker/.env; the last value of a name counts."""
+        """Add variables to docker/.env. The last value of a name counts."""
         with (self.directory / "docker" / ".env").open("a") as file:
             file.writelines(f"{name}={value}\n" for name, value in variables.items())
 
     def set_names(self):
-        """In docker/.env: what must not be the same in two deployments of a host."""
+        """Set the names in docker/.env that two deployments of a host must not share."""
         self.set(
             GRAPHSTASH_PUBLISHED_PORT=str(self.port),
             GRAPHSTASH_SUBNET=self._subnet,
@@ -99,10 +99,10 @@ class Project:
         )
 
     def sh(self, script, *, check=True):
-        """Runs lines of the guide, in which `dc` stands for compose with the files of now.
+        """Run lines of the guide. `dc` stands for compose with the current files.
 
         Raises:
-            AssertionError: one of the commands failed. The message is their output.
+            AssertionError: a command failed. The message is the commands' output.
         """
         names = {
             "graphstash:0.": f"{self.name}:0.",
@@ -127,14 +127,14 @@ class Project:
         return done
 
     def containers(self):
-        """Service -> its container, as `docker inspect` describes it."""
+        """Return the container of each service, as `docker inspect` describes it."""
         ids = self.sh("dc ps --all --quiet").stdout.split()
         found = json.loads(self._docker("inspect", *ids))
         label = "com.docker.compose.service"
         return {each["Config"]["Labels"][label]: each for each in found}
 
     def log(self, service):
-        """What a service has written to its standard output since its container was made."""
+        """Return the lines that a service's container has written to its standard output."""
         return self._docker("logs", self.containers()[service]["Id"]).splitlines()
 
     @staticmethod
@@ -143,7 +143,7 @@ class Project:
 
 
 class Caller:
-    """Who calls a deployment with a token."""
+    """A caller of a deployment, with a token."""
 
     def __init__(self, project, token, *, ca=None):
         self.headers = {"Authorization": f"Bearer {token}"}
@@ -179,7 +179,7 @@ class Caller:
 
 @contextmanager
 def started(directory, *overrides, **variables):
-    """By the first block of the guide."""
+    """Start a deployment with the first block of the guide."""
     build, copy, password, up = guide()[0].splitlines()
     with Project(directory) as project:
         project.sh(f"{build}\n{copy}\n{password}")
@@ -193,7 +193,7 @@ def started(directory, *overrides, **variables):
 
 
 def callers_of(project):
-    """By the second block of the guide: admin, CI, developers."""
+    """Return admin, CI and developers with tokens from the second block of the guide."""
     dc, policy, *tokens = guide()[1].splitlines()
     assert dc.startswith("dc() {")
     project.sh(policy)
@@ -217,7 +217,7 @@ def admin(callers):
 
 
 def entry_of(project, answer):
-    """What nginx logged about an answer."""
+    """Return the log entry that nginx wrote about an answer."""
     wanted = answer.headers["x-request-id"]
 
     def found():
@@ -256,7 +256,7 @@ def test_ci_writes_developers_read_and_nginx_sends_the_bytes(project, callers):
     assert Caller(project, "gst_nobody").get(1).status_code == 401
 
 
-def test_backup_and_restore_word_for_word(project, callers):
+def test_restore_after_backup_of_the_guide_returns_blobs_and_tokens(project, callers):
     _, ci, developers = callers
     assert ci.put(2).status_code == 201
     backup, restore = guide("Backup and restore")
@@ -265,13 +265,13 @@ def test_backup_and_restore_word_for_word(project, callers):
     *steps, fsck = restore.splitlines()
     project.sh("\n".join(steps))
     assert "0 problems found" in project.sh(fsck).stdout
-    answer = developers.get(2)  # the token was restored, too
+    answer = developers.get(2)  # the restore includes tokens
     assert (answer.status_code, answer.content) == (200, BLOB)
     assert entry_of(project, answer)["server_bytes"] == "0"
     assert ci.put(3).status_code == 201
 
 
-def test_a_rolling_upgrade_loses_no_request_while_servers_are_replaced(project, admin):
+def test_rolling_upgrade_of_the_servers_fails_no_request(project, admin):
     build, migrate, one, two, nginx = guide("Upgrade")[0].splitlines()
     project.sh(build)
     project.set(GRAPHSTASH_IMAGE=f"{project.name}:0.2.0")
@@ -281,7 +281,7 @@ def test_a_rolling_upgrade_loses_no_request_while_servers_are_replaced(project, 
             project.sh(step)
             load.wait_for(20)
         assert load.failures == []
-        project.sh(nginx)  # one container: here connections fail
+        project.sh(nginx)  # nginx has one container, so connections fail here
         load.wait_for(20)
     containers = project.containers()
     images = {containers[name]["Config"]["Image"] for name in SERVERS}
@@ -293,7 +293,7 @@ def test_a_rolling_upgrade_loses_no_request_while_servers_are_replaced(project, 
 
 @contextmanager
 def over(project, file):
-    """With an override; afterwards the deployment is the plain one again."""
+    """Add an override, and remove it afterwards."""
     project.files.append(file)
     try:
         project.sh("dc up --detach --wait")
@@ -326,8 +326,8 @@ def s3(tmp_path):
         yield swift
 
 
-def test_with_another_s3_the_bucket_is_made_and_every_server_has_every_blob(s3, tmp_path):
-    """As the guide says: compose.s3.yaml without its own S3, which the servers reach by `out`."""
+def test_with_another_s3_the_bucket_is_created_and_shared_by_all_servers(s3, tmp_path):
+    """As in the guide: compose.s3.yaml without its S3. The servers reach another one by `out`."""
     override = yaml.safe_load((DOCKER / "compose.s3.yaml").read_text())
     services = override["services"]
     del services["s3"], services["bucket"]["depends_on"], override["volumes"]["s3"]
@@ -344,7 +344,7 @@ def test_with_another_s3_the_bucket_is_made_and_every_server_has_every_blob(s3, 
         assert ci.put(5).status_code == 201
         stored = s3.client.list_objects_v2(Bucket="from-compose")["Contents"]
         assert [Digest.of(BLOB).sha256 in each["Key"] for each in stored] == [True]
-        for other in SERVERS:  # each answers while the other one is down
+        for other in SERVERS:  # each server answers while the other one is down
             project.sh(f"dc stop {other}")
             answer = developers.get(5)
             assert (answer.status_code, answer.content) == (200, BLOB)

@@ -1,4 +1,4 @@
-"""The alert rules and the dashboard: they are well-formed, fire, and ask for real series."""
+"""The alert rules and the dashboard are valid, and query only series that a server exports."""
 
 import json
 import re
@@ -22,7 +22,7 @@ GIVEN_BY_PROMETHEUS = {"job", "instance"}
 
 
 def queries():
-    """Every expression, as Prometheus gets it."""
+    """Return every expression, as Prometheus receives it."""
     shown = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
     return [
         *(rule["expr"] for rule in RULES),
@@ -38,7 +38,7 @@ def promtool(*arguments, directory=OBSERVE):
 
 @pytest.fixture(scope="module")
 def scraped(postgres, tmp_path_factory):
-    """The labels of each series of a server that was asked for everything."""
+    """The labels of each series of a server that has had hits, misses and uploads."""
     with (
         LiveServer(
             tmp_path_factory.mktemp("observed"),
@@ -66,7 +66,7 @@ def scraped(postgres, tmp_path_factory):
         yield series()
 
 
-def test_prometheus_takes_its_configuration_and_the_rules():
+def test_prometheus_accepts_its_configuration_and_the_rules():
     assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
     assert f"{len(RULES)} rules found" in promtool("check", "rules", "alerts.yml")
 
@@ -79,7 +79,7 @@ def test_every_dashboard_query_is_valid(tmp_path):
     assert f"{len(rules)} rules found" in promtool("check", "rules", str(file))
 
 
-def test_every_series_that_is_asked_for_is_in_a_real_scrape(scraped):
+def test_every_queried_series_is_in_a_real_scrape(scraped):
     recorded = {rule["record"] for rule in RULES if "record" in rule}
     asked = {name for each in queries() for name in re.findall(r"graphstash[\w:]*", each)}
     asked -= {"graphstash"}  # the name of the job
@@ -88,7 +88,7 @@ def test_every_series_that_is_asked_for_is_in_a_real_scrape(scraped):
     assert len(asked - recorded) > 15
 
 
-def test_every_label_that_is_asked_for_is_in_a_real_scrape(scraped):
+def test_every_queried_label_is_in_a_real_scrape(scraped):
     for query in queries():
         names = re.findall(r"graphstash_\w+", query)
         chosen = re.findall(r"(graphstash_\w+){(\w+)", query)
@@ -113,7 +113,7 @@ def series(name, values, **labels):
 
 
 ONE, TWO = {"instance": "server-1:8077"}, {"instance": "server-2:8077"}
-STEPS = 6 * 12  # of five minutes each
+STEPS = 6 * 12  # steps of five minutes
 CALM = [
     *(series("up", f"1x{STEPS + 24}", **each) for each in (ONE, TWO)),
     *(series("graphstash_database_up", f"1x{STEPS + 24}", **each) for each in (ONE, TWO)),
@@ -160,10 +160,10 @@ TROUBLE = {
 }
 
 
-def test_each_alert_fires_for_its_trouble_and_no_other_does(tmp_path):
-    """Six hours of calm and two of trouble; promtool evaluates the rules every five minutes."""
+def test_only_the_alert_of_a_trouble_fires(tmp_path):
+    """Six hours of calm precede two of trouble. promtool evaluates the rules every five minutes."""
     assert {rule["alert"] for rule in RULES if "alert" in rule} == set(TROUBLE)
-    # promtool compares labels and annotations of what fires: here only whether anything does.
+    # promtool would compare labels and annotations, so this counts the firing alerts by name.
     firing = "count by (alertname) (ALERTS{alertstate='firing'})"
 
     def case(trouble, changed):

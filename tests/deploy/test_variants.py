@@ -1,4 +1,4 @@
-"""Other deployments than the plain one: workers, TLS, S3, read-only roots, the image's steps."""
+"""Variants of the deployment: workers, TLS, S3, read-only roots, the image's steps."""
 
 import os
 import ssl
@@ -66,7 +66,7 @@ def moto():
         yield moto
 
 
-def test_with_s3_the_bucket_is_made_and_every_server_has_every_blob(deploy, moto, http):
+def test_with_s3_the_bucket_is_created_and_shared_by_all_servers(deploy, moto, http):
     deployment = deploy(
         "compose.yaml",
         "compose.s3.yaml",
@@ -92,7 +92,7 @@ def test_with_s3_the_bucket_is_made_and_every_server_has_every_blob(deploy, moto
     assert not deployment.nginx.has_sent(behind.headers["x-request-id"])
 
 
-# What a container is: a mount namespace in which nothing but the volume and a tmpfs can be written.
+# Like a container: a mount namespace in which only the volume and a tmpfs are writable.
 READ_ONLY = """
 set -e
 mount --make-rprivate /
@@ -107,7 +107,7 @@ exec "$@"
 """
 
 
-def test_a_server_needs_its_volume_and_tmp_and_nothing_else_to_write_to(deploy, tmp_path):
+def test_server_writes_only_to_its_volume_and_tmp(deploy, tmp_path):
     deployment = deploy("compose.yaml")
     deployment.migrate()
     deployment.prefix = ["unshare", "--mount", *as_root(), "sh", "-c", READ_ONLY, "read-only"]
@@ -128,12 +128,12 @@ def test_a_server_needs_its_volume_and_tmp_and_nothing_else_to_write_to(deploy, 
 
 
 def as_root():
-    """Without root, a user namespace lends the right to mount."""
+    """Without root, a user namespace grants the right to mount."""
     return [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
 
 
-def test_the_steps_of_the_dockerfile_make_a_server_that_migrates_its_database(deploy, tmp_path):
-    """docker/install.sh is what the Dockerfile runs; here both directories lie elsewhere."""
+def test_steps_of_the_dockerfile_install_a_working_server(deploy, tmp_path):
+    """The Dockerfile runs docker/install.sh. Here, both directories are elsewhere."""
     source, venv = tmp_path / "source", tmp_path / "opt" / "graphstash"
     copy_build_context(source)
     deployment = deploy("compose.yaml")

@@ -1,4 +1,4 @@
-"""The action and workflows of .github and the files of docs/ci.md: checked, and their shell run."""
+"""The files of .github and of docs/ci.md are valid, and their shell commands work."""
 
 import os
 import re
@@ -38,7 +38,7 @@ graphstash.get_or_compile(key, lambda: b"built", parts=parts, label=parts["progr
 
 
 def files_of_the_page(directory):
-    """Writes the page's files with what readers fill in."""
+    """Write the page's files, with placeholders filled in. Return the paths by title."""
     page = (ROOT / "docs" / "ci.md").read_text()
     blocks = dict(
         re.findall(r'^```yaml title="([^"]+)"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL)
@@ -67,7 +67,7 @@ def test_files_follow_the_schemas_of_their_systems(tmp_path):
     checked("check-jsonschema", *gitlab, str(page[".gitlab-ci.yml"]))
 
 
-def test_no_workflow_gives_away_rights_or_runs_what_others_write(tmp_path):
+def test_zizmor_finds_no_unsafe_workflow(tmp_path):
     page = files_of_the_page(tmp_path)
     checked("zizmor", "--offline", "--no-progress", str(GITHUB))
     checked("zizmor", "--offline", "--no-progress", str(page[".github/workflows/train.yml"].parent))
@@ -82,7 +82,7 @@ def test_workflows_run_targets_that_exist():
                     assert target in targets
 
 
-# --- the shell of the action
+# -- the shell of the action --
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def guarded(github, tmp_path_factory):
 
 @pytest.fixture
 def act(github, guarded, tmp_path):
-    """Runs the action's step on a new runner; the outcome and the job's summary."""
+    """Run the action's step on a new runner. Return the outcome and the job's summary."""
 
     def act(program, *, fork=False, job_environment=github.job, **inputs):
         (step,) = (
@@ -142,7 +142,7 @@ def act(github, guarded, tmp_path):
 
 
 def evaluated(expression, inputs, *, fork):
-    """What GitHub makes of the expressions that the action uses."""
+    """Return GitHub's value of an expression that the action uses."""
     text = expression.removeprefix("${{ ").removesuffix(" }}")
     if text == "github.event.pull_request.head.repo.full_name || github.repository":
         return "stranger/model" if fork else "team/model"
@@ -185,12 +185,12 @@ def test_status_of_the_command_is_the_status_of_the_job(act, status):
         {"audience": ""},
     ],
 )
-def test_no_input_of_the_cache_fails_the_job(act, inputs):
+def test_wrong_input_of_the_cache_does_not_fail_the_job(act, inputs):
     done, _ = act("x", **inputs)
     assert done.returncode == 0, done.stderr
 
 
-def test_without_graphstash_the_command_runs_and_a_minimum_is_not_reached(act):
+def test_without_graphstash_the_command_runs_and_fails_a_minimum_hit_rate(act):
     empty = {"PATH": "/usr/bin:/bin"}
     done, _ = act("x", job_environment=empty, command="echo trained")
     assert (done.returncode, done.stdout.strip()) == (0, "trained")
@@ -198,7 +198,7 @@ def test_without_graphstash_the_command_runs_and_a_minimum_is_not_reached(act):
     assert (done.returncode, done.stdout.strip()) == (1, "trained")
 
 
-def test_the_command_does_not_see_the_inputs_of_the_action(act):
+def test_inputs_of_the_action_are_not_in_the_environment_of_the_command(act):
     done, _ = act("x", command="echo ${JOB-}${COMMAND-}${AUDIENCE-}${SOURCE-}.")
     assert done.stdout.splitlines()[-1] == "."
 
@@ -218,7 +218,7 @@ def test_pull_request_of_a_fork_does_not_log_in_and_publishes_nothing(act):
     assert "0 hits, 1 miss" in summary
 
 
-def test_words_of_a_command_are_not_read_as_shell_of_the_action(act, tmp_path):
+def test_quoted_words_of_a_command_are_not_expanded_by_the_action(act, tmp_path):
     done, _ = act("x", command="echo '$(touch " + str(tmp_path / "never") + ")'")
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "never").exists()

@@ -1,4 +1,4 @@
-"""JSON bodies: a model that is written and read again is equal, and every error can be sent."""
+"""JSON bodies: each model equals its copy after writing and parsing, and each error can be sent."""
 
 import json
 
@@ -62,7 +62,7 @@ def check(data: bytes) -> None:
     except ValidationError as error:
         refusal = invalid_body(error)
         assert refusal.status == 400
-        refusal.detail.encode()  # it can be sent
+        refusal.detail.encode()  # the server can send it
         assert len(refusal.detail) < 1000
         return
     dumped = model.dump_json(read)

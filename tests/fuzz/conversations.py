@@ -1,4 +1,4 @@
-"""Conversations: whatever comes over a connection, each answer is whole and none is a 5xx."""
+"""Conversations: for every input, the server sends only complete responses and no 5xx."""
 
 import asyncio
 import re
@@ -43,7 +43,7 @@ _STATUS_LINE = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n")
 
 
 class _Wire(asyncio.Transport):
-    """What a connection writes, in memory."""
+    """In-memory transport that records the bytes that a connection writes."""
 
     def __init__(self) -> None:
         super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
@@ -73,7 +73,7 @@ class _Wire(asyncio.Transport):
 
 
 class _Server:
-    """The application with its connections, without sockets; one for the whole run."""
+    """The application and its connections without sockets, shared by the whole run."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -102,7 +102,7 @@ class _Server:
             config=self._config, server_state=state, app_state={}, _loop=self.loop
         )
         connection.connection_made(wire)
-        for start in range(0, len(data), 100):  # in pieces, as networks have it
+        for start in range(0, len(data), 100):  # in pieces, as from a network
             connection.data_received(data[start : start + 100])
         while state.tasks:
             await asyncio.wait(state.tasks, timeout=5)
@@ -136,7 +136,7 @@ def _check_answers(written: bytes) -> None:
         assert b"\n" not in head.replace(b"\r\n", b"")
         if status >= 400 and rest:
             size_bytes = int(headers[b"content-length"])
-            if not rest.startswith(b"HTTP/"):  # HEAD has none
+            if not rest.startswith(b"HTTP/"):  # responses to HEAD have no body
                 problem = Problem.model_validate_json(rest[:size_bytes])
                 assert problem.status == status
                 rest = rest[size_bytes:]

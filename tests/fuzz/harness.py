@@ -1,13 +1,13 @@
-"""Runs one fuzz target as a program: coverage-guided, by atheris (libFuzzer).
+"""Run one fuzz target as a program, coverage-guided by atheris (libFuzzer).
 
     make fuzz FUZZ_SECONDS=600
     python tests/fuzz/headers.py -runs=100000 -seed=1
-    python tests/fuzz/headers.py build/fuzz/headers/crash-...      # plays one input again
-    python tests/fuzz/headers.py <directory> ...                   # keeps its inputs there
+    python tests/fuzz/headers.py build/fuzz/headers/crash-...      # replays one input
+    python tests/fuzz/headers.py <directory> ...                   # stores its inputs there
 
-A target is a function of bytes that raises when something does not hold. It states what must be
-true of every input, not only that nothing crashes. What it found worth keeping, and what failed,
-lies in build/fuzz/<target>/, or in the directory that is named.
+A target is a function of bytes that raises if an invariant is violated. It states invariants of
+every input, and does not only detect crashes. New inputs and failing inputs are stored in
+build/fuzz/<target>/, or in the named directory.
 """
 
 import sys
@@ -27,7 +27,7 @@ Data = atheris.FuzzedDataProvider
 
 @contextmanager
 def instrumented() -> Iterator[None]:
-    """Our own modules that are imported inside tell which of their lines an input reaches."""
+    """Instrument graphstash modules that are imported in this context, for libFuzzer."""
     with atheris.instrument_imports(
         include=["graphstash_schema", "graphstash_server", "graphstash"]
     ):
@@ -35,11 +35,11 @@ def instrumented() -> Iterator[None]:
 
 
 def main(check: Callable[[bytes], None], *, seeds: tuple[bytes, ...]) -> None:
-    """Fuzzes until the options say stop, or an input fails; then it is printed.
+    """Fuzz until the options end the run or an input fails. Print the failing input.
 
     Args:
         check: the target.
-        seeds: inputs to begin with, of the forms that the target reads.
+        seeds: initial inputs, one for each form that the target parses.
     """
     name = Path(sys.argv[0]).stem
     options = [option for option in sys.argv[1:] if option.startswith("-")]

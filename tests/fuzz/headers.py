@@ -1,4 +1,4 @@
-"""Headers: each is understood, ignored or refused with a 4xx; what is understood is in range."""
+"""Headers: each is parsed, ignored or refused with a 4xx, and parsed values are in range."""
 
 import base64
 
@@ -31,7 +31,7 @@ SEEDS = (
 def check(data: bytes) -> None:
     if not data:
         return
-    text = data[1:].decode("latin-1")  # as the HTTP parser hands it over
+    text = data[1:].decode("latin-1")  # like the HTTP parser
     _CHECKS[data[0] % len(_CHECKS)](text)
 
 

@@ -1,4 +1,4 @@
-"""Paths: words that are accepted come back as they are, and lead nowhere else."""
+"""Paths: an accepted word round-trips unchanged and stays one segment of its path."""
 
 from harness import instrumented, main
 
@@ -78,7 +78,7 @@ def _check_pattern(text: str) -> None:
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """Says the same in another way: by the parts between the stars."""
+    """Match by the parts between the stars, independently of the implementation under test."""
     first, *rest = pattern.split("*")
     if not rest:
         return pattern == text

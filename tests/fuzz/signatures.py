@@ -1,4 +1,4 @@
-"""Signatures: no two artifacts have one statement; what says who is trusted is read strictly."""
+"""Signatures: no two artifacts share a statement, and files of trusted keys are parsed strictly."""
 
 import io
 import json
@@ -45,7 +45,7 @@ def check(data: bytes) -> None:
 
 
 def _check_statement(data: bytes) -> None:
-    """It can be read back, so it is injective."""
+    """A statement can be parsed back, so it is injective."""
     source = Data(data)
     alphabet = "abcdefghijklmnopqrstuvwxyz0123456789"
     word = "".join(

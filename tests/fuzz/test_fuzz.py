@@ -1,4 +1,4 @@
-"""Parsers hold their promises for every input: each target runs for seconds, from its seeds.
+"""Parsers keep their invariants for every input: each target runs for seconds, from its seeds.
 
 `make fuzz` runs them for longer.
 """
@@ -36,7 +36,7 @@ main(check, seeds=(b"hello",))
 
 
 def fuzz(program, inputs, *options):
-    # `timeout` forks, so that libFuzzer's peak of memory does not begin with that of this process.
+    # `timeout` forks, so that libFuzzer's memory peak does not include the peak of this process.
     return subprocess.run(
         ["timeout", "240", sys.executable, program, inputs, "-seed=7", *options],
         env={**os.environ, "PYTHONPATH": str(FUZZ), "TMPDIR": str(inputs.parent)},
@@ -47,7 +47,7 @@ def fuzz(program, inputs, *options):
     )
 
 
-def test_every_target_is_run_here_and_by_make():
+def test_every_target_runs_here_and_in_make_fuzz():
     targets = {path.stem for path in FUZZ.glob("*.py")} - {"conftest", "harness", "test_fuzz"}
     (line,) = [
         line

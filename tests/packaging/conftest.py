@@ -5,7 +5,6 @@ import pytest
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request):
-    """Settings of a server on each kind of database."""
     if request.param == "sqlite":
         return {}
     return {"database_url": request.getfixturevalue("postgres").new_database()}

@@ -1,7 +1,7 @@
-"""Jobs, data and servers of an early commit through an upgrade, a rollback and killed migrations.
+"""Jobs, data and servers of an early commit survive upgrade, rollback and killed migrations.
 
-EARLY_SEED=<text>     kills the migrations before the same statements again
-EARLY_KILLS=<number>  kills that many migrations of each database
+EARLY_SEED=<text>     repeats the kills of an earlier run
+EARLY_KILLS=<number>  number of kills in the migrations of each database
 """
 
 import json
@@ -45,7 +45,7 @@ def count(*_):
 migrate(sys.argv[1], lock_path=Path(sys.argv[2]))
 print(statements)
 """
-"""Kills a migration before one of its statements, and prints how many there are."""
+"""Program that kills a migration before one of its statements, or prints their number."""
 
 BLOBS = {number: f"blob {number}".encode() * 500 for number in range(5)}
 WITHHELD = 4
@@ -68,7 +68,7 @@ def graphstash(python, *arguments, **environment):
 
 
 class Site:
-    """A data directory and a database, which servers of either release use in turn."""
+    """A data directory and a database, which servers of both releases use in turn."""
 
     def __init__(self, directory, database):
         self.directory = directory
@@ -116,7 +116,7 @@ class Site:
             api.http.close()
 
     def check(self, fresh):
-        """Read everything back from the server that runs, and store a new artifact."""
+        """Read everything back from the running server, and store a new artifact."""
         api = Api(self.url, token=self.tokens["write"])
         for number, blob in BLOBS.items():
             answer = api.get(number)
@@ -132,7 +132,7 @@ class Site:
 
 
 class Job:
-    """A job of one release beside the servers."""
+    """A job of one release that runs across all server changes."""
 
     def __init__(self, python, name, site, tmp_path):
         self._printed, self._errors = tmp_path / f"job-{name}", tmp_path / f"job-{name}.errors"
@@ -156,7 +156,7 @@ class Job:
         return len(self._printed.read_text().splitlines())
 
     def go_on(self, count=4):
-        """Return once the job has stored as many artifacts more."""
+        """Return once the job has stored this many further artifacts."""
         goal = self.stored + count
         until(lambda: self._process.poll() is not None or self.stored >= goal, seconds=120)
         assert self._process.poll() is None, self._errors.read_text()
@@ -167,7 +167,7 @@ class Job:
         assert json.loads(self._printed.read_text().splitlines()[-1]) == []
 
 
-def test_jobs_go_on_through_upgrade_rollback_and_a_kill(early, database, tmp_path):
+def test_jobs_continue_through_upgrade_rollback_and_kills(early, database, tmp_path):
     now = sys.executable
     site = Site(tmp_path / "data", database)
     site.fill(early)
@@ -186,7 +186,7 @@ def test_jobs_go_on_through_upgrade_rollback_and_a_kill(early, database, tmp_pat
     assert (checked.returncode, checked.stdout.strip()) == (0, "0 problems found"), checked.stderr
 
 
-def test_killed_migration_leaves_a_database_for_both_releases(early, database, postgres, tmp_path):
+def test_killed_migration_leaves_a_usable_database(early, database, postgres, tmp_path):
     seed = os.environ.get("EARLY_SEED") or secrets.token_hex(4)
     kills = int(os.environ.get("EARLY_KILLS") or 2)
     print(f"EARLY_SEED={seed} EARLY_KILLS={kills}")

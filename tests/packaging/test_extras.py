@@ -1,4 +1,4 @@
-"""Every extra, alone in a new environment: it installs, is imported and compiles once for two."""
+"""Each extra, alone in a new environment, installs and compiles once for two hosts."""
 
 import json
 import re
@@ -17,7 +17,7 @@ ENVIRONMENTS = ROOT / "tests" / "environments"
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
-# A job that uses no compiler: what it makes is cached all the same.
+# A job without a compiler, whose result is still cached.
 PLAIN = """
 import {module}, graphstash
 from graphstash_schema import ArtifactKey
@@ -57,7 +57,7 @@ x = torch.ones(3, device=torch_xla.device())
 print((x * 2 + 1).sum().item())
 """
 
-# Extra: the versions to take, so that a machine loads each once; the job; more packages.
+# For each extra: the pins, so that a machine loads each version once; the job; further packages.
 CASES = {
     "server": ("", PLAIN.format(module="graphstash_server.__main__"), ()),
     "signing": ("", PLAIN.format(module="cryptography"), ()),
@@ -81,12 +81,12 @@ def uv(*words):
     ).stdout
 
 
-def test_every_extra_is_tried():
+def test_every_extra_has_a_case():
     assert CASES.keys() == EXTRAS.keys()
 
 
 @pytest.mark.parametrize("extra", [each for each in EXTRAS if each.startswith("torch-xla")])
-def test_an_extra_of_torch_xla_takes_the_torch_that_it_was_built_for(extra, tmp_path):
+def test_extra_of_torch_xla_resolves_to_its_version_of_torch(extra, tmp_path):
     wanted = tmp_path / "wanted.in"
     wanted.write_text("\n".join(EXTRAS[extra]))
     chosen = uv("pip", "compile", "--quiet", "--no-header", "--no-annotate", wanted)
@@ -96,9 +96,7 @@ def test_an_extra_of_torch_xla_takes_the_torch_that_it_was_built_for(extra, tmp_
 
 @pytest.mark.extended
 @pytest.mark.parametrize("extra", CASES)
-def test_each_extra_alone_shares_a_compilation_between_processes(
-    extra, server, namespace, tmp_path
-):
+def test_extra_alone_shares_compilations_between_hosts(extra, server, namespace, tmp_path):
     environment, job, more = CASES[extra]
     pins = ENVIRONMENTS / f"{environment}.txt" if environment else ROOT / "constraints.txt"
     python = tmp_path / "venv" / "bin" / "python"
@@ -107,7 +105,7 @@ def test_each_extra_alone_shares_a_compilation_between_processes(
         *("pip", "install", "--quiet", "--python", python, "--constraint", pins),
         *(f"graphstash[{extra}] @ {ROOT.as_uri()}", *more),
     )
-    python_of(environment)  # other tests use it
+    python_of(environment)  # other tests use this environment
     link_bytecode(tmp_path / "venv")
     words = ["-c", job] if isinstance(job, str) else [job, tmp_path / "report.json"]
     compiled = []

@@ -1,4 +1,4 @@
-"""What a newcomer installs: sdist and wheel, the light client, the server, the public names."""
+"""Contents of sdist and wheel, the light client, the installed server, the public names."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from graphstash_server.testing import ServerProcess
 from support.environments import link_bytecode
 
 ROOT = Path(__file__).parents[2]
-# What the issue tracker calls the default install, and nothing of the server or of a compiler.
+# Packages that the default install must not include.
 HEAVY = ("torch", "torch_xla", "jax", "triton", "fastapi", "starlette", "sqlalchemy", "uvicorn")
 
 
@@ -26,7 +26,7 @@ def run(*command, **options):
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """What `make dist` builds: an sdist, and a wheel of what is in the sdist."""
+    """The output of `make dist`: an sdist, and a wheel built from the sdist."""
     directory = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "uv", "build", "--quiet", "--out-dir", directory, ROOT)
     return directory
@@ -39,7 +39,7 @@ def wheel(dist):
 
 
 def install(requirement, directory):
-    """Makes an environment with nothing but one package and what it needs; its commands."""
+    """Create an environment with one package and its dependencies. Return its `bin` folder."""
     uv = (sys.executable, "-m", "uv")
     run(*uv, "venv", "--quiet", "--python", sys.executable, directory)
     commands = directory / "bin"
@@ -57,7 +57,7 @@ def light(wheel, tmp_path_factory):
     return install(wheel, tmp_path_factory.mktemp("light") / "venv")
 
 
-def test_the_sdist_holds_tracked_files_only_and_all_that_the_tests_read(dist):
+def test_sdist_holds_only_tracked_files_and_all_files_of_the_tests(dist):
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()} - {"PKG-INFO"}
@@ -71,7 +71,7 @@ def test_the_sdist_holds_tracked_files_only_and_all_that_the_tests_read(dist):
 
 
 @pytest.mark.extended
-def test_the_installed_server_makes_its_database_and_answers(wheel, tmp_path):
+def test_installed_server_creates_its_database_and_answers(wheel, tmp_path):
     commands = install(f"graphstash[server] @ {wheel.as_uri()}", tmp_path / "venv")
     assert "serve" in run(commands / "graphstash", "--help")
 
@@ -129,11 +129,11 @@ def test_job_that_compiles_nothing_imports_no_dependency(command, tmp_path):
         [sys.executable, *command], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stderr.splitlines()[-1] == "[]"
-    assert list(tmp_path.iterdir()) == []  # nor does it make a local tier
+    assert list(tmp_path.iterdir()) == []  # nor does it create a local tier
 
 
 def test_packages_import_lazily_and_list_existing_names():
-    """The words of the wire need no pydantic, and `import graphstash` no other module of it."""
+    """Names of the wire format need no pydantic. `import graphstash` imports no other module."""
     program = (
         "import sys, graphstash\n"
         "print([n for n in sys.modules if n.startswith('graphstash')])\n"
@@ -159,7 +159,7 @@ def test_light_client_runs_commands_and_names_extra_for_serve(light):
         [light / "graphstash", "serve", "--port", "1"], check=False, capture_output=True, text=True
     )
     assert refused.returncode != 0
-    assert "graphstash[server] @ git+" in refused.stderr  # an index has another one, or none
+    assert "graphstash[server] @ git+" in refused.stderr  # an index may have another
     assert "Traceback" not in refused.stderr
 
 
@@ -173,7 +173,7 @@ def test_root_holds_only_the_agreed_names():
     }
 
 
-def test_the_lock_names_no_index():
+def test_lock_files_name_no_index():
     locks = [ROOT / "constraints.txt", *(ROOT / "tests" / "environments").glob("*.txt")]
     assert len(locks) > 5
     for lock in locks:

@@ -1,7 +1,7 @@
-"""What the release before has stored works unchanged, and either release talks to the other.
+"""This release continues with the data of the previous one, and both releases interoperate.
 
-The release before is started from its commit, with its own environment and real processes, and
-filled; this release goes on with its data. See `support.release_before`.
+The previous release runs from its commit, in its own environment, with real processes. See
+`support.release_before`.
 """
 
 import json
@@ -30,7 +30,7 @@ STORED = (1, 2, 3, 4)
 
 
 class Release:
-    """One release, by its Python; its commands and clients are forks of one process."""
+    """One release. A process of its Python forks for each command and client."""
 
     def __init__(self, python):
         self.python = str(python)
@@ -43,7 +43,7 @@ class Release:
         )
 
     def serve(self, directory, **settings):
-        """`graphstash serve`, in a process of its own."""
+        """Start `graphstash serve` in its own process."""
         return ServerProcess(
             directory,
             command=(self.python, "-m", "graphstash", "serve"),
@@ -51,11 +51,11 @@ class Release:
         )
 
     def command(self, *arguments, **settings):
-        """What a command prints."""
+        """Return the output of a command."""
         return self._fork(settings, arguments=list(map(str, arguments)))
 
     def client(self, *steps, **settings):
-        """What a client gets, step by step; see `release_job.py`."""
+        """Return the results of a client's steps; see `release_job.py`."""
         return json.loads(self._fork(settings, steps=steps))
 
     def _fork(self, settings, **request):
@@ -79,7 +79,7 @@ def variables(settings):
 
 
 def everything(url, token):
-    """All that an administrator and a reader get from a server, but for its clock and counters."""
+    """Return all data that an administrator gets from a server, except clock and counters."""
     with httpx.Client(
         base_url=f"{url}/v1", headers={"Authorization": f"Bearer {token}"}, timeout=30
     ) as http:
@@ -101,7 +101,7 @@ def everything(url, token):
         for listed in seen["-/tokens"]["tokens"]:
             listed.pop("last_used_at")
         for known in (seen["-/access"], *seen["-/tokens"]["tokens"]):
-            assert known.pop("issuer", None) is None  # a field that this release adds
+            assert known.pop("issuer", None) is None  # this release adds the field
         return seen
 
 
@@ -117,9 +117,7 @@ def now():
         yield release
 
 
-def test_this_release_goes_on_with_everything_that_the_one_before_stored(
-    before, now, database, tmp_path
-):
+def test_this_release_serves_all_data_of_the_previous_one(before, now, database, tmp_path):
     data, host = tmp_path / "data", tmp_path / "host"
     signing, trusted = tmp_path / "key.pem", tmp_path / "trusted.json"
     admins = {"data_dir": data, **database}
@@ -154,7 +152,7 @@ def test_this_release_goes_on_with_everything_that_the_one_before_stored(
         _, ((_, digest),) = before.client(
             ("put", WITHHELD, "wrong"), ("lookup", WITHHELD), **job, **url
         )
-        # Who administers the namespace withholds an artifact alone.
+        # An administrator's report alone withholds an artifact.
         (report,) = before.client(
             ("report", WITHHELD, digest), **(job | {"token": tokens["admin"]}), **url
         )
@@ -175,7 +173,7 @@ def test_this_release_goes_on_with_everything_that_the_one_before_stored(
         assert everything(server.url, tokens["admin"]) == stored
         url = {"url": server.url}
         steps = [("source", number) for number in STORED]
-        # The local tier starts empty: what is there does not tell which server it came from.
+        # The local tier starts empty: its copies do not record from which server they came.
         got = now.client(*steps, **job, **url, **strict)
         assert got == ["remote"] * 3 + ["error: unsigned"]
         fresh = job | {"cache_dir": tmp_path / "another host"}
@@ -207,10 +205,10 @@ def test_this_release_goes_on_with_everything_that_the_one_before_stored(
         (listed,) = stored["-/quarantine"]["artifacts"]
         name = "/".join([listed["namespace"], *listed["key"].values()])
         now.command("quarantine", "release", name, **admins)
-        # What was stored first stays; the same payload is the same bytes in both releases.
+        # The first artifact stays. Both releases seal equal payloads to equal bytes.
         put = now.client(("put", WITHHELD, "wrong"), ("put", 2, "else"), **fresh, **url)
         assert put == [True, "error: refused 409"]
-        # And the clients of the release before, which are upgraded later, go on with this server.
+        # Clients of the previous release, which are upgraded later, work with this server.
         later = job | {"cache_dir": tmp_path / "a third host"}
         assert before.client(*steps, ("get", WITHHELD), **later, **url) == ["remote"] * 4 + [
             "wrong"
@@ -218,11 +216,11 @@ def test_this_release_goes_on_with_everything_that_the_one_before_stored(
 
 
 @pytest.mark.parametrize("upgraded", ["server", "client"])
-def test_a_client_of_one_release_works_with_a_server_of_the_other(before, now, upgraded, tmp_path):
+def test_client_of_one_release_works_with_a_server_of_the_other(before, now, upgraded, tmp_path):
     here, there = (before, now) if upgraded == "server" else (now, before)
     with there.serve(tmp_path / "data") as server:
         job = {"url": server.url, "namespace": "team"}
-        # A colleague has the release of the server.
+        # A colleague uses the release of the server.
         colleague = job | {"cache_dir": tmp_path / "colleague"}
         mine = job | {"cache_dir": tmp_path / "mine"}
         there.client(("put", 1, "theirs"), ("remember", "train", 1), **colleague)
@@ -293,7 +291,7 @@ def test_servers_of_both_releases_serve_one_store_during_a_rolling_upgrade(
 
 
 def run_in(sources, *command, **settings):
-    """Runs something in the environment of the tests, on another release's sources where given."""
+    """Run a command in the environment of the tests, with another release's sources if given."""
     paths = [] if sources is None else [sources / "client", sources / "schema"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     return subprocess.run(
@@ -306,7 +304,7 @@ def run_in(sources, *command, **settings):
     ).stdout
 
 
-def test_a_training_goes_on_from_a_checkpoint_of_the_release_before(tmp_path):
+def test_training_resumes_from_a_checkpoint_of_the_previous_release(tmp_path):
     sources = sources_of_release_before()
     where = run_in(sources, "-c", "import graphstash; print(graphstash.__file__)")
     assert Path(where.strip()).is_relative_to(sources)
@@ -329,8 +327,9 @@ def test_a_training_goes_on_from_a_checkpoint_of_the_release_before(tmp_path):
 
 @pytest.fixture
 def compile_on_both(server, tmp_path):
-    """Runs a compiler's job on the release before, then on this one on another host; returns what
-    each one counted. Both jobs compute the same losses.
+    """Run a compiler's job on the previous release, then on this one on another host.
+
+    Check that both jobs compute equal losses. Return the counters of both jobs.
     """
 
     def compile_on_both(compiler, module, **options):
@@ -388,8 +387,8 @@ def test_graph_whose_key_lacked_state_code_or_threads_is_compiled_again(
     assert now == {"hits": 0, "misses": before["misses"], "published": before["misses"]}
 
 
-def test_entry_points_and_dotted_names_of_the_release_before_are_there():
-    """They stand in files and variables of users, and in environments that are updated in place."""
+def test_entry_points_and_dotted_names_of_the_previous_release_exist():
+    """Users' files and variables contain these names, and environments are upgraded in place."""
     project = tomllib.loads((sources_of_release_before() / "pyproject.toml").read_text())["project"]
     for group, named in project["entry-points"].items():
         for name in named:

@@ -1,10 +1,10 @@
-"""The compilers' own tests of their caches, under the hooks: they are to find nothing changed.
+"""Run the compilers' own cache tests under the hooks. The hooks must not change any result.
 
     python tests/upstream/run.py [NAME ...] [--source FOLDER]
 
-Downloads each file at the tag of its compiler, changes only what is listed here (devices), and runs
-it under `graphstash run` with a server of its own. Where the internet cannot be reached, `--source`
-has the files as `<name>.py`. Prints one line for each run; exits with 1 if any failed.
+For each suite, download the file at its compiler's tag, apply the listed changes (devices), and run
+it under `graphstash run` with its own server. Without internet access, `--source` names a folder
+with the files as `<name>.py`. Print one line for each run, and exit with 1 if any run failed.
 """
 
 import argparse
@@ -30,12 +30,12 @@ class Suite:
     """One file of tests.
 
     Attributes:
-        url: where it is.
-        environment: of the compiler; see `tests/environments`.
-        changes: text, and what is put in its place.
+        url: address of the file.
+        environment: environment of the compiler; see `tests/environments`.
+        changes: pairs of a text and its replacement.
         runs: arguments of each run of the file; a test that counts misses needs an empty cache.
-        variables: of its process.
-        packages: that it needs beside the compiler.
+        variables: environment variables of its process.
+        packages: packages that it needs beside the compiler.
     """
 
     url: str
@@ -80,7 +80,7 @@ SUITES = {
 
 
 def main() -> None:
-    """Runs the suites that are named, or all of them."""
+    """Run the named suites, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("names", nargs="*", choices=[[], *SUITES], metavar="NAME")
     parser.add_argument("--source", type=Path, help="folder with <name>.py of each")
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def run(name: str, source: Path | None) -> bool:
-    """Runs one file; True when everything in it passed."""
+    """Run one file. Return whether all of its runs passed."""
     suite = SUITES[name]
     with tempfile.TemporaryDirectory(prefix="upstream-") as made:
         directory = Path(made)
